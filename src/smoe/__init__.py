@@ -1,0 +1,32 @@
+"""smoe: Mixture-of-Experts language models that do not fit in fast memory, exactly, inside a fixed budget.
+
+    from smoe import from_pretrained
+    model = from_pretrained("demo", memory="24MiB")
+
+Importing this package loads nothing heavy; torch and transformers come with the first call.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if "torch" not in sys.modules:
+    # Threads that wait without spinning leave the core to the thread that computes the other experts (docs/log.md).
+    # The OpenMP runtime reads this when torch is first imported, so it can only be set here.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+if TYPE_CHECKING:
+    from smoe.loading import from_pretrained
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "from_pretrained"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "from_pretrained":
+        from smoe.loading import from_pretrained
+
+        return from_pretrained
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

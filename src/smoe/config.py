@@ -1,0 +1,88 @@
+"""The one configuration tree: frozen, units in names, bounds checked, unknown keys refused.
+
+What is found at run time (free bytes, slots) is a new value in the ledger and never written back here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from smoe.errors import ConfigError
+from smoe.policy.registry import ONLINE_EVICTION, PREFETCH
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+DIRECT_IO = ("auto", "on", "off")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a model is served."""
+
+    memory_bytes: int | None = None
+    """Device memory for weights, workspace, KV cache, staging and slots; None: what is free less a margin."""
+    host_memory_bytes: int | None = None
+    """Pinned host memory on a GPU machine; None: what is free less a margin. Unused on a CPU."""
+    context_tokens: int = 4096
+    """Positions reserved for every sequence."""
+    max_sequences: int = 1
+    """Sequences that run together."""
+    prefill_tokens: int = 2048
+    """Longer prompts are read in chunks of this many tokens (exact prefill then is of grade E1, not E0)."""
+    threads: int | None = None
+    """Computing threads; None: what torch chose."""
+    io_threads: int = 2
+    """Reading threads; one or two saturate a disk with requests of 4 MB."""
+    dtype: str = "auto"
+    """Element type of weights and activations; auto: the checkpoint's own."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, ...; auto: the first GPU if there is one."""
+    eviction: str = "lru"
+    """Which resident expert is forgotten first."""
+    prefetch: str = "none"
+    """What brings experts in before their layer runs."""
+    direct_io: str = "auto"
+    """Bypass the page cache; auto: unless free RAM beside the budget holds the whole model."""
+
+    def __post_init__(self) -> None:
+        _at_least("memory_bytes", self.memory_bytes, 1)
+        _at_least("host_memory_bytes", self.host_memory_bytes, 1)
+        _at_least("context_tokens", self.context_tokens, 1)
+        _at_least("max_sequences", self.max_sequences, 1)
+        _at_least("prefill_tokens", self.prefill_tokens, 1)
+        _at_least("threads", self.threads, 1)
+        _at_least("io_threads", self.io_threads, 1)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("eviction", self.eviction, tuple(ONLINE_EVICTION))
+        _one_of("prefetch", self.prefetch, PREFETCH)
+        _one_of("direct_io", self.direct_io, DIRECT_IO)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "lfu": {"eviction": "lfu"},
+    "mixtral-offloading": {"eviction": "lru", "prefetch": "next-gate"},
+}
+"""Named sets of switches: papers and baselines. Every one listed here is lossless."""
+
+
+def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
+    """A preset with single switches on top; switches that are None keep the preset's value."""
+    if preset not in PRESETS:
+        raise ConfigError(f"unknown preset {preset!r}; choose one of: {', '.join(sorted(PRESETS))}")
+    known = {field.name for field in fields(EngineConfig)}
+    unknown = sorted(switches.keys() - known)
+    if unknown:
+        raise ConfigError(f"unknown setting {unknown[0]!r}; known settings are: {', '.join(sorted(known))}")
+    given = {name: value for name, value in switches.items() if value is not None}
+    return replace(EngineConfig(**PRESETS[preset]), **given)
+
+
+def _at_least(name: str, value: Any, bound: int) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < bound):
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {bound}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; choose one of: {', '.join(allowed)}")

@@ -1,0 +1,62 @@
+"""Everything smoe raises on purpose, in one tree.
+
+    SmoeError
+    |-- ConfigError            a setting is out of bounds or unknown
+    |-- BudgetError            the memory budget cannot work; carries the ledger
+    |-- ModelError             the model cannot be served
+    |   |-- NotMoEError        it has no routed experts
+    |   |-- UnsupportedModelError  it has, but in a form that we cannot prove right
+    |   `-- CheckpointError    its files are missing, truncated or inconsistent
+    |-- ContextError           the prompt does not fit the reserved context
+    |-- TransferError          reading an expert failed while generating
+    |-- DiskSpaceError         not enough free disk for what was asked
+    `-- EngineStateError       closed, forked, or used with a foreign cache
+
+Each message says what was given, what is allowed, and what to change.
+"""
+
+from __future__ import annotations
+
+
+class SmoeError(Exception):
+    """Base of all errors that smoe raises on purpose."""
+
+
+class ConfigError(SmoeError, ValueError):
+    """A setting is out of bounds or unknown."""
+
+
+class BudgetError(SmoeError):
+    """The memory budget cannot hold what it must; the message carries the ledger."""
+
+
+class ModelError(SmoeError):
+    """The model cannot be served."""
+
+
+class NotMoEError(ModelError):
+    """The model has no routed experts, so there is nothing to offload."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model has experts in a form whose exactness cannot be proven here."""
+
+
+class CheckpointError(ModelError):
+    """The checkpoint's files are missing, truncated or inconsistent."""
+
+
+class ContextError(SmoeError, ValueError):
+    """The tokens asked for do not fit the context reserved in the budget."""
+
+
+class TransferError(SmoeError, OSError):
+    """Reading an expert failed; the request is lost, the engine stays usable."""
+
+
+class DiskSpaceError(SmoeError, OSError):
+    """Not enough free disk space for a download, a pack or a widened model."""
+
+
+class EngineStateError(SmoeError, RuntimeError):
+    """The engine is closed, was forked, or was given a cache that is not its own."""

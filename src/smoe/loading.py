@@ -1,0 +1,236 @@
+"""Putting an engine together: structure, index, budget, slots, weights, seam, proof. In this order, so that what cannot
+work is refused before anything large is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as library_logging
+
+from smoe.config import EngineConfig, configure
+from smoe.errors import CheckpointError, ConfigError
+from smoe.memory.device import Arena
+from smoe.memory.disk import DiskReader
+from smoe.memory.free import free_device_bytes, less_margin
+from smoe.memory.host import HostTier
+from smoe.memory.movers import Filler, PinnedMover, SlotMover
+from smoe.memory.packed import packed_store
+from smoe.memory.safetensors_index import index_checkpoint
+from smoe.memory.store import ExpertStore
+from smoe.memory.transfer import Mover, Transfers
+from smoe.metrics import Counters
+from smoe.models.expert_index import index_experts
+from smoe.models.experts import ExpertsSite, without_expert_weights
+from smoe.models.files import fetch
+from smoe.models.seam import attach, next_gate
+from smoe.models.selftest import check_experts
+from smoe.planning import SAFETENSORS_NAMES, Blueprint, blueprint
+from smoe.policy.budget import Ledger, allocate, full_bytes
+from smoe.policy.registry import make_eviction
+from smoe.policy.residency import SlotTable
+from smoe.runtime.engine import Engine
+from smoe.runtime.execute import LayerExecutor
+from smoe.runtime.expert_math import ExpertMath
+from smoe.runtime.split import make_team
+from smoe.units import parse_bytes
+
+
+def from_pretrained(
+    model: str | Path = "demo",
+    *,
+    memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    preset: str = "exact",
+    revision: str | None = None,
+    **switches: Any,
+) -> PreTrainedModel:
+    """Load a Mixture-of-Experts model whose experts stay on disk until they are needed.
+
+    Returns the ordinary transformers model object; `model.offload` is the `Engine` behind it. `memory` is the budget
+    ("8GiB", bytes; None: what is free less a margin). `switches` are fields of `EngineConfig`, over those of `preset`.
+
+    Raises `ConfigError` for bad settings, `BudgetError` (with the ledger) for a budget that cannot work, `ModelError` and its
+    kinds for models that cannot be served exactly.
+    """
+    config = configure(
+        preset,
+        memory_bytes=parse_bytes(memory) if memory is not None else None,
+        host_memory_bytes=parse_bytes(host_memory) if host_memory is not None else None,
+        **switches,
+    )
+    return load(model, config, revision)
+
+
+def load(model: str | Path, config: EngineConfig, revision: str | None = None) -> PreTrainedModel:
+    """`from_pretrained` for a finished configuration."""
+    device = choose_device(config)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    plan = blueprint(model, config, revision)
+    folder = fetch(model, revision)
+    store = open_store(folder, plan)
+    ledger, reason = make_ledger(plan, config, device, store.slot_bytes)
+    arena = Arena(ledger.cache_slots + ledger.staging_slots, store.slot_bytes, device)
+    touching = threading.Thread(target=arena.touch, name="smoe-touch")
+    touching.start()  # slower than reading the weights, and beside it free
+    try:
+        loaded = _load_dense(folder, plan, device)
+    finally:
+        touching.join()
+    return _assemble(loaded, plan, config, ledger, reason, store, arena)
+
+
+def open_store(folder: Path, plan: Blueprint) -> ExpertStore:
+    """The experts' places on disk: the packed file where there is one for this dtype, else the checkpoint itself."""
+    dtype = SAFETENSORS_NAMES[plan.dtype]
+    packed = packed_store(folder, plan.sites, dtype)
+    return packed or ExpertStore(index_experts(plan.shell, plan.sites, index_checkpoint(folder)), dtype)
+
+
+def make_ledger(
+    plan: Blueprint, config: EngineConfig, device: torch.device, slot_bytes: int | None = None
+) -> tuple[Ledger, str]:
+    """The budget divided, and where its size comes from; raises `BudgetError`."""
+    demand = plan.demand(config, slot_bytes)
+    if config.memory_bytes is not None:
+        return allocate(config.memory_bytes, demand), "as asked"
+    free, source = free_device_bytes(device)
+    budget = min(less_margin(free), full_bytes(demand))
+    whole = ", and the whole model fits" if budget == full_bytes(demand) else ""
+    return allocate(budget, demand), f"{source} less a margin{whole}"
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """The device asked for, else the first GPU, else the CPU."""
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {config.device!r}; use cpu, cuda or cuda:1") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {config.device!r} is not supported; use cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("no CUDA device is usable here; leave --device out to run on the CPU")
+    return device
+
+
+def _load_dense(folder: Path, plan: Blueprint, device: torch.device) -> PreTrainedModel:
+    """The model by the library's own loader, without its experts."""
+    plan.config._experts_implementation = "eager"
+    with without_expert_weights(plan.shell), _quiet_library():
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=plan.config,
+            dtype=plan.dtype,
+            experts_implementation="eager",
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} weights, {missing[0]!r} first; the checkpoint is incomplete"
+        )
+    _refuse_nan(loaded, folder)
+    model: PreTrainedModel = loaded.to(device).eval().requires_grad_(False)
+    return model
+
+
+def _refuse_nan(model: PreTrainedModel, folder: Path) -> None:
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter.sum())) and not bool(torch.isfinite(parameter).all()):
+            raise CheckpointError(f"{name!r} in {folder} holds NaN or infinity; download the checkpoint again")
+
+
+def _assemble(
+    model: PreTrainedModel,
+    plan: Blueprint,
+    config: EngineConfig,
+    ledger: Ledger,
+    reason: str,
+    store: ExpertStore,
+    arena: Arena,
+) -> PreTrainedModel:
+    table = SlotTable(ledger.cache_slots, ledger.staging_slots)
+    transfers = Transfers(_mover(store, arena, table, config), config.io_threads)
+    modules = dict(model.named_modules())
+    executor = LayerExecutor(
+        store=store,
+        table=table,
+        eviction=make_eviction(config.eviction),
+        transfers=transfers,
+        arena=arena,
+        math={site.layer: ExpertMath(modules[site.name], site.parts, plan.dtype) for site in plan.sites},
+        predictor=next_gate(model, plan.sites, plan.anatomy.routers) if config.prefetch == "next-gate" else None,
+        counters=Counters(),
+    )
+    try:
+        for site in _one_of_each_kind(plan.sites):
+            check_experts(site, modules[site.name], store, executor, plan.dtype)
+    except BaseException:
+        transfers.close()
+        raise
+    executor.team = make_team(executor, plan.sites[0].layer)
+    executor.reset_counters()
+    engine = Engine(
+        config=config,
+        model_config=plan.config,
+        anatomy=plan.anatomy,
+        ledger=ledger,
+        store=store,
+        arena=arena,
+        transfers=transfers,
+        executor=executor,
+        budget_reason=reason,
+    )
+    attach(model, plan.sites, engine)
+    return model
+
+
+def _mover(store: ExpertStore, arena: Arena, table: SlotTable, config: EngineConfig) -> Mover:
+    free, _ = free_device_bytes(torch.device("cpu"))
+    if arena.device.type == "cpu":
+        reader = DiskReader(_reads_directly(config, store, free - arena.nbytes))
+        return SlotMover(Filler(store, reader), reader, arena)
+    budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
+    slots = min(len(store.keys()), max(2 * config.io_threads, budget // store.slot_bytes))
+    reader = DiskReader(_reads_directly(config, store, free - slots * store.slot_bytes))
+    host = HostTier(slots, store.slot_bytes, lambda copy: copy in table.ready)
+    return PinnedMover(Filler(store, reader), reader, host, arena)
+
+
+def _reads_directly(config: EngineConfig, store: ExpertStore, spare_bytes: int) -> bool:
+    """Past the page cache, unless RAM beside our own use holds every expert anyway."""
+    if config.direct_io == "auto":
+        return spare_bytes < store.total_bytes * 1.1
+    return config.direct_io == "on"
+
+
+def _one_of_each_kind(sites: list[ExpertsSite]) -> list[ExpertsSite]:
+    """The first layer of every distinct layout."""
+    return list({(site.experts, site.parts): site for site in reversed(sites)}.values())
+
+
+@contextmanager
+def _quiet_library() -> Iterator[None]:
+    """The loader would report every expert key as unexpected: that is what we want it to do with them."""
+    level = library_logging.get_verbosity()
+    library_logging.set_verbosity(logging.ERROR)
+    bars = library_logging.is_progress_bar_enabled()
+    library_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library_logging.set_verbosity(level)
+        if bars:
+            library_logging.enable_progress_bar()

@@ -1,0 +1,131 @@
+"""How one expert travels: disk to slot on a CPU, disk to pinned host to slot on a GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from smoe.memory.device import Arena
+from smoe.memory.disk import CHUNK_BYTES, DiskReader
+from smoe.memory.host import HostTier
+from smoe.memory.store import ExpertStore, Placement
+from smoe.memory.transfer import Ticket
+
+_TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a safetensors dtype name."""
+    return _TORCH_DTYPES[name]
+
+
+class Filler:
+    """Reads an expert from disk into a buffer in slot layout; one staging buffer a thread where one is needed."""
+
+    def __init__(self, store: ExpertStore, reader: DiskReader) -> None:
+        self._store = store
+        self._reader = reader
+        self._local = threading.local()
+
+    def fill(self, layer: int, expert: int, buffer: memoryview, between: Callable[[], None] | None) -> int:
+        """Bytes read from disk."""
+        placement = self._store.placement(layer, expert)
+        if not placement.pieces:
+            return self._read(placement, buffer, between)
+        staging = self._staging()
+        came = self._read(placement, staging.buffer(0), between)
+        self._assemble(layer, expert, placement, staging, torch.frombuffer(buffer, dtype=torch.uint8))
+        return came
+
+    def _read(self, placement: Placement, buffer: memoryview, between: Callable[[], None] | None) -> int:
+        return sum(
+            self._reader.read(read, buffer[read.target : read.target + read.nbytes], between)
+            for read in placement.reads
+        )
+
+    def _assemble(self, layer: int, expert: int, placement: Placement, staging: Arena, slot: torch.Tensor) -> None:
+        """Copy, and where the dtype differs convert, the pieces from the staging buffer to their place."""
+        experts = self._store.layers[layer]
+        tensors = [tensor for part in experts.parts for tensor in experts.sources[expert][part.name]]
+        target_dtype = torch_dtype(self._store.dtype)
+        for piece, tensor in zip(placement.pieces, tensors, strict=True):
+            dtype = torch_dtype(tensor.dtype)
+            source = staging.view(0, piece.source, (piece.nbytes // dtype.itemsize,), dtype)
+            length = source.numel() * target_dtype.itemsize
+            slot[piece.target : piece.target + length].view(target_dtype).copy_(source)
+
+    def _staging(self) -> Arena:
+        if not hasattr(self._local, "arena"):
+            self._local.arena = Arena(1, self._store.staging_buffer_bytes, torch.device("cpu"))
+        arena: Arena = self._local.arena
+        return arena
+
+
+class SlotMover:
+    """CPU: disk to slot."""
+
+    def __init__(self, filler: Filler, reader: DiskReader, arena: Arena) -> None:
+        self._filler = filler
+        self._reader = reader
+        self._arena = arena
+
+    def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
+        layer, expert, _ = ticket.load.copy
+        return self._filler.fill(layer, expert, self._arena.buffer(ticket.load.slot), between)
+
+    def mark_free(self) -> Any:
+        return None
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class PinnedMover:
+    """GPU: disk to pinned host memory (unless it is there), host to slot in chunks on a copy stream."""
+
+    def __init__(self, filler: Filler, reader: DiskReader, host: HostTier, arena: Arena) -> None:
+        self._filler = filler
+        self._reader = reader
+        self._host = host
+        self._arena = arena
+        self._stream = torch.cuda.Stream(arena.device)
+
+    def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
+        layer, expert, _ = ticket.load.copy
+        lease = self._host.lease(ticket.load.copy)
+        came = 0
+        try:
+            if not lease.is_hit:
+                came = self._filler.fill(layer, expert, self._host.arena.buffer(lease.slot), between)
+            ticket.ready_event = self._copy(ticket, lease.slot, between)
+        except BaseException:
+            self._host.give_back(lease, None, is_valid=False)
+            raise
+        self._host.give_back(lease, ticket.ready_event, is_valid=True)
+        return came
+
+    def _copy(self, ticket: Ticket, host_slot: int, between: Callable[[], None] | None) -> torch.cuda.Event:
+        source, target = self._host.arena.tensor(host_slot), self._arena.tensor(ticket.load.slot)
+        event = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ticket.free_event)
+            for begin in range(0, self._arena.slot_bytes, CHUNK_BYTES):
+                if begin and between is not None:
+                    between()
+                end = min(begin + CHUNK_BYTES, self._arena.slot_bytes)
+                target[begin:end].copy_(source[begin:end], non_blocking=True)
+            event.record(self._stream)
+        return event
+
+    def mark_free(self) -> Any:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._arena.device))
+        return event
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        self._reader.close()
+        self._host.close()

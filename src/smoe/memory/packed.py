@@ -1,0 +1,146 @@
+"""The packed expert file: every expert contiguous, page-aligned, in slot layout; made once by `smoe pack`.
+
+    offset 0        8 bytes magic, 8 bytes little-endian header length, JSON header, zeros up to the next page
+    then            experts in (layer, expert) order at a fixed stride, parts in order, zeros up to the stride
+
+One read of whole pages brings an expert, with no bounce and no slack; worth it for checkpoints whose experts are scattered
+(gate and up apart, an expert split between shards) or of another dtype. The header names the checkpoint's shards with
+their sizes and times: a pack of other weights is refused, not used. The file appears under its name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smoe.errors import CheckpointError
+from smoe.memory.safetensors_index import ITEM_BYTES, StoredTensor, shard_paths
+from smoe.memory.store import ExpertStore, LayerExperts, page_ceil
+from smoe.models.experts import ExpertsSite
+from smoe.models.files import check_disk
+from smoe.models.reference import reference_parameters
+
+MAGIC = b"smoepack"
+VERSION = 1
+_TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+def pack_path(folder: Path, dtype: str) -> Path:
+    """Where the packed file of a checkpoint lies."""
+    return folder / f"experts.{dtype.lower()}.smoe"
+
+
+def packed_store(folder: Path, sites: Sequence[ExpertsSite], dtype: str) -> ExpertStore | None:
+    """The store over the packed file of `folder`, or None where there is none; raises where it does not fit the checkpoint."""
+    path = pack_path(folder, dtype)
+    if not path.exists():
+        return None
+    header, start = _read_header(path)
+    expected = _header(folder, sites, dtype)
+    if header != expected:
+        raise CheckpointError(
+            f"{path} was packed from other weights, or by another version; delete it, or run smoe pack again"
+        )
+    stride = header["stride"]
+    experts = sum(site.experts for site in sites)
+    if path.stat().st_size != start + experts * stride:
+        raise CheckpointError(f"{path} is truncated; delete it, or run smoe pack again")
+    layers: dict[int, LayerExperts] = {}
+    offset = start
+    for site in sites:
+        layers[site.layer] = _packed_layer(path, site, dtype, offset, stride)
+        offset += site.experts * stride
+    return ExpertStore(layers, dtype)
+
+
+def pack(folder: Path, sites: Sequence[ExpertsSite], store: ExpertStore, progress: Callable[[int, int], None]) -> Path:
+    """Write the packed file of a checkpoint; `progress(done, total)` counts experts. Interrupted, it leaves nothing behind.
+
+    Raises `DiskSpaceError` before it begins, `CheckpointError` for an expert with NaN or infinity.
+    """
+    path = pack_path(folder, store.dtype)
+    header = _header(folder, sites, store.dtype)
+    keys = store.keys()
+    check_disk(folder, len(keys) * header["stride"], f"packing {folder.name}")
+    partial = path.with_suffix(f".partial-{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            file.write(_header_bytes(header))
+            for done, (layer, expert) in enumerate(keys, start=1):
+                data = _expert_bytes(store.layers[layer], expert, store.dtype)
+                file.write(data + bytes(header["stride"] - len(data)))
+                progress(done, len(keys))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def _expert_bytes(experts: LayerExperts, expert: int, dtype: str) -> bytes:
+    parameters = reference_parameters(experts, [expert], _TORCH[dtype])
+    for name, value in parameters.items():
+        if not bool(torch.isfinite(value).all()):
+            raise CheckpointError(
+                f"{name} of expert {expert} in layer {experts.layer} holds NaN or infinity; download again"
+            )
+    return b"".join(parameters[part.name].contiguous().view(torch.uint8).numpy().tobytes() for part in experts.parts)
+
+
+def _packed_layer(path: Path, site: ExpertsSite, dtype: str, offset: int, stride: int) -> LayerExperts:
+    sources = []
+    for expert in range(site.experts):
+        place = offset + expert * stride
+        pieces: dict[str, tuple[StoredTensor, ...]] = {}
+        for part in site.parts:
+            nbytes = _part_bytes(part.shape, dtype)
+            pieces[part.name] = (StoredTensor(path, place, nbytes, dtype, part.shape),)
+            place += nbytes
+        sources.append(pieces)
+    return LayerExperts(site.layer, site.parts, sources)
+
+
+def _part_bytes(shape: Sequence[int], dtype: str) -> int:
+    count = ITEM_BYTES[dtype]
+    for n in shape:
+        count *= n
+    return count
+
+
+def _header(folder: Path, sites: Sequence[ExpertsSite], dtype: str) -> dict[str, Any]:
+    largest = max(sum(_part_bytes(part.shape, dtype) for part in site.parts) for site in sites)
+    shards = [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in shard_paths(folder)]
+    layout = [[site.layer, site.experts, [[part.name, list(part.shape)] for part in site.parts]] for site in sites]
+    return {
+        "version": VERSION,
+        "dtype": dtype,
+        "stride": page_ceil(largest),
+        "layout": layout,
+        "checkpoint": hashlib.sha256(json.dumps(shards).encode()).hexdigest(),
+    }
+
+
+def _header_bytes(header: dict[str, Any]) -> bytes:
+    text = json.dumps(header).encode()
+    data = MAGIC + struct.pack("<Q", len(text)) + text
+    return data + bytes(page_ceil(len(data)) - len(data))
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    with path.open("rb") as file:
+        start = file.read(16)
+        length = struct.unpack("<Q", start[8:])[0] if len(start) == 16 else 0
+        text = file.read(length) if start[:8] == MAGIC and length < 1 << 26 else b""
+    try:
+        header: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not a packed expert file; delete it, or run smoe pack again") from error
+    return header, page_ceil(16 + length)

@@ -1,0 +1,233 @@
+"""The expert store: where on disk every routed expert lies, and how it is laid into a slot.
+
+An expert has *parts* (`gate_up_proj`, `down_proj`, biases), each the row-wise concatenation of one or more stored
+tensors or one row of a fused tensor. Two ways to fill a slot:
+
+* **in place**: where the pieces of every part follow each other in the file (as in most checkpoints, where an expert's
+  tensors are neighbours), whole runs of bytes are read straight into the slot. A run starts at the slot offset that
+  has the file offset's remainder modulo the page, so that `O_DIRECT` can read it without a bounce.
+
+      file   ...|....gate.......up..........down.....|...       page boundaries: |
+      slot      |....gate.......up..........down.....|          same remainder, nothing is moved
+
+* **staged**: otherwise (Mixtral's w1, w2, w3, where gate and up are not neighbours; another dtype; fp32 at an odd address)
+  runs are read into a buffer of the reading thread and the pieces are copied, and converted, to the slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from smoe.errors import CheckpointError
+from smoe.memory.safetensors_index import ITEM_BYTES, StoredTensor
+
+PAGE = 4096
+"""Alignment of buffers, offsets and lengths for `O_DIRECT`; devices with smaller sectors accept it too."""
+
+
+MATRIX_ALIGNMENT = 64
+"""Where matrix kernels expect weights to begin. MKL's fp32 products change their last bits with the address (docs/log.md),
+oneDNN's bf16 ones do not; so only bf16 experts may lie wherever the file's offset puts them."""
+
+
+def page_ceil(count: int) -> int:
+    """`count` bytes rounded up to whole pages."""
+    return -(-count // PAGE) * PAGE
+
+
+class Read(NamedTuple):
+    """One read: `file[offset : offset + nbytes]` into the buffer at `target`; all three are multiples of the page.
+
+    `need` bytes must come; less only happens at the end of the file.
+    """
+
+    path: Path
+    offset: int
+    nbytes: int
+    target: int
+    need: int
+
+
+class Piece(NamedTuple):
+    """A stored tensor, or a row of one, inside a staging buffer, and where it belongs in the slot."""
+
+    source: int
+    nbytes: int
+    target: int
+
+
+class Placement(NamedTuple):
+    """How one expert gets into a slot."""
+
+    reads: tuple[Read, ...]
+    parts: dict[str, int]
+    """Slot offset of every part in bytes."""
+    pieces: tuple[Piece, ...]
+    """Empty where the reads go straight into the slot."""
+    nbytes: int
+    """Bytes of weights, alignment not counted."""
+    buffer_bytes: int
+    """Room that the reads need, in the slot or in the staging buffer."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One weight of every expert of a layer: shape without the expert dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LayerExperts:
+    """The routed experts of one layer: `sources[expert][part]` are the stored pieces in row order."""
+
+    layer: int
+    parts: tuple[Part, ...]
+    sources: Sequence[Mapping[str, tuple[StoredTensor, ...]]]
+
+    @property
+    def experts(self) -> int:
+        return len(self.sources)
+
+
+class ExpertStore:
+    """Placements of all routed experts of one checkpoint (or packed file) at one dtype.
+
+    `item_bytes` is the element size in the slots, `dtype` the safetensors name of the slots' dtype.
+    """
+
+    def __init__(self, layers: Mapping[int, LayerExperts], dtype: str) -> None:
+        self.layers = dict(layers)
+        self.dtype = dtype
+        self.item_bytes = ITEM_BYTES[dtype]
+        self._check_shapes()
+        self._placements: dict[tuple[int, int], Placement] = {}
+        in_place = [self._in_place(layer, expert) for layer, expert in self.keys()]
+        self.is_staged = any(placement is None for placement in in_place)
+        for key, placement in zip(self.keys(), in_place, strict=True):
+            self._placements[key] = placement if placement and not self.is_staged else self._staged(*key)
+        placements = self._placements.values()
+        self.slot_bytes = max(page_ceil(p.nbytes if self.is_staged else p.buffer_bytes) for p in placements)
+        self.staging_buffer_bytes = max(p.buffer_bytes for p in placements) if self.is_staged else 0
+        self.expert_bytes = max(p.nbytes for p in placements)
+        self.total_bytes = sum(p.nbytes for p in placements)
+
+    def keys(self) -> list[tuple[int, int]]:
+        """(layer, expert) of every routed expert, ascending."""
+        return [(n, e) for n in sorted(self.layers) for e in range(self.layers[n].experts)]
+
+    def placement(self, layer: int, expert: int) -> Placement:
+        return self._placements[layer, expert]
+
+    def paths(self) -> list[Path]:
+        """The files that hold experts."""
+        return sorted({read.path for placement in self._placements.values() for read in placement.reads})
+
+    def _check_shapes(self) -> None:
+        for n, experts in self.layers.items():
+            for expert, sources in enumerate(experts.sources):
+                for part in experts.parts:
+                    stored = sum(_elements(t.shape) for t in sources.get(part.name, ()))
+                    if stored != _elements(part.shape):
+                        raise CheckpointError(
+                            f"layer {n}, expert {expert}: {part.name} should have {_elements(part.shape)} elements "
+                            f"{list(part.shape)}, the checkpoint has {stored}; it does not match its config.json"
+                        )
+
+    def _in_place(self, layer: int, expert: int) -> Placement | None:
+        experts = self.layers[layer]
+        sources = experts.sources[expert]
+        spans: dict[str, tuple[Path, int, int]] = {}
+        for part in experts.parts:
+            span = _joined(sources[part.name], self.dtype)
+            if span is None:
+                return None
+            spans[part.name] = span
+        runs = _runs(list(spans.values()))
+        reads, starts = _reads(runs)
+        parts = {name: _locate(span, runs, starts) for name, span in spans.items()}
+        alignment = self.item_bytes if self.dtype == "BF16" else MATRIX_ALIGNMENT
+        if any(offset % alignment for offset in parts.values()):
+            return None
+        nbytes = sum(length for _, _, length in spans.values())
+        return Placement(reads, parts, (), nbytes, reads[-1].target + reads[-1].nbytes)
+
+    def _staged(self, layer: int, expert: int) -> Placement:
+        experts = self.layers[layer]
+        sources = experts.sources[expert]
+        spans = [(t.path, t.offset, t.nbytes) for part in experts.parts for t in sources[part.name]]
+        runs = _runs(spans)
+        reads, starts = _reads(runs)
+        parts: dict[str, int] = {}
+        pieces: list[Piece] = []
+        target = 0
+        for part in experts.parts:
+            parts[part.name] = target
+            for tensor in sources[part.name]:
+                source = _locate((tensor.path, tensor.offset, tensor.nbytes), runs, starts)
+                pieces.append(Piece(source, tensor.nbytes, target))
+                target += _elements(tensor.shape) * self.item_bytes
+            target = -(-target // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
+        return Placement(reads, parts, tuple(pieces), target, reads[-1].target + reads[-1].nbytes)
+
+
+def row_of(tensor: StoredTensor, row: int) -> StoredTensor:
+    """Row `row` of a fused tensor [E, ...] as a stored tensor of its own."""
+    nbytes = tensor.nbytes // tensor.shape[0]
+    return StoredTensor(tensor.path, tensor.offset + row * nbytes, nbytes, tensor.dtype, tensor.shape[1:])
+
+
+def _elements(shape: Sequence[int]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
+
+
+def _joined(tensors: Sequence[StoredTensor], dtype: str) -> tuple[Path, int, int] | None:
+    """The one byte range that the tensors fill in order, or None."""
+    first = tensors[0]
+    end = first.offset
+    for tensor in tensors:
+        if tensor.path != first.path or tensor.offset != end or tensor.dtype != dtype:
+            return None
+        end += tensor.nbytes
+    return first.path, first.offset, end - first.offset
+
+
+def _runs(spans: Sequence[tuple[Path, int, int]]) -> list[tuple[Path, int, int]]:
+    """Byte ranges merged where one ends and the next begins, in file order."""
+    merged: list[tuple[Path, int, int]] = []
+    for path, offset, length in sorted(spans):
+        if merged and merged[-1][0] == path and merged[-1][1] + merged[-1][2] == offset:
+            merged[-1] = (path, merged[-1][1], merged[-1][2] + length)
+        else:
+            merged.append((path, offset, length))
+    return merged
+
+
+def _reads(runs: Sequence[tuple[Path, int, int]]) -> tuple[tuple[Read, ...], list[int]]:
+    """Page-aligned reads that cover the runs, one after the other, and where each run's first byte lands."""
+    reads: list[Read] = []
+    starts: list[int] = []
+    target = 0
+    for path, offset, length in runs:
+        shift = offset % PAGE
+        size = page_ceil(shift + length)
+        reads.append(Read(path, offset - shift, size, target, shift + length))
+        starts.append(target + shift)
+        target += size
+    return tuple(reads), starts
+
+
+def _locate(span: tuple[Path, int, int], runs: Sequence[tuple[Path, int, int]], starts: Sequence[int]) -> int:
+    """Buffer offset of a span that lies inside one of the runs."""
+    path, offset, length = span
+    for (run_path, run_offset, run_length), start in zip(runs, starts, strict=True):
+        if run_path == path and run_offset <= offset and offset + length <= run_offset + run_length:
+            return start + offset - run_offset
+    raise AssertionError(f"{span} lies in none of {runs}")

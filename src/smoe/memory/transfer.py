@@ -1,0 +1,189 @@
+"""Bringing experts in: reading threads, two queues, tickets.
+
+Demand loads go before prefetches, in the order of submission; a prefetch that is under way lets demand loads pass between two
+chunks, so a demand load waits for at most one chunk. A ticket is waited for by the computing thread; an error of the
+reading thread surfaces there.
+
+Order on a GPU, from the point of view of one slot:
+
+    compute stream   ... last kernel that reads the slot | e0 ................... | wait e1, first kernel on the new expert
+    copy stream                                          | wait e0, chunk, chunk, chunk, e1 |
+
+e0 is recorded when the load is submitted, e1 after its last chunk; the host never waits for either.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Protocol
+
+from smoe.policy.plan import Load, Reason
+
+
+class State(Enum):
+    """A ticket's life: queued, then running, then done or failed; or cancelled while queued."""
+
+    QUEUED = 0
+    RUNNING = 1
+    DONE = 2
+    FAILED = 3
+    CANCELLED = 4
+
+
+class Ticket:
+    """One load under way."""
+
+    __slots__ = ("load", "state", "error", "ready_event", "free_event", "_done")
+
+    def __init__(self, load: Load, free_event: Any) -> None:
+        self.load = load
+        self.state = State.QUEUED
+        self.error: BaseException | None = None
+        self.free_event = free_event
+        self.ready_event: Any = None
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in (State.DONE, State.FAILED, State.CANCELLED)
+
+    def join(self) -> None:
+        """Block until the load is over; whether it ended well is in `state` and `error`."""
+        self._done.acquire()
+        self._done.release()
+
+    def finish(self, state: State, error: BaseException | None = None) -> None:
+        self.error = error
+        self.state = state
+        self._done.release()
+
+
+class Mover(Protocol):
+    """Carries one expert into its slot; called by reading threads."""
+
+    def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
+        """Returns the bytes read from disk; sets `ticket.ready_event` where the device works asynchronously."""
+
+    def mark_free(self) -> Any:
+        """An event after which the slots given up so far may be overwritten (None on a CPU)."""
+
+    def close(self) -> None: ...
+
+
+class Transfers:
+    """Reading threads in front of one mover."""
+
+    def __init__(self, mover: Mover, threads: int) -> None:
+        self._mover = mover
+        self._demand: deque[Ticket] = deque()
+        self._prefetch: deque[Ticket] = deque()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._running = 0
+        self._busy_since = 0.0
+        self.bytes_read = 0
+        """Bytes read from disk, alignment included."""
+        self.busy_seconds = 0.0
+        """Time during which at least one load was running."""
+        self._threads = [
+            threading.Thread(target=self._work, name=f"smoe-read-{n}", daemon=True) for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, load: Load) -> Ticket:
+        """Queue a load; the slot must be free for overwriting on the compute side."""
+        ticket = Ticket(load, self._mover.mark_free())
+        with self._changed:
+            (self._demand if load.reason is Reason.DEMAND else self._prefetch).append(ticket)
+            self._changed.notify()
+        return ticket
+
+    def urge(self, ticket: Ticket) -> None:
+        """A queued prefetch has become a demand."""
+        with self._changed:
+            if ticket in self._prefetch:
+                self._prefetch.remove(ticket)
+                self._demand.append(ticket)
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Take a queued prefetch back; False where it has started."""
+        with self._changed:
+            if ticket.state is not State.QUEUED or ticket not in self._prefetch:
+                return False
+            self._prefetch.remove(ticket)
+        ticket.finish(State.CANCELLED)
+        return True
+
+    def close(self) -> None:
+        """Stop the threads; what is queued is cancelled, what is running is waited for."""
+        with self._changed:
+            self._is_closed = True
+            queued = [*self._demand, *self._prefetch]
+            self._demand.clear()
+            self._prefetch.clear()
+            self._changed.notify_all()
+        for ticket in queued:
+            ticket.finish(State.CANCELLED)
+        for thread in self._threads:
+            thread.join()
+        self._mover.close()
+
+    def _work(self) -> None:
+        _leave_pinned_core()
+        while True:
+            with self._changed:
+                while not (self._demand or self._prefetch or self._is_closed):
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                ticket = (self._demand or self._prefetch).popleft()
+                ticket.state = State.RUNNING
+            self._run(ticket)
+
+    def _run(self, ticket: Ticket) -> None:
+        between = self._serve_demand if ticket.load.reason is Reason.PREFETCH else None
+        self._enter()
+        try:
+            came = self._mover.move(ticket, between)
+        except BaseException as error:  # noqa: BLE001  handed to the waiting thread, which raises it
+            self._leave(0)
+            ticket.finish(State.FAILED, error)
+        else:
+            self._leave(came)
+            ticket.finish(State.DONE)
+
+    def _serve_demand(self) -> None:
+        """Between two chunks of a prefetch: demand loads go first."""
+        while True:
+            with self._changed:
+                if not self._demand:
+                    return
+                ticket = self._demand.popleft()
+                ticket.state = State.RUNNING
+            self._run(ticket)
+
+    def _enter(self) -> None:
+        with self._changed:
+            if self._running == 0:
+                self._busy_since = time.perf_counter()
+            self._running += 1
+
+    def _leave(self, came: int) -> None:
+        with self._changed:
+            self._running -= 1
+            self.bytes_read += came
+            if self._running == 0:
+                self.busy_seconds += time.perf_counter() - self._busy_since
+
+
+def _leave_pinned_core() -> None:
+    """Undo the pinning that OMP_PROC_BIND gave the main thread and that this thread has inherited."""
+    if os.environ.get("OMP_PROC_BIND", "false").lower() not in ("false", "0") and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))

@@ -1,0 +1,53 @@
+"""Counters of a running engine and what they mean (prose: `docs/metrics.md`)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+
+@dataclass
+class Counters:
+    """What has happened since the engine started; subtract two snapshots for an interval."""
+
+    forward_passes: int = 0
+    tokens: int = 0
+    """Real tokens that went through the model."""
+    decode_uses: int = 0
+    """Expert uses in decode steps: one for each expert, layer and step."""
+    decode_hits: int = 0
+    """Of those, experts that were resident or under way when the layer's plan was made."""
+    prefill_uses: int = 0
+    prefill_hits: int = 0
+    loads: int = 0
+    """Demand loads started."""
+    prefetches: int = 0
+    prefetches_used: int = 0
+    """Prefetched experts that their layer then wanted."""
+    bytes_read: int = 0
+    """Bytes read from disk for experts, alignment included."""
+    read_busy_seconds: float = 0.0
+    """Time during which at least one read was running."""
+    forward_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    """Of the forward time: waiting for an expert to arrive."""
+    compute_seconds: float = 0.0
+    """Of the forward time: computing experts."""
+    plan_seconds: float = 0.0
+    """Of the forward time: our own Python around planning and bookkeeping."""
+
+    @property
+    def hit_ratio(self) -> float:
+        """Share of decode uses that needed no load of their own; 1 where nothing was used."""
+        return self.decode_hits / self.decode_uses if self.decode_uses else 1.0
+
+    @property
+    def dense_seconds(self) -> float:
+        """Forward time outside the experts: attention, norms, router, shared experts, logits."""
+        return max(0.0, self.forward_seconds - self.wait_seconds - self.compute_seconds - self.plan_seconds)
+
+    def copy(self) -> Counters:
+        return replace(self)
+
+    def __sub__(self, earlier: Counters) -> Counters:
+        before = asdict(earlier)
+        return Counters(**{name: value - before[name] for name, value in asdict(self).items()})

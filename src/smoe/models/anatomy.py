@@ -1,0 +1,128 @@
+"""What a model looks like inside, found by running its empty shell once (meta device, no weights, no arithmetic).
+
+By data flow, not by name: the router of a layer is the module whose output holds the very tensor that the experts
+receive as `top_k_index`; the KV cache's shapes are those that the attention layers write. Families that the library adds
+tomorrow are covered the day they come, as far as their shell can run without data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from smoe.models.experts import ExpertsSite
+
+_PROBE_TOKENS = 2
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Facts of a model that the engine and the budget need."""
+
+    weights_bytes: int
+    """Parameters and buffers that are not routed experts, tied ones once, in the dtype asked for."""
+    kv_bytes_per_token: int
+    """Keys and values of all attention layers for one token of one sequence."""
+    state_bytes_per_sequence: int
+    """Recurrent and convolution states, which do not grow with the context."""
+    routers: dict[int, str]
+    """Module path of each layer's router, where it could be found."""
+    top_k: dict[int, int]
+    """Experts a token uses, by layer."""
+
+
+def examine(model: PreTrainedModel, sites: list[ExpertsSite], dtype: torch.dtype) -> Anatomy:
+    """Run `model` (on the meta device, experts included) on two tokens and take notes."""
+    notes = _Notes()
+    cache = DynamicCache(config=model.config)
+    with _watched(model, sites, notes), torch.no_grad():
+        ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta")
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
+    names = {module: name for name, module in model.named_modules()}
+    per_token, fixed = _cache_bytes(cache, dtype)
+    return Anatomy(
+        weights_bytes=_weights_bytes(model, sites, dtype),
+        kv_bytes_per_token=per_token,
+        state_bytes_per_sequence=fixed,
+        routers={layer: names[module] for layer, module in notes.routers.items()},
+        top_k=notes.top_k,
+    )
+
+
+class _Notes:
+    def __init__(self) -> None:
+        self.outputs: list[tuple[nn.Module, tuple[Any, ...]]] = []
+        self.routers: dict[int, nn.Module] = {}
+        self.top_k: dict[int, int] = {}
+
+
+@contextmanager
+def _watched(model: PreTrainedModel, sites: list[ExpertsSite], notes: _Notes) -> Iterator[None]:
+    """Note tuple outputs of all modules; experts return zeros and say which index tensor they were given."""
+    hooks = [module.register_forward_hook(_note_output(notes)) for module in model.modules()]
+    modules = dict(model.named_modules())
+    try:
+        for site in sites:
+            modules[site.name].forward = _probe_experts(site.layer, notes)  # type: ignore[method-assign]
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for site in sites:
+            del modules[site.name].forward
+
+
+def _note_output(notes: _Notes) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, tuple):
+            notes.outputs.append((module, output))
+
+    return hook
+
+
+def _probe_experts(layer: int, notes: _Notes) -> Callable[..., torch.Tensor]:
+    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        notes.top_k[layer] = top_k_index.shape[-1]
+        for module, output in reversed(notes.outputs):
+            if any(value is top_k_index for value in output):
+                notes.routers[layer] = module
+                break
+        notes.outputs.clear()
+        return torch.zeros_like(hidden_states)
+
+    return forward
+
+
+def _cache_bytes(cache: DynamicCache, dtype: torch.dtype) -> tuple[int, int]:
+    """(bytes for one token, bytes for one sequence) of one row of the cache."""
+    per_token = fixed = 0
+    for layer in cache.layers:
+        for name, value in vars(layer).items():
+            for tensor in _tensors(value):
+                size = tensor.numel() * (4 if "recurrent" in name else dtype.itemsize)
+                if name in ("keys", "values", "indexer_keys"):
+                    per_token += size // _PROBE_TOKENS
+                else:
+                    fixed += size
+    return per_token, fixed
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The state tensors (three dimensions or more) in an attribute of a cache layer."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    return [tensor for tensor in values if isinstance(tensor, torch.Tensor) and tensor.dim() >= 3]
+
+
+def _weights_bytes(model: PreTrainedModel, sites: list[ExpertsSite], dtype: torch.dtype) -> int:
+    experts = {f"{site.name}.{part.name}" for site in sites for part in site.parts}
+    total = 0
+    for name, parameter in model.named_parameters():  # tied parameters come once
+        if name not in experts:
+            total += parameter.numel() * dtype.itemsize
+    return total + sum(buffer.numel() * max(4, buffer.element_size()) for buffer in model.buffers())

@@ -1,0 +1,101 @@
+"""What transformers calls an experts module, and where one sits in a model.
+
+The library decorates every experts class (`use_experts_implementation`); the decorator's attributes say how one expert
+computes. Models whose experts are not of such a class are refused: nothing about them could be proven.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from smoe.errors import NotMoEError, UnsupportedModelError
+from smoe.memory.store import Part
+
+
+@dataclass(frozen=True)
+class ExpertsSite:
+    """One layer's experts module: where it is, and what its weights look like."""
+
+    layer: int
+    name: str
+    """Module path, for example `model.layers.3.mlp.experts`."""
+    experts: int
+    parts: tuple[Part, ...]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether the library's decorator has marked the module's class."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+
+
+def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The model's structure without any weights (meta device), experts in eager form."""
+    config._experts_implementation = "eager"
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model.eval()
+
+
+def find_sites(model: PreTrainedModel) -> list[ExpertsSite]:
+    """The experts modules of a model in layer order; raises where there are none or they are of a kind unknown."""
+    sites = [_site(name, module) for name, module in model.named_modules() if is_experts(module)]
+    if not sites:
+        kind = model.config.model_type
+        undecorated = [n for n, _ in model.named_modules() if re.search(r"\.experts$|\.block_sparse_moe$", n)]
+        if undecorated:
+            raise UnsupportedModelError(
+                f"{kind!r} keeps its experts in {undecorated[0]!r}, in a form that transformers does not expose to "
+                "other implementations; exactness cannot be proven, so it is refused. See the README for families that work"
+            )
+        raise NotMoEError(f"{kind!r} has no routed experts: it is a dense model; transformers alone serves it as well")
+    layers = [site.layer for site in sites]
+    if len(set(layers)) != len(layers):
+        raise UnsupportedModelError(f"{model.config.model_type!r} has several experts modules in one layer")
+    return sorted(sites, key=lambda site: site.layer)
+
+
+def _site(name: str, module: nn.Module) -> ExpertsSite:
+    indices = re.findall(r"\.(\d+)\.", name)
+    shapes = {n: tuple(p.shape) for n, p in module.named_parameters(recurse=False)}
+    experts = int(getattr(module, "num_experts", 0))
+    odd = [n for n, shape in shapes.items() if not shape or shape[0] != experts]
+    if len(indices) != 1 or odd or not shapes:
+        raise UnsupportedModelError(
+            f"the experts module {name!r} ({type(module).__name__}) has an unknown layout: {shapes}"
+        )
+    parts = tuple(Part(n, shape[1:]) for n, shape in shapes.items())
+    return ExpertsSite(int(indices[0]), name, experts, parts)
+
+
+@contextmanager
+def without_expert_weights(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, models of the same experts classes are built without expert parameters.
+
+    The loader then finds no parameter for the experts' keys and never reads them.
+    """
+    classes = {type(module) for module in model.modules() if is_experts(module)}
+    originals = {cls: cls.__init__ for cls in classes}
+    for cls, original in originals.items():
+        cls.__init__ = _stripping(original)
+    try:
+        yield
+    finally:
+        for cls, original in originals.items():
+            cls.__init__ = original
+
+
+def _stripping(original):  # type: ignore[no-untyped-def]
+    def __init__(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        original(self, *args, **kwargs)
+        for name in list(dict(self.named_parameters(recurse=False))):
+            del self._parameters[name]
+        self._is_hf_initialized = True  # keeps the library's weight initialisation away
+
+    return __init__

@@ -1,0 +1,42 @@
+"""Expert weights as the library would have them, read through safetensors' own reader: the other side of every comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from smoe.memory.safetensors_index import StoredTensor, read_header
+from smoe.memory.store import LayerExperts
+
+
+def reference_parameters(experts: LayerExperts, chosen: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Fused parameters [len(chosen), ...] of one layer, by part name."""
+    parameters: dict[str, torch.Tensor] = {}
+    for part in experts.parts:
+        rows = [
+            torch.cat([_tensor(piece) for piece in experts.sources[expert][part.name]]).reshape(part.shape)
+            for expert in chosen
+        ]
+        parameters[part.name] = torch.stack(rows).to(dtype)
+    return parameters
+
+
+def _tensor(piece: StoredTensor) -> torch.Tensor:
+    """A stored tensor, or a row of one, by key through safetensors."""
+    for key, tensor in _header(piece.path).items():
+        if tensor.offset <= piece.offset and piece.offset + piece.nbytes <= tensor.offset + tensor.nbytes:
+            with safe_open(piece.path, framework="pt") as file:
+                if tensor.nbytes == piece.nbytes:
+                    return file.get_tensor(key)
+                row = (piece.offset - tensor.offset) // piece.nbytes
+                return file.get_slice(key)[row]
+    raise AssertionError(f"no tensor of {piece.path} holds offset {piece.offset}")
+
+
+@lru_cache(maxsize=4)
+def _header(path: Path) -> dict[str, StoredTensor]:
+    return read_header(path)

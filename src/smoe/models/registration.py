@@ -1,0 +1,44 @@
+"""Families that transformers does not have, made known to its Auto classes.
+
+transformers looks a checkpoint's `model_type` up in its own tables first; a class registered there from outside the
+library wins over the checkpoint's `auto_map`, so no remote code is run and `trust_remote_code` is not needed. The
+loader calls `register_local_families()` before `AutoConfig.from_pretrained`; nothing is registered at import time,
+and transformers itself is imported only by that call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+LOCAL_FAMILIES: dict[str, str] = {
+    "deepseek": "smoe.models.deepseek",
+    "xverse": "smoe.models.xverse",
+}
+"""`model_type` -> the module that holds its classes and a `register()` function."""
+
+
+def register_local_families() -> None:
+    """Register every family of `LOCAL_FAMILIES`; calling it again changes nothing."""
+    for module in LOCAL_FAMILIES.values():
+        importlib.import_module(module).register()
+
+
+def register_family(config_class: type[PreTrainedConfig], model_class: type[PreTrainedModel]) -> None:
+    """Register one family whose experts are published as `mlp.experts.E.{gate,up,down}_proj.weight`. Idempotent.
+
+    That is the layout of qwen2_moe, whose conversion (experts stacked, gate rows before up rows) is taken over.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+
+    model_type = config_class.model_type
+    AutoConfig.register(model_type, config_class, exist_ok=True)
+    AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+    register_checkpoint_conversion_mapping(model_type, get_checkpoint_conversion_mapping("qwen2_moe"), overwrite=True)

@@ -1,0 +1,143 @@
+"""The seam to transformers: three instance attributes of an ordinary model object, nothing else.
+
+* every experts module's `forward` asks the engine;
+* the model's `forward` opens a pass (turn, position, phase, padding) and sees to it that the KV cache is ours;
+* the model's `generate` takes its turn and reads long prompts in chunks.
+
+The class of the model, its config, its tokenizer, its chat template and everything built on `generate` stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from smoe.errors import EngineStateError
+from smoe.models.experts import ExpertsSite
+from smoe.runtime.engine import Engine
+from smoe.runtime.execute import Predictor
+from smoe.runtime.kv_cache import RowCache
+
+
+def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine) -> None:
+    """Put the engine behind `model`, in place; the model then carries it as `model.offload`."""
+    modules = dict(model.named_modules())
+    for site in sites:
+        modules[site.name].forward = _experts_forward(engine, site.layer)  # type: ignore[method-assign]
+    model.forward = _model_forward(model, engine)  # type: ignore[method-assign]
+    model.generate = _generate(model, engine)  # type: ignore[method-assign]
+    model._prepare_cache_for_generation = _prepare_cache(engine)  # type: ignore[method-assign]
+    model.offload = engine  # type: ignore[assignment]
+
+
+def next_gate(model: PreTrainedModel, sites: list[ExpertsSite], routers: dict[int, str]) -> Predictor:
+    """Predict a layer's experts by its own router on the layer before's router input.
+
+    The simplest predictor that needs no training (Mixtral-Offloading, arXiv 2312.17238, section 3.2).
+    """
+    modules = dict(model.named_modules())
+    layers = [site.layer for site in sites]
+    following = dict(zip(layers, layers[1:], strict=False))
+    router_of = {layer: modules[name] for layer, name in routers.items()}
+
+    def predict(layer: int, hidden: torch.Tensor) -> tuple[int, list[int]] | None:
+        after = following.get(layer)
+        router = router_of.get(after) if after is not None else None
+        if after is None or router is None:
+            return None
+        index = _chosen(router(hidden))
+        if index.shape[0] == 1:
+            return after, index[0].tolist()
+        return after, torch.unique(index).tolist()
+
+    return predict
+
+
+def _chosen(output: tuple[Any, ...]) -> torch.Tensor:
+    """The index tensor in a router's output: the last integer tensor."""
+    return next(x for x in reversed(output) if isinstance(x, torch.Tensor) and not x.is_floating_point())
+
+
+def _experts_forward(engine: Engine, layer: int) -> Callable[..., torch.Tensor]:
+    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        return engine.run_experts(layer, hidden_states, top_k_index, top_k_weights)
+
+    return forward
+
+
+def _model_forward(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]:
+    original = model.forward
+    names = list(inspect.signature(original).parameters)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kwargs.update(zip(names, args, strict=False))
+        given = kwargs.get("input_ids")
+        given = kwargs.get("inputs_embeds") if given is None else given
+        if given is None:
+            return original(**kwargs)  # the library says what is missing
+        rows, tokens = given.shape[:2]
+        cache = _our_cache(kwargs, engine, model, rows)
+        with engine.forward_pass(tokens, rows, _padding(kwargs.get("attention_mask"), tokens), cache):
+            return original(**kwargs)
+
+    return forward
+
+
+def _our_cache(kwargs: dict[str, Any], engine: Engine, model: PreTrainedModel, rows: int) -> RowCache | None:
+    """The cache of this pass: the caller's, if it is one of ours, or a new one where the library would make one."""
+    cache = kwargs.get("past_key_values")
+    use_cache = kwargs.get("use_cache")
+    if cache is None and (model.config.use_cache if use_cache is None else use_cache):
+        cache = kwargs["past_key_values"] = engine.new_cache(rows)
+    if cache is not None and not isinstance(cache, RowCache):
+        raise EngineStateError(
+            f"a {type(cache).__name__} is not inside the memory budget; pass none, or one made by model.offload.new_cache()"
+        )
+    return cache
+
+
+def _padding(attention_mask: Any, tokens: int) -> torch.Tensor | None:
+    """[rows, tokens], True at padding; None where nothing is padded."""
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+        return None
+    padding = attention_mask[:, -tokens:] == 0
+    return padding if bool(padding.any()) else None
+
+
+def _generate(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]:
+    original = model.generate
+
+    @functools.wraps(original)
+    def generate(inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        prompt = inputs if inputs is not None else kwargs.get("input_ids")
+        chunk = engine.config.prefill_tokens
+        if isinstance(prompt, torch.Tensor) and prompt.dim() == 2 and prompt.shape[1] > chunk:
+            kwargs.setdefault("prefill_chunk_size", chunk)
+        with engine.lock:
+            engine.check_usable()
+            return original(inputs, *args, **kwargs)
+
+    return generate
+
+
+def _prepare_cache(engine: Engine) -> Callable[..., None]:
+    def prepare(generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, *rest: Any) -> None:
+        if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
+            return  # the model's forward checks whose cache it is
+        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        model_kwargs["past_key_values"] = engine.new_cache(batch_size * copies)
+
+    return prepare
+
+
+def original_experts_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
+    """The library's own eager loop of an experts module, below its dispatching decorator."""
+    forward = type(module).forward
+    return functools.partial(getattr(forward, "__wrapped__", forward), module)

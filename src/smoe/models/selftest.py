@@ -1,0 +1,65 @@
+"""The proof at load: two experts of every differently built layer, computed by us and by the library's own loop.
+
+The library's loop runs on fused parameters that hold just these two experts, read through safetensors' own reader and put
+together by the checkpoint's converter rules, so that the index, the order of gate and up, the layout in the slot and the arithmetic are all
+compared. What differs by a bit is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from smoe.errors import UnsupportedModelError
+from smoe.memory.store import ExpertStore
+from smoe.models.experts import ExpertsSite
+from smoe.models.reference import reference_parameters
+from smoe.models.seam import original_experts_forward
+from smoe.routing import Phase
+from smoe.runtime.execute import LayerExecutor
+
+_STEPS = ((Phase.PREFILL, 3), (Phase.DECODE, 1))
+
+
+def check_experts(
+    site: ExpertsSite, module: nn.Module, store: ExpertStore, executor: LayerExecutor, dtype: torch.dtype
+) -> None:
+    """Raise `UnsupportedModelError` where our result differs from the library's for the first two experts of a layer."""
+    width = min(2, site.experts)
+    for phase, tokens in _STEPS:
+        hidden = torch.randn(tokens, executor.hidden_size(site.layer), generator=torch.Generator().manual_seed(0))
+        hidden = hidden.to(dtype).to(executor.device)
+        index = torch.arange(width, device=executor.device).repeat(tokens, 1)
+        weights = torch.linspace(0.3, 0.7, width, device=executor.device).to(dtype).repeat(tokens, 1)
+        ours = executor.run(site.layer, phase, hidden, index, weights)
+        theirs = library_result(site, module, store, list(range(width)), hidden, index, weights)
+        if not torch.equal(ours, theirs):
+            difference = (ours.float() - theirs.float()).abs().max().item()
+            raise UnsupportedModelError(
+                f"self-test failed in layer {site.layer} ({type(module).__name__}, {phase.value}): our result differs from the "
+                f"library's by {difference:.3g}; this family cannot be served exactly"
+            )
+
+
+def library_result(
+    site: ExpertsSite,
+    module: nn.Module,
+    store: ExpertStore,
+    chosen: list[int],
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """The library's eager loop on the experts `chosen` alone; `index` counts within `chosen`."""
+    parameters = reference_parameters(store.layers[site.layer], chosen, hidden.dtype)
+    experts = module.num_experts
+    try:
+        module.num_experts = len(chosen)
+        for name, value in parameters.items():
+            setattr(module, name, value.to(hidden.device))
+        with torch.no_grad():
+            return original_experts_forward(module)(hidden, index, weights)
+    finally:
+        module.num_experts = experts
+        for name in parameters:
+            delattr(module, name)

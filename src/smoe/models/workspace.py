@@ -1,0 +1,49 @@
+"""Activation memory of the largest step, estimated from the configuration: the budget's `workspace` entry.
+
+An upper estimate on purpose: the cgroup tests and the wide demo check that a run stays inside. Logits are those of the last
+position only, as generation asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from transformers import PretrainedConfig
+
+from smoe.models.experts import ExpertsSite
+
+_HIDDEN_COPIES = 10
+"""Tensors [tokens, H] alive at once: residual, norm, projections, block input and output, combination."""
+_ROUTER_COPIES = 4
+_FLOOR_BYTES = 1 << 20
+
+
+def workspace_bytes(
+    config: PretrainedConfig, sites: Sequence[ExpertsSite], top_k: Mapping[int, int], tokens: int, rows: int, item: int
+) -> int:
+    """Bytes for a step of `tokens` new positions over `rows` sequences at `item` bytes an element."""
+    text = config.get_text_config()
+    hidden = int(text.hidden_size)
+    heads = int(getattr(text, "num_attention_heads", 1))
+    head_dim = int(getattr(text, "head_dim", None) or getattr(text, "v_head_dim", None) or hidden // heads)
+    attention = tokens * heads * head_dim * 5 * item
+    if getattr(text, "_attn_implementation", "sdpa") == "eager":
+        attention += heads * tokens * tokens * (item + 4)
+    inner = max(_inner(text), max(part.shape[-1] for site in sites for part in site.parts if part.name == "down_proj"))
+    experts = max(site.experts for site in sites)
+    width = max(top_k.values())
+    step = tokens * (
+        hidden * _HIDDEN_COPIES * item + inner * 4 * item + experts * _ROUTER_COPIES * 4 + width * (hidden + 32)
+    )
+    logits = rows * int(text.vocab_size) * (2 * item + 8)
+    return _FLOOR_BYTES + step + attention + logits
+
+
+def _inner(text: PretrainedConfig) -> int:
+    names = (
+        "intermediate_size",
+        "shared_expert_intermediate_size",
+        "moe_intermediate_size",
+        "shared_intermediate_size",
+    )
+    return max(int(getattr(text, name, 0) or 0) for name in names)

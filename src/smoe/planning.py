@@ -1,0 +1,136 @@
+"""From a model's config.json alone: what it needs, what a budget buys, and the floor of the time per token.
+
+Nothing is downloaded but the config, nothing is loaded: the model's empty shell tells its sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from smoe.config import EngineConfig
+from smoe.errors import ConfigError, ModelError, UnsupportedModelError
+from smoe.memory.store import PAGE, page_ceil
+from smoe.models.anatomy import Anatomy, examine
+from smoe.models.experts import ExpertsSite, find_sites, meta_model
+from smoe.models.files import local_folder
+from smoe.models.registration import register_local_families
+from smoe.models.workspace import workspace_bytes
+from smoe.policy.budget import Demand
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SAFETENSORS_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model known by its configuration."""
+
+    config: PretrainedConfig
+    shell: PreTrainedModel
+    """The model on the meta device, experts included."""
+    sites: list[ExpertsSite]
+    anatomy: Anatomy
+    dtype: torch.dtype
+
+    @property
+    def expert_bytes(self) -> int:
+        """The largest routed expert."""
+        return max(_expert_elements(site) for site in self.sites) * self.dtype.itemsize
+
+    @property
+    def experts_bytes(self) -> int:
+        """All routed experts together."""
+        return sum(site.experts * _expert_elements(site) for site in self.sites) * self.dtype.itemsize
+
+    @property
+    def expert_bytes_per_token(self) -> int:
+        """Routed experts that one token uses."""
+        return sum(self.anatomy.top_k[s.layer] * _expert_elements(s) for s in self.sites) * self.dtype.itemsize
+
+    def demand(self, config: EngineConfig, slot_bytes: int | None = None) -> Demand:
+        """What the model asks of the budget; without `slot_bytes`, with the largest alignment a slot may need."""
+        tokens = min(config.prefill_tokens, config.context_tokens) * config.max_sequences
+        text = self.config.get_text_config()
+        item = self.dtype.itemsize
+        return Demand(
+            weights_bytes=self.anatomy.weights_bytes,
+            workspace_bytes=workspace_bytes(text, self.sites, self.anatomy.top_k, tokens, config.max_sequences, item),
+            kv_cache_bytes=self.anatomy.kv_bytes_per_token * config.context_tokens * config.max_sequences
+            + self.anatomy.state_bytes_per_sequence * config.max_sequences,
+            slot_bytes=slot_bytes or page_ceil(self.expert_bytes) + PAGE,
+            top_k=max(self.anatomy.top_k.values()),
+            total_experts=sum(site.experts for site in self.sites),
+        )
+
+
+def blueprint(model: str | Path, config: EngineConfig, revision: str | None = None) -> Blueprint:
+    """Read a model's configuration and look at its empty shell."""
+    model_config = read_config(model, revision)
+    _refuse_quantised(model_config)
+    _check_context(model_config, config)
+    dtype = choose_dtype(model_config, config)
+    shell = meta_model(model_config)
+    sites = find_sites(shell)
+    try:
+        anatomy = examine(shell, sites, dtype)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+        raise UnsupportedModelError(
+            f"the structure of {model_config.model_type!r} could not be followed ({type(error).__name__}: {error}); "
+            "its exactness cannot be proven, so it is refused"
+        ) from error
+    return Blueprint(model_config, shell, sites, anatomy, dtype)
+
+
+def read_config(model: str | Path, revision: str | None) -> PretrainedConfig:
+    """A model's configuration, from disk or the hub; no code of the repository is run."""
+    register_local_families()
+    source = local_folder(model) or str(model)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot read the configuration of {model}: {str(error).strip().splitlines()[0]}") from error
+    return config
+
+
+def choose_dtype(model_config: PretrainedConfig, config: EngineConfig) -> torch.dtype:
+    """The element type asked for, else the checkpoint's own."""
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    own: Any = getattr(model_config.get_text_config(), "dtype", None) or getattr(model_config, "dtype", None)
+    own = getattr(torch, own) if isinstance(own, str) else own
+    return own if own in SAFETENSORS_NAMES else torch.bfloat16
+
+
+def _refuse_quantised(model_config: PretrainedConfig) -> None:
+    quantisation = getattr(model_config, "quantization_config", None)
+    if quantisation is not None:
+        method = (
+            quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else type(quantisation).__name__
+        )
+        raise UnsupportedModelError(
+            f"the checkpoint is quantised ({method}); smoe reads bf16, fp16 and fp32 checkpoints so far: "
+            "take the unquantised release of the model"
+        )
+
+
+def _check_context(model_config: PretrainedConfig, config: EngineConfig) -> None:
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(limit, int) and config.context_tokens > limit:
+        raise ConfigError(
+            f"--context {config.context_tokens} is more than the {limit} positions the model was made for"
+        )
+
+
+def _expert_elements(site: ExpertsSite) -> int:
+    total = 0
+    for part in site.parts:
+        count = 1
+        for n in part.shape:
+            count *= n
+        total += count
+    return total

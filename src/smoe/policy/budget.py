@@ -1,0 +1,108 @@
+"""The memory budget as a ledger: every byte has a name, what does not fit is refused before loading.
+
+On a machine without a GPU the budget is RAM beside the interpreter and its libraries; on a GPU it is device memory.
+Order of claims: non-expert weights, workspace, KV cache, staging (at least two experts), and all the rest is cache slots.
+The minimum number of cache slots is the top-k of the widest layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smoe.errors import BudgetError
+from smoe.units import format_bytes
+
+MIN_STAGING_SLOTS = 2
+MAX_STAGING_SLOTS = 8
+STAGING_SHARE = 0.05
+"""Staging takes this share of what is left for experts, within the two bounds above."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a model asks of the budget, in bytes unless said otherwise."""
+
+    weights_bytes: int
+    """Non-expert weights and buffers, tied weights once."""
+    workspace_bytes: int
+    """Activations of the largest step and the logits of the last position."""
+    kv_cache_bytes: int
+    """Reserved at context x sequences."""
+    slot_bytes: int
+    """One expert slot, alignment included."""
+    top_k: int
+    """Experts one token of one layer uses."""
+    total_experts: int
+    """Routed experts of all layers."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """A budget that works: entries add up to at most `budget_bytes`."""
+
+    budget_bytes: int
+    demand: Demand
+    cache_slots: int
+    staging_slots: int
+
+    def entries(self) -> dict[str, int]:
+        """Bytes by name, in order of claim."""
+        demand = self.demand
+        return {
+            "non-expert weights": demand.weights_bytes,
+            "workspace": demand.workspace_bytes,
+            "KV cache": demand.kv_cache_bytes,
+            "staging": self.staging_slots * demand.slot_bytes,
+            "expert slots": self.cache_slots * demand.slot_bytes,
+        }
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.entries().values())
+
+    @property
+    def resident_share(self) -> float:
+        """Share of all routed experts that fit the cache slots."""
+        return self.cache_slots / self.demand.total_experts
+
+
+def allocate(budget_bytes: int, demand: Demand) -> Ledger:
+    """Divide the budget; raises `BudgetError` with the ledger and the smallest budget that would work."""
+    fixed = demand.weights_bytes + demand.workspace_bytes + demand.kv_cache_bytes
+    slots = max(0, budget_bytes - fixed) // demand.slot_bytes
+    staging = min(MAX_STAGING_SLOTS, max(MIN_STAGING_SLOTS, int(slots * STAGING_SHARE)))
+    cache = min(slots - staging, demand.total_experts)
+    if cache < demand.top_k:
+        raise BudgetError(_refusal(budget_bytes, demand))
+    return Ledger(budget_bytes, demand, cache, staging)
+
+
+def minimum_bytes(demand: Demand) -> int:
+    """The smallest budget with which the model can run at all."""
+    fixed = demand.weights_bytes + demand.workspace_bytes + demand.kv_cache_bytes
+    return fixed + (demand.top_k + MIN_STAGING_SLOTS) * demand.slot_bytes
+
+
+def full_bytes(demand: Demand) -> int:
+    """The budget with which every expert is resident."""
+    fixed = demand.weights_bytes + demand.workspace_bytes + demand.kv_cache_bytes
+    return fixed + (demand.total_experts + MAX_STAGING_SLOTS) * demand.slot_bytes
+
+
+def _refusal(budget_bytes: int, demand: Demand) -> str:
+    needed = {
+        "non-expert weights": demand.weights_bytes,
+        "workspace": demand.workspace_bytes,
+        "KV cache": demand.kv_cache_bytes,
+        f"staging ({MIN_STAGING_SLOTS} experts)": MIN_STAGING_SLOTS * demand.slot_bytes,
+        f"expert slots (top-k = {demand.top_k})": demand.top_k * demand.slot_bytes,
+    }
+    lines = [f"  {name:<28}{format_bytes(count):>12}" for name, count in needed.items()]
+    return "\n".join(
+        [
+            f"a budget of {format_bytes(budget_bytes)} cannot hold this model; the least it needs is",
+            *lines,
+            f"  {'together':<28}{format_bytes(minimum_bytes(demand)):>12}",
+            "give more with --memory, or ask for less with --context or --max-sequences",
+        ]
+    )

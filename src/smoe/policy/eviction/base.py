@@ -1,0 +1,48 @@
+"""The contract that every eviction policy keeps and `tests/policy/contract.py` checks.
+
+A policy hears four things, in the order in which they happen, and answers one question.
+
+* `insert(copy)`, `remove(copy)`: a copy became or ceased to be a cache resident. Never twice in a row.
+* `observe(routing)`: the router of a layer has spoken. Called once for each layer and step, before the plan is
+  carried out, whether or not the experts are resident. The only place where statistics change.
+* `victims(count, shield)`: which `count` residents to forget, best first. Pure: asking changes nothing. All or
+  nothing is not required: fewer come back only when fewer residents lie outside the shield. Nothing in the shield
+  is ever returned, nothing twice. Ties break by (layer, expert).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Container
+
+from smoe.expert import Copy
+from smoe.routing import Routing
+
+
+class Eviction(ABC):
+    """Ranks the cache residents of one device by how little they will be missed."""
+
+    name: str
+
+    @abstractmethod
+    def insert(self, copy: Copy) -> None:
+        """`copy` is a cache resident from now on."""
+
+    @abstractmethod
+    def remove(self, copy: Copy) -> None:
+        """`copy` is no longer a cache resident."""
+
+    @abstractmethod
+    def observe(self, routing: Routing) -> None:
+        """Learn from the routing of one layer in one step."""
+
+    @abstractmethod
+    def victims(self, count: int, shield: Container[Copy]) -> list[Copy]:
+        """At most `count` residents outside `shield`, least valuable first."""
+
+
+def used_copies(routing: Routing, precision: int = 0) -> list[Copy]:
+    """The copies that one step of one layer uses, ascending, padding left out."""
+    layer, experts = routing.layer, routing.experts
+    used = {expert for row in routing.top_k_index for expert in row if expert != experts}
+    return [(layer, expert, precision) for expert in sorted(used)]

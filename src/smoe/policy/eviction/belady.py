@@ -1,0 +1,51 @@
+"""Belady's offline optimum: the bound that no policy beats, for traces whose future is known.
+
+L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Container, Iterable
+
+from smoe.expert import Copy
+from smoe.policy.eviction.base import Eviction, used_copies
+from smoe.routing import Routing
+
+
+class Belady(Eviction):
+    """Forget the resident whose next use lies furthest ahead; O(residents log uses) a question.
+
+    `future` is the whole sequence of routings that `observe` will be called with, in order. A resident that is
+    never used again goes first; ties break by (layer, expert).
+    """
+
+    name = "belady"
+
+    def __init__(self, future: Iterable[Routing] = ()) -> None:
+        self._resident: set[Copy] = set()
+        self._uses: dict[Copy, list[int]] = defaultdict(list)
+        self._now = -1
+        for step, routing in enumerate(future):
+            for copy in used_copies(routing):
+                self._uses[copy].append(step)
+
+    def insert(self, copy: Copy) -> None:
+        self._resident.add(copy)
+
+    def remove(self, copy: Copy) -> None:
+        self._resident.remove(copy)
+
+    def observe(self, routing: Routing) -> None:
+        self._now += 1
+
+    def victims(self, count: int, shield: Container[Copy]) -> list[Copy]:
+        candidates = ((-self._next_use(copy), copy) for copy in self._resident if copy not in shield)
+        return [copy for _, copy in heapq.nsmallest(count, candidates)]
+
+    def _next_use(self, copy: Copy) -> float:
+        uses = self._uses.get(copy, [])
+        position = bisect_right(uses, self._now)
+        return uses[position] if position < len(uses) else float("inf")

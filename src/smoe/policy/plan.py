@@ -1,0 +1,78 @@
+"""The two plans that every policy speaks in, and that engine and simulator carry out.
+
+A step of one layer has a list of *serves*, carried out in order, and a list of *loads*, issued in order.
+`Load.after` ties them: the load may start once that many serves of this plan have been computed, because
+it takes over a slot that one of them used. Loads with `after == 0` start at once.
+
+    serves   s0   s1   s2   s3   s4 ...
+    loads    l0(after 0)  l1(after 0)  l2(after 2: takes the slot of s1) ...
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from smoe.expert import Copy
+
+
+class Reason(Enum):
+    """Why an expert is brought in."""
+
+    DEMAND = "demand"
+    PREFETCH = "prefetch"
+
+
+class Load(NamedTuple):
+    """Bring `copy` into `slot`."""
+
+    copy: Copy
+    slot: int
+    victim: Copy | None
+    """The copy that is forgotten when the load starts; None where the slot was free or was given up before."""
+    keep: bool
+    """Whether it stays resident after its layer (a cache slot) or leaves at once (a staging slot)."""
+    reason: Reason
+    after: int
+    """Serves of the same plan that must have been computed before the slot may be overwritten."""
+
+
+class Serve(NamedTuple):
+    """Compute `copy` for its routes."""
+
+    copy: Copy
+    routes: tuple[int, ...]
+    """Flat positions t * K + k into top_k_index, ascending."""
+    loads: bool
+    """True where the copy is not ready yet and computing it has to wait."""
+
+
+class Promotion(NamedTuple):
+    """A prefetched copy turned out to be wanted: its staging slot becomes a cache slot.
+
+    Slots are interchangeable, so nothing is copied: the slot of `victim` (or a free cache slot, where
+    victim is None) becomes the staging slot instead.
+    """
+
+    copy: Copy
+    victim: Copy | None
+
+
+class LayerPlan(NamedTuple):
+    """What serves one layer in one step."""
+
+    layer: int
+    serves: list[Serve]
+    loads: list[Load]
+    promotions: list[Promotion]
+    hits: int
+    """Experts that were ready, or already under way, when the plan was made."""
+    spare: list[tuple[int, int]]
+    """Staging slots that this plan leaves to a prefetch: (slot, serves that must have been computed before)."""
+
+
+class PrefetchPlan(NamedTuple):
+    """What to bring in ahead for a later layer; `after` counts the serves of the layer that runs meanwhile."""
+
+    layer: int
+    loads: list[Load]

@@ -1,0 +1,224 @@
+"""`plan_layer`: from one layer's routing and residency to what is computed, in which order, and what is loaded.
+
+Exact selection only: every route is served by the expert the model chose. Two regimes.
+
+Decode. Resident experts first, then those that are under way, then the missing ones in the order of their loads,
+so that computing hides reading. A missing expert takes a free cache slot, else the slot of a victim; where one layer
+wants more experts than there are slots, later loads reuse the slots of experts computed before them (waves).
+
+Prefill. Experts in ascending order, each brought in once. What fits the layer's fair share of free cache slots stays,
+the experts that the prompt's last tokens use first; the rest streams through the staging slots, and nothing that decoding
+keeps is evicted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from smoe.errors import BudgetError
+from smoe.expert import EXACT, Copy
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.plan import LayerPlan, Load, PrefetchPlan, Promotion, Reason, Serve
+from smoe.policy.residency import SlotTable
+from smoe.routing import Phase, Routing
+
+LAST_TOKENS = 32
+"""How many of a prompt's last tokens decide which experts stay after prefill."""
+
+
+def plan_layer(routing: Routing, residency: SlotTable, eviction: Eviction, layer_share: int) -> LayerPlan:
+    """Decide one layer of one step.
+
+    `layer_share` is the number of cache slots that a prefill may leave filled for this layer. Raises `BudgetError`
+    where not even one expert can be brought in.
+    """
+    routes = routes_by_copy(routing)
+    if routing.phase is Phase.DECODE:
+        return _plan_decode(routing.layer, routes, residency, eviction)
+    return _plan_prefill(routing, routes, residency, layer_share)
+
+
+def plan_prefetch(layer: int, predicted: Iterable[int], residency: SlotTable, current: LayerPlan) -> PrefetchPlan:
+    """Bring in predicted experts of `layer`, best first, while `current` runs: only into the staging slots it spares.
+
+    A wrong guess thus evicts nothing; a right one is promoted when its layer comes. One staging slot is left alone, so that
+    a layer whose prediction was wrong can always stream through it.
+    """
+    wanted = (
+        copy
+        for copy in ((layer, expert, EXACT) for expert in predicted)
+        if copy not in residency.ready and copy not in residency.inflight
+    )
+    loads = [
+        Load(copy, slot, None, False, Reason.PREFETCH, after)
+        for copy, (slot, after) in zip(wanted, current.spare[: residency.staging_slots - 1], strict=False)
+    ]
+    return PrefetchPlan(layer, loads)
+
+
+def observation(routing: Routing) -> Routing:
+    """What an eviction policy learns from a step: all of a decode step, the last tokens of a prefill."""
+    if routing.phase is Phase.DECODE:
+        return routing
+    return routing._replace(top_k_index=routing.top_k_index[-LAST_TOKENS:])
+
+
+def routes_by_copy(routing: Routing) -> dict[Copy, tuple[int, ...]]:
+    """Flat route positions of every expert used, ascending by expert; padding routes are left out.
+
+    Within an expert by choice, then by token: the order in which the library's eager experts stack their rows, which decides
+    the last bits of a matrix product.
+    """
+    layer, rows = routing.layer, routing.top_k_index
+    if len(rows) == 1:
+        row = rows[0]
+        order = sorted(range(len(row)), key=row.__getitem__)
+        return {(layer, row[k], EXACT): (k,) for k in order if row[k] != routing.experts}
+    found: dict[int, list[int]] = {}
+    width = len(rows[0])
+    for choice in range(width):
+        for token, row in enumerate(rows):
+            found.setdefault(row[choice], []).append(token * width + choice)
+    found.pop(routing.experts, None)
+    return {(layer, expert, EXACT): tuple(found[expert]) for expert in sorted(found)}
+
+
+def _plan_decode(
+    layer: int, routes: dict[Copy, tuple[int, ...]], residency: SlotTable, eviction: Eviction
+) -> LayerPlan:
+    ready_slots, inflight, staged = residency.ready, residency.inflight, residency.staged
+    ready: list[Serve] = []
+    waiting: list[Serve] = []
+    missing: list[Serve] = []
+    wanted_staged: list[Copy] = []
+    for copy, positions in routes.items():
+        if copy in ready_slots:
+            ready.append(Serve(copy, positions, False))
+        elif copy in inflight:
+            waiting.append(Serve(copy, positions, True))
+        else:
+            missing.append(Serve(copy, positions, True))
+            continue
+        if copy in staged:
+            wanted_staged.append(copy)
+    hits = len(ready) + len(waiting)
+    if not missing and not wanted_staged:
+        return LayerPlan(layer, ready + waiting, [], [], hits, _spare_in_decode(residency))
+
+    free = deque(residency.free_cache)
+    victims = deque(eviction.victims(max(0, len(missing) + len(wanted_staged) - len(free)), routes))
+    promotions = _promote(wanted_staged, free, victims)
+    serves = ready + waiting + missing
+    loads = _loads(missing, serves, free, victims, residency, {p.copy for p in promotions})
+    return LayerPlan(layer, serves, loads, promotions, hits, _spare_in_decode(residency))
+
+
+def _promote(wanted: Sequence[Copy], free: deque[int], victims: deque[Copy]) -> list[Promotion]:
+    """Keep what a prefetch brought in and the layer wants, as far as cache slots allow; uses up free and victims."""
+    promotions: list[Promotion] = []
+    for copy in wanted:
+        if free:
+            free.popleft()
+            promotions.append(Promotion(copy, None))
+        elif victims:
+            promotions.append(Promotion(copy, victims.popleft()))
+    return promotions
+
+
+def _loads(
+    missing: Sequence[Serve],
+    serves: Sequence[Serve],
+    free: deque[int],
+    victims: deque[Copy],
+    residency: SlotTable,
+    promoted: set[Copy],
+) -> list[Load]:
+    """Slots for the missing experts: free ones, victims, then those of experts computed earlier in this plan."""
+    loads: list[Load] = []
+    slot_of: dict[Copy, int] = {}
+    reusable = ((n, serve.copy) for n, serve in enumerate(serves) if _in_cache(serve.copy, residency, promoted))
+    for serve in missing:
+        if free:
+            slot, victim, after = free.popleft(), None, 0
+        elif victims:
+            victim = victims.popleft()
+            slot, after = residency.ready[victim], 0
+        else:
+            position, victim = next(reusable, (0, None))
+            if victim is None or victim == serve.copy:
+                raise BudgetError(
+                    f"layer {serve.copy[0]} needs one more expert slot and none of {residency.cache_slots} can be freed"
+                )
+            slot = slot_of[victim] if victim in slot_of else _slot(victim, residency)
+            after = position + 1
+        slot_of[serve.copy] = slot
+        loads.append(Load(serve.copy, slot, victim, True, Reason.DEMAND, after))
+    return loads
+
+
+def _slot(copy: Copy, residency: SlotTable) -> int:
+    return residency.ready[copy] if copy in residency.ready else residency.inflight[copy]
+
+
+def _in_cache(copy: Copy, residency: SlotTable, promoted: set[Copy]) -> bool:
+    return copy not in residency.staged or copy in promoted
+
+
+def _spare_in_decode(residency: SlotTable) -> list[tuple[int, int]]:
+    return [(slot, 0) for slot in residency.free_staging]
+
+
+def _plan_prefill(
+    routing: Routing, routes: dict[Copy, tuple[int, ...]], residency: SlotTable, layer_share: int
+) -> LayerPlan:
+    layer, ready, inflight = routing.layer, residency.ready, residency.inflight
+    missing = [copy for copy in routes if copy not in ready and copy not in inflight]
+    staged = [copy for copy in routes if copy in residency.staged]
+    kept = _kept(routing, missing + staged, residency, layer_share)
+    promotions = [Promotion(copy, None) for copy in staged if copy in kept]
+    free = deque(residency.free_cache)
+    for _ in promotions:
+        free.popleft()
+    serves = [Serve(copy, positions, copy not in ready) for copy, positions in routes.items()]
+    passing = [copy for copy in routes if copy not in kept and (copy in residency.staged or copy in missing)]
+    slots = _staging_order(serves, passing, residency)
+    loads: list[Load] = []
+    for copy in missing:
+        if copy in kept:
+            loads.append(Load(copy, free.popleft(), None, True, Reason.DEMAND, 0))
+            continue
+        place = next(slots, None)
+        if place is None:
+            raise BudgetError(f"layer {layer} of a prefill needs a staging slot; there are {residency.staging_slots}")
+        loads.append(Load(copy, place[0], None, False, Reason.DEMAND, place[1]))
+    return LayerPlan(layer, serves, loads, promotions, len(serves) - len(loads), list(slots))
+
+
+def _kept(routing: Routing, candidates: Sequence[Copy], residency: SlotTable, layer_share: int) -> set[Copy]:
+    """Which experts stay after a prefill: those of the last tokens first, within the layer's share of free slots."""
+    resident = sum(1 for copy in residency.ready if copy[0] == routing.layer and copy not in residency.staged)
+    room = min(len(residency.free_cache), layer_share - resident)
+    if room <= 0:
+        return set()
+    last_uses = Counter(expert for row in routing.top_k_index[-LAST_TOKENS:] for expert in row)
+    return set(sorted(candidates, key=lambda copy: (-last_uses[copy[1]], copy))[:room])
+
+
+def _staging_order(serves: Sequence[Serve], passing: Sequence[Copy], residency: SlotTable) -> Iterator[tuple[int, int]]:
+    """Staging slots in the order in which they come free while `serves` are computed: (slot, serves computed before).
+
+    First the free ones, then, serve by serve, the slot of each expert that only passes through. Slots handed out here are
+    given to the passing experts that still miss one, in serve order, so the slots that come free later are known too.
+    """
+    handed_out: deque[int] = deque()
+    for slot in residency.free_staging:
+        handed_out.append(slot)
+        yield slot, 0
+    passes = set(passing)
+    for computed, serve in enumerate(serves, start=1):
+        if serve.copy not in passes:
+            continue
+        slot = _slot(serve.copy, residency) if serve.copy in residency.staged else handed_out.popleft()
+        handed_out.append(slot)
+        yield slot, computed

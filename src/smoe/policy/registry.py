@@ -1,0 +1,29 @@
+"""Names of policies. Adding a policy is one file and one line here; unknown names raise and list what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from smoe.errors import ConfigError
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.eviction.belady import Belady
+from smoe.policy.eviction.lfu import LFU
+from smoe.policy.eviction.lru import LRU
+
+ONLINE_EVICTION: dict[str, Callable[[], Eviction]] = {"lru": LRU, "lfu": LFU}
+"""Policies that can serve live requests."""
+
+EVICTION: dict[str, Callable[..., Eviction]] = {**ONLINE_EVICTION, "belady": Belady}
+"""All policies, the offline ones (that need the future) included: for the simulator."""
+
+PREFETCH = ("none", "next-gate")
+"""Predictors for the next layer: nothing, or its router applied to this layer's input."""
+
+
+def make_eviction(name: str) -> Eviction:
+    """A fresh online eviction policy by name."""
+    if name not in ONLINE_EVICTION:
+        known = ", ".join(sorted(ONLINE_EVICTION))
+        hint = " (belady needs the future: use it in the simulator)" if name == "belady" else ""
+        raise ConfigError(f"unknown eviction policy {name!r}{hint}; choose one of: {known}")
+    return ONLINE_EVICTION[name]()

@@ -1,0 +1,1 @@
+"""Carrying plans out: the engine, its layers' forward, the KV cache, generation."""

@@ -1,0 +1,173 @@
+"""The engine behind one model: its budget, its slots, its threads. Users know it as `model.offload`.
+
+One thread generates at a time; another waits for its turn. A forked child may not use it (threads and, on a GPU, the context do
+not survive a fork) and is told so.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from smoe.config import EngineConfig
+from smoe.errors import EngineStateError
+from smoe.memory.device import Arena
+from smoe.memory.store import ExpertStore
+from smoe.memory.transfer import Transfers
+from smoe.metrics import Counters
+from smoe.models.anatomy import Anatomy
+from smoe.policy.budget import Ledger
+from smoe.routing import Phase, Routing
+from smoe.runtime.execute import LayerExecutor
+from smoe.runtime.kv_cache import RowCache
+
+
+class Engine:
+    """Everything that moves for one model. Close it, or use it as a context manager, to give memory and threads back."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        model_config: PretrainedConfig,
+        anatomy: Anatomy,
+        ledger: Ledger,
+        store: ExpertStore,
+        arena: Arena,
+        transfers: Transfers,
+        executor: LayerExecutor,
+        budget_reason: str,
+    ) -> None:
+        self.config = config
+        self.anatomy = anatomy
+        self.ledger = ledger
+        self.store = store
+        self.budget_reason = budget_reason
+        self.lock = threading.RLock()
+        self.executor = executor
+        self._model_config = model_config
+        self._arena = arena
+        self._transfers = transfers
+        self._process = os.getpid()
+        self._is_closed = False
+        self._phase = Phase.PREFILL
+        self._padding: torch.Tensor | None = None
+        self._caches: list[weakref.ref[RowCache]] = []
+
+    # -- for users ----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> Counters:
+        """Counters since the start; subtract two of them for an interval."""
+        counters = self.executor.counters.copy()
+        counters.bytes_read = self._transfers.bytes_read
+        counters.read_busy_seconds = self._transfers.busy_seconds
+        return counters
+
+    def new_cache(self, sequences: int = 1) -> RowCache:
+        """A KV cache inside the budget: `context_tokens * max_sequences` positions shared by `sequences` rows.
+
+        Where older caches leave no room for it, they lose theirs, oldest first.
+        """
+        reserved = self.config.context_tokens * self.config.max_sequences
+        cache = RowCache(self._model_config, sequences, reserved // sequences)
+        live = [c for c in (ref() for ref in self._caches) if c is not None and c.reserved_tokens]
+        while live and sum(c.reserved_tokens for c in live) + cache.reserved_tokens > reserved:
+            live.pop(0).retire()
+        self._caches = [weakref.ref(c) for c in [*live, cache]]
+        return cache
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Routing]]:
+        """Inside, every routing decision is appended to the list that this yields: input for `smoe.simulator`."""
+        trace: list[Routing] = []
+        self.executor.trace = trace
+        try:
+            yield trace
+        finally:
+            self.executor.trace = None
+
+    def close(self) -> None:
+        """Stop the threads and give the memory back. The model cannot be used afterwards. Idempotent."""
+        with self.lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if self._process == os.getpid():
+                self._transfers.close()
+                if self.executor.team is not None:
+                    self.executor.team.close()
+            self._arena.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- for the seam -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward_pass(
+        self, tokens: int, rows: int, padding: torch.Tensor | None, cache: RowCache | None
+    ) -> Iterator[None]:
+        """Around one forward pass of the model: `tokens` new positions in each of `rows` sequences.
+
+        `padding` [rows, tokens] is True where a position is padding; such rows are computed by no expert.
+        """
+        with self.lock:
+            self.check_usable()
+            if cache is not None:
+                cache.begin(tokens, rows)
+            self._phase = Phase.DECODE if tokens == 1 else Phase.PREFILL
+            self._padding = padding.reshape(-1) if padding is not None else None
+            counters, started = self.executor.counters, perf_counter()
+            with torch.no_grad():
+                yield
+            if cache is not None:
+                cache.commit()
+            counters.forward_passes += 1
+            counters.tokens += tokens * rows - (int(self._padding.sum()) if self._padding is not None else 0)
+            counters.forward_seconds += perf_counter() - started
+
+    def run_experts(
+        self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The experts' forward of one layer, in the library's own shapes."""
+        if self._padding is not None:
+            experts = self.store.layers[layer].experts
+            top_k_index = top_k_index.masked_fill(self._padding.unsqueeze(1), experts)
+        return self.executor.run(layer, self._phase, hidden, top_k_index, top_k_weights)
+
+    def check_usable(self) -> None:
+        """Raise where the engine is closed or belongs to the parent of a forked process."""
+        if self._is_closed:
+            raise EngineStateError("this model was closed; load it again with smoe.from_pretrained")
+        if self._process != os.getpid():
+            raise EngineStateError("this model was loaded before a fork; load it in the child process instead")
+
+    def peak_memory_bytes(self) -> int:
+        """Bytes of the budget in use at most: the ledger's fixed parts, the touched slots and the caches in use.
+
+        On a GPU this is the allocator's own peak.
+        """
+        if self._arena.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._arena.device))
+        return self.ledger.total_bytes
+
+    def describe(self) -> dict[str, Any]:
+        """The budget's entries and what they buy, for programs."""
+        return {
+            "bytes": self.ledger.entries(),
+            "memory_budget_bytes": self.ledger.budget_bytes,
+            "slots": self.ledger.cache_slots,
+            "staging_slots": self.ledger.staging_slots,
+            "resident_share": self.ledger.resident_share,
+        }

@@ -1,0 +1,85 @@
+"""How one expert computes: the library's eager arithmetic, operation by operation, on weights that sit in a slot.
+
+Grade E0 rests on this file: same operations on the same shapes in the same order as the eager loop of
+`transformers` (`x @ up`, bias, gate, `@ down`, bias, post norm, routing weight, sum in ascending expert order). `models/selftest.py`
+compares it with the library's own loop when a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from smoe.memory.device import Arena
+from smoe.memory.store import Part
+
+
+class Weights(NamedTuple):
+    """One expert's matrices as views into its slot, ready for `x @ up` and `h @ down`."""
+
+    up: torch.Tensor
+    """[H, 2I] (gate and up side by side, as the family has them) or [H, I] without a gate."""
+    down: torch.Tensor
+    """[I, H]"""
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+class ExpertMath:
+    """The arithmetic of one layer's experts module."""
+
+    def __init__(self, module: nn.Module, parts: Sequence[Part], dtype: torch.dtype) -> None:
+        self._module = module
+        self._shapes = {part.name: part.shape for part in parts}
+        self._dtype = dtype
+        self._up_name = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+        self._is_transposed = bool(module.is_transposed)
+        self._has_bias = bool(getattr(module, "has_bias", False))
+        self._activate = module._apply_gate if getattr(module, "has_gate", True) else module.act_fn
+        self._post_norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
+        up, down = self._shapes[self._up_name], self._shapes["down_proj"]
+        self.up_width = up[1] if self._is_transposed else up[0]
+        self.inner, self.hidden = (down[0], down[1]) if self._is_transposed else (down[1], down[0])
+
+    def bind(self, arena: Arena, slot: int, offsets: Mapping[str, int]) -> Weights:
+        """Views of the expert in `slot`; `offsets` are the parts' slot offsets in bytes."""
+
+        def part(name: str) -> torch.Tensor:
+            return arena.view(slot, offsets[name], self._shapes[name], self._dtype)
+
+        up, down = part(self._up_name), part("down_proj")
+        if not self._is_transposed:
+            up, down = up.t(), down.t()
+        if not self._has_bias:
+            return Weights(up, down, None, None)
+        return Weights(up, down, part(f"{self._up_name}_bias"), part("down_proj_bias"))
+
+    def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """[n, H] -> [n, H], before the routing weight."""
+        y = x @ weights.up
+        if weights.up_bias is not None:
+            y = y + weights.up_bias
+        y = self._activate(y) @ weights.down
+        if weights.down_bias is not None:
+            y = y + weights.down_bias
+        return y if self._post_norm is None else self._post_norm(y)
+
+    def forward_each(self, x: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor) -> None:
+        """One token through several experts: x [1, H] -> out [n, H], row by row what `forward` gives.
+
+        The matrix products are the same calls; what lies between them runs once for all rows, which is elementwise and
+        therefore changes no bit, and saves most of Python's share for small experts.
+        """
+        if self._has_bias or self._post_norm is not None:
+            for row, expert in enumerate(weights):
+                out[row : row + 1] = self.forward(x, expert)
+            return
+        wide = x.new_empty(len(weights), self.up_width)
+        for row, expert in enumerate(weights):
+            torch.mm(x, expert.up, out=wide[row : row + 1])
+        inner = self._activate(wide)
+        for row, expert in enumerate(weights):
+            torch.mm(inner[row : row + 1], expert.down, out=out[row : row + 1])

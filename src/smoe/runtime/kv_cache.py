@@ -1,0 +1,182 @@
+"""The KV cache: reserved once, written at explicit positions, sliced to the used length.
+
+Positions come from the cache as a whole (`length`, committed by the engine after a whole forward pass), never from a
+counter inside a layer. Writing the same positions twice is therefore harmless: a pass that failed leaves nothing behind,
+a look-ahead through a later layer needs no rollback. What attention sees has the same shapes as with the library's own
+DynamicCache, sliding windows included, so its bits are the same too.
+
+Linear-attention and convolution layers keep the library's own state objects: their state has no positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from smoe.errors import ContextError, EngineStateError
+
+
+class RowCache(DynamicCache):
+    """Cache of `rows` sequences of up to `capacity_tokens` tokens each."""
+
+    def __init__(self, config: PretrainedConfig, rows: int, capacity_tokens: int) -> None:
+        super().__init__(config=config)
+        self.rows = rows
+        self.capacity_tokens = capacity_tokens
+        self.length = 0
+        """Committed tokens of every row."""
+        self._pending = 0
+        self._is_retired = False
+        self.layers = [_positioned(layer, self) for layer in self.layers]
+
+    def begin(self, tokens: int, rows: int) -> None:
+        """A forward pass over `tokens` new positions of `rows` rows starts."""
+        if self._is_retired:
+            raise EngineStateError(
+                "this cache gave its place in the budget to a newer one; keep one cache, or raise --context"
+            )
+        if rows != self.rows:
+            raise EngineStateError(f"this cache was made for {self.rows} sequences, the input has {rows}")
+        if self.length + tokens > self.capacity_tokens:
+            raise ContextError(
+                f"{self.length + tokens} tokens do not fit the context of {self.capacity_tokens} reserved in the budget; "
+                "shorten the prompt or raise --context"
+            )
+        self._pending = tokens
+
+    def commit(self) -> None:
+        """The pass has ended well: its positions count from now on."""
+        self.length += self._pending
+        self._pending = 0
+
+    def get_seq_length(self, layer_idx: int = 0, *args: Any, **kwargs: Any) -> int:
+        return self.length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens (negative, as the library has it)."""
+        self.rewind(self.length + tokens_to_remove)
+
+    def rewind(self, length: int) -> None:
+        """Keep the first `length` tokens; recurrent layers cannot go back and refuse."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot rewind a cache of {self.length} tokens to {length}")
+        if length < self.length and not self.can_rewind:
+            raise EngineStateError("layers with a recurrent state cannot forget tokens; start a new cache")
+        self.length = length
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether all layers address by position (sliding windows too: they keep every position)."""
+        return all(isinstance(layer, (_Positioned, _PositionedSliding)) for layer in self.layers)
+
+    def reset(self) -> None:
+        self.length = 0
+        for layer in self.layers:
+            if not isinstance(layer, (_Positioned, _PositionedSliding)):
+                layer.reset()
+
+    def retire(self) -> None:
+        """Give the memory back; any later use raises."""
+        self._is_retired = True
+        for layer in self.layers:
+            if isinstance(layer, _Storage):
+                layer._store = None
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Tokens this cache claims from the budget."""
+        return 0 if self._is_retired else self.rows * self.capacity_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated so far."""
+        storages = [t for layer in self.layers for t in (getattr(layer, "_store", None) or ())]
+        return sum(t.numel() * t.element_size() for t in storages)
+
+
+class _Storage:
+    """Keys and values of one layer: two tensors [rows, heads, capacity, head size], allocated at the first write."""
+
+    _owner: RowCache
+    _store: tuple[torch.Tensor, torch.Tensor] | None
+
+    def _write(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Write [rows, heads, q, d] at the owner's positions; returns the storages and the end position."""
+        owner = self._owner
+        if self._store is None:
+            self._store = tuple(  # type: ignore[assignment]
+                torch.zeros(t.shape[0], t.shape[1], owner.capacity_tokens, t.shape[3], dtype=t.dtype, device=t.device)
+                for t in (keys, values)
+            )
+        assert self._store is not None
+        start, end = owner.length, owner.length + keys.shape[-2]
+        self._store[0][:, :, start:end] = keys
+        self._store[1][:, :, start:end] = values
+        return self._store[0], self._store[1], end
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Beam search: row b continues what row beam_idx[b] has written."""
+        if self._store is not None:
+            for tensor in self._store:
+                used = tensor[:, :, : self._owner.length]
+                used.copy_(used[beam_idx.to(tensor.device)])
+
+
+class _Positioned(_Storage, DynamicLayer):
+    """Full attention: everything up to the last position."""
+
+    def __init__(self, owner: RowCache) -> None:
+        super().__init__()
+        self._owner, self._store = owner, None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        keys, values, end = self._write(key_states, value_states)
+        self.is_initialized = True
+        return keys[:, :, :end], values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        return self._owner.length
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self._owner.length + _count(query_length), 0
+
+
+class _PositionedSliding(_Storage, DynamicSlidingWindowLayer):
+    """Sliding attention: the last `window - 1` committed positions and the new ones."""
+
+    def __init__(self, owner: RowCache, sliding_window: int) -> None:
+        super().__init__(sliding_window)
+        self._owner, self._store = owner, None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        keys, values, end = self._write(key_states, value_states)
+        self.is_initialized = True
+        begin = self._begin()
+        return keys[:, :, begin:end], values[:, :, begin:end]
+
+    def get_seq_length(self) -> int:
+        return self._owner.length
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        begin = self._begin()
+        return self._owner.length - begin + _count(query_length), begin
+
+    def _begin(self) -> int:
+        return max(self._owner.length - self.sliding_window + 1, 0)
+
+
+def _positioned(layer: Any, owner: RowCache) -> Any:
+    """Our layer in place of the library's, where we have one of its kind."""
+    if type(layer) is DynamicLayer:
+        return _Positioned(owner)
+    if type(layer) is DynamicSlidingWindowLayer:
+        return _PositionedSliding(owner, layer.sliding_window)
+    return layer
+
+
+def _count(query_length: Any) -> int:
+    """Some library versions pass the positions themselves, others their number."""
+    return int(query_length.shape[0]) if isinstance(query_length, torch.Tensor) else int(query_length)

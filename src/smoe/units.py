@@ -1,0 +1,56 @@
+"""Byte counts and durations as people type and read them.
+
+Inside the program every quantity is a plain number with its unit in its name (`capacity_bytes`,
+`copy_seconds`); GB and GiB exist only here, at the border to people.
+"""
+
+from __future__ import annotations
+
+import re
+
+from smoe.errors import ConfigError
+
+_POWERS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024), ("", 1024))
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """`"8GiB"`, `"512M"`, `"2GB"` or a plain number of bytes, as bytes.
+
+    `K`, `M`, `G`, `T` alone mean the binary units, as in `free` and most command lines.
+    """
+    if isinstance(text, int):
+        return text
+    match = _SIZE.fullmatch(text)
+    scale = {unit.lower(): factor for unit, factor in _POWERS.items()}.get(match[2].lower()) if match else None
+    if match is None or scale is None:
+        raise ConfigError(f"{text!r} is not a size; write for example 8GiB, 512MiB, 2GB or a number of bytes")
+    return int(float(match[1]) * scale)
+
+
+def format_bytes(count: float) -> str:
+    """Bytes for a reader: three significant digits and a binary unit (`1.50 GiB`)."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            break
+        value /= 1024
+    else:
+        unit = "TiB"
+    digits = 0 if unit == "B" else max(0, 2 - len(str(int(abs(value)))) + 1)
+    return f"{value:.{digits}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for a reader (`620 us`, `41.3 ms`, `2.10 s`, `3 min 20 s`)."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
