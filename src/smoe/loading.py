@@ -5,7 +5,6 @@ work is refused before anything large is read.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +40,9 @@ from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.expert_math import ExpertMath
 from smoe.runtime.split import make_team
 from smoe.units import parse_bytes
+
+_TOUCH_SECONDS = 2.0
+"""How long loading waits for the slots' memory; the rest is backed while the model already runs."""
 
 
 def from_pretrained(
@@ -79,12 +81,9 @@ def load(model: str | Path, config: EngineConfig, revision: str | None = None) -
     store = open_store(folder, plan)
     ledger, reason = make_ledger(plan, config, device, store.slot_bytes)
     arena = Arena(ledger.cache_slots + ledger.staging_slots, store.slot_bytes, device)
-    touching = threading.Thread(target=arena.touch, name="smoe-touch")
-    touching.start()  # slower than reading the weights, and beside it free
-    try:
-        loaded = _load_dense(folder, plan, device)
-    finally:
-        touching.join()
+    arena.touch()  # slower than the disk, and free beside the loading of the other weights
+    loaded = _load_dense(folder, plan, device)
+    arena.wait_touched(_TOUCH_SECONDS)
     return _assemble(loaded, plan, config, ledger, reason, store, arena)
 
 

@@ -7,11 +7,18 @@ touch than the disk is to read, so it is touched when it is made. On a GPU it is
 from __future__ import annotations
 
 import mmap
+import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
 from smoe.memory.store import PAGE
+
+_POPULATE_WRITE = 23 if sys.platform == "linux" else None
+"""madvise(2): back pages as if written to, without changing them; Python has no name for it."""
+_POPULATE_BYTES = 64 * 2**20
 
 
 class Arena:
@@ -23,6 +30,8 @@ class Arena:
         self.slot_bytes = slot_bytes
         self.device = device
         self._map: mmap.mmap | None = None
+        self._toucher: threading.Thread | None = None
+        self._is_closing = False
         if device.type == "cpu":
             self._map = mmap.mmap(-1, slots * slot_bytes)
             _ask_for_huge_pages(self._map)
@@ -36,9 +45,28 @@ class Arena:
         return self.slots * self.slot_bytes
 
     def touch(self) -> None:
-        """Make the operating system back every page now."""
-        if self.device.type == "cpu":
-            self.bytes[::PAGE] = 0
+        """Have the operating system back every page, in a thread of its own; contents are left alone.
+
+        Pages that a read reaches first are backed by the read, only more slowly.
+        """
+        if self._map is not None and _POPULATE_WRITE is not None:
+            self._toucher = threading.Thread(target=self._populate, name="smoe-touch", daemon=True)
+            self._toucher.start()
+
+    def wait_touched(self, seconds: float) -> None:
+        """Wait until every page is backed, at most `seconds`."""
+        if self._toucher is not None:
+            self._toucher.join(seconds)
+
+    def _populate(self) -> None:
+        assert self._map is not None and _POPULATE_WRITE is not None
+        for begin in range(0, self.nbytes, _POPULATE_BYTES):
+            if self._is_closing:
+                return
+            try:
+                self._map.madvise(_POPULATE_WRITE, begin, min(_POPULATE_BYTES, self.nbytes - begin))
+            except OSError:
+                return  # a kernel before 5.14
 
     def buffer(self, slot: int) -> memoryview:
         """A slot's bytes for a reader (CPU arenas only)."""
@@ -58,6 +86,9 @@ class Arena:
 
     def close(self) -> None:
         """Give the memory back; views must not be used any more."""
+        self._is_closing = True
+        if self._toucher is not None:
+            self._toucher.join()
         self.bytes = torch.empty(0, dtype=torch.uint8)
         if self._map is not None:
             self._view.release()
@@ -66,7 +97,5 @@ class Arena:
 
 def _ask_for_huge_pages(memory: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with suppress(OSError):  # a kernel without transparent huge pages: only slower
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without transparent huge pages: only slower

@@ -30,7 +30,6 @@ class HostTier:
 
     def __init__(self, slots: int, slot_bytes: int, is_on_device: Callable[[Copy], bool]) -> None:
         self.arena = Arena(slots, slot_bytes, torch.device("cpu"))
-        self.arena.touch()
         self._is_on_device = is_on_device
         self._lock = threading.Condition()
         self._slots: OrderedDict[Copy, int] = OrderedDict()

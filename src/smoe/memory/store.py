@@ -69,6 +69,8 @@ class Placement(NamedTuple):
     """Empty where the reads go straight into the slot."""
     nbytes: int
     """Bytes of weights, alignment not counted."""
+    layout: int
+    """Equal for experts whose parts have the same shapes and offsets: few occur, so views of a slot can be kept by it."""
     buffer_bytes: int
     """Room that the reads need, in the slot or in the staging buffer."""
 
@@ -106,6 +108,7 @@ class ExpertStore:
         self.item_bytes = ITEM_BYTES[dtype]
         self._check_shapes()
         self._placements: dict[tuple[int, int], Placement] = {}
+        self._layouts: dict[tuple[object, ...], int] = {}
         in_place = [self._in_place(layer, expert) for layer, expert in self.keys()]
         self.is_staged = any(placement is None for placement in in_place)
         for key, placement in zip(self.keys(), in_place, strict=True):
@@ -138,6 +141,9 @@ class ExpertStore:
                             f"{list(part.shape)}, the checkpoint has {stored}; it does not match its config.json"
                         )
 
+    def _layout(self, experts: LayerExperts, parts: Mapping[str, int]) -> int:
+        return self._layouts.setdefault((experts.parts, *parts.items()), len(self._layouts))
+
     def _in_place(self, layer: int, expert: int) -> Placement | None:
         experts = self.layers[layer]
         sources = experts.sources[expert]
@@ -154,7 +160,7 @@ class ExpertStore:
         if any(offset % alignment for offset in parts.values()):
             return None
         nbytes = sum(length for _, _, length in spans.values())
-        return Placement(reads, parts, (), nbytes, reads[-1].target + reads[-1].nbytes)
+        return Placement(reads, parts, (), nbytes, self._layout(experts, parts), reads[-1].target + reads[-1].nbytes)
 
     def _staged(self, layer: int, expert: int) -> Placement:
         experts = self.layers[layer]
@@ -172,7 +178,7 @@ class ExpertStore:
                 pieces.append(Piece(source, tensor.nbytes, target))
                 target += _elements(tensor.shape) * self.item_bytes
             target = -(-target // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
-        return Placement(reads, parts, tuple(pieces), target, reads[-1].target + reads[-1].nbytes)
+        return Placement(reads, parts, tuple(pieces), target, self._layout(experts, parts), reads[-1].target + reads[-1].nbytes)
 
 
 def row_of(tensor: StoredTensor, row: int) -> StoredTensor:

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from smoe.policy.plan import Load, Reason
@@ -38,7 +39,7 @@ class State(Enum):
 class Ticket:
     """One load under way."""
 
-    __slots__ = ("load", "state", "error", "ready_event", "free_event", "_done")
+    __slots__ = ("_done", "error", "free_event", "load", "ready_event", "state")
 
     def __init__(self, load: Load, free_event: Any) -> None:
         self.load = load
@@ -77,14 +78,18 @@ class Mover(Protocol):
 
 
 class Transfers:
-    """Reading threads in front of one mover."""
+    """Reading threads in front of one mover.
+
+    `submit`, `urge` and `cancel` belong to the computing thread and take no lock: deques change hands atomically, and a
+    queue of tokens, one for each ticket, puts idle threads to sleep and wakes them.
+    """
 
     def __init__(self, mover: Mover, threads: int) -> None:
         self._mover = mover
         self._demand: deque[Ticket] = deque()
         self._prefetch: deque[Ticket] = deque()
-        self._changed = threading.Condition()
-        self._is_closed = False
+        self._tokens: SimpleQueue[bool] = SimpleQueue()
+        self._clock = threading.Lock()
         self._running = 0
         self._busy_since = 0.0
         self.bytes_read = 0
@@ -100,87 +105,86 @@ class Transfers:
     def submit(self, load: Load) -> Ticket:
         """Queue a load; the slot must be free for overwriting on the compute side."""
         ticket = Ticket(load, self._mover.mark_free())
-        with self._changed:
-            (self._demand if load.reason is Reason.DEMAND else self._prefetch).append(ticket)
-            self._changed.notify()
+        (self._demand if load.reason is Reason.DEMAND else self._prefetch).append(ticket)
+        self._tokens.put(True)
         return ticket
 
     def urge(self, ticket: Ticket) -> None:
         """A queued prefetch has become a demand."""
-        with self._changed:
-            if ticket in self._prefetch:
-                self._prefetch.remove(ticket)
-                self._demand.append(ticket)
+        if self._withdraw(ticket):
+            self._demand.append(ticket)
+            self._tokens.put(True)
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Take a queued prefetch back; False where it has started."""
-        with self._changed:
-            if ticket.state is not State.QUEUED or ticket not in self._prefetch:
-                return False
-            self._prefetch.remove(ticket)
+        """Take a queued load back; False where it has started."""
+        if not self._withdraw(ticket):
+            return False
         ticket.finish(State.CANCELLED)
         return True
 
     def close(self) -> None:
         """Stop the threads; what is queued is cancelled, what is running is waited for."""
-        with self._changed:
-            self._is_closed = True
-            queued = [*self._demand, *self._prefetch]
-            self._demand.clear()
-            self._prefetch.clear()
-            self._changed.notify_all()
-        for ticket in queued:
-            ticket.finish(State.CANCELLED)
+        for queue in (self._demand, self._prefetch):
+            while queue:
+                queue.popleft().finish(State.CANCELLED)
+        for _ in self._threads:
+            self._tokens.put(False)
         for thread in self._threads:
             thread.join()
         self._mover.close()
 
+    def _withdraw(self, ticket: Ticket) -> bool:
+        for queue in (self._prefetch, self._demand):
+            try:
+                queue.remove(ticket)
+                return True
+            except ValueError:
+                continue
+        return False
+
     def _work(self) -> None:
         _leave_pinned_core()
-        while True:
-            with self._changed:
-                while not (self._demand or self._prefetch or self._is_closed):
-                    self._changed.wait()
-                if self._is_closed:
-                    return
-                ticket = (self._demand or self._prefetch).popleft()
-                ticket.state = State.RUNNING
-            self._run(ticket)
+        while self._tokens.get():
+            ticket = self._next()
+            if ticket is not None:
+                self._run(ticket)
+
+    def _next(self) -> Ticket | None:
+        """The most urgent ticket; None where another thread, or a cancellation, was faster."""
+        for queue in (self._demand, self._prefetch):
+            try:
+                return queue.popleft()
+            except IndexError:
+                continue
+        return None
 
     def _run(self, ticket: Ticket) -> None:
+        ticket.state = State.RUNNING
         between = self._serve_demand if ticket.load.reason is Reason.PREFETCH else None
-        self._enter()
-        try:
-            came = self._mover.move(ticket, between)
-        except BaseException as error:  # noqa: BLE001  handed to the waiting thread, which raises it
-            self._leave(0)
-            ticket.finish(State.FAILED, error)
-        else:
-            self._leave(came)
-            ticket.finish(State.DONE)
-
-    def _serve_demand(self) -> None:
-        """Between two chunks of a prefetch: demand loads go first."""
-        while True:
-            with self._changed:
-                if not self._demand:
-                    return
-                ticket = self._demand.popleft()
-                ticket.state = State.RUNNING
-            self._run(ticket)
-
-    def _enter(self) -> None:
-        with self._changed:
+        with self._clock:
             if self._running == 0:
                 self._busy_since = time.perf_counter()
             self._running += 1
-
-    def _leave(self, came: int) -> None:
-        with self._changed:
+        came, error = 0, None
+        try:
+            came = self._mover.move(ticket, between)
+        except BaseException as caught:  # handed to the computing thread, which raises it
+            error = caught
+        with self._clock:
             self._running -= 1
             self.bytes_read += came
             if self._running == 0:
                 self.busy_seconds += time.perf_counter() - self._busy_since
+        ticket.finish(State.DONE if error is None else State.FAILED, error)
+
+    def _serve_demand(self) -> None:
+        """Between two chunks of a prefetch: demand loads go first (their tokens are spent later, on nothing)."""
+        while True:
+            try:
+                ticket = self._demand.popleft()
+            except IndexError:
+                return
+            self._run(ticket)
 
 
 def _leave_pinned_core() -> None:

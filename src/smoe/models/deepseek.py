@@ -67,7 +67,7 @@ class DeepseekMoeBlock(nn.Module):
         super().__init__()
         if config.scoring_func != "softmax":
             raise UnsupportedModelError(
-                f"deepseek: config.json has scoring_func {config.scoring_func!r}; only 'softmax' is known for this model type"
+                f"deepseek: config.json has scoring_func {config.scoring_func!r}; only 'softmax' is known for this type"
             )
         self.gate = Qwen2MoeTopKRouter(config)
         self.experts = Qwen2MoeExperts(config)

@@ -57,7 +57,7 @@ class XverseConfig(LlamaConfig):
     num_shared_experts: int | None = 2
     norm_topk_prob: bool = True
 
-    def is_sparse_layer(self, layer_index: int) -> bool:  # noqa: ARG002  asked for every layer of either family
+    def is_sparse_layer(self, layer_index: int) -> bool:
         """Always: no XVERSE MoE model has dense layers."""
         return True
 
@@ -108,7 +108,7 @@ class XversePreTrainedModel(DeepseekPreTrainedModel):
 
     config_class: type[LlamaConfig] = XverseConfig
     router_classes: ClassVar[tuple[type[nn.Module], ...]] = (XverseTopKRouter,)
-    _keep_in_fp32_modules_strict: set[str] | list[str] | None = ["mlp.router"]  # noqa: RUF012  the library's own type
+    _keep_in_fp32_modules_strict: set[str] | list[str] | None = ["mlp.router"]
 
 
 class XverseModel(XversePreTrainedModel, DeepseekModel):

@@ -63,6 +63,7 @@ class LayerExecutor:
         self._layer_share = max(1, table.cache_slots // len(math))
         self._tickets: dict[Copy, Ticket] = {}
         self._weights: list[Weights | None] = [None] * (table.cache_slots + table.staging_slots)
+        self._views: dict[tuple[int, int], Weights] = {}
         self._queue: deque[Load] = deque()
 
     @property
@@ -159,10 +160,18 @@ class LayerExecutor:
             self.table.begin(load)
             if load.victim is not None:
                 self._eviction.remove(load.victim)
-            layer, expert, _ = load.copy
-            offsets = self._store.placement(layer, expert).parts
-            self._weights[load.slot] = self._math[layer].bind(self._arena, load.slot, offsets)
+            self._weights[load.slot] = self._bind(load)
             self._tickets[load.copy] = self._transfers.submit(load)
+
+    def _bind(self, load: Load) -> Weights:
+        """The weights that the load will bring, as views; made once for a slot and layout."""
+        layer, expert, _ = load.copy
+        placement = self._store.placement(layer, expert)
+        key = (load.slot, placement.layout)
+        weights = self._views.get(key)
+        if weights is None:
+            weights = self._views[key] = self._math[layer].bind(self._arena, load.slot, placement.parts)
+        return weights
 
     def _arrive(self, copy: Copy) -> Weights:
         """Wait for a copy that is under way and take it in."""

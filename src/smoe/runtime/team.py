@@ -30,7 +30,7 @@ class Team:
         torch.set_num_threads(1)  # 0.1 us; the calling thread's own setting
         try:
             job(0, members)
-        except BaseException as caught:  # noqa: BLE001  helpers must be waited for before it is raised
+        except BaseException as caught:
             error = caught
         finally:
             torch.set_num_threads(members)
@@ -77,7 +77,7 @@ class _Helper:
                 return
             try:
                 job()
-            except BaseException as error:  # noqa: BLE001  handed to the calling thread, which raises it
+            except BaseException as error:
                 self._error = error
             self._job = None
             self._done.release()

@@ -1,0 +1,156 @@
+"""What our Python costs: `plan_layer` alone, and one MoE layer against a bare loop of the same linears.
+
+    python -m bench.overhead [--repeats 300]
+
+The layer has 64 experts, top-8, at toy size, so that arithmetic takes next to nothing and what is left is Python and
+dispatch. "Bare loop" is the least any eager implementation must do for one token: for every expert the two matrix products
+(with their transposed views), the gate's activation and product, the routing weight, and the sum. "With misses" gives every
+layer about three misses whose bytes are there at once: it counts planning, tables, queues and waking threads, not the disk.
+Prints medians in microseconds and ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers
+
+from smoe import from_pretrained
+from smoe.policy.eviction.lru import LRU
+from smoe.policy.planner import observation, plan_layer
+from smoe.policy.residency import SlotTable
+from smoe.routing import Phase, Routing
+from smoe.simulator.replay import carry_out
+
+EXPERTS, TOP_K, LAYERS, HIDDEN, INNER = 64, 8, 12, 64, 32
+MISSING_BUDGET = "8600KiB"
+"""About 60 % of the experts resident: with random routing some three of eight miss, as at 1.5 GiB of the reference model."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=300)
+    repeats = parser.parse_args().repeats
+    results: dict[str, Any] = {f"plan_layer_us_{name}": us for name, us in plan_costs(repeats).items()}
+    results |= layer_costs(repeats)
+    for name, value in results.items():
+        print(f"{name:<44}{value:>10.1f}")
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    print(json.dumps({k: round(v, 1) for k, v in results.items()} | versions))
+
+
+def plan_costs(repeats: int) -> dict[str, float]:
+    """Median microseconds of `plan_layer`, by batch and residency."""
+    costs: dict[str, float] = {}
+    for batch in (1, 3, 8):
+        for name, slots in (("resident", EXPERTS * LAYERS), ("half", EXPERTS * LAYERS // 2)):
+            costs[f"batch_{batch}_{name}"] = _plan_cost(batch, slots, repeats)
+    return costs
+
+
+def _plan_cost(batch: int, slots: int, repeats: int) -> float:
+    table, eviction, chance = SlotTable(slots, 8), LRU(), random.Random(0)
+    seconds: list[float] = []
+    for step in range(repeats * 4):
+        rows = [chance.sample(range(EXPERTS), TOP_K) for _ in range(batch)]
+        routing = Routing(step % LAYERS, Phase.DECODE, EXPERTS, rows)
+        eviction.observe(observation(routing))
+        started = perf_counter()
+        plan = plan_layer(routing, table, eviction, slots // LAYERS)
+        seconds.append(perf_counter() - started)
+        carry_out(plan, table, eviction)
+    return statistics.median(seconds[repeats:]) * 1e6
+
+
+def layer_costs(repeats: int) -> dict[str, float]:
+    """Median microseconds of one layer, and what it costs above the bare loop."""
+    with tempfile.TemporaryDirectory() as folder:
+        _save_toy(Path(folder))
+        bare = _bare_loop(repeats)
+        resident = _layer(folder, "64MiB", repeats, reads=True)
+        missing = _layer(folder, MISSING_BUDGET, repeats, reads=False)
+    return {
+        "bare_loop_us": bare,
+        "layer_resident_us": resident[0],
+        "layer_with_misses_us": missing[0],
+        "misses_a_layer": missing[1],
+        "overhead_resident_us": resident[0] - bare,
+        "overhead_with_misses_us": missing[0] - bare,
+    }
+
+
+def _save_toy(folder: Path) -> None:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, moe_intermediate_size=INNER, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
+        dtype="bfloat16",
+    )  # fmt: skip
+    transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def _bare_loop(repeats: int) -> float:
+    up = [torch.randn(2 * INNER, HIDDEN).bfloat16() for _ in range(TOP_K)]
+    down = [torch.randn(HIDDEN, INNER).bfloat16() for _ in range(TOP_K)]
+    weights = torch.rand(TOP_K).bfloat16()
+    x = torch.randn(1, HIDDEN).bfloat16()
+
+    def loop() -> torch.Tensor:
+        total = torch.zeros_like(x)
+        for e in range(TOP_K):
+            gate, rest = torch.nn.functional.linear(x, up[e]).chunk(2, dim=-1)
+            y = torch.nn.functional.linear(torch.nn.functional.silu(gate) * rest, down[e])
+            total += y * weights[e]
+        return total
+
+    with torch.no_grad():
+        return _median(loop, repeats)
+
+
+def _layer(folder: str, memory: str, repeats: int, reads: bool) -> tuple[float, float]:
+    """(microseconds a layer, misses a layer) of decode steps with random routing."""
+    model = from_pretrained(folder, memory=memory, context_tokens=64, prefill_tokens=64)
+    executor = model.offload.executor
+    if not reads:
+        executor._transfers._mover.move = lambda ticket, between: 0  # the bytes are there at once
+    chance = random.Random(0)
+    x = torch.randn(1, HIDDEN).bfloat16()
+    weights = torch.rand(1, TOP_K).bfloat16()
+    indices = [torch.tensor([chance.sample(range(EXPERTS), TOP_K)]) for _ in range(257)]
+    step = iter(range(10**9))
+
+    def run() -> torch.Tensor:
+        n = next(step)
+        return executor.run(n % LAYERS, Phase.DECODE, x, indices[n % 257], weights)
+
+    with torch.no_grad():
+        for _ in range(1500):
+            run()
+        before = executor.counters.loads
+        cost = _median(run, repeats)
+        misses = (executor.counters.loads - before) / repeats
+    model.offload.close()
+    return cost, misses
+
+
+def _median(function: Callable[[], object], repeats: int) -> float:
+    seconds: Sequence[float] = [_timed(function) for _ in range(repeats)]
+    return statistics.median(seconds) * 1e6
+
+
+def _timed(function: Callable[[], object]) -> float:
+    started = perf_counter()
+    function()
+    return perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

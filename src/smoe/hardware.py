@@ -1,0 +1,262 @@
+"""The measured hardware profile: how fast this machine's memory, disk, link and expert arithmetic are.
+
+`smoe doctor` measures and stores it; summaries, `smoe plan` and `smoe bench` read it for the floor of the time per token. A profile
+carries its circumstances (date, machine, versions, threads) and is used only on the machine that it was made on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import psutil
+import torch
+
+from smoe.floor import Rates
+from smoe.memory.device import Arena
+from smoe.memory.disk import DiskReader
+from smoe.memory.store import Read, page_ceil
+
+_MEMORY_BYTES = 256 * 2**20
+"""Far beyond every cache of a core; large server caches are shared, so a run does not own them either."""
+_LINK_BYTES = 256 * 2**20
+DEFAULT_EXPERT_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What `smoe doctor` found. Rates are bytes per second."""
+
+    date: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    threads: int
+    memory_bytes_per_second: float
+    disk_bytes_per_second: float
+    disk_request_bytes: int
+    disk_is_direct: bool
+    expert_bytes_per_second: float
+    """Stored weight bytes of one expert computed for one token, per second."""
+    link_bytes_per_second: float | None = None
+    device_memory_bytes_per_second: float | None = None
+
+    def rates(self, device: torch.device) -> Rates:
+        """The figures that the floor of a run on `device` needs."""
+        source = f"profile of {self.date[:10]}"
+        if device.type == "cuda" and self.device_memory_bytes_per_second is not None:
+            memory, link = self.device_memory_bytes_per_second, self.link_bytes_per_second
+            return Rates(memory, self.disk_bytes_per_second, link, source)
+        return Rates(self.memory_bytes_per_second, self.disk_bytes_per_second, None, source)
+
+
+def profile_path() -> Path:
+    """Where the profile lies: `smoe/profile.json` in the user's cache folder."""
+    if os.environ.get("XDG_CACHE_HOME"):
+        base = Path(os.environ["XDG_CACHE_HOME"])
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", str(Path.home() / "AppData" / "Local")))
+    else:
+        base = Path.home() / ".cache"
+    return base / "smoe" / "profile.json"
+
+
+def load_profile() -> Profile | None:
+    """The stored profile if it was made on this machine by this format, else None."""
+    try:
+        stored = json.loads(profile_path().read_text(encoding="utf8"))
+        known = {field.name for field in fields(Profile)}
+        profile = Profile(**{name: value for name, value in stored.items() if name in known})
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    return profile if profile.machine == describe_machine() else None
+
+
+def save_profile(profile: Profile) -> Path:
+    """Store it for later commands; appears whole or not at all."""
+    path = profile_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".partial-{os.getpid()}")
+    partial.write_text(json.dumps(asdict(profile), indent=2) + "\n", encoding="utf8")
+    partial.replace(path)
+    return path
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the figures belong to."""
+    return {
+        "processor": _processor_name(),
+        "cores": os.cpu_count() or 1,
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """The software that results depend on."""
+    import transformers
+
+    import smoe
+
+    return {
+        "smoe": smoe.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def measure(folder: Path, expert_bytes: int, say: Callable[[str], None]) -> Profile:
+    """Measure everything; takes a few seconds. `folder` is on the disk in question, `say` hears what is being measured."""
+    say("memory")
+    memory = measure_memory(seconds=1.0)
+    say("disk")
+    disk, is_direct = measure_disk(folder, expert_bytes, seconds=2.0, file_bytes=512 * 2**20)
+    say("expert arithmetic")
+    arithmetic = measure_experts(expert_bytes, seconds=1.0)
+    link = device_memory = None
+    if torch.cuda.is_available():
+        say("GPU link and memory")
+        link, device_memory = measure_link(), measure_device_memory()
+    return Profile(
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        machine=describe_machine(),
+        versions=describe_versions(),
+        threads=torch.get_num_threads(),
+        memory_bytes_per_second=memory,
+        disk_bytes_per_second=disk,
+        disk_request_bytes=expert_bytes,
+        disk_is_direct=is_direct,
+        expert_bytes_per_second=arithmetic,
+        link_bytes_per_second=link,
+        device_memory_bytes_per_second=device_memory,
+    )
+
+
+def measure_memory(seconds: float) -> float:
+    """Bytes per second of reading RAM on torch's threads; the best of many passes, as a limit should be."""
+    arena = Arena(1, _MEMORY_BYTES, torch.device("cpu"))
+    arena.touch()
+    words = arena.bytes.view(torch.int64)
+    return _MEMORY_BYTES / _best(lambda: words.sum(), seconds)
+
+
+def measure_disk(folder: Path, request_bytes: int, seconds: float, file_bytes: int) -> tuple[float, bool]:
+    """(bytes per second, past the page cache?) of reading `request_bytes` at a time from a fresh file in `folder`."""
+    size = page_ceil(min(request_bytes, file_bytes))
+    arena = Arena(1, size, torch.device("cpu"))
+    arena.touch()
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".smoe-disk-", delete=False) as file:
+        path = Path(file.name)
+    reader = DiskReader(direct=True)
+    try:
+        count = _write(path, size, file_bytes)
+        order = [n * 7919 % count for n in range(count)]  # a stride that is prime: scattered, and the same every time
+        done, started = 0, perf_counter()
+        for n in order:
+            done += reader.read(Read(path, n * size, size, 0, size), arena.buffer(0))
+            if perf_counter() - started > seconds:
+                break
+        return done / (perf_counter() - started), reader.is_direct
+    finally:
+        reader.close()
+        arena.close()
+        with suppress(FileNotFoundError):
+            path.unlink()
+
+
+def _write(path: Path, size: int, file_bytes: int) -> int:
+    """Fill a file with blocks that no file system can shrink; returns how many."""
+    count = max(1, file_bytes // size)
+    block = os.urandom(size)
+    with path.open("wb") as file:
+        for _ in range(count):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return count
+
+
+def measure_experts(expert_bytes: int, seconds: float) -> float:
+    """Weight bytes per second of computing one token through bf16 experts that are not in a core's cache."""
+    hidden = 2048
+    inner = max(64, expert_bytes // (3 * hidden * 2) // 64 * 64)
+    used = 3 * hidden * inner * 2
+    experts = max(2, _MEMORY_BYTES // used)
+    up = torch.zeros(experts, 2 * inner, hidden, dtype=torch.bfloat16)
+    down = torch.zeros(experts, hidden, inner, dtype=torch.bfloat16)
+    x = torch.zeros(1, hidden, dtype=torch.bfloat16)
+
+    def all_experts() -> None:
+        for n in range(experts):
+            gate, value = torch.nn.functional.linear(x, up[n]).chunk(2, dim=-1)
+            torch.nn.functional.linear(torch.nn.functional.silu(gate) * value, down[n])
+
+    with torch.no_grad():
+        return experts * used / _best(all_experts, seconds)
+
+
+def measure_link() -> float:
+    """Bytes per second from page-locked host memory to the GPU."""
+    host = torch.empty(_LINK_BYTES, dtype=torch.uint8).pin_memory()
+    device = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cuda")
+
+    def copy() -> None:
+        device.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+
+    return _LINK_BYTES / _best(copy, 0.5)
+
+
+def measure_device_memory() -> float:
+    """Bytes per second of reading the GPU's memory."""
+    words = torch.zeros(2**30 // 8, dtype=torch.int64, device="cuda")
+
+    def read() -> None:
+        words.sum()
+        torch.cuda.synchronize()
+
+    return 2**30 / _best(read, 0.5)
+
+
+def quick_rates(device: torch.device) -> Rates:
+    """The stored profile, else a measurement of the memory alone in 0.3 s."""
+    profile = load_profile()
+    if profile is not None:
+        return profile.rates(device)
+    if device.type == "cuda":
+        return Rates(measure_device_memory(), None, measure_link(), "a quick measurement")
+    return Rates(measure_memory(seconds=0.2), None, None, "a quick measurement")
+
+
+def _best(action: Callable[[], Any], seconds: float) -> float:
+    """The shortest of as many runs as fit the time, after one for warming up."""
+    action()
+    best, started = float("inf"), perf_counter()
+    while perf_counter() - started < seconds or best == float("inf"):
+        before = perf_counter()
+        action()
+        best = min(best, perf_counter() - before)
+    return best
+
+
+def _processor_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,316 @@
+"""Generating text: the library's own `generate` with our ears on it.
+
+Sampling, end tokens and the loop are the library's. Ours are the streamed text, the moment of every token, stop strings, and the
+refusals before any compute. An interrupt (Ctrl-C) ends a generation early and keeps what there is.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from smoe.errors import ConfigError, ContextError, ModelError
+from smoe.metrics import Counters
+from smoe.runtime.engine import Engine
+from smoe.runtime.kv_cache import RowCache
+from smoe.runtime.text import OnText, TextStream
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen and when to stop. Greedy by default; the checkpoint's own sampling defaults are not used."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    """0: the most likely token."""
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; they are not part of it."""
+    ignores_end: bool = False
+    """Go on after the model's end token (for measuring)."""
+
+    def __post_init__(self) -> None:
+        _check(self.max_new_tokens >= 1, f"--max-new-tokens is {self.max_new_tokens}; it must be at least 1")
+        _check(self.temperature >= 0, f"--temperature is {self.temperature}; it must be 0 (greedy) or more")
+        _check(0 < self.top_p <= 1, f"--top-p is {self.top_p}; it must be above 0 and at most 1")
+        _check(all(self.stop), "--stop was given an empty string")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts of equal length, padded on the left."""
+
+    input_ids: torch.Tensor
+    """[rows, T]"""
+    attention_mask: torch.Tensor
+    """[rows, T], 0 at padding."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Real tokens of all rows."""
+        return int(self.attention_mask.sum())
+
+
+@dataclass
+class Answer:
+    """What one prompt got."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    finish_reason: str = "length"
+    """length | end (the model's end token) | stop (a stop string) | interrupted"""
+
+
+@dataclass
+class Generation:
+    """The answers and how long they took. One step makes one token of every row."""
+
+    answers: list[Answer]
+    started: float
+    token_times: list[float]
+    """Clock readings, one a step; the first ends the prefill."""
+    ended: float
+    counters: Counters
+    decode_counters: Counters
+    """From the first token on."""
+    was_interrupted: bool
+    notes: list[str]
+    """What the user should know: a limit that was lowered, and why."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(answer.prompt_tokens for answer in self.answers)
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """From the call to the first token; None where there is none."""
+        return self.token_times[0] - self.started if self.token_times else None
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Time of every token after the first."""
+        return [after - before for before, after in zip(self.token_times, self.token_times[1:], strict=False)]
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.token_times[-1] - self.token_times[0] if self.token_times else 0.0
+
+    @property
+    def tpot_median_seconds(self) -> float | None:
+        return statistics.median(self.step_seconds) if self.step_seconds else None
+
+    @property
+    def tpot_p95_seconds(self) -> float | None:
+        ordered = sorted(self.step_seconds)
+        return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))] if ordered else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens of all rows after the first step, over the time they took."""
+        tokens = self.new_tokens - sum(1 for answer in self.answers if answer.token_ids)
+        return tokens / self.decode_seconds if self.decode_seconds > 0 else None
+
+
+def generate(
+    model: PreTrainedModel, tokenizer: Any, prompts: Sequence[str], sampling: Sampling, on_text: OnText | None = None
+) -> Generation:
+    """Continue every prompt. Text goes to `on_text(row, text)` as it comes."""
+    return generate_batch(model, tokenizer, encode(tokenizer, prompts), sampling, on_text)
+
+
+def encode(tokenizer: Any, prompts: Sequence[str]) -> Batch:
+    """Prompts as token ids, the tokenizer's own special tokens included, padded on the left."""
+    rows = [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    for number, row in enumerate(rows, start=1):
+        if not row and tokenizer.bos_token_id is not None:
+            row.append(tokenizer.bos_token_id)
+        _check(bool(row), f"prompt {number} is empty, and this model has no token to begin a text with")
+    return pad(rows, pad_token(tokenizer))
+
+
+def pad(rows: Sequence[Sequence[int]], pad_id: int) -> Batch:
+    """Token ids of several rows as one batch; padding goes to the left, where no answer will be."""
+    width = max(len(row) for row in rows)
+    ids = [[pad_id] * (width - len(row)) + list(row) for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return Batch(torch.tensor(ids), torch.tensor(mask))
+
+
+def pad_token(tokenizer: Any) -> int:
+    """The tokenizer's padding token; padding is masked, so any other token does where it has none."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0
+
+
+def generate_batch(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    batch: Batch,
+    sampling: Sampling,
+    on_text: OnText | None = None,
+    cache: RowCache | None = None,
+) -> Generation:
+    """`generate` for prompts in token ids. A `cache` holds the beginning of the (one) prompt already and is extended."""
+    engine: Engine = model.offload  # type: ignore[assignment]
+    new_tokens, notes = _room(engine, batch, sampling.max_new_tokens)
+    ends = set() if sampling.ignores_end else end_tokens(model, tokenizer)
+    listener = _Listener(engine, tokenizer, batch, sampling, ends, on_text)
+    was_interrupted = False
+    torch.manual_seed(sampling.seed)
+    started = perf_counter()
+    before = engine.stats()
+    try:
+        model.generate(  # type: ignore[operator]
+            input_ids=batch.input_ids.to(model.device),
+            attention_mask=batch.attention_mask.to(model.device),
+            generation_config=_generation_config(model, tokenizer, sampling, new_tokens),
+            logits_processor=LogitsProcessorList([_RefuseNaN()]),
+            stopping_criteria=StoppingCriteriaList([listener]),
+            **({} if cache is None else {"past_key_values": cache}),
+        )
+    except KeyboardInterrupt:
+        was_interrupted = True
+    ended = perf_counter()
+    listener.flush(was_interrupted)
+    after = engine.stats()
+    return Generation(
+        answers=listener.answers,
+        started=started,
+        token_times=listener.times,
+        ended=ended,
+        counters=after - before,
+        decode_counters=after - (listener.after_prefill or after),
+        was_interrupted=was_interrupted,
+        notes=notes,
+    )
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+    """The tokens that end a text: the checkpoint's generation config knows them, else the tokenizer."""
+    own = getattr(model.generation_config, "eos_token_id", None)
+    own = tokenizer.eos_token_id if own is None else own
+    return set(own) if isinstance(own, (list, tuple)) else set() if own is None else {int(own)}
+
+
+def _room(engine: Engine, batch: Batch, wanted: int) -> tuple[int, list[str]]:
+    """How many new tokens the context leaves, and a word about it; raises where the prompt alone is too long."""
+    rows, tokens = batch.input_ids.shape
+    config = engine.config
+    if rows > config.max_sequences:
+        raise ConfigError(f"{rows} prompts at once need --max-sequences {rows}; the budget was made for {config.max_sequences}")
+    if tokens >= config.context_tokens:
+        raise ContextError(
+            f"the prompt has {tokens} tokens, the context reserved in the budget is {config.context_tokens}; "
+            f"shorten the prompt, or give --context {tokens + wanted} (more context leaves less memory for experts)"
+        )
+    room = config.context_tokens - tokens
+    if wanted <= room:
+        return wanted, []
+    return room, [f"at most {room} new tokens instead of {wanted}: that is what the context of {config.context_tokens} leaves"]
+
+
+def _generation_config(model: PreTrainedModel, tokenizer: Any, sampling: Sampling, new_tokens: int) -> GenerationConfig:
+    """Every field that the checkpoint's own generation config could otherwise fill in is set here."""
+    ends = sorted(end_tokens(model, tokenizer))
+    config = GenerationConfig(
+        max_new_tokens=new_tokens,
+        do_sample=sampling.temperature > 0,
+        temperature=sampling.temperature or 1.0,
+        top_p=sampling.top_p,
+        top_k=0 if sampling.temperature > 0 else 50,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        pad_token_id=pad_token(tokenizer),
+        eos_token_id=ends or None,
+        num_beams=1,
+        use_cache=True,
+    )
+    if sampling.ignores_end:
+        config.min_new_tokens = new_tokens
+    return config
+
+
+class _Listener(StoppingCriteria):  # type: ignore[misc]
+    """Hears every step's tokens, notes the moment, turns them into text and says which rows are done.
+
+    The library asks its stopping criteria right after a token is chosen; it tells a streamer only later, so that a stop string
+    would cost one token more.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Any, batch: Batch, sampling: Sampling, ends: set[int], on_text: OnText | None
+    ) -> None:
+        prompts = [ids[mask.bool()].tolist() for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
+        self.answers = [Answer(prompt_tokens=len(prompt)) for prompt in prompts]
+        self.times: list[float] = []
+        self.after_prefill: Counters | None = None
+        self._is_done = [False] * len(prompts)
+        self._streams = [TextStream(tokenizer, prompt, sampling.stop) for prompt in prompts]
+        self._engine = engine
+        self._ends = ends
+        self._on_text = on_text
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """input_ids [rows, T]: the prompt and everything new; the last column is this step's."""
+        tokens = input_ids[:, -1].tolist()  # waits for the device: the text cannot be shown sooner
+        self.times.append(perf_counter())
+        if self.after_prefill is None:
+            self.after_prefill = self._engine.stats()
+        for row, token in enumerate(tokens):
+            if not self._is_done[row]:
+                self._take(row, token)
+        return torch.tensor(self._is_done, device=input_ids.device)
+
+    def flush(self, was_interrupted: bool) -> None:
+        """The end, come what may: show what was held back."""
+        for row, answer in enumerate(self.answers):
+            if was_interrupted and not self._is_done[row]:
+                answer.finish_reason = "interrupted"
+            self._show(row, self._streams[row].flush())
+            answer.text = self._streams[row].text
+
+    def _take(self, row: int, token: int) -> None:
+        answer, stream = self.answers[row], self._streams[row]
+        answer.token_ids.append(token)
+        if token in self._ends:
+            self._is_done[row], answer.finish_reason = True, "end"
+            return
+        self._show(row, stream.push(token))
+        if stream.found_stop:
+            self._is_done[row], answer.finish_reason = True, "stop"
+
+    def _show(self, row: int, text: str) -> None:
+        if text and self._on_text is not None:
+            self._on_text(row, text)
+
+
+class _RefuseNaN(LogitsProcessor):  # type: ignore[misc]
+    """Logits that are not numbers would silently become token 0."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if bool(torch.isnan(scores).any()):
+            raise ModelError(
+                f"the model computed NaN after {input_ids.shape[1]} tokens; its weights are damaged (check with smoe verify) "
+                "or its dtype is too narrow (try --dtype bfloat16 or float32)"
+            )
+        return scores
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)

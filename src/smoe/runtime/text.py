@@ -1,0 +1,74 @@
+"""Tokens to text as they come: whole characters only, and nothing beyond a stop string.
+
+A token may end in the middle of a character (byte-level vocabularies) and its text may depend on the token before it
+(leading spaces), so text is the difference between decoding a short window of tokens with and without the newest ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_INCOMPLETE = "\ufffd"
+"""What a decoder makes of the first bytes of a character."""
+_CONTEXT_TOKENS = 6
+"""Prompt tokens at the window's start, so that the first new token is decoded as a continuation."""
+
+OnText = Callable[[int, str], None]
+"""(row, new text), called from the generating thread."""
+
+
+class TextStream:
+    """The text of one sequence. `push` and `flush` return what may be shown now."""
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
+        self.text = ""
+        """Everything shown so far."""
+        self.found_stop = False
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._ids = list(prompt_ids[-_CONTEXT_TOKENS:])
+        self._window = 0
+        self._decoded = len(self._ids)
+        self._held = ""
+
+    def push(self, token: int) -> str:
+        """Take one more token in."""
+        if self.found_stop:
+            return ""
+        self._ids.append(token)
+        return self._show(self._new_text(is_last=False), is_last=False)
+
+    def flush(self) -> str:
+        """The rest: what was held back for a longer stop string, and bytes that never became a character."""
+        if self.found_stop:
+            return ""
+        return self._show(self._new_text(is_last=True), is_last=True)
+
+    def _new_text(self, is_last: bool) -> str:
+        known = self._decode(self._ids[self._window : self._decoded])
+        text = self._decode(self._ids[self._window :])
+        if text.endswith(_INCOMPLETE) and not is_last:
+            return ""
+        self._window, self._decoded = self._decoded, len(self._ids)
+        return text[len(known) :]
+
+    def _show(self, new: str, is_last: bool) -> str:
+        pending = self._held + new
+        cut = min((place for place in map(pending.find, self._stop) if place >= 0), default=-1)
+        if cut >= 0:
+            self.found_stop, shown, self._held = True, pending[:cut], ""
+        else:
+            keep = 0 if is_last else max((_overlap(pending, stop) for stop in self._stop), default=0)
+            shown, self._held = pending[: len(pending) - keep], pending[len(pending) - keep :]
+        self.text += shown
+        return shown
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` that may be the beginning of `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
