@@ -23,8 +23,8 @@ class EngineConfig:
     """Device memory for weights, workspace, KV cache, staging and slots; None: what is free less a margin."""
     host_memory_bytes: int | None = None
     """Pinned host memory on a GPU machine; None: what is free less a margin. Unused on a CPU."""
-    context_tokens: int = 4096
-    """Positions reserved for every sequence."""
+    context_tokens: int | None = None
+    """Positions reserved for every sequence; None: 4096, or as many as the model was made for if that is fewer."""
     max_sequences: int = 1
     """Sequences that run together."""
     prefill_tokens: int = 2048

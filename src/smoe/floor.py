@@ -1,7 +1,9 @@
-"""The floor of the time per token: what the hardware alone would need for the bytes that must move (prose: docs/metrics.md).
+"""The floor of the time per token: what the hardware alone would need for the bytes that must move (prose:
+docs/metrics.md).
 
-Two things bound a decode step: the bytes that have to come from a slower tier, and the bytes that the computing device has to read
-from its own memory. Perfectly overlapped, the slower of the two is the floor; one after the other, their sum.
+Two things bound a decode step: the bytes that have to come from a slower tier, and the bytes that the computing
+device has to read from its own memory. Perfectly overlapped, the slower of the two is the floor; one after the other,
+their sum.
 """
 
 from __future__ import annotations
@@ -90,9 +92,7 @@ def uniform_step(
     Real routing repeats itself, so a real cache does better; this is the planner's cautious side.
     """
     missed = expert_bytes_per_token * (1 - resident_share)
-    return StepBytes(
-        memory=expert_bytes_per_token + dense_bytes, disk=missed, link=missed if has_link else 0.0
-    )
+    return StepBytes(memory=expert_bytes_per_token + dense_bytes, disk=missed, link=missed if has_link else 0.0)
 
 
 def _seconds(count: float, rate: float | None) -> float | None:

@@ -1,7 +1,8 @@
 """The measured hardware profile: how fast this machine's memory, disk, link and expert arithmetic are.
 
-`smoe doctor` measures and stores it; summaries, `smoe plan` and `smoe bench` read it for the floor of the time per token. A profile
-carries its circumstances (date, machine, versions, threads) and is used only on the machine that it was made on.
+`smoe doctor` measures and stores it; summaries, `smoe plan` and `smoe bench` read it for the floor of the time per
+token. A profile carries its circumstances (date, machine, versions, threads) and is used only on the machine that it
+was made on.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ def describe_versions() -> dict[str, str]:
 
 
 def measure(folder: Path, expert_bytes: int, say: Callable[[str], None]) -> Profile:
-    """Measure everything; takes a few seconds. `folder` is on the disk in question, `say` hears what is being measured."""
+    """Measure everything; takes a few seconds. `folder` is on the disk in question, `say` hears what is being
+    measured."""
     say("memory")
     memory = measure_memory(seconds=1.0)
     say("disk")

@@ -59,8 +59,8 @@ def from_pretrained(
     Returns the ordinary transformers model object; `model.offload` is the `Engine` behind it. `memory` is the budget
     ("8GiB", bytes; None: what is free less a margin). `switches` are fields of `EngineConfig`, over those of `preset`.
 
-    Raises `ConfigError` for bad settings, `BudgetError` (with the ledger) for a budget that cannot work, `ModelError` and its
-    kinds for models that cannot be served exactly.
+    Raises `ConfigError` for bad settings, `BudgetError` (with the ledger) for a budget that cannot work, `ModelError`
+    and its kinds for models that cannot be served exactly.
     """
     config = configure(
         preset,
@@ -180,7 +180,7 @@ def _assemble(
         transfers.close()
         raise
     executor.team = make_team(executor, plan.sites[0].layer)
-    executor.reset_counters()
+    executor.start_anew(make_eviction(config.eviction))
     engine = Engine(
         config=config,
         model_config=plan.config,
@@ -191,6 +191,7 @@ def _assemble(
         transfers=transfers,
         executor=executor,
         budget_reason=reason,
+        context_tokens=plan.context_tokens,
     )
     attach(model, plan.sites, engine)
     return model

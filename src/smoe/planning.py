@@ -23,6 +23,7 @@ from smoe.models.workspace import workspace_bytes
 from smoe.policy.budget import Demand
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DEFAULT_CONTEXT_TOKENS = 4096
 SAFETENSORS_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
@@ -36,6 +37,8 @@ class Blueprint:
     sites: list[ExpertsSite]
     anatomy: Anatomy
     dtype: torch.dtype
+    context_tokens: int
+    """Positions reserved for every sequence."""
 
     @property
     def expert_bytes(self) -> int:
@@ -54,13 +57,13 @@ class Blueprint:
 
     def demand(self, config: EngineConfig, slot_bytes: int | None = None) -> Demand:
         """What the model asks of the budget; without `slot_bytes`, with the largest alignment a slot may need."""
-        tokens = min(config.prefill_tokens, config.context_tokens) * config.max_sequences
+        tokens = min(config.prefill_tokens, self.context_tokens) * config.max_sequences
         text = self.config.get_text_config()
         item = self.dtype.itemsize
         return Demand(
             weights_bytes=self.anatomy.weights_bytes,
             workspace_bytes=workspace_bytes(text, self.sites, self.anatomy.top_k, tokens, config.max_sequences, item),
-            kv_cache_bytes=self.anatomy.kv_bytes_per_token * config.context_tokens * config.max_sequences
+            kv_cache_bytes=self.anatomy.kv_bytes_per_token * self.context_tokens * config.max_sequences
             + self.anatomy.state_bytes_per_sequence * config.max_sequences,
             slot_bytes=slot_bytes or page_ceil(self.expert_bytes) + PAGE,
             top_k=max(self.anatomy.top_k.values()),
@@ -72,7 +75,7 @@ def blueprint(model: str | Path, config: EngineConfig, revision: str | None = No
     """Read a model's configuration and look at its empty shell."""
     model_config = read_config(model, revision)
     _refuse_quantised(model_config)
-    _check_context(model_config, config)
+    context_tokens = choose_context(model_config, config)
     dtype = choose_dtype(model_config, config)
     shell = meta_model(model_config)
     sites = find_sites(shell)
@@ -83,7 +86,7 @@ def blueprint(model: str | Path, config: EngineConfig, revision: str | None = No
             f"the structure of {model_config.model_type!r} could not be followed ({type(error).__name__}: {error}); "
             "its exactness cannot be proven, so it is refused"
         ) from error
-    return Blueprint(model_config, shell, sites, anatomy, dtype)
+    return Blueprint(model_config, shell, sites, anatomy, dtype, context_tokens)
 
 
 def read_config(model: str | Path, revision: str | None) -> PretrainedConfig:
@@ -118,12 +121,17 @@ def _refuse_quantised(model_config: PretrainedConfig) -> None:
         )
 
 
-def _check_context(model_config: PretrainedConfig, config: EngineConfig) -> None:
+def choose_context(model_config: PretrainedConfig, config: EngineConfig) -> int:
+    """The positions asked for, else `DEFAULT_CONTEXT_TOKENS` or the model's own limit; raises beyond that limit."""
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(limit, int) and config.context_tokens > limit:
+    limit = limit if isinstance(limit, int) else None
+    if config.context_tokens is None:
+        return min(DEFAULT_CONTEXT_TOKENS, limit or DEFAULT_CONTEXT_TOKENS)
+    if limit is not None and config.context_tokens > limit:
         raise ConfigError(
             f"--context {config.context_tokens} is more than the {limit} positions the model was made for"
         )
+    return config.context_tokens
 
 
 def _expert_elements(site: ExpertsSite) -> int:

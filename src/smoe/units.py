@@ -34,13 +34,11 @@ def parse_bytes(text: str | int) -> int:
 
 def format_bytes(count: float) -> str:
     """Bytes for a reader: three significant digits and a binary unit (`1.50 GiB`)."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            break
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= 1024 and len(units) > 1:
         value /= 1024
-    else:
-        unit = "TiB"
+        units.pop(0)
+    unit = units[0]
     digits = 0 if unit == "B" else max(0, 2 - len(str(int(abs(value)))) + 1)
     return f"{value:.{digits}f} {unit}"
 

@@ -1,7 +1,7 @@
 """Expert slots on the device that computes: one arena, allocated and touched once, reused for ever.
 
-On a CPU the arena is anonymous, page-aligned memory: reads land in it directly. Memory that was never used before is slower to
-touch than the disk is to read, so it is touched when it is made. On a GPU it is one block of device memory.
+On a CPU the arena is anonymous, page-aligned memory: reads land in it directly. Memory that was never used before is
+slower to touch than the disk is to read, so it is touched when it is made. On a GPU it is one block of device memory.
 """
 
 from __future__ import annotations

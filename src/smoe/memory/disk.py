@@ -1,9 +1,9 @@
 """The disk: page-aligned reads of byte ranges, past the page cache where the file system allows.
 
-`O_DIRECT` keeps experts out of the page cache, which under a memory limit would fight our slots for the same RAM, and saves
-a copy. It needs aligned address, offset and length, which `memory/store.py` arranges. Where it is refused (tmpfs, some
-network and other systems' file systems) reads are buffered and the pages are dropped behind the reader. Where RAM
-exceeds the model by far, the page cache is the better place and `direct=False` uses it.
+`O_DIRECT` keeps experts out of the page cache, which under a memory limit would fight our slots for the same RAM, and
+saves a copy. It needs aligned address, offset and length, which `memory/store.py` arranges. Where it is refused
+(tmpfs, some network and other systems' file systems) reads are buffered and the pages are dropped behind the reader.
+Where RAM exceeds the model by far, the page cache is the better place and `direct=False` uses it.
 
 `os.preadv` releases the interpreter lock, so a reading thread does not slow a computing one.
 """
@@ -20,7 +20,8 @@ from smoe.errors import TransferError
 from smoe.memory.store import Read
 
 CHUNK_BYTES = 4 * 2**20
-"""Reads are cut into chunks of this size: near the best rate (4-8 MB), and a demand load waits for one chunk at most."""
+"""Reads are cut into chunks of this size: near the best rate (4-8 MB), and a demand load waits for one chunk at
+most."""
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 

@@ -1,7 +1,8 @@
 """The host tier of a GPU machine: a pinned arena that caches the disk.
 
-Inclusive where all experts fit; smaller, it forgets first what the device holds anyway (a copy there needs none here), then
-what was used longest ago. Machines without a GPU have no such tier: there the device arena already is host memory.
+Inclusive where all experts fit; smaller, it forgets first what the device holds anyway (a copy there needs none
+here), then what was used longest ago. Machines without a GPU have no such tier: there the device arena already is
+host memory.
 """
 
 from __future__ import annotations

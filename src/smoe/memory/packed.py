@@ -3,9 +3,10 @@
     offset 0        8 bytes magic, 8 bytes little-endian header length, JSON header, zeros up to the next page
     then            experts in (layer, expert) order at a fixed stride, parts in order, zeros up to the stride
 
-One read of whole pages brings an expert, with no bounce and no slack; worth it for checkpoints whose experts are scattered
-(gate and up apart, an expert split between shards) or of another dtype. The header names the checkpoint's shards with
-their sizes and times: a pack of other weights is refused, not used. The file appears under its name only when it is whole.
+One read of whole pages brings an expert, with no bounce and no slack; worth it for checkpoints whose experts are
+scattered (gate and up apart, an expert split between shards) or of another dtype. The header names the checkpoint's
+shards with their sizes and times: a pack of other weights is refused, not used. The file appears under its name only
+when it is whole.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def pack_path(folder: Path, dtype: str) -> Path:
 
 
 def packed_store(folder: Path, sites: Sequence[ExpertsSite], dtype: str) -> ExpertStore | None:
-    """The store over the packed file of `folder`, or None where there is none; raises where it does not fit the checkpoint."""
+    """The store over the packed file of `folder`, or None where there is none; raises where it does not fit the
+    checkpoint."""
     path = pack_path(folder, dtype)
     if not path.exists():
         return None
@@ -61,7 +63,8 @@ def packed_store(folder: Path, sites: Sequence[ExpertsSite], dtype: str) -> Expe
 
 
 def pack(folder: Path, sites: Sequence[ExpertsSite], store: ExpertStore, progress: Callable[[int, int], None]) -> Path:
-    """Write the packed file of a checkpoint; `progress(done, total)` counts experts. Interrupted, it leaves nothing behind.
+    """Write the packed file of a checkpoint; `progress(done, total)` counts experts. Interrupted, it leaves nothing
+    behind.
 
     Raises `DiskSpaceError` before it begins, `CheckpointError` for an expert with NaN or infinity.
     """
@@ -79,7 +82,7 @@ def pack(folder: Path, sites: Sequence[ExpertsSite], store: ExpertStore, progres
                 progress(done, len(keys))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
+        partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
     return path

@@ -10,6 +10,7 @@ import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from smoe.errors import CheckpointError
 
@@ -86,10 +87,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _stored(path: Path, key: str, entry: dict[str, object], base: int) -> StoredTensor:
+def _stored(path: Path, key: str, entry: dict[str, Any], base: int) -> StoredTensor:
     try:
-        begin, end = entry["data_offsets"]  # type: ignore[misc]
-        shape = tuple(int(n) for n in entry["shape"])  # type: ignore[attr-defined]
+        begin, end = (int(n) for n in entry["data_offsets"])
+        shape = tuple(int(n) for n in entry["shape"])
         dtype = str(entry["dtype"])
         nbytes = end - begin
     except (KeyError, TypeError, ValueError) as error:

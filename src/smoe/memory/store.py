@@ -10,8 +10,8 @@ tensors or one row of a fused tensor. Two ways to fill a slot:
       file   ...|....gate.......up..........down.....|...       page boundaries: |
       slot      |....gate.......up..........down.....|          same remainder, nothing is moved
 
-* **staged**: otherwise (Mixtral's w1, w2, w3, where gate and up are not neighbours; another dtype; fp32 at an odd address)
-  runs are read into a buffer of the reading thread and the pieces are copied, and converted, to the slot.
+* **staged**: otherwise (Mixtral's w1, w2, w3, where gate and up are not neighbours; another dtype; fp32 at an odd
+  address) runs are read into a buffer of the reading thread and the pieces are copied, and converted, to the slot.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PAGE = 4096
 
 
 MATRIX_ALIGNMENT = 64
-"""Where matrix kernels expect weights to begin. MKL's fp32 products change their last bits with the address (docs/log.md),
-oneDNN's bf16 ones do not; so only bf16 experts may lie wherever the file's offset puts them."""
+"""Where matrix kernels expect weights to begin. MKL's fp32 products change their last bits with the address
+(docs/log.md), oneDNN's bf16 ones do not; so only bf16 experts may lie wherever the file's offset puts them."""
 
 
 def page_ceil(count: int) -> int:
@@ -70,7 +70,8 @@ class Placement(NamedTuple):
     nbytes: int
     """Bytes of weights, alignment not counted."""
     layout: int
-    """Equal for experts whose parts have the same shapes and offsets: few occur, so views of a slot can be kept by it."""
+    """Equal for experts whose parts have the same shapes and offsets: few occur, so views of a slot can be kept by
+    it."""
     buffer_bytes: int
     """Room that the reads need, in the slot or in the staging buffer."""
 
@@ -178,7 +179,9 @@ class ExpertStore:
                 pieces.append(Piece(source, tensor.nbytes, target))
                 target += _elements(tensor.shape) * self.item_bytes
             target = -(-target // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
-        return Placement(reads, parts, tuple(pieces), target, self._layout(experts, parts), reads[-1].target + reads[-1].nbytes)
+        return Placement(
+            reads, parts, tuple(pieces), target, self._layout(experts, parts), reads[-1].target + reads[-1].nbytes
+        )
 
 
 def row_of(tensor: StoredTensor, row: int) -> StoredTensor:

@@ -1,13 +1,13 @@
 """Bringing experts in: reading threads, two queues, tickets.
 
-Demand loads go before prefetches, in the order of submission; a prefetch that is under way lets demand loads pass between two
-chunks, so a demand load waits for at most one chunk. A ticket is waited for by the computing thread; an error of the
-reading thread surfaces there.
+Demand loads go before prefetches, in the order of submission; a prefetch that is under way lets demand loads pass
+between two chunks, so a demand load waits for at most one chunk. A ticket is waited for by the computing thread; an
+error of the reading thread surfaces there.
 
 Order on a GPU, from the point of view of one slot:
 
-    compute stream   ... last kernel that reads the slot | e0 ................... | wait e1, first kernel on the new expert
-    copy stream                                          | wait e0, chunk, chunk, chunk, e1 |
+    compute stream   ... last kernel on the old expert | e0 ............... | wait e1, first kernel on the new one
+    copy stream                                        | wait e0, chunk, chunk, e1 |
 
 e0 is recorded when the load is submitted, e1 after its last chunk; the host never waits for either.
 """
@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -111,37 +112,33 @@ class Transfers:
 
     def urge(self, ticket: Ticket) -> None:
         """A queued prefetch has become a demand."""
-        if self._withdraw(ticket):
+        if self._withdraw(ticket, self._prefetch):
             self._demand.append(ticket)
             self._tokens.put(True)
 
     def cancel(self, ticket: Ticket) -> bool:
         """Take a queued load back; False where it has started."""
-        if not self._withdraw(ticket):
+        if not self._withdraw(ticket, self._prefetch, self._demand):
             return False
         ticket.finish(State.CANCELLED)
         return True
 
+    def start_anew(self) -> None:
+        """Count from zero; nothing may be under way."""
+        with self._clock:
+            self.bytes_read, self.busy_seconds = 0, 0.0
+
     def close(self) -> None:
         """Stop the threads; what is queued is cancelled, what is running is waited for."""
-        for queue in (self._demand, self._prefetch):
-            while queue:
-                queue.popleft().finish(State.CANCELLED)
+        while (ticket := self._next()) is not None:
+            ticket.finish(State.CANCELLED)
         for _ in self._threads:
             self._tokens.put(False)
         for thread in self._threads:
             thread.join()
         self._mover.close()
 
-    def _withdraw(self, ticket: Ticket) -> bool:
-        for queue in (self._prefetch, self._demand):
-            try:
-                queue.remove(ticket)
-                return True
-            except ValueError:
-                continue
-        return False
-
+    @staticmethod
     def _work(self) -> None:
         _leave_pinned_core()
         while self._tokens.get():
@@ -152,10 +149,8 @@ class Transfers:
     def _next(self) -> Ticket | None:
         """The most urgent ticket; None where another thread, or a cancellation, was faster."""
         for queue in (self._demand, self._prefetch):
-            try:
+            with suppress(IndexError):
                 return queue.popleft()
-            except IndexError:
-                continue
         return None
 
     def _run(self, ticket: Ticket) -> None:

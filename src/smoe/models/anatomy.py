@@ -1,8 +1,8 @@
 """What a model looks like inside, found by running its empty shell once (meta device, no weights, no arithmetic).
 
 By data flow, not by name: the router of a layer is the module whose output holds the very tensor that the experts
-receive as `top_k_index`; the KV cache's shapes are those that the attention layers write. Families that the library adds
-tomorrow are covered the day they come, as far as their shell can run without data.
+receive as `top_k_index`; the KV cache's shapes are those that the attention layers write. Families that the library
+adds tomorrow are covered the day they come, as far as their shell can run without data.
 """
 
 from __future__ import annotations
@@ -124,5 +124,7 @@ def _weights_bytes(model: PreTrainedModel, sites: list[ExpertsSite], dtype: torc
     total = 0
     for name, parameter in model.named_parameters():  # tied parameters come once
         if name not in experts:
-            total += parameter.numel() * dtype.itemsize
-    return total + sum(buffer.numel() * max(4, buffer.element_size()) for buffer in model.buffers())
+            total += int(parameter.numel()) * dtype.itemsize
+    for buffer in model.buffers():
+        total += int(buffer.numel()) * max(4, int(buffer.element_size()))
+    return total

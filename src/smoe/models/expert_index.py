@@ -1,7 +1,7 @@
 """From checkpoint keys to experts, by the library's own renaming and conversion rules.
 
-Two checkpoint forms occur: one tensor for each expert and matrix, merged by a `WeightConverter`, and already fused tensors
-with the experts in the first dimension. Anything else a converter may do is refused by name.
+Two checkpoint forms occur: one tensor for each expert and matrix, merged by a `WeightConverter`, and already fused
+tensors with the experts in the first dimension. Anything else a converter may do is refused by name.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def find_sites(model: PreTrainedModel) -> list[ExpertsSite]:
         if undecorated:
             raise UnsupportedModelError(
                 f"{kind!r} keeps its experts in {undecorated[0]!r}, in a form that transformers does not expose to "
-                "other implementations; exactness cannot be proven, so it is refused. See the README for families that work"
+                "other implementations; exactness cannot be proven, so it is refused. The README lists what works"
             )
         raise NotMoEError(f"{kind!r} has no routed experts: it is a dense model; transformers alone serves it as well")
     layers = [site.layer for site in sites]
@@ -92,7 +92,7 @@ def without_expert_weights(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _stripping(original):  # type: ignore[no-untyped-def]
-    def __init__(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def __init__(self, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: N807
         original(self, *args, **kwargs)
         for name in list(dict(self.named_parameters(recurse=False))):
             del self._parameters[name]

@@ -59,8 +59,8 @@ def fetch(model: str | Path, revision: str | None) -> Path:
         if isinstance(error, DiskSpaceError):
             raise
         raise ModelError(
-            f"{model!r} is neither a folder here nor a model that the hub gives: {_first_line(error)}; check the name, the "
-            "network, and for gated models that you are logged in (hf auth login)"
+            f"{model!r} is neither a folder here nor a model that the hub gives: {_first_line(error)}; check the name, "
+            "the network, and for gated models that you are logged in (hf auth login)"
         ) from error
 
 

@@ -1,4 +1,5 @@
-"""Expert weights as the library would have them, read through safetensors' own reader: the other side of every comparison."""
+"""Expert weights as the library would have them, read through safetensors' own reader: the other side of every
+comparison."""
 
 from __future__ import annotations
 
@@ -31,9 +32,10 @@ def _tensor(piece: StoredTensor) -> torch.Tensor:
         if tensor.offset <= piece.offset and piece.offset + piece.nbytes <= tensor.offset + tensor.nbytes:
             with safe_open(piece.path, framework="pt") as file:
                 if tensor.nbytes == piece.nbytes:
-                    return file.get_tensor(key)
-                row = (piece.offset - tensor.offset) // piece.nbytes
-                return file.get_slice(key)[row]
+                    found: torch.Tensor = file.get_tensor(key)
+                else:
+                    found = file.get_slice(key)[(piece.offset - tensor.offset) // piece.nbytes]
+                return found
     raise AssertionError(f"no tensor of {piece.path} holds offset {piece.offset}")
 
 

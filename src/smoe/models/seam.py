@@ -4,13 +4,15 @@
 * the model's `forward` opens a pass (turn, position, phase, padding) and sees to it that the KV cache is ours;
 * the model's `generate` takes its turn and reads long prompts in chunks.
 
-The class of the model, its config, its tokenizer, its chat template and everything built on `generate` stay as they are.
+The class of the model, its config, its tokenizer, its chat template and everything built on `generate` stay as they
+are.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +45,7 @@ def next_gate(model: PreTrainedModel, sites: list[ExpertsSite], routers: dict[in
     """
     modules = dict(model.named_modules())
     layers = [site.layer for site in sites]
-    following = dict(zip(layers, layers[1:], strict=False))
+    following = dict(itertools.pairwise(layers))
     router_of = {layer: modules[name] for layer, name in routers.items()}
 
     def predict(layer: int, hidden: torch.Tensor) -> tuple[int, list[int]] | None:
@@ -98,7 +100,7 @@ def _our_cache(kwargs: dict[str, Any], engine: Engine, model: PreTrainedModel, r
         cache = kwargs["past_key_values"] = engine.new_cache(rows)
     if cache is not None and not isinstance(cache, RowCache):
         raise EngineStateError(
-            f"a {type(cache).__name__} is not inside the memory budget; pass none, or one made by model.offload.new_cache()"
+            f"a {type(cache).__name__} is not inside the memory budget; pass none, or one of model.offload.new_cache()"
         )
     return cache
 

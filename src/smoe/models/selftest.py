@@ -1,8 +1,8 @@
 """The proof at load: two experts of every differently built layer, computed by us and by the library's own loop.
 
-The library's loop runs on fused parameters that hold just these two experts, read through safetensors' own reader and put
-together by the checkpoint's converter rules, so that the index, the order of gate and up, the layout in the slot and the arithmetic are all
-compared. What differs by a bit is refused.
+The library's loop runs on fused parameters that hold just these two experts, read through safetensors' own reader and
+put together by the checkpoint's converter rules, so that the index, the order of gate and up, the layout in the slot
+and the arithmetic are all compared. What differs by a bit is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _STEPS = ((Phase.PREFILL, 3), (Phase.DECODE, 1))
 def check_experts(
     site: ExpertsSite, module: nn.Module, store: ExpertStore, executor: LayerExecutor, dtype: torch.dtype
 ) -> None:
-    """Raise `UnsupportedModelError` where our result differs from the library's for the first two experts of a layer."""
+    """Raise `UnsupportedModelError` where our result differs from the library's for the first two experts of a
+    layer."""
     width = min(2, site.experts)
     for phase, tokens in _STEPS:
         hidden = torch.randn(tokens, executor.hidden_size(site.layer), generator=torch.Generator().manual_seed(0))
@@ -36,8 +37,8 @@ def check_experts(
         if not torch.equal(ours, theirs):
             difference = (ours.float() - theirs.float()).abs().max().item()
             raise UnsupportedModelError(
-                f"self-test failed in layer {site.layer} ({type(module).__name__}, {phase.value}): our result differs from the "
-                f"library's by {difference:.3g}; this family cannot be served exactly"
+                f"self-test failed in layer {site.layer} ({type(module).__name__}, {phase.value}): our result differs "
+                f"from the library's by {difference:.3g}; this family cannot be served exactly"
             )
 
 
@@ -54,7 +55,7 @@ def library_result(
     parameters = reference_parameters(store.layers[site.layer], chosen, hidden.dtype)
     experts = module.num_experts
     try:
-        module.num_experts = len(chosen)
+        module.num_experts = len(chosen)  # type: ignore[assignment]
         for name, value in parameters.items():
             setattr(module, name, value.to(hidden.device))
         with torch.no_grad():

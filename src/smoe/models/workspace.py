@@ -1,7 +1,7 @@
 """Activation memory of the largest step, estimated from the configuration: the budget's `workspace` entry.
 
-An upper estimate on purpose: the cgroup tests and the wide demo check that a run stays inside. Logits are those of the last
-position only, as generation asks for.
+An upper estimate on purpose: the cgroup tests and the wide demo check that a run stays inside. Logits are those of
+the last position only, as generation asks for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The memory budget as a ledger: every byte has a name, what does not fit is refused before loading.
 
 On a machine without a GPU the budget is RAM beside the interpreter and its libraries; on a GPU it is device memory.
-Order of claims: non-expert weights, workspace, KV cache, staging (at least two experts), and all the rest is cache slots.
-The minimum number of cache slots is the top-k of the widest layer.
+Order of claims: non-expert weights, workspace, KV cache, staging (at least two experts), and all the rest is cache
+slots. The minimum number of cache slots is the top-k of the widest layer.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ so that computing hides reading. A missing expert takes a free cache slot, else 
 wants more experts than there are slots, later loads reuse the slots of experts computed before them (waves).
 
 Prefill. Experts in ascending order, each brought in once. What fits the layer's fair share of free cache slots stays,
-the experts that the prompt's last tokens use first; the rest streams through the staging slots, and nothing that decoding
-keeps is evicted.
+the experts that the prompt's last tokens use first; the rest streams through the staging slots, and nothing that
+decoding keeps is evicted.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def plan_layer(routing: Routing, residency: SlotTable, eviction: Eviction, layer
 def plan_prefetch(layer: int, predicted: Iterable[int], residency: SlotTable, current: LayerPlan) -> PrefetchPlan:
     """Bring in predicted experts of `layer`, best first, while `current` runs: only into the staging slots it spares.
 
-    A wrong guess thus evicts nothing; a right one is promoted when its layer comes. One staging slot is left alone, so that
-    a layer whose prediction was wrong can always stream through it.
+    A wrong guess thus evicts nothing; a right one is promoted when its layer comes. One staging slot is left alone,
+    so that a layer whose prediction was wrong can always stream through it.
     """
     wanted = (
         copy
@@ -67,8 +67,8 @@ def observation(routing: Routing) -> Routing:
 def routes_by_copy(routing: Routing) -> dict[Copy, tuple[int, ...]]:
     """Flat route positions of every expert used, ascending by expert; padding routes are left out.
 
-    Within an expert by choice, then by token: the order in which the library's eager experts stack their rows, which decides
-    the last bits of a matrix product.
+    Within an expert by choice, then by token: the order in which the library's eager experts stack their rows, which
+    decides the last bits of a matrix product.
     """
     layer, rows = routing.layer, routing.top_k_index
     if len(rows) == 1:
@@ -208,8 +208,9 @@ def _kept(routing: Routing, candidates: Sequence[Copy], residency: SlotTable, la
 def _staging_order(serves: Sequence[Serve], passing: Sequence[Copy], residency: SlotTable) -> Iterator[tuple[int, int]]:
     """Staging slots in the order in which they come free while `serves` are computed: (slot, serves computed before).
 
-    First the free ones, then, serve by serve, the slot of each expert that only passes through. Slots handed out here are
-    given to the passing experts that still miss one, in serve order, so the slots that come free later are known too.
+    First the free ones, then, serve by serve, the slot of each expert that only passes through. Slots handed out here
+    are given to the passing experts that still miss one, in serve order, so the slots that come free later are known
+    too.
     """
     handed_out: deque[int] = deque()
     for slot in residency.free_staging:

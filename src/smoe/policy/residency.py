@@ -74,6 +74,14 @@ class SlotTable:
         freed = self.free_cache.popleft() if victim is None else self.ready.pop(victim)
         self.free_staging.append(freed)
 
+    def clear(self) -> None:
+        """Forget everything, as if new; nothing may be in flight."""
+        assert not self.inflight, self.inflight
+        self.ready.clear()
+        self.staged.clear()
+        self.free_cache = deque(range(self.cache_slots))
+        self.free_staging = deque(range(self.cache_slots, self.cache_slots + self.staging_slots))
+
     def _free(self, copy: Copy, slot: int) -> None:
         if copy in self.staged:
             self.staged.discard(copy)

@@ -1,7 +1,7 @@
 """The engine behind one model: its budget, its slots, its threads. Users know it as `model.offload`.
 
-One thread generates at a time; another waits for its turn. A forked child may not use it (threads and, on a GPU, the context do
-not survive a fork) and is told so.
+One thread generates at a time; another waits for its turn. A forked child may not use it (threads and, on a GPU, the
+context do not survive a fork) and is told so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from smoe.runtime.kv_cache import RowCache
 
 
 class Engine:
-    """Everything that moves for one model. Close it, or use it as a context manager, to give memory and threads back."""
+    """Everything that moves for one model. Close it, or use it as a context manager, to give memory and threads
+    back."""
 
     def __init__(
         self,
@@ -45,12 +46,15 @@ class Engine:
         transfers: Transfers,
         executor: LayerExecutor,
         budget_reason: str,
+        context_tokens: int,
     ) -> None:
         self.config = config
         self.anatomy = anatomy
         self.ledger = ledger
         self.store = store
         self.budget_reason = budget_reason
+        self.context_tokens = context_tokens
+        """Positions reserved for every sequence."""
         self.lock = threading.RLock()
         self.executor = executor
         self._model_config = model_config
@@ -76,7 +80,7 @@ class Engine:
 
         Where older caches leave no room for it, they lose theirs, oldest first.
         """
-        reserved = self.config.context_tokens * self.config.max_sequences
+        reserved = self.context_tokens * self.config.max_sequences
         cache = RowCache(self._model_config, sequences, reserved // sequences)
         live = [c for c in (ref() for ref in self._caches) if c is not None and c.reserved_tokens]
         while live and sum(c.reserved_tokens for c in live) + cache.reserved_tokens > reserved:

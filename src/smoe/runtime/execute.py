@@ -1,4 +1,5 @@
-"""Carrying out one layer's plan on real hardware: start loads, compute what is here, wait for the rest, sum in fixed order.
+"""Carrying out one layer's plan on real hardware: start loads, compute what is here, wait for the rest, sum in fixed
+order.
 
 One layer in decode, time to the right:
 
@@ -77,9 +78,12 @@ class LayerExecutor:
     def hidden_size(self, layer: int) -> int:
         return self._math[layer].hidden
 
-    def reset_counters(self) -> None:
-        """Start counting anew (the engine's own trials at load are not the user's)."""
+    def start_anew(self, eviction: Eviction) -> None:
+        """Empty slots, no statistics, no counts: the engine's own trials at load are not the user's."""
+        self.table.clear()
+        self._eviction = eviction
         self.counters = Counters()
+        self._transfers.start_anew()
 
     def compute_slots(self, layer: int, count: int, team: Team | None) -> None:
         """Compute one token through `count` slots, whatever they hold: for measuring."""

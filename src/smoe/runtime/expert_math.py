@@ -1,14 +1,14 @@
 """How one expert computes: the library's eager arithmetic, operation by operation, on weights that sit in a slot.
 
-Grade E0 rests on this file: same operations on the same shapes in the same order as the eager loop of
-`transformers` (`x @ up`, bias, gate, `@ down`, bias, post norm, routing weight, sum in ascending expert order). `models/selftest.py`
+Grade E0 rests on this file: same operations on the same shapes in the same order as the eager loop of `transformers`
+(`x @ up`, bias, gate, `@ down`, bias, post norm, routing weight, sum in ascending expert order). `models/selftest.py`
 compares it with the library's own loop when a model is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,8 +38,10 @@ class ExpertMath:
         self._up_name = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
         self._is_transposed = bool(module.is_transposed)
         self._has_bias = bool(getattr(module, "has_bias", False))
-        self._activate = module._apply_gate if getattr(module, "has_gate", True) else module.act_fn
-        self._post_norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
+        activate: Any = module._apply_gate if getattr(module, "has_gate", True) else module.act_fn
+        post_norm: Any = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
+        self._activate: Callable[[torch.Tensor], torch.Tensor] = activate
+        self._post_norm: Callable[[torch.Tensor], torch.Tensor] | None = post_norm
         up, down = self._shapes[self._up_name], self._shapes["down_proj"]
         self.up_width = up[1] if self._is_transposed else up[0]
         self.inner, self.hidden = (down[0], down[1]) if self._is_transposed else (down[1], down[0])

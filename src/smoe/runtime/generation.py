@@ -1,7 +1,7 @@
 """Generating text: the library's own `generate` with our ears on it.
 
-Sampling, end tokens and the loop are the library's. Ours are the streamed text, the moment of every token, stop strings, and the
-refusals before any compute. An interrupt (Ctrl-C) ends a generation early and keeps what there is.
+Sampling, end tokens and the loop are the library's. Ours are the streamed text, the moment of every token, stop
+strings, and the refusals before any compute. An interrupt (Ctrl-C) ends a generation early and keeps what there is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from smoe.runtime.text import OnText, TextStream
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen and when to stop. Greedy by default; the checkpoint's own sampling defaults are not used."""
+    """How the next token is chosen and when to stop. Greedy by default; the checkpoint's own sampling defaults are
+    not used."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -165,7 +166,8 @@ def generate_batch(
     on_text: OnText | None = None,
     cache: RowCache | None = None,
 ) -> Generation:
-    """`generate` for prompts in token ids. A `cache` holds the beginning of the (one) prompt already and is extended."""
+    """`generate` for prompts in token ids. A `cache` holds the beginning of the (one) prompt already and is
+    extended."""
     engine: Engine = model.offload  # type: ignore[assignment]
     new_tokens, notes = _room(engine, batch, sampling.max_new_tokens)
     ends = set() if sampling.ignores_end else end_tokens(model, tokenizer)
@@ -212,16 +214,20 @@ def _room(engine: Engine, batch: Batch, wanted: int) -> tuple[int, list[str]]:
     rows, tokens = batch.input_ids.shape
     config = engine.config
     if rows > config.max_sequences:
-        raise ConfigError(f"{rows} prompts at once need --max-sequences {rows}; the budget was made for {config.max_sequences}")
-    if tokens >= config.context_tokens:
+        raise ConfigError(
+            f"{rows} prompts at once need --max-sequences {rows}; the budget was made for {config.max_sequences}"
+        )
+    if tokens >= engine.context_tokens:
         raise ContextError(
-            f"the prompt has {tokens} tokens, the context reserved in the budget is {config.context_tokens}; "
+            f"the prompt has {tokens} tokens, the context reserved in the budget is {engine.context_tokens}; "
             f"shorten the prompt, or give --context {tokens + wanted} (more context leaves less memory for experts)"
         )
-    room = config.context_tokens - tokens
+    room = engine.context_tokens - tokens
     if wanted <= room:
         return wanted, []
-    return room, [f"at most {room} new tokens instead of {wanted}: that is what the context of {config.context_tokens} leaves"]
+    return room, [
+        f"at most {room} new tokens instead of {wanted}: that is what the context of {engine.context_tokens} leaves"
+    ]
 
 
 def _generation_config(model: PreTrainedModel, tokenizer: Any, sampling: Sampling, new_tokens: int) -> GenerationConfig:
@@ -248,8 +254,8 @@ def _generation_config(model: PreTrainedModel, tokenizer: Any, sampling: Samplin
 class _Listener(StoppingCriteria):  # type: ignore[misc]
     """Hears every step's tokens, notes the moment, turns them into text and says which rows are done.
 
-    The library asks its stopping criteria right after a token is chosen; it tells a streamer only later, so that a stop string
-    would cost one token more.
+    The library asks its stopping criteria right after a token is chosen; it tells a streamer only later, so that a
+    stop string would cost one token more.
     """
 
     def __init__(

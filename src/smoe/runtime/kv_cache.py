@@ -1,9 +1,9 @@
 """The KV cache: reserved once, written at explicit positions, sliced to the used length.
 
 Positions come from the cache as a whole (`length`, committed by the engine after a whole forward pass), never from a
-counter inside a layer. Writing the same positions twice is therefore harmless: a pass that failed leaves nothing behind,
-a look-ahead through a later layer needs no rollback. What attention sees has the same shapes as with the library's own
-DynamicCache, sliding windows included, so its bits are the same too.
+counter inside a layer. Writing the same positions twice is therefore harmless: a pass that failed leaves nothing
+behind, a look-ahead through a later layer needs no rollback. What attention sees has the same shapes as with the
+library's own DynamicCache, sliding windows included, so its bits are the same too.
 
 Linear-attention and convolution layers keep the library's own state objects: their state has no positions.
 """
@@ -21,6 +21,8 @@ from smoe.errors import ContextError, EngineStateError
 
 class RowCache(DynamicCache):
     """Cache of `rows` sequences of up to `capacity_tokens` tokens each."""
+
+    layers: list[Any]
 
     def __init__(self, config: PretrainedConfig, rows: int, capacity_tokens: int) -> None:
         super().__init__(config=config)
@@ -42,7 +44,7 @@ class RowCache(DynamicCache):
             raise EngineStateError(f"this cache was made for {self.rows} sequences, the input has {rows}")
         if self.length + tokens > self.capacity_tokens:
             raise ContextError(
-                f"{self.length + tokens} tokens do not fit the context of {self.capacity_tokens} reserved in the budget; "
+                f"{self.length + tokens} tokens do not fit the context of {self.capacity_tokens} reserved; "
                 "shorten the prompt or raise --context"
             )
         self._pending = tokens
@@ -165,7 +167,7 @@ class _PositionedSliding(_Storage, DynamicSlidingWindowLayer):
         return self._owner.length - begin + _count(query_length), begin
 
     def _begin(self) -> int:
-        return max(self._owner.length - self.sliding_window + 1, 0)
+        return max(self._owner.length - int(self.sliding_window) + 1, 0)
 
 
 def _positioned(layer: Any, owner: RowCache) -> Any:

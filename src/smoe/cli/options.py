@@ -1,0 +1,149 @@
+"""The options that commands share, each defined once.
+
+A command takes a whole group (`engine: EngineOptions`) and `with_options` spreads its fields over the command line.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, Optional, get_type_hints
+
+import typer
+
+from smoe.config import DTYPES, PRESETS, EngineConfig, configure
+from smoe.policy.registry import ONLINE_EVICTION, PREFETCH
+from smoe.units import parse_bytes
+
+_MEMORY = "Memory"
+_ENGINE = "Engine"
+_SAMPLING = "Sampling"
+_PROMPT = "Prompt"
+
+Model = Annotated[str, typer.Argument(help="'demo', a folder with config.json and safetensors, or a hub id.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error (also: SMOE_DEBUG=1).")]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How the model is served: the fields of `EngineConfig` that a command line needs."""
+
+    memory: Annotated[
+        Optional[str],
+        typer.Option(help="The budget, e.g. 8GiB. Default: what is free less a margin.", rich_help_panel=_MEMORY),
+    ] = None
+    host_memory: Annotated[
+        Optional[str],
+        typer.Option(help="Pinned host memory on a GPU machine, e.g. 16GiB.", rich_help_panel=_MEMORY),
+    ] = None
+    context: Annotated[
+        Optional[int],
+        typer.Option(
+            help="Positions reserved for every sequence. [default: 4096, or the model's own]", rich_help_panel=_MEMORY
+        ),
+    ] = None
+    max_sequences: Annotated[
+        Optional[int],
+        typer.Option(help="Sequences that run together. [default: the number of prompts]", rich_help_panel=_MEMORY),
+    ] = None
+    device: Annotated[
+        Optional[str], typer.Option(help="cpu, cuda, cuda:1. [default: the first GPU]", rich_help_panel=_ENGINE)
+    ] = None
+    threads: Annotated[Optional[int], typer.Option(help="Computing threads.", rich_help_panel=_ENGINE)] = None
+    dtype: Annotated[
+        Optional[str],
+        typer.Option(help=f"{', '.join(DTYPES)} (the checkpoint's own).", rich_help_panel=_ENGINE),
+    ] = None
+    revision: Annotated[
+        Optional[str], typer.Option(help="Branch, tag or commit of a hub model.", rich_help_panel=_ENGINE)
+    ] = None
+    preset: Annotated[
+        str, typer.Option(help=f"Named set of switches: {', '.join(PRESETS)}.", rich_help_panel=_ENGINE)
+    ] = "exact"
+    eviction: Annotated[
+        Optional[str],
+        typer.Option(help=f"Which expert is forgotten first: {', '.join(ONLINE_EVICTION)}.", rich_help_panel=_ENGINE),
+    ] = None
+    prefetch: Annotated[
+        Optional[str],
+        typer.Option(help=f"What brings experts in ahead: {', '.join(PREFETCH)}.", rich_help_panel=_ENGINE),
+    ] = None
+
+    def config(self, sequences: int = 1) -> EngineConfig:
+        """The engine's configuration for `sequences` prompts at once."""
+        return configure(
+            self.preset,
+            memory_bytes=parse_bytes(self.memory) if self.memory is not None else None,
+            host_memory_bytes=parse_bytes(self.host_memory) if self.host_memory is not None else None,
+            context_tokens=self.context,
+            max_sequences=self.max_sequences if self.max_sequences is not None else sequences,
+            threads=self.threads,
+            dtype=self.dtype,
+            device=self.device,
+            eviction=self.eviction,
+            prefetch=self.prefetch,
+        )
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen."""
+
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many.", rich_help_panel=_SAMPLING)] = 128
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token.", rich_help_panel=_SAMPLING)] = (
+        0.0
+    )
+    top_p: Annotated[float, typer.Option(help="Sample from this much probability.", rich_help_panel=_SAMPLING)] = 1.0
+    seed: Annotated[int, typer.Option(help="For sampling.", rich_help_panel=_SAMPLING)] = 0
+    stop: Annotated[
+        Optional[list[str]],
+        typer.Option(help="End the text before this string. Repeatable.", rich_help_panel=_SAMPLING),
+    ] = None
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Where prompts come from."""
+
+    prompt: Annotated[
+        Optional[list[str]],
+        typer.Option("--prompt", "-p", help="Repeatable: prompts run together.", rich_help_panel=_PROMPT),
+    ] = None
+    prompt_file: Annotated[
+        Optional[list[str]],
+        typer.Option(help="A file that is one prompt; - is stdin. Repeatable.", rich_help_panel=_PROMPT),
+    ] = None
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Spread every parameter of a command that is a group of options over the command line."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            parameters += _parameters_of(groups[name])
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def spread(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
+
+    spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    del spread.__wrapped__
+    return spread
+
+
+def _parameters_of(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields(group)
+    ]

@@ -1,0 +1,140 @@
+"""The numbers of one generation: speed, traffic, memory, the share of the hardware's limit, and what it waited for.
+
+Definitions in prose: `docs/metrics.md`. The command line, the benchmark and programs all read them here.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from smoe.floor import Floor, Rates, floor_of, measured_step
+from smoe.hardware import quick_rates
+from smoe.runtime.engine import Engine
+from smoe.runtime.generation import Generation
+
+DISK, EXPERTS, DENSE, PYTHON = "disk", "computing experts", "computing the other layers", "Python"
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """One generation in numbers; None where there is nothing to measure (no second token, no rate)."""
+
+    generation: Generation
+    hit_ratio: float | None
+    bytes_read_per_token: float | None
+    peak_memory_bytes: int
+    memory_budget_bytes: int
+    process_peak_bytes: int | None
+    floor: Floor | None
+    rates: Rates
+    time_shares: dict[str, float]
+    """What the decode time was spent on: shares that add up to 1."""
+
+    @property
+    def floor_share(self) -> float | None:
+        """Floor over measured time per token: 1 is the hardware's limit."""
+        measured = self.generation.tpot_median_seconds
+        return self.floor.overlapped_seconds / measured if self.floor is not None and measured else None
+
+    def as_json(self) -> dict[str, Any]:
+        """What `smoe generate --json` prints, without circumstances."""
+        generation, first = self.generation, self.generation.answers[0]
+        return {
+            "text": first.text,
+            "token_ids": first.token_ids,
+            "finish_reason": first.finish_reason,
+            "prompt_tokens": generation.prompt_tokens,
+            "new_tokens": generation.new_tokens,
+            "ttft_seconds": generation.ttft_seconds,
+            "tpot_seconds": {"median": generation.tpot_median_seconds, "p95": generation.tpot_p95_seconds},
+            "tokens_per_second": generation.tokens_per_second,
+            "hit_ratio": self.hit_ratio,
+            "bytes_read_per_token": self.bytes_read_per_token,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "memory_budget_bytes": self.memory_budget_bytes,
+            "process_peak_bytes": self.process_peak_bytes,
+            "floor_seconds_per_token": self.floor.overlapped_seconds if self.floor else None,
+            "floor_serial_seconds_per_token": self.floor.serial_seconds if self.floor else None,
+            "floor_share": self.floor_share,
+            "floor_bound_by": self.floor.bound_by if self.floor else None,
+            "rates_source": self.rates.source,
+            "time_shares": self.time_shares,
+            "was_interrupted": generation.was_interrupted,
+            "notes": generation.notes,
+            "sequences": [
+                {
+                    "text": answer.text,
+                    "token_ids": answer.token_ids,
+                    "prompt_tokens": answer.prompt_tokens,
+                    "finish_reason": answer.finish_reason,
+                }
+                for answer in generation.answers
+            ],
+        }
+
+
+def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | None = None) -> RunReport:
+    """The report of a generation that has just ended; `rates` where the caller has measured them already."""
+    engine: Engine = model.offload  # type: ignore[assignment]
+    decode = generation.decode_counters
+    rates = _with_own_disk_rate(rates or quick_rates(model.device), generation)
+    step = measured_step(decode, engine.store.expert_bytes, dense_bytes(model), model.device.type == "cuda")
+    return RunReport(
+        generation=generation,
+        hit_ratio=decode.hit_ratio if decode.decode_uses else None,
+        bytes_read_per_token=decode.bytes_read / decode.forward_passes if decode.forward_passes else None,
+        peak_memory_bytes=engine.peak_memory_bytes(),
+        memory_budget_bytes=engine.ledger.budget_bytes,
+        process_peak_bytes=process_peak_bytes(),
+        floor=floor_of(step, rates) if step else None,
+        rates=rates,
+        time_shares=time_shares(generation),
+    )
+
+
+def dense_bytes(model: PreTrainedModel) -> int:
+    """Non-expert weight bytes that a decode step reads: all of them, of an untied input embedding just a row."""
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if embedding is not None and output is not None and embedding.weight is not output.weight:
+        total -= embedding.weight.numel() * embedding.weight.element_size()
+    return int(total)
+
+
+def time_shares(generation: Generation) -> dict[str, float]:
+    """Shares of the decode time; what is no forward pass is the library's loop and ours: Python."""
+    whole, decode = generation.decode_seconds, generation.decode_counters
+    if whole <= 0:
+        return {}
+    outside = max(0.0, whole - decode.forward_seconds)
+    parts = {
+        DISK: decode.wait_seconds,
+        EXPERTS: decode.compute_seconds,
+        DENSE: decode.dense_seconds,
+        PYTHON: decode.plan_seconds + outside,
+    }
+    total = sum(parts.values()) or 1.0
+    return {name: seconds / total for name, seconds in parts.items()}
+
+
+def process_peak_bytes() -> int | None:
+    """The most RAM that this process, interpreter and libraries included, has held; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _with_own_disk_rate(rates: Rates, generation: Generation) -> Rates:
+    """A run that read faster than the stored figure has shown what the hardware can do (a page cache, a quieter hour)."""
+    counters = generation.counters
+    own = counters.bytes_read / counters.read_busy_seconds if counters.read_busy_seconds > 0 else None
+    if own is None or (rates.disk is not None and rates.disk >= own):
+        return rates
+    return replace(rates, disk=own, source=f"{rates.source}, disk as this run read it")
