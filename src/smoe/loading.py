@@ -5,7 +5,7 @@ work is refused before anything large is read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,13 @@ def from_pretrained(
     return load(model, config, revision)
 
 
-def load(model: str | Path, config: EngineConfig, revision: str | None = None) -> PreTrainedModel:
-    """`from_pretrained` for a finished configuration."""
+def load(
+    model: str | Path,
+    config: EngineConfig,
+    revision: str | None = None,
+    on_ledger: Callable[[Ledger], None] | None = None,
+) -> PreTrainedModel:
+    """`from_pretrained` for a finished configuration; `on_ledger` hears the budget before anything large is read."""
     device = choose_device(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -80,6 +85,8 @@ def load(model: str | Path, config: EngineConfig, revision: str | None = None) -
     folder = fetch(model, revision)
     store = open_store(folder, plan)
     ledger, reason = make_ledger(plan, config, device, store.slot_bytes)
+    if on_ledger is not None:
+        on_ledger(ledger)
     arena = Arena(ledger.cache_slots + ledger.staging_slots, store.slot_bytes, device)
     arena.touch()  # slower than the disk, and free beside the loading of the other weights
     loaded = _load_dense(folder, plan, device)

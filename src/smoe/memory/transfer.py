@@ -111,14 +111,14 @@ class Transfers:
         return ticket
 
     def urge(self, ticket: Ticket) -> None:
-        """A queued prefetch has become a demand."""
-        if self._withdraw(ticket, self._prefetch):
-            self._demand.append(ticket)
+        """A queued prefetch is being waited for: it goes before everything else."""
+        if _withdraw(ticket, self._prefetch):
+            self._demand.appendleft(ticket)
             self._tokens.put(True)
 
     def cancel(self, ticket: Ticket) -> bool:
         """Take a queued load back; False where it has started."""
-        if not self._withdraw(ticket, self._prefetch, self._demand):
+        if not (_withdraw(ticket, self._prefetch) or _withdraw(ticket, self._demand)):
             return False
         ticket.finish(State.CANCELLED)
         return True
@@ -138,7 +138,6 @@ class Transfers:
             thread.join()
         self._mover.close()
 
-    @staticmethod
     def _work(self) -> None:
         _leave_pinned_core()
         while self._tokens.get():
@@ -180,6 +179,15 @@ class Transfers:
             except IndexError:
                 return
             self._run(ticket)
+
+
+def _withdraw(ticket: Ticket, queue: deque[Ticket]) -> bool:
+    """Take a ticket out of a queue; False where it is not in it."""
+    try:
+        queue.remove(ticket)
+    except ValueError:
+        return False
+    return True
 
 
 def _leave_pinned_core() -> None:

@@ -1,0 +1,63 @@
+"""The command line. Importing it loads neither torch nor transformers: `smoe --help` answers at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from smoe import __version__
+from smoe.cli import bench, chat, doctor, generate, pack, plan, verify
+from smoe.cli.options import with_options
+from smoe.errors import SmoeError
+
+_EPILOG = """Try it:
+
+smoe generate -p "Once upon a time"
+
+smoe plan Qwen/Qwen3-30B-A3B --memory 8GiB
+
+smoe generate ./my-moe --memory 8GiB -p "The capital of France is"
+
+Every command explains itself: smoe COMMAND --help
+"""
+
+app = typer.Typer(
+    name="smoe",
+    help="Run Mixture-of-Experts language models that do not fit in fast memory: exactly, inside a memory budget.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _module in (generate, chat, plan, doctor, bench, pack, verify):
+    app.command(name=_module.__name__.rsplit(".", 1)[1], epilog=_module.EPILOG)(with_options(_module.command))
+
+
+@app.callback()
+def _global(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(f"smoe {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """The `smoe` command: an error that smoe foresees is one message on stderr and exit code 2."""
+    try:
+        app()
+    except SmoeError as error:
+        if os.environ.get("SMOE_DEBUG", "0") not in ("", "0"):
+            raise
+        from smoe.cli.console import complain
+
+        complain(error)
+        sys.exit(2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us has left; so do we, quietly
+        sys.exit(1)

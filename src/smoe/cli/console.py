@@ -1,0 +1,74 @@
+"""What people see: everything but a command's own output goes to stderr; colours only where a terminal shows them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from smoe.errors import BudgetError, ContextError, NotMoEError, SmoeError
+
+_HINTS = {
+    BudgetError: "smoe plan MODEL shows what each budget buys.",
+    ContextError: "the context is part of the budget: see smoe plan MODEL --context N.",
+    NotMoEError: "smoe only helps models that have experts, for example Qwen/Qwen3-30B-A3B or mistralai/Mixtral-8x7B-v0.1.",
+}
+
+
+def errors() -> Console:
+    """A console on stderr (as it is now: tests and redirections replace it)."""
+    return Console(stderr=True, highlight=False)
+
+
+def output() -> Console:
+    """A console on stdout, for tables that are a command's result."""
+    return Console(highlight=False)
+
+
+def print_json(value: Any) -> None:
+    """One JSON object, one line, on stdout."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """A quiet word to the user."""
+    errors().print(f"[dim]{escape(text)}[/dim]", soft_wrap=True)
+
+
+def complain(error: SmoeError) -> None:
+    """One message, and a hint where there is one."""
+    console = errors()
+    console.print(f"[bold red]error:[/bold red] {escape(_message(error))}", soft_wrap=True)
+    for kind, hint in _HINTS.items():
+        if isinstance(error, kind):
+            console.print(f"[bold]hint:[/bold] {escape(hint)}", soft_wrap=True)
+
+
+def show_tracebacks(debug: bool) -> None:
+    """`--debug` is `SMOE_DEBUG=1`."""
+    if debug:
+        os.environ["SMOE_DEBUG"] = "1"
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """Bars on stderr that disappear when done; silent where stderr is not a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeElapsedColumn())
+    console = errors()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        yield bars
+
+
+def _message(error: SmoeError) -> str:
+    """The error's own words, without the error number that an OSError puts first."""
+    if isinstance(error, OSError) and len(error.args) == 2:
+        return str(error.args[1])
+    return str(error)

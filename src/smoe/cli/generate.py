@@ -1,0 +1,112 @@
+"""`smoe generate`: continue a prompt, or several."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from smoe.cli.options import Debug, EngineOptions, Json, Model, PromptOptions, SamplingOptions
+from smoe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from smoe.report import RunReport
+    from smoe.runtime.generation import OnText, Sampling
+
+EPILOG = """Examples:
+
+smoe generate
+
+smoe generate -p "Tom had a red ball." --max-new-tokens 200
+
+smoe generate ./my-moe --memory 8GiB -p "The capital of France is" --temperature 0.7 --seed 1
+
+cat question.txt | smoe generate mistralai/Mixtral-8x7B-v0.1 --memory 12GiB --stop "Q:"
+
+smoe generate -p "One day" -p "In the garden" --json
+
+The text goes to stdout, all else to stderr. Ctrl-C ends the text early and still prints the summary.
+"""
+
+DEMO_PROMPT = "Once upon a time"
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+def command(
+    prompts: PromptOptions,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    model: Model = "demo",
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Continue a prompt, inside the memory budget.
+
+    The text streams to stdout as it comes. A summary on stderr tells how fast it was, what had to be read, and how
+    close that is to what this machine can do.
+    """
+    from smoe.cli.console import print_json, show_tracebacks
+
+    show_tracebacks(debug)
+    texts = read_prompts(prompts, model)
+    report = _run(model, texts, engine, to_sampling(sampling), streams=not json)
+    if json:
+        print_json(_identity(model, sampling) | report.as_json())
+    else:
+        from smoe.cli.summary import print_summary
+
+        print_summary(report)
+    if report.generation.was_interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def read_prompts(options: PromptOptions, model: str) -> list[str]:
+    """The prompts of the command line, files and stdin, in this order; the demo has one of its own."""
+    texts = list(options.prompt or [])
+    texts += [_read(name) for name in options.prompt_file or []]
+    if not texts and not sys.stdin.isatty():
+        piped = sys.stdin.read()
+        texts = [piped] if piped else []
+    if not texts and model == "demo":
+        from smoe.cli.console import note
+
+        note(f'no prompt was given; taking "{DEMO_PROMPT}" (see --prompt)')
+        texts = [DEMO_PROMPT]
+    if not texts:
+        raise ConfigError('there is no prompt; give one with -p "...", --prompt-file FILE, or on stdin')
+    return texts
+
+
+def to_sampling(options: SamplingOptions) -> Sampling:
+    """The generator's own form of the options."""
+    from smoe.runtime.generation import Sampling
+
+    return Sampling(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop=tuple(options.stop or ()),
+    )
+
+
+def _run(model: str, texts: list[str], engine: EngineOptions, sampling: Sampling, streams: bool) -> RunReport:
+    from smoe.cli.console import note
+    from smoe.cli.session import loaded, tokenizer_of
+    from smoe.hardware import quick_rates
+    from smoe.report import report_on
+    from smoe.runtime.generation import generate
+
+    with loaded(model, engine.config(len(texts)), engine.revision) as ready:
+        tokenizer = tokenizer_of(model, engine.revision)
+        if tokenizer.chat_template is not None:
+            note("this model knows conversations: smoe chat uses its template; generate continues the prompt as it is")
+        generation = generate(ready, tokenizer, texts, sampling, _writer(len(texts)) if streams else None)
+        if streams:
+            _finish(generation.answers if len(texts) > 1 else [])
+        for text in generation.notes:
+            note(text)
+        return report_on(generation, ready, quick_rates(ready.device))

@@ -1,0 +1,97 @@
+"""Loading a model for a command: progress while it loads, a word about the budget, and its tokenizer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import transformers
+from rich.progress import Progress, TaskID
+from transformers import AutoTokenizer, PreTrainedModel
+
+from smoe.cli.console import note, progress
+from smoe.config import EngineConfig
+from smoe.errors import CheckpointError
+from smoe.loading import load
+from smoe.models.files import fetch
+from smoe.policy.budget import Ledger
+from smoe.units import format_bytes
+
+_PATIENCE_SECONDS = 1.0
+"""Progress is shown for what takes longer than this."""
+
+
+@contextmanager
+def loaded(model: str, config: EngineConfig, revision: str | None) -> Iterator[PreTrainedModel]:
+    """The model behind its engine, closed at the end; says what the budget is and why."""
+    transformers.logging.set_verbosity_error()
+    fetch(model, revision)  # a download has the library's own progress bars
+    with progress() as bars, _Watch(bars, f"loading {model}") as watch:
+        ready = load(model, config, revision, watch.expect)
+    engine: Any = ready.offload
+    try:
+        note(describe(engine.ledger, engine.budget_reason))
+        yield ready
+    finally:
+        engine.close()
+
+
+def describe(ledger: Ledger, reason: str) -> str:
+    """The budget in one line."""
+    experts, slots = ledger.demand.total_experts, ledger.cache_slots
+    return (
+        f"budget {format_bytes(ledger.budget_bytes)} ({reason}), {slots} of {experts} experts resident "
+        f"({ledger.resident_share:.0%})"
+    )
+
+
+def tokenizer_of(model: str, revision: str | None) -> Any:
+    """The model's tokenizer, from its folder."""
+    folder = fetch(model, revision)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{folder} has no usable tokenizer: {first}") from error
+
+
+class _Watch:
+    """A bar that follows the process's memory while a model loads: what is loaded is what has become resident."""
+
+    def __init__(self, bars: Progress, title: str) -> None:
+        self._bars = bars
+        self._title = title
+        self._process = psutil.Process()
+        self._before = 0
+        self._expected = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="smoe-progress", daemon=True)
+
+    def expect(self, ledger: Ledger) -> None:
+        """The budget is known: how much there will be."""
+        self._before = self._process.memory_info().rss
+        self._expected = ledger.demand.weights_bytes + ledger.entries()["staging"] + ledger.entries()["expert slots"]
+
+    def __enter__(self) -> _Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        if self._done.wait(_PATIENCE_SECONDS):
+            return
+        task = self._bars.add_task(self._title, total=None, amount="")
+        while not self._done.wait(0.2):
+            self._update(task)
+
+    def _update(self, task: TaskID) -> None:
+        if self._expected:
+            come = min(self._expected, max(0, self._process.memory_info().rss - self._before))
+            amount = f"{format_bytes(come)} of {format_bytes(self._expected)}"
+            self._bars.update(task, completed=come, total=self._expected, amount=amount)

@@ -1,0 +1,78 @@
+"""The closing summary of a generation, on stderr: how fast, from where, inside what, and how close to the hardware."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from smoe.cli.console import errors
+from smoe.report import RunReport
+from smoe.units import format_bytes, format_seconds
+
+_NONE = "-"
+
+
+def print_summary(report: RunReport) -> None:
+    """A table of two columns and a line about the time."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column()
+    for name, value in _rows(report):
+        table.add_row(name, value)
+    console = errors()
+    console.print()
+    console.print(table)
+
+
+def _rows(report: RunReport) -> list[tuple[str, str]]:
+    generation = report.generation
+    rows = [
+        ("tokens", f"{generation.prompt_tokens} in the prompt, {generation.new_tokens} new"),
+        ("first token", _seconds(generation.ttft_seconds)),
+        ("per token", _per_token(report)),
+        ("experts", _experts(report)),
+        ("memory", _memory(report)),
+        ("hardware limit", _limit(report)),
+        ("time went to", waiting(report)),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _per_token(report: RunReport) -> str:
+    generation = report.generation
+    if generation.tpot_median_seconds is None or generation.tokens_per_second is None:
+        return ""
+    return (
+        f"{_seconds(generation.tpot_median_seconds)} median, {_seconds(generation.tpot_p95_seconds)} p95 "
+        f"= {generation.tokens_per_second:.3g} tokens/s"
+    )
+
+
+def _experts(report: RunReport) -> str:
+    if report.hit_ratio is None or report.bytes_read_per_token is None:
+        return ""
+    return f"{report.hit_ratio:.1%} were in memory, {format_bytes(report.bytes_read_per_token)} read per token"
+
+
+def _memory(report: RunReport) -> str:
+    process = ""
+    if report.process_peak_bytes is not None:
+        process = f"; whole process {format_bytes(report.process_peak_bytes)}"
+    budget = format_bytes(report.memory_budget_bytes)
+    return f"{format_bytes(report.peak_memory_bytes)} of the budget of {budget} at most{process}"
+
+
+def _limit(report: RunReport) -> str:
+    if report.floor is None or report.floor_share is None:
+        return ""
+    floor = format_seconds(report.floor.overlapped_seconds)
+    return f"{report.floor_share:.0%} reached: {report.floor.bound_by} alone needs {floor} a token ({report.rates.source})"
+
+
+def waiting(report: RunReport) -> str:
+    """What the decode time was spent on, largest first; what is next to nothing is left out."""
+    shares = sorted(report.time_shares.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
+
+
+def _seconds(seconds: float | None) -> str:
+    return _NONE if seconds is None else format_seconds(seconds)
