@@ -12,7 +12,8 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
@@ -23,6 +24,7 @@ from typing import Any
 import psutil
 import torch
 
+from smoe.config import EngineConfig
 from smoe.floor import Rates
 from smoe.memory.device import Arena
 from smoe.memory.disk import DiskReader
@@ -31,6 +33,7 @@ from smoe.memory.store import Read, page_ceil
 _MEMORY_BYTES = 256 * 2**20
 """Far beyond every cache of a core; large server caches are shared, so a run does not own them either."""
 _LINK_BYTES = 256 * 2**20
+_SMALL_FILE_BYTES = 64 * 2**20
 DEFAULT_EXPERT_BYTES = 8 * 2**20
 
 
@@ -150,33 +153,45 @@ def measure(folder: Path, expert_bytes: int, say: Callable[[str], None]) -> Prof
 def measure_memory(seconds: float) -> float:
     """Bytes per second of reading RAM on torch's threads; the best of many passes, as a limit should be."""
     arena = Arena(1, _MEMORY_BYTES, torch.device("cpu"))
-    arena.touch()
+    arena.bytes.fill_(1)  # pages never written to would all be one and the same page of zeros
     words = arena.bytes.view(torch.int64)
     return _MEMORY_BYTES / _best(lambda: words.sum(), seconds)
 
 
 def measure_disk(folder: Path, request_bytes: int, seconds: float, file_bytes: int) -> tuple[float, bool]:
-    """(bytes per second, past the page cache?) of reading `request_bytes` at a time from a fresh file in `folder`."""
+    """(bytes per second, past the page cache?) of reading a fresh file in `folder` as the engine reads experts.
+
+    `request_bytes` at a time, scattered, by as many threads as the engine uses.
+    """
     size = page_ceil(min(request_bytes, file_bytes))
-    arena = Arena(1, size, torch.device("cpu"))
-    arena.touch()
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".smoe-disk-", delete=False) as file:
         path = Path(file.name)
     reader = DiskReader(direct=True)
     try:
         count = _write(path, size, file_bytes)
-        order = [n * 7919 % count for n in range(count)]  # a stride that is prime: scattered, and the same every time
-        done, started = 0, perf_counter()
-        for n in order:
-            done += reader.read(Read(path, n * size, size, 0, size), arena.buffer(0))
-            if perf_counter() - started > seconds:
-                break
+        order = [n * 7919 % count for n in range(count)]  # a prime stride: scattered, and the same every time
+        readers = EngineConfig().io_threads
+        started = perf_counter()
+        with ThreadPoolExecutor(readers) as pool:
+            parts = [order[n::readers] for n in range(readers)]
+            done = sum(pool.map(lambda part: _read_some(reader, path, size, part, started + seconds), parts))
         return done / (perf_counter() - started), reader.is_direct
     finally:
         reader.close()
-        arena.close()
         with suppress(FileNotFoundError):
             path.unlink()
+
+
+def _read_some(reader: DiskReader, path: Path, size: int, order: Sequence[int], until: float) -> int:
+    """Bytes read until the clock says `until`."""
+    arena = Arena(1, size, torch.device("cpu"))
+    done = 0
+    for n in order:
+        done += reader.read(Read(path, n * size, size, 0, size), arena.buffer(0))
+        if perf_counter() > until:
+            break
+    arena.close()
+    return done
 
 
 def _write(path: Path, size: int, file_bytes: int) -> int:
@@ -243,6 +258,16 @@ def quick_rates(device: torch.device) -> Rates:
     if device.type == "cuda":
         return Rates(measure_device_memory(), None, measure_link(), "a quick measurement")
     return Rates(measure_memory(seconds=0.2), None, None, "a quick measurement")
+
+
+def measure_small_disk(request_bytes: int) -> float | None:
+    """A short look at the disk of the user's cache folder: 64 MiB; None where nothing can be written there."""
+    folder = profile_path().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return measure_disk(folder, min(request_bytes, _SMALL_FILE_BYTES), 0.3, _SMALL_FILE_BYTES)[0]
+    except OSError:
+        return None
 
 
 def _best(action: Callable[[], Any], seconds: float) -> float:

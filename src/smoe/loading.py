@@ -35,8 +35,9 @@ from smoe.planning import SAFETENSORS_NAMES, Blueprint, blueprint
 from smoe.policy.budget import Ledger, allocate, full_bytes
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import SlotTable
+from smoe.routing import Phase
 from smoe.runtime.engine import Engine
-from smoe.runtime.execute import LayerExecutor
+from smoe.runtime.execute import LayerExecutor, Predictor
 from smoe.runtime.expert_math import ExpertMath
 from smoe.runtime.split import make_team
 from smoe.units import parse_bytes
@@ -177,7 +178,7 @@ def _assemble(
         transfers=transfers,
         arena=arena,
         math={site.layer: ExpertMath(modules[site.name], site.parts, plan.dtype) for site in plan.sites},
-        predictor=next_gate(model, plan.sites, plan.anatomy.routers) if config.prefetch == "next-gate" else None,
+        predictors=_predictors(model, plan, config),
         counters=Counters(),
     )
     try:
@@ -202,6 +203,12 @@ def _assemble(
     )
     attach(model, plan.sites, engine)
     return model
+
+
+def _predictors(model: PreTrainedModel, plan: Blueprint, config: EngineConfig) -> dict[Phase, Predictor]:
+    """A prefill always starts the next layer's reads early: nearly all of them are needed, so guessing is cheap and right."""
+    predict = next_gate(model, plan.sites, plan.anatomy.gates)
+    return {Phase.PREFILL: predict} | ({Phase.DECODE: predict} if config.prefetch == "next-gate" else {})
 
 
 def _mover(store: ExpertStore, arena: Arena, table: SlotTable, config: EngineConfig) -> Mover:

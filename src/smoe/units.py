@@ -52,3 +52,10 @@ def format_seconds(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.3g} s"
     return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def format_rate(tokens_per_second: float) -> str:
+    """A speed for a reader (`3.27 tokens/s`, `148 tokens/s`, `43,100 tokens/s`)."""
+    if tokens_per_second < 1000:
+        return f"{tokens_per_second:.3g} tokens/s"
+    return f"{float(f'{tokens_per_second:.3g}'):,.0f} tokens/s"

@@ -97,11 +97,8 @@ class Transfers:
         """Bytes read from disk, alignment included."""
         self.busy_seconds = 0.0
         """Time during which at least one load was running."""
-        self._threads = [
-            threading.Thread(target=self._work, name=f"smoe-read-{n}", daemon=True) for n in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        self._start(threads)
 
     def submit(self, load: Load) -> Ticket:
         """Queue a load; the slot must be free for overwriting on the compute side."""
@@ -128,19 +125,37 @@ class Transfers:
         with self._clock:
             self.bytes_read, self.busy_seconds = 0, 0.0
 
+    def drain(self) -> None:
+        """Cancel what is queued and wait for what is running, also for tickets that an interrupt has lost."""
+        threads = len(self._threads)
+        self._stop()
+        self._start(threads)
+
     def close(self) -> None:
         """Stop the threads; what is queued is cancelled, what is running is waited for."""
+        self._stop()
+        self._mover.close()
+
+    def _start(self, threads: int) -> None:
+        self._tokens = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, args=(self._tokens,), name=f"smoe-read-{n}", daemon=True)
+            for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _stop(self) -> None:
         while (ticket := self._next()) is not None:
             ticket.finish(State.CANCELLED)
         for _ in self._threads:
             self._tokens.put(False)
         for thread in self._threads:
             thread.join()
-        self._mover.close()
 
-    def _work(self) -> None:
+    def _work(self, tokens: SimpleQueue[bool]) -> None:
         _leave_pinned_core()
-        while self._tokens.get():
+        while tokens.get():
             ticket = self._next()
             if ticket is not None:
                 self._run(ticket)

@@ -33,6 +33,8 @@ class Anatomy:
     """Recurrent and convolution states, which do not grow with the context."""
     routers: dict[int, str]
     """Module path of each layer's router, where it could be found."""
+    gates: dict[int, str]
+    """Of those, the routers that need nothing but hidden states, and so can be applied to another layer's."""
     top_k: dict[int, int]
     """Experts a token uses, by layer."""
 
@@ -51,6 +53,7 @@ def examine(model: PreTrainedModel, sites: list[ExpertsSite], dtype: torch.dtype
         kv_bytes_per_token=per_token,
         state_bytes_per_sequence=fixed,
         routers={layer: names[module] for layer, module in notes.routers.items()},
+        gates={layer: names[module] for layer, module in notes.routers.items() if module in notes.plain},
         top_k=notes.top_k,
     )
 
@@ -59,13 +62,15 @@ class _Notes:
     def __init__(self) -> None:
         self.outputs: list[tuple[nn.Module, tuple[Any, ...]]] = []
         self.routers: dict[int, nn.Module] = {}
+        self.plain: set[nn.Module] = set()
+        """Modules that were called with a single tensor and nothing else."""
         self.top_k: dict[int, int] = {}
 
 
 @contextmanager
 def _watched(model: PreTrainedModel, sites: list[ExpertsSite], notes: _Notes) -> Iterator[None]:
     """Note tuple outputs of all modules; experts return zeros and say which index tensor they were given."""
-    hooks = [module.register_forward_hook(_note_output(notes)) for module in model.modules()]
+    hooks = [module.register_forward_hook(_note_output(notes), with_kwargs=True) for module in model.modules()]
     modules = dict(model.named_modules())
     try:
         for site in sites:
@@ -79,9 +84,11 @@ def _watched(model: PreTrainedModel, sites: list[ExpertsSite], notes: _Notes) ->
 
 
 def _note_output(notes: _Notes) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if isinstance(output, tuple):
             notes.outputs.append((module, output))
+            if len(args) == 1 and not kwargs:
+                notes.plain.add(module)
 
     return hook
 

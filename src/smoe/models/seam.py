@@ -38,7 +38,7 @@ def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine) -> 
     model.offload = engine  # type: ignore[assignment]
 
 
-def next_gate(model: PreTrainedModel, sites: list[ExpertsSite], routers: dict[int, str]) -> Predictor:
+def next_gate(model: PreTrainedModel, sites: list[ExpertsSite], gates: dict[int, str]) -> Predictor:
     """Predict a layer's experts by its own router on the layer before's router input.
 
     The simplest predictor that needs no training (Mixtral-Offloading, arXiv 2312.17238, section 3.2).
@@ -46,13 +46,16 @@ def next_gate(model: PreTrainedModel, sites: list[ExpertsSite], routers: dict[in
     modules = dict(model.named_modules())
     layers = [site.layer for site in sites]
     following = dict(itertools.pairwise(layers))
-    router_of = {layer: modules[name] for layer, name in routers.items()}
+    experts = {site.layer: site.experts for site in sites}
+    router_of = {layer: modules[name] for layer, name in gates.items()}
 
     def predict(layer: int, hidden: torch.Tensor) -> tuple[int, list[int]] | None:
         after = following.get(layer)
-        router = router_of.get(after) if after is not None else None
-        if after is None or router is None:
+        if after is None:
             return None
+        router = router_of.get(after)
+        if router is None:  # a long prompt uses nearly every expert, whatever the router would say
+            return (after, list(range(experts[after]))) if hidden.shape[0] >= experts[after] else None
         index = _chosen(router(hidden))
         if index.shape[0] == 1:
             return after, index[0].tolist()

@@ -75,12 +75,21 @@ class SlotTable:
         self.free_staging.append(freed)
 
     def clear(self) -> None:
-        """Forget everything, as if new; nothing may be in flight."""
-        assert not self.inflight, self.inflight
+        """Forget everything, as if new."""
         self.ready.clear()
+        self.settle()
+
+    def settle(self) -> None:
+        """After a change that was interrupted anywhere: keep what is ready in cache slots, free all other slots.
+
+        Only `ready` is believed: a copy enters it after its load has ended and leaves it before its slot is written.
+        """
+        self.ready = dict([item for item in self.ready.items() if item[0] not in self.staged][: self.cache_slots])
+        self.inflight.clear()
         self.staged.clear()
-        self.free_cache = deque(range(self.cache_slots))
-        self.free_staging = deque(range(self.cache_slots, self.cache_slots + self.staging_slots))
+        free = sorted(set(range(self.cache_slots + self.staging_slots)) - set(self.ready.values()))
+        self.free_cache = deque(free[: self.cache_slots - len(self.ready)])
+        self.free_staging = deque(free[self.cache_slots - len(self.ready) :])
 
     def _free(self, copy: Copy, slot: int) -> None:
         if copy in self.staged:

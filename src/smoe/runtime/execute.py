@@ -13,7 +13,7 @@ and E0 on a CPU).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 import torch
@@ -47,7 +47,7 @@ class LayerExecutor:
         transfers: Transfers,
         arena: Arena,
         math: dict[int, ExpertMath],
-        predictor: Predictor | None,
+        predictors: Mapping[Phase, Predictor],
         counters: Counters,
     ) -> None:
         self.table = table
@@ -60,7 +60,7 @@ class LayerExecutor:
         self._transfers = transfers
         self._arena = arena
         self._math = math
-        self._predictor = predictor
+        self._predictors = predictors
         self._layer_share = max(1, table.cache_slots // len(math))
         self._tickets: dict[Copy, Ticket] = {}
         self._weights: list[Weights | None] = [None] * (table.cache_slots + table.staging_slots)
@@ -80,6 +80,7 @@ class LayerExecutor:
 
     def start_anew(self, eviction: Eviction) -> None:
         """Empty slots, no statistics, no counts: the engine's own trials at load are not the user's."""
+        self._recover()
         self.table.clear()
         self._eviction = eviction
         self.counters = Counters()
@@ -106,7 +107,7 @@ class LayerExecutor:
         try:
             plan = self._plan(routing)
             self._issue(0)
-            self._prefetch(layer, hidden, plan)
+            self._prefetch(routing, hidden, plan)
             self.counters.plan_seconds += perf_counter() - started
             if phase is Phase.DECODE:
                 return self._decode(plan, hidden, top_k_weights)
@@ -134,10 +135,11 @@ class LayerExecutor:
         self._queue = deque(plan.loads)
         return plan
 
-    def _prefetch(self, layer: int, hidden: torch.Tensor, plan: LayerPlan) -> None:
-        if self._predictor is None or not plan.spare:
+    def _prefetch(self, routing: Routing, hidden: torch.Tensor, plan: LayerPlan) -> None:
+        predictor = self._predictors.get(routing.phase)
+        if predictor is None or not plan.spare:
             return
-        predicted = self._predictor(layer, hidden)
+        predicted = predictor(routing.layer, hidden)
         if predicted is None:
             return
         loads = plan_prefetch(predicted[0], predicted[1], self.table, plan).loads
@@ -228,14 +230,16 @@ class LayerExecutor:
                 table.release(copy)
 
     def _recover(self) -> None:
-        """After an error: let what is under way end, drop what was passing through, keep what is good."""
+        """After an error or an interrupt, wherever it struck: nothing is under way, only what is ready is kept."""
+        self._transfers.drain()
         self._queue.clear()
-        for copy, ticket in list(self._tickets.items()):
-            self._transfers.cancel(ticket)
-            ticket.join()  # its error, if any, is not this request's: that one is being raised
-            self._close(copy, ticket)
-        for copy in list(self.table.staged):
-            self.table.release(copy)
+        self._tickets.clear()
+        self.table.settle()
+        resident, believed = self.table.ready.keys(), set(self._eviction.victims(len(self._weights), ()))
+        for copy in sorted(believed - resident):
+            self._eviction.remove(copy)
+        for copy in sorted(resident - believed):
+            self._eviction.insert(copy)
 
     # -- computing ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,85 @@
+"""A conversation that computes every token once: its KV cache goes on from turn to turn.
+
+Each turn's tokens are compared with what the cache holds; the common beginning stays, the rest is forgotten (where the
+model's layers can forget) and only what is new is computed. Without a chat template the text is simply continued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from smoe.runtime.engine import Engine
+from smoe.runtime.generation import Generation, Sampling, end_tokens, generate_batch, pad
+from smoe.runtime.kv_cache import RowCache
+from smoe.runtime.text import OnText
+
+
+class Chat:
+    """One conversation with one model."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, sampling: Sampling) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._engine: Engine = model.offload  # type: ignore[assignment]
+        self._messages: list[dict[str, str]] = []
+        self._ids: list[int] = []
+        """All tokens so far; the cache holds a beginning of them."""
+        self._cache: RowCache | None = None
+        self.reused_tokens = 0
+        """Of the last turn's tokens, those that the cache had already."""
+
+    @property
+    def has_template(self) -> bool:
+        """Whether turns are told apart; else the text is simply continued."""
+        return self._tokenizer.chat_template is not None
+
+    def say(self, message: str, on_text: OnText | None = None) -> Generation:
+        """One turn. An interrupted answer stays in the conversation as far as it came; a failed turn leaves none."""
+        ids = self._next_ids(message)
+        cache = self._cache_for(ids)
+        batch = pad([ids], 0)
+        generation = generate_batch(self._model, self._tokenizer, batch, self._sampling, on_text, cache)
+        answer = generation.answers[0]
+        self._ids = ids + answer.token_ids
+        self._messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.text}]
+        return generation
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self._messages.clear()
+        self._ids.clear()
+        self._cache = None
+
+    def _next_ids(self, message: str) -> list[int]:
+        if self.has_template:
+            turns = [*self._messages, {"role": "user", "content": message}]
+            text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not self._ids:
+            return list(self._tokenizer(message)["input_ids"])
+        ends = end_tokens(self._model, self._tokenizer)
+        so_far = [token for token in self._ids if token not in ends]
+        return so_far + list(self._tokenizer("\n" + message, add_special_tokens=False)["input_ids"])
+
+    def _cache_for(self, ids: Sequence[int]) -> RowCache:
+        """A cache that holds a beginning of `ids`, at least one token short of all of them."""
+        cache = self._cache
+        if cache is not None:
+            common = min(_common_beginning(self._ids[: cache.length], ids), len(ids) - 1)
+            if common == cache.length or cache.can_rewind:
+                cache.rewind(common)
+                self.reused_tokens = common
+                return cache
+        self._cache, self.reused_tokens = self._engine.new_cache(), 0
+        return self._cache
+
+
+def _common_beginning(a: Sequence[int], b: Sequence[int]) -> int:
+    for position, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return position
+    return min(len(a), len(b))

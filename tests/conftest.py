@@ -1,0 +1,51 @@
+"""One thread, no network, and toy checkpoints that are written once for the whole run."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported: no test may reach the network
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging as library_logging
+
+from tests import oracle, zoo
+
+torch.set_num_threads(1)
+library_logging.disable_progress_bar()
+
+Toy = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """`toy(family, dtype=..., **what zoo.save takes)`: the folder of a toy checkpoint. Nobody may change its files."""
+    folders: dict[str, Path] = {}
+
+    def folder(family: str, **options: Any) -> Path:
+        name = repr((family, sorted(options.items(), key=str)))
+        if name not in folders:
+            folders[name] = zoo.save(family, tmp_path_factory.mktemp(family), **options)
+        return folders[name]
+
+    return folder
+
+
+@pytest.fixture
+def open_model() -> Iterator[Callable[..., PreTrainedModel]]:
+    """`oracle.open_model`, with everything it opened closed at the end of the test."""
+    opened: list[PreTrainedModel] = []
+
+    def load(*args: Any, **switches: Any) -> PreTrainedModel:
+        opened.append(oracle.open_model(*args, **switches))
+        return opened[-1]
+
+    yield load
+    for model in opened:
+        model.offload.close()
