@@ -53,8 +53,8 @@ class Arena:
             self._toucher = threading.Thread(target=self._populate, name="smoe-touch", daemon=True)
             self._toucher.start()
 
-    def wait_touched(self, seconds: float) -> None:
-        """Wait until every page is backed, at most `seconds`."""
+    def wait_touched(self, seconds: float | None) -> None:
+        """Wait until every page is backed, at most `seconds` (None: as long as it takes)."""
         if self._toucher is not None:
             self._toucher.join(seconds)
 

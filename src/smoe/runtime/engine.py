@@ -88,6 +88,10 @@ class Engine:
         self._caches = [weakref.ref(c) for c in [*live, cache]]
         return cache
 
+    def wait_ready(self) -> None:
+        """Wait until the operating system has backed all slots; only measurements need to."""
+        self._arena.wait_touched(None)
+
     @contextmanager
     def recording(self) -> Iterator[list[Routing]]:
         """Inside, every routing decision is appended to the list that this yields: input for `smoe.simulator`."""
