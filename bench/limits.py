@@ -3,8 +3,8 @@
     python -m bench.limits MODEL [--budgets all,4GiB,2GiB,1.5GiB] [--repeats 3] [--stream zipf|uniform|text]
 
 For every budget a fresh process, capped from outside at the budget plus what a bare interpreter with the same libraries
-holds, measures memory and disk, reads prompts of 16 and 128 tokens, decodes forced tokens, and counts from its own routing
-trace what an LRU cache (and Belady's) of its size would have missed. From these:
+holds, measures memory and disk, reads prompts of 16 and 128 tokens, decodes forced tokens, and counts from its own
+routing trace what an LRU cache (and Belady's) of its size would have missed. From these:
 
     t_disk     LRU misses a token x expert bytes / disk rate of this round (better of one and two readers)
     t_memory   (expert bytes used + dense bytes) a token / memory rate of this round
@@ -12,13 +12,11 @@ trace what an LRU cache (and Belady's) of its size would have missed. From these
     overlap    (t_disk + t_compute - measured) / min(t_disk, t_compute), with t_compute of our own all-resident run
     TTFT bound max(bytes read / disk rate, t_compute of the prompt) + one layer of it
 
-The reference model has random weights and routing that repeats more than it should (bench/peers/README.md); the wide demo
-(bench/widen.py) has real routing, for which `--stream text` feeds real text. Prints a table, ends with one JSON line.
+The reference model has random weights and routing that repeats more than it should (bench/peers/README.md); the wide
+demo (bench/widen.py) has real routing, for which `--stream text` feeds real text. Prints a table, ends with one JSON line.
 """
 
 from __future__ import annotations
-
-import smoe  # isort: split   first, as it sets how threads wait before torch starts them
 
 import argparse
 import json
@@ -32,6 +30,7 @@ from typing import Any
 import torch
 import transformers
 
+import smoe  # isort: split   first, as it sets how threads wait before torch starts them
 from bench.peers.cgroup import CgroupError, MemoryCgroup, find_parent
 from bench.peers.conditions import ceilings, drop_from_page_cache, machine, wait_until_quiet
 from bench.peers.engines import smoe_baseline_bytes
@@ -74,7 +73,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# -- one process ---------------------------------------------------------------------------------------------------------
+# -- one process ----------------------------------------------------------------------------------------------------
 
 
 def measure(folder: Path, budget: str, stream: str, new: int) -> dict[str, Any]:
@@ -89,7 +88,7 @@ def measure(folder: Path, budget: str, stream: str, new: int) -> dict[str, Any]:
     load_seconds = perf_counter() - started
     engine.wait_ready()
     tokens = _tokens(folder, stream, 16 + 2 * 128 + 2 * new)
-    files = sorted({path for path in folder.glob("*.safetensors")})
+    files = sorted(folder.glob("*.safetensors"))
     before = ceilings(files, engine.store.expert_bytes, torch.get_num_threads(), 0.7)
     with engine.recording() as trace:
         ttft_16 = _prefill(model, tokens[:16])[0]
@@ -169,7 +168,7 @@ def _disk_rate(before: Any, after: Any) -> float | None:
     return sum(rates) / len(rates) if rates else None
 
 
-# -- all processes -------------------------------------------------------------------------------------------------------
+# -- all processes --------------------------------------------------------------------------------------------------
 
 
 def _run(options: argparse.Namespace, budget: str) -> dict[str, Any]:

@@ -3,10 +3,10 @@
     python -m bench.overhead [--repeats 300]
 
 The layer has 64 experts, top-8, at toy size, so that arithmetic takes next to nothing and what is left is Python and
-dispatch. "Bare loop" is the least any eager implementation must do for one token: for every expert the two matrix products
-(with their transposed views), the gate's activation and product, the routing weight, and the sum. "With misses" gives every
-layer about three misses whose bytes are there at once: it counts planning, tables, queues and waking threads, not the disk.
-Prints medians in microseconds and ends with one JSON line.
+dispatch. "Bare loop" is the least any eager implementation must do for one token: for every expert the two matrix
+products (with their transposed views), the gate's activation and product, the routing weight, and the sum. "With
+misses" gives every layer about three misses whose bytes are there at once: it counts planning, tables, queues and
+waking threads, not the disk. Prints medians in microseconds and ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from smoe.simulator.replay import carry_out
 
 EXPERTS, TOP_K, LAYERS, HIDDEN, INNER = 64, 8, 12, 64, 32
 MISSING_BUDGET = "8600KiB"
-"""About 60 % of the experts resident: with random routing some three of eight miss, as at 1.5 GiB of the reference model."""
+"""About 60 % of the experts resident: with random routing some three of eight miss, as at 1.5 GiB of the reference
+model."""
 
 
 def main() -> None:
@@ -127,7 +128,7 @@ def _layer(folder: str, memory: str, repeats: int, reads: bool) -> tuple[float, 
     indices = [torch.tensor([chance.sample(range(EXPERTS), TOP_K)]) for _ in range(257)]
     step = iter(range(10**9))
 
-    def run() -> torch.Tensor:
+    def run() -> object:
         n = next(step)
         return executor.run(n % LAYERS, Phase.DECODE, x, indices[n % 257], weights)
 

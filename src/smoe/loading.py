@@ -5,7 +5,7 @@ work is refused before anything large is read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,14 @@ from smoe.memory.disk import DiskReader
 from smoe.memory.free import free_device_bytes, less_margin
 from smoe.memory.host import HostTier
 from smoe.memory.movers import Filler, PinnedMover, SlotMover
-from smoe.memory.packed import packed_store
 from smoe.memory.safetensors_index import index_checkpoint
-from smoe.memory.store import ExpertStore
+from smoe.memory.store import ExpertStore, LayerExperts, page_ceil
 from smoe.memory.transfer import Mover, Transfers
 from smoe.metrics import Counters
 from smoe.models.expert_index import index_experts
 from smoe.models.experts import ExpertsSite, without_expert_weights
 from smoe.models.files import fetch
+from smoe.models.packed import packed_store
 from smoe.models.seam import attach, next_gate
 from smoe.models.selftest import check_experts
 from smoe.planning import SAFETENSORS_NAMES, Blueprint, blueprint
@@ -39,9 +39,11 @@ from smoe.routing import Phase
 from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor, Predictor
 from smoe.runtime.expert_math import ExpertMath
-from smoe.runtime.split import make_team
+from smoe.runtime.split import choose_way
 from smoe.units import parse_bytes
 
+_CUDA_ALIGNMENT = 256
+"""What torch's own allocator gives on a GPU; its matrix kernels are slow, or choose others, at odd addresses."""
 _TOUCH_SECONDS = 2.0
 """How long loading waits for the slots' memory; the rest is backed while the model already runs."""
 
@@ -83,8 +85,10 @@ def load(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     plan = blueprint(model, config, revision)
+    make_ledger(plan, config, device, page_ceil(plan.expert_bytes))  # refuse before a download what cannot work after it
     folder = fetch(model, revision)
-    store = open_store(folder, plan)
+    checkpoint = checkpoint_experts(folder, plan)
+    store = open_store(folder, plan, checkpoint, device)
     ledger, reason = make_ledger(plan, config, device, store.slot_bytes)
     if on_ledger is not None:
         on_ledger(ledger)
@@ -92,14 +96,21 @@ def load(
     arena.touch()  # slower than the disk, and free beside the loading of the other weights
     loaded = _load_dense(folder, plan, device)
     arena.wait_touched(_TOUCH_SECONDS)
-    return _assemble(loaded, plan, config, ledger, reason, store, arena)
+    return _assemble(loaded, plan, config, ledger, reason, store, arena, checkpoint)
 
 
-def open_store(folder: Path, plan: Blueprint) -> ExpertStore:
+def checkpoint_experts(folder: Path, plan: Blueprint) -> dict[int, LayerExperts]:
+    """Where the checkpoint itself, packed file or not, keeps its experts."""
+    return index_experts(plan.shell, plan.sites, index_checkpoint(folder))
+
+
+def open_store(
+    folder: Path, plan: Blueprint, checkpoint: Mapping[int, LayerExperts], device: torch.device
+) -> ExpertStore:
     """The experts' places on disk: the packed file where there is one for this dtype, else the checkpoint itself."""
     dtype = SAFETENSORS_NAMES[plan.dtype]
-    packed = packed_store(folder, plan.sites, dtype)
-    return packed or ExpertStore(index_experts(plan.shell, plan.sites, index_checkpoint(folder)), dtype)
+    alignment = _CUDA_ALIGNMENT if device.type == "cuda" else None
+    return packed_store(folder, plan.sites, dtype, alignment) or ExpertStore(checkpoint, dtype, alignment)
 
 
 def make_ledger(
@@ -167,6 +178,7 @@ def _assemble(
     reason: str,
     store: ExpertStore,
     arena: Arena,
+    checkpoint: Mapping[int, LayerExperts],
 ) -> PreTrainedModel:
     table = SlotTable(ledger.cache_slots, ledger.staging_slots)
     transfers = Transfers(_mover(store, arena, table, config), config.io_threads)
@@ -183,11 +195,11 @@ def _assemble(
     )
     try:
         for site in _one_of_each_kind(plan.sites):
-            check_experts(site, modules[site.name], store, executor, plan.dtype)
+            check_experts(site, modules[site.name], checkpoint[site.layer], executor, plan.dtype)
     except BaseException:
         transfers.close()
         raise
-    executor.team = make_team(executor, plan.sites[0].layer)
+    executor.way = choose_way(executor, plan.sites[0].layer, plan.dtype)
     executor.start_anew(make_eviction(config.eviction))
     engine = Engine(
         config=config,
@@ -206,7 +218,7 @@ def _assemble(
 
 
 def _predictors(model: PreTrainedModel, plan: Blueprint, config: EngineConfig) -> dict[Phase, Predictor]:
-    """A prefill always starts the next layer's reads early: nearly all of them are needed, so guessing is cheap and right."""
+    """A prefill always starts the next layer's reads early: nearly all are needed, so guessing is cheap and right."""
     predict = next_gate(model, plan.sites, plan.anatomy.gates)
     return {Phase.PREFILL: predict} | ({Phase.DECODE: predict} if config.prefetch == "next-gate" else {})
 

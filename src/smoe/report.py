@@ -16,7 +16,7 @@ from smoe.hardware import quick_rates
 from smoe.runtime.engine import Engine
 from smoe.runtime.generation import Generation
 
-DISK, EXPERTS, DENSE, PYTHON = "disk", "computing experts", "computing the other layers", "Python"
+DISK, EXPERTS, DENSE, PYTHON = "disk", "experts", "the other layers", "Python"
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def time_shares(generation: Generation) -> dict[str, float]:
 
 
 def process_peak_bytes() -> int | None:
-    """The most RAM that this process, interpreter and libraries included, has held; None where the system does not say."""
+    """The most RAM this process, interpreter and libraries included, has held; None where the system does not say."""
     try:
         import resource
     except ImportError:
@@ -132,7 +132,7 @@ def process_peak_bytes() -> int | None:
 
 
 def _with_own_disk_rate(rates: Rates, generation: Generation) -> Rates:
-    """A run that read faster than the stored figure has shown what the hardware can do (a page cache, a quieter hour)."""
+    """A run that read faster than the stored figure has shown what the hardware can do (page cache, quieter hour)."""
     counters = generation.counters
     own = counters.bytes_read / counters.read_busy_seconds if counters.read_busy_seconds > 0 else None
     if own is None or (rates.disk is not None and rates.disk >= own):

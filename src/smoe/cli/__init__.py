@@ -24,6 +24,12 @@ smoe generate ./my-moe --memory 8GiB -p "The capital of France is"
 Every command explains itself: smoe COMMAND --help
 """
 
+
+def _paragraphs(text: str | None) -> str:
+    """A docstring without its line breaks inside paragraphs: the terminal has its own width."""
+    return "\n\n".join(" ".join(part.split()) for part in (text or "").split("\n\n"))
+
+
 app = typer.Typer(
     name="smoe",
     help="Run Mixture-of-Experts language models that do not fit in fast memory: exactly, inside a memory budget.",
@@ -35,7 +41,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _module in (generate, chat, plan, doctor, bench, pack, verify):
-    app.command(name=_module.__name__.rsplit(".", 1)[1], epilog=_module.EPILOG)(with_options(_module.command))
+    app.command(
+        name=_module.__name__.rsplit(".", 1)[1], help=_paragraphs(_module.command.__doc__), epilog=_module.EPILOG
+    )(with_options(_module.command))
 
 
 @app.callback()
@@ -50,7 +58,7 @@ def _global(
 def main() -> None:
     """The `smoe` command: an error that smoe foresees is one message on stderr and exit code 2."""
     try:
-        app()
+        app(prog_name="smoe")
     except SmoeError as error:
         if os.environ.get("SMOE_DEBUG", "0") not in ("", "0"):
             raise

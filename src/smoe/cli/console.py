@@ -16,9 +16,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from smoe.errors import BudgetError, ContextError, NotMoEError, SmoeError
 
 _HINTS = {
-    BudgetError: "smoe plan MODEL shows what each budget buys.",
+    BudgetError: "smoe plan MODEL, without --memory, shows what each budget buys.",
     ContextError: "the context is part of the budget: see smoe plan MODEL --context N.",
-    NotMoEError: "smoe only helps models that have experts, for example Qwen/Qwen3-30B-A3B or mistralai/Mixtral-8x7B-v0.1.",
+    NotMoEError: "models with experts are, for example, Qwen/Qwen3-30B-A3B and mistralai/Mixtral-8x7B-v0.1.",
 }
 
 

@@ -13,7 +13,8 @@ from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
     from smoe.report import RunReport
-    from smoe.runtime.generation import OnText, Sampling
+    from smoe.runtime.generation import Answer, Sampling
+    from smoe.runtime.text import OnText
 
 EPILOG = """Examples:
 
@@ -31,6 +32,7 @@ The text goes to stdout, all else to stderr. Ctrl-C ends the text early and stil
 """
 
 DEMO_PROMPT = "Once upon a time"
+_SHORT_PROMPT = 500
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
@@ -104,9 +106,53 @@ def _run(model: str, texts: list[str], engine: EngineOptions, sampling: Sampling
         tokenizer = tokenizer_of(model, engine.revision)
         if tokenizer.chat_template is not None:
             note("this model knows conversations: smoe chat uses its template; generate continues the prompt as it is")
+        if streams:
+            _show_prompt(texts)
         generation = generate(ready, tokenizer, texts, sampling, _writer(len(texts)) if streams else None)
         if streams:
             _finish(generation.answers if len(texts) > 1 else [])
         for text in generation.notes:
             note(text)
         return report_on(generation, ready, quick_rates(ready.device))
+
+
+def _identity(model: str, sampling: SamplingOptions) -> dict[str, object]:
+    return {"model": model, "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
+
+
+def _show_prompt(texts: list[str]) -> None:
+    """On a terminal, a short prompt in front of its continuation; never on stdout, which is the text alone."""
+    from smoe.cli.console import errors
+
+    if len(texts) == 1 and len(texts[0]) <= _SHORT_PROMPT and sys.stdout.isatty() and sys.stderr.isatty():
+        errors().print(texts[0], style="dim", end="", markup=False, soft_wrap=True)
+
+
+def _writer(prompts: int) -> OnText | None:
+    """Text to stdout as it comes, where there is one text only."""
+    if prompts > 1:
+        return None
+
+    def write(row: int, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    return write
+
+
+def _finish(answers: list[Answer]) -> None:
+    """The texts that were not streamed, and the end of the last line."""
+    for number, answer in enumerate(answers, start=1):
+        sys.stdout.write(f"[{number}] {answer.text}\n" + ("\n" if number < len(answers) else ""))
+    if not answers:
+        sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def _read(name: str) -> str:
+    if name == "-":
+        return sys.stdin.read()
+    try:
+        return Path(name).read_text(encoding="utf8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the prompt file {name}: {error}") from error

@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Annotated, Any, Optional, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -32,43 +32,43 @@ class EngineOptions:
     """How the model is served: the fields of `EngineConfig` that a command line needs."""
 
     memory: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="The budget, e.g. 8GiB. Default: what is free less a margin.", rich_help_panel=_MEMORY),
     ] = None
     host_memory: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="Pinned host memory on a GPU machine, e.g. 16GiB.", rich_help_panel=_MEMORY),
     ] = None
     context: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(
             help="Positions reserved for every sequence. [default: 4096, or the model's own]", rich_help_panel=_MEMORY
         ),
     ] = None
     max_sequences: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(help="Sequences that run together. [default: the number of prompts]", rich_help_panel=_MEMORY),
     ] = None
     device: Annotated[
-        Optional[str], typer.Option(help="cpu, cuda, cuda:1. [default: the first GPU]", rich_help_panel=_ENGINE)
+        str | None, typer.Option(help="cpu, cuda, cuda:1. [default: the first GPU]", rich_help_panel=_ENGINE)
     ] = None
-    threads: Annotated[Optional[int], typer.Option(help="Computing threads.", rich_help_panel=_ENGINE)] = None
+    threads: Annotated[int | None, typer.Option(help="Computing threads.", rich_help_panel=_ENGINE)] = None
     dtype: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help=f"{', '.join(DTYPES)} (the checkpoint's own).", rich_help_panel=_ENGINE),
     ] = None
     revision: Annotated[
-        Optional[str], typer.Option(help="Branch, tag or commit of a hub model.", rich_help_panel=_ENGINE)
+        str | None, typer.Option(help="Branch, tag or commit of a hub model.", rich_help_panel=_ENGINE)
     ] = None
     preset: Annotated[
         str, typer.Option(help=f"Named set of switches: {', '.join(PRESETS)}.", rich_help_panel=_ENGINE)
     ] = "exact"
     eviction: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help=f"Which expert is forgotten first: {', '.join(ONLINE_EVICTION)}.", rich_help_panel=_ENGINE),
     ] = None
     prefetch: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help=f"What brings experts in ahead: {', '.join(PREFETCH)}.", rich_help_panel=_ENGINE),
     ] = None
 
@@ -99,7 +99,7 @@ class SamplingOptions:
     top_p: Annotated[float, typer.Option(help="Sample from this much probability.", rich_help_panel=_SAMPLING)] = 1.0
     seed: Annotated[int, typer.Option(help="For sampling.", rich_help_panel=_SAMPLING)] = 0
     stop: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(help="End the text before this string. Repeatable.", rich_help_panel=_SAMPLING),
     ] = None
 
@@ -109,11 +109,11 @@ class PromptOptions:
     """Where prompts come from."""
 
     prompt: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option("--prompt", "-p", help="Repeatable: prompts run together.", rich_help_panel=_PROMPT),
     ] = None
     prompt_file: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(help="A file that is one prompt; - is stdin. Repeatable.", rich_help_panel=_PROMPT),
     ] = None
 
@@ -121,7 +121,7 @@ class PromptOptions:
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Spread every parameter of a command that is a group of options over the command line."""
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         if name in groups:

@@ -9,7 +9,6 @@ from typing import Any
 
 import psutil
 import transformers
-from rich.progress import Progress, TaskID
 from transformers import AutoTokenizer, PreTrainedModel
 
 from smoe.cli.console import note, progress
@@ -28,9 +27,11 @@ _PATIENCE_SECONDS = 1.0
 def loaded(model: str, config: EngineConfig, revision: str | None) -> Iterator[PreTrainedModel]:
     """The model behind its engine, closed at the end; says what the budget is and why."""
     transformers.logging.set_verbosity_error()
-    fetch(model, revision)  # a download has the library's own progress bars
-    with progress() as bars, _Watch(bars, f"loading {model}") as watch:
-        ready = load(model, config, revision, watch.expect)
+    watch = _Watch(f"loading {model}")
+    try:
+        ready = load(model, config, revision, watch.start)
+    finally:
+        watch.stop()
     engine: Any = ready.offload
     try:
         note(describe(engine.ledger, engine.budget_reason))
@@ -59,10 +60,12 @@ def tokenizer_of(model: str, revision: str | None) -> Any:
 
 
 class _Watch:
-    """A bar that follows the process's memory while a model loads: what is loaded is what has become resident."""
+    """A bar that follows the process's memory while a model loads: what is loaded is what has become resident.
 
-    def __init__(self, bars: Progress, title: str) -> None:
-        self._bars = bars
+    It starts when the budget is known, that is after any download, which has the hub's own bars.
+    """
+
+    def __init__(self, title: str) -> None:
         self._title = title
         self._process = psutil.Process()
         self._before = 0
@@ -70,28 +73,21 @@ class _Watch:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="smoe-progress", daemon=True)
 
-    def expect(self, ledger: Ledger) -> None:
-        """The budget is known: how much there will be."""
+    def start(self, ledger: Ledger) -> None:
         self._before = self._process.memory_info().rss
         self._expected = ledger.demand.weights_bytes + ledger.entries()["staging"] + ledger.entries()["expert slots"]
-
-    def __enter__(self) -> _Watch:
         self._thread.start()
-        return self
 
-    def __exit__(self, *exc: object) -> None:
+    def stop(self) -> None:
         self._done.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _follow(self) -> None:
         if self._done.wait(_PATIENCE_SECONDS):
             return
-        task = self._bars.add_task(self._title, total=None, amount="")
-        while not self._done.wait(0.2):
-            self._update(task)
-
-    def _update(self, task: TaskID) -> None:
-        if self._expected:
-            come = min(self._expected, max(0, self._process.memory_info().rss - self._before))
-            amount = f"{format_bytes(come)} of {format_bytes(self._expected)}"
-            self._bars.update(task, completed=come, total=self._expected, amount=amount)
+        with progress() as bars:
+            task = bars.add_task(self._title, total=self._expected, amount="")
+            while not self._done.wait(0.2):
+                come = min(self._expected, max(0, self._process.memory_info().rss - self._before))
+                bars.update(task, completed=come, amount=f"{format_bytes(come)} of {format_bytes(self._expected)}")

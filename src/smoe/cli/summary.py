@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from rich.table import Table
+from rich.markup import escape
 
 from smoe.cli.console import errors
 from smoe.report import RunReport
-from smoe.units import format_bytes, format_seconds
+from smoe.units import format_bytes, format_rate, format_seconds
 
 _NONE = "-"
 
 
 def print_summary(report: RunReport) -> None:
-    """A table of two columns and a line about the time."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
-    table.add_column()
-    for name, value in _rows(report):
-        table.add_row(name, value)
+    """One line a subject; long ones wrap where the terminal does."""
     console = errors()
     console.print()
-    console.print(table)
+    for name, value in _rows(report):
+        console.print(f"[dim]{name:<16}[/dim]{escape(value)}", soft_wrap=True)
 
 
 def _rows(report: RunReport) -> list[tuple[str, str]]:
@@ -43,7 +39,7 @@ def _per_token(report: RunReport) -> str:
         return ""
     return (
         f"{_seconds(generation.tpot_median_seconds)} median, {_seconds(generation.tpot_p95_seconds)} p95 "
-        f"= {generation.tokens_per_second:.3g} tokens/s"
+        f"= {format_rate(generation.tokens_per_second)}"
     )
 
 
@@ -65,7 +61,9 @@ def _limit(report: RunReport) -> str:
     if report.floor is None or report.floor_share is None:
         return ""
     floor = format_seconds(report.floor.overlapped_seconds)
-    return f"{report.floor_share:.0%} reached: {report.floor.bound_by} alone needs {floor} a token ({report.rates.source})"
+    return (
+        f"{report.floor_share:.0%} reached: {report.floor.bound_by} alone needs {floor} a token ({report.rates.source})"
+    )
 
 
 def waiting(report: RunReport) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +23,15 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class Filler:
-    """Reads an expert from disk into a buffer in slot layout; one staging buffer a thread where one is needed."""
+    """Reads an expert from disk into a buffer in slot layout, through a staging buffer of its own where one is needed.
+
+    Not one buffer a thread: a demand load passes between two chunks of a prefetch, on the prefetch's own thread.
+    """
 
     def __init__(self, store: ExpertStore, reader: DiskReader) -> None:
         self._store = store
         self._reader = reader
-        self._local = threading.local()
+        self._idle: deque[Arena] = deque()
 
     def fill(self, layer: int, expert: int, buffer: memoryview, between: Callable[[], None] | None) -> int:
         """Bytes read from disk."""
@@ -36,8 +39,11 @@ class Filler:
         if not placement.pieces:
             return self._read(placement, buffer, between)
         staging = self._staging()
-        came = self._read(placement, staging.buffer(0), between)
-        self._assemble(layer, expert, placement, staging, torch.frombuffer(buffer, dtype=torch.uint8))
+        try:
+            came = self._read(placement, staging.buffer(0), between)
+            self._assemble(layer, expert, placement, staging, torch.frombuffer(buffer, dtype=torch.uint8))
+        finally:
+            self._idle.append(staging)
         return came
 
     def _read(self, placement: Placement, buffer: memoryview, between: Callable[[], None] | None) -> int:
@@ -58,10 +64,10 @@ class Filler:
             slot[piece.target : piece.target + length].view(target_dtype).copy_(source)
 
     def _staging(self) -> Arena:
-        if not hasattr(self._local, "arena"):
-            self._local.arena = Arena(1, self._store.staging_buffer_bytes, torch.device("cpu"))
-        arena: Arena = self._local.arena
-        return arena
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return Arena(1, self._store.staging_buffer_bytes, torch.device("cpu"))
 
 
 class SlotMover:

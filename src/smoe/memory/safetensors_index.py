@@ -77,6 +77,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(f"{path} is not a safetensors file, or is truncated ({size} bytes)")
         try:
             header = json.loads(file.read(length))
+            if not isinstance(header, dict):
+                raise ValueError("it is no JSON object")
         except ValueError as error:
             raise CheckpointError(f"{path} has a corrupt header: {error}") from error
     header.pop("__metadata__", None)
@@ -93,6 +95,8 @@ def _stored(path: Path, key: str, entry: dict[str, Any], base: int) -> StoredTen
         shape = tuple(int(n) for n in entry["shape"])
         dtype = str(entry["dtype"])
         nbytes = end - begin
+        if not 0 <= begin <= end or any(n < 0 for n in shape):
+            raise ValueError("a negative size or offset")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} has a corrupt entry for {key!r}") from error
     expected = ITEM_BYTES.get(dtype, 0)
@@ -108,6 +112,8 @@ def _weight_map(index: Path) -> dict[str, str]:
         weight_map = json.loads(index.read_text(encoding="utf8"))["weight_map"]
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError("empty weight_map")
+        if not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError("a shard's name is no text")
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index} is corrupt ({error}); download it again") from error
     return weight_map

@@ -100,13 +100,16 @@ class LayerExperts:
 class ExpertStore:
     """Placements of all routed experts of one checkpoint (or packed file) at one dtype.
 
-    `item_bytes` is the element size in the slots, `dtype` the safetensors name of the slots' dtype.
+    `item_bytes` is the element size in the slots, `dtype` the safetensors name of the slots' dtype; `alignment` is what
+    the kernels of the device ask of a weight's address (None: what they ask on a CPU).
     """
 
-    def __init__(self, layers: Mapping[int, LayerExperts], dtype: str) -> None:
+    def __init__(self, layers: Mapping[int, LayerExperts], dtype: str, alignment: int | None = None) -> None:
         self.layers = dict(layers)
         self.dtype = dtype
         self.item_bytes = ITEM_BYTES[dtype]
+        self._alignment = alignment or (self.item_bytes if dtype == "BF16" else MATRIX_ALIGNMENT)
+        self._piece_alignment = max(self._alignment, MATRIX_ALIGNMENT)
         self._check_shapes()
         self._placements: dict[tuple[int, int], Placement] = {}
         self._layouts: dict[tuple[object, ...], int] = {}
@@ -157,8 +160,7 @@ class ExpertStore:
         runs = _runs(list(spans.values()))
         reads, starts = _reads(runs)
         parts = {name: _locate(span, runs, starts) for name, span in spans.items()}
-        alignment = self.item_bytes if self.dtype == "BF16" else MATRIX_ALIGNMENT
-        if any(offset % alignment for offset in parts.values()):
+        if any(offset % self._alignment for offset in parts.values()):
             return None
         nbytes = sum(length for _, _, length in spans.values())
         return Placement(reads, parts, (), nbytes, self._layout(experts, parts), reads[-1].target + reads[-1].nbytes)
@@ -178,7 +180,7 @@ class ExpertStore:
                 source = _locate((tensor.path, tensor.offset, tensor.nbytes), runs, starts)
                 pieces.append(Piece(source, tensor.nbytes, target))
                 target += _elements(tensor.shape) * self.item_bytes
-            target = -(-target // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
+            target = -(-target // self._piece_alignment) * self._piece_alignment
         return Placement(
             reads, parts, tuple(pieces), target, self._layout(experts, parts), reads[-1].target + reads[-1].nbytes
         )

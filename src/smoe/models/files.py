@@ -44,7 +44,7 @@ def fetch(model: str | Path, revision: str | None) -> Path:
     if folder is not None:
         return folder
     from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(str(model), revision=revision, allow_patterns=_WANTED, local_files_only=True))
@@ -55,9 +55,9 @@ def fetch(model: str | Path, revision: str | None) -> Path:
         size = sum(f.size or 0 for f in info.siblings or () if Path(f.rfilename).match("*.safetensors"))
         check_disk(Path(constants.HF_HUB_CACHE), size, f"downloading {model}")
         return Path(snapshot_download(str(model), revision=revision, allow_patterns=_WANTED))
-    except (HfHubHTTPError, OSError) as error:
-        if isinstance(error, DiskSpaceError):
-            raise
+    except DiskSpaceError:
+        raise
+    except Exception as error:  # the network stack below the hub raises kinds of its own, which change with its versions
         raise ModelError(
             f"{model!r} is neither a folder here nor a model that the hub gives: {_first_line(error)}; check the name, "
             "the network, and for gated models that you are logged in (hf auth login)"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from smoe.errors import UnsupportedModelError
-from smoe.memory.store import ExpertStore
+from smoe.memory.store import LayerExperts
 from smoe.models.experts import ExpertsSite
 from smoe.models.reference import reference_parameters
 from smoe.models.seam import original_experts_forward
@@ -22,7 +22,7 @@ _STEPS = ((Phase.PREFILL, 3), (Phase.DECODE, 1))
 
 
 def check_experts(
-    site: ExpertsSite, module: nn.Module, store: ExpertStore, executor: LayerExecutor, dtype: torch.dtype
+    site: ExpertsSite, module: nn.Module, checkpoint: LayerExperts, executor: LayerExecutor, dtype: torch.dtype
 ) -> None:
     """Raise `UnsupportedModelError` where our result differs from the library's for the first two experts of a
     layer."""
@@ -33,7 +33,7 @@ def check_experts(
         index = torch.arange(width, device=executor.device).repeat(tokens, 1)
         weights = torch.linspace(0.3, 0.7, width, device=executor.device).to(dtype).repeat(tokens, 1)
         ours = executor.run(site.layer, phase, hidden, index, weights)
-        theirs = library_result(site, module, store, list(range(width)), hidden, index, weights)
+        theirs = library_result(module, checkpoint, list(range(width)), hidden, index, weights)
         if not torch.equal(ours, theirs):
             difference = (ours.float() - theirs.float()).abs().max().item()
             raise UnsupportedModelError(
@@ -43,16 +43,15 @@ def check_experts(
 
 
 def library_result(
-    site: ExpertsSite,
     module: nn.Module,
-    store: ExpertStore,
+    checkpoint: LayerExperts,
     chosen: list[int],
     hidden: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
     """The library's eager loop on the experts `chosen` alone; `index` counts within `chosen`."""
-    parameters = reference_parameters(store.layers[site.layer], chosen, hidden.dtype)
+    parameters = reference_parameters(checkpoint, chosen, hidden.dtype)
     experts = module.num_experts
     try:
         module.num_experts = len(chosen)  # type: ignore[assignment]

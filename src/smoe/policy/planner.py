@@ -220,6 +220,9 @@ def _staging_order(serves: Sequence[Serve], passing: Sequence[Copy], residency: 
     for computed, serve in enumerate(serves, start=1):
         if serve.copy not in passes:
             continue
-        slot = _slot(serve.copy, residency) if serve.copy in residency.staged else handed_out.popleft()
+        is_staged = serve.copy in residency.staged
+        if not is_staged and not handed_out:
+            return  # no slot will ever come free: the caller refuses
+        slot = _slot(serve.copy, residency) if is_staged else handed_out.popleft()
         handed_out.append(slot)
         yield slot, computed

@@ -45,7 +45,7 @@ class Chat:
         generation = generate_batch(self._model, self._tokenizer, batch, self._sampling, on_text, cache)
         answer = generation.answers[0]
         self._ids = ids + answer.token_ids
-        self._messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.text}]
+        self._messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.text.strip()}]
         return generation
 
     def reset(self) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
@@ -30,6 +31,16 @@ from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
 from smoe.runtime.expert_math import ExpertMath, Weights
 from smoe.runtime.team import Team
+
+
+class Way(NamedTuple):
+    """How resident experts are computed on a CPU; every way gives the same bits (`runtime/split.py` chooses)."""
+
+    team: Team | None = None
+    """Several experts at a time, one thread each; None: one expert at a time on all threads."""
+    twin: bool = False
+    """Matrix products with two equal rows."""
+
 
 Predictor = Callable[[int, torch.Tensor], tuple[int, Sequence[int]] | None]
 """(layer, router input [T, H]) -> (next layer, its experts, best first), or None."""
@@ -52,7 +63,7 @@ class LayerExecutor:
     ) -> None:
         self.table = table
         self.counters = counters
-        self.team: Team | None = None
+        self.way = Way()
         self.trace: list[Routing] | None = None
         """Where set, every routing is appended: input for the simulator."""
         self._store = store
@@ -86,13 +97,14 @@ class LayerExecutor:
         self.counters = Counters()
         self._transfers.start_anew()
 
-    def compute_slots(self, layer: int, count: int, team: Team | None) -> None:
-        """Compute one token through `count` slots, whatever they hold: for measuring."""
+    def try_way(self, layer: int, hidden: torch.Tensor, count: int, way: Way) -> torch.Tensor:
+        """One token [1, H] through `count` slots, whatever they hold -> [count, H]: to measure and compare ways."""
         placement = self._store.placement(layer, 0)
         slots = [n % len(self._weights) for n in range(count)]
         weights = [self._math[layer].bind(self._arena, slot, placement.parts) for slot in slots]
-        hidden = torch.zeros(1, self.hidden_size(layer), dtype=weights[0].up.dtype)
-        self._compute_each(self._math[layer], hidden, weights, hidden.new_empty(count, hidden.shape[1]), team)
+        out = hidden.new_empty(count, hidden.shape[1])
+        self._compute_each(self._math[layer], hidden, weights, out, way)
+        return out
 
     def run(
         self, layer: int, phase: Phase, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -276,23 +288,24 @@ class LayerExecutor:
         if any(load.after for load in plan.loads):
             here = min(here, 1)  # slots are so few that a load waits for the first expert computed
         weights = [self._ready(serve.copy) for serve in serves[:here]]
-        self._compute_each(math, hidden, weights, stacked[:here], self.team)
+        self._compute_each(math, hidden, weights, stacked[:here], self.way)
         for computed, serve in enumerate(serves[:here], start=1):
             self._served(serve, computed)
         for computed, serve in enumerate(serves[here:], start=here + 1):
-            stacked[computed - 1 : computed] = math.forward(hidden, self._weights_of(serve))
+            math.forward_each(hidden, [self._weights_of(serve)], stacked[computed - 1 : computed], self.way.twin)
             self._served(serve, computed)
         return stacked
 
     @staticmethod
     def _compute_each(
-        math: ExpertMath, hidden: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor, team: Team | None
+        math: ExpertMath, hidden: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor, way: Way
     ) -> None:
         """One token [1, H] through several experts -> out [n, H], shared out over the team where there is one."""
+        team, twin = way
         if team is not None and len(weights) > 1:
-            team.run(lambda member, of: math.forward_each(hidden, weights[member::of], out[member::of]))
+            team.run(lambda member, of: math.forward_each(hidden, weights[member::of], out[member::of], twin))
         elif weights:
-            math.forward_each(hidden, weights, out)
+            math.forward_each(hidden, weights, out, twin)
 
     def _prefill(self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Many tokens: experts in ascending order, each read once, loads of this and the next layer running ahead."""

@@ -311,8 +311,8 @@ class _RefuseNaN(LogitsProcessor):  # type: ignore[misc]
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if bool(torch.isnan(scores).any()):
             raise ModelError(
-                f"the model computed NaN after {input_ids.shape[1]} tokens; its weights are damaged (check with smoe verify) "
-                "or its dtype is too narrow (try --dtype bfloat16 or float32)"
+                f"the model computed NaN after {input_ids.shape[1]} tokens; its weights are damaged (check with "
+                "smoe verify) or its dtype is too narrow (try --dtype bfloat16 or float32)"
             )
         return scores
 

@@ -20,25 +20,32 @@ class Team:
     def __init__(self, threads: int) -> None:
         assert threads >= 2, threads
         self.threads = threads
-        self._helpers = [_Helper(n) for n in range(threads - 1)]
+        self._helpers = self._hire()
 
     def run(self, job: Callable[[int, int], None]) -> None:
-        """`job(member, members)` on every member at once; returns when all have ended, raises the first error."""
-        members = self.threads
-        for member, helper in enumerate(self._helpers, start=1):
-            helper.start_job(job, member, members)
-        error: BaseException | None = None
-        torch.set_num_threads(1)  # 0.1 us; the calling thread's own setting
+        """`job(member, members)` on every member at once; returns when all have ended, raises the first error.
+
+        After an interrupt, too, nobody is at work any more: what a late helper writes would spoil the next request.
+        """
+        members, before = self.threads, torch.get_num_threads()
         try:
+            for member, helper in enumerate(self._helpers, start=1):
+                helper.start_job(job, member, members)
+            torch.set_num_threads(1)  # 0.1 us; the calling thread's own setting
             job(0, members)
-        except BaseException as caught:
-            error = caught
+            errors = [helper.wait() for helper in self._helpers]
+        except BaseException:
+            self.close()
+            self._helpers = self._hire()
+            raise
         finally:
-            torch.set_num_threads(members)
-        errors = [helper.wait() for helper in self._helpers]
-        error = error or next((e for e in errors if e is not None), None)
-        if error is not None:
-            raise error
+            torch.set_num_threads(before)
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _hire(self) -> list[_Helper]:
+        return [_Helper(n) for n in range(self.threads - 1)]
 
     def close(self) -> None:
         for helper in self._helpers:

@@ -38,7 +38,9 @@ def pack_path(folder: Path, dtype: str) -> Path:
     return folder / f"experts.{dtype.lower()}.smoe"
 
 
-def packed_store(folder: Path, sites: Sequence[ExpertsSite], dtype: str) -> ExpertStore | None:
+def packed_store(
+    folder: Path, sites: Sequence[ExpertsSite], dtype: str, alignment: int | None = None
+) -> ExpertStore | None:
     """The store over the packed file of `folder`, or None where there is none; raises where it does not fit the
     checkpoint."""
     path = pack_path(folder, dtype)
@@ -59,7 +61,7 @@ def packed_store(folder: Path, sites: Sequence[ExpertsSite], dtype: str) -> Expe
     for site in sites:
         layers[site.layer] = _packed_layer(path, site, dtype, offset, stride)
         offset += site.experts * stride
-    return ExpertStore(layers, dtype)
+    return ExpertStore(layers, dtype, alignment)
 
 
 def pack(folder: Path, sites: Sequence[ExpertsSite], store: ExpertStore, progress: Callable[[int, int], None]) -> Path:

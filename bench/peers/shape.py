@@ -1,0 +1,98 @@
+"""The shape of a Qwen3-MoE model: what its config says and what one token has to touch.
+
+Letters of the code base: L layers, E experts, K experts per token, H hidden, I inner width of an expert.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+BYTES_PER_WEIGHT = 2  # bf16
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Dimensions of the model; the defaults are the reference model of the benchmarks."""
+
+    layers: int = 12
+    experts: int = 64
+    experts_per_token: int = 8
+    hidden: int = 2048
+    expert_inner: int = 768
+    vocabulary: int = 4096
+    heads: int = 16
+    key_value_heads: int = 4
+    head_dim: int = 128
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert: gate, up and down."""
+        return 3 * self.hidden * self.expert_inner * BYTES_PER_WEIGHT
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes every token reads besides experts: attention, router and head (the embedding gives one row only)."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.key_value_heads)
+        per_layer = attention + self.experts * self.hidden
+        return (self.layers * per_layer + self.vocabulary * self.hidden) * BYTES_PER_WEIGHT
+
+    @property
+    def touched_bytes(self) -> int:
+        """Bytes of weights one decoded token reads from memory."""
+        return self.layers * self.experts_per_token * self.expert_bytes + self.dense_bytes
+
+    def config(self) -> dict[str, object]:
+        """The `config.json` of this model."""
+        named = {key: getattr(self, name) for name, key in CONFIG_KEYS.items()}
+        return FIXED_CONFIG | named | {"intermediate_size": 3 * self.hidden}
+
+
+CONFIG_KEYS = {
+    "layers": "num_hidden_layers",
+    "experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "hidden": "hidden_size",
+    "expert_inner": "moe_intermediate_size",
+    "vocabulary": "vocab_size",
+    "heads": "num_attention_heads",
+    "key_value_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+}
+
+FIXED_CONFIG: dict[str, object] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "initializer_range": 0.02,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "use_cache": True,
+}
+
+
+def read_shape(model: Path) -> ModelShape:
+    """The shape a model directory's config states."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    missing = sorted(key for key in CONFIG_KEYS.values() if key not in config)
+    if missing:
+        raise ValueError(
+            f"{model.name}/config.json lacks {', '.join(missing)}: the harness knows models of type qwen3_moe "
+            "(make one with `python -m bench.peers.model`)"
+        )
+    return ModelShape(**{name: config[key] for name, key in CONFIG_KEYS.items()})

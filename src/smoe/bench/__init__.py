@@ -1,0 +1,1 @@
+"""`smoe bench`: the papers' cells on the user's own machine and model."""

@@ -1,0 +1,154 @@
+"""`smoe bench`: how fast is this model, on this machine, inside this budget?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from smoe.cli.options import Debug, EngineOptions, Model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from smoe.bench.cells import Cell, Measurement
+    from smoe.config import EngineConfig
+
+EPILOG = """Examples:
+
+smoe bench --quick
+
+smoe bench ./my-moe --memory 8GiB
+
+smoe bench ./my-moe --memory 8GiB --eviction lfu > lfu.json
+
+The table goes to stderr; stdout gets one line of JSON. Quote it with its machine and budget.
+"""
+
+_PHYSICS = """Prefill brings every expert of a layer in once for all prompt tokens: bound by arithmetic, or by the disk.
+Decode reads top-k experts a layer for each token: bound by the disk for those missing, by memory for the others.
+The limit is the slower of the two; "limit" below says how much of it was reached (docs/metrics.md)."""
+
+
+def command(
+    engine: EngineOptions,
+    model: Model = "demo",
+    quick: Annotated[bool, typer.Option("--quick", help="Only 16 prompt and 64 new tokens, batch 1 and 3.")] = False,
+    seed: Annotated[int, typer.Option(help="For the prompts.")] = 0,
+    debug: Debug = False,
+) -> None:
+    """Measure the papers' cells: 16 or 128 prompt tokens, 64 or 256 new ones, batch 1 and 3.
+
+    Ends with one line of JSON on stdout: machine, versions, model, budget, and every cell's figures.
+    """
+    from smoe.bench.cells import CELLS, QUICK_CELLS, fitting
+    from smoe.cli.console import errors, note, print_json, show_tracebacks
+    from smoe.cli.session import loaded, tokenizer_of
+
+    show_tracebacks(debug)
+    errors().print(_PHYSICS, soft_wrap=True)
+    cells = QUICK_CELLS if quick else CELLS
+    config = _config(model, engine, cells)
+    with loaded(model, config, engine.revision) as ready:
+        tokenizer = tokenizer_of(model, engine.revision)
+        offload: Any = ready.offload
+        possible = fitting(cells, offload.context_tokens)
+        if len(possible) < len(cells):
+            note(f"{len(cells) - len(possible)} cells need more than the context of {offload.context_tokens} tokens")
+        measurements = _measure(ready, tokenizer, possible, seed)
+        _print_table(measurements)
+        print_json(_circumstances(ready, model, seed) | {"cells": [m.as_json() for m in measurements]})
+    if len(measurements) < len(possible):
+        raise typer.Exit(130)
+
+
+def _config(model: str, engine: EngineOptions, cells: list[Cell]) -> EngineConfig:
+    """A context that just holds the cells, unless one was asked for: what it does not take is left for experts."""
+    from dataclasses import replace
+
+    from smoe.planning import choose_context, read_config
+
+    config = engine.config(max(cell.batch for cell in cells))
+    if config.context_tokens is not None:
+        return config
+    needed = max(cell.prompt_tokens + cell.new_tokens for cell in cells)
+    return replace(config, context_tokens=min(needed, choose_context(read_config(model, engine.revision), config)))
+
+
+def _measure(ready: PreTrainedModel, tokenizer: Any, cells: list[Cell], seed: int) -> list[Measurement]:
+    from smoe.bench.cells import measure_cells
+    from smoe.cli.console import progress
+    from smoe.hardware import quick_rates
+
+    rates = quick_rates(ready.device)
+    with progress() as bars:
+        task = bars.add_task("warming up", total=len(cells), amount="")
+        return measure_cells(
+            ready,
+            tokenizer,
+            cells,
+            seed,
+            rates,
+            lambda cell: bars.update(
+                task, description=f"{cell.prompt_tokens} + {cell.new_tokens} tokens, batch {cell.batch}"
+            ),
+            lambda measurement: bars.update(task, advance=1),
+        )
+
+
+def _print_table(measurements: list[Measurement]) -> None:
+    from rich.table import Table
+
+    from smoe.cli.console import errors
+
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for heading in ("prompt", "new", "batch", "TTFT", "TPOT", "p95", "speed", "hits", "read/token", "limit"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for measurement in measurements:
+        table.add_row(*_row(measurement))
+    console = errors()
+    console.print()
+    console.print(table)
+
+
+def _row(measurement: Measurement) -> list[str]:
+    from smoe.units import format_bytes, format_rate, format_seconds
+
+    cell, report = measurement.cell, measurement.report
+    generation = report.generation
+
+    def shown(value: float | None, form: Any) -> str:
+        return "-" if value is None else form(value)
+
+    return [
+        str(cell.prompt_tokens),
+        str(cell.new_tokens),
+        str(cell.batch),
+        shown(generation.ttft_seconds, format_seconds),
+        shown(generation.tpot_median_seconds, format_seconds),
+        shown(generation.tpot_p95_seconds, format_seconds),
+        shown(generation.tokens_per_second, format_rate).removesuffix("okens/s").replace(" t", " t/s"),
+        shown(report.hit_ratio, "{:.1%}".format),
+        shown(report.bytes_read_per_token, format_bytes),
+        shown(report.floor_share, "{:.0%}".format),
+    ]
+
+
+def _circumstances(ready: PreTrainedModel, model: str, seed: int) -> dict[str, Any]:
+    import torch
+
+    from smoe.hardware import describe_machine, describe_versions
+
+    engine: Any = ready.offload
+    circumstances = {
+        "model": model,
+        "seed": seed,
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "threads": torch.get_num_threads(),
+        "device": str(ready.device),
+        "dtype": str(ready.dtype).removeprefix("torch."),
+        "eviction": engine.config.eviction,
+        "prefetch": engine.config.prefetch,
+    }
+    return circumstances | dict(engine.describe())

@@ -1,0 +1,113 @@
+"""`smoe doctor`: measure this machine, and say what is missing or could be better."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from smoe.cli.options import Debug, Json
+
+if TYPE_CHECKING:
+    from smoe.checkup import Finding
+    from smoe.hardware import Profile
+
+EPILOG = """Examples:
+
+smoe doctor
+
+smoe doctor --folder /mnt/models --expert-size 9MiB
+
+Takes about ten seconds; run it while nothing else is busy. The profile is kept for smoe plan and for summaries.
+"""
+
+_MARKS = {"good": "[green]ok  [/green]", "better": "[yellow]hint[/yellow]", "bad": "[red]bad [/red]"}
+
+
+def command(
+    folder: Annotated[
+        Path | None, typer.Option(help="Where models lie: the disk to measure. [default: the hub's cache]")
+    ] = None,
+    expert_size: Annotated[str, typer.Option(help="Size of one read, as big as one expert.")] = "8MiB",
+    threads: Annotated[int | None, typer.Option(help="Computing threads to measure with.", min=1)] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure memory, disk, link and expert arithmetic, store the profile, and give advice.
+
+    Floors of the time per token (smoe plan, summaries, smoe bench) are computed from this profile.
+    """
+    from smoe.checkup import examine, models_folder
+    from smoe.cli.console import note, print_json, show_tracebacks
+    from smoe.hardware import save_profile
+    from smoe.units import parse_bytes
+
+    show_tracebacks(debug)
+    where = models_folder(folder)
+    profile = _measure(where, parse_bytes(expert_size), threads)
+    findings = examine(profile, where)
+    path = save_profile(profile)
+    if json:
+        print_json(_as_json(profile, findings, path))
+    else:
+        _print(profile, findings)
+        note(f"profile stored in {path}")
+
+
+def _measure(folder: Path, expert_bytes: int, threads: int | None) -> Profile:
+    import torch
+
+    from smoe.cli.console import progress
+    from smoe.hardware import measure
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with progress() as bars:
+        task = bars.add_task("measuring", total=None, amount="")
+        return measure(folder, expert_bytes, lambda what: bars.update(task, amount=what))
+
+
+def _print(profile: Profile, findings: list[Finding]) -> None:
+    from rich.markup import escape
+
+    from smoe.cli.console import output
+
+    console = output()
+    for name, value in _rows(profile):
+        console.print(f"[dim]{name:<20}[/dim]{escape(value)}", soft_wrap=True)
+    console.print()
+    for finding in findings:
+        console.print(f"{_MARKS[finding.grade]}  {escape(finding.text)}", soft_wrap=True)
+        if finding.advice:
+            console.print(f"      [dim]{escape(finding.advice)}[/dim]", soft_wrap=True)
+
+
+def _rows(profile: Profile) -> list[tuple[str, str]]:
+    from smoe.units import format_bytes
+
+    machine = profile.machine
+    way = "past the page cache" if profile.disk_is_direct else "through the page cache"
+    rows = [
+        ("machine", f"{machine['processor']}, {machine['cores']} cores, {format_bytes(machine['memory_bytes'])}"),
+        ("memory, read", f"{_gigabytes(profile.memory_bytes_per_second)} on {profile.threads} threads"),
+        (
+            "disk, read",
+            f"{_gigabytes(profile.disk_bytes_per_second)} at {format_bytes(profile.disk_request_bytes)} a read, {way}",
+        ),
+        ("expert arithmetic", f"{_gigabytes(profile.expert_bytes_per_second)} of bf16 weights, one token"),
+    ]
+    if profile.link_bytes_per_second and profile.device_memory_bytes_per_second:
+        rows.append(("link to the GPU", _gigabytes(profile.link_bytes_per_second)))
+        rows.append(("GPU memory, read", _gigabytes(profile.device_memory_bytes_per_second)))
+    return rows
+
+
+def _gigabytes(rate: float) -> str:
+    return f"{rate / 1e9:.3g} GB/s"
+
+
+def _as_json(profile: Profile, findings: list[Finding], path: Path) -> dict[str, object]:
+    from dataclasses import asdict
+
+    return asdict(profile) | {"profile_path": str(path), "findings": [asdict(finding) for finding in findings]}

@@ -1,0 +1,75 @@
+"""`smoe pack`: put every expert in one piece, once, so that each is a single read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from smoe.cli.options import Debug, Model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EPILOG = """Examples:
+
+smoe pack ./my-mixtral
+
+smoe pack mistralai/Mixtral-8x7B-v0.1 --dtype bfloat16
+
+The packed file lies beside the checkpoint and is found by itself. Delete it at any time; nothing else depends on it.
+"""
+
+_DTYPE_HELP = "auto (the checkpoint's own), bfloat16, float16, float32."
+
+
+def command(
+    model: Model,
+    dtype: Annotated[str, typer.Option(help=_DTYPE_HELP)] = "auto",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Pack again even where a good file is there.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a model's experts into one file, each contiguous and page-aligned.
+
+    Worth it where a checkpoint scatters its experts (Mixtral's w1, w2, w3) or is read in another dtype than it
+    is stored in. Needs as much free disk as the experts take; interrupted, it leaves nothing behind.
+    """
+    from smoe.cli.console import note, show_tracebacks
+
+    show_tracebacks(debug)
+    path, was_there = _pack(model, dtype, revision, force)
+    if was_there:
+        note("packed already, from these very weights (--force packs again)")
+    print(path)
+
+
+def _pack(model: str, dtype: str, revision: str | None, force: bool) -> tuple[Path, bool]:
+    from smoe.cli.console import note, progress
+    from smoe.config import configure
+    from smoe.errors import CheckpointError
+    from smoe.loading import checkpoint_experts
+    from smoe.memory.store import ExpertStore
+    from smoe.models.files import fetch
+    from smoe.models.packed import pack, packed_store
+    from smoe.planning import SAFETENSORS_NAMES, blueprint
+    from smoe.units import format_bytes
+
+    plan = blueprint(model, configure(dtype=dtype), revision)
+    folder, name = fetch(model, revision), SAFETENSORS_NAMES[plan.dtype]
+    try:
+        packed = None if force else packed_store(folder, plan.sites, name)
+    except CheckpointError:
+        packed = None  # of other weights, or cut short: packing again is what is asked for
+    if packed is not None:
+        return packed.paths()[0], True
+    store = ExpertStore(checkpoint_experts(folder, plan), name)
+    note(f"{len(store.keys())} experts, {format_bytes(store.total_bytes)}, to {folder}")
+    with progress() as bars:
+        task = bars.add_task("packing", total=len(store.keys()), amount="")
+
+        def show(done: int, total: int) -> None:
+            amount = f"{format_bytes(done * store.expert_bytes)} of {format_bytes(total * store.expert_bytes)}"
+            bars.update(task, completed=done, amount=amount)
+
+        return pack(folder, plan.sites, store, show), False

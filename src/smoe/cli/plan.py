@@ -1,0 +1,89 @@
+"""`smoe plan`: what a model needs and what a budget buys, before anything is downloaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from smoe.cli.options import Debug, EngineOptions, Json, Model
+from smoe.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from smoe.forecast import Forecast
+
+EPILOG = """Examples:
+
+smoe plan Qwen/Qwen3-30B-A3B --memory 8GiB
+
+smoe plan mistralai/Mixtral-8x7B-v0.1 --memory 16GiB --context 8192
+
+smoe plan ./my-moe --json
+
+Of a hub model only config.json is fetched. Run smoe doctor once for measured rates.
+"""
+
+
+def command(engine: EngineOptions, model: Model = "demo", json: Json = False, debug: Debug = False) -> None:
+    """Tell from a model's config.json alone what it needs and what a memory budget buys.
+
+    Bytes by role, expert slots, the share of experts that stay in memory, and the floor of the time per token on this
+    machine if every expert is equally likely.
+    """
+    from smoe.cli.console import print_json, show_tracebacks
+    from smoe.forecast import forecast
+
+    show_tracebacks(debug)
+    result = forecast(model, engine.config(), engine.revision)
+    if json:
+        print_json(result.as_json())
+    else:
+        _print(result)
+
+
+def _print(result: Forecast) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from smoe.cli.console import note, output
+
+    console = output()
+    console.print(f"[bold]{escape(result.model)}[/bold]  {escape(_size(result))}", soft_wrap=True)
+    console.print(f"\n[bold]a budget of {format_bytes(result.ledger.budget_bytes)}[/bold] ({result.reason})")
+    budget = Table(show_header=False, **_STYLE)
+    budget.add_column(style="dim")
+    budget.add_column(justify="right")
+    for name, count in result.ledger.entries().items():
+        budget.add_row(name, format_bytes(count))
+    budget.add_row("[bold]together[/bold]", f"[bold]{format_bytes(result.ledger.total_bytes)}[/bold]")
+    console.print(budget)
+    console.print("\n[bold]what other budgets buy[/bold]")
+    choices = Table(**_STYLE)
+    for heading in ("budget", "experts in memory", "read per token", "floor per token", "limit", ""):
+        choices.add_column(heading, justify="right" if heading else "left")
+    for choice in result.choices:
+        is_chosen = choice.ledger.budget_bytes == result.ledger.budget_bytes
+        choices.add_row(
+            format_bytes(choice.ledger.budget_bytes),
+            f"{choice.ledger.cache_slots} ({choice.ledger.resident_share:.0%})",
+            format_bytes(choice.step.disk),
+            format_seconds(choice.floor.overlapped_seconds) if choice.floor else "?",
+            format_rate(1 / choice.floor.overlapped_seconds) if choice.floor else "?",
+            "this budget" if is_chosen else "",
+            style="bold" if is_chosen else None,
+        )
+    console.print(choices)
+    for line in result.remarks:
+        note(line)
+
+
+_STYLE: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "dim"}
+
+
+def _size(result: Forecast) -> str:
+    plan = result.blueprint
+    top_k = max(plan.anatomy.top_k.values())
+    layers = len(plan.sites)
+    return (
+        f"{layers} layers of {max(site.experts for site in plan.sites)} experts of {format_bytes(plan.expert_bytes)}, "
+        f"{top_k} a token; {format_bytes(plan.experts_bytes + plan.anatomy.weights_bytes)} in "
+        f"{str(plan.dtype).removeprefix('torch.')}"
+    )

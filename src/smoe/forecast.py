@@ -1,0 +1,140 @@
+"""What a budget buys, forecast from a model's config.json: the table of `smoe plan`.
+
+The floor assumes that every expert is equally likely (hit ratio = resident share). Real routing repeats itself, so a
+run does better than this floor suggests; it is the planner's cautious side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from smoe.config import EngineConfig
+from smoe.floor import Floor, Rates, StepBytes, floor_of, uniform_step
+from smoe.hardware import load_profile, measure_small_disk, quick_rates
+from smoe.loading import choose_device, make_ledger
+from smoe.planning import Blueprint, blueprint
+from smoe.policy.budget import Ledger, allocate, full_bytes, minimum_bytes
+
+_SHARES = (0.1, 0.25, 0.5, 0.75)
+"""Budgets between the smallest and the full one that the table shows, by share of experts in memory."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One budget and what it buys."""
+
+    ledger: Ledger
+    step: StepBytes
+    floor: Floor | None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A model, a budget, and the alternatives."""
+
+    model: str
+    blueprint: Blueprint
+    ledger: Ledger
+    reason: str
+    chosen: Choice
+    choices: list[Choice]
+    """Ascending by budget, the chosen one among them."""
+    rates: Rates
+    remarks: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """What `smoe plan --json` prints."""
+        plan, ledger, floor = self.blueprint, self.ledger, self.chosen.floor
+        return {
+            "model": self.model,
+            "model_type": plan.config.model_type,
+            "dtype": str(plan.dtype).removeprefix("torch."),
+            "moe_layers": len(plan.sites),
+            "experts": ledger.demand.total_experts,
+            "top_k": ledger.demand.top_k,
+            "context_tokens": plan.context_tokens,
+            "memory_budget_bytes": ledger.budget_bytes,
+            "memory_budget_reason": self.reason,
+            "bytes": ledger.entries(),
+            "slots": ledger.cache_slots,
+            "staging_slots": ledger.staging_slots,
+            "resident_share": ledger.resident_share,
+            "expert_bytes": plan.expert_bytes,
+            "experts_bytes": plan.experts_bytes,
+            "dense_bytes": plan.anatomy.weights_bytes,
+            "expert_bytes_per_token": plan.expert_bytes_per_token,
+            "bytes_per_token": self.chosen.step.disk,
+            "minimum_memory_bytes": minimum_bytes(ledger.demand),
+            "full_memory_bytes": full_bytes(ledger.demand),
+            "floor_seconds_per_token": floor.overlapped_seconds if floor else None,
+            "floor_serial_seconds_per_token": floor.serial_seconds if floor else None,
+            "floor_bound_by": floor.bound_by if floor else None,
+            "assumption": "uniform routing: hit ratio = resident share",
+            "rates": {
+                "memory_bytes_per_second": self.rates.memory,
+                "disk_bytes_per_second": self.rates.disk,
+                "link_bytes_per_second": self.rates.link,
+                "source": self.rates.source,
+            },
+            "remarks": self.remarks,
+        }
+
+
+def forecast(model: str, config: EngineConfig, revision: str | None = None) -> Forecast:
+    """Read the config, divide the budget, and put a floor under the time per token."""
+    device = choose_device(config)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    plan = blueprint(model, config, revision)
+    ledger, reason = make_ledger(plan, config, device)
+    rates = _rates(device, plan.expert_bytes)
+    chosen = _choice(plan, ledger, rates, device)
+    others = [_choice(plan, other, rates, device) for other in _alternatives(ledger)]
+    choices = sorted([chosen, *others], key=lambda choice: choice.ledger.budget_bytes)
+    return Forecast(model, plan, ledger, reason, chosen, choices, rates, _remarks(rates))
+
+
+def _alternatives(chosen: Ledger) -> list[Ledger]:
+    """The smallest budget, some shares of the experts, and all of them."""
+    demand = chosen.demand
+    least, full = minimum_bytes(demand), full_bytes(demand)
+    sizes = {least, full}
+    for share in _SHARES:
+        size = full - int((1 - share) * demand.total_experts) * demand.slot_bytes
+        if least < size < full:
+            sizes.add(size)
+    return [allocate(size, demand) for size in sorted(sizes - {chosen.budget_bytes})]
+
+
+def _choice(plan: Blueprint, ledger: Ledger, rates: Rates, device: torch.device) -> Choice:
+    step = uniform_step(
+        plan.expert_bytes_per_token, dense_bytes_read(plan), ledger.resident_share, device.type == "cuda"
+    )
+    return Choice(ledger, step, floor_of(step, rates))
+
+
+def dense_bytes_read(plan: Blueprint) -> int:
+    """Non-expert weights that a decode step reads: all of them, of an untied input embedding just a row."""
+    embedding, output = plan.shell.get_input_embeddings(), plan.shell.get_output_embeddings()
+    unread = 0
+    if embedding is not None and output is not None and embedding.weight is not output.weight:
+        unread = embedding.weight.numel() * plan.dtype.itemsize
+    return plan.anatomy.weights_bytes - unread
+
+
+def _rates(device: torch.device, expert_bytes: int) -> Rates:
+    rates = quick_rates(device)
+    if rates.disk is not None:
+        return rates
+    return Rates(rates.memory, measure_small_disk(expert_bytes), rates.link, rates.source)
+
+
+def _remarks(rates: Rates) -> list[str]:
+    remarks = ["the floor assumes that every expert is equally likely; real routing repeats itself and reads less"]
+    figures = f"rates from {rates.source}"
+    if load_profile() is None:
+        figures += "; smoe doctor measures them properly"
+    return [*remarks, figures]

@@ -1,0 +1,65 @@
+"""Commands are run in this process, as the `smoe` command would run them; `Ran` is what a shell would see."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from smoe import cli
+from tests.toy import save_toy
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The one JSON object on stdout; fails where there is anything else."""
+        assert self.out.count("\n") == 1 and self.out.endswith("\n"), self.out
+        value = json.loads(self.out)
+        assert isinstance(value, dict)
+        return value
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("SMOE_DEBUG", raising=False)
+    monkeypatch.setattr("smoe.hardware.measure_memory", lambda seconds: 20e9)
+    monkeypatch.setattr("smoe.hardware.measure_small_disk", lambda request_bytes: 1e8)
+    monkeypatch.setattr("smoe.forecast.measure_small_disk", lambda request_bytes: 1e8)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["smoe", *map(str, arguments)])
+        capsys.readouterr()
+        code: Any = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+        return Ran(int(code), *capsys.readouterr())
+
+    return run

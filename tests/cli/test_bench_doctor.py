@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from smoe import hardware
+
+
+def test_bench_ends_with_one_line_of_json(run, checkpoint):
+    ran = run("bench", checkpoint, "--memory", "64MiB", "--quick")
+    value = ran.json
+    assert ran.code == 0
+    assert value.keys() >= {"machine", "versions", "model", "seed", "memory_budget_bytes", "cells"}
+    assert [(c["prompt_tokens"], c["new_tokens"], c["batch"]) for c in value["cells"]] == [(16, 64, 1), (16, 64, 3)]
+    for cell in value["cells"]:
+        assert cell.keys() >= {"ttft_seconds", "tpot_seconds", "tokens_per_second", "hit_ratio", "floor_share"}
+        assert cell["floor_share"] > 0
+    assert "Prefill" in ran.err and "TPOT" in ran.err
+
+
+def test_bench_leaves_out_what_the_context_cannot_hold(run, checkpoint):
+    ran = run("bench", checkpoint, "--memory", "64MiB", "--quick", "--context", 64)
+    assert ran.code == 0 and ran.json["cells"] == [] and "2 cells need more" in ran.err
+
+
+@pytest.fixture
+def quick_measurements(monkeypatch):
+    monkeypatch.setattr(hardware, "measure_disk", lambda *args, **named: (0.3e9, False))
+    monkeypatch.setattr(hardware, "measure_experts", lambda *args, **named: 4e9)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+def test_doctor_stores_the_profile_and_gives_advice(run, tmp_path, quick_measurements):
+    ran = run("doctor", "--folder", tmp_path)
+    assert ran.code == 0 and "0.3 GB/s" in ran.out and "NVMe" in ran.out and "O_DIRECT" in ran.out
+    assert hardware.profile_path().exists() and str(hardware.profile_path()) in ran.err.replace("\n", "")
+    profile = hardware.load_profile()
+    assert profile is not None and profile.disk_bytes_per_second == 0.3e9
+
+
+def test_doctor_json(run, tmp_path, quick_measurements):
+    value = run("doctor", "--folder", tmp_path, "--json").json
+    assert value["memory_bytes_per_second"] == 20e9 and value["findings"]
+
+
+def test_summary_uses_the_profile_and_says_so(run, checkpoint, tmp_path, quick_measurements):
+    run("doctor", "--folder", tmp_path)
+    ran = run("generate", checkpoint, "--memory", "64MiB", "-p", "Hello", "--max-new-tokens", 8)
+    assert "profile of" in ran.err
+
+
+def test_doctor_refuses_a_folder_that_is_not_there(run, tmp_path):
+    ran = run("doctor", "--folder", tmp_path / "nowhere")
+    assert ran.code == 2 and "nowhere" in ran.err
+
+
+def test_a_profile_of_another_machine_is_not_used(run, tmp_path, quick_measurements):
+    run("doctor", "--folder", tmp_path)
+    path = hardware.profile_path()
+    stored = json.loads(path.read_text())
+    stored["machine"]["processor"] = "another"
+    path.write_text(json.dumps(stored))
+    assert hardware.load_profile() is None
+    path.write_text("{ not json")
+    assert hardware.load_profile() is None

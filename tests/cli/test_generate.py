@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from smoe.cli import generate as command
+from tests import zoo
+
+FIELDS = {
+    "text",
+    "token_ids",
+    "prompt_tokens",
+    "new_tokens",
+    "ttft_seconds",
+    "tpot_seconds",
+    "tokens_per_second",
+    "hit_ratio",
+    "bytes_read_per_token",
+    "peak_memory_bytes",
+    "memory_budget_bytes",
+    "floor_seconds_per_token",
+    "floor_share",
+}
+
+
+def test_json_is_all_there_is_on_stdout(run, checkpoint):
+    ran = run("generate", checkpoint, "--memory", "4MiB", "-p", "Hello", "--max-new-tokens", 12, "--json")
+    value = ran.json
+    assert ran.code == 0 and value.keys() >= FIELDS
+    assert value["prompt_tokens"] == 5 and value["new_tokens"] == len(value["token_ids"]) <= 12
+    assert value["tpot_seconds"].keys() == {"median", "p95"}
+    assert value["memory_budget_bytes"] == 4 << 20 >= value["peak_memory_bytes"]
+    assert value["floor_share"] > 0 and value["floor_seconds_per_token"] > 0
+    assert abs(sum(value["time_shares"].values()) - 1) < 1e-6
+
+
+def test_text_on_stdout_and_the_summary_on_stderr(run, checkpoint):
+    asked = ("generate", checkpoint, "--memory", "3600KiB", "-p", "Hello", "--max-new-tokens", 12)
+    text = run(*asked, "--json").json["text"]
+    ran = run(*asked)
+    assert (ran.code, ran.out) == (0, text + "\n")
+    for word in ("first token", "per token", "were in memory", "of the budget of", "hardware limit", "time went to"):
+        assert word in ran.err
+
+
+def test_same_words_at_every_budget(run, checkpoint):
+    """What the product is about: the budget changes the speed only."""
+    texts = {
+        run("generate", checkpoint, "--memory", size, "-p", "One", "--max-new-tokens", 16, "--json").json["text"]
+        for size in ("3600KiB", "4MiB", "64MiB")
+    }
+    assert len(texts) == 1
+
+
+def test_prompts_together_equal_prompts_alone(run, checkpoint):
+    asked = ("--memory", "64MiB", "--max-new-tokens", 10)
+    both = run("generate", checkpoint, *asked, "-p", "Hi", "-p", "A longer one", "--json").json["sequences"]
+    alone = [run("generate", checkpoint, *asked, "-p", prompt, "--json").json for prompt in ("Hi", "A longer one")]
+    assert [s["prompt_tokens"] for s in both] == [2, 12]
+    assert [s["token_ids"] for s in both] == [a["token_ids"] for a in alone]
+    shown = run("generate", checkpoint, *asked, "-p", "Hi", "-p", "A longer one")
+    assert shown.out.startswith("[1] ") and "\n[2] " in shown.out
+
+
+def test_prompt_from_files_and_stdin(run, checkpoint, tmp_path, monkeypatch):
+    asked = ("generate", checkpoint, "--memory", "64MiB", "--max-new-tokens", 8, "--json")
+    expected = run(*asked, "-p", "From a file").json["token_ids"]
+    (tmp_path / "prompt.txt").write_text("From a file")
+    assert run(*asked, "--prompt-file", tmp_path / "prompt.txt").json["token_ids"] == expected
+    monkeypatch.setattr(sys, "stdin", io.StringIO("From a file"))
+    assert run(*asked, "--prompt-file", "-").json["token_ids"] == expected
+    monkeypatch.setattr(sys, "stdin", io.StringIO("From a file"))
+    assert run(*asked).json["token_ids"] == expected
+
+
+def test_stop_ends_the_text_before_the_string(run, checkpoint):
+    asked = ("generate", checkpoint, "--memory", "64MiB", "-p", "Hello", "--max-new-tokens", 24)
+    text = run(*asked, "--json").json["text"]
+    stop = text[6:8]
+    ran = run(*asked, "--stop", stop, "--json").json
+    assert ran["text"] == text[: text.index(stop)] and ran["finish_reason"] == "stop"
+    assert run(*asked, "--stop", stop).out == ran["text"] + "\n"
+
+
+def test_sampling_repeats_with_its_seed(run, checkpoint):
+    def sample(seed: int) -> str:
+        asked = (
+            "generate",
+            checkpoint,
+            "--memory",
+            "64MiB",
+            "-p",
+            "Hi",
+            "--temperature",
+            1.5,
+            "--seed",
+            seed,
+            "--json",
+        )
+        return run(*asked, "--max-new-tokens", 16).json["text"]
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+def test_answer_is_clipped_to_the_context_and_says_so(run, checkpoint):
+    ran = run("generate", checkpoint, "--memory", "64MiB", "--context", 32, "-p", "x" * 20, "--json")
+    assert ran.json["new_tokens"] <= 12
+    assert "at most 12 new tokens instead of 128" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "64MiB", "--context", "32", "-p", "x" * 40], "the prompt has 40 tokens"),
+        (["--memory", "1MiB", "-p", "x"], "non-expert weights"),
+        (["--memory", "plenty", "-p", "x"], "is not a size"),
+        (["--memory", "64MiB", "--context", "999999", "-p", "x"], "positions the model was made for"),
+        (["--memory", "64MiB", "--temperature", "-1", "-p", "x"], "--temperature"),
+        (["--memory", "64MiB", "--top-p", "0", "-p", "x"], "--top-p"),
+        (["--memory", "64MiB", "--max-sequences", "1", "-p", "x", "-p", "y"], "--max-sequences 2"),
+        (["--preset", "fastest", "-p", "x"], "unknown preset"),
+        (["--eviction", "belady", "-p", "x"], "eviction"),
+        (["--device", "quantum", "-p", "x"], "device"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_refusals_are_one_message_and_exit_code_2(run, checkpoint, arguments, message):
+    ran = run("generate", checkpoint, *arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.count("error:") == 1 and message in ran.err and "Traceback" not in ran.err
+
+
+def test_a_budget_that_cannot_work_shows_the_ledger_and_a_hint(run, checkpoint):
+    ran = run("generate", checkpoint, "--memory", "1MiB", "-p", "x")
+    for entry in ("non-expert weights", "workspace", "KV cache", "staging", "expert slots", "together", "hint:"):
+        assert entry in ran.err
+
+
+def test_no_prompt(run, checkpoint, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    ran = run("generate", checkpoint)
+    assert ran.code == 2 and "there is no prompt" in ran.err
+
+
+def test_unknown_model(run):
+    ran = run("generate", "./no/such/folder", "-p", "x")
+    assert ran.code == 2 and "there is no folder" in ran.err
+
+
+def test_dense_model_is_refused(run, tmp_path):
+    from transformers import LlamaConfig
+
+    LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64).save_pretrained(tmp_path)
+    ran = run("generate", tmp_path, "-p", "x")
+    assert ran.code == 2 and "no routed experts" in ran.err and "hint:" in ran.err
+
+
+def test_debug_keeps_the_traceback(run, checkpoint, monkeypatch):
+    from smoe.errors import ConfigError
+
+    with pytest.raises(ConfigError):
+        run("generate", checkpoint, "--memory", "plenty", "-p", "x", "--debug")
+    monkeypatch.delenv("SMOE_DEBUG")
+
+
+def test_ctrl_c_keeps_text_and_summary(run, checkpoint, monkeypatch):
+    shown: list[str] = []
+
+    def writer(prompts: int):
+        def write(row: int, text: str) -> None:
+            shown.append(text)
+            sys.stdout.write(text)
+            if len("".join(shown)) >= 5:
+                raise KeyboardInterrupt
+
+        return write
+
+    monkeypatch.setattr(command, "_writer", writer)
+    ran = run("generate", checkpoint, "--memory", "64MiB", "-p", "Hello", "--max-new-tokens", 100)
+    assert ran.code == 130
+    assert ran.out == "".join(shown) + "\n" and len(ran.out) >= 5
+    assert "per token" in ran.err and "Traceback" not in ran.err
+
+
+@pytest.mark.slow
+def test_ctrl_c_from_outside(checkpoint: Path):
+    """The whole way: a real signal to a real process."""
+    source = Path(__file__).parents[2] / "src"
+    line = [
+        sys.executable,
+        "-m",
+        "smoe",
+        "generate",
+        str(checkpoint),
+        "--memory",
+        "64MiB",
+        "-p",
+        "Hi",
+        "--threads",
+        "1",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    process = subprocess.Popen(
+        [*line, "--max-new-tokens", "254"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+    assert process.stdout is not None
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode in (130, 0) and time.monotonic() - started < 30
+    assert first + out and b"Traceback" not in err and b"first token" in err
+
+
+def test_nothing_heavy_is_imported_for_help():
+    code = (
+        "import sys, smoe.cli;"
+        "heavy = {'torch', 'transformers', 'numpy', 'psutil', 'huggingface_hub'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    source = Path(zoo.__file__).parents[1] / "src"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(source)}, check=False)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "plan", "doctor", "bench", "pack", "verify"])
+def test_every_command_teaches_by_example(run, name):
+    ran = run(name, "--help")
+    assert ran.code == 0 and f"smoe {name}" in ran.out and "Examples:" in ran.out

@@ -1,0 +1,171 @@
+"""Reading: O_DIRECT and buffered give the same bytes, refusals fall back, errors name the file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smoe.errors import TransferError
+from smoe.memory import disk
+from smoe.memory.device import Arena
+from smoe.memory.disk import DiskReader
+from smoe.memory.store import PAGE, Read
+
+SIZE = 20 * PAGE + 123
+DATA = random.Random(0).randbytes(SIZE)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "data.bin"
+    file.write_bytes(DATA)
+    return file
+
+
+@pytest.fixture
+def buffer() -> Iterator[memoryview]:
+    arena = Arena(1, 32 * PAGE, torch.device("cpu"))
+    yield arena.buffer(0)
+
+
+@pytest.fixture
+def reader() -> Iterator[Callable[[bool], DiskReader]]:
+    opened: list[DiskReader] = []
+
+    def make(direct: bool) -> DiskReader:
+        opened.append(DiskReader(direct))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.close()
+
+
+def whole(path: Path, offset: int = 0, pages: int = 20, need: int | None = None) -> Read:
+    return Read(path, offset, pages * PAGE, 0, pages * PAGE if need is None else need)
+
+
+Make = Callable[[bool], DiskReader]
+
+
+@pytest.mark.parametrize("chunk_pages", [1, 3, 1000])
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_bytes_are_the_file_s(
+    is_direct: bool, chunk_pages: int, path: Path, buffer: memoryview, reader: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several chunks, an offset, and the file's end inside the last page."""
+    monkeypatch.setattr(disk, "CHUNK_BYTES", chunk_pages * PAGE)
+    source = reader(is_direct)
+    for offset, pages, need in ((0, 20, None), (3 * PAGE, 5, None), (15 * PAGE, 6, 5 * PAGE + 123)):
+        buffer[:] = bytes(len(buffer))
+        came = source.read(whole(path, offset, pages, need), buffer)
+        wanted = need or pages * PAGE
+        assert came >= wanted
+        assert bytes(buffer[:wanted]) == DATA[offset : offset + wanted]
+    assert source.is_direct in (is_direct, False)  # a file system may refuse it: then buffered, and it says so
+
+
+def refuse(function: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """O_DIRECT is refused by `os.<function>`, as tmpfs and some others do; counts the refusals."""
+    original = getattr(os, function)
+    refused: list[int] = []
+    descriptors: set[int] = set()
+
+    def fake_open(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if function == "open" and flags & os.O_DIRECT:
+            refused.append(1)
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        descriptor: int = opening(path, flags, *rest, **more)
+        if flags & os.O_DIRECT:
+            descriptors.add(descriptor)
+        return descriptor
+
+    def fake_preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        if descriptor in descriptors:
+            refused.append(1)
+            raise OSError(errno.EINVAL, "unaligned, it says")
+        count: int = original(descriptor, buffers, offset)
+        return count
+
+    opening = os.open
+    monkeypatch.setattr(os, "open", fake_open)
+    if function == "preadv":
+        monkeypatch.setattr(os, "preadv", fake_preadv)
+    return refused
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT")
+@pytest.mark.parametrize("function", ["open", "preadv"])
+def test_refused_o_direct_falls_back(
+    function: str, path: Path, buffer: memoryview, reader: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = reader(True)
+    refused = refuse(function, monkeypatch)
+    for _ in range(2):
+        source.read(whole(path), buffer)
+        assert bytes(buffer[: 20 * PAGE]) == DATA[: 20 * PAGE]
+    assert refused == [1], "refused once, remembered afterwards"
+    assert not source.is_direct
+
+
+def test_short_reads_are_continued(
+    path: Path, buffer: memoryview, reader: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal or a network file system may give less than was asked for."""
+    original = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: original(fd, [buffers[0][:1000]], offset))
+    reader(False).read(whole(path), buffer)
+    assert bytes(buffer[: 20 * PAGE]) == DATA[: 20 * PAGE]
+
+
+def test_a_failing_disk_is_a_transfer_error(
+    path: Path, buffer: memoryview, reader: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    for is_direct in (True, False):
+        with pytest.raises(TransferError, match=r"data\.bin") as error:
+            reader(is_direct).read(whole(path), buffer)
+        assert error.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_reading_past_the_end(is_direct: bool, path: Path, buffer: memoryview, reader: Make) -> None:
+    """The file was cut after its header was read: an error, not an endless loop and not old bytes."""
+    with pytest.raises(TransferError, match="ends early"):
+        reader(is_direct).read(whole(path, 18 * PAGE, 4), buffer)
+
+
+def test_a_missing_file(tmp_path: Path, buffer: memoryview, reader: Make) -> None:
+    with pytest.raises(TransferError, match=r"gone\.bin") as error:
+        reader(True).read(whole(tmp_path / "gone.bin"), buffer)
+    assert error.value.errno == errno.ENOENT
+
+
+def test_something_more_urgent_between_chunks(
+    path: Path, buffer: memoryview, reader: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "CHUNK_BYTES", 4 * PAGE)
+    calls: list[bytes] = []
+    reader(False).read(whole(path), buffer, lambda: calls.append(bytes(buffer[:PAGE])))
+    assert len(calls) == 4  # five chunks
+    assert calls[0] == DATA[:PAGE]
+
+
+def test_files_are_closed(path: Path, buffer: memoryview) -> None:
+    before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0  # noqa: PTH208
+    source = DiskReader(True)
+    source.read(whole(path), buffer)
+    source.close()
+    assert not source.is_direct
+    if before:
+        assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

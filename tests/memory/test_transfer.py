@@ -1,0 +1,208 @@
+"""Queues and tickets, on a mover that the test holds by the hand: order is asserted on what was recorded, never on time.
+
+Would catch: a prefetch that a demand load has to wait for, a cancelled load that still arrives, an error that nobody hears of.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from smoe.errors import TransferError
+from smoe.expert import EXACT
+from smoe.memory.transfer import State, Ticket, Transfers
+from smoe.policy.plan import Load, Reason
+
+PATIENCE_SECONDS = 10
+
+
+class HeldMover:
+    """Every move waits for `release`; a prefetch has as many chunks as `chunks` says and asks between them."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.held = threading.Semaphore(0)
+        self.started = threading.Semaphore(0)
+        self.chunks = 1
+        self.fail: set[int] = set()
+        self.closed = 0
+
+    def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
+        expert = ticket.load.copy[1]
+        self.events.append(f"begin {expert}")
+        self.started.release()
+        assert self.held.acquire(timeout=PATIENCE_SECONDS)
+        for _ in range(self.chunks - 1):
+            if between is not None:
+                between()
+        if expert in self.fail:
+            raise TransferError(5, f"expert {expert} is unreadable")
+        self.events.append(f"end {expert}")
+        return 100 + expert
+
+    def mark_free(self) -> Any:
+        return None
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def mover() -> HeldMover:
+    return HeldMover()
+
+
+@pytest.fixture
+def transfers(mover: HeldMover) -> Iterator[Transfers]:
+    each = Transfers(mover, threads=1)
+    yield each
+    mover.held.release(100)
+    each.close()
+
+
+def load(expert: int, reason: Reason = Reason.DEMAND) -> Load:
+    return Load((0, expert, EXACT), expert, None, True, reason, 0)
+
+
+def prefetch(expert: int) -> Load:
+    return load(expert, Reason.PREFETCH)
+
+
+def wait_started(mover: HeldMover) -> None:
+    assert mover.started.acquire(timeout=PATIENCE_SECONDS)
+
+
+def order(mover: HeldMover) -> list[int]:
+    return [int(event.split()[1]) for event in mover.events if event.startswith("begin")]
+
+
+def finish(mover: HeldMover, *tickets: Ticket) -> None:
+    mover.held.release(100)
+    for ticket in tickets:
+        ticket.join()
+
+
+def test_demand_goes_before_prefetch_in_order_of_submission(mover: HeldMover, transfers: Transfers) -> None:
+    tickets = [transfers.submit(load(0))]
+    wait_started(mover)
+    tickets += [transfers.submit(each) for each in (prefetch(1), prefetch(2), load(3), load(4))]
+    finish(mover, *tickets)
+    assert order(mover) == [0, 3, 4, 1, 2]
+    assert all(ticket.state is State.DONE and ticket.is_over for ticket in tickets)
+    assert transfers.bytes_read == 5 * 100 + 10
+    assert transfers.busy_seconds > 0
+
+
+def test_a_running_prefetch_lets_demand_loads_pass(mover: HeldMover, transfers: Transfers) -> None:
+    mover.chunks = 3
+    first = transfers.submit(prefetch(1))
+    wait_started(mover)
+    second = transfers.submit(load(2))
+    third = transfers.submit(load(3))
+    finish(mover, first, second, third)
+    assert mover.events == ["begin 1", "begin 2", "end 2", "begin 3", "end 3", "end 1"]
+
+
+def test_an_urged_prefetch_goes_before_other_prefetches(mover: HeldMover, transfers: Transfers) -> None:
+    tickets = [transfers.submit(load(0))]
+    wait_started(mover)
+    tickets += [transfers.submit(prefetch(expert)) for expert in (1, 2, 3)]
+    transfers.urge(tickets[3])
+    finish(mover, *tickets)
+    assert order(mover) == [0, 3, 1, 2]
+
+
+def test_urging_a_demand_load_changes_no_order(mover: HeldMover, transfers: Transfers) -> None:
+    """The computing thread urges whatever it waits for; a queued demand load must not go to the end for that."""
+    tickets = [transfers.submit(load(0))]
+    wait_started(mover)
+    tickets += [transfers.submit(load(expert)) for expert in (1, 2, 3)]
+    for ticket in tickets:
+        transfers.urge(ticket)
+    finish(mover, *tickets)
+    assert order(mover) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_cancelled_loads_never_begin(reason: Reason, mover: HeldMover, transfers: Transfers) -> None:
+    running = transfers.submit(load(0))
+    wait_started(mover)
+    queued, last = transfers.submit(load(1, reason)), transfers.submit(load(2))
+    assert transfers.cancel(queued)
+    assert queued.state is State.CANCELLED
+    queued.join()
+    assert not transfers.cancel(queued), "cancelled twice"
+    assert not transfers.cancel(running), "what runs cannot be taken back"
+    finish(mover, running, last)
+    assert order(mover) == [0, 2]
+    assert not transfers.cancel(last)
+
+
+def test_an_error_is_the_waiting_thread_s(mover: HeldMover, transfers: Transfers) -> None:
+    """And the reading thread lives on."""
+    mover.fail = {1}
+    failing, fine = transfers.submit(load(1)), transfers.submit(load(2))
+    finish(mover, failing, fine)
+    assert failing.state is State.FAILED and isinstance(failing.error, TransferError)
+    assert fine.state is State.DONE and fine.error is None
+    assert transfers.bytes_read == 102
+
+
+def test_a_demand_load_that_fails_inside_a_prefetch_is_not_the_prefetch_s_error(
+    mover: HeldMover, transfers: Transfers
+) -> None:
+    mover.chunks, mover.fail = 2, {2}
+    guess = transfers.submit(prefetch(1))
+    wait_started(mover)
+    wanted = transfers.submit(load(2))
+    finish(mover, guess, wanted)
+    assert (guess.state, wanted.state) == (State.DONE, State.FAILED)
+
+
+def test_close_waits_for_what_runs_and_cancels_the_rest(mover: HeldMover) -> None:
+    transfers = Transfers(mover, threads=2)
+    tickets = [transfers.submit(load(expert)) for expert in range(5)]
+    wait_started(mover)
+    wait_started(mover)
+    closing = threading.Thread(target=transfers.close)
+    closing.start()
+    tickets[4].join()
+    mover.held.release(2)
+    closing.join(PATIENCE_SECONDS)
+    assert not closing.is_alive()
+    assert [ticket.state for ticket in tickets] == [State.DONE] * 2 + [State.CANCELLED] * 3
+    assert not [thread for thread in threading.enumerate() if thread in transfers._threads]
+    assert mover.closed == 1
+
+
+def test_drain_waits_for_what_runs_and_goes_on(mover: HeldMover, transfers: Transfers) -> None:
+    """As after an interrupt: afterwards nobody writes to any slot, and new loads work."""
+    running, queued = transfers.submit(load(0)), transfers.submit(load(1))
+    wait_started(mover)
+    mover.held.release(1)
+    transfers.drain()
+    assert (running.state, queued.state) == (State.DONE, State.CANCELLED)
+    again = transfers.submit(load(2))
+    finish(mover, again)
+    assert again.state is State.DONE
+    assert order(mover) == [0, 2]
+
+
+def test_many_threads_lose_nothing() -> None:
+    """Every ticket ends exactly once, whoever runs it."""
+    mover = HeldMover()
+    mover.held.release(10**6)
+    mover.chunks = 2
+    transfers = Transfers(mover, threads=4)
+    tickets = [transfers.submit(load(n, Reason.PREFETCH if n % 3 else Reason.DEMAND)) for n in range(400)]
+    for ticket in tickets[::2]:
+        transfers.urge(ticket)
+    for ticket in tickets:
+        ticket.join()
+    transfers.close()
+    assert all(ticket.state is State.DONE for ticket in tickets)
+    assert sorted(order(mover)) == list(range(400))
+    assert transfers.bytes_read == sum(100 + n for n in range(400))

@@ -1,0 +1,101 @@
+"""The two sides of a comparison: the unmodified transformers model, and ours at a chosen budget."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from smoe import from_pretrained
+from smoe.config import configure
+from smoe.loading import checkpoint_experts, open_store
+from smoe.models.registration import register_local_families
+from smoe.planning import blueprint
+from smoe.policy.budget import Demand, full_bytes, minimum_bytes
+
+CONTEXT = 96
+PROMPT_TOKENS = 24
+NEW_TOKENS = 32
+BUDGETS = ("full", "half", "fifth", "minimum")
+
+PROMPT = torch.randint(3, 128, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(11))
+"""One prompt, long enough that every layer of a toy uses nearly all of its 8 experts."""
+
+
+class Steps(NamedTuple):
+    """What a greedy run of a model gives."""
+
+    prefill: torch.Tensor
+    """Logits of every prompt position: [1, tokens, vocabulary]."""
+    logits: tuple[torch.Tensor, ...]
+    """Logits of the first new token and of every decode step after it."""
+    tokens: torch.Tensor
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, prompt: torch.Tensor = PROMPT, new_tokens: int = NEW_TOKENS, **more: Any) -> Steps:
+    """Prefill the prompt, then generate greedily; stopping early is not allowed."""
+    prefill = model(prompt, attention_mask=more.get("attention_mask")).logits
+    result = model.generate(
+        prompt,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **more,
+    )
+    return Steps(prefill, result.logits, result.sequences)
+
+
+def reference(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    """transformers alone, eager experts: what grade E0 is equal to."""
+    register_local_families()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
+    return model.eval()
+
+
+@cache
+def reference_steps(folder: Path, dtype: torch.dtype | str = "auto") -> Steps:
+    """`greedy` of the reference, once for each checkpoint."""
+    return greedy(reference(folder, dtype))
+
+
+def demand(folder: Path, **switches: Any) -> Demand:
+    """What a checkpoint asks of the budget, with the slot size that its store really needs."""
+    config = configure(**{"context_tokens": CONTEXT, **switches})
+    plan = blueprint(folder, config)
+    return plan.demand(config, open_store(folder, plan, checkpoint_experts(folder, plan), torch.device("cpu")).slot_bytes)
+
+
+def budget_bytes(folder: Path, budget: str | int, **switches: Any) -> int:
+    """Bytes of a named budget, or of one with exactly that many cache slots (toys: two staging slots)."""
+    needs = demand(folder, **switches)
+    if budget == "full":
+        return full_bytes(needs)
+    slots = {"half": needs.total_experts // 2, "fifth": needs.total_experts // 5, "minimum": needs.top_k}
+    wanted = max(needs.top_k, budget if isinstance(budget, int) else slots[budget])
+    return minimum_bytes(needs) + (wanted - needs.top_k) * needs.slot_bytes
+
+
+def open_model(folder: Path, budget: str | int = "half", **switches: Any) -> PreTrainedModel:
+    """Our model inside a named budget or a number of cache slots; whoever opens it closes `model.offload`."""
+    switches = {"context_tokens": CONTEXT, **switches}
+    return from_pretrained(folder, memory=budget_bytes(folder, budget, **switches), **switches)
+
+
+def assert_same_steps(ours: Steps, theirs: Steps) -> None:
+    """Bit for bit, every position and every step."""
+    assert torch.equal(ours.prefill, theirs.prefill), "prefill logits differ"
+    assert len(ours.logits) == len(theirs.logits)
+    for step, (a, b) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
+        assert torch.equal(a, b), f"logits differ at decode step {step} by {(a - b).abs().max().item():.3g}"
+    assert torch.equal(ours.tokens, theirs.tokens)
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    return float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())

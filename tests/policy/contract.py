@@ -1,0 +1,124 @@
+"""What every eviction policy promises (`policy/eviction/base.py`), as one class of tests; `test_eviction.py` runs it for
+each policy of the registry, so a new policy is tested without editing anything here.
+"""
+
+from __future__ import annotations
+
+import copy as copying
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smoe.expert import EXACT, Copy
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.registry import EVICTION
+from smoe.routing import Phase, Routing
+
+LAYERS, EXPERTS, TOP_K = 3, 4, 2
+COPIES: list[Copy] = [(layer, expert, EXACT) for layer in range(LAYERS) for expert in range(EXPERTS)]
+
+Event = Routing | tuple[str, Copy]
+"""A routing to observe, or a copy to insert or remove."""
+
+row = st.lists(st.integers(0, EXPERTS), min_size=TOP_K, max_size=TOP_K, unique=True)
+"""One token's choice; the index EXPERTS is padding."""
+routing = st.builds(
+    Routing,
+    layer=st.integers(0, LAYERS - 1),
+    phase=st.sampled_from(Phase),
+    experts=st.just(EXPERTS),
+    top_k_index=st.lists(row, min_size=1, max_size=3),
+)
+shield = st.sets(st.sampled_from(COPIES))
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[Event]:
+    """Routings between insertions and removals that keep the contract: nothing comes twice or leaves unseen."""
+    events: list[Event] = []
+    resident: set[Copy] = set()
+    for _ in range(draw(st.integers(0, 30))):
+        if draw(st.booleans()):
+            events.append(draw(routing))
+            continue
+        copy = draw(st.sampled_from(COPIES))
+        events.append(("remove" if copy in resident else "insert", copy))
+        resident ^= {copy}
+    return events
+
+
+def make(name: str, events: Sequence[Event]) -> tuple[Eviction, set[Copy]]:
+    """A policy that has lived through `events`, and its residents."""
+    future = [event for event in events if isinstance(event, Routing)]
+    eviction = EVICTION[name](future) if name == "belady" else EVICTION[name]()
+    resident: set[Copy] = set()
+    for event in events:
+        if isinstance(event, Routing):
+            eviction.observe(event)
+        elif event[0] == "insert":
+            eviction.insert(event[1])
+            resident.add(event[1])
+        else:
+            eviction.remove(event[1])
+            resident.remove(event[1])
+    return eviction, resident
+
+
+class EvictionContract:
+    """Inherit, and parametrise `name`."""
+
+    @given(events=histories(), shield=shield, count=st.integers(0, 15))
+    def test_victims_are_residents_outside_the_shield(
+        self, name: str, events: list[Event], shield: set[Copy], count: int
+    ) -> None:
+        """Would catch: a victim that this layer is using, one that is not there, one named twice, too many or too few."""
+        eviction, resident = make(name, events)
+        victims = eviction.victims(count, shield)
+        assert len(victims) == len(set(victims))
+        assert set(victims) <= resident - shield
+        assert len(victims) == min(count, len(resident - shield))
+
+    @given(events=histories(), shield=shield)
+    def test_asking_changes_nothing(self, name: str, events: list[Event], shield: set[Copy]) -> None:
+        eviction, _ = make(name, events)
+        before = copying.deepcopy(vars(eviction))
+        first = eviction.victims(5, shield)
+        assert eviction.victims(5, shield) == first
+        assert vars(eviction) == before
+
+    @given(events=histories(), shield=shield)
+    def test_fewer_victims_are_a_prefix_of_more(self, name: str, events: list[Event], shield: set[Copy]) -> None:
+        """One order for every count: would catch a rank that depends on how many are asked for."""
+        eviction, _ = make(name, events)
+        everyone = eviction.victims(len(COPIES), shield)
+        for count in range(len(everyone)):
+            assert eviction.victims(count, shield) == everyone[:count]
+
+    @given(events=histories(), shield=shield)
+    def test_the_shield_leaves_the_order_alone(self, name: str, events: list[Event], shield: set[Copy]) -> None:
+        eviction, _ = make(name, events)
+        everyone = eviction.victims(len(COPIES), ())
+        assert eviction.victims(len(COPIES), shield) == [copy for copy in everyone if copy not in shield]
+
+    @given(used=st.sets(st.integers(0, EXPERTS - 1), min_size=1), seed=st.randoms())
+    def test_ties_break_by_layer_and_expert(self, name: str, used: set[int], seed: object) -> None:
+        """Copies with the same history come out ascending, in whatever order the step named them."""
+        named = sorted(used)
+        seed.shuffle(named)  # type: ignore[attr-defined]
+        step = Routing(1, Phase.DECODE, EXPERTS, [named])
+        eviction, _ = make(name, [*(("insert", (1, expert, EXACT)) for expert in sorted(used)), step, step])
+        assert eviction.victims(EXPERTS, ()) == [(1, expert, EXACT) for expert in sorted(used)]
+
+    @given(events=histories())
+    def test_same_history_same_order(self, name: str, events: list[Event]) -> None:
+        """Would catch an order that comes from hashing or from the clock."""
+        first, second = make(name, events)[0], make(name, events)[0]
+        assert first.victims(len(COPIES), ()) == second.victims(len(COPIES), ())
+
+    def test_padding_is_no_use(self, name: str) -> None:
+        """The index E means no expert; would catch statistics of an expert that does not exist."""
+        step = Routing(0, Phase.DECODE, EXPERTS, [[EXPERTS, 1]])
+        events: list[Event] = [("insert", (0, 0, EXACT)), ("insert", (0, 1, EXACT)), step]
+        eviction, resident = make(name, events)
+        assert set(eviction.victims(10, ())) == resident

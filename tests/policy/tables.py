@@ -1,0 +1,125 @@
+"""Generated situations for planners: routings, and tables in every state that engine and simulator can reach."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from smoe.expert import EXACT, Copy
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.plan import LayerPlan, Load, PrefetchPlan, Promotion, Serve
+from smoe.policy.residency import SlotTable
+from smoe.routing import Phase, Routing
+
+LAYERS, EXPERTS, TOP_K = 3, 6, 2
+
+
+@st.composite
+def routings(draw: st.DrawFn, max_tokens: int = 8) -> Routing:
+    """One step of one layer: decode or prefill, 1 to `max_tokens` rows, some of them padding."""
+    token = st.lists(st.integers(0, EXPERTS - 1), min_size=TOP_K, max_size=TOP_K, unique=True)
+    rows = draw(st.lists(st.one_of(token, st.just([EXPERTS] * TOP_K)), min_size=1, max_size=max_tokens))
+    return Routing(draw(st.integers(0, LAYERS - 1)), draw(st.sampled_from(Phase)), EXPERTS, rows)
+
+
+guesses = st.lists(st.integers(0, EXPERTS - 1), max_size=EXPERTS, unique=True)
+"""What a predictor says of the next layer, best first."""
+
+
+def used(routing: Routing) -> list[Copy]:
+    """Oracle for `used_copies`."""
+    return sorted({(routing.layer, e, EXACT) for row in routing.top_k_index for e in row if e != routing.experts})
+
+
+class Executor:
+    """Carries plans out one event at a time, like the engine, with loads that arrive when the test says so.
+
+    It asserts everything that would be a wrong result or a deadlock on real hardware.
+    """
+
+    def __init__(self, cache_slots: int, staging_slots: int, eviction: Eviction) -> None:
+        self.table = SlotTable(cache_slots, staging_slots)
+        self.eviction = eviction
+        self.keeps: dict[Copy, bool] = {}
+        """Loads under way: whether they go to a cache slot."""
+        self.in_slot: dict[int, Copy] = {}
+        """What the bytes of a slot are, or are becoming: the slots' real contents."""
+        self.loaded: list[Copy] = []
+
+    def begin(self, load: Load) -> None:
+        self.table.begin(load)
+        if load.victim is not None:
+            self.eviction.remove(load.victim)
+        self.in_slot[load.slot] = load.copy
+        self.keeps[load.copy] = load.keep
+        self.loaded.append(load.copy)
+
+    def arrive(self, copy: Copy) -> None:
+        self.table.arrive(copy)
+        if self.keeps.pop(copy):
+            self.eviction.insert(copy)
+
+    def promote(self, promotions: Sequence[Promotion]) -> None:
+        for promotion in promotions:
+            self.table.promote(promotion)
+            if promotion.victim is not None:
+                self.eviction.remove(promotion.victim)
+            self.eviction.insert(promotion.copy)
+
+    def drop_stale(self, routing: Routing) -> None:
+        """What was prefetched and is not wanted leaves before the plan is made; what was under way has ended by then."""
+        for copy in sorted(self.table.staged - set(used(routing))):
+            if copy in self.table.inflight:
+                self.arrive(copy)
+            self.table.release(copy)
+
+    def carry_out(self, plan: LayerPlan, prefetch: PrefetchPlan | None = None) -> None:
+        """Serve by serve; every expert that is missing arrives as late as it can."""
+        self.promote(plan.promotions)
+        queue = [*plan.loads, *(prefetch.loads if prefetch else ())]
+        self._issue(queue, 0)
+        for computed, serve in enumerate(plan.serves, start=1):
+            self._serve(serve)
+            self._issue(queue, computed)
+            self.table.check()
+        assert not queue, f"loads never start: {queue}"
+
+    def _serve(self, serve: Serve) -> None:
+        table, copy = self.table, serve.copy
+        assert copy in table.ready or copy in table.inflight, f"{copy} would be waited for for ever"
+        assert serve.loads or copy in table.ready, f"{copy} was said to be ready"
+        if copy in table.inflight:
+            self.arrive(copy)
+        assert self.in_slot[table.ready[copy]] == copy, f"slot of {copy} was overwritten before it was computed"
+        if copy in table.staged:
+            table.release(copy)
+
+    def _issue(self, queue: list[Load], computed: int) -> None:
+        while queue and queue[0].after <= computed:
+            self.begin(queue.pop(0))
+
+
+def assert_plan_serves(plan: LayerPlan, routing: Routing) -> None:
+    """Every used expert once, with exactly its routes: nothing computed twice, nothing left out."""
+    assert sorted(serve.copy for serve in plan.serves) == used(routing)
+    for serve in plan.serves:
+        routes = {
+            token * TOP_K + choice
+            for token, row in enumerate(routing.top_k_index)
+            for choice, expert in enumerate(row)
+            if expert == serve.copy[1]
+        }
+        assert len(serve.routes) == len(routes) and set(serve.routes) == routes
+        by_choice_then_token = sorted(routes, key=lambda route: (route % TOP_K, route // TOP_K))
+        assert list(serve.routes) == by_choice_then_token, "the library's eager experts stack rows in this order"
+
+
+def assert_loads_can_start(plan: LayerPlan) -> None:
+    """Loads start in order; each, and all before it, waits only for serves before its own."""
+    position = {serve.copy: n for n, serve in enumerate(plan.serves)}
+    latest = 0
+    for load in plan.loads:
+        latest = max(latest, load.after)
+        assert 0 <= latest <= position[load.copy], load
+    assert len({load.copy for load in plan.loads}) == len(plan.loads)

@@ -1,0 +1,150 @@
+"""Every eviction policy against the contract and against an oracle of its own."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smoe.errors import ConfigError
+from smoe.expert import EXACT, Copy
+from smoe.policy.eviction.base import Eviction, used_copies
+from smoe.policy.registry import EVICTION, ONLINE_EVICTION, make_eviction
+from smoe.routing import Phase, Routing
+from tests.policy.contract import COPIES, EXPERTS, Event, EvictionContract, histories, make, routing, shield
+
+
+
+@pytest.mark.parametrize("name", sorted(EVICTION))
+class TestContract(EvictionContract):
+    """The contract, for every policy that has a name."""
+
+
+def test_the_policies_we_know_are_registered() -> None:
+    assert set(EVICTION) >= {"lru", "lfu", "belady"}
+
+
+class ListLRU:
+    """Oracle: residents in a list, the most recent at the end."""
+
+    def __init__(self) -> None:
+        self.order: list[Copy] = []
+
+    def apply(self, event: Event) -> None:
+        if not isinstance(event, Routing):
+            self.order.append(event[1]) if event[0] == "insert" else self.order.remove(event[1])
+            return
+        for copy in sorted({(event.layer, e, EXACT) for row in event.top_k_index for e in row if e != event.experts}):
+            if copy in self.order:
+                self.order.remove(copy)
+                self.order.append(copy)
+
+
+@given(events=histories(), shield=shield, count=st.integers(0, 12))
+def test_lru_against_a_list(events: list[Event], shield: set[Copy], count: int) -> None:
+    oracle = ListLRU()
+    for event in events:
+        oracle.apply(event)
+    eviction, _ = make("lru", events)
+    assert eviction.victims(count, shield) == [copy for copy in oracle.order if copy not in shield][:count]
+
+
+@given(events=histories(), shield=shield, count=st.integers(0, 12))
+def test_lfu_against_counting(events: list[Event], shield: set[Copy], count: int) -> None:
+    """A step counts once however many of its rows use an expert; counts outlive residency."""
+    uses = {
+        copy: sum(
+            copy[0] == step.layer and any(copy[1] in row for row in step.top_k_index)
+            for step in events
+            if isinstance(step, Routing)
+        )
+        for copy in COPIES
+    }
+    eviction, resident = make("lfu", events)
+    expected = sorted(resident - shield, key=lambda copy: (uses[copy], copy))
+    assert eviction.victims(count, shield) == expected[:count]
+
+
+@given(trace=st.lists(routing, max_size=12), now=st.integers(0, 12), resident=st.sets(st.sampled_from(COPIES)))
+def test_belady_against_looking_ahead(trace: list[Routing], now: int, resident: set[Copy]) -> None:
+    """Furthest next use first, never used again before all; a use in the present step is past."""
+
+    def next_use(copy: Copy) -> int:
+        later = (n for n, step in enumerate(trace) if n >= now and copy in used_copies(step))
+        return next(later, 10**6)
+
+    eviction = EVICTION["belady"](trace)
+    for copy in resident:
+        eviction.insert(copy)
+    for step in trace[:now]:
+        eviction.observe(step)
+    assert eviction.victims(len(COPIES), ()) == sorted(resident, key=lambda copy: (-next_use(copy), copy))
+
+
+def hits_of(eviction: Eviction, trace: list[int], slots: int) -> int:
+    """The textbook cache: one object a step, load on miss, evict when full."""
+    resident: set[Copy] = set()
+    hits = 0
+    for expert in trace:
+        step, copy = Routing(0, Phase.DECODE, EXPERTS, [[expert]]), (0, expert, EXACT)
+        eviction.observe(step)
+        if copy in resident:
+            hits += 1
+            continue
+        if len(resident) == slots:
+            (victim,) = eviction.victims(1, {copy})
+            eviction.remove(victim)
+            resident.remove(victim)
+        eviction.insert(copy)
+        resident.add(copy)
+    return hits
+
+
+def best_possible_hits(trace: list[int], slots: int) -> int:
+    """All ways to evict, tried one by one (states after each step with the most hits to get there)."""
+    states: dict[frozenset[int], int] = {frozenset(): 0}
+    for expert in trace:
+        following: dict[frozenset[int], int] = {}
+        for held, hits in states.items():
+            if expert in held:
+                choices = [(held, hits + 1)]
+            elif len(held) < slots:
+                choices = [(held | {expert}, hits)]
+            else:
+                choices = [((held - {victim}) | {expert}, hits) for victim in held]
+            for state, count in choices:
+                following[state] = max(count, following.get(state, -1))
+        states = following
+    return max(states.values())
+
+
+@given(trace=st.lists(st.integers(0, EXPERTS - 1), max_size=14), slots=st.integers(1, 3))
+def test_belady_is_the_best_possible(trace: list[int], slots: int) -> None:
+    """Against every possible sequence of evictions, not against another policy."""
+    future = [Routing(0, Phase.DECODE, EXPERTS, [[expert]]) for expert in trace]
+    best = best_possible_hits(trace, slots)
+    assert hits_of(EVICTION["belady"](future), trace, slots) == best
+    for name in ONLINE_EVICTION:
+        assert hits_of(make_eviction(name), trace, slots) <= best
+
+
+def test_used_copies_are_sorted_unique_and_real() -> None:
+    step = Routing(2, Phase.PREFILL, EXPERTS, [[3, 1], [1, EXPERTS], [0, 3]])
+    assert used_copies(step) == [(2, 0, EXACT), (2, 1, EXACT), (2, 3, EXACT)]
+
+
+def test_unknown_policies_are_refused_with_a_list() -> None:
+    with pytest.raises(ConfigError, match="lfu, lru"):
+        make_eviction("random")
+    with pytest.raises(ConfigError, match="simulator"):
+        make_eviction("belady")
+
+
+def test_policies_are_fresh_and_named() -> None:
+    for name in ONLINE_EVICTION:
+        first, second = make_eviction(name), make_eviction(name)
+        assert first is not second
+        assert first.name == name
+    assert all(a is not b for a, b in itertools.pairwise(EVICTION.values()))

@@ -1,0 +1,224 @@
+"""`plan_layer` and `plan_prefetch` over generated sequences of steps, on tables from roomy down to top-k slots.
+
+Would catch: an expert served twice or not at all, a load that waits for itself (deadlock), a slot overwritten before its user
+is computed, a victim that this layer uses, a prefill that throws away what decoding keeps, a look-ahead that takes the last
+staging slot.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smoe.errors import BudgetError
+from smoe.expert import EXACT
+from smoe.policy.plan import LayerPlan, PrefetchPlan, Reason
+from smoe.policy.planner import LAST_TOKENS, observation, plan_layer, plan_prefetch, routes_by_copy
+from smoe.policy.registry import ONLINE_EVICTION, make_eviction
+from smoe.policy.residency import SlotTable
+from smoe.routing import Phase, Routing
+from smoe.simulator.replay import carry_out
+from tests.policy.tables import (
+    EXPERTS,
+    LAYERS,
+    TOP_K,
+    Executor,
+    assert_loads_can_start,
+    assert_plan_serves,
+    guesses,
+    routings,
+    used,
+)
+
+steps = st.lists(st.tuples(routings(), guesses), min_size=1, max_size=25)
+cache_sizes = st.integers(TOP_K, LAYERS * EXPERTS + 2)
+staging_sizes = st.integers(2, 8)
+policies = st.sampled_from(sorted(ONLINE_EVICTION))
+
+
+def assert_plan_is_sound(plan: LayerPlan, routing: Routing, executor: Executor) -> None:
+    """What must hold before anything is carried out."""
+    table = executor.table
+    assert_plan_serves(plan, routing)
+    assert_loads_can_start(plan)
+    assert plan.hits == len(plan.serves) - len(plan.loads)
+    wanted, before = set(used(routing)), set(table.cached())
+    early_victims = {load.victim for load in plan.loads if load.victim is not None and load.after == 0}
+    early_victims |= {promotion.victim for promotion in plan.promotions if promotion.victim is not None}
+    assert not early_victims & wanted, "a resident that this layer uses is evicted before it is computed"
+    assert early_victims <= before
+    if routing.phase is Phase.PREFILL:
+        assert not early_victims and all(load.victim is None for load in plan.loads), "prefill evicts nothing"
+    assert all(load.reason is Reason.DEMAND for load in plan.loads)
+
+
+def assert_prefetch_is_modest(prefetch: PrefetchPlan, plan: LayerPlan, executor: Executor) -> None:
+    table = executor.table
+    assert all(not load.keep and load.victim is None and load.reason is Reason.PREFETCH for load in prefetch.loads)
+    assert {(load.slot, load.after) for load in prefetch.loads} <= set(plan.spare)
+    assert len({load.slot for load in prefetch.loads}) == len(prefetch.loads) < table.staging_slots
+    copies = [load.copy for load in prefetch.loads]
+    assert len(set(copies)) == len(copies)
+    assert not set(copies) & (table.ready.keys() | table.inflight.keys())
+
+
+def run(steps: list[tuple[Routing, list[int]]], cache: int, staging: int, name: str, looks_ahead: bool) -> Executor:
+    executor = Executor(cache, staging, make_eviction(name))
+    for routing, predicted in steps:
+        executor.drop_stale(routing)
+        executor.eviction.observe(observation(routing))
+        residents = set(executor.table.cached())
+        plan = plan_layer(routing, executor.table, executor.eviction, max(1, cache // LAYERS))
+        assert_plan_is_sound(plan, routing, executor)
+        executor.promote(plan.promotions)
+        promoted = plan._replace(promotions=[])
+        prefetch = None
+        if looks_ahead:
+            following = (routing.layer + 1) % LAYERS
+            prefetch = plan_prefetch(following, predicted, executor.table, plan)
+            assert_prefetch_is_modest(prefetch, plan, executor)
+        loaded = len(executor.loaded)
+        executor.carry_out(promoted, prefetch)
+        if routing.phase is Phase.PREFILL:
+            assert residents <= set(executor.table.cached()), "prefill lost a cache resident"
+            assert len(set(executor.loaded[loaded:])) == len(executor.loaded[loaded:]), "prefill reads an expert once"
+        assert set(executor.table.cached()) == set(executor.eviction.victims(99, ()))
+        assert len(executor.table.free_staging) >= 1, "no staging slot is left for the next layer"
+    return executor
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=steps, cache=cache_sizes, staging=staging_sizes, name=policies)
+def test_any_sequence_of_steps(steps: list[tuple[Routing, list[int]]], cache: int, staging: int, name: str) -> None:
+    run(steps, cache, staging, name, looks_ahead=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps=steps, cache=cache_sizes, staging=staging_sizes, name=policies)
+def test_any_sequence_with_look_ahead(
+    steps: list[tuple[Routing, list[int]]], cache: int, staging: int, name: str
+) -> None:
+    """Right and wrong guesses before decode and prefill alike: never a deadlock, never a wrong slot."""
+    run(steps, cache, staging, name, looks_ahead=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=steps, cache=cache_sizes, staging=staging_sizes, name=policies)
+def test_the_simulator_s_shortcut_is_the_same(
+    steps: list[tuple[Routing, list[int]]], cache: int, staging: int, name: str
+) -> None:
+    """`carry_out` against the event by event executor: same residents, same slots, after every step."""
+    executor, table, eviction = Executor(cache, staging, make_eviction(name)), SlotTable(cache, staging), None
+    eviction = make_eviction(name)
+    for routing, _ in steps:
+        plans = []
+        for residency, policy in ((executor.table, executor.eviction), (table, eviction)):
+            policy.observe(observation(routing))
+            plans.append(plan_layer(routing, residency, policy, max(1, cache // LAYERS)))
+        assert plans[0] == plans[1]
+        executor.carry_out(plans[0])
+        carry_out(plans[1], table, eviction)
+        table.check()
+        assert (table.ready, table.free_cache, table.free_staging) == (
+            executor.table.ready,
+            executor.table.free_cache,
+            executor.table.free_staging,
+        )
+        assert eviction.victims(99, ()) == executor.eviction.victims(99, ())
+
+
+@given(routing=routings())
+def test_routes_against_a_double_loop(routing: Routing) -> None:
+    found = routes_by_copy(routing)
+    assert list(found) == used(routing)
+    expected = {
+        copy: tuple(
+            token * TOP_K + choice
+            for choice in range(TOP_K)
+            for token, row in enumerate(routing.top_k_index)
+            if row[choice] == copy[1]
+        )
+        for copy in used(routing)
+    }
+    assert found == expected
+
+
+def decode(layer: int, *experts: int) -> Routing:
+    return Routing(layer, Phase.DECODE, EXPERTS, [list(experts)])
+
+
+def served(executor: Executor, routing: Routing, share: int = 9) -> LayerPlan:
+    executor.eviction.observe(observation(routing))
+    plan = plan_layer(routing, executor.table, executor.eviction, share)
+    executor.carry_out(plan)
+    return plan
+
+
+def test_decode_computes_what_is_here_before_it_waits() -> None:
+    """Resident, then under way, then missing, whatever their numbers: computing hides reading."""
+    executor = Executor(6, 2, make_eviction("lru"))
+    served(executor, decode(0, 3, 5))
+    routing = Routing(0, Phase.DECODE, EXPERTS, [[0, 5], [3, 1]])
+    plan = plan_layer(routing, executor.table, executor.eviction, 9)
+    assert [serve.copy[1] for serve in plan.serves] == [3, 5, 0, 1]
+    assert [serve.loads for serve in plan.serves] == [False, False, True, True]
+    assert plan.hits == 2
+
+
+def test_waves_reuse_the_slots_of_experts_computed_before() -> None:
+    """Six experts through two slots: each load waits for just one more serve."""
+    executor = Executor(2, 2, make_eviction("lru"))
+    plan = served(executor, Routing(0, Phase.DECODE, EXPERTS, [[0, 1], [2, 3], [4, 5]]))
+    assert [load.after for load in plan.loads] == [0, 0, 1, 2, 3, 4]
+    assert [load.slot for load in plan.loads] == [0, 1, 0, 1, 0, 1]
+    assert sorted(executor.table.cached()) == [(0, 4, EXACT), (0, 5, EXACT)]
+
+
+def test_a_right_guess_is_promoted_and_a_wrong_one_forgotten() -> None:
+    executor = Executor(4, 3, make_eviction("lru"))
+    plan = plan_layer(decode(0, 0, 1), executor.table, executor.eviction, 9)
+    executor.carry_out(plan, plan_prefetch(1, [4, 2], executor.table, plan))
+    assert executor.table.staged == {(1, 4, EXACT), (1, 2, EXACT)}
+    following = decode(1, 4, 5)
+    executor.drop_stale(following)
+    plan = served(executor, following)
+    assert plan.hits == 1 and [promotion.copy for promotion in plan.promotions] == [(1, 4, EXACT)]
+    assert (1, 4, EXACT) in set(executor.table.cached())
+    assert (1, 2, EXACT) not in executor.table
+
+
+def test_look_ahead_leaves_one_staging_slot_alone() -> None:
+    for staging in (2, 3, 8):
+        table = SlotTable(4, staging)
+        plan = LayerPlan(0, [], [], [], 0, [(4 + n, 0) for n in range(staging)])
+        assert len(plan_prefetch(1, range(9), table, plan).loads) == staging - 1
+
+
+def test_prefill_keeps_what_the_last_tokens_use() -> None:
+    """A layer's share of two: of six experts those stay that the end of the prompt uses most."""
+    rows = [[0, 1]] * LAST_TOKENS + [[2, 3]] * (LAST_TOKENS - 2) + [[4, 2]] * 2
+    executor = Executor(6, 2, make_eviction("lru"))
+    served(executor, Routing(0, Phase.PREFILL, EXPERTS, rows), share=2)
+    assert sorted(executor.table.cached()) == [(0, 2, EXACT), (0, 3, EXACT)]
+
+
+def test_an_eviction_policy_learns_from_the_end_of_a_prompt_and_from_every_decode_step() -> None:
+    rows = [[0, 1]] * 5 + [[2, 3]] * LAST_TOKENS
+    assert observation(Routing(0, Phase.PREFILL, EXPERTS, rows)).top_k_index == [[2, 3]] * LAST_TOKENS
+    step = Routing(0, Phase.DECODE, EXPERTS, rows)
+    assert observation(step) is step
+
+
+def test_padding_alone_plans_nothing() -> None:
+    for phase in Phase:
+        for rows in ([[EXPERTS] * 2], [[EXPERTS] * 2] * 3):
+            plan = plan_layer(Routing(0, phase, EXPERTS, rows), SlotTable(2, 2), make_eviction("lru"), 1)
+            assert not plan.serves and not plan.loads and plan.hits == 0
+
+
+def test_prefill_without_staging_is_a_budget_error() -> None:
+    executor = Executor(2, 0, make_eviction("lru"))
+    served(executor, decode(1, 0, 1))
+    with pytest.raises(BudgetError, match="staging"):
+        plan_layer(Routing(0, Phase.PREFILL, EXPERTS, [[0, 1]]), executor.table, executor.eviction, 1)

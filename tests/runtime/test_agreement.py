@@ -1,0 +1,127 @@
+"""Engine and simulator carry out the same plans: a recorded run, replayed, gives the engine's own hits and loads, exactly.
+
+Would catch: a policy that hears things in another order in the engine than in the simulator, a hit counted twice, a cache
+that is warm from the engine's own trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from smoe.metrics import Counters
+from smoe.policy.planner import observation, plan_layer
+from smoe.policy.registry import make_eviction
+from smoe.policy.residency import SlotTable
+from smoe.routing import Phase, Routing
+from smoe.simulator.replay import carry_out, replay
+from tests import oracle, zoo
+
+Open = Callable[..., PreTrainedModel]
+
+
+def simulated(trace: Sequence[Routing], cache_slots: int, staging_slots: int, eviction_name: str) -> Counters:
+    """The engine's counters, from plans that are carried out on nothing."""
+    table, eviction, counters = SlotTable(cache_slots, staging_slots), make_eviction(eviction_name), Counters()
+    layers = len({routing.layer for routing in trace})
+    for routing in trace:
+        eviction.observe(observation(routing))
+        plan = plan_layer(routing, table, eviction, max(1, cache_slots // layers))
+        counters.loads += len(plan.loads)
+        if routing.phase is Phase.DECODE:
+            counters.decode_uses += len(plan.serves)
+            counters.decode_hits += plan.hits
+        else:
+            counters.prefill_uses += len(plan.serves)
+            counters.prefill_hits += plan.hits
+        carry_out(plan, table, eviction)
+        table.check()
+    return counters
+
+
+def events(counters: Counters) -> tuple[int, ...]:
+    """What must agree. A prefill starts the next layer's reads early; the simulator has no need to, so an expert that
+    was prefetched and wanted is a load in the one and a hit in the other.
+    """
+    early = counters.prefetches_used
+    return (
+        counters.decode_uses,
+        counters.decode_hits,
+        counters.prefill_uses,
+        counters.prefill_hits - early,
+        counters.loads + early,
+    )
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+@pytest.mark.parametrize("budget", ["full", "half", "fifth", "minimum"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3"])
+def test_replay_counts_what_the_engine_counted(
+    family: str, budget: str, eviction: str, toy: Callable[..., Path], open_model: Open
+) -> None:
+    """Two prompts of different lengths after each other: the second prefill finds a cache that decoding has filled."""
+    model = open_model(toy(family), budget, eviction=eviction)
+    engine = model.offload
+    with engine.recording() as trace:
+        oracle.greedy(model, oracle.PROMPT, 24)
+        oracle.greedy(model, oracle.PROMPT[:, :9].flip(1), 24)
+    ledger = engine.ledger
+    counted = engine.stats()
+    assert events(simulated(trace, ledger.cache_slots, ledger.staging_slots, eviction)) == events(counted)
+
+    counts = replay(trace, ledger.cache_slots, ledger.staging_slots, make_eviction(eviction))
+    assert (counts.uses, counts.uses - counts.misses) == (counted.decode_uses, counted.decode_hits)
+    assert counts.hit_ratio == pytest.approx(counted.hit_ratio)
+    assert counted.decode_uses > 0 and counted.prefill_uses > 0
+
+
+@pytest.mark.parametrize("budget", ["half", "minimum"])
+def test_replay_of_a_batch(budget: str, toy: Callable[..., Path], open_model: Open) -> None:
+    """Several rows a decode step: more experts than top-k, and at the minimum more than there are slots (waves)."""
+    model = open_model(toy("qwen2_moe"), budget, max_sequences=3)
+    engine, prompts = model.offload, oracle.PROMPT.reshape(3, -1)
+    with engine.recording() as trace:
+        oracle.greedy(model, prompts, 10)
+    widest = max(
+        len({e for row in r.top_k_index for e in row}) for r in trace if r.phase is Phase.DECODE and len(r.top_k_index)
+    )
+    assert widest > 4
+    ledger = engine.ledger
+    assert events(simulated(trace, ledger.cache_slots, ledger.staging_slots, "lru")) == events(engine.stats())
+
+
+def test_recording_is_what_the_router_said(toy: Callable[..., Path], open_model: Open) -> None:
+    """Against the unmodified model's own top-k; would catch a trace that is shifted by a layer or a step."""
+    folder = toy("mixtral")
+    chosen: list[list[list[int]]] = []
+    theirs = oracle.reference(folder)
+    for name, module in theirs.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(lambda _, args: chosen.append(args[1].tolist()))
+    model = open_model(folder, "fifth")
+    with model.offload.recording() as trace, torch.no_grad():
+        ours = model.generate(oracle.PROMPT, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+        assert torch.equal(ours, theirs.generate(oracle.PROMPT, max_new_tokens=6, min_new_tokens=6, do_sample=False))
+    layers = zoo.sparse_layers(theirs)
+    assert [routing.layer for routing in trace] == list(layers) * 6
+    assert [routing.top_k_index for routing in trace] == chosen
+    assert [routing.phase for routing in trace] == [Phase.PREFILL] * len(layers) + [Phase.DECODE] * 5 * len(layers)
+
+
+def test_recording_ends_with_its_block(toy: Callable[..., Path], open_model: Open) -> None:
+    model = open_model(toy("mixtral"))
+    with pytest.raises(ZeroDivisionError), model.offload.recording() as trace:
+        raise ZeroDivisionError
+    model(oracle.PROMPT)
+    assert trace == []
+
+
+def test_a_fresh_engine_has_done_nothing(toy: Callable[..., Path], open_model: Open) -> None:
+    """The trials at load are not the user's: no counts, no residents, no statistics."""
+    engine = open_model(toy("mixtral")).offload
+    assert engine.stats() == Counters()
+    assert not engine.executor.table.ready and not engine.executor.table.inflight

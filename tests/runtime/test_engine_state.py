@@ -1,0 +1,172 @@
+"""The life of an engine: turns, closing, forks, caches that are not its own, contexts that do not fit."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from smoe.errors import ContextError, EngineStateError
+from smoe.metrics import Counters
+from smoe.runtime.kv_cache import RowCache
+from tests import oracle
+
+Open = Callable[..., PreTrainedModel]
+
+
+def reading_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("smoe-")]
+
+
+def test_close_is_idempotent_and_final(toy: Callable[..., Path], open_model: Open) -> None:
+    before = set(reading_threads())
+    model = open_model(toy("mixtral"))
+    model(oracle.PROMPT)
+    assert set(reading_threads()) - before
+    for _ in range(3):
+        model.offload.close()
+    assert not set(reading_threads()) - before
+    for use in (lambda: model(oracle.PROMPT), lambda: model.generate(oracle.PROMPT, max_new_tokens=2)):
+        with pytest.raises(EngineStateError, match="closed"):
+            use()
+
+
+def test_context_manager_closes(toy: Callable[..., Path], open_model: Open) -> None:
+    model = open_model(toy("mixtral"))
+    with model.offload as engine:
+        assert engine is model.offload
+        model(oracle.PROMPT)
+    with pytest.raises(EngineStateError):
+        model(oracle.PROMPT)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_is_told_so(toy: Callable[..., Path], open_model: Open) -> None:
+    """Its reading threads do not exist; would catch a child that waits for them for ever."""
+    model = open_model(toy("mixtral"))
+    expected = model(oracle.PROMPT).logits
+    child = os.fork()
+    if child == 0:
+        try:
+            model(oracle.PROMPT)
+        except EngineStateError as error:
+            model.offload.close()  # may be called, must not wait for threads that are not there
+            os._exit(17 if "fork" in str(error) else 18)
+        except BaseException:
+            os._exit(19)
+        os._exit(20)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 17
+    assert torch.equal(model(oracle.PROMPT).logits, expected)
+
+
+def test_two_threads_take_turns(toy: Callable[..., Path], open_model: Open) -> None:
+    folder = toy("qwen2_moe")
+    model = open_model(folder, "fifth", max_sequences=2)
+    prompts = [oracle.PROMPT, oracle.PROMPT.flip(1)]
+    theirs = oracle.reference(folder)
+    expected = [theirs.generate(p, max_new_tokens=12, min_new_tokens=12, do_sample=False) for p in prompts]
+    results: dict[int, torch.Tensor] = {}
+
+    def work(number: int) -> None:
+        torch.set_num_threads(1)
+        results[number] = model.generate(prompts[number], max_new_tokens=12, min_new_tokens=12, do_sample=False)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(results[number], expected[number]) for number in (0, 1))
+    model.offload.executor.table.check()
+
+
+def test_a_foreign_cache_is_refused(toy: Callable[..., Path], open_model: Open) -> None:
+    model = open_model(toy("mixtral"))
+    foreign = DynamicCache(config=model.config)
+    for use in (
+        lambda: model(oracle.PROMPT, past_key_values=foreign),
+        lambda: model.generate(oracle.PROMPT, past_key_values=foreign, max_new_tokens=2),
+    ):
+        with pytest.raises(EngineStateError, match="DynamicCache"):
+            use()
+
+
+def test_a_cache_for_other_rows_is_refused(toy: Callable[..., Path], open_model: Open) -> None:
+    model = open_model(toy("mixtral"), max_sequences=2)
+    with pytest.raises(EngineStateError, match="2 sequences"):
+        model(oracle.PROMPT, past_key_values=model.offload.new_cache(2))
+
+
+def test_what_does_not_fit_the_context_is_refused(toy: Callable[..., Path], open_model: Open) -> None:
+    """In a prompt and in the middle of generating; afterwards the engine goes on."""
+    folder = toy("mixtral")
+    model = open_model(folder, context_tokens=40)
+    with pytest.raises(ContextError, match="40"):
+        model(oracle.PROMPT.repeat(1, 2))
+    with pytest.raises(ContextError, match="--context"):
+        model.generate(oracle.PROMPT, max_new_tokens=40, min_new_tokens=40, do_sample=False)
+    fits = model.generate(oracle.PROMPT, max_new_tokens=16, min_new_tokens=16, do_sample=False)
+    assert torch.equal(fits, oracle.reference_steps(folder).tokens[:, : fits.shape[1]])
+
+
+def test_several_caches_retire_the_oldest(toy: Callable[..., Path], open_model: Open) -> None:
+    model = open_model(toy("mixtral"), max_sequences=2)
+    first, second = model.offload.new_cache(), model.offload.new_cache()
+    assert first.capacity_tokens == 2 * oracle.CONTEXT  # one row may use what two would
+    assert first.reserved_tokens == 0 and second.reserved_tokens == 2 * oracle.CONTEXT
+    with pytest.raises(EngineStateError, match="newer"):
+        model(oracle.PROMPT, past_key_values=first)
+    model(oracle.PROMPT, past_key_values=second)
+
+
+def test_caches_never_hold_more_than_the_ledger_says(toy: Callable[..., Path], open_model: Open) -> None:
+    """Would catch a generation whose cache outlives it: a second one would double the budget."""
+    model = open_model(toy("mixtral"))
+    limit = model.offload.ledger.entries()["KV cache"]
+    caches = []
+    for _ in range(3):
+        cache = model.offload.new_cache()
+        caches.append(cache)
+        model(oracle.PROMPT, past_key_values=cache)
+        assert 0 < sum(each.nbytes for each in caches) <= limit
+    model.generate(oracle.PROMPT, max_new_tokens=4)
+    assert sum(each.nbytes for each in caches) == 0
+
+
+def test_a_forgotten_model_leaves_no_cycle_of_caches(toy: Callable[..., Path], open_model: Open) -> None:
+    model = open_model(toy("mixtral"))
+    for _ in range(3):
+        model(oracle.PROMPT)
+    gc.collect()
+    assert sum(isinstance(each, RowCache) and each.nbytes > 0 for each in gc.get_objects()) <= 1
+
+
+def test_counters_are_an_interval(toy: Callable[..., Path], open_model: Open) -> None:
+    model = open_model(toy("mixtral"), "fifth")
+    model(oracle.PROMPT)
+    before = model.offload.stats()
+    model.generate(oracle.PROMPT, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    passed = model.offload.stats() - before
+    assert (passed.forward_passes, passed.tokens) == (5, oracle.PROMPT_TOKENS + 4)
+    assert passed.decode_uses == 4 * 4 * 2
+    assert passed.bytes_read >= passed.loads * model.offload.store.expert_bytes > 0
+    parts = passed.wait_seconds + passed.compute_seconds + passed.plan_seconds + passed.dense_seconds
+    assert parts == pytest.approx(passed.forward_seconds)
+    assert before - before == Counters()
+    assert Counters().hit_ratio == 1
+    assert Counters(decode_uses=4, decode_hits=3).hit_ratio == 0.75
+
+
+def test_describe_adds_up(toy: Callable[..., Path], open_model: Open) -> None:
+    engine = open_model(toy("mixtral"), "half").offload
+    facts = engine.describe()
+    assert sum(facts["bytes"].values()) <= facts["memory_budget_bytes"]
+    assert facts["slots"] == 16 and facts["resident_share"] == 0.5
+    assert engine.peak_memory_bytes() <= facts["memory_budget_bytes"]

@@ -1,0 +1,125 @@
+"""Several threads on one layer: same rows, nobody left at work after an error or an interrupt."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from smoe.runtime import split
+from smoe.runtime.execute import Way
+from smoe.runtime.expert_math import ExpertMath
+from smoe.runtime.team import Team
+from tests import oracle
+
+PATIENCE_SECONDS = 10
+
+
+@pytest.fixture
+def team() -> Iterator[Team]:
+    before = torch.get_num_threads()
+    each = Team(3)
+    yield each
+    each.close()
+    torch.set_num_threads(before)
+
+
+def test_every_member_works_once(team: Team) -> None:
+    for _ in range(50):
+        seen: list[tuple[int, int]] = []
+        team.run(lambda member, of, seen=seen: seen.append((member, of)))  # type: ignore[misc]
+        assert sorted(seen) == [(0, 3), (1, 3), (2, 3)]
+
+
+@pytest.mark.parametrize("member", [0, 1, 2])
+def test_the_first_error_is_raised_and_the_team_goes_on(member: int, team: Team) -> None:
+    def job(me: int, _: int) -> None:
+        if me == member:
+            raise ValueError(f"member {me}")
+
+    with pytest.raises(ValueError, match=f"member {member}"):
+        team.run(job)
+    test_every_member_works_once(team)
+
+
+@pytest.mark.parametrize("where", ["own share", "waiting"])
+def test_an_interrupt_leaves_nobody_at_work(where: str, team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: the next request reading rows that a helper of the interrupted one is still writing."""
+    go_on, ended = threading.Event(), []
+
+    def job(me: int, _: int) -> None:
+        if me == 0 and where == "own share":
+            threading.Timer(0.05, go_on.set).start()
+            raise KeyboardInterrupt
+        if me > 0:
+            assert go_on.wait(PATIENCE_SECONDS)
+            ended.append(me)
+
+    def interrupted() -> None:
+        threading.Timer(0.05, go_on.set).start()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        if where == "waiting":
+            patched.setattr(team._helpers[0], "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            team.run(job)
+    started = sorted(ended)
+    test_every_member_works_once(team)
+    assert sorted(ended) == started, "a helper of the interrupted run was still at work"
+
+
+def test_closing_ends_the_threads() -> None:
+    team = Team(2)
+    threads = [helper._thread for helper in team._helpers]
+    team.close()
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_team_changes_no_bit(
+    family: str, toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel], monkeypatch: Any
+) -> None:
+    """Put in by hand: toys are too small for one to be chosen."""
+    folder = toy(family)
+    model = open_model(folder, "full")
+    team = Team(2)
+    model.offload.executor.way = Way(team)
+    runs: list[int] = []
+    original = team.run
+    monkeypatch.setattr(team, "run", lambda job: (runs.append(1), original(job))[1])
+    steps = oracle.greedy(model)
+    assert runs, "the team was never asked"
+    oracle.assert_same_steps(steps, oracle.reference_steps(folder))
+
+
+def test_a_way_with_other_bits_is_never_chosen(
+    toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel], monkeypatch: Any
+) -> None:
+    """Catches a comparison that always passes: with every twin product off by a little, no twin may be chosen."""
+    original = ExpertMath.forward_each
+
+    def slightly_off(self: ExpertMath, x: Any, weights: Any, out: torch.Tensor, twin: bool = False) -> None:
+        original(self, x, weights, out)
+        if twin:
+            out.mul_(1 + 1e-3)
+
+    monkeypatch.setattr(ExpertMath, "forward_each", slightly_off)
+    monkeypatch.setattr(split, "MIN_EXPERT_BYTES", 0)
+    monkeypatch.setattr(split, "_seconds", lambda executor, layer, dtype, way: 0.0 if way.twin else 1.0)
+    model = open_model(toy("qwen3_moe"), "full")
+    assert not model.offload.executor.way.twin
+
+
+def test_the_chosen_way_is_exact(
+    toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel], monkeypatch: Any
+) -> None:
+    """Whatever wins the measurement on this machine, the logits are the library's."""
+    monkeypatch.setattr(split, "MIN_EXPERT_BYTES", 0)
+    folder = toy("qwen3_moe")
+    oracle.assert_same_steps(oracle.greedy(open_model(folder, "full")), oracle.reference_steps(folder))

@@ -1,0 +1,125 @@
+"""Who may import whom. Would catch torch in a policy, a command line that takes seconds to answer, a circle outwards."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "smoe"
+HEAVY = ("torch", "transformers", "safetensors", "fastapi", "ray", "huggingface_hub")
+VALUES = {"smoe.expert", "smoe.routing", "smoe.errors", "smoe.units"}
+"""Modules of plain values that everybody may use."""
+
+DECIDE = {"policy"}
+DO = {"memory", "models", "runtime", "simulator"}
+OFFER = {"cli", "server", "bench", "eval", "cluster"}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = ("smoe", *path.relative_to(SOURCE).with_suffix("").parts)
+        yield ".".join(parts).removesuffix(".__init__"), path
+
+
+def imports(path: Path) -> set[str]:
+    """Everything a file imports, at the top or inside a function; type-checking only imports too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            base = node.module or ""
+            found |= {f"{base}.{alias.name}" if is_module(f"{base}.{alias.name}") else base for alias in node.names}
+    return found
+
+
+def is_module(name: str) -> bool:
+    path = SOURCE.parent.joinpath(*name.split("."))
+    return name.startswith("smoe") and (path.with_suffix(".py").exists() or (path / "__init__.py").exists())
+
+
+def package_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def smoe_imports(path: Path) -> set[str]:
+    return {name for name in imports(path) if name.split(".")[0] == "smoe"}
+
+
+ALL = dict(modules())
+
+
+@pytest.mark.parametrize("module", [m for m in ALL if package_of(m) in DECIDE])
+def test_policies_import_values_only(module: str) -> None:
+    for name in imports(ALL[module]):
+        top = name.split(".")[0]
+        if top == "smoe":
+            assert name in VALUES or name.startswith("smoe.policy"), name
+        else:
+            assert top in sys.stdlib_module_names | {"numpy"}, name
+            assert top not in ("threading", "time", "pathlib", "os", "io"), f"{name}: no clock, files or threads here"
+
+
+@pytest.mark.parametrize("module", [m for m in ALL if package_of(m) == "simulator"])
+def test_the_simulator_imports_policies_only(module: str) -> None:
+    for name in smoe_imports(ALL[module]):
+        assert name in VALUES or name.startswith(("smoe.policy", "smoe.simulator")), name
+
+
+@pytest.mark.parametrize("module", [m for m in ALL if package_of(m) == "memory"])
+def test_memory_imports_inwards(module: str) -> None:
+    """Bytes and slots know nothing of models, engines or people."""
+    for name in smoe_imports(ALL[module]):
+        assert name in VALUES or name.startswith(("smoe.memory", "smoe.policy")), name
+
+
+@pytest.mark.parametrize("module", [m for m in ALL if package_of(m) in DECIDE | DO])
+def test_nothing_inside_knows_what_is_offered(module: str) -> None:
+    for name in smoe_imports(ALL[module]):
+        assert package_of(name) not in OFFER, name
+
+
+def test_values_import_nothing_heavy() -> None:
+    for module in VALUES:
+        assert smoe_imports(ALL[module]) <= VALUES, module
+
+
+LIGHT = ["smoe", "smoe.config", "smoe.errors", "smoe.units", "smoe.metrics"]
+LIGHT += [m for m in ALL if package_of(m) in ("policy", "simulator")]
+
+
+def loaded_by(module: str) -> set[str]:
+    code = f"import {module}, sys; print(*[name for name in {HEAVY!r} if name in sys.modules])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env={"PYTHONPATH": str(SOURCE.parent)}, capture_output=True, text=True, timeout=60, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_light_modules_load_nothing_heavy() -> None:
+    """In a fresh interpreter; all at once, and if that fails one by one to say which."""
+    if loaded_by(", ".join(LIGHT)):
+        assert {module: loaded_by(module) for module in LIGHT if loaded_by(module)} == {}
+
+
+@pytest.mark.skipif("smoe.cli" not in ALL, reason="no command line in this tree")
+def test_the_command_line_answers_at_once() -> None:
+    assert loaded_by("smoe.cli") == set()
+
+
+def test_what_is_exported_exists() -> None:
+    import smoe
+
+    assert all(getattr(smoe, name) is not None for name in smoe.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = smoe.nothing
+    assert importlib.util.find_spec("smoe") is not None

@@ -1,0 +1,1 @@
+"""How the demonstration model of `smoe` was made: data, tokenizer, training, export, scores."""
