@@ -68,7 +68,9 @@ def demand(folder: Path, **switches: Any) -> Demand:
     """What a checkpoint asks of the budget, with the slot size that its store really needs."""
     config = configure(**{"context_tokens": CONTEXT, **switches})
     plan = blueprint(folder, config)
-    return plan.demand(config, open_store(folder, plan, checkpoint_experts(folder, plan), torch.device("cpu")).slot_bytes)
+    return plan.demand(
+        config, open_store(folder, plan, checkpoint_experts(folder, plan), torch.device("cpu")).slot_bytes
+    )
 
 
 def budget_bytes(folder: Path, budget: str | int, **switches: Any) -> int:
@@ -81,7 +83,7 @@ def budget_bytes(folder: Path, budget: str | int, **switches: Any) -> int:
     return minimum_bytes(needs) + (wanted - needs.top_k) * needs.slot_bytes
 
 
-def open_model(folder: Path, budget: str | int = "half", **switches: Any) -> PreTrainedModel:
+def open_model(folder: Path | str, budget: str | int = "half", **switches: Any) -> PreTrainedModel:
     """Our model inside a named budget or a number of cache slots; whoever opens it closes `model.offload`."""
     switches = {"context_tokens": CONTEXT, **switches}
     return from_pretrained(folder, memory=budget_bytes(folder, budget, **switches), **switches)

@@ -1,4 +1,6 @@
-"""Who may import whom. Would catch torch in a policy, a command line that takes seconds to answer, a circle outwards."""
+"""Who may import whom. Would catch torch in a policy, a command line that takes seconds to answer, a circle
+outwards.
+"""
 
 from __future__ import annotations
 

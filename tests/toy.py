@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from tests import zoo
 
 END = "<end>"
+ASCII = ["\u010a", "\u0120", *map(chr, range(33, 127))]
+"""Newline and space (as byte-level vocabularies write them) and every printable character."""
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
@@ -28,15 +30,17 @@ def save_toy(folder: Path, family: str = "qwen2_moe", template: str | None = Non
 
 def ascii_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     """One token a character, and an end token."""
-    letters = ["\u010a", "\u0120", *map(chr, range(33, 127))]  # newline and space as byte-level vocabularies write them
-    return byte_tokenizer(letters, template)
+    return byte_tokenizer(ASCII, template)
 
 
-def byte_tokenizer(letters: Sequence[str], template: str | None = None) -> PreTrainedTokenizerFast:
-    """One token for each of `letters` of the byte-level alphabet, and an end token."""
-    vocabulary = {letter: number for number, letter in enumerate(letters)} | {END: len(letters)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+def byte_tokenizer(
+    letters: Sequence[str], template: str | None = None, merges: Sequence[tuple[str, str]] = ()
+) -> PreTrainedTokenizerFast:
+    """One token for each of `letters` of the byte-level alphabet, an end token, and one for every merge."""
+    words = [*letters, END, *("".join(pair) for pair in merges)]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
     fast.chat_template = template

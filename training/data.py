@@ -20,14 +20,14 @@ END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = [END_OF_TEXT, "<|im_start|>", "<|im_end|>"]
 
 MIXTURE = {
-    "tinystories": 0.42,
-    "storybooks": 0.10,
-    "children_books": 0.07,
-    "simple_fiction": 0.02,
-    "math_gsm8k": 0.02,
+    "tinystories": 0.46,
+    "storybooks": 0.05,
+    "children_books": 0.02,
+    "simple_fiction": 0.01,
+    "math_gsm8k": 0.01,
     "code_mbpp": 0.005,
     "code_python": 0.005,
-    "synthqa": 0.36,
+    "synthqa": 0.44,
 }
 """Share of each source in the training tokens."""
 

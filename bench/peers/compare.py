@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -201,6 +202,7 @@ def arena_from(options: argparse.Namespace) -> Arena:
 def main() -> None:
     """Compare what the command line names."""
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that worker and memory group go too
     arena = arena_from(options)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) if options.check else None

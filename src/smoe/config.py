@@ -28,7 +28,7 @@ class EngineConfig:
     max_sequences: int = 1
     """Sequences that run together."""
     prefill_tokens: int = 2048
-    """Longer prompts are read in chunks of this many tokens (exact prefill then is of grade E1, not E0)."""
+    """Tokens of all sequences in one step; longer prompts are read in chunks (their grade then is E1, not E0)."""
     threads: int | None = None
     """Computing threads; None: what torch chose."""
     io_threads: int = 2

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as library_logging
 
 from smoe.config import EngineConfig, configure
-from smoe.errors import CheckpointError, ConfigError
+from smoe.errors import BudgetError, CheckpointError, ConfigError
 from smoe.memory.device import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.free import free_device_bytes, less_margin
@@ -85,7 +85,7 @@ def load(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     plan = blueprint(model, config, revision)
-    make_ledger(plan, config, device, page_ceil(plan.expert_bytes))  # refuse before a download what cannot work after it
+    make_ledger(plan, config, device, page_ceil(plan.expert_bytes))  # refused before a download, not after it
     folder = fetch(model, revision)
     checkpoint = checkpoint_experts(folder, plan)
     store = open_store(folder, plan, checkpoint, device)
@@ -152,8 +152,12 @@ def _load_dense(folder: Path, plan: Blueprint, device: torch.device) -> PreTrain
             experts_implementation="eager",
             trust_remote_code=False,
             local_files_only=True,
+            ignore_mismatched_sizes=True,  # reported below, as an error of ours
             output_loading_info=True,
         )
+    mismatched = sorted(entry[0] for entry in info["mismatched_keys"])
+    if mismatched:
+        raise CheckpointError(f"{mismatched[0]!r} in {folder} has another shape than its config.json says")
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(
@@ -211,10 +215,23 @@ def _assemble(
         transfers=transfers,
         executor=executor,
         budget_reason=reason,
+        dense_bytes=_dense_bytes(model, ledger),
         context_tokens=plan.context_tokens,
     )
     attach(model, plan.sites, engine)
     return model
+
+
+def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:
+    """What the library has really allocated for the weights beside the experts; more than promised is refused."""
+    tensors = [*model.parameters(), *model.buffers()]
+    used: int = sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())  # tied weights once
+    promised = ledger.demand.weights_bytes
+    if used > promised:
+        raise BudgetError(
+            f"the non-expert weights take {used} bytes, {promised} were planned; please report this model"
+        )
+    return used
 
 
 def _predictors(model: PreTrainedModel, plan: Blueprint, config: EngineConfig) -> dict[Phase, Predictor]:

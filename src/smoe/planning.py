@@ -17,7 +17,7 @@ from smoe.errors import ConfigError, ModelError, UnsupportedModelError
 from smoe.memory.store import PAGE, page_ceil
 from smoe.models.anatomy import Anatomy, examine
 from smoe.models.experts import ExpertsSite, find_sites, meta_model
-from smoe.models.files import local_folder
+from smoe.models.files import HUB_HINT, local_folder
 from smoe.models.registration import register_local_families
 from smoe.models.workspace import workspace_bytes
 from smoe.policy.budget import Demand
@@ -57,7 +57,7 @@ class Blueprint:
 
     def demand(self, config: EngineConfig, slot_bytes: int | None = None) -> Demand:
         """What the model asks of the budget; without `slot_bytes`, with the largest alignment a slot may need."""
-        tokens = min(config.prefill_tokens, self.context_tokens) * config.max_sequences
+        tokens = min(config.prefill_tokens, self.context_tokens * config.max_sequences)
         text = self.config.get_text_config()
         item = self.dtype.itemsize
         return Demand(
@@ -92,11 +92,14 @@ def blueprint(model: str | Path, config: EngineConfig, revision: str | None = No
 def read_config(model: str | Path, revision: str | None) -> PretrainedConfig:
     """A model's configuration, from disk or the hub; no code of the repository is run."""
     register_local_families()
-    source = local_folder(model) or str(model)
+    folder = local_folder(model)
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot read the configuration of {model}: {str(error).strip().splitlines()[0]}") from error
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder or str(model), revision=revision, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"cannot read the configuration of {model}: {reason}{'' if folder else HUB_HINT}") from error
     return config
 
 

@@ -81,7 +81,7 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
     """The report of a generation that has just ended; `rates` where the caller has measured them already."""
     engine: Engine = model.offload  # type: ignore[assignment]
     decode = generation.decode_counters
-    rates = _with_own_disk_rate(rates or quick_rates(model.device), generation)
+    rates = _with_own_disk_rate(rates or quick_rates(model.device, engine.slot_memory), generation)
     step = measured_step(decode, engine.store.expert_bytes, dense_bytes(model), model.device.type == "cuda")
     return RunReport(
         generation=generation,

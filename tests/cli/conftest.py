@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_thread_and_no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("SMOE_DEBUG", raising=False)
-    monkeypatch.setattr("smoe.hardware.measure_memory", lambda seconds: 20e9)
+    monkeypatch.setattr("smoe.hardware.measure_memory", lambda seconds, memory=None: 20e9)
     monkeypatch.setattr("smoe.hardware.measure_small_disk", lambda request_bytes: 1e8)
     monkeypatch.setattr("smoe.forecast.measure_small_disk", lambda request_bytes: 1e8)
     threads = torch.get_num_threads()

@@ -234,3 +234,27 @@ def test_nothing_heavy_is_imported_for_help():
 def test_every_command_teaches_by_example(run, name):
     ran = run(name, "--help")
     assert ran.code == 0 and f"smoe {name}" in ran.out and "Examples:" in ran.out
+
+
+def test_a_budget_that_cannot_work_is_refused_before_any_download(run, checkpoint, monkeypatch):
+    def download(model: str, revision: str | None) -> Path:
+        raise AssertionError("downloads first")
+
+    monkeypatch.setattr("smoe.loading.fetch", download)
+    ran = run("generate", checkpoint, "--memory", "1MiB", "-p", "x")
+    assert ran.code == 2 and "together" in ran.err
+
+
+@pytest.mark.parametrize("failure", [OSError("no route"), RuntimeError("a kind that only the network stack knows")])
+def test_a_network_that_fails_is_a_model_error(monkeypatch, failure):
+    from huggingface_hub import HfApi
+
+    from smoe.errors import ModelError
+    from smoe.models.files import fetch
+
+    def fail(*args: object, **named: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(HfApi, "model_info", fail)
+    with pytest.raises(ModelError, match="check the name, the network"):
+        fetch("no-such-owner/no-such-model", None)

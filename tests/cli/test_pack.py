@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from smoe.memory import packed
+from smoe.models import packed
 from tests.toy import save_toy
 
 

@@ -40,7 +40,9 @@ def test_every_tensor_is_where_the_library_reads_it(
             expected = file.get_tensor(key)
             assert (place.path, place.shape, DTYPES[place.dtype]) == (path, tuple(expected.shape), expected.dtype)
             assert place.nbytes == expected.numel() * ITEM_BYTES[place.dtype]
-            raw = torch.frombuffer(bytearray(data[place.offset : place.offset + place.nbytes] or b"\0" * 8), dtype=expected.dtype)
+            raw = torch.frombuffer(
+                bytearray(data[place.offset : place.offset + place.nbytes] or b"\0" * 8), dtype=expected.dtype
+            )
             assert torch.equal(raw[: expected.numel()].reshape(expected.shape), expected)
 
 

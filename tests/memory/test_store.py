@@ -1,7 +1,7 @@
 """Placements: what lands in a slot equals what safetensors reads, whichever way the checkpoint is laid out.
 
-Would catch: a read that starts at the wrong page, gate and up swapped, an expert's rows taken from its neighbour, a conversion
-that rounds otherwise than the library.
+Would catch: a read that starts at the wrong page, gate and up swapped, an expert's rows taken from its neighbour, a
+conversion that rounds otherwise than the library.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def write(folder: Path, tensors: Tensors, layout: str, shift: int) -> LayerExper
         save_file({**padding, "up": up, "down": down}, folder / "one.safetensors")
         found = read_header(folder / "one.safetensors")
         sources = [
-            {"gate_up_proj": (row_of(found["up"], e),), "down_proj": (row_of(found["down"], e),)} for e in range(EXPERTS)
+            {"gate_up_proj": (row_of(found["up"], e),), "down_proj": (row_of(found["down"], e),)}
+            for e in range(EXPERTS)
         ]
         return LayerExperts(0, PARTS, sources)
     files: dict[str, Tensors] = {"one": dict(padding), "two": {}}
@@ -98,7 +99,7 @@ def assert_slots_hold_the_experts(store: ExpertStore, tensors: Tensors, is_direc
 
 def assert_placements_are_legal(store: ExpertStore) -> None:
     """Pages for O_DIRECT, reads that do not overlap in the slot, matrices where the kernels want them."""
-    for layer, expert in store.keys():
+    for layer, expert in store.keys():  # noqa: SIM118
         placement = store.placement(layer, expert)
         end = 0
         for read in placement.reads:
@@ -193,5 +194,3 @@ def test_row_of_a_fused_tensor(tmp_path: Path) -> None:
     raw = (tmp_path / "w.safetensors").read_bytes()[row.offset : row.offset + row.nbytes]
     assert torch.equal(torch.frombuffer(bytearray(raw), dtype=torch.float32), torch.arange(12.0, 18.0))
     assert row.shape == (2, 3)
-
-

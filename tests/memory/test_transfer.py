@@ -1,6 +1,8 @@
-"""Queues and tickets, on a mover that the test holds by the hand: order is asserted on what was recorded, never on time.
+"""Queues and tickets, on a mover that the test holds by the hand: order is asserted on what was recorded, never on
+time.
 
-Would catch: a prefetch that a demand load has to wait for, a cancelled load that still arrives, an error that nobody hears of.
+Would catch: a prefetch that a demand load has to wait for, a cancelled load that still arrives, an error that nobody
+hears of.
 """
 
 from __future__ import annotations

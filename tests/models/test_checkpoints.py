@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from smoe.config import configure
 from smoe.errors import CheckpointError, DiskSpaceError
-from smoe.loading import checkpoint_experts, open_store
-from smoe.memory.store import PAGE
+from smoe.loading import checkpoint_experts
+from smoe.memory.store import PAGE, ExpertStore
 from smoe.models import packed
 from smoe.models.reference import reference_parameters
-from smoe.planning import blueprint
+from smoe.planning import SAFETENSORS_NAMES, blueprint
 from tests import oracle, zoo
 
 Open = Callable[..., PreTrainedModel]
@@ -35,7 +35,7 @@ def copy_of(folder: Path, target: Path) -> Path:
 
 def pack_folder(folder: Path, dtype: str = "auto", progress: Callable[[int, int], None] = lambda *_: None) -> Path:
     plan = blueprint(folder, configure(dtype=dtype, context_tokens=oracle.CONTEXT))
-    store = open_store(folder, plan, checkpoint_experts(folder, plan))
+    store = ExpertStore(checkpoint_experts(folder, plan), SAFETENSORS_NAMES[plan.dtype])
     return packed.pack(folder, plan.sites, store, progress)
 
 
@@ -89,7 +89,7 @@ def test_packed_is_equal(
     store = model.offload.store
     assert store.paths() == [path], "the packed file was not used"
     assert not store.is_staged
-    assert all(len(store.placement(*key).reads) == 1 for key in store.keys())
+    assert all(len(store.placement(*key).reads) == 1 for key in store.keys())  # noqa: SIM118
     assert store.slot_bytes < store.expert_bytes + 2 * PAGE
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(toy(family, dtype=dtype)))
 
@@ -176,7 +176,9 @@ def test_an_expert_with_nan_is_not_packed(toy: Callable[..., Path], tmp_path: Pa
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_the_index_finds_every_expert(family: str, toy: Callable[..., Path]) -> None:
-    """Against the library's own loader, every expert of every layer: would catch renaming and order rules that changed."""
+    """Against the library's own loader, every expert of every layer: would catch renaming and order rules that
+    changed.
+    """
     folder = toy(family)
     plan = blueprint(folder, configure(context_tokens=oracle.CONTEXT))
     index, theirs = checkpoint_experts(folder, plan), dict(oracle.reference(folder).named_parameters())

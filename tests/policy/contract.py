@@ -1,5 +1,5 @@
-"""What every eviction policy promises (`policy/eviction/base.py`), as one class of tests; `test_eviction.py` runs it for
-each policy of the registry, so a new policy is tested without editing anything here.
+"""What every eviction policy promises (`policy/eviction/base.py`), as one class of tests; `test_eviction.py` runs it
+for each policy of the registry, so a new policy is tested without editing anything here.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class EvictionContract:
     def test_victims_are_residents_outside_the_shield(
         self, name: str, events: list[Event], shield: set[Copy], count: int
     ) -> None:
-        """Would catch: a victim that this layer is using, one that is not there, one named twice, too many or too few."""
+        """Would catch: a victim that this layer is using, one that is not there, one named twice, too many or too
+        few.
+        """
         eviction, resident = make(name, events)
         victims = eviction.victims(count, shield)
         assert len(victims) == len(set(victims))

@@ -68,7 +68,9 @@ class Executor:
             self.eviction.insert(promotion.copy)
 
     def drop_stale(self, routing: Routing) -> None:
-        """What was prefetched and is not wanted leaves before the plan is made; what was under way has ended by then."""
+        """What was prefetched and is not wanted leaves before the plan is made; what was under way has ended by
+        then.
+        """
         for copy in sorted(self.table.staged - set(used(routing))):
             if copy in self.table.inflight:
                 self.arrive(copy)

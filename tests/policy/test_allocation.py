@@ -87,3 +87,10 @@ def test_each_claim_costs_what_it_says() -> None:
         grown = replace(DEMAND, **{name: getattr(DEMAND, name) + 1})
         assert minimum_bytes(grown) == minimum_bytes(DEMAND) + 1
     assert minimum_bytes(replace(DEMAND, top_k=9)) == minimum_bytes(DEMAND) + DEMAND.slot_bytes
+
+
+@pytest.mark.parametrize(("slots", "staging"), [(10, 2), (59, 2), (60, 3), (100, 5), (400, 8)])
+def test_staging_takes_a_twentieth_within_its_bounds(slots: int, staging: int) -> None:
+    fixed = minimum_bytes(DEMAND) - (DEMAND.top_k + MIN_STAGING_SLOTS) * DEMAND.slot_bytes
+    ledger = allocate(fixed + slots * DEMAND.slot_bytes, DEMAND)
+    assert (ledger.staging_slots, ledger.cache_slots) == (staging, slots - staging)

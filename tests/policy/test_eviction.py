@@ -16,7 +16,6 @@ from smoe.routing import Phase, Routing
 from tests.policy.contract import COPIES, EXPERTS, Event, EvictionContract, histories, make, routing, shield
 
 
-
 @pytest.mark.parametrize("name", sorted(EVICTION))
 class TestContract(EvictionContract):
     """The contract, for every policy that has a name."""

@@ -1,8 +1,8 @@
 """`plan_layer` and `plan_prefetch` over generated sequences of steps, on tables from roomy down to top-k slots.
 
-Would catch: an expert served twice or not at all, a load that waits for itself (deadlock), a slot overwritten before its user
-is computed, a victim that this layer uses, a prefill that throws away what decoding keeps, a look-ahead that takes the last
-staging slot.
+Would catch: an expert served twice or not at all, a load that waits for itself (deadlock), a slot overwritten before
+its user is computed, a victim that this layer uses, a prefill that throws away what decoding keeps, a look-ahead that
+takes the last staging slot.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The slot table against a plain dict under generated operations.
 
-Would catch: a slot in two states or in none, a staging slot that becomes a cache slot for ever, a victim that is still found.
+Would catch: a slot in two states or in none, a staging slot that becomes a cache slot for ever, a victim that is still
+found.
 """
 
 from __future__ import annotations

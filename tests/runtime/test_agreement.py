@@ -1,7 +1,8 @@
-"""Engine and simulator carry out the same plans: a recorded run, replayed, gives the engine's own hits and loads, exactly.
+"""Engine and simulator carry out the same plans: a recorded run, replayed, gives the engine's own hits and loads,
+exactly.
 
-Would catch: a policy that hears things in another order in the engine than in the simulator, a hit counted twice, a cache
-that is warm from the engine's own trials.
+Would catch: a policy that hears things in another order in the engine than in the simulator, a hit counted twice, a
+cache that is warm from the engine's own trials.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def events(counters: Counters) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
 @pytest.mark.parametrize("budget", ["full", "half", "fifth", "minimum"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
 def test_replay_counts_what_the_engine_counted(
     family: str, budget: str, eviction: str, toy: Callable[..., Path], open_model: Open
 ) -> None:
@@ -67,7 +68,7 @@ def test_replay_counts_what_the_engine_counted(
     model = open_model(toy(family), budget, eviction=eviction)
     engine = model.offload
     with engine.recording() as trace:
-        oracle.greedy(model, oracle.PROMPT, 24)
+        oracle.greedy(model, torch.cat([oracle.PROMPT, oracle.PROMPT.flip(1)], dim=1), 24)  # longer than LAST_TOKENS
         oracle.greedy(model, oracle.PROMPT[:, :9].flip(1), 24)
     ledger = engine.ledger
     counted = engine.stats()

@@ -1,7 +1,7 @@
 """Grade E1: batches and chunked prompts give the same bits at every budget, and transformers' values up to rounding.
 
-Would catch: results that depend on the order in which experts arrive, padding that leaks into real rows, wrong positions
-after a chunk.
+Would catch: results that depend on the order in which experts arrive, padding that leaks into real rows, wrong
+positions after a chunk.
 """
 
 from __future__ import annotations

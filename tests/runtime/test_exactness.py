@@ -1,7 +1,7 @@
 """Grade E0: every family, at every budget, gives the bits of the unmodified transformers model with eager experts.
 
-Would catch: a wrong order of summation, an expert read from the wrong place or into a slot still in use, gate and up swapped, a
-forgotten bias, a KV cache that shows attention another shape, a wave that overwrites what it still needs.
+Would catch: a wrong order of summation, an expert read from the wrong place or into a slot still in use, gate and up
+swapped, a forgotten bias, a KV cache that shows attention another shape, a wave that overwrites what it still needs.
 """
 
 from __future__ import annotations

@@ -61,9 +61,8 @@ def residents(executor: LayerExecutor) -> set[Any]:
     return set(executor._eviction.victims(10**6, ()))
 
 
-@pytest.mark.parametrize("prefetch", ["none", "next-gate"])
-@pytest.mark.parametrize("eviction", ["lru", "lfu"])
-@pytest.mark.parametrize("at", [1, 2, 9, 33, 40, 80, 100])
+@pytest.mark.parametrize(("eviction", "prefetch"), [("lru", "none"), ("lru", "next-gate"), ("lfu", "next-gate")])
+@pytest.mark.parametrize("at", [1, 9, 40, 100])
 def test_read_error_loses_one_request(
     at: int,
     eviction: str,

@@ -1,7 +1,7 @@
 """The model stays the library's: everything built on `generate` works and gives what the unmodified model gives.
 
-Would catch: a wrapped object in place of the library's class, a cache that beam search cannot reorder, a global generator that
-loading or planning has moved on.
+Would catch: a wrapped object in place of the library's class, a cache that beam search cannot reorder, a global
+generator that loading or planning has moved on.
 """
 
 from __future__ import annotations

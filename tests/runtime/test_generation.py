@@ -15,7 +15,7 @@ from smoe.errors import ConfigError, ContextError, ModelError
 from smoe.runtime.chat import Chat
 from smoe.runtime.generation import Sampling, encode, generate, generate_batch, pad
 from smoe.runtime.text import TextStream
-from tests.toy import END, TEMPLATE, ascii_tokenizer, byte_tokenizer, save_toy
+from tests.toy import ASCII, END, TEMPLATE, ascii_tokenizer, byte_tokenizer, save_toy
 
 BYTES = byte_tokenizer(sorted(pre_tokenizers.ByteLevel.alphabet()))
 
@@ -223,6 +223,23 @@ def test_template_turns_reuse_the_common_beginning(model):
     assert computed == answer.prompt_tokens - chat.reused_tokens + len(answer.token_ids) - 1
     ids = chat._ids[: -len(answer.token_ids)]
     assert answer.token_ids == _without_memory(model, tokenizer, ids, 3)
+
+
+def test_an_answers_own_tokens_are_kept_where_its_text_would_be_cut_otherwise(tmp_path):
+    """The answer's first two letters have a token of their own, which the model did not choose."""
+    folder = save_toy(tmp_path / "merging", vocab_size=len(ASCII) + 2)
+    model = from_pretrained(folder, memory="16MiB", context_tokens=64, threads=1)
+    template = TEMPLATE.replace(": {{ m", ":{{ m")  # so that an answer stands in the text as it was generated
+    plain = ascii_tokenizer(template)
+    answer = Chat(model, plain, Sampling(max_new_tokens=4)).say("a").answers[0]
+    assert len(answer.text) == 4 and answer.text == answer.text.strip()
+    merging = byte_tokenizer(ASCII, template, [(answer.text[0], answer.text[1])])
+    chat = Chat(model, merging, Sampling(max_new_tokens=4))
+    first = chat.say("a").answers[0]
+    chat.say("b")
+    assert len(merging(first.text)["input_ids"]) < len(first.token_ids) == 4
+    assert chat.reused_tokens == first.prompt_tokens + 4 - 1
+    model.offload.close()
 
 
 def test_an_interrupted_turn_stays_in_the_conversation(model, tokenizer):

@@ -1,6 +1,7 @@
 """Our cache against the library's DynamicCache: what attention sees, and going back.
 
-Would catch: a window that is one position off, a failed pass that leaves its positions behind, a prompt reused at the wrong place.
+Would catch: a window that is one position off, a failed pass that leaves its positions behind, a prompt reused at the
+wrong place.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def test_gpt_oss_far_beyond_its_window(toy: Callable[..., Path], open_model: Ope
     folder = toy("gpt_oss")
     assert oracle.reference(folder).config.sliding_window == WINDOW
     model = open_model(folder, "minimum")
-    oracle.assert_same_steps(oracle.greedy(model, new_tokens=40), oracle.greedy(oracle.reference(folder), new_tokens=40))
+    oracle.assert_same_steps(
+        oracle.greedy(model, new_tokens=40), oracle.greedy(oracle.reference(folder), new_tokens=40)
+    )
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
@@ -125,3 +128,25 @@ def test_a_failed_pass_leaves_nothing_behind(
     fresh = model.offload.new_cache()
     model(oracle.PROMPT, past_key_values=fresh)
     assert torch.equal(continued, model(token, past_key_values=fresh).logits)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe"])
+def test_a_failed_pass_spoils_a_recurrent_cache(
+    family: str, toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some layers' state has taken the lost tokens in: would catch a cache that goes on with them, silently wrong."""
+    model = open_model(toy(family))
+    cache, token = model.offload.new_cache(), torch.tensor([[7]])
+    expected = model(oracle.PROMPT, past_key_values=cache).logits
+
+    def fail(*_: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(model.lm_head, "forward", fail)
+        with pytest.raises(KeyboardInterrupt):
+            model(token, past_key_values=cache)
+    with pytest.raises(EngineStateError, match="new cache"):
+        model(token, past_key_values=cache)
+    cache.reset()
+    assert torch.equal(model(oracle.PROMPT, past_key_values=cache).logits, expected)

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smoe.policy.eviction.belady import Belady
+from smoe.policy.eviction.lru import LRU
+from smoe.policy.planner import LAST_TOKENS
 from smoe.policy.registry import ONLINE_EVICTION, make_eviction
 from smoe.routing import Phase, Routing
 from smoe.simulator.replay import ReplayCounts, replay
@@ -41,7 +43,9 @@ FROZEN: dict[int, dict[str, int]] = {
     36: {"lfu": 175, "lru": 153, "belady": 55},
     48: {"lfu": 4, "lru": 4, "belady": 4},
 }
-"""Misses of 1200 uses by cache slots and policy, as `print_table` prints them; a change here needs a reason in the log."""
+"""Misses of 1200 uses by cache slots and policy, as `print_table` prints them; a change here needs a reason in the
+log.
+"""
 
 
 def misses_at(slots: int) -> dict[str, int]:
@@ -88,6 +92,21 @@ def test_an_empty_trace_and_one_of_padding() -> None:
 
 def test_replaying_twice_is_the_same() -> None:
     assert misses_at(12) == misses_at(12)
+
+
+def test_policies_learn_what_the_engine_lets_them_learn() -> None:
+    """All of a decode step, the end of a prompt; would catch a simulator that tells them more than the engine does."""
+    heard: list[Routing] = []
+
+    class Listening(LRU):
+        def observe(self, routing: Routing) -> None:
+            heard.append(routing)
+            super().observe(routing)
+
+    prompt = Routing(0, Phase.PREFILL, EXPERTS, [[0, 1]] * 8 + [[2, 3]] * LAST_TOKENS)
+    step = Routing(0, Phase.DECODE, EXPERTS, [[0, 1]])
+    replay([prompt, step], 4, 2, Listening())
+    assert [len(routing.top_k_index) for routing in heard] == [LAST_TOKENS, 1]
 
 
 single = st.builds(

@@ -13,8 +13,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from smoe.bench.prompts import prompt_ids
-from smoe.floor import Rates
+from smoe.hardware import quick_rates
 from smoe.report import RunReport, report_on
+from smoe.runtime.engine import Engine
 from smoe.runtime.generation import Sampling, generate_batch, pad
 
 WARM_UP_TOKENS = 8
@@ -67,13 +68,14 @@ def measure_cells(
     tokenizer: Any,
     cells: list[Cell],
     seed: int,
-    rates: Rates,
     on_start: Callable[[Cell], None],
     on_end: Callable[[Measurement], None],
 ) -> list[Measurement]:
     """All cells in order, after a few tokens of warming up. An interrupt keeps the cells that are done."""
     measurements: list[Measurement] = []
     _run(model, tokenizer, Cell(16, WARM_UP_TOKENS, 1), seed)
+    engine: Engine = model.offload  # type: ignore[assignment]
+    rates = quick_rates(model.device, engine.slot_memory)
     for cell in cells:
         on_start(cell)
         generation = _run(model, tokenizer, cell, seed)

@@ -78,9 +78,7 @@ def _config(model: str, engine: EngineOptions, cells: list[Cell]) -> EngineConfi
 def _measure(ready: PreTrainedModel, tokenizer: Any, cells: list[Cell], seed: int) -> list[Measurement]:
     from smoe.bench.cells import measure_cells
     from smoe.cli.console import progress
-    from smoe.hardware import quick_rates
 
-    rates = quick_rates(ready.device)
     with progress() as bars:
         task = bars.add_task("warming up", total=len(cells), amount="")
         return measure_cells(
@@ -88,7 +86,6 @@ def _measure(ready: PreTrainedModel, tokenizer: Any, cells: list[Cell], seed: in
             tokenizer,
             cells,
             seed,
-            rates,
             lambda cell: bars.update(
                 task, description=f"{cell.prompt_tokens} + {cell.new_tokens} tokens, batch {cell.batch}"
             ),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +15,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from smoe.errors import BudgetError, ContextError, NotMoEError, SmoeError
+from smoe.units import format_bytes
 
+_PATIENCE_SECONDS = 1.0
 _HINTS = {
     BudgetError: "smoe plan MODEL, without --memory, shows what each budget buys.",
     ContextError: "the context is part of the budget: see smoe plan MODEL --context N.",
@@ -65,6 +68,39 @@ def progress() -> Iterator[Progress]:
     console = errors()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         yield bars
+
+
+class Patience:
+    """A bar on stderr that appears when something takes longer than a second, and goes when it ends.
+
+    `amount()` gives (done, all) in bytes; without it the bar only says that something is going on.
+    """
+
+    def __init__(self, title: str, amount: Callable[[], tuple[int, int]] | None = None) -> None:
+        self._title = title
+        self._amount = amount
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._show, name="smoe-progress", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take the bar away; from then on the terminal is the caller's. Any number of times."""
+        self._done.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _show(self) -> None:
+        if self._done.wait(_PATIENCE_SECONDS):
+            return
+        with progress() as bars:
+            task = bars.add_task(self._title, total=None, amount="")
+            while not self._done.wait(0.2):
+                if self._amount is not None:
+                    done, total = self._amount()
+                    shown = f"{format_bytes(done)} of {format_bytes(total)}"
+                    bars.update(task, completed=done, total=total, amount=shown)
 
 
 def _message(error: SmoeError) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,9 +97,8 @@ def to_sampling(options: SamplingOptions) -> Sampling:
 
 
 def _run(model: str, texts: list[str], engine: EngineOptions, sampling: Sampling, streams: bool) -> RunReport:
-    from smoe.cli.console import note
+    from smoe.cli.console import Patience, note
     from smoe.cli.session import loaded, tokenizer_of
-    from smoe.hardware import quick_rates
     from smoe.report import report_on
     from smoe.runtime.generation import generate
 
@@ -108,12 +108,18 @@ def _run(model: str, texts: list[str], engine: EngineOptions, sampling: Sampling
             note("this model knows conversations: smoe chat uses its template; generate continues the prompt as it is")
         if streams:
             _show_prompt(texts)
-        generation = generate(ready, tokenizer, texts, sampling, _writer(len(texts)) if streams else None)
+        bar = Patience("reading the prompt" if len(texts) == 1 and streams else "generating")
+        bar.start()
+        try:
+            writer = _writer(len(texts)) if streams else None
+            generation = generate(ready, tokenizer, texts, sampling, _after(bar.stop, writer) if writer else None)
+        finally:
+            bar.stop()
         if streams:
             _finish(generation.answers if len(texts) > 1 else [])
         for text in generation.notes:
             note(text)
-        return report_on(generation, ready, quick_rates(ready.device))
+        return report_on(generation, ready)
 
 
 def _identity(model: str, sampling: SamplingOptions) -> dict[str, object]:
@@ -138,6 +144,16 @@ def _writer(prompts: int) -> OnText | None:
         sys.stdout.flush()
 
     return write
+
+
+def _after(stop: Callable[[], None], write: OnText) -> OnText:
+    """Text only once the bar has gone."""
+
+    def write_after(row: int, text: str) -> None:
+        stop()
+        write(row, text)
+
+    return write_after
 
 
 def _finish(answers: list[Answer]) -> None:

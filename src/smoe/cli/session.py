@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,16 +10,13 @@ import psutil
 import transformers
 from transformers import AutoTokenizer, PreTrainedModel
 
-from smoe.cli.console import note, progress
+from smoe.cli.console import Patience, note
 from smoe.config import EngineConfig
 from smoe.errors import CheckpointError
 from smoe.loading import load
 from smoe.models.files import fetch
 from smoe.policy.budget import Ledger
 from smoe.units import format_bytes
-
-_PATIENCE_SECONDS = 1.0
-"""Progress is shown for what takes longer than this."""
 
 
 @contextmanager
@@ -66,28 +62,18 @@ class _Watch:
     """
 
     def __init__(self, title: str) -> None:
-        self._title = title
+        self._bar = Patience(title, self._amount)
         self._process = psutil.Process()
         self._before = 0
         self._expected = 0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="smoe-progress", daemon=True)
 
     def start(self, ledger: Ledger) -> None:
         self._before = self._process.memory_info().rss
         self._expected = ledger.demand.weights_bytes + ledger.entries()["staging"] + ledger.entries()["expert slots"]
-        self._thread.start()
+        self._bar.start()
 
     def stop(self) -> None:
-        self._done.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._bar.stop()
 
-    def _follow(self) -> None:
-        if self._done.wait(_PATIENCE_SECONDS):
-            return
-        with progress() as bars:
-            task = bars.add_task(self._title, total=self._expected, amount="")
-            while not self._done.wait(0.2):
-                come = min(self._expected, max(0, self._process.memory_info().rss - self._before))
-                bars.update(task, completed=come, amount=f"{format_bytes(come)} of {format_bytes(self._expected)}")
+    def _amount(self) -> tuple[int, int]:
+        return min(self._expected, max(0, self._process.memory_info().rss - self._before)), self._expected

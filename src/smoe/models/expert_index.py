@@ -45,7 +45,7 @@ def index_experts(
         else:
             converter = converter_of[pattern]
             _check_operations(converter, key)
-            pieces[_expert_number(key)].append((converter.source_patterns.index(pattern), tensor))
+            pieces[_expert_number(key, site)].append((converter.source_patterns.index(pattern), tensor))
     return {site.layer: _layer(site, found) for site in sites}
 
 
@@ -65,10 +65,12 @@ def _check_operations(converter: WeightConverter, key: str) -> None:
         )
 
 
-def _expert_number(key: str) -> int:
+def _expert_number(key: str, site: ExpertsSite) -> int:
     match = re.search(r"experts\.(\d+)\.", key)
     if match is None:
         raise UnsupportedModelError(f"no expert number in the checkpoint key {key!r}")
+    if int(match[1]) >= site.experts:
+        raise CheckpointError(f"{key!r} is one expert too many: config.json says {site.experts} a layer")
     return int(match[1])
 
 

@@ -16,6 +16,8 @@ DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 _WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja"]
 _SPARE_BYTES = 2**30
+HUB_HINT = "; check the name, the network, and for gated models that you are logged in (hf auth login)"
+"""What to do where the hub does not give a model."""
 
 
 def local_folder(model: str | Path) -> Path | None:
@@ -57,10 +59,9 @@ def fetch(model: str | Path, revision: str | None) -> Path:
         return Path(snapshot_download(str(model), revision=revision, allow_patterns=_WANTED))
     except DiskSpaceError:
         raise
-    except Exception as error:  # the network stack below the hub raises kinds of its own, which change with its versions
+    except Exception as error:  # the network stack below the hub has error kinds of its own
         raise ModelError(
-            f"{model!r} is neither a folder here nor a model that the hub gives: {_first_line(error)}; check the name, "
-            "the network, and for gated models that you are logged in (hf auth login)"
+            f"{model!r} is neither a folder here nor a model that the hub gives: {_first_line(error)}{HUB_HINT}"
         ) from error
 
 

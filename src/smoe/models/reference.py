@@ -28,7 +28,7 @@ def reference_parameters(experts: LayerExperts, chosen: Sequence[int], dtype: to
 
 def _tensor(piece: StoredTensor) -> torch.Tensor:
     """A stored tensor, or a row of one, by key through safetensors."""
-    for key, tensor in _header(piece.path).items():
+    for key, tensor in _header(piece.path, piece.path.stat().st_mtime_ns).items():
         if tensor.offset <= piece.offset and piece.offset + piece.nbytes <= tensor.offset + tensor.nbytes:
             with safe_open(piece.path, framework="pt") as file:
                 if tensor.nbytes == piece.nbytes:
@@ -40,5 +40,6 @@ def _tensor(piece: StoredTensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=4)
-def _header(path: Path) -> dict[str, StoredTensor]:
+def _header(path: Path, written_ns: int) -> dict[str, StoredTensor]:
+    """Read once, and again where the file was written anew."""
     return read_header(path)

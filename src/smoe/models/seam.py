@@ -122,9 +122,10 @@ def _generate(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
-        chunk = engine.config.prefill_tokens
-        if isinstance(prompt, torch.Tensor) and prompt.dim() == 2 and prompt.shape[1] > chunk:
-            kwargs.setdefault("prefill_chunk_size", chunk)
+        if isinstance(prompt, torch.Tensor) and prompt.dim() == 2:
+            chunk = max(1, engine.config.prefill_tokens // prompt.shape[0])  # what the workspace was planned for
+            if prompt.shape[1] > chunk:
+                kwargs.setdefault("prefill_chunk_size", chunk)
         with engine.lock:
             engine.check_usable()
             return original(inputs, *args, **kwargs)

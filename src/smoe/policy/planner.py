@@ -39,6 +39,11 @@ def plan_layer(routing: Routing, residency: SlotTable, eviction: Eviction, layer
     return _plan_prefill(routing, routes, residency, layer_share)
 
 
+def layer_share(cache_slots: int, layers: int) -> int:
+    """Cache slots that a prefill may leave filled for each of `layers` layers."""
+    return max(1, cache_slots // layers)
+
+
 def plan_prefetch(layer: int, predicted: Iterable[int], residency: SlotTable, current: LayerPlan) -> PrefetchPlan:
     """Bring in predicted experts of `layer`, best first, while `current` runs: only into the staging slots it spares.
 

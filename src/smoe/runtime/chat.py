@@ -28,6 +28,8 @@ class Chat:
         self._messages: list[dict[str, str]] = []
         self._ids: list[int] = []
         """All tokens so far; the cache holds a beginning of them."""
+        self._text = ""
+        """What the template made of the conversation so far, and the last answer."""
         self._cache: RowCache | None = None
         self.reused_tokens = 0
         """Of the last turn's tokens, those that the cache had already."""
@@ -39,31 +41,44 @@ class Chat:
 
     def say(self, message: str, on_text: OnText | None = None) -> Generation:
         """One turn. An interrupted answer stays in the conversation as far as it came; a failed turn leaves none."""
-        ids = self._next_ids(message)
+        text, ids = self._next_turn(message)
         cache = self._cache_for(ids)
         batch = pad([ids], 0)
         generation = generate_batch(self._model, self._tokenizer, batch, self._sampling, on_text, cache)
         answer = generation.answers[0]
-        self._ids = ids + answer.token_ids
+        self._ids, self._text = ids + answer.token_ids, text + answer.text
         self._messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.text.strip()}]
         return generation
 
     def reset(self) -> None:
         """Forget the conversation."""
         self._messages.clear()
-        self._ids.clear()
+        self._ids, self._text = [], ""
         self._cache = None
 
-    def _next_ids(self, message: str) -> list[int]:
+    def _next_turn(self, message: str) -> tuple[str, list[int]]:
+        """The conversation with one more message: its text, where there is a template, and its tokens."""
         if self.has_template:
             turns = [*self._messages, {"role": "user", "content": message}]
             text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            return text, self._tokens_of(text)
         if not self._ids:
-            return list(self._tokenizer(message)["input_ids"])
+            return "", list(self._tokenizer(message)["input_ids"])
+        return "", self._without_end() + self._plain("\n" + message)
+
+    def _tokens_of(self, text: str) -> list[int]:
+        """What was said keeps its tokens: an answer may be cut into others than its text would be."""
+        if self._ids and text.startswith(self._text):
+            return self._without_end() + self._plain(text[len(self._text) :])
+        return self._plain(text)
+
+    def _without_end(self) -> list[int]:
+        """The tokens so far, less the end token of the last answer: the template writes its own."""
         ends = end_tokens(self._model, self._tokenizer)
-        so_far = [token for token in self._ids if token not in ends]
-        return so_far + list(self._tokenizer("\n" + message, add_special_tokens=False)["input_ids"])
+        return self._ids[:-1] if self._ids[-1] in ends else list(self._ids)
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _cache_for(self, ids: Sequence[int]) -> RowCache:
         """A cache that holds a beginning of `ids`, at least one token short of all of them."""

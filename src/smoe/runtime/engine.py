@@ -46,6 +46,7 @@ class Engine:
         transfers: Transfers,
         executor: LayerExecutor,
         budget_reason: str,
+        dense_bytes: int,
         context_tokens: int,
     ) -> None:
         self.config = config
@@ -65,6 +66,8 @@ class Engine:
         self._phase = Phase.PREFILL
         self._padding: torch.Tensor | None = None
         self._caches: list[weakref.ref[RowCache]] = []
+        self._dense_bytes = dense_bytes
+        self._peak_cache_bytes = 0
 
     # -- for users ----------------------------------------------------------------------------------------------------
 
@@ -141,6 +144,7 @@ class Engine:
                 yield
             if cache is not None:
                 cache.commit()
+                self._check_caches()
             counters.forward_passes += 1
             counters.tokens += tokens * rows - (int(self._padding.sum()) if self._padding is not None else 0)
             counters.forward_seconds += perf_counter() - started
@@ -162,13 +166,27 @@ class Engine:
             raise EngineStateError("this model was loaded before a fork; load it in the child process instead")
 
     def peak_memory_bytes(self) -> int:
-        """Bytes of the budget in use at most: the ledger's fixed parts, the touched slots and the caches in use.
+        """Bytes of the budget in use at most.
 
-        On a GPU this is the allocator's own peak.
+        On a GPU the allocator's own peak. On a CPU what is really allocated for slots, weights and caches, and the
+        reserve for activations; a cgroup proves the sum from outside (`bench/limits.py`).
         """
         if self._arena.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._arena.device))
-        return self.ledger.total_bytes
+        fixed = self._dense_bytes + self._arena.nbytes + self.ledger.demand.workspace_bytes
+        return fixed + self._peak_cache_bytes
+
+    @property
+    def slot_memory(self) -> torch.Tensor:
+        """The slots' bytes (uint8): the memory rate is measured on them; other memory would be outside the budget."""
+        return self._arena.bytes
+
+    def _check_caches(self) -> None:
+        """The caches in use must stay inside their entry of the ledger."""
+        used = sum(cache.nbytes for cache in (ref() for ref in self._caches) if cache is not None)
+        self._peak_cache_bytes = max(self._peak_cache_bytes, used)
+        promised = self.ledger.demand.kv_cache_bytes
+        assert used <= promised, f"the KV caches take {used} bytes, the ledger has {promised}"
 
     def describe(self) -> dict[str, Any]:
         """The budget's entries and what they buy, for programs."""

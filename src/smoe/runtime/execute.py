@@ -26,7 +26,7 @@ from smoe.memory.transfer import State, Ticket, Transfers
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan, Load, Serve
-from smoe.policy.planner import observation, plan_layer, plan_prefetch
+from smoe.policy.planner import layer_share, observation, plan_layer, plan_prefetch
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
 from smoe.runtime.expert_math import ExpertMath, Weights
@@ -72,8 +72,10 @@ class LayerExecutor:
         self._arena = arena
         self._math = math
         self._predictors = predictors
-        self._layer_share = max(1, table.cache_slots // len(math))
+        self._layer_share = layer_share(table.cache_slots, len(math))
         self._tickets: dict[Copy, Ticket] = {}
+        self._promoted: set[Copy] = set()
+        """Copies of the running layer that were prefetched and stay, and that have not served yet."""
         self._weights: list[Weights | None] = [None] * (table.cache_slots + table.staging_slots)
         self._views: dict[tuple[int, int], Weights] = {}
         self._queue: deque[Load] = deque()
@@ -143,7 +145,7 @@ class LayerExecutor:
             self.table.promote(promotion)
             if promotion.victim is not None:
                 self._eviction.remove(promotion.victim)
-            self._eviction.insert(promotion.copy)
+            self._promoted.add(promotion.copy)  # a resident once it has served: in the order of the plan, as any other
         self._queue = deque(plan.loads)
         return plan
 
@@ -208,8 +210,7 @@ class LayerExecutor:
         """Book the end of a load."""
         del self._tickets[copy]
         if ticket.state is not State.DONE:
-            if ticket.load.keep is False and copy not in self.table.staged:
-                self._eviction.remove(copy)  # it had been promoted while under way
+            self._promoted.discard(copy)
             self.table.fail(copy)
             return
         self.table.arrive(copy)
@@ -333,6 +334,9 @@ class LayerExecutor:
         """A serve has been computed: a passing expert leaves, loads that waited for its slot start."""
         if serve.copy in self.table.staged:
             self.table.release(serve.copy)
+        elif serve.copy in self._promoted:
+            self._promoted.remove(serve.copy)
+            self._eviction.insert(serve.copy)
         if self._queue:
             self._issue(computed)
 

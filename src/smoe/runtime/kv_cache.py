@@ -40,6 +40,8 @@ class RowCache(DynamicCache):
             raise EngineStateError(
                 "this cache gave its place in the budget to a newer one; keep one cache, or raise --context"
             )
+        if self._pending and not self.can_rewind:
+            raise EngineStateError("a pass that failed has left recurrent layers halfway; start a new cache")
         if rows != self.rows:
             raise EngineStateError(f"this cache was made for {self.rows} sequences, the input has {rows}")
         if self.length + tokens > self.capacity_tokens:
@@ -75,7 +77,7 @@ class RowCache(DynamicCache):
         return all(isinstance(layer, (_Positioned, _PositionedSliding)) for layer in self.layers)
 
     def reset(self) -> None:
-        self.length = 0
+        self.length = self._pending = 0
         for layer in self.layers:
             if not isinstance(layer, (_Positioned, _PositionedSliding)):
                 layer.reset()

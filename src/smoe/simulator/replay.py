@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan
-from smoe.policy.planner import observation, plan_layer
+from smoe.policy.planner import layer_share, observation, plan_layer
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
 
@@ -34,11 +34,11 @@ def replay(trace: Sequence[Routing], cache_slots: int, staging_slots: int, evict
     Slots beyond the trace's needs are harmless. O(steps x experts used).
     """
     table = SlotTable(cache_slots, staging_slots)
-    layers = len({routing.layer for routing in trace}) or 1
+    share = layer_share(cache_slots, len({routing.layer for routing in trace}) or 1)
     uses = misses = 0
     for routing in trace:
         eviction.observe(observation(routing))
-        plan = plan_layer(routing, table, eviction, cache_slots // layers)
+        plan = plan_layer(routing, table, eviction, share)
         if routing.phase is Phase.DECODE:
             uses += len(plan.serves)
             misses += len(plan.loads)
@@ -52,12 +52,14 @@ def carry_out(plan: LayerPlan, table: SlotTable, eviction: Eviction) -> None:
         table.promote(promotion)
         if promotion.victim is not None:
             eviction.remove(promotion.victim)
-        eviction.insert(promotion.copy)
+    promoted = {promotion.copy for promotion in plan.promotions}
     pending = iter(plan.loads)
     load = next(pending, None)
     for computed, serve in enumerate([None, *plan.serves]):
         if serve is not None and serve.copy in table.staged:
             table.release(serve.copy)
+        elif serve is not None and serve.copy in promoted:
+            eviction.insert(serve.copy)
         while load is not None and load.after <= computed:
             table.begin(load)
             table.arrive(load.copy)

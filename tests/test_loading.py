@@ -1,0 +1,102 @@
+"""Putting an engine together: order, defaults, what is left behind when it fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from smoe import from_pretrained, loading
+from smoe.errors import BudgetError, UnsupportedModelError
+from smoe.models.experts import is_experts
+from smoe.policy.budget import full_bytes
+from smoe.runtime.expert_math import ExpertMath
+from tests import oracle, zoo
+
+Open = Callable[..., PreTrainedModel]
+
+
+def reading_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("smoe-")}
+
+
+def test_by_default_the_whole_model_fits(toy: Callable[..., Path]) -> None:
+    """A toy beside gigabytes of free memory: everything resident, never more than that."""
+    folder = toy("mixtral")
+    model = from_pretrained(folder, context_tokens=oracle.CONTEXT)
+    with model.offload as engine:
+        assert engine.ledger.budget_bytes == full_bytes(oracle.demand(folder))
+        assert engine.ledger.resident_share == 1
+        assert "available RAM" in engine.budget_reason or "container" in engine.budget_reason
+
+
+@pytest.mark.parametrize("free", [0, 2**20, 300 * 2**20])
+def test_no_free_memory_is_a_budget_error(free: int, toy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "free_device_bytes", lambda _: (free, "a test"))
+    context = pytest.raises(BudgetError) if free < 2**28 else None
+    if context is not None:
+        with context:
+            from_pretrained(toy("mixtral"), context_tokens=oracle.CONTEXT)
+        return
+    from_pretrained(toy("mixtral"), context_tokens=oracle.CONTEXT).offload.close()
+
+
+def test_the_experts_weights_are_never_loaded_by_the_library(toy: Callable[..., Path], open_model: Open) -> None:
+    """Would catch a loader that first builds the whole model and then throws the experts away."""
+    model = open_model(toy("mixtral"), "minimum")
+    modules = [module for module in model.modules() if is_experts(module)]
+    assert len(modules) == 4
+    assert not any(list(module.parameters()) for module in modules)
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert total <= model.offload.ledger.entries()["non-expert weights"]
+
+
+def test_loading_ours_leaves_the_library_as_it_was(toy: Callable[..., Path], open_model: Open) -> None:
+    """The experts' classes are patched while loading; a model loaded afterwards must have its experts."""
+    folder = toy("mixtral")
+    before = oracle.greedy(oracle.reference(folder), new_tokens=4)
+    open_model(folder, "minimum")
+    again = oracle.reference(folder)
+    assert sum("experts" in name for name, _ in again.named_parameters()) == 8
+    oracle.assert_same_steps(oracle.greedy(again, new_tokens=4), before)
+
+
+def test_two_models_at_once(toy: Callable[..., Path], open_model: Open) -> None:
+    first, second = open_model(toy("mixtral"), "fifth"), open_model(toy("gpt_oss"), "fifth")
+    for _ in range(2):
+        oracle.assert_same_steps(oracle.greedy(first), oracle.reference_steps(toy("mixtral")))
+        oracle.assert_same_steps(oracle.greedy(second), oracle.reference_steps(toy("gpt_oss")))
+
+
+def swapped(bind: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(self: ExpertMath, *args: Any) -> Any:
+        weights = bind(self, *args)
+        return weights._replace(up=weights.up.roll(weights.up.shape[1] // 2, 1))
+
+    return wrong
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_the_proof_at_load_refuses_wrong_arithmetic(
+    family: str, toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate and up swapped, in every family: the self-test must see it, and leave no thread behind."""
+    before = reading_threads()
+    monkeypatch.setattr(ExpertMath, "bind", swapped(ExpertMath.bind))
+    with pytest.raises(UnsupportedModelError, match="self-test failed"):
+        open_model(toy(family), "half")
+    assert reading_threads() <= before
+
+
+def test_threads_are_set(toy: Callable[..., Path], open_model: Open) -> None:
+    before = torch.get_num_threads()
+    try:
+        open_model(toy("mixtral"), threads=2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
