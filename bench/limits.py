@@ -13,7 +13,8 @@ routing trace what an LRU cache (and Belady's) of its size would have missed. Fr
     TTFT bound max(bytes read / disk rate, t_compute of the prompt) + one layer of it
 
 The reference model has random weights and routing that repeats more than it should (bench/peers/README.md); the wide
-demo (bench/widen.py) has real routing, for which `--stream text` feeds real text. Prints a table, ends with one JSON line.
+demo (bench/widen.py) has real routing, for which `--stream text` feeds real text. Prints a table, ends with one JSON
+line.
 """
 
 from __future__ import annotations

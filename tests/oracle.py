@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from smoe import from_pretrained
 from smoe.config import configure
-from smoe.loading import checkpoint_experts, open_store
+from smoe.loading import checkpoint_experts, demand_of, open_store
 from smoe.models.registration import register_local_families
 from smoe.planning import blueprint
 from smoe.policy.budget import Demand, full_bytes, minimum_bytes
@@ -68,9 +68,8 @@ def demand(folder: Path, **switches: Any) -> Demand:
     """What a checkpoint asks of the budget, with the slot size that its store really needs."""
     config = configure(**{"context_tokens": CONTEXT, **switches})
     plan = blueprint(folder, config)
-    return plan.demand(
-        config, open_store(folder, plan, checkpoint_experts(folder, plan), torch.device("cpu")).slot_bytes
-    )
+    cpu = torch.device("cpu")
+    return demand_of(plan, config, cpu, open_store(folder, plan, checkpoint_experts(folder, plan), cpu))
 
 
 def budget_bytes(folder: Path, budget: str | int, **switches: Any) -> int:

@@ -32,7 +32,7 @@ from smoe.models.packed import packed_store
 from smoe.models.seam import attach, next_gate
 from smoe.models.selftest import check_experts
 from smoe.planning import SAFETENSORS_NAMES, Blueprint, blueprint
-from smoe.policy.budget import Ledger, allocate, full_bytes
+from smoe.policy.budget import Demand, Ledger, allocate, full_bytes
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase
@@ -85,11 +85,12 @@ def load(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     plan = blueprint(model, config, revision)
-    make_ledger(plan, config, device, page_ceil(plan.expert_bytes))  # refused before a download, not after it
+    if config.memory_bytes is not None:  # what cannot work even in the best case is refused before a download
+        allocate(config.memory_bytes, plan.demand(config, page_ceil(plan.expert_bytes)))
     folder = fetch(model, revision)
     checkpoint = checkpoint_experts(folder, plan)
     store = open_store(folder, plan, checkpoint, device)
-    ledger, reason = make_ledger(plan, config, device, store.slot_bytes)
+    ledger, reason = make_ledger(plan, config, device, store)
     if on_ledger is not None:
         on_ledger(ledger)
     arena = Arena(ledger.cache_slots + ledger.staging_slots, store.slot_bytes, device)
@@ -114,16 +115,23 @@ def open_store(
 
 
 def make_ledger(
-    plan: Blueprint, config: EngineConfig, device: torch.device, slot_bytes: int | None = None
+    plan: Blueprint, config: EngineConfig, device: torch.device, store: ExpertStore | None = None
 ) -> tuple[Ledger, str]:
     """The budget divided, and where its size comes from; raises `BudgetError`."""
-    demand = plan.demand(config, slot_bytes)
+    demand = plan.demand(config) if store is None else demand_of(plan, config, device, store)
     if config.memory_bytes is not None:
         return allocate(config.memory_bytes, demand), "as asked"
     free, source = free_device_bytes(device)
     budget = min(less_margin(free), full_bytes(demand))
     whole = ", and the whole model fits" if budget == full_bytes(demand) else ""
     return allocate(budget, demand), f"{source} less a margin{whole}"
+
+
+def demand_of(plan: Blueprint, config: EngineConfig, device: torch.device, store: ExpertStore) -> Demand:
+    """What a model whose files are here asks of the budget."""
+    # A thread needs two buffers where a demand load passes inside a prefetch; on a GPU they are host memory.
+    buffers = 2 * config.io_threads * store.staging_buffer_bytes if device.type == "cpu" else 0
+    return plan.demand(config, store.slot_bytes, buffers)
 
 
 def choose_device(config: EngineConfig) -> torch.device:

@@ -55,7 +55,7 @@ class Blueprint:
         """Routed experts that one token uses."""
         return sum(self.anatomy.top_k[s.layer] * _expert_elements(s) for s in self.sites) * self.dtype.itemsize
 
-    def demand(self, config: EngineConfig, slot_bytes: int | None = None) -> Demand:
+    def demand(self, config: EngineConfig, slot_bytes: int | None = None, read_buffer_bytes: int = 0) -> Demand:
         """What the model asks of the budget; without `slot_bytes`, with the largest alignment a slot may need."""
         tokens = min(config.prefill_tokens, self.context_tokens * config.max_sequences)
         text = self.config.get_text_config()
@@ -68,6 +68,7 @@ class Blueprint:
             slot_bytes=slot_bytes or page_ceil(self.expert_bytes) + PAGE,
             top_k=max(self.anatomy.top_k.values()),
             total_experts=sum(site.experts for site in self.sites),
+            read_buffer_bytes=read_buffer_bytes,
         )
 
 

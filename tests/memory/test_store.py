@@ -22,7 +22,7 @@ from smoe.memory.device import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.movers import Filler, SlotMover, torch_dtype
 from smoe.memory.safetensors_index import ITEM_BYTES, read_header
-from smoe.memory.store import MATRIX_ALIGNMENT, PAGE, ExpertStore, LayerExperts, Part, row_of
+from smoe.memory.store import MATRIX_ALIGNMENT, PAGE, STAGED_BYTES, ExpertStore, LayerExperts, Part, row_of
 from smoe.memory.transfer import Ticket
 from smoe.policy.plan import Load, Reason
 
@@ -102,11 +102,16 @@ def assert_placements_are_legal(store: ExpertStore) -> None:
     for layer, expert in store.keys():  # noqa: SIM118
         placement = store.placement(layer, expert)
         end = 0
-        for read in placement.reads:
+        for read in [*placement.reads, *(piece.read for piece in placement.pieces)]:
             assert read.offset % PAGE == read.nbytes % PAGE == read.target % PAGE == 0
-            assert read.target >= end and 0 < read.need <= read.nbytes
+            assert 0 < read.need <= read.nbytes
+        for read in placement.reads:
+            assert read.target >= end
             end = read.target + read.nbytes
-        assert end <= (store.staging_buffer_bytes if store.is_staged else store.slot_bytes)
+        assert end <= store.slot_bytes
+        for piece in placement.pieces:
+            assert piece.read.nbytes <= store.staging_buffer_bytes <= STAGED_BYTES + 2 * PAGE
+            assert piece.source + piece.nbytes <= piece.read.need
         alignment = ITEM_BYTES[store.dtype] if store.dtype == "BF16" else MATRIX_ALIGNMENT
         assert all(offset % alignment == 0 for offset in placement.parts.values())
         assert bool(placement.pieces) is store.is_staged
@@ -153,7 +158,9 @@ def test_which_path_is_taken(layout: str, is_staged: bool, tmp_path: Path) -> No
     store = ExpertStore({0: write(tmp_path, make_tensors(torch.bfloat16), layout, 0)}, "BF16")
     assert store.is_staged is is_staged
     reads = [len(store.placement(0, expert).reads) for expert in range(EXPERTS)]
-    assert reads == {"neighbours": [1] * 3, "fused": [2] * 3, "apart": [1] * 3, "shards": [2] * 3}[layout]
+    pieces = [len(store.placement(0, expert).pieces) for expert in range(EXPERTS)]
+    assert reads == {"neighbours": [1] * 3, "fused": [2] * 3, "apart": [0] * 3, "shards": [0] * 3}[layout]
+    assert pieces == [3 if is_staged else 0] * 3
 
 
 def test_a_demand_load_inside_a_staged_prefetch_keeps_its_hands_off_the_buffer(

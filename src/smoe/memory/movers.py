@@ -40,11 +40,9 @@ class Filler:
             return self._read(placement, buffer, between)
         staging = self._staging()
         try:
-            came = self._read(placement, staging.buffer(0), between)
-            self._assemble(layer, expert, placement, staging, torch.frombuffer(buffer, dtype=torch.uint8))
+            return self._assemble(placement, staging, torch.frombuffer(buffer, dtype=torch.uint8), between)
         finally:
             self._idle.append(staging)
-        return came
 
     def _read(self, placement: Placement, buffer: memoryview, between: Callable[[], None] | None) -> int:
         return sum(
@@ -52,16 +50,20 @@ class Filler:
             for read in placement.reads
         )
 
-    def _assemble(self, layer: int, expert: int, placement: Placement, staging: Arena, slot: torch.Tensor) -> None:
-        """Copy, and where the dtype differs convert, the pieces from the staging buffer to their place."""
-        experts = self._store.layers[layer]
-        tensors = [tensor for part in experts.parts for tensor in experts.sources[expert][part.name]]
-        target_dtype = torch_dtype(self._store.dtype)
-        for piece, tensor in zip(placement.pieces, tensors, strict=True):
-            dtype = torch_dtype(tensor.dtype)
+    def _assemble(
+        self, placement: Placement, staging: Arena, slot: torch.Tensor, between: Callable[[], None] | None
+    ) -> int:
+        """Read piece by piece, and copy, and where the dtype differs convert, each to its place."""
+        target_dtype, came = torch_dtype(self._store.dtype), 0
+        for piece in placement.pieces:
+            if came and between is not None:
+                between()
+            came += self._reader.read(piece.read, staging.buffer(0))
+            dtype = torch_dtype(piece.dtype)
             source = staging.view(0, piece.source, (piece.nbytes // dtype.itemsize,), dtype)
             length = source.numel() * target_dtype.itemsize
             slot[piece.target : piece.target + length].view(target_dtype).copy_(source)
+        return came
 
     def _staging(self) -> Arena:
         try:

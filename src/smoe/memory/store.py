@@ -28,6 +28,8 @@ PAGE = 4096
 """Alignment of buffers, offsets and lengths for `O_DIRECT`; devices with smaller sectors accept it too."""
 
 
+STAGED_BYTES = 4 * 2**20
+"""Staged experts pass through a buffer of this size (and two pages), piece by piece."""
 MATRIX_ALIGNMENT = 64
 """Where matrix kernels expect weights to begin. MKL's fp32 products change their last bits with the address
 (docs/log.md), oneDNN's bf16 ones do not; so only bf16 experts may lie wherever the file's offset puts them."""
@@ -52,11 +54,16 @@ class Read(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A stored tensor, or a row of one, inside a staging buffer, and where it belongs in the slot."""
+    """A run of elements of one stored tensor: read into a staging buffer, then copied, and converted, into the slot."""
 
+    read: Read
     source: int
+    """Where in the buffer the elements begin."""
     nbytes: int
+    dtype: str
+    """As stored."""
     target: int
+    """Where in the slot they belong."""
 
 
 class Placement(NamedTuple):
@@ -66,7 +73,7 @@ class Placement(NamedTuple):
     parts: dict[str, int]
     """Slot offset of every part in bytes."""
     pieces: tuple[Piece, ...]
-    """Empty where the reads go straight into the slot."""
+    """Empty where the reads go straight into the slot; else there are no reads but theirs."""
     nbytes: int
     """Bytes of weights, alignment not counted."""
     layout: int
@@ -132,7 +139,8 @@ class ExpertStore:
 
     def paths(self) -> list[Path]:
         """The files that hold experts."""
-        return sorted({read.path for placement in self._placements.values() for read in placement.reads})
+        layers = self.layers.values()
+        return sorted({t.path for layer in layers for parts in layer.sources for ts in parts.values() for t in ts})
 
     def _check_shapes(self) -> None:
         for n, experts in self.layers.items():
@@ -167,23 +175,29 @@ class ExpertStore:
 
     def _staged(self, layer: int, expert: int) -> Placement:
         experts = self.layers[layer]
-        sources = experts.sources[expert]
-        spans = [(t.path, t.offset, t.nbytes) for part in experts.parts for t in sources[part.name]]
-        runs = _runs(spans)
-        reads, starts = _reads(runs)
         parts: dict[str, int] = {}
         pieces: list[Piece] = []
         target = 0
         for part in experts.parts:
             parts[part.name] = target
-            for tensor in sources[part.name]:
-                source = _locate((tensor.path, tensor.offset, tensor.nbytes), runs, starts)
-                pieces.append(Piece(source, tensor.nbytes, target))
+            for tensor in experts.sources[expert][part.name]:
+                pieces += _pieces(tensor, target, self.item_bytes)
                 target += _elements(tensor.shape) * self.item_bytes
             target = -(-target // self._piece_alignment) * self._piece_alignment
-        return Placement(
-            reads, parts, tuple(pieces), target, self._layout(experts, parts), reads[-1].target + reads[-1].nbytes
-        )
+        buffer_bytes = max(piece.read.nbytes for piece in pieces)
+        return Placement((), parts, tuple(pieces), target, self._layout(experts, parts), buffer_bytes)
+
+
+def _pieces(tensor: StoredTensor, target: int, item_bytes: int) -> list[Piece]:
+    """A tensor in pieces of at most `STAGED_BYTES`: a reading thread's buffer stays small, whatever the expert."""
+    pieces: list[Piece] = []
+    stored_item = ITEM_BYTES[tensor.dtype]
+    for begin in range(0, tensor.nbytes, STAGED_BYTES):
+        offset, nbytes = tensor.offset + begin, min(STAGED_BYTES, tensor.nbytes - begin)
+        shift = offset % PAGE
+        read = Read(tensor.path, offset - shift, page_ceil(shift + nbytes), 0, shift + nbytes)
+        pieces.append(Piece(read, shift, nbytes, tensor.dtype, target + begin // stored_item * item_bytes))
+    return pieces
 
 
 def row_of(tensor: StoredTensor, row: int) -> StoredTensor:

@@ -1,8 +1,8 @@
 """The memory budget as a ledger: every byte has a name, what does not fit is refused before loading.
 
 On a machine without a GPU the budget is RAM beside the interpreter and its libraries; on a GPU it is device memory.
-Order of claims: non-expert weights, workspace, KV cache, staging (at least two experts), and all the rest is cache
-slots. The minimum number of cache slots is the top-k of the widest layer.
+Order of claims: non-expert weights, workspace, KV cache, read buffers, staging (at least two experts); all the rest is
+cache slots. The minimum number of cache slots is the top-k of the widest layer.
 """
 
 from __future__ import annotations
@@ -34,6 +34,22 @@ class Demand:
     """Experts one token of one layer uses."""
     total_experts: int
     """Routed experts of all layers."""
+    read_buffer_bytes: int = 0
+    """Buffers of the reading threads, where experts cannot be read straight into their slots."""
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Everything that does not depend on the number of slots."""
+        return self.weights_bytes + self.workspace_bytes + self.kv_cache_bytes + self.read_buffer_bytes
+
+    def fixed_entries(self) -> dict[str, int]:
+        """The fixed parts by name, in order of claim."""
+        entries = {
+            "non-expert weights": self.weights_bytes,
+            "workspace": self.workspace_bytes,
+            "KV cache": self.kv_cache_bytes,
+        }
+        return entries | ({"read buffers": self.read_buffer_bytes} if self.read_buffer_bytes else {})
 
 
 @dataclass(frozen=True)
@@ -48,10 +64,7 @@ class Ledger:
     def entries(self) -> dict[str, int]:
         """Bytes by name, in order of claim."""
         demand = self.demand
-        return {
-            "non-expert weights": demand.weights_bytes,
-            "workspace": demand.workspace_bytes,
-            "KV cache": demand.kv_cache_bytes,
+        return demand.fixed_entries() | {
             "staging": self.staging_slots * demand.slot_bytes,
             "expert slots": self.cache_slots * demand.slot_bytes,
         }
@@ -68,8 +81,7 @@ class Ledger:
 
 def allocate(budget_bytes: int, demand: Demand) -> Ledger:
     """Divide the budget; raises `BudgetError` with the ledger and the smallest budget that would work."""
-    fixed = demand.weights_bytes + demand.workspace_bytes + demand.kv_cache_bytes
-    slots = max(0, budget_bytes - fixed) // demand.slot_bytes
+    slots = max(0, budget_bytes - demand.fixed_bytes) // demand.slot_bytes
     staging = min(MAX_STAGING_SLOTS, max(MIN_STAGING_SLOTS, int(slots * STAGING_SHARE)))
     cache = min(slots - staging, demand.total_experts)
     if cache < demand.top_k:
@@ -79,21 +91,16 @@ def allocate(budget_bytes: int, demand: Demand) -> Ledger:
 
 def minimum_bytes(demand: Demand) -> int:
     """The smallest budget with which the model can run at all."""
-    fixed = demand.weights_bytes + demand.workspace_bytes + demand.kv_cache_bytes
-    return fixed + (demand.top_k + MIN_STAGING_SLOTS) * demand.slot_bytes
+    return demand.fixed_bytes + (demand.top_k + MIN_STAGING_SLOTS) * demand.slot_bytes
 
 
 def full_bytes(demand: Demand) -> int:
     """The budget with which every expert is resident."""
-    fixed = demand.weights_bytes + demand.workspace_bytes + demand.kv_cache_bytes
-    return fixed + (demand.total_experts + MAX_STAGING_SLOTS) * demand.slot_bytes
+    return demand.fixed_bytes + (demand.total_experts + MAX_STAGING_SLOTS) * demand.slot_bytes
 
 
 def _refusal(budget_bytes: int, demand: Demand) -> str:
-    needed = {
-        "non-expert weights": demand.weights_bytes,
-        "workspace": demand.workspace_bytes,
-        "KV cache": demand.kv_cache_bytes,
+    needed = demand.fixed_entries() | {
         f"staging ({MIN_STAGING_SLOTS} experts)": MIN_STAGING_SLOTS * demand.slot_bytes,
         f"expert slots (top-k = {demand.top_k})": demand.top_k * demand.slot_bytes,
     }

@@ -247,6 +247,7 @@ class LayerExecutor:
         self._transfers.drain()
         self._queue.clear()
         self._tickets.clear()
+        self._promoted.clear()
         self.table.settle()
         resident, believed = self.table.ready.keys(), set(self._eviction.victims(len(self._weights), ()))
         for copy in sorted(believed - resident):
