@@ -81,6 +81,13 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def end_of_text_id(tokenizer: Tokenizer) -> int:
+    """The id of the token that ends a document."""
+    end_id = tokenizer.token_to_id(END_OF_TEXT)
+    assert end_id is not None, f"the tokenizer lacks {END_OF_TEXT}"
+    return int(end_id)
+
+
 def loss_weights(source: str, text: str, offsets: list[tuple[int, int]]) -> np.ndarray:
     """Loss weight of each token of a document, in tenths, one more for the end-of-text token: [n + 1] uint8."""
     weights = np.full(len(offsets) + 1, WEIGHT_SCALE, dtype=np.uint8)
@@ -99,7 +106,7 @@ def pack(source: str, texts: list[str], tokenizer: Tokenizer, width: int) -> tup
     Documents are joined by end-of-text. A generated question never continues in the next window, so each of their
     windows begins as a prompt does; longer texts flow on.
     """
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = end_of_text_id(tokenizer)
     rows: list[np.ndarray] = []
     marks: list[np.ndarray] = []
     ids, weights = np.zeros(0, np.uint16), np.zeros(0, np.uint8)
@@ -172,7 +179,7 @@ class Sampler:
         self.ids = {name: np.load(folder / f"{name}.ids.npy", mmap_mode="r") for name in self.names}
         self.weights = {name: np.load(folder / f"{name}.weights.npy", mmap_mode="r") for name in self.names}
         self.seed = seed
-        self.end_id = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(END_OF_TEXT)
+        self.end_id = end_of_text_id(Tokenizer.from_file(str(folder / "tokenizer.json")))
         self.drawn = dict.fromkeys(self.names, 0)
 
     def _next_source(self) -> str:

@@ -39,7 +39,7 @@ from smoe.routing import Phase
 from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor, Predictor
 from smoe.runtime.expert_math import ExpertMath
-from smoe.runtime.split import choose_way
+from smoe.runtime.split import make_team
 from smoe.units import parse_bytes
 
 _CUDA_ALIGNMENT = 256
@@ -172,8 +172,20 @@ def _load_dense(folder: Path, plan: Blueprint, device: torch.device) -> PreTrain
             f"{folder} lacks {len(missing)} weights, {missing[0]!r} first; the checkpoint is incomplete"
         )
     _refuse_nan(loaded, folder)
+    if plan.dtype is torch.bfloat16 and device.type == "cpu":
+        _move_to_own_memory(loaded)
     model: PreTrainedModel = loaded.to(device).eval().requires_grad_(False)
     return model
+
+
+def _move_to_own_memory(model: PreTrainedModel) -> None:
+    """Copy the weights out of the library's file mapping: pages that cannot be dropped, matrices at cache lines.
+
+    A mapped matrix lies where the file's header puts it, which costs a seventh of its speed (docs/log.md). Only bf16: the
+    bits of fp32 products depend on the address, and grade E0 means the library's own bits.
+    """
+    for parameter in model.parameters():  # tied parameters come once and stay tied
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
 def _refuse_nan(model: PreTrainedModel, folder: Path) -> None:
@@ -211,7 +223,7 @@ def _assemble(
     except BaseException:
         transfers.close()
         raise
-    executor.way = choose_way(executor, plan.sites[0].layer, plan.dtype)
+    executor.team = make_team(executor, plan.sites[0].layer, plan.dtype)
     executor.start_anew(make_eviction(config.eviction))
     engine = Engine(
         config=config,

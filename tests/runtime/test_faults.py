@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from smoe.errors import TransferError
 from smoe.policy.plan import Reason
+from smoe.routing import Phase
 from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.expert_math import ExpertMath
@@ -46,10 +47,13 @@ def make_move_fail(engine: Engine, monkeypatch: pytest.MonkeyPatch, at: int) -> 
 
 
 def assert_healthy(model: PreTrainedModel, folder: Path) -> None:
-    """Tables are consistent, nothing is under way, and the next generation is exact."""
+    """Tables are consistent, nothing but wrong guesses is under way, and the next generation is exact."""
     executor = model.offload.executor
     executor.table.check()
-    assert not executor.table.inflight and not executor._tickets and not executor.table.staged
+    assert executor.table.inflight.keys() == executor._tickets.keys()
+    assert all(ticket.load.reason is Reason.PREFETCH for ticket in executor._tickets.values())
+    if not executor._predictors.get(Phase.DECODE):
+        assert not executor.table.inflight and not executor.table.staged
     assert set(executor.table.cached()) == residents(executor)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     executor.table.check()

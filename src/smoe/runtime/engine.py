@@ -113,8 +113,8 @@ class Engine:
             self._is_closed = True
             if self._process == os.getpid():
                 self._transfers.close()
-                if self.executor.way.team is not None:
-                    self.executor.way.team.close()
+                if self.executor.team is not None:
+                    self.executor.team.close()
             self._arena.close()
 
     def __enter__(self) -> Engine:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 
@@ -31,16 +30,6 @@ from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
 from smoe.runtime.expert_math import ExpertMath, Weights
 from smoe.runtime.team import Team
-
-
-class Way(NamedTuple):
-    """How resident experts are computed on a CPU; every way gives the same bits (`runtime/split.py` chooses)."""
-
-    team: Team | None = None
-    """Several experts at a time, one thread each; None: one expert at a time on all threads."""
-    twin: bool = False
-    """Matrix products with two equal rows."""
-
 
 Predictor = Callable[[int, torch.Tensor], tuple[int, Sequence[int]] | None]
 """(layer, router input [T, H]) -> (next layer, its experts, best first), or None."""
@@ -63,7 +52,8 @@ class LayerExecutor:
     ) -> None:
         self.table = table
         self.counters = counters
-        self.way = Way()
+        self.team: Team | None = None
+        """Where set, resident experts are shared out over several threads."""
         self.trace: list[Routing] | None = None
         """Where set, every routing is appended: input for the simulator."""
         self._store = store
@@ -99,13 +89,13 @@ class LayerExecutor:
         self.counters = Counters()
         self._transfers.start_anew()
 
-    def try_way(self, layer: int, hidden: torch.Tensor, count: int, way: Way) -> torch.Tensor:
-        """One token [1, H] through `count` slots, whatever they hold -> [count, H]: to measure and compare ways."""
+    def compute_slots(self, layer: int, hidden: torch.Tensor, count: int, team: Team | None) -> torch.Tensor:
+        """One token [1, H] through `count` slots, whatever they hold -> [count, H]: for measuring."""
         placement = self._store.placement(layer, 0)
         slots = [n % len(self._weights) for n in range(count)]
         weights = [self._math[layer].bind(self._arena, slot, placement.parts) for slot in slots]
         out = hidden.new_empty(count, hidden.shape[1])
-        self._compute_each(self._math[layer], hidden, weights, out, way)
+        self._compute_each(self._math[layer], hidden, weights, out, team)
         return out
 
     def run(
@@ -153,12 +143,17 @@ class LayerExecutor:
         predictor = self._predictors.get(routing.phase)
         if predictor is None or not plan.spare:
             return
+        threads = torch.get_num_threads()
+        if hidden.shape[0] == 1:
+            torch.set_num_threads(1)  # a second thread would wait for a core that the readers are using
         predicted = predictor(routing.layer, hidden)
+        torch.set_num_threads(threads)
         if predicted is None:
             return
         loads = plan_prefetch(predicted[0], predicted[1], self.table, plan).loads
         self.counters.prefetches += len(loads)
         self._queue.extend(loads)
+        self._issue(0)
 
     def _count(self, plan: LayerPlan, phase: Phase) -> None:
         counters = self.counters
@@ -227,7 +222,11 @@ class LayerExecutor:
                     self._close(copy, ticket)
 
     def _drop_stale(self, routing: Routing) -> None:
-        """Forget what was prefetched for this layer, or one before it, and is not wanted."""
+        """Forget what was prefetched for this layer, or one before it, and is not wanted.
+
+        A wrong guess that is being read is left alone in decode, where nobody needs its slot now, and dropped at a later
+        layer; a prefill streams through these slots and waits for it.
+        """
         layer, table = routing.layer, self.table
         wanted = {expert for row in routing.top_k_index for expert in row}
         for copy in list(table.staged):
@@ -236,7 +235,9 @@ class LayerExecutor:
                 continue
             ticket = self._tickets.get(copy)
             if ticket is not None:
-                if not self._transfers.cancel(ticket):
+                if not self._transfers.cancel(ticket) and not ticket.is_over:
+                    if routing.phase is Phase.DECODE:
+                        continue
                     ticket.join()
                 self._close(copy, ticket)
             if copy in table.ready:
@@ -290,24 +291,23 @@ class LayerExecutor:
         if any(load.after for load in plan.loads):
             here = min(here, 1)  # slots are so few that a load waits for the first expert computed
         weights = [self._ready(serve.copy) for serve in serves[:here]]
-        self._compute_each(math, hidden, weights, stacked[:here], self.way)
+        self._compute_each(math, hidden, weights, stacked[:here], self.team)
         for computed, serve in enumerate(serves[:here], start=1):
             self._served(serve, computed)
         for computed, serve in enumerate(serves[here:], start=here + 1):
-            math.forward_each(hidden, [self._weights_of(serve)], stacked[computed - 1 : computed], self.way.twin)
+            math.forward_each(hidden, [self._weights_of(serve)], stacked[computed - 1 : computed])
             self._served(serve, computed)
         return stacked
 
     @staticmethod
     def _compute_each(
-        math: ExpertMath, hidden: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor, way: Way
+        math: ExpertMath, hidden: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor, team: Team | None
     ) -> None:
         """One token [1, H] through several experts -> out [n, H], shared out over the team where there is one."""
-        team, twin = way
         if team is not None and len(weights) > 1:
-            team.run(lambda member, of: math.forward_each(hidden, weights[member::of], out[member::of], twin))
+            team.run(lambda member, of: math.forward_each(hidden, weights[member::of], out[member::of]))
         elif weights:
-            math.forward_each(hidden, weights, out, twin)
+            math.forward_each(hidden, weights, out)
 
     def _prefill(self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Many tokens: experts in ascending order, each read once, loads of this and the next layer running ahead."""

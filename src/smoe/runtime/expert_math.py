@@ -69,27 +69,19 @@ class ExpertMath:
             y = y + weights.down_bias
         return y if self._post_norm is None else self._post_norm(y)
 
-    def forward_each(self, x: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor, twin: bool = False) -> None:
+    def forward_each(self, x: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor) -> None:
         """One token through several experts: x [1, H] -> out [n, H], row by row what `forward` gives.
 
         The matrix products are the same calls; what lies between them runs once for all rows, which is elementwise and
-        therefore changes no bit, and saves most of Python's share for small experts. With `twin` every product has two
-        equal rows, of which one is used: on some CPUs the library's two-row kernel is faster than its one-row kernel
-        (`runtime/split.py` decides, after comparing bits).
+        therefore changes no bit, and saves most of Python's share for small experts.
         """
         if self._has_bias or self._post_norm is not None:
             for row, expert in enumerate(weights):
                 out[row : row + 1] = self.forward(x, expert)
             return
-        copies = 2 if twin else 1
-        x = x.expand(copies, -1).contiguous()
-        wide = x.new_empty(copies * len(weights), self.up_width)
+        wide = x.new_empty(len(weights), self.up_width)
         for row, expert in enumerate(weights):
-            torch.mm(x, expert.up, out=wide[copies * row : copies * (row + 1)])
+            torch.mm(x, expert.up, out=wide[row : row + 1])
         inner = self._activate(wide)
-        target = out if copies == 1 else out.new_empty(copies * len(weights), self.hidden)
         for row, expert in enumerate(weights):
-            rows = slice(copies * row, copies * (row + 1))
-            torch.mm(inner[rows], expert.down, out=target[rows])
-        if copies > 1:
-            out.copy_(target[::copies])
+            torch.mm(inner[row : row + 1], expert.down, out=out[row : row + 1])
