@@ -44,6 +44,8 @@ from smoe.units import format_bytes, parse_bytes
 
 REPOSITORY = Path(__file__).parent.parent
 CONTEXT_TOKENS = 512
+READ_BYTES = 9 * 2**20
+"""Block size of the disk measurement: an expert of the reference model and of the wide demo."""
 TEXT = Path(__file__).with_name("text.txt")
 _JOIN = 'echo $$ > "$0" && exec "$@"'
 
@@ -51,7 +53,7 @@ _JOIN = 'echo $$ > "$0" && exec "$@"'
 def main() -> None:
     options = _parse()
     if options.worker:
-        print(json.dumps(measure(options.model, options.worker, options.stream, options.new)))
+        print(json.dumps(measure(options)))
         return
     rows = [_run(options, budget) for _ in range(options.repeats) for budget in options.budgets.split(",")]
     resident = [row for row in rows if row["budget"] == "all"]
@@ -70,6 +72,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--stream", choices=("zipf", "uniform", "text"), default="zipf")
     parser.add_argument("--new", type=int, default=32, help="decoded tokens")
+    parser.add_argument("--prefetch", choices=("none", "next-gate"), default="none")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -77,20 +80,19 @@ def _parse() -> argparse.Namespace:
 # -- one process ----------------------------------------------------------------------------------------------------
 
 
-def measure(folder: Path, budget: str, stream: str, new: int) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that one run tells about itself, in seconds and bytes."""
+    folder, budget, new = options.model, options.worker, options.new
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     memory = None if budget == "all" else parse_bytes(budget)
     started = perf_counter()
-    switches: dict[str, Any] = {"context_tokens": CONTEXT_TOKENS, "prefill_tokens": 256}
+    switches: dict[str, Any] = {"context_tokens": CONTEXT_TOKENS, "prefill_tokens": 256, "prefetch": options.prefetch}
     model = smoe.from_pretrained(folder, memory=memory or "64GiB", **switches)
     engine = model.offload
     load_seconds = perf_counter() - started
     engine.wait_ready()
-    tokens = _tokens(folder, stream, 16 + 2 * 128 + 2 * new)
-    files = sorted(folder.glob("*.safetensors"))
-    before = ceilings(files, engine.store.expert_bytes, torch.get_num_threads(), 0.7)
+    tokens = _tokens(folder, options.stream, 16 + 2 * 128 + 2 * new)
     with engine.recording() as trace:
         ttft_16 = _prefill(model, tokens[:16])[0]
         if budget == "all":
@@ -99,7 +101,6 @@ def measure(folder: Path, budget: str, stream: str, new: int) -> dict[str, Any]:
             trace.clear()
         prefill = _prefill(model, tokens[16 : 16 + 128])
         decode = _decode(model, prefill[1], tokens[144 : 144 + new])
-    after = ceilings(files, engine.store.expert_bytes, torch.get_num_threads(), 0.7)
     demand, slots = engine.ledger.demand, engine.ledger.cache_slots
     lru = replay(trace, slots, engine.ledger.staging_slots, LRU())
     belady = replay(trace, slots, engine.ledger.staging_slots, Belady([observation(r) for r in trace]))
@@ -108,8 +109,6 @@ def measure(folder: Path, budget: str, stream: str, new: int) -> dict[str, Any]:
         "budget": budget,
         "slots": slots,
         "load_seconds": load_seconds,
-        "memory_rate": (before.memory_bytes_per_second + after.memory_bytes_per_second) / 2,
-        "disk_rate": _disk_rate(before, after),
         "expert_bytes": engine.store.expert_bytes,
         "dense_bytes": demand.weights_bytes,
         "experts_per_token": decode["uses"] / new,
@@ -173,21 +172,32 @@ def _disk_rate(before: Any, after: Any) -> float | None:
 
 
 def _run(options: argparse.Namespace, budget: str) -> dict[str, Any]:
-    """One budget in a fresh process, under a cgroup of the budget and a bare interpreter."""
+    """One budget in a fresh process, between two measurements of memory and disk."""
+    files = sorted(options.model.glob("*.safetensors"))
     quiet = wait_until_quiet()
+    before = ceilings(files, READ_BYTES, torch.get_num_threads(), 0.7)
+    drop_from_page_cache([*files, *options.model.glob("*.smoe")])
+    answer = _capped(options, budget)
+    after = ceilings(files, READ_BYTES, torch.get_num_threads(), 0.7)
+    memory_rate = (before.memory_bytes_per_second + after.memory_bytes_per_second) / 2
+    return answer | {"quiet": quiet, "memory_rate": memory_rate, "disk_rate": _disk_rate(before, after)}
+
+
+def _capped(options: argparse.Namespace, budget: str) -> dict[str, Any]:
+    """The worker's answer, under a cgroup of the budget and a bare interpreter where one can be made."""
     command = [sys.executable, "-m", "bench.limits", str(options.model), "--worker", budget]
-    command += ["--stream", options.stream, "--new", str(options.new)]
-    drop_from_page_cache(sorted(options.model.glob("*.safetensors")))
+    command += ["--stream", options.stream, "--new", str(options.new), "--prefetch", options.prefetch]
+    uncapped: dict[str, Any] = {"cgroup_limit": None, "cgroup_peak": None}
     if budget == "all":
-        return _answer(command) | {"quiet": quiet, "cgroup_limit": None, "cgroup_peak": None}
+        return _answer(command) | uncapped
     limit = parse_bytes(budget) + smoe_baseline_bytes(torch.get_num_threads())
     try:
         with MemoryCgroup(find_parent(), limit) as group:
             answer = _answer(["sh", "-c", _JOIN, str(group.procs), *command])
-            return answer | {"quiet": quiet, "cgroup_limit": limit, "cgroup_peak": group.peak_bytes()}
+            return answer | {"cgroup_limit": limit, "cgroup_peak": group.peak_bytes()}
     except CgroupError as error:
         print(f"not capped from outside: {error}", file=sys.stderr)
-        return _answer(command) | {"quiet": quiet, "cgroup_limit": None, "cgroup_peak": None}
+        return _answer(command) | uncapped
 
 
 def _answer(command: list[str]) -> dict[str, Any]:

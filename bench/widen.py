@@ -18,12 +18,14 @@ Norms first: with zeros appended the mean square shrinks by H / H', so x / sqrt(
 weight takes that back. For H' = 16 H (or any power of four) the factor is a power of two, exact in bf16.
 
 Files are written tensor by tensor, so the memory needed is that of one expert: one shard a layer, under a temporary
-name, renamed when complete. A second call keeps complete shards. `config.json` comes last: with it, all is there.
+name, renamed when complete. A second call keeps the complete shards of the same source. `config.json` comes last: with
+it, all is there.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -170,9 +172,19 @@ def plan_shards(source: Path, sizes: Widening) -> list[list[Piece]]:
     return [groups[layer] for layer in sorted(groups)]
 
 
-def shard_header(pieces: list[Piece]) -> bytes:
-    """Length and JSON header of a safetensors file with the pieces one after the other."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def fingerprint(source: Path, seed: int) -> str:
+    """A digest of the source's weights and the seed: shards of another source are never taken for ours."""
+    digest = hashlib.sha256(str(seed).encode())
+    for path in sorted(set(weight_map(source).values())):
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def shard_header(pieces: list[Piece], origin: str) -> bytes:
+    """Length and JSON header of a safetensors file with the pieces one after the other, made from `origin`."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", "origin": origin}}
     offset = 0
     for piece in pieces:
         header[piece.name] = {
@@ -186,9 +198,18 @@ def shard_header(pieces: list[Piece]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def shard_bytes(pieces: list[Piece]) -> int:
+def shard_bytes(pieces: list[Piece], origin: str) -> int:
     """Size of a shard's file."""
-    return len(shard_header(pieces)) + sum(piece.n_bytes for piece in pieces)
+    return len(shard_header(pieces, origin)) + sum(piece.n_bytes for piece in pieces)
+
+
+def is_complete(path: Path, pieces: list[Piece], origin: str) -> bool:
+    """Whether `path` is already the whole shard, made from the same source."""
+    if not path.exists() or path.stat().st_size != shard_bytes(pieces, origin):
+        return False
+    header = shard_header(pieces, origin)
+    with path.open("rb") as file:
+        return file.read(len(header)) == header
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
@@ -196,11 +217,11 @@ def tensor_bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.int16).numpy().tobytes()
 
 
-def write_shard(path: Path, pieces: list[Piece], sizes: Widening, advance: Callable[[int], None]) -> None:
+def write_shard(path: Path, pieces: list[Piece], sizes: Widening, origin: str, advance: Callable[[int], None]) -> None:
     """Write one shard tensor by tensor under a temporary name, then rename it; report bytes to `advance`."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as out:
-        out.write(shard_header(pieces))
+        out.write(shard_header(pieces, origin))
         for piece, tensor in read_pieces(pieces):
             out.write(tensor_bytes(widen_tensor(piece.name, tensor, sizes)))
             advance(piece.n_bytes)
@@ -258,20 +279,22 @@ def widen(
     if config["model_type"] != "qwen2_moe":
         raise ValueError(f"{source} is a {config['model_type']}; only qwen2_moe can be widened")
     sizes = Widening(config["hidden_size"], wide_hidden, config["moe_intermediate_size"], wide_expert, seed)
-    shards = plan_shards(source, sizes)
+    shards, origin = plan_shards(source, sizes), fingerprint(source, seed)
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     out.mkdir(parents=True, exist_ok=True)
     missing = [
         (out / name, pieces)
         for name, pieces in zip(names, shards, strict=True)
-        if not ((out / name).exists() and (out / name).stat().st_size == shard_bytes(pieces))
+        if not is_complete(out / name, pieces, origin)
     ]
-    check_disk(out, sum(shard_bytes(pieces) for _, pieces in missing))
+    check_disk(out, sum(shard_bytes(pieces, origin) for _, pieces in missing))
     advance(
         sum(p.n_bytes for pieces in shards for p in pieces) - sum(p.n_bytes for _, pieces in missing for p in pieces)
     )
+    if missing:
+        (out / "config.json").unlink(missing_ok=True)
     for path, pieces in missing:
-        write_shard(path, pieces, sizes, advance)
+        write_shard(path, pieces, sizes, origin, advance)
     total = sum(piece.n_bytes for pieces in shards for piece in pieces)
     placed = {piece.name: name for name, pieces in zip(names, shards, strict=True) for piece in pieces}
     write_text(out / INDEX_NAME, json.dumps({"metadata": {"total_size": total}, "weight_map": placed}, indent=1))

@@ -108,6 +108,14 @@ def test_repeatable_and_complete_shards_are_kept(small, tmp_path):
     assert broken.read_bytes() == whole
 
 
+def test_shards_of_another_source_are_replaced(small, tmp_path):
+    wide.widen(small, tmp_path, 128, 16, seed=1)
+    other = (tmp_path / "model-00003-of-00003.safetensors").read_bytes()
+    wide.widen(small, tmp_path, 128, 16, seed=0)
+    assert (tmp_path / "model-00003-of-00003.safetensors").read_bytes() != other
+    assert torch.allclose(logits(tmp_path), logits(small), atol=2e-5, rtol=1e-4)
+
+
 def test_refuses_a_full_disk_before_writing(small, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(wide.NotEnoughDiskError, match=r"needs 0\.00 GB more .* GB are free"):
