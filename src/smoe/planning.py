@@ -62,7 +62,9 @@ class Blueprint:
         item = self.dtype.itemsize
         return Demand(
             weights_bytes=self.anatomy.weights_bytes,
-            workspace_bytes=workspace_bytes(text, self.sites, self.anatomy.top_k, tokens, config.max_sequences, item),
+            workspace_bytes=workspace_bytes(
+                text, self.sites, self.anatomy.top_k, tokens, config.max_sequences, item, self.experts_bytes
+            ),
             kv_cache_bytes=self.anatomy.kv_bytes_per_token * self.context_tokens * config.max_sequences
             + self.anatomy.state_bytes_per_sequence * config.max_sequences,
             slot_bytes=slot_bytes or page_ceil(self.expert_bytes) + PAGE,

@@ -16,12 +16,22 @@ _HIDDEN_COPIES = 10
 """Tensors [tokens, H] alive at once: residual, norm, projections, block input and output, combination."""
 _ROUTER_COPIES = 4
 _FLOOR_BYTES = 1 << 20
+KERNEL_CACHE_BYTES = 128 * 2**20
+"""What the CPU library keeps for the shapes it has met: compiled kernels and scratch, about 120 MiB with the 64 kernels
+that `smoe/__init__.py` lets it keep (docs/log.md). Reserved in full for models of 4 GiB and more; a model so small that this
+would dwarf it counts it with the interpreter instead."""
 
 
 def workspace_bytes(
-    config: PretrainedConfig, sites: Sequence[ExpertsSite], top_k: Mapping[int, int], tokens: int, rows: int, item: int
+    config: PretrainedConfig,
+    sites: Sequence[ExpertsSite],
+    top_k: Mapping[int, int],
+    tokens: int,
+    rows: int,
+    item: int,
+    experts_bytes: int,
 ) -> int:
-    """Bytes for a step of `tokens` new positions over `rows` sequences at `item` bytes an element."""
+    """Bytes for a step of `tokens` new positions over `rows` sequences at `item` bytes an element; `experts_bytes` are all experts."""
     text = config.get_text_config()
     hidden = int(text.hidden_size)
     heads = int(getattr(text, "num_attention_heads", 1))
@@ -36,7 +46,8 @@ def workspace_bytes(
         hidden * _HIDDEN_COPIES * item + inner * 4 * item + experts * _ROUTER_COPIES * 4 + width * (hidden + 32)
     )
     logits = rows * int(text.vocab_size) * (2 * item + 8)
-    return _FLOOR_BYTES + step + attention + logits
+    kernels = min(KERNEL_CACHE_BYTES, experts_bytes // 32)
+    return _FLOOR_BYTES + step + attention + logits + kernels
 
 
 def _inner(text: PretrainedConfig) -> int:
