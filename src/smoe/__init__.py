@@ -16,7 +16,7 @@ if "torch" not in sys.modules:
     # Threads that wait without spinning leave the core to the thread that computes the other experts (docs/log.md).
     # The OpenMP runtime reads this when torch is first imported, so it can only be set here.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Every number of rows is a kernel of its own to oneDNN; it would keep 1024 of them, a megabyte each, outside any budget.
+    # Every number of rows is a kernel of its own to oneDNN, which would keep 1024 of them, about a megabyte each.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 if TYPE_CHECKING:

@@ -181,8 +181,8 @@ def _load_dense(folder: Path, plan: Blueprint, device: torch.device) -> PreTrain
 def _move_to_own_memory(model: PreTrainedModel) -> None:
     """Copy the weights out of the library's file mapping: pages that cannot be dropped, matrices at cache lines.
 
-    A mapped matrix lies where the file's header puts it, which costs a seventh of its speed (docs/log.md). Only bf16: the
-    bits of fp32 products depend on the address, and grade E0 means the library's own bits.
+    A mapped matrix lies where the file's header puts it, which costs a seventh of its speed (docs/log.md). Only bf16:
+    the bits of fp32 products depend on the address, and grade E0 means the library's own bits.
     """
     for parameter in model.parameters():  # tied parameters come once and stay tied
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)

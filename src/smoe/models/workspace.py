@@ -18,8 +18,8 @@ _ROUTER_COPIES = 4
 _FLOOR_BYTES = 1 << 20
 KERNEL_CACHE_BYTES = 128 * 2**20
 """What the CPU library keeps for the shapes it has met: compiled kernels and scratch, about 120 MiB with the 64 kernels
-that `smoe/__init__.py` lets it keep (docs/log.md). Reserved in full for models of 4 GiB and more; a model so small that this
-would dwarf it counts it with the interpreter instead."""
+that `smoe/__init__.py` lets it keep (docs/log.md). Reserved in full for models of 4 GiB and more; a model so small that
+this would dwarf it counts it with the interpreter instead."""
 
 
 def workspace_bytes(
@@ -31,7 +31,10 @@ def workspace_bytes(
     item: int,
     experts_bytes: int,
 ) -> int:
-    """Bytes for a step of `tokens` new positions over `rows` sequences at `item` bytes an element; `experts_bytes` are all experts."""
+    """Bytes for a step of `tokens` new positions over `rows` sequences at `item` bytes an element.
+
+    `experts_bytes` are all routed experts of the model together.
+    """
     text = config.get_text_config()
     hidden = int(text.hidden_size)
     heads = int(getattr(text, "num_attention_heads", 1))

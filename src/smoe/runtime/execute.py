@@ -224,8 +224,8 @@ class LayerExecutor:
     def _drop_stale(self, routing: Routing) -> None:
         """Forget what was prefetched for this layer, or one before it, and is not wanted.
 
-        A wrong guess that is being read is left alone in decode, where nobody needs its slot now, and dropped at a later
-        layer; a prefill streams through these slots and waits for it.
+        A wrong guess that is being read is left alone in decode, where nobody needs its slot now, and dropped at a
+        later layer; a prefill streams through these slots and waits for it.
         """
         layer, table = routing.layer, self.table
         wanted = {expert for row in routing.top_k_index for expert in row}
