@@ -39,8 +39,9 @@ class EngineConfig:
     """`cpu`, `cuda`, `cuda:1`, ...; auto: the first GPU if there is one."""
     eviction: str = "lru"
     """Which resident expert is forgotten first."""
-    prefetch: str = "none"
-    """What brings experts in before their layer runs."""
+    prefetch: str = "auto"
+    """What brings experts in before their layer runs in decode; auto: next-gate on a CPU, for experts of 1 MiB and
+    more."""
     direct_io: str = "auto"
     """Bypass the page cache; auto: unless free RAM beside the budget holds the whole model."""
 
@@ -60,7 +61,8 @@ class EngineConfig:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "exact": {},
-    "lfu": {"eviction": "lfu"},
+    "lru": {"eviction": "lru", "prefetch": "none"},
+    "lfu": {"eviction": "lfu", "prefetch": "none"},
     "mixtral-offloading": {"eviction": "lru", "prefetch": "next-gate"},
 }
 """Named sets of switches: papers and baselines. Every one listed here is lossless."""

@@ -44,6 +44,8 @@ from smoe.units import parse_bytes
 
 _CUDA_ALIGNMENT = 256
 """What torch's own allocator gives on a GPU; its matrix kernels are slow, or choose others, at odd addresses."""
+_PREFETCH_PAYS_BYTES = 1 << 20
+"""Smaller experts are read in less time than guessing takes; for larger ones the gain is measured (docs/log.md)."""
 _TOUCH_SECONDS = 2.0
 """How long loading waits for the slots' memory; the rest is backed while the model already runs."""
 
@@ -214,7 +216,7 @@ def _assemble(
         transfers=transfers,
         arena=arena,
         math={site.layer: ExpertMath(modules[site.name], site.parts, plan.dtype) for site in plan.sites},
-        predictors=_predictors(model, plan, config),
+        predictors=_predictors(model, plan, config, arena.device),
         counters=Counters(),
     )
     try:
@@ -254,10 +256,14 @@ def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:
     return used
 
 
-def _predictors(model: PreTrainedModel, plan: Blueprint, config: EngineConfig) -> dict[Phase, Predictor]:
+def _predictors(
+    model: PreTrainedModel, plan: Blueprint, config: EngineConfig, device: torch.device
+) -> dict[Phase, Predictor]:
     """A prefill always starts the next layer's reads early: nearly all are needed, so guessing is cheap and right."""
     predict = next_gate(model, plan.sites, plan.anatomy.gates)
-    return {Phase.PREFILL: predict} | ({Phase.DECODE: predict} if config.prefetch == "next-gate" else {})
+    pays = plan.expert_bytes >= _PREFETCH_PAYS_BYTES and device.type == "cpu"
+    in_decode = config.prefetch == "next-gate" or (config.prefetch == "auto" and pays)
+    return {Phase.PREFILL: predict} | ({Phase.DECODE: predict} if in_decode else {})
 
 
 def _mover(store: ExpertStore, arena: Arena, table: SlotTable, config: EngineConfig) -> Mover:

@@ -16,8 +16,8 @@ ONLINE_EVICTION: dict[str, Callable[[], Eviction]] = {"lru": LRU, "lfu": LFU}
 EVICTION: dict[str, Callable[..., Eviction]] = {**ONLINE_EVICTION, "belady": Belady}
 """All policies, the offline ones (that need the future) included: for the simulator."""
 
-PREFETCH = ("none", "next-gate")
-"""Predictors for the next layer: nothing, or its router applied to this layer's input."""
+PREFETCH = ("auto", "none", "next-gate")
+"""Predictors for the next layer in decode: nothing, or its router applied to this layer's input; auto: what pays."""
 
 
 def make_eviction(name: str) -> Eviction:

@@ -63,6 +63,7 @@ class LayerExecutor:
         self._math = math
         self._predictors = predictors
         self._layer_share = layer_share(table.cache_slots, len(math))
+        self._experts = len(store.keys())
         self._tickets: dict[Copy, Ticket] = {}
         self._promoted: set[Copy] = set()
         """Copies of the running layer that were prefetched and stay, and that have not served yet."""
@@ -141,7 +142,7 @@ class LayerExecutor:
 
     def _prefetch(self, routing: Routing, hidden: torch.Tensor, plan: LayerPlan) -> None:
         predictor = self._predictors.get(routing.phase)
-        if predictor is None or not plan.spare:
+        if predictor is None or not plan.spare or len(self.table.ready) == self._experts:
             return
         threads = torch.get_num_threads()
         if hidden.shape[0] == 1:
