@@ -5,6 +5,7 @@ Nothing is downloaded but the config, nothing is loaded: the model's empty shell
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,8 @@ def blueprint(model: str | Path, config: EngineConfig, revision: str | None = No
 
 def read_config(model: str | Path, revision: str | None) -> PretrainedConfig:
     """A model's configuration, from disk or the hub; no code of the repository is run."""
-    register_local_families()
     folder = local_folder(model)
+    register_local_families(None if folder is None else _model_type(folder))
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder or str(model), revision=revision, trust_remote_code=False
@@ -104,6 +105,15 @@ def read_config(model: str | Path, revision: str | None) -> PretrainedConfig:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"cannot read the configuration of {model}: {reason}{'' if folder else HUB_HINT}") from error
     return config
+
+
+def _model_type(folder: Path) -> str:
+    """What a folder's config.json calls its family; empty where it cannot be read, which the library then reports."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf8"))
+    except (OSError, ValueError):
+        return ""
+    return str(found.get("model_type", "")) if isinstance(found, dict) else ""
 
 
 def choose_dtype(model_config: PretrainedConfig, config: EngineConfig) -> torch.dtype:
