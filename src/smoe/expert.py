@@ -1,11 +1,10 @@
-"""What an expert is to the rest of the program: a key, a precision and a place.
+"""What an expert is to the rest of the program: a key and a precision.
 
 Weights never change, so an expert in a faster tier is a copy and evicting it is forgetting it.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import TypeAlias
 
 Copy: TypeAlias = tuple[int, int, int]
@@ -13,11 +12,3 @@ Copy: TypeAlias = tuple[int, int, int]
 
 EXACT = 0
 """The precision of the checkpoint itself, the only one that lossless serving uses."""
-
-
-class Tier(IntEnum):
-    """Places an expert can be, fastest first."""
-
-    DEVICE = 0
-    HOST = 1
-    DISK = 2
