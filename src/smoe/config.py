@@ -13,6 +13,7 @@ from smoe.policy.registry import ONLINE_EVICTION, PREFETCH
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DIRECT_IO = ("auto", "on", "off")
+KERNELS = ("auto", "own", "torch")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class EngineConfig:
     direct_io: str = "auto"
     """Bypass the page cache; auto: unless free RAM beside the budget holds the whole model."""
 
+    kernels: str = "auto"
+    """What multiplies one row by a matrix on a CPU: torch, or our own kernel where it was found to give torch's bits
+    (bf16); auto: the faster, for experts of 1 MiB and more."""
+
     def __post_init__(self) -> None:
         _at_least("memory_bytes", self.memory_bytes, 1)
         _at_least("host_memory_bytes", self.host_memory_bytes, 1)
@@ -57,6 +62,7 @@ class EngineConfig:
         _one_of("eviction", self.eviction, tuple(ONLINE_EVICTION))
         _one_of("prefetch", self.prefetch, PREFETCH)
         _one_of("direct_io", self.direct_io, DIRECT_IO)
+        _one_of("kernels", self.kernels, KERNELS)
 
 
 PRESETS: dict[str, dict[str, Any]] = {

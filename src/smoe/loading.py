@@ -16,6 +16,7 @@ from transformers.utils import logging as library_logging
 
 from smoe.config import EngineConfig, configure
 from smoe.errors import BudgetError, CheckpointError, ConfigError
+from smoe.kernels.row_product import row_product
 from smoe.memory.device import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.free import free_device_bytes, less_margin
@@ -36,10 +37,11 @@ from smoe.policy.budget import Demand, Ledger, allocate, full_bytes
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase
+from smoe.runtime.dense import speed_up
 from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor, Predictor
 from smoe.runtime.expert_math import ExpertMath
-from smoe.runtime.split import make_team
+from smoe.runtime.split import MIN_EXPERT_BYTES, choose_way
 from smoe.units import parse_bytes
 
 _CUDA_ALIGNMENT = 256
@@ -225,7 +227,7 @@ def _assemble(
     except BaseException:
         transfers.close()
         raise
-    executor.team = make_team(executor, plan.sites[0].layer, plan.dtype)
+    _choose_arithmetic(model, plan, config, executor)
     executor.start_anew(make_eviction(config.eviction))
     engine = Engine(
         config=config,
@@ -242,6 +244,18 @@ def _assemble(
     )
     attach(model, plan.sites, engine)
     return model
+
+
+def _choose_arithmetic(model: PreTrainedModel, plan: Blueprint, config: EngineConfig, executor: LayerExecutor) -> None:
+    """Our kernel where it is wanted, gives the library's bits and is faster; several threads where they help."""
+    is_wanted = config.kernels == "own" or (config.kernels == "auto" and plan.expert_bytes >= MIN_EXPERT_BYTES)
+    product = row_product() if is_wanted and plan.dtype is torch.bfloat16 and executor.device.type == "cpu" else None
+    if product is not None and not executor.agrees(product):
+        product = None
+    products = (product,) if config.kernels == "own" or product is None else (None, product)
+    choose_way(executor, plan.sites[0].layer, plan.dtype, products)
+    if product is not None:
+        speed_up(model, product, executor.team)
 
 
 def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from smoe.config import DTYPES, PRESETS, EngineConfig, configure
+from smoe.config import DTYPES, KERNELS, PRESETS, EngineConfig, configure
 from smoe.policy.registry import ONLINE_EVICTION, PREFETCH
 from smoe.units import parse_bytes
 
@@ -71,6 +71,10 @@ class EngineOptions:
         str | None,
         typer.Option(help=f"What brings experts in ahead: {', '.join(PREFETCH)}.", rich_help_panel=_ENGINE),
     ] = None
+    kernels: Annotated[
+        str | None,
+        typer.Option(help=f"What multiplies one row by a matrix: {', '.join(KERNELS)}.", rich_help_panel=_ENGINE),
+    ] = None
 
     def config(self, sequences: int = 1) -> EngineConfig:
         """The engine's configuration for `sequences` prompts at once."""
@@ -85,6 +89,7 @@ class EngineOptions:
             device=self.device,
             eviction=self.eviction,
             prefetch=self.prefetch,
+            kernels=self.kernels,
         )
 
 

@@ -19,6 +19,7 @@ from time import perf_counter
 import torch
 
 from smoe.expert import Copy
+from smoe.kernels.row_product import RowProduct
 from smoe.memory.device import Arena
 from smoe.memory.store import ExpertStore
 from smoe.memory.transfer import State, Ticket, Transfers
@@ -28,7 +29,7 @@ from smoe.policy.plan import LayerPlan, Load, Serve
 from smoe.policy.planner import layer_share, observation, plan_layer, plan_prefetch
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
-from smoe.runtime.expert_math import ExpertMath, Weights
+from smoe.runtime.expert_math import ExpertMath, Weights, library_product
 from smoe.runtime.team import Team
 
 Predictor = Callable[[int, torch.Tensor], tuple[int, Sequence[int]] | None]
@@ -90,13 +91,24 @@ class LayerExecutor:
         self.counters = Counters()
         self._transfers.start_anew()
 
-    def compute_slots(self, layer: int, hidden: torch.Tensor, count: int, team: Team | None) -> torch.Tensor:
+    def agrees(self, product: RowProduct) -> bool:
+        """Whether our kernel gives the library's bits on the experts that are resident, one of every layout."""
+        seen = {(self._math[c[0]].hidden, self._math[c[0]].inner): c for c in sorted(self.table.ready)}
+        return bool(seen) and all(self._math[c[0]].agrees(product, self._ready(c)) for c in seen.values())
+
+    def compute_by(self, product: RowProduct | None, team: Team | None) -> None:
+        """From now on single rows are multiplied by our kernel, and shared out over a team; None: by the library."""
+        self.team = team
+        for math in self._math.values():
+            math.row_product = product or library_product
+
+    def compute_slots(self, layer: int, hidden: torch.Tensor, count: int) -> torch.Tensor:
         """One token [1, H] through `count` slots, whatever they hold -> [count, H]: for measuring."""
         placement = self._store.placement(layer, 0)
         slots = [n % len(self._weights) for n in range(count)]
         weights = [self._math[layer].bind(self._arena, slot, placement.parts) for slot in slots]
         out = hidden.new_empty(count, hidden.shape[1])
-        self._compute_each(self._math[layer], hidden, weights, out, team)
+        self._compute_each(self._math[layer], hidden, weights, out, self.team)
         return out
 
     def run(

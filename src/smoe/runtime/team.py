@@ -18,7 +18,6 @@ class Team:
     """The calling thread and `threads - 1` helpers; each computes with one thread of its own."""
 
     def __init__(self, threads: int) -> None:
-        assert threads >= 2, threads
         self.threads = threads
         self._helpers = self._hire()
 
@@ -43,6 +42,12 @@ class Team:
         for error in errors:
             if error is not None:
                 raise error
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def _hire(self) -> list[_Helper]:
         return [_Helper(n) for n in range(self.threads - 1)]
