@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as library_logging
 
-from smoe.kernels.row_product import RowProduct, agrees, row_product
+from smoe.kernels.crew import Crew, agrees, is_supported
 from tests import oracle, zoo
 
 torch.set_num_threads(1)
@@ -38,15 +38,15 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return folder
 
 
-@pytest.fixture(scope="session")
-def product() -> RowProduct:
+@pytest.fixture(params=[1, 3], ids=["alone", "crew"])
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
     """Our kernel, where this machine can run it and torch sums in the order that it knows."""
-    kernel = row_product()
-    if kernel is None:
+    if not is_supported():
         pytest.skip("this CPU has no bf16 dot products, or llvmlite is missing")
-    if not agrees(kernel, torch.randn(512, 2048).bfloat16().t()):
-        pytest.skip("torch sums bf16 products in another order on this CPU: smoe leaves them to torch here")
-    return kernel
+    with Crew(request.param) as crew:
+        if not agrees(crew, torch.randn(512, 2048).bfloat16().t()):
+            pytest.skip("torch sums bf16 products in another order on this CPU: smoe leaves them to torch here")
+        yield crew
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from huggingface_hub import constants
 
 from smoe.errors import ConfigError
 from smoe.hardware import Profile
+from smoe.kernels.crew import is_supported
 from smoe.kernels.jit import is_available
-from smoe.kernels.row_product import row_product
 from smoe.memory.free import cgroup_room, less_margin
 from smoe.units import format_bytes
 
@@ -65,7 +65,7 @@ def examine(profile: Profile, folder: Path) -> list[Finding]:
 def _kernel() -> Finding | None:
     if torch.cuda.is_available():
         return None
-    if row_product() is not None:
+    if is_supported():
         return Finding("good", "bf16 experts are multiplied by smoe's own kernel (AVX-512 BF16)")
     if not is_available():
         return Finding("better", "smoe's own CPU kernels cannot be compiled", "pip install llvmlite")

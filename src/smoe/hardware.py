@@ -26,11 +26,10 @@ import torch
 
 from smoe.config import EngineConfig
 from smoe.floor import Rates
-from smoe.kernels.row_product import row_product
+from smoe.kernels.crew import Crew, is_supported
 from smoe.memory.device import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.store import Read, page_ceil
-from smoe.runtime.team import Team
 
 _MEMORY_BYTES = 256 * 2**20
 """Far beyond every cache of a core; large server caches are shared, so a run does not own them either."""
@@ -229,21 +228,18 @@ def measure_experts(expert_bytes: int, seconds: float) -> float:
             gate, value = torch.nn.functional.linear(x, up[n]).chunk(2, dim=-1)
             torch.nn.functional.linear(torch.nn.functional.silu(gate) * value, down[n])
 
-    product = row_product()
-
-    def some_experts(member: int, of: int) -> None:
-        assert product is not None
+    def all_by_crew(crew: Crew) -> None:
         y, out = x.new_empty(1, 2 * inner), torch.empty_like(x)
-        for n in range(member, experts, of):
-            product(x, up[n].t(), y)
+        for n in range(experts):
+            crew.multiply([(x, up[n].t(), y)])
             gate, value = y.chunk(2, dim=-1)
-            product(torch.nn.functional.silu(gate) * value, down[n].t(), out)
+            crew.multiply([(torch.nn.functional.silu(gate) * value, down[n].t(), out)])
 
     with torch.no_grad():
         duration = _best(all_experts, seconds)
-        if product is not None:
-            with Team(torch.get_num_threads()) as team:
-                duration = min(duration, _best(lambda: team.run(some_experts), seconds))
+        if is_supported():
+            with Crew(torch.get_num_threads()) as crew:
+                duration = min(duration, _best(lambda: all_by_crew(crew), seconds))
     return experts * used / duration
 
 

@@ -16,7 +16,7 @@ from transformers.utils import logging as library_logging
 
 from smoe.config import EngineConfig, configure
 from smoe.errors import BudgetError, CheckpointError, ConfigError
-from smoe.kernels.row_product import row_product
+from smoe.kernels.crew import Crew, is_supported
 from smoe.memory.device import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.free import free_device_bytes, less_margin
@@ -249,13 +249,14 @@ def _assemble(
 def _choose_arithmetic(model: PreTrainedModel, plan: Blueprint, config: EngineConfig, executor: LayerExecutor) -> None:
     """Our kernel where it is wanted, gives the library's bits and is faster; several threads where they help."""
     is_wanted = config.kernels == "own" or (config.kernels == "auto" and plan.expert_bytes >= MIN_EXPERT_BYTES)
-    product = row_product() if is_wanted and plan.dtype is torch.bfloat16 and executor.device.type == "cpu" else None
-    if product is not None and not executor.agrees(product):
-        product = None
-    products = (product,) if config.kernels == "own" or product is None else (None, product)
-    choose_way(executor, plan.sites[0].layer, plan.dtype, products)
-    if product is not None:
-        speed_up(model, product, executor.team)
+    is_possible = plan.dtype is torch.bfloat16 and executor.device.type == "cpu" and is_supported()
+    crew = Crew(torch.get_num_threads()) if is_wanted and is_possible else None
+    if crew is not None and not executor.agrees(crew):
+        crew.close()
+        crew = None
+    choose_way(executor, plan.sites[0].layer, plan.dtype, crew, always=crew is not None and config.kernels == "own")
+    if executor.crew is not None:
+        speed_up(model, executor.crew)
 
 
 def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:

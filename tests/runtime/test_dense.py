@@ -1,11 +1,11 @@
 """The layers beside the experts by our kernel.
 
-Would catch a bias left out, a batch that is taken for one row, a team that leaves outputs unwritten.
+Would catch a bias left out, a batch that is taken for one row, an input that is not in one piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from smoe.kernels.row_product import RowProduct
+from smoe.kernels.crew import Crew
 from smoe.runtime import dense
-from smoe.runtime.team import Team
 from tests import oracle
 
 
@@ -25,30 +24,22 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "_is_faster", lambda *_: True)
 
 
-@pytest.fixture(params=[None, 2])
-def team(request: pytest.FixtureRequest) -> Iterator[Team | None]:
-    team = Team(request.param) if request.param else None
-    yield team
-    if team is not None:
-        team.close()
-
-
-def test_only_plain_linear_layers_change(product: RowProduct, team: Team | None) -> None:
+def test_only_plain_linear_layers_change(crew: Crew) -> None:
     class Other(nn.Linear):
         pass
 
     layers = [nn.Linear(64, 96, False), nn.Linear(64, 96), Other(64, 96, False), nn.Linear(64, 97, False)]
     model = nn.ModuleList(layers).bfloat16().requires_grad_(False)
-    assert dense.speed_up(model, product, team) == 1
+    assert dense.speed_up(model, crew) == 1
     assert [("forward" in layer.__dict__) for layer in layers] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 64), (1, 64), (64,), (3, 64), (1, 5, 64), (2, 1, 64)])
-def test_every_shape_gives_the_librarys_bits(shape: tuple[int, ...], product: RowProduct, team: Team | None) -> None:
+def test_every_shape_gives_the_librarys_bits(shape: tuple[int, ...], crew: Crew) -> None:
     layer = nn.Linear(64, 160, bias=False).bfloat16().requires_grad_(False)
     x = torch.randn(shape).bfloat16()
     theirs = layer(x)
-    dense.speed_up(layer, product, team)
+    dense.speed_up(layer, crew)
     assert torch.equal(layer(x), theirs)
     assert torch.equal(layer(x.expand(2, *shape)[0]), theirs)
     strided = torch.randn(*shape[:-1], 128).bfloat16()[..., ::2]
@@ -61,13 +52,13 @@ INNER = {"mixtral": "intermediate_size", "olmoe": "intermediate_size", "granitem
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "deepseek_v3", "mixtral", "olmoe", "granitemoe", "dots1"])
 @pytest.mark.parametrize("budget", ["full", "minimum"])
 def test_whole_models_are_exact(
-    family: str, budget: str, product: RowProduct, toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]
+    family: str, budget: str, crew: Crew, toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]
 ) -> None:
     """Experts and the rest by our kernel, greedy decoding, every logit."""
     wide = {"hidden_size": 256, INNER.get(family, "moe_intermediate_size"): 64}
     folder = toy(family, dtype=torch.bfloat16, **wide)
     model = open_model(folder, budget, kernels="own")
-    assert isinstance(model.offload.executor._math[1].row_product, RowProduct), "experts were left to the library"
+    assert model.offload.executor.crew is not None, "experts were left to the library"
     linears = [m for m in model.modules() if type(m) is nn.Linear]
     assert any("forward" in m.__dict__ for m in linears), "the other layers were left to the library"
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 try:
@@ -28,8 +28,8 @@ def cpu_has(*features: str) -> bool:
     return all(found.get(feature, False) for feature in features)
 
 
-def compile_function(source: str, name: str, arguments: Sequence[type]) -> Callable[..., None]:
-    """The function `name` of an LLVM module in text form, without a result. Calling it releases the interpreter lock.
+def compile_functions(source: str, signatures: Mapping[str, Sequence[type]]) -> list[Callable[..., None]]:
+    """Functions of an LLVM module in text form, without results. Calling one releases the interpreter lock.
 
     Takes some 50 ms. Raises `RuntimeError` with LLVM's message where the text is wrong.
     """
@@ -43,4 +43,6 @@ def compile_function(source: str, name: str, arguments: Sequence[type]) -> Calla
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
     _engines.append(engine)
-    return ctypes.CFUNCTYPE(None, *arguments)(engine.get_function_address(name))
+    return [
+        ctypes.CFUNCTYPE(None, *arguments)(engine.get_function_address(name)) for name, arguments in signatures.items()
+    ]

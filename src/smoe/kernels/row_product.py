@@ -12,7 +12,7 @@ as it would for many rows. Here 16 weight rows are transposed in registers inste
 Grade E0 asks for the library's own bits, and a sum's bits are its order. oneDNN's (brgemm, AVX-512 BF16), found by
 trying: for every output one running sum over k in steps of two, begun anew every 512 k; the parts are added as they
 come. The same instruction is used here in the same order, so the bits agree. Whether they do on the machine at hand is
-proven at load on the model's own weights (`agrees`); where they do not, torch computes.
+proven at load on the model's own weights (`crew.agrees`); where they do not, torch computes.
 
 The next 16 rows are fetched into the second cache level while these are computed: a row of 768 is too short for the
 hardware to see a pattern in it, and this doubles its rate. Figures in docs/log.md.
@@ -20,13 +20,9 @@ hardware to see a pattern in it, and this doubles its rate. Figures in docs/log.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Iterable
 
 import torch
-
-from smoe.kernels.jit import compile_function, cpu_has
 
 LANES = 16
 """Outputs computed together: 32-bit lanes of one register."""
@@ -36,34 +32,6 @@ CHAIN = 512
 """k after which the running sum begins anew."""
 _LEAST_WEIGHTS = 16**3
 """torch gives products with no more multiplications than this to another library than oneDNN."""
-_PROOF_OUTPUTS = 1 << 16
-"""A wrong order shows in about one output of 5000, so this many miss it once in half a million times."""
-
-
-class RowProduct:
-    """x [1, K] @ matrix [K, N] -> out [1, N], all bf16; the matrix is a transposed view of rows that lie one after
-    the other."""
-
-    def __init__(self) -> None:
-        pointer, count = ctypes.c_void_p, ctypes.c_longlong
-        self._compute = compile_function(_source(), "row_product", (pointer, pointer, pointer, count, count, count))
-
-    def __call__(self, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
-        columns, rows = matrix.shape
-        self._compute(x.data_ptr(), matrix.data_ptr(), out.data_ptr(), 0, rows, columns)
-
-    def part(self, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, member: int, members: int) -> None:
-        """The `member`-th of `members` equal shares of the outputs."""
-        columns, rows = matrix.shape
-        strips = rows // LANES
-        begin, end = (strips * n // members * LANES for n in (member, member + 1))
-        self._compute(x.data_ptr(), matrix.data_ptr(), out.data_ptr(), begin, end, columns)
-
-
-@functools.cache
-def row_product() -> RowProduct | None:
-    """The kernel, compiled once; None where this CPU has no instructions for it or llvmlite is missing."""
-    return RowProduct() if cpu_has("avx512f", "avx512bf16") else None
 
 
 def fits(matrix: torch.Tensor) -> bool:
@@ -73,26 +41,11 @@ def fits(matrix: torch.Tensor) -> bool:
     return is_rows and columns % TILE == 0 and rows % LANES == 0 and rows * columns > _LEAST_WEIGHTS
 
 
-def agrees(product: RowProduct, matrix: torch.Tensor) -> bool:
-    """Whether the kernel's bits are the library's on this matrix [K, N], on one thread and on all of them."""
-    columns, rows = matrix.shape
-    generator, threads = torch.Generator().manual_seed(0), torch.get_num_threads()
-    ours = torch.empty(1, rows, dtype=matrix.dtype)
-    try:
-        for _ in range(-(-_PROOF_OUTPUTS // rows)):
-            x = torch.randn(1, columns, generator=generator).to(matrix.dtype)
-            product(x, matrix, ours)
-            for count in {1, threads}:
-                torch.set_num_threads(count)
-                if not torch.equal(ours, x @ matrix):
-                    return False
-    finally:
-        torch.set_num_threads(threads)
-    return True
+def source() -> str:
+    """The kernel in LLVM's language: `row_product(x, w, out, begin, end, K)` computes the outputs begin ... end - 1.
 
-
-def _source() -> str:
-    """The kernel in LLVM's language: strips of 16 outputs, chains of 512 k, tiles of 32 k."""
+    Strips of 16 outputs, chains of 512 k, tiles of 32 k.
+    """
     transposing, pairs = _transpose([f"%r{i}" for i in range(LANES)])
     dots, total = _dots(pairs)
     return f"""
@@ -101,7 +54,7 @@ declare <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float>)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare i64 @llvm.smin.i64(i64, i64)
 
-define void @row_product(ptr noalias %x, ptr noalias %w, ptr noalias %out, i64 %begin, i64 %end, i64 %K) #0 {{
+define internal void @row_product(ptr noalias %x, ptr noalias %w, ptr noalias %out, i64 %begin, i64 %end, i64 %K) #0 {{
 entry:
   %ahead = mul i64 %K, {LANES}
   %any = icmp slt i64 %begin, %end

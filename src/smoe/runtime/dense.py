@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from smoe.kernels.row_product import RowProduct, agrees, fits
-from smoe.runtime.team import Team
+from smoe.kernels.crew import Crew, agrees
 
 _ROUNDS = 5
 
 
-def speed_up(model: nn.Module, product: RowProduct, team: Team | None) -> int:
+def speed_up(model: nn.Module, crew: Crew) -> int:
     """Replace the one-row product of every linear layer that gains by it; returns how many.
 
     Takes some tens of milliseconds for every distinct shape.
@@ -27,43 +26,40 @@ def speed_up(model: nn.Module, product: RowProduct, team: Team | None) -> int:
     verdicts: dict[torch.Size, bool] = {}
     adopted = 0
     for module in model.modules():
-        if type(module) is not nn.Linear or module.bias is not None or not fits(module.weight.t()):
+        if type(module) is not nn.Linear or module.bias is not None:
             continue
         shape = module.weight.shape
         if shape not in verdicts:
-            verdicts[shape] = agrees(product, module.weight.t()) and _is_faster(product, module.weight, team)
+            verdicts[shape] = agrees(crew, module.weight.t()) and _is_faster(crew, module.weight)
         if verdicts[shape]:
-            module.forward = _forward(module, product, team)  # type: ignore[method-assign]
+            module.forward = _forward(module, crew)  # type: ignore[method-assign]
             adopted += 1
     return adopted
 
 
-def _forward(module: nn.Linear, product: RowProduct, team: Team | None) -> Callable[[torch.Tensor], torch.Tensor]:
+def _forward(module: nn.Linear, crew: Crew) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(input: torch.Tensor) -> torch.Tensor:
         weight = module.weight
         if input.numel() != weight.shape[1] or not input.is_contiguous():
             return functional.linear(input, weight)
-        return _one_row(input, weight, product, team)
+        return _one_row(input, weight, crew)
 
     return forward
 
 
-def _one_row(input: torch.Tensor, weight: torch.Tensor, product: RowProduct, team: Team | None) -> torch.Tensor:
-    """input [..., K] of one row, weight [N, K] -> [..., N]; each member of the team computes a share of the outputs."""
-    out, matrix = input.new_empty(*input.shape[:-1], weight.shape[0]), weight.t()
-    if team is None:
-        product(input, matrix, out)
-    else:
-        team.run(lambda member, of: product.part(input, matrix, out, member, of))
+def _one_row(input: torch.Tensor, weight: torch.Tensor, crew: Crew) -> torch.Tensor:
+    """input [..., K] of one row, weight [N, K] -> [..., N]"""
+    out = input.new_empty(*input.shape[:-1], weight.shape[0])
+    crew.multiply([(input, weight.t(), out)])
     return out
 
 
-def _is_faster(product: RowProduct, weight: torch.Tensor, team: Team | None) -> bool:
+def _is_faster(crew: Crew, weight: torch.Tensor) -> bool:
     x = weight.new_ones(1, weight.shape[1])
     ours = theirs = float("inf")
     for _ in range(_ROUNDS):
         theirs = min(theirs, _seconds(lambda: functional.linear(x, weight)))
-        ours = min(ours, _seconds(lambda: _one_row(x, weight, product, team)))
+        ours = min(ours, _seconds(lambda: _one_row(x, weight, crew)))
     return ours < theirs
 
 

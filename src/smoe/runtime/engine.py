@@ -113,8 +113,9 @@ class Engine:
             self._is_closed = True
             if self._process == os.getpid():
                 self._transfers.close()
-                if self.executor.team is not None:
-                    self.executor.team.close()
+                for helpers in (self.executor.team, self.executor.crew):
+                    if helpers is not None:
+                        helpers.close()
             self._arena.close()
 
     def __enter__(self) -> Engine:

@@ -19,7 +19,7 @@ from time import perf_counter
 import torch
 
 from smoe.expert import Copy
-from smoe.kernels.row_product import RowProduct
+from smoe.kernels.crew import Crew
 from smoe.memory.device import Arena
 from smoe.memory.store import ExpertStore
 from smoe.memory.transfer import State, Ticket, Transfers
@@ -29,7 +29,7 @@ from smoe.policy.plan import LayerPlan, Load, Serve
 from smoe.policy.planner import layer_share, observation, plan_layer, plan_prefetch
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
-from smoe.runtime.expert_math import ExpertMath, Weights, library_product
+from smoe.runtime.expert_math import ExpertMath, Weights, library_products
 from smoe.runtime.team import Team
 
 Predictor = Callable[[int, torch.Tensor], tuple[int, Sequence[int]] | None]
@@ -55,6 +55,8 @@ class LayerExecutor:
         self.counters = counters
         self.team: Team | None = None
         """Where set, resident experts are shared out over several threads."""
+        self.crew: Crew | None = None
+        """Where set, our kernel multiplies single rows."""
         self.trace: list[Routing] | None = None
         """Where set, every routing is appended: input for the simulator."""
         self._store = store
@@ -91,16 +93,17 @@ class LayerExecutor:
         self.counters = Counters()
         self._transfers.start_anew()
 
-    def agrees(self, product: RowProduct) -> bool:
+    def agrees(self, crew: Crew) -> bool:
         """Whether our kernel gives the library's bits on the experts that are resident, one of every layout."""
         seen = {(self._math[c[0]].hidden, self._math[c[0]].inner): c for c in sorted(self.table.ready)}
-        return bool(seen) and all(self._math[c[0]].agrees(product, self._ready(c)) for c in seen.values())
+        return bool(seen) and all(self._math[c[0]].agrees(crew, self._ready(c)) for c in seen.values())
 
-    def compute_by(self, product: RowProduct | None, team: Team | None) -> None:
-        """From now on single rows are multiplied by our kernel, and shared out over a team; None: by the library."""
-        self.team = team
+    def compute_by(self, helpers: Crew | Team | None) -> None:
+        """From now on single rows are multiplied by our kernel, or by the library on a team of threads, or on one."""
+        self.team = helpers if isinstance(helpers, Team) else None
+        self.crew = helpers if isinstance(helpers, Crew) else None
         for math in self._math.values():
-            math.row_product = product or library_product
+            math.multiply = library_products if self.crew is None else self.crew.multiply
 
     def compute_slots(self, layer: int, hidden: torch.Tensor, count: int) -> torch.Tensor:
         """One token [1, H] through `count` slots, whatever they hold -> [count, H]: for measuring."""

@@ -3,7 +3,7 @@
 Grade E0 rests on this file: same operations on the same shapes in the same order as the eager loop of `transformers`
 (`x @ up`, bias, gate, `@ down`, bias, post norm, routing weight, sum in ascending expert order). `models/selftest.py`
 compares it with the library's own loop when a model is loaded. The product of a single row may be our kernel's, where
-its bits have been found to be the library's (`kernels/row_product.py`).
+its bits have been found to be the library's (`kernels/crew.py`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from smoe.kernels.row_product import RowProduct, agrees, fits
+from smoe.kernels.crew import Crew, Product, agrees
 from smoe.memory.device import Arena
 from smoe.memory.store import Part
 
-RowTimesMatrix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
-"""x [1, K], matrix [K, N], out [1, N]: writes x @ matrix to out."""
 
-
-def library_product(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mm(x, matrix, out=out)
+def library_products(products: Sequence[Product]) -> None:
+    """One-row products by torch."""
+    for x, matrix, out in products:
+        torch.mm(x, matrix, out=out)
 
 
 class Weights(NamedTuple):
@@ -52,7 +51,7 @@ class ExpertMath:
         self._activate: Callable[[torch.Tensor], torch.Tensor] = activate
         self._post_norm: Callable[[torch.Tensor], torch.Tensor] | None = post_norm
         up, down = self._shapes[self._up_name], self._shapes["down_proj"]
-        self.row_product: RowTimesMatrix = library_product
+        self.multiply: Callable[[Sequence[Product]], None] = library_products
         """What multiplies single rows."""
         self.up_width = up[1] if self._is_transposed else up[0]
         self.inner, self.hidden = (down[0], down[1]) if self._is_transposed else (down[1], down[0])
@@ -70,16 +69,16 @@ class ExpertMath:
             return Weights(up, down, None, None)
         return Weights(up, down, part(f"{self._up_name}_bias"), part("down_proj_bias"))
 
-    def agrees(self, product: RowProduct, weights: Weights) -> bool:
+    def agrees(self, crew: Crew, weights: Weights) -> bool:
         """Whether our kernel gives the library's bits on these weights of one expert."""
-        return all(fits(matrix) and agrees(product, matrix) for matrix in (weights.up, weights.down))
+        return agrees(crew, weights.up) and agrees(crew, weights.down)
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """[n, H] -> [n, H], before the routing weight."""
-        y = self._multiply(x, weights.up)
+        y = self._times(x, weights.up)
         if weights.up_bias is not None:
             y = y + weights.up_bias
-        y = self._multiply(self._activate(y), weights.down)
+        y = self._times(self._activate(y), weights.down)
         if weights.down_bias is not None:
             y = y + weights.down_bias
         return y if self._post_norm is None else self._post_norm(y)
@@ -94,16 +93,14 @@ class ExpertMath:
             for row, expert in enumerate(weights):
                 out[row : row + 1] = self.forward(x, expert)
             return
-        wide = x.new_empty(len(weights), self.up_width)
-        for row, expert in enumerate(weights):
-            self.row_product(x, expert.up, wide[row : row + 1])
-        inner = self._activate(wide)
-        for row, expert in enumerate(weights):
-            self.row_product(inner[row : row + 1], expert.down, out[row : row + 1])
+        x, wide = x.contiguous(), x.new_empty(len(weights), self.up_width)
+        self.multiply([(x, expert.up, row) for expert, row in zip(weights, wide.split(1), strict=True)])
+        rows = zip(weights, self._activate(wide).contiguous().split(1), out.split(1), strict=True)
+        self.multiply([(inner, expert.down, row) for expert, inner, row in rows])
 
-    def _multiply(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    def _times(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         if x.shape[0] != 1:
             return x @ matrix
         out = x.new_empty(1, matrix.shape[1])
-        self.row_product(x, matrix, out)
+        self.multiply([(x.contiguous(), matrix, out)])
         return out

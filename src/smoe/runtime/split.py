@@ -7,12 +7,11 @@ where its bits are the library's. Which wins depends on the machine and on how i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from time import perf_counter
 
 import torch
 
-from smoe.kernels.row_product import RowProduct
+from smoe.kernels.crew import Crew
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.team import Team
 
@@ -22,27 +21,26 @@ _ROUNDS = 9
 _EXPERTS = 8
 
 
-def choose_way(executor: LayerExecutor, layer: int, dtype: torch.dtype, products: Sequence[RowProduct | None]) -> None:
-    """Give the executor the kernel and the team that serve it best, if any. Takes some tens of milliseconds.
+def choose_way(executor: LayerExecutor, layer: int, dtype: torch.dtype, crew: Crew | None, always: bool) -> None:
+    """Give the executor the helpers that serve it best, and close the others. Takes some tens of milliseconds.
 
-    Kernels among `products` must have been found to agree with the library on this model's experts; None is the
-    library's own product.
+    `crew` must have been found to agree with the library on this model's experts; `always`: use it without measuring.
     """
-    executor.compute_by(products[0], None)
+    executor.compute_by(crew if always else None)
     threads = torch.get_num_threads()
-    if executor.device.type != "cpu" or executor.expert_bytes < MIN_EXPERT_BYTES:
+    if always or executor.device.type != "cpu" or executor.expert_bytes < MIN_EXPERT_BYTES:
         return
-    team = Team(threads) if threads > 1 else None
-    ways = [(kernel, crew) for kernel in products for crew in {None, team}]
-    best = dict.fromkeys(ways, float("inf"))
+    ways = [None, Team(threads) if threads > 1 else None, crew]
+    seconds = [float("inf")] * len(ways)
     for _ in range(_ROUNDS):
-        for kernel, crew in ways:
-            executor.compute_by(kernel, crew)
-            best[kernel, crew] = min(best[kernel, crew], _seconds(executor, layer, dtype))
-    kernel, crew = min(best, key=best.__getitem__)
-    executor.compute_by(kernel, crew)
-    if team is not None and crew is None:
-        team.close()
+        for n, helpers in enumerate(ways):
+            executor.compute_by(helpers)
+            seconds[n] = min(seconds[n], _seconds(executor, layer, dtype))
+    best = ways[seconds.index(min(seconds))]
+    executor.compute_by(best)
+    for helpers in ways:
+        if helpers is not None and helpers is not best:
+            helpers.close()
 
 
 def _seconds(executor: LayerExecutor, layer: int, dtype: torch.dtype) -> float:

@@ -43,12 +43,6 @@ class Team:
             if error is not None:
                 raise error
 
-    def __enter__(self) -> Team:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def _hire(self) -> list[_Helper]:
         return [_Helper(n) for n in range(self.threads - 1)]
 

@@ -1,0 +1,108 @@
+"""Our one-row products against the library's, bit by bit, alone and by several threads.
+
+Would catch another order of summation, a wrong strip or tail, a unit that is computed twice or not at all, a helper
+that works on the products before these.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from smoe.kernels import crew as crews
+from smoe.kernels import jit, row_product
+from smoe.kernels.crew import Crew, Product, agrees
+from smoe.kernels.row_product import fits
+
+SHAPES = [(192, 32), (64, 96), (16, 512), (1536, 544), (64, 768), (512, 2048), (48, 4096), (256, 1408), (80, 96)]
+"""[N, K]: below, at and above one chain of 512 k and one unit of 64 outputs, whole ones and remainders."""
+
+
+def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, columns, generator=generator) * 0.05).bfloat16().t()
+
+
+def product(rows: int, columns: int, seed: int = 0) -> Product:
+    x = torch.randn(1, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return x, matrix(rows, columns, seed), torch.full((1, rows), float("nan")).bfloat16()
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_the_bits_are_the_librarys(rows: int, columns: int, crew: Crew) -> None:
+    assert agrees(crew, matrix(rows, columns))
+
+
+def test_odd_addresses_and_extreme_values(crew: Crew) -> None:
+    rows, columns = 64, 544
+    bank = torch.randn(rows * columns + 5).bfloat16()
+    for begin in range(5):  # addresses two bytes apart
+        assert agrees(crew, bank[begin : begin + rows * columns].view(rows, columns).t())
+    w = matrix(rows, columns)
+    w[3, 0], w[5, 1], w[7, 2] = float("inf"), float("nan"), 1e38
+    x, out = torch.full((1, columns), 9.0).bfloat16(), torch.empty(1, rows, dtype=torch.bfloat16)
+    crew.multiply([(x, w, out)])
+    assert torch.equal(out.isnan(), (x @ w).isnan())
+    assert torch.equal(out.nan_to_num(), (x @ w).nan_to_num())
+
+
+def test_a_wrong_order_is_noticed(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof itself: a kernel whose chains are twice as long differs in the last bit of few outputs."""
+    monkeypatch.setattr(row_product, "CHAIN", 1024)
+    monkeypatch.setattr(crews, "_functions", crews._functions.__wrapped__)
+    with Crew(crew.threads) as wrong:
+        assert not agrees(wrong, matrix(1536, 2048))
+
+
+def test_many_products_of_different_shapes(crew: Crew) -> None:
+    """One after the other without a pause, and with pauses in which the helpers go to sleep."""
+    batches = [[product(*SHAPES[(n + k) % len(SHAPES)], seed=n) for k in range(n % 7 + 1)] for n in range(40)]
+    for n, batch in enumerate(batches):
+        crew.multiply(batch)
+        if n % 5 == 0:
+            time.sleep(0.001)
+    for batch in batches:
+        for x, w, out in batch:
+            assert torch.equal(out, x @ w)
+    crew.multiply([])
+
+
+def test_more_products_than_the_block_holds(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crews, "_MOST_PRODUCTS", 3)
+    batch = [product(80, 96, seed=n) for n in range(8)]
+    crew.multiply(batch)
+    assert all(torch.equal(out, x @ w) for x, w, out in batch)
+
+
+def test_closing_ends_the_helpers() -> None:
+    if not crews.is_supported():
+        pytest.skip("no kernel on this CPU")
+    before = threading.active_count()
+    with Crew(4) as crew:
+        assert threading.active_count() == before + 3
+        time.sleep(0.01)  # asleep
+    assert threading.active_count() == before
+    assert crew.threads == 4
+
+
+@pytest.mark.parametrize(
+    "w",
+    [
+        torch.zeros(64, 128, dtype=torch.bfloat16),  # columns lie one after the other
+        torch.zeros(160, 40, dtype=torch.bfloat16).t(),  # not a whole tile
+        torch.zeros(328, 32, dtype=torch.bfloat16).t(),  # not a whole strip
+        torch.zeros(160, 64).t(),
+        torch.zeros(160, 64, dtype=torch.bfloat16, device="meta").t(),
+        torch.zeros(64, 64, dtype=torch.bfloat16).t(),  # so small that torch takes another way itself
+    ],
+)
+def test_other_matrices_are_left_to_the_library(w: torch.Tensor) -> None:
+    assert not fits(w)
+
+
+def test_without_the_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "llvm", None)
+    assert not crews.is_supported()
