@@ -34,7 +34,7 @@ Product = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """x [1, K], matrix [K, N], out [1, N]: out is to become x @ matrix."""
 
 UNIT = 256
-"""Outputs in a unit: 1 MB of weights at K = 2048, some 60 us. Of smaller ones, too much of what is fetched ahead is taken
+"""Outputs in a unit: 1 MB of weights at K = 2048, some 60 us. Of smaller ones too much that is fetched ahead is taken
 by another thread."""
 _MOST_PRODUCTS = 1024
 _NEXT, _UNITS, _FINISHED, _HEADER = 0, 8, 9, 16  # in words of 8 bytes; `next` has a cache line to itself
