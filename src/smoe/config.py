@@ -9,11 +9,17 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from smoe.errors import ConfigError
-from smoe.policy.registry import ONLINE_EVICTION, PREFETCH
+from smoe.policy.registry import ONLINE_EVICTION, PREFETCH, SCORED_EVICTION
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DIRECT_IO = ("auto", "on", "off")
 KERNELS = ("auto", "own", "torch")
+SUBSTITUTES = ("replace", "drop")
+SUBSTITUTE_WEIGHTS = ("own", "inherited")
+
+
+DEFAULT_ALPHA = 0.3
+"""The papers use 0.25 to 0.35."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,26 @@ class EngineConfig:
     kernels: str = "auto"
     """What multiplies one row by a matrix on a CPU: torch, or our own kernel where it was found to give torch's bits
     (bf16); auto: the faster, for experts of 1 MiB and more."""
+    alpha: float = 0.0
+    """Substitution threshold (SMoE): experts chosen with scores below (1 + alpha) times that of rank k+1 may be
+    replaced by resident ones with scores above (1 - alpha) times it. 0: never. Lossy where it is not 0; `smoe eval`
+    prices it."""
+    substitutes: str = "replace"
+    """What becomes of a missing low-score expert: replaced by a resident one, or dropped without a replacement."""
+    substitute_weights: str = "own"
+    """What a substitute weighs: its own score by the router's rule, or what the expert that it replaces would have."""
+    share_substitutes: bool = True
+    """In a batch, prefer substitutes that serve several of its sequences."""
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether a policy asks for every expert's score, not only for the choice."""
+        return self.alpha > 0 or self.eviction in SCORED_EVICTION
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the text may differ from the unmodified model's by more than rounding."""
+        return self.alpha > 0
 
     def __post_init__(self) -> None:
         _at_least("memory_bytes", self.memory_bytes, 1)
@@ -63,6 +89,10 @@ class EngineConfig:
         _one_of("prefetch", self.prefetch, PREFETCH)
         _one_of("direct_io", self.direct_io, DIRECT_IO)
         _one_of("kernels", self.kernels, KERNELS)
+        _one_of("substitutes", self.substitutes, SUBSTITUTES)
+        _one_of("substitute_weights", self.substitute_weights, SUBSTITUTE_WEIGHTS)
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)) or not 0 <= self.alpha <= 1:
+            raise ConfigError(f"alpha is {self.alpha!r}; it must be a number from 0 (exact) to 1")
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -70,8 +100,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "lru": {"eviction": "lru", "prefetch": "none"},
     "lfu": {"eviction": "lfu", "prefetch": "none"},
     "mixtral-offloading": {"eviction": "lru", "prefetch": "next-gate"},
+    "score": {"eviction": "score", "prefetch": "none"},
+    "smoe": {"eviction": "score", "alpha": DEFAULT_ALPHA, "prefetch": "auto"},
+    "smoe-exact": {"eviction": "score", "prefetch": "auto"},
 }
-"""Named sets of switches: papers and baselines. Every one listed here is lossless."""
+"""Named sets of switches: papers and baselines. Those with an `alpha` are lossy."""
 
 
 def configure(preset: str = "exact", **switches: Any) -> EngineConfig:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as library_logging
 
 from smoe.config import EngineConfig, configure
-from smoe.errors import BudgetError, CheckpointError, ConfigError
+from smoe.errors import BudgetError, CheckpointError, ConfigError, UnsupportedModelError
 from smoe.kernels.crew import Crew, is_supported
 from smoe.memory.device import Arena
 from smoe.memory.disk import DiskReader
@@ -30,16 +30,18 @@ from smoe.models.expert_index import index_experts
 from smoe.models.experts import ExpertsSite, without_expert_weights
 from smoe.models.files import fetch
 from smoe.models.packed import packed_store
+from smoe.models.scoring import ScoringRule, find_rule
 from smoe.models.seam import attach, next_gate
 from smoe.models.selftest import check_experts
 from smoe.planning import SAFETENSORS_NAMES, Blueprint, blueprint
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes
+from smoe.policy.eviction.lru import LRU
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase
 from smoe.runtime.dense import speed_up
 from smoe.runtime.engine import Engine
-from smoe.runtime.execute import LayerExecutor, Predictor
+from smoe.runtime.execute import LayerExecutor, Predictor, Substitution
 from smoe.runtime.expert_math import ExpertMath
 from smoe.runtime.split import MIN_EXPERT_BYTES, choose_way
 from smoe.units import parse_bytes
@@ -208,18 +210,20 @@ def _assemble(
     arena: Arena,
     checkpoint: Mapping[int, LayerExperts],
 ) -> PreTrainedModel:
+    rules = _rules(model, plan) if config.needs_scores else {}
     table = SlotTable(ledger.cache_slots, ledger.staging_slots)
     transfers = Transfers(_mover(store, arena, table, config), config.io_threads)
     modules = dict(model.named_modules())
     executor = LayerExecutor(
         store=store,
         table=table,
-        eviction=make_eviction(config.eviction),
+        eviction=LRU(),  # for the trials below, in which no router speaks
         transfers=transfers,
         arena=arena,
         math={site.layer: ExpertMath(modules[site.name], site.parts, plan.dtype) for site in plan.sites},
         predictors=_predictors(model, plan, config, arena.device),
         counters=Counters(),
+        substitution=_substitution(config),
     )
     try:
         for site in _one_of_each_kind(plan.sites):
@@ -241,8 +245,9 @@ def _assemble(
         budget_reason=reason,
         dense_bytes=_dense_bytes(model, ledger),
         context_tokens=plan.context_tokens,
+        rules=rules,
     )
-    attach(model, plan.sites, engine)
+    attach(model, plan.sites, engine, {layer: plan.anatomy.routers[layer] for layer in rules})
     return model
 
 
@@ -279,6 +284,33 @@ def _predictors(
     pays = plan.expert_bytes >= _PREFETCH_PAYS_BYTES and device.type == "cpu"
     in_decode = config.prefetch == "next-gate" or (config.prefetch == "auto" and pays)
     return {Phase.PREFILL: predict} | ({Phase.DECODE: predict} if in_decode else {})
+
+
+def _rules(model: PreTrainedModel, plan: Blueprint) -> dict[int, ScoringRule]:
+    """How every layer's router scores and weighs; raises `UnsupportedModelError` where it cannot be proven."""
+    modules, rules = dict(model.named_modules()), {}
+    for site in plan.sites:
+        name = plan.anatomy.routers.get(site.layer)
+        if name is None:
+            raise UnsupportedModelError(
+                f"the router of layer {site.layer} could not be found, so its scores cannot be heard; without --alpha, "
+                "and with an eviction other than score, the model works"
+            )
+        block = modules[site.name.rpartition(".")[0]]
+        hidden, top_k = plan.config.get_text_config().hidden_size, plan.anatomy.top_k[site.layer]
+        rules[site.layer] = find_rule(modules[name], block, hidden, site.experts, top_k, site.layer)
+    return rules
+
+
+def _substitution(config: EngineConfig) -> Substitution | None:
+    if config.alpha == 0:
+        return None
+    return Substitution(
+        alpha=config.alpha,
+        drop=config.substitutes == "drop",
+        inherits_weight=config.substitute_weights == "inherited",
+        share=config.share_substitutes,
+    )
 
 
 def _mover(store: ExpertStore, arena: Arena, table: SlotTable, config: EngineConfig) -> Mover:

@@ -20,6 +20,16 @@ class Counters:
     prefill_hits: int = 0
     loads: int = 0
     """Demand loads started."""
+    low_score: int = 0
+    """Routes of decode steps whose expert was low-score by the substitution threshold."""
+    low_score_missing: int = 0
+    """Of those, routes whose expert was not at hand."""
+    top_score_missing: int = 0
+    """Routes of decode steps whose expert was top-score and not at hand."""
+    substituted: int = 0
+    """Routes served by a substitute, or dropped."""
+    routes: int = 0
+    """Routes of decode steps on which substitution was asked to decide."""
     prefetches: int = 0
     prefetches_used: int = 0
     """Prefetched experts that their layer then wanted."""

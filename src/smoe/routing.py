@@ -31,3 +31,6 @@ class Routing(NamedTuple):
     """E: how many routed experts the layer has; an index equal to it is a padding route."""
     top_k_index: Sequence[Sequence[int]]
     """[T, K] expert indices, the model's own choice."""
+    scores: Sequence[Sequence[float]] | None = None
+    """[T, E] choice scores of all experts (after softmax or sigmoid and the choice bias; minus infinity where masked),
+    in a prefill of its last tokens only; None where no policy needs them."""

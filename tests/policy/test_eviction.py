@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from smoe.errors import ConfigError
 from smoe.expert import EXACT, Copy
 from smoe.policy.eviction.base import Eviction, used_copies
+from smoe.policy.eviction.score import ScoreWindow
 from smoe.policy.registry import EVICTION, ONLINE_EVICTION, make_eviction
 from smoe.routing import Phase, Routing
 from tests.policy.contract import COPIES, EXPERTS, Event, EvictionContract, histories, make, routing, shield
@@ -22,7 +24,7 @@ class TestContract(EvictionContract):
 
 
 def test_the_policies_we_know_are_registered() -> None:
-    assert set(EVICTION) >= {"lru", "lfu", "belady"}
+    assert set(EVICTION) >= {"lru", "lfu", "score", "belady"}
 
 
 class ListLRU:
@@ -80,6 +82,37 @@ def test_belady_against_looking_ahead(trace: list[Routing], now: int, resident: 
     for step in trace[:now]:
         eviction.observe(step)
     assert eviction.victims(len(COPIES), ()) == sorted(resident, key=lambda copy: (-next_use(copy), copy))
+
+
+@given(events=histories(), shield=shield, count=st.integers(0, 12), window=st.integers(0, 3))
+def test_score_against_equation_three(events: list[Event], shield: set[Copy], count: int, window: int) -> None:
+    """The mean over steps j-n ... j of every expert's score, a step's score being the highest over its rows, a prompt's
+    tokens being steps; layers compared by shares of their sum. Exact fractions; near ties are left to the policy."""
+    steps: dict[int, list[list[Fraction]]] = {}
+    eviction, resident = ScoreWindow(window), set()
+    for event in events:
+        if not isinstance(event, Routing):
+            (eviction.insert if event[0] == "insert" else eviction.remove)(event[1])
+            resident ^= {event[1]}
+            continue
+        eviction.observe(event)
+        assert event.scores is not None
+        rows = [
+            [Fraction(score) / (sum(map(Fraction, row)) or 1) for score in row]
+            for row, index in zip(event.scores, event.top_k_index, strict=True)
+            if any(expert != EXPERTS for expert in index)
+        ]
+        if rows and event.phase is Phase.DECODE:
+            rows = [[max(row[e] for row in rows) for e in range(EXPERTS)]]
+        steps.setdefault(event.layer, []).extend(rows)
+
+    def mean(copy: Copy) -> Fraction:
+        kept = steps.get(copy[0], [])[-(window + 1) :]
+        return sum((step[copy[1]] for step in kept), Fraction(0)) / max(1, len(kept))
+
+    victims = eviction.victims(count, shield)
+    expected = sorted(resident - shield, key=lambda copy: (mean(copy), copy))[:count]
+    assert [float(mean(copy)) for copy in victims] == pytest.approx([float(mean(copy)) for copy in expected])
 
 
 def hits_of(eviction: Eviction, trace: list[int], slots: int) -> int:

@@ -75,6 +75,13 @@ class EngineOptions:
         str | None,
         typer.Option(help=f"What multiplies one row by a matrix: {', '.join(KERNELS)}.", rich_help_panel=_ENGINE),
     ] = None
+    alpha: Annotated[
+        float | None,
+        typer.Option(
+            help="LOSSY above 0: replace missing experts of low score by resident ones (SMoE); 0.3 is usual.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
 
     def config(self, sequences: int = 1) -> EngineConfig:
         """The engine's configuration for `sequences` prompts at once."""
@@ -90,6 +97,7 @@ class EngineOptions:
             eviction=self.eviction,
             prefetch=self.prefetch,
             kernels=self.kernels,
+            alpha=self.alpha,
         )
 
 

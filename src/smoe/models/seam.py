@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,9 +27,14 @@ from smoe.runtime.execute import Predictor
 from smoe.runtime.kv_cache import RowCache
 
 
-def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine) -> None:
-    """Put the engine behind `model`, in place; the model then carries it as `model.offload`."""
+def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine, listen: Mapping[int, str]) -> None:
+    """Put the engine behind `model`, in place; the model then carries it as `model.offload`.
+
+    `listen`: paths of the routers whose logits the engine wants to hear, by layer.
+    """
     modules = dict(model.named_modules())
+    for layer, name in listen.items():
+        modules[name].register_forward_hook(_note_logits(engine, layer))
     for site in sites:
         modules[site.name].forward = _experts_forward(engine, site.layer)  # type: ignore[method-assign]
     model.forward = _model_forward(model, engine)  # type: ignore[method-assign]
@@ -67,6 +72,13 @@ def next_gate(model: PreTrainedModel, sites: list[ExpertsSite], gates: dict[int,
 def _chosen(output: tuple[Any, ...]) -> torch.Tensor:
     """The index tensor in a router's output: the last integer tensor."""
     return next(x for x in reversed(output) if isinstance(x, torch.Tensor) and not x.is_floating_point())
+
+
+def _note_logits(engine: Engine, layer: int) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        engine.note_logits(layer, output[0])
+
+    return hook
 
 
 def _experts_forward(engine: Engine, layer: int) -> Callable[..., torch.Tensor]:

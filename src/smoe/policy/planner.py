@@ -66,7 +66,8 @@ def observation(routing: Routing) -> Routing:
     """What an eviction policy learns from a step: all of a decode step, the last tokens of a prefill."""
     if routing.phase is Phase.DECODE:
         return routing
-    return routing._replace(top_k_index=routing.top_k_index[-LAST_TOKENS:])
+    scores = None if routing.scores is None else routing.scores[-LAST_TOKENS:]
+    return routing._replace(top_k_index=routing.top_k_index[-LAST_TOKENS:], scores=scores)
 
 
 def routes_by_copy(routing: Routing) -> dict[Copy, tuple[int, ...]]:

@@ -9,9 +9,13 @@ from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.belady import Belady
 from smoe.policy.eviction.lfu import LFU
 from smoe.policy.eviction.lru import LRU
+from smoe.policy.eviction.score import ScoreWindow
 
-ONLINE_EVICTION: dict[str, Callable[[], Eviction]] = {"lru": LRU, "lfu": LFU}
+ONLINE_EVICTION: dict[str, Callable[[], Eviction]] = {"lru": LRU, "lfu": LFU, "score": ScoreWindow}
 """Policies that can serve live requests."""
+
+SCORED_EVICTION = ("score",)
+"""Of these, the ones that need every expert's score."""
 
 EVICTION: dict[str, Callable[..., Eviction]] = {**ONLINE_EVICTION, "belady": Belady}
 """All policies, the offline ones (that need the future) included: for the simulator."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -24,9 +24,10 @@ from smoe.memory.store import ExpertStore
 from smoe.memory.transfer import Transfers
 from smoe.metrics import Counters
 from smoe.models.anatomy import Anatomy
+from smoe.models.scoring import ScoringRule
 from smoe.policy.budget import Ledger
 from smoe.routing import Phase, Routing
-from smoe.runtime.execute import LayerExecutor
+from smoe.runtime.execute import LayerExecutor, Scored
 from smoe.runtime.kv_cache import RowCache
 
 
@@ -48,6 +49,7 @@ class Engine:
         budget_reason: str,
         dense_bytes: int,
         context_tokens: int,
+        rules: Mapping[int, ScoringRule],
     ) -> None:
         self.config = config
         self.anatomy = anatomy
@@ -59,6 +61,9 @@ class Engine:
         self.lock = threading.RLock()
         self.executor = executor
         self._model_config = model_config
+        self.rules = rules
+        self._logits: dict[int, torch.Tensor] = {}
+        """What the routers said in this pass, until their experts run."""
         self._arena = arena
         self._transfers = transfers
         self._process = os.getpid()
@@ -157,7 +162,13 @@ class Engine:
         if self._padding is not None:
             experts = self.store.layers[layer].experts
             top_k_index = top_k_index.masked_fill(self._padding.unsqueeze(1), experts)
-        return self.executor.run(layer, self._phase, hidden, top_k_index, top_k_weights)
+        logits, rule = self._logits.pop(layer, None), self.rules.get(layer)
+        scored = Scored(rule, rule.scores(logits)) if rule is not None and logits is not None else None
+        return self.executor.run(layer, self._phase, hidden, top_k_index, top_k_weights, scored)
+
+    def note_logits(self, layer: int, logits: torch.Tensor) -> None:
+        """A router has spoken: [T, E] of the layer whose experts are asked next."""
+        self._logits[layer] = logits
 
     def check_usable(self) -> None:
         """Raise where the engine is closed or belongs to the parent of a forked process."""

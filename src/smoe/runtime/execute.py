@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
+from typing import NamedTuple, Protocol
 
 import torch
 
-from smoe.expert import Copy
+from smoe.expert import EXACT, Copy
 from smoe.kernels.crew import Crew
 from smoe.memory.device import Arena
 from smoe.memory.store import ExpertStore
@@ -26,14 +27,46 @@ from smoe.memory.transfer import State, Ticket, Transfers
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan, Load, Serve
-from smoe.policy.planner import layer_share, observation, plan_layer, plan_prefetch
+from smoe.policy.planner import LAST_TOKENS, layer_share, observation, plan_layer, plan_prefetch
 from smoe.policy.residency import SlotTable
+from smoe.policy.selection import Selection, applied, substitute
 from smoe.routing import Phase, Routing
 from smoe.runtime.expert_math import ExpertMath, Weights, library_products
 from smoe.runtime.team import Team
 
 Predictor = Callable[[int, torch.Tensor], tuple[int, Sequence[int]] | None]
 """(layer, router input [T, H]) -> (next layer, its experts, best first), or None."""
+
+
+class Substitution(NamedTuple):
+    """The lossy switches of `EngineConfig`, together."""
+
+    alpha: float
+    drop: bool
+    inherits_weight: bool
+    share: bool
+
+
+class Scored(NamedTuple):
+    """What a layer's router said about all experts."""
+
+    rule: Rule
+    scores: torch.Tensor
+    """[T, E]"""
+
+    def choice_of(self, last: int | None) -> list[list[float]]:
+        """Choice scores of the last tokens, or of all."""
+        scores = self.scores if last is None else self.scores[-last:]
+        rows: list[list[float]] = self.rule.choice(scores).tolist()
+        return rows
+
+
+class Rule(Protocol):
+    """How scores become a choice and weights (`models/scoring.py`)."""
+
+    def choice(self, scores: torch.Tensor) -> torch.Tensor: ...
+
+    def weights(self, scores: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class LayerExecutor:
@@ -50,6 +83,7 @@ class LayerExecutor:
         math: dict[int, ExpertMath],
         predictors: Mapping[Phase, Predictor],
         counters: Counters,
+        substitution: Substitution | None = None,
     ) -> None:
         self.table = table
         self.counters = counters
@@ -65,6 +99,7 @@ class LayerExecutor:
         self._arena = arena
         self._math = math
         self._predictors = predictors
+        self._substitution = substitution
         self._layer_share = layer_share(table.cache_slots, len(math))
         self._experts = len(store.keys())
         self._tickets: dict[Copy, Ticket] = {}
@@ -115,7 +150,13 @@ class LayerExecutor:
         return out
 
     def run(
-        self, layer: int, phase: Phase, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        layer: int,
+        phase: Phase,
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        scored: Scored | None = None,
     ) -> torch.Tensor:
         """The experts' share of a layer: hidden [T, H], top_k_index [T, K], top_k_weights [T, K] -> [T, H].
 
@@ -123,8 +164,14 @@ class LayerExecutor:
         """
         started = perf_counter()
         rows = top_k_index.tolist()  # the one wait for the device in a layer: everything after depends on it
-        routing = Routing(layer, phase, self._store.layers[layer].experts, rows)
+        choice = None if scored is None else scored.choice_of(LAST_TOKENS if phase is Phase.PREFILL else None)
+        routing = Routing(layer, phase, self._store.layers[layer].experts, rows, choice)
         try:
+            if self.trace is not None:
+                self.trace.append(routing)
+            self._collect()
+            if self._substitution is not None and scored is not None and phase is Phase.DECODE:
+                routing, top_k_index, top_k_weights = self._select(routing, top_k_index, top_k_weights, scored)
             plan = self._plan(routing)
             self._issue(0)
             self._prefetch(routing, hidden, plan)
@@ -138,12 +185,26 @@ class LayerExecutor:
 
     # -- planning -----------------------------------------------------------------------------------------------------
 
+    def _select(
+        self, routing: Routing, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, scored: Scored
+    ) -> tuple[Routing, torch.Tensor, torch.Tensor]:
+        """Low-score experts that are missing give way to resident ones of like score."""
+        asked, counters = self._substitution, self.counters
+        assert asked is not None
+        here = _Here(routing.layer, self.table)
+        selection = substitute(routing, here, asked.alpha, share=asked.share, drop=asked.drop)
+        counters.routes += sum(len(row) for row in routing.top_k_index)
+        counters.low_score += selection.low_score
+        counters.low_score_missing += selection.low_score_missing
+        counters.top_score_missing += selection.top_score_missing
+        counters.substituted += len(selection.replacements)
+        if not selection.replacements:
+            return routing, top_k_index, top_k_weights
+        return _with_substitutes(selection, routing, top_k_index, top_k_weights, scored, asked)
+
     def _plan(self, routing: Routing) -> LayerPlan:
-        self._collect()
         if self.table.staged:
             self._drop_stale(routing)
-        if self.trace is not None:
-            self.trace.append(routing)
         self._eviction.observe(observation(routing))
         plan = plan_layer(routing, self.table, self._eviction, self._layer_share)
         self._count(plan, routing.phase)
@@ -363,3 +424,35 @@ class LayerExecutor:
     def _rows(self, serve: Serve, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs of one expert [n, H] and its flat routes [n]."""
         return hidden[self._tokens(serve, width)], torch.tensor(serve.routes, device=self._arena.device)
+
+
+class _Here:
+    """The experts of one layer that cost no load: resident, staged or under way."""
+
+    __slots__ = ("_layer", "_table")
+
+    def __init__(self, layer: int, table: SlotTable) -> None:
+        self._layer = layer
+        self._table = table
+
+    def __contains__(self, expert: object) -> bool:
+        copy = (self._layer, expert, EXACT)
+        return copy in self._table.ready or copy in self._table.inflight
+
+
+def _with_substitutes(
+    selection: Selection,
+    routing: Routing,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    scored: Scored,
+    asked: Substitution,
+) -> tuple[Routing, torch.Tensor, torch.Tensor]:
+    """Routes with the substitutes in them; tokens without one keep their weights to the last bit."""
+    routing = applied(selection, routing)
+    index = torch.tensor(routing.top_k_index, device=top_k_index.device, dtype=top_k_index.dtype)
+    if not asked.inherits_weight:
+        touched = sorted({replacement.token for replacement in selection.replacements})
+        top_k_weights = top_k_weights.clone()
+        top_k_weights[touched] = scored.rule.weights(scored.scores[touched], index[touched], top_k_weights.dtype)
+    return routing, index, top_k_weights

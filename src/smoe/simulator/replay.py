@@ -13,6 +13,7 @@ from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan
 from smoe.policy.planner import layer_share, observation, plan_layer
 from smoe.policy.residency import SlotTable
+from smoe.policy.selection import applied, substitute
 from smoe.routing import Phase, Routing
 
 
@@ -28,15 +29,21 @@ class ReplayCounts:
         return 1.0 - self.misses / self.uses if self.uses else 1.0
 
 
-def replay(trace: Sequence[Routing], cache_slots: int, staging_slots: int, eviction: Eviction) -> ReplayCounts:
+def replay(
+    trace: Sequence[Routing], cache_slots: int, staging_slots: int, eviction: Eviction, alpha: float = 0.0
+) -> ReplayCounts:
     """Serve `trace` from an empty cache; only decode steps are counted, prefill steps warm the cache.
 
-    Slots beyond the trace's needs are harmless. O(steps x experts used).
+    Slots beyond the trace's needs are harmless. With `alpha` above 0 (the trace must have scores) missing low-score
+    experts are substituted; that the model would then have routed otherwise is not seen. O(steps x experts used).
     """
     table = SlotTable(cache_slots, staging_slots)
     share = layer_share(cache_slots, len({routing.layer for routing in trace}) or 1)
     uses = misses = 0
     for routing in trace:
+        if alpha > 0 and routing.phase is Phase.DECODE:
+            here = {copy[1] for copy in table.ready if copy[0] == routing.layer}
+            routing = applied(substitute(routing, here, alpha, share=True, drop=False), routing)
         eviction.observe(observation(routing))
         plan = plan_layer(routing, table, eviction, share)
         if routing.phase is Phase.DECODE:

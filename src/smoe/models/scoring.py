@@ -1,0 +1,152 @@
+"""From a router's logits to scores and weights: each family's rule, found by trying and proven on its own router.
+
+All routers of the library return (logits, weights, index), which says what was chosen but not by which rule, and a
+substitute needs the weight that the rule would have given it. The rules in use differ in four points:
+
+    score    softmax over all experts, or sigmoid of each
+    choice   the highest scores, or scores plus a bias that serves nothing else; of all experts, or of the best groups
+    weights  the scores of the chosen, or these divided by their sum (which is also a softmax over the chosen logits)
+    scale    a constant factor
+
+`find_rule` runs a layer's router on random input and keeps the first combination that chooses the same experts and
+gives the same weights. No combination: substitution is refused for the family, exact serving is not affected.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from smoe.errors import UnsupportedModelError
+
+_PROOF_TOKENS = 64
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 3e-2}
+
+Score = Literal["softmax", "sigmoid"]
+Weight = Literal["score", "share"]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Experts in `count` groups of equal size; only those of the `kept` best groups may be chosen."""
+
+    count: int
+    kept: int
+    best: int
+    """A group is as good as the sum of so many of its best experts."""
+
+
+@dataclass(frozen=True)
+class ScoringRule:
+    """How one layer's router comes from logits [T, E] to a choice and its weights."""
+
+    score: Score
+    weight: Weight
+    scale: float
+    bias: torch.Tensor | None = None
+    """[E], added to the scores for the choice only."""
+    groups: Groups | None = None
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """[T, E], fp32: what weights are made of."""
+        logits = logits.float()
+        return logits.softmax(dim=-1) if self.score == "softmax" else logits.sigmoid()
+
+    def choice(self, scores: torch.Tensor) -> torch.Tensor:
+        """[T, E]: what the router ranks; minus infinity where a group is left out."""
+        if self.bias is not None:
+            scores = scores + self.bias
+        if self.groups is None:
+            return scores
+        grouped = scores.unflatten(-1, (self.groups.count, -1))
+        worth = grouped.topk(self.groups.best, dim=-1).values.sum(dim=-1)
+        kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(
+            -1, worth.topk(self.groups.kept, dim=-1).indices, True
+        )
+        masked: torch.Tensor = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf"))
+        return masked.flatten(-2)
+
+    def weights(self, scores: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[T, K] weights of the experts `index` [T, K]; an index E (no expert) weighs nothing."""
+        experts = scores.shape[-1]
+        chosen = scores.gather(-1, index.clamp(max=experts - 1)).masked_fill(index == experts, 0.0)
+        if self.weight == "share":
+            chosen = chosen / chosen.sum(dim=-1, keepdim=True).clamp(min=1e-20)
+        return (chosen * self.scale).to(dtype)
+
+
+def find_rule(router: nn.Module, block: nn.Module, hidden: int, experts: int, top_k: int, layer: int) -> ScoringRule:
+    """The rule of one router; raises `UnsupportedModelError` where none of the known ones is its own.
+
+    `block` is the module around the router: some keep the bias there and pass it on.
+    """
+    parameter = next(router.parameters())
+    generator = torch.Generator().manual_seed(layer)
+    x = torch.randn(_PROOF_TOKENS, hidden, generator=generator).to(parameter.dtype).to(parameter.device)
+    biases = list(_biases(router, block, experts))
+    with torch.no_grad():
+        logits, weights, index = _ask(router, x, biases)
+        for rule in _candidates(router, block, biases, experts):
+            scale = _fits(rule, logits, weights, index, top_k)
+            if scale is not None:
+                return ScoringRule(rule.score, rule.weight, scale, rule.bias, rule.groups)
+    raise UnsupportedModelError(
+        f"the router of layer {layer} ({type(router).__name__}) follows no rule that smoe knows, so nobody can say "
+        "what a substitute would weigh; without --alpha, and with an eviction other than score, the model works"
+    )
+
+
+def _ask(
+    router: nn.Module, x: torch.Tensor, biases: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    try:
+        logits, weights, index = router(x)
+    except TypeError:  # minimax_m2, lfm2_moe: the block keeps the bias and hands it over
+        logits, weights, index = router(x, biases[0] if biases else None)
+    return logits, weights, index
+
+
+def _biases(router: nn.Module, block: nn.Module, experts: int) -> Iterator[torch.Tensor]:
+    """Everything that has one number for each expert, in the router or beside it."""
+    seen: set[int] = set()
+    for module in (router, block):
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+            is_linear = name.endswith(".bias") or (name == "bias" and module is router and hasattr(router, "weight"))
+            if tensor.numel() == experts and tensor.data_ptr() not in seen and not is_linear:
+                seen.add(tensor.data_ptr())
+                yield tensor.detach().float().reshape(experts)
+
+
+def _candidates(router: nn.Module, block: nn.Module, biases: list[torch.Tensor], experts: int) -> Iterator[ScoringRule]:
+    for score, weight, bias in itertools.product(("softmax", "sigmoid"), ("score", "share"), [None, *biases]):
+        for groups in [None, *_groups(router, block, experts)]:
+            yield ScoringRule(score, weight, 1.0, bias, groups)  # type: ignore[arg-type]
+
+
+def _groups(router: nn.Module, block: nn.Module, experts: int) -> Iterator[Groups]:
+    """The limits that the modules' own attributes name: of DeepSeek-V2 (best expert) and V3 (best two)."""
+    for module in (router, block):
+        count, kept = getattr(module, "num_group", None), getattr(module, "topk_group", None)
+        if isinstance(count, int) and isinstance(kept, int) and 1 < count <= experts and kept < count:
+            yield from (Groups(count, kept, best) for best in (1, 2))
+
+
+def _fits(
+    rule: ScoringRule, logits: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, top_k: int
+) -> float | None:
+    """The rule's scale if it chooses the same experts and gives the same weights, else None."""
+    scores = rule.scores(logits)
+    choice = rule.choice(scores)
+    ours = choice.topk(top_k, dim=-1)
+    theirs = choice.gather(-1, index)
+    if not torch.equal(ours.values.sort(dim=-1).values, theirs.sort(dim=-1).values):  # equal scores may swap places
+        return None
+    mine = rule.weights(scores, index, torch.float32)
+    scale = (weights.float().sum() / mine.sum()).item()
+    tolerance = _TOLERANCE[weights.dtype]
+    return scale if torch.allclose(mine * scale, weights.float(), rtol=tolerance, atol=tolerance * 1e-2) else None
