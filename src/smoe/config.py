@@ -54,7 +54,7 @@ class EngineConfig:
 
     kernels: str = "auto"
     """What multiplies one row by a matrix on a CPU: torch, or our own kernel where it was found to give torch's bits
-    (bf16); auto: the faster, for experts of 1 MiB and more."""
+    (bf16); auto: the faster."""
     alpha: float = 0.0
     """Substitution threshold (SMoE): experts chosen with scores below (1 + alpha) times that of rank k+1 may be
     replaced by resident ones with scores above (1 - alpha) times it. 0: never. Lossy where it is not 0; `smoe eval`

@@ -43,7 +43,7 @@ from smoe.runtime.dense import speed_up
 from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor, Predictor, Substitution
 from smoe.runtime.expert_math import ExpertMath
-from smoe.runtime.split import MIN_EXPERT_BYTES, choose_way
+from smoe.runtime.split import choose_way
 from smoe.units import parse_bytes
 
 _CUDA_ALIGNMENT = 256
@@ -253,13 +253,12 @@ def _assemble(
 
 def _choose_arithmetic(model: PreTrainedModel, plan: Blueprint, config: EngineConfig, executor: LayerExecutor) -> None:
     """Our kernel where it is wanted, gives the library's bits and is faster; several threads where they help."""
-    is_wanted = config.kernels == "own" or (config.kernels == "auto" and plan.expert_bytes >= MIN_EXPERT_BYTES)
     is_possible = plan.dtype is torch.bfloat16 and executor.device.type == "cpu" and is_supported()
-    crew = Crew(torch.get_num_threads()) if is_wanted and is_possible else None
+    crew = Crew(torch.get_num_threads()) if config.kernels != "torch" and is_possible else None
     if crew is not None and not executor.agrees(crew):
         crew.close()
         crew = None
-    choose_way(executor, plan.sites[0].layer, plan.dtype, crew, always=crew is not None and config.kernels == "own")
+    choose_way(executor, plan.sites[0].layer, plan.dtype, crew, config.kernels == "own")
     if executor.crew is not None:
         speed_up(model, executor.crew)
 

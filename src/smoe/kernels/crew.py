@@ -43,8 +43,8 @@ _CLOSED = 1 << 40
 """`next` while nothing may be taken: larger than any number of units."""
 _SPIN_CYCLES = 20_000
 """How long a helper looks out for work before it sleeps: some 10 us. Longer takes from the readers what it gives us."""
-_WAKING_UNITS = 2
-"""Fewer units are computed before a sleeper would be awake."""
+_WAKING_WEIGHTS = 1 << 20
+"""Fewer weights are multiplied before a sleeper would be awake."""
 _CLOSING_SECONDS = 0.001
 _PROOF_OUTPUTS = 1 << 16
 """A wrong order shows in about one output of 5000, so this many miss it once in half a million times."""
@@ -94,15 +94,16 @@ class Crew:
     def _publish(self, products: Sequence[Product]) -> None:
         """Everything but `next`, which `work` resets when it begins: until then nobody takes anything."""
         fields: list[int] = []
-        units = 0
+        units = weights = 0
         for x, matrix, out in products:
             columns, rows = matrix.shape
             fields += (x.data_ptr(), matrix.data_ptr(), out.data_ptr(), rows, columns, units)
             units += -(-rows // UNIT)
+            weights += rows * columns
         block = self._block
         struct.pack_into(f"{len(fields)}q", block, 8 * _HEADER, *fields)
         block[_UNITS], block[_FINISHED] = units, 0
-        if units >= _WAKING_UNITS:
+        if weights >= _WAKING_WEIGHTS:
             self._wake()
 
     def _wake(self) -> None:

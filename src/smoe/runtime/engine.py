@@ -29,6 +29,7 @@ from smoe.policy.budget import Ledger
 from smoe.routing import Phase, Routing
 from smoe.runtime.execute import LayerExecutor, Scored
 from smoe.runtime.kv_cache import RowCache
+from smoe.runtime.split import MIN_EXPERT_BYTES
 
 
 class Engine:
@@ -146,7 +147,7 @@ class Engine:
             self._phase = Phase.DECODE if tokens == 1 else Phase.PREFILL
             self._padding = padding.reshape(-1) if padding is not None else None
             counters, started = self.executor.counters, perf_counter()
-            with torch.no_grad():
+            with torch.no_grad(), self._threads(tokens * rows):
                 yield
             if cache is not None:
                 cache.commit()
@@ -169,6 +170,22 @@ class Engine:
     def note_logits(self, layer: int, logits: torch.Tensor) -> None:
         """A router has spoken: [T, E] of the layer whose experts are asked next."""
         self._logits[layer] = logits
+
+    @contextmanager
+    def _threads(self, positions: int) -> Iterator[None]:
+        """One token of a small model computes on one thread: sharing such short work out takes longer than doing it.
+
+        Only beside our kernel, whose bits have been compared with the library's on one thread and on all.
+        """
+        if positions > 1 or self.executor.crew is None or self.executor.expert_bytes >= MIN_EXPERT_BYTES:
+            yield
+            return
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     def check_usable(self) -> None:
         """Raise where the engine is closed or belongs to the parent of a forked process."""

@@ -16,7 +16,7 @@ from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.team import Team
 
 MIN_EXPERT_BYTES = 1 << 20
-"""Below this an expert computes in less time than waking a thread takes."""
+"""Below this an expert computes in less time than waking a thread takes: such models decode on one thread."""
 _ROUNDS = 9
 _EXPERTS = 8
 
@@ -26,7 +26,7 @@ def choose_way(executor: LayerExecutor, layer: int, dtype: torch.dtype, crew: Cr
 
     `crew` must have been found to agree with the library on this model's experts; `always`: use it without measuring.
     """
-    executor.compute_by(crew if always else None)
+    executor.compute_by(crew)  # small experts: the kernel saves dispatch, threads cost more than they give
     threads = torch.get_num_threads()
     if always or executor.device.type != "cpu" or executor.expert_bytes < MIN_EXPERT_BYTES:
         return
