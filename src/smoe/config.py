@@ -48,7 +48,7 @@ class EngineConfig:
     """Which resident expert is forgotten first."""
     prefetch: str = "auto"
     """What brings experts in before their layer runs in decode; auto: next-gate on a CPU, for experts of 1 MiB and
-    more."""
+    more, as long as it is found to pay."""
     direct_io: str = "auto"
     """Bypass the page cache; auto: unless free RAM beside the budget holds the whole model."""
 

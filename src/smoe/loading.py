@@ -31,17 +31,18 @@ from smoe.models.experts import ExpertsSite, without_expert_weights
 from smoe.models.files import fetch
 from smoe.models.packed import packed_store
 from smoe.models.scoring import ScoringRule, find_rule
-from smoe.models.seam import attach, next_gate
+from smoe.models.seam import NextGate, attach
 from smoe.models.selftest import check_experts
 from smoe.planning import SAFETENSORS_NAMES, Blueprint, blueprint
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import SlotTable
+from smoe.policy.trial import Trial
 from smoe.routing import Phase
 from smoe.runtime.dense import speed_up
 from smoe.runtime.engine import Engine
-from smoe.runtime.execute import LayerExecutor, Predictor, Substitution
+from smoe.runtime.execute import LayerExecutor, Predictor
 from smoe.runtime.expert_math import ExpertMath
 from smoe.runtime.split import choose_way
 from smoe.units import parse_bytes
@@ -211,6 +212,7 @@ def _assemble(
     checkpoint: Mapping[int, LayerExperts],
 ) -> PreTrainedModel:
     rules = _rules(model, plan) if config.needs_scores else {}
+    predict = NextGate(model, plan.sites, plan.anatomy.gates, rules)
     table = SlotTable(ledger.cache_slots, ledger.staging_slots)
     transfers = Transfers(_mover(store, arena, table, config), config.io_threads)
     modules = dict(model.named_modules())
@@ -221,9 +223,8 @@ def _assemble(
         transfers=transfers,
         arena=arena,
         math={site.layer: ExpertMath(modules[site.name], site.parts, plan.dtype) for site in plan.sites},
-        predictors=_predictors(model, plan, config, arena.device),
+        predictors=_predictors(predict, plan, config, arena.device),
         counters=Counters(),
-        substitution=_substitution(config),
     )
     try:
         for site in _one_of_each_kind(plan.sites):
@@ -233,6 +234,8 @@ def _assemble(
         raise
     _choose_arithmetic(model, plan, config, executor)
     executor.start_anew(make_eviction(config.eviction))
+    executor.trial = Trial() if config.prefetch == "auto" else None
+    executor.substitute_by(config)
     engine = Engine(
         config=config,
         model_config=plan.config,
@@ -276,10 +279,9 @@ def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:
 
 
 def _predictors(
-    model: PreTrainedModel, plan: Blueprint, config: EngineConfig, device: torch.device
-) -> dict[Phase, Predictor]:
+    predict: NextGate, plan: Blueprint, config: EngineConfig, device: torch.device
+) -> Mapping[Phase, Predictor]:
     """A prefill always starts the next layer's reads early: nearly all are needed, so guessing is cheap and right."""
-    predict = next_gate(model, plan.sites, plan.anatomy.gates)
     pays = plan.expert_bytes >= _PREFETCH_PAYS_BYTES and device.type == "cpu"
     in_decode = config.prefetch == "next-gate" or (config.prefetch == "auto" and pays)
     return {Phase.PREFILL: predict} | ({Phase.DECODE: predict} if in_decode else {})
@@ -299,17 +301,6 @@ def _rules(model: PreTrainedModel, plan: Blueprint) -> dict[int, ScoringRule]:
         hidden, top_k = plan.config.get_text_config().hidden_size, plan.anatomy.top_k[site.layer]
         rules[site.layer] = find_rule(modules[name], block, hidden, site.experts, top_k, site.layer)
     return rules
-
-
-def _substitution(config: EngineConfig) -> Substitution | None:
-    if config.alpha == 0:
-        return None
-    return Substitution(
-        alpha=config.alpha,
-        drop=config.substitutes == "drop",
-        inherits_weight=config.substitute_weights == "inherited",
-        share=config.share_substitutes,
-    )
 
 
 def _mover(store: ExpertStore, arena: Arena, table: SlotTable, config: EngineConfig) -> Mover:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from smoe.floor import Floor, Rates, floor_of, measured_step
 from smoe.hardware import quick_rates
+from smoe.metrics import Counters
 from smoe.runtime.engine import Engine
 from smoe.runtime.generation import Generation
 
@@ -33,6 +34,10 @@ class RunReport:
     rates: Rates
     time_shares: dict[str, float]
     """What the decode time was spent on: shares that add up to 1."""
+    alpha: float
+    """The substitution threshold; 0: exact."""
+    routes: dict[str, float]
+    """Of the experts chosen in decoding, the shares that were low-score, replaced, and missing by importance."""
 
     @property
     def floor_share(self) -> float | None:
@@ -63,6 +68,8 @@ class RunReport:
             "floor_bound_by": self.floor.bound_by if self.floor else None,
             "rates_source": self.rates.source,
             "time_shares": self.time_shares,
+            "alpha": self.alpha,
+            "routes": self.routes,
             "was_interrupted": generation.was_interrupted,
             "notes": generation.notes,
             "sequences": [
@@ -93,7 +100,22 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         floor=floor_of(step, rates) if step else None,
         rates=rates,
         time_shares=time_shares(generation),
+        alpha=engine.config.alpha,
+        routes=route_shares(decode),
     )
+
+
+def route_shares(decode: Counters) -> dict[str, float]:
+    """What became of the experts that the router chose; empty where nothing may be replaced."""
+    if not decode.routes:
+        return {}
+    counts = {
+        "low_score": decode.low_score,
+        "low_score_missing": decode.low_score_missing,
+        "top_score_missing": decode.top_score_missing,
+        "substituted": decode.substituted,
+    }
+    return {name: count / decode.routes for name, count in counts.items()}
 
 
 def dense_bytes(model: PreTrainedModel) -> int:

@@ -26,6 +26,7 @@ def _rows(report: RunReport) -> list[tuple[str, str]]:
         ("first token", _seconds(generation.ttft_seconds)),
         ("per token", _per_token(report)),
         ("experts", _experts(report)),
+        ("lossy", _lossy(report)),
         ("memory", _memory(report)),
         ("hardware limit", _limit(report)),
         ("time went to", waiting(report)),
@@ -47,6 +48,15 @@ def _experts(report: RunReport) -> str:
     if report.hit_ratio is None or report.bytes_read_per_token is None:
         return ""
     return f"{report.hit_ratio:.1%} were in memory, {format_bytes(report.bytes_read_per_token)} read per token"
+
+
+def _lossy(report: RunReport) -> str:
+    if not report.alpha:
+        return ""
+    replaced = report.routes.get("substituted", 0.0)
+    return (
+        f"alpha {report.alpha:g}: {replaced:.1%} of the experts chosen were replaced (smoe eval says what that costs)"
+    )
 
 
 def _memory(report: RunReport) -> str:

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from smoe.errors import EngineStateError
 from smoe.models.experts import ExpertsSite
+from smoe.models.scoring import ScoringRule
 from smoe.runtime.engine import Engine
-from smoe.runtime.execute import Predictor
 from smoe.runtime.kv_cache import RowCache
 
 
@@ -43,30 +43,54 @@ def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine, lis
     model.offload = engine  # type: ignore[assignment]
 
 
-def next_gate(model: PreTrainedModel, sites: list[ExpertsSite], gates: dict[int, str]) -> Predictor:
+class NextGate:
     """Predict a layer's experts by its own router on the layer before's router input.
 
-    The simplest predictor that needs no training (Mixtral-Offloading, arXiv 2312.17238, section 3.2).
+    The simplest predictor that needs no training (Mixtral-Offloading, arXiv 2312.17238, section 3.2). Where low-score
+    experts may be substituted, only those predicted to be top-score are worth a load (SMoE, second version, section
+    IV-C).
     """
-    modules = dict(model.named_modules())
-    layers = [site.layer for site in sites]
-    following = dict(itertools.pairwise(layers))
-    experts = {site.layer: site.experts for site in sites}
-    router_of = {layer: modules[name] for layer, name in gates.items()}
 
-    def predict(layer: int, hidden: torch.Tensor) -> tuple[int, list[int]] | None:
-        after = following.get(layer)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sites: list[ExpertsSite],
+        gates: Mapping[int, str],
+        rules: Mapping[int, ScoringRule],
+    ) -> None:
+        modules = dict(model.named_modules())
+        self._following = dict(itertools.pairwise(site.layer for site in sites))
+        self._experts = {site.layer: site.experts for site in sites}
+        self._routers = {layer: modules[name] for layer, name in gates.items()}
+        self._rules = rules
+        self.alpha = 0.0
+        """The substitution threshold that the layers will be served with."""
+
+    def __call__(self, layer: int, hidden: torch.Tensor) -> tuple[int, list[int]] | None:
+        after = self._following.get(layer)
         if after is None:
             return None
-        router = router_of.get(after)
+        router, experts = self._routers.get(after), self._experts[after]
         if router is None:  # a long prompt uses nearly every expert, whatever the router would say
-            return (after, list(range(experts[after]))) if hidden.shape[0] >= experts[after] else None
-        index = _chosen(router(hidden))
+            return (after, list(range(experts))) if hidden.shape[0] >= experts else None
+        output = router(hidden)
+        index = _chosen(output)
+        if self.alpha > 0 and index.shape[1] < experts:
+            return after, self._top_score(self._rules[after], output[0], index)
         if index.shape[0] == 1:
             return after, index[0].tolist()
         return after, torch.unique(index).tolist()
 
-    return predict
+    def _top_score(self, rule: ScoringRule, logits: torch.Tensor, index: torch.Tensor) -> list[int]:
+        """Experts that are top-score for some token, highest score first."""
+        choice = rule.choice(rule.scores(logits))
+        bound = choice.topk(index.shape[1] + 1, dim=-1).values[:, -1:]
+        scores = choice.gather(-1, index)
+        kept = scores >= (1 + self.alpha) * bound
+        best: dict[int, float] = {}
+        for expert, score in zip(index[kept].tolist(), scores[kept].tolist(), strict=True):
+            best[expert] = max(score, best.get(expert, score))
+        return sorted(best, key=lambda expert: (-best[expert], expert))
 
 
 def _chosen(output: tuple[Any, ...]) -> torch.Tensor:

@@ -9,9 +9,15 @@ from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.belady import Belady
 from smoe.policy.eviction.lfu import LFU
 from smoe.policy.eviction.lru import LRU
-from smoe.policy.eviction.score import ScoreWindow
 
-ONLINE_EVICTION: dict[str, Callable[[], Eviction]] = {"lru": LRU, "lfu": LFU, "score": ScoreWindow}
+
+def _score() -> Eviction:
+    from smoe.policy.eviction.score import ScoreWindow  # brings NumPy, which `smoe --help` can do without
+
+    return ScoreWindow()
+
+
+ONLINE_EVICTION: dict[str, Callable[[], Eviction]] = {"lru": LRU, "lfu": LFU, "score": _score}
 """Policies that can serve live requests."""
 
 SCORED_EVICTION = ("score",)

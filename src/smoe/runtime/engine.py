@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from transformers import PretrainedConfig
 
 from smoe.config import EngineConfig
-from smoe.errors import EngineStateError
+from smoe.errors import ConfigError, EngineStateError
 from smoe.memory.device import Arena
 from smoe.memory.store import ExpertStore
 from smoe.memory.transfer import Transfers
@@ -26,6 +27,7 @@ from smoe.metrics import Counters
 from smoe.models.anatomy import Anatomy
 from smoe.models.scoring import ScoringRule
 from smoe.policy.budget import Ledger
+from smoe.policy.registry import make_eviction
 from smoe.routing import Phase, Routing
 from smoe.runtime.execute import LayerExecutor, Scored
 from smoe.runtime.kv_cache import RowCache
@@ -97,6 +99,19 @@ class Engine:
         self._caches = [weakref.ref(c) for c in [*live, cache]]
         return cache
 
+    def use_alpha(self, alpha: float) -> None:
+        """Substitute by another threshold from now on, from a cold cache and with counters at zero.
+
+        Raises `ConfigError` where the model was loaded without scores (no `alpha`, and an eviction that needs none).
+        """
+        if alpha > 0 and not self.rules:
+            raise ConfigError("load the model with an alpha above 0, or with --eviction score, to substitute experts")
+        with self.lock:
+            self.check_usable()
+            self.config = replace(self.config, alpha=alpha)
+            self.executor.substitute_by(self.config)
+            self.executor.start_anew(make_eviction(self.config.eviction))
+
     def wait_ready(self) -> None:
         """Wait until the operating system has backed all slots; only measurements need to."""
         self._arena.wait_touched(None)
@@ -154,7 +169,10 @@ class Engine:
                 self._check_caches()
             counters.forward_passes += 1
             counters.tokens += tokens * rows - (int(self._padding.sum()) if self._padding is not None else 0)
-            counters.forward_seconds += perf_counter() - started
+            seconds = perf_counter() - started
+            counters.forward_seconds += seconds
+            if self.executor.trial is not None and self._phase is Phase.DECODE:
+                self.executor.trial.note(seconds)
 
     def run_experts(
         self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -13,12 +13,13 @@ and E0 on a CPU).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
 import torch
 
+from smoe.config import EngineConfig
 from smoe.expert import EXACT, Copy
 from smoe.kernels.crew import Crew
 from smoe.memory.device import Arena
@@ -30,12 +31,20 @@ from smoe.policy.plan import LayerPlan, Load, Serve
 from smoe.policy.planner import LAST_TOKENS, layer_share, observation, plan_layer, plan_prefetch
 from smoe.policy.residency import SlotTable
 from smoe.policy.selection import Selection, applied, substitute
+from smoe.policy.trial import Trial
 from smoe.routing import Phase, Routing
 from smoe.runtime.expert_math import ExpertMath, Weights, library_products
 from smoe.runtime.team import Team
 
-Predictor = Callable[[int, torch.Tensor], tuple[int, Sequence[int]] | None]
-"""(layer, router input [T, H]) -> (next layer, its experts, best first), or None."""
+
+class Predictor(Protocol):
+    """Guesses what a later layer will want."""
+
+    alpha: float
+    """The substitution threshold that the layers are served with."""
+
+    def __call__(self, layer: int, hidden: torch.Tensor) -> tuple[int, Sequence[int]] | None:
+        """(layer, router input [T, H]) -> (next layer, its experts, best first), or None."""
 
 
 class Substitution(NamedTuple):
@@ -45,6 +54,18 @@ class Substitution(NamedTuple):
     drop: bool
     inherits_weight: bool
     share: bool
+
+
+def substitution_of(config: EngineConfig) -> Substitution | None:
+    """What a configuration asks for; None where nothing may be replaced."""
+    if config.alpha == 0:
+        return None
+    return Substitution(
+        alpha=config.alpha,
+        drop=config.substitutes == "drop",
+        inherits_weight=config.substitute_weights == "inherited",
+        share=config.share_substitutes,
+    )
 
 
 class Scored(NamedTuple):
@@ -83,7 +104,6 @@ class LayerExecutor:
         math: dict[int, ExpertMath],
         predictors: Mapping[Phase, Predictor],
         counters: Counters,
-        substitution: Substitution | None = None,
     ) -> None:
         self.table = table
         self.counters = counters
@@ -91,6 +111,8 @@ class LayerExecutor:
         """Where set, resident experts are shared out over several threads."""
         self.crew: Crew | None = None
         """Where set, our kernel multiplies single rows."""
+        self.trial: Trial | None = None
+        """Where set, says whether prefetching in decode pays at present."""
         self.trace: list[Routing] | None = None
         """Where set, every routing is appended: input for the simulator."""
         self._store = store
@@ -99,7 +121,8 @@ class LayerExecutor:
         self._arena = arena
         self._math = math
         self._predictors = predictors
-        self._substitution = substitution
+        self.substitution: Substitution | None = None
+        """Where set, missing low-score experts are replaced."""
         self._layer_share = layer_share(table.cache_slots, len(math))
         self._experts = len(store.keys())
         self._tickets: dict[Copy, Ticket] = {}
@@ -140,6 +163,12 @@ class LayerExecutor:
         for math in self._math.values():
             math.multiply = library_products if self.crew is None else self.crew.multiply
 
+    def substitute_by(self, config: EngineConfig) -> None:
+        """From now on missing low-score experts are replaced, or not, as `config` says."""
+        self.substitution = substitution_of(config)
+        for predictor in self._predictors.values():
+            predictor.alpha = config.alpha
+
     def compute_slots(self, layer: int, hidden: torch.Tensor, count: int) -> torch.Tensor:
         """One token [1, H] through `count` slots, whatever they hold -> [count, H]: for measuring."""
         placement = self._store.placement(layer, 0)
@@ -170,7 +199,7 @@ class LayerExecutor:
             if self.trace is not None:
                 self.trace.append(routing)
             self._collect()
-            if self._substitution is not None and scored is not None and phase is Phase.DECODE:
+            if self.substitution is not None and scored is not None and phase is Phase.DECODE:
                 routing, top_k_index, top_k_weights = self._select(routing, top_k_index, top_k_weights, scored)
             plan = self._plan(routing)
             self._issue(0)
@@ -189,7 +218,7 @@ class LayerExecutor:
         self, routing: Routing, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, scored: Scored
     ) -> tuple[Routing, torch.Tensor, torch.Tensor]:
         """Low-score experts that are missing give way to resident ones of like score."""
-        asked, counters = self._substitution, self.counters
+        asked, counters = self.substitution, self.counters
         assert asked is not None
         here = _Here(routing.layer, self.table)
         selection = substitute(routing, here, asked.alpha, share=asked.share, drop=asked.drop)
@@ -219,6 +248,8 @@ class LayerExecutor:
     def _prefetch(self, routing: Routing, hidden: torch.Tensor, plan: LayerPlan) -> None:
         predictor = self._predictors.get(routing.phase)
         if predictor is None or not plan.spare or len(self.table.ready) == self._experts:
+            return
+        if self.trial is not None and not self.trial.is_on and routing.phase is Phase.DECODE:
             return
         threads = torch.get_num_threads()
         if hidden.shape[0] == 1:

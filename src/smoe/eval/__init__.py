@@ -1,0 +1,1 @@
+"""What a lossy option costs: quality and time, measured token by token."""

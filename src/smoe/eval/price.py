@@ -1,0 +1,132 @@
+"""The price of a threshold: quality lost for time won, with confidence, resumable.
+
+Every threshold is compared with alpha 0 on the same tokens, so the noise of the text cancels; the interval comes from
+resampling blocks of tokens (and questions) together for both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from smoe.errors import ConfigError
+from smoe.eval.stepwise import ExactDistributions, Quality, Tick, measure
+from smoe.eval.texts import Question
+
+_RESAMPLES = 2000
+_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Change:
+    """A difference from alpha 0 with its interval of 95 %."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Price:
+    """One line of the table."""
+
+    quality: Quality
+    perplexity: Change
+    """Relative: 0.01 is one per cent more."""
+    accuracy: Change | None
+    """Absolute: -0.01 is one point less; None without questions."""
+
+    def as_json(self) -> dict[str, Any]:
+        quality = self.quality
+        return {
+            "alpha": quality.alpha,
+            "tokens": quality.tokens,
+            "perplexity": quality.perplexity,
+            "perplexity_change": asdict(self.perplexity),
+            "kl_nats": quality.kl,
+            "top1_agreement": quality.top1_agreement,
+            "accuracy": quality.accuracy,
+            "accuracy_change": asdict(self.accuracy) if self.accuracy else None,
+            "questions": len(quality.right),
+            "seconds_per_token": quality.median_seconds,
+            "hit_ratio": quality.hit_ratio,
+            "substituted_share": quality.substituted,
+            "low_score_share": quality.low_score,
+            "bytes_read_per_token": quality.bytes_per_token,
+        }
+
+
+def sweep(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    alphas: Sequence[float],
+    documents: Sequence[Sequence[int]],
+    questions: Sequence[Question],
+    folder: Path,
+    circumstances: dict[str, Any],
+    on_alpha: Callable[[float], Tick],
+) -> list[Price]:
+    """Measure every threshold, 0 first; what `folder` holds from an earlier run in the same circumstances is kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    results = _Results(folder / "quality.json", circumstances)
+    tokens = sum(len(ids) - 1 for ids in documents)
+    vocabulary = model.config.get_text_config().vocab_size
+    exact = ExactDistributions(folder / "exact.npy", tokens, vocabulary, is_written=results.get(0.0) is not None)
+    for alpha in sorted({0.0, *alphas}):
+        if results.get(alpha) is None:
+            results.put(measure(model, tokenizer, alpha, documents, questions, exact, on_alpha(alpha)))
+    base = results.get(0.0)
+    assert base is not None
+    found = [results.get(alpha) for alpha in sorted({0.0, *alphas})]
+    return [price_of(quality, base) for quality in found if quality is not None]
+
+
+def price_of(quality: Quality, base: Quality) -> Price:
+    """`quality` against `base` (alpha 0), measured on the same tokens and questions."""
+    counts = np.array(base.block_tokens, dtype=float)
+    nats = np.array(quality.block_nats) - np.array(base.block_nats)
+    perplexity = _interval(lambda rows: float(np.expm1(nats[rows].sum() / counts[rows].sum())), len(nats))
+    if not base.right:
+        return Price(quality, perplexity, None)
+    right = np.array(quality.right, dtype=float) - np.array(base.right, dtype=float)
+    return Price(quality, perplexity, _interval(lambda rows: float(right[rows].mean()), len(right)))
+
+
+def _interval(statistic: Callable[[np.ndarray], float], count: int) -> Change:
+    generator = np.random.default_rng(0)
+    drawn = [statistic(generator.integers(0, count, count)) for _ in range(_RESAMPLES)]
+    low, high = np.quantile(drawn, [(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2])
+    return Change(statistic(np.arange(count)), float(low), float(high))
+
+
+class _Results:
+    """What has been measured, on disk after every threshold."""
+
+    def __init__(self, path: Path, circumstances: dict[str, Any]) -> None:
+        self._path = path
+        self._content: dict[str, Any] = {"circumstances": circumstances, "qualities": []}
+        if path.exists():
+            earlier = json.loads(path.read_text())
+            if earlier["circumstances"] != circumstances:
+                raise ConfigError(
+                    f"{path} holds results of another model, text or setting; choose another --out or remove it"
+                )
+            self._content = earlier
+
+    def get(self, alpha: float) -> Quality | None:
+        for entry in self._content["qualities"]:
+            if entry["alpha"] == alpha:
+                return Quality(**entry)
+        return None
+
+    def put(self, quality: Quality) -> None:
+        self._content["qualities"].append(asdict(quality))
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(self._content))
+        partial.replace(self._path)  # whole or not at all

@@ -1,0 +1,153 @@
+"""Quality measured the way a user meets it: token by token, with the cache in the state that generation leaves it in.
+
+One wide forward pass over a text would bring every expert in and replace none; the price of substitution would look
+like nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from smoe.eval.texts import Question, is_right
+from smoe.runtime.engine import Engine
+
+BLOCK_TOKENS = 64
+"""Neighbouring tokens are alike, so confidence is computed from blocks of so many."""
+_MOST_ANSWER_TOKENS = 12
+
+Tick = Callable[[int], None]
+"""Hears how many tokens have been done."""
+
+
+@dataclass
+class Quality:
+    """One setting's figures."""
+
+    alpha: float
+    tokens: int = 0
+    block_nats: list[float] = field(default_factory=list)
+    """Negative log likelihood, summed over each block."""
+    block_tokens: list[int] = field(default_factory=list)
+    kl: float = 0.0
+    """Mean divergence of the next token's distribution from the exact model's, nats."""
+    top1_agreement: float = 1.0
+    """Share of tokens for which both think the same next token the most likely."""
+    right: list[bool] = field(default_factory=list)
+    """For each question, whether the answer was right."""
+    median_seconds: float = 0.0
+    """Per token."""
+    hit_ratio: float = 1.0
+    substituted: float = 0.0
+    """Share of routes served by a substitute."""
+    low_score: float = 0.0
+    bytes_per_token: float = 0.0
+
+    @property
+    def perplexity(self) -> float:
+        return float(np.exp(sum(self.block_nats) / max(1, self.tokens)))
+
+    @property
+    def accuracy(self) -> float | None:
+        return sum(self.right) / len(self.right) if self.right else None
+
+
+class ExactDistributions:
+    """The exact model's log probabilities of every token [N, V], kept on disk for the comparison."""
+
+    def __init__(self, path: Path, tokens: int, vocabulary: int, *, is_written: bool) -> None:
+        mode: Any = "r+" if is_written else "w+"
+        self._rows = np.lib.format.open_memmap(path, mode=mode, dtype=np.float32, shape=(tokens, vocabulary))
+
+    def put(self, number: int, log_probabilities: torch.Tensor) -> None:
+        self._rows[number] = log_probabilities.numpy()
+
+    def get(self, number: int) -> torch.Tensor:
+        return torch.from_numpy(self._rows[number])
+
+    def flush(self) -> None:
+        self._rows.flush()
+
+
+def measure(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    alpha: float,
+    documents: Sequence[Sequence[int]],
+    questions: Sequence[Question],
+    exact: ExactDistributions,
+    tick: Tick,
+) -> Quality:
+    """Feed all documents (token ids) and ask all questions at one threshold, from a cold cache.
+
+    With `alpha` 0 the distributions go into `exact`, otherwise they are compared with it.
+    """
+    engine: Engine = model.offload  # type: ignore[assignment]
+    engine.use_alpha(alpha)
+    quality, seconds = Quality(alpha), []
+    kl = agreed = 0.0
+    for ids in documents:
+        nats = []
+        for position, (log_p, took) in enumerate(_steps(model, ids[:-1])):
+            nats.append(-float(log_p[ids[position + 1]]))
+            seconds.append(took)
+            if alpha == 0:
+                exact.put(quality.tokens, log_p)
+            else:
+                truth = exact.get(quality.tokens)
+                kl += float((truth.exp() * (truth - log_p)).sum())
+                agreed += float(truth.argmax() == log_p.argmax())
+            quality.tokens += 1
+            tick(1)
+        for begin in range(0, len(nats), BLOCK_TOKENS):
+            block = nats[begin : begin + BLOCK_TOKENS]
+            quality.block_nats.append(sum(block))
+            quality.block_tokens.append(len(block))
+    if alpha == 0:
+        exact.flush()
+    else:
+        quality.kl, quality.top1_agreement = kl / quality.tokens, agreed / quality.tokens
+    for question in questions:
+        quality.right.append(is_right(answer(model, tokenizer, question.prompt, tick), question))
+    counters = engine.stats()
+    quality.median_seconds = median(seconds) if seconds else 0.0
+    quality.hit_ratio = counters.hit_ratio
+    quality.substituted = counters.substituted / max(1, counters.routes)
+    quality.low_score = counters.low_score / max(1, counters.routes)
+    quality.bytes_per_token = counters.bytes_read / max(1, counters.forward_passes)
+    return quality
+
+
+def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, tick: Tick) -> str:
+    """The greedy continuation up to the end of its first line, prompt included read token by token."""
+    ids = tokenizer(prompt)["input_ids"]
+    cache = model.offload.new_cache()  # type: ignore[operator]
+    said: list[int] = []
+    for number in range(len(ids) + _MOST_ANSWER_TOKENS):
+        token = ids[number] if number < len(ids) else said[-1]
+        logits = model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1]
+        tick(1)
+        if number >= len(ids) - 1:
+            said.append(int(logits.argmax()))
+            text = tokenizer.decode(said, skip_special_tokens=True)
+            if said[-1] == tokenizer.eos_token_id or "\n" in text.lstrip("\n"):
+                break
+    return str(tokenizer.decode(said, skip_special_tokens=True))
+
+
+def _steps(model: PreTrainedModel, ids: Sequence[int]) -> Iterator[tuple[torch.Tensor, float]]:
+    """(log probabilities of the next token [V], seconds) for every token of a document."""
+    cache = model.offload.new_cache()  # type: ignore[operator]
+    for token in ids:
+        started = perf_counter()
+        logits = model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1]
+        took = perf_counter() - started
+        yield logits.float().log_softmax(-1), took

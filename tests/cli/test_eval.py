@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text(json.dumps({"text": "once upon a time there was a cat " * 8}) + "\n")
+    return path
+
+
+def test_eval_prices_every_threshold_and_draws_it(run, checkpoint, text, tmp_path):
+    questions, picture = tmp_path / "questions.jsonl", tmp_path / "price.png"
+    questions.write_text('{"prompt": "once upon a", "answer": "time"}\n' * 3)
+    more = ("--text", text, "--questions", questions, "--tokens", 60, "--plot", picture)
+    ran = run("eval", checkpoint, "--memory", "2700KiB", "--context", 128, "--alphas", "0,0.6", *more)
+    assert ran.code == 0, ran.err
+    exact, lossy = ran.json["prices"]
+    assert (exact["alpha"], exact["kl_nats"], lossy["alpha"]) == (0, 0, 0.6)
+    assert exact["tokens"] == lossy["tokens"] > 20 and exact["questions"] == 3
+    assert lossy.keys() >= {"perplexity", "perplexity_change", "seconds_per_token", "hit_ratio", "substituted_share"}
+    assert picture.stat().st_size > 10_000 and "perplexity" in ran.err
+
+
+def test_eval_goes_on_and_says_when_it_cannot(run, checkpoint, text, tmp_path):
+    common = ("eval", checkpoint, "--memory", "2700KiB", "--context", 128, "--text", text, "--out", tmp_path / "out")
+    first = run(*common, "--alphas", "0", "--tokens", 40)
+    again = run(*common, "--alphas", "0", "--tokens", 40)
+    assert first.json == again.json
+    other = run(*common, "--alphas", "0", "--tokens", 30)
+    assert other.code == 2 and "another" in other.err and "--out" in other.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--alphas", "a,b"), "separated by commas"),
+        (("--alphas", "2"), "from 0 (exact) to 1"),
+        (("--tokens", 1), "at least 2"),
+        (("--text", "missing.txt"), "cannot read"),
+    ],
+)
+def test_bad_options_are_refused_before_the_model_is_loaded(run, checkpoint, arguments, words):
+    ran = run("eval", checkpoint, *arguments)
+    assert ran.code == 2 and words in " ".join(ran.err.split())
+
+
+def test_generate_says_what_was_replaced(run, checkpoint):
+    ran = run(
+        "generate",
+        checkpoint,
+        "--memory",
+        "2700KiB",
+        "--context",
+        128,
+        "--preset",
+        "smoe",
+        "--alpha",
+        0.9,
+        "-p",
+        "once upon a time",
+        "--max-new-tokens",
+        12,
+    )
+    assert ran.code == 0 and "alpha 0.9" in ran.err and "were replaced" in ran.err
+    exact = run("generate", checkpoint, "--memory", "2700KiB", "--context", 128, "-p", "once", "--max-new-tokens", 2)
+    assert "replaced" not in exact.err

@@ -1,0 +1,51 @@
+"""Would catch: a trial that never ends, that keeps the slower way, or that never looks again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from smoe.policy.trial import MARGIN, STAY, TURN, TURNS, Trial
+
+
+def live(trial: Trial, steps: int, on: float, off: float, noise: float = 0.0) -> float:
+    """The share of steps that ran with it on."""
+    chance, share = random.Random(0), 0
+    for _ in range(steps):
+        share += trial.is_on
+        trial.note((on if trial.is_on else off) * (1 + chance.uniform(-noise, noise)))
+    return share / steps
+
+
+@pytest.mark.parametrize(("on", "off", "stays"), [(1.0, 1.2, True), (1.2, 1.0, False), (1.0, 1.0 - MARGIN / 2, True)])
+def test_the_faster_way_is_kept(on: float, off: float, stays: bool) -> None:
+    trial = Trial()
+    live(trial, TURN * TURNS, on, off)
+    assert trial.is_on is stays
+    assert live(trial, STAY - 1, on, off) == stays
+    assert (trial.trials, trial.switches_off) == (1, int(not stays))
+
+
+def test_noise_does_not_decide() -> None:
+    trial = Trial()
+    live(trial, TURN * TURNS, 1.3, 1.0, noise=0.2)
+    assert not trial.is_on
+
+
+def test_it_looks_again() -> None:
+    trial = Trial()
+    live(trial, TURN * TURNS + STAY, 1.3, 1.0)
+    assert trial.is_on, "a new trial begins with it on"
+    live(trial, TURN * TURNS, 1.0, 1.3)
+    assert trial.is_on
+    assert (trial.trials, trial.switches_off) == (2, 1)
+
+
+def test_the_first_step_of_a_turn_does_not_count() -> None:
+    """It lives on what the turn before it left: a cache that prefetches have filled."""
+    trial = Trial()
+    for step in range(TURN * TURNS):
+        first = step % TURN == 0
+        trial.note(100.0 if first and trial.is_on else 1.0)
+    assert trial.is_on
