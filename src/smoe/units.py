@@ -59,3 +59,15 @@ def format_rate(tokens_per_second: float) -> str:
     if tokens_per_second < 1000:
         return f"{tokens_per_second:.3g} tokens/s"
     return f"{float(f'{tokens_per_second:.3g}'):,.0f} tokens/s"
+
+
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(us|ms|s)\s*")
+
+
+def parse_seconds(text: str) -> float:
+    """`"40ms"`, `"0.1s"` or `"500us"`, as seconds; more than nothing."""
+    match = _DURATION.fullmatch(text)
+    seconds = float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]] if match else 0.0
+    if seconds <= 0:
+        raise ConfigError(f"{text!r} is not a time; write for example 40ms or 0.1s")
+    return seconds

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from smoe.cli.options import Debug, EngineOptions, Json, Model, PromptOptions, SamplingOptions
+from smoe.cli.options import Debug, EngineOptions, Json, Model, PromptOptions, SamplingOptions, substituting
 from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +43,10 @@ def command(
     engine: EngineOptions,
     sampling: SamplingOptions,
     model: Model = "demo",
+    tpot: Annotated[
+        str | None,
+        typer.Option(help="LOSSY: as little substitution as meets this time per token (80ms); needs smoe tune."),
+    ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -55,7 +59,7 @@ def command(
 
     show_tracebacks(debug)
     texts = read_prompts(prompts, model)
-    report = _run(model, texts, engine, to_sampling(sampling), streams=not json)
+    report = _run(model, texts, engine, to_sampling(sampling), _seconds(tpot, engine), streams=not json)
     if json:
         print_json(_identity(model, sampling) | report.as_json())
     else:
@@ -96,13 +100,37 @@ def to_sampling(options: SamplingOptions) -> Sampling:
     )
 
 
-def _run(model: str, texts: list[str], engine: EngineOptions, sampling: Sampling, streams: bool) -> RunReport:
+def _seconds(tpot: str | None, engine: EngineOptions) -> float | None:
+    """The time per token that was asked for; it chooses alpha, so it cannot stand beside one."""
+    from smoe.units import parse_seconds
+
+    if tpot is not None and engine.alpha is not None:
+        raise ConfigError("--tpot chooses alpha; give one of --tpot and --alpha")
+    return parse_seconds(tpot) if tpot is not None else None
+
+
+def _meet(seconds: float, model: str, offload: Any) -> None:
+    """Substitute as little as meets a time per token, by what `smoe tune` has measured."""
+    from smoe.cli.console import note
+    from smoe.eval.tune import circumstances_of, recall
+
+    alpha = recall(circumstances_of(model, offload)).alpha_for(seconds)
+    offload.use_alpha(alpha)
+    note(f"alpha {alpha:g} should meet {seconds * 1e3:g} ms a token")
+
+
+def _run(
+    model: str, texts: list[str], engine: EngineOptions, sampling: Sampling, tpot: float | None, streams: bool
+) -> RunReport:
     from smoe.cli.console import Patience, note
     from smoe.cli.session import loaded, tokenizer_of
     from smoe.report import report_on
     from smoe.runtime.generation import generate
 
-    with loaded(model, engine.config(len(texts)), engine.revision) as ready:
+    config = engine.config(len(texts)) if tpot is None else substituting(engine, len(texts))
+    with loaded(model, config, engine.revision) as ready:
+        if tpot is not None:
+            _meet(tpot, model, ready.offload)
         tokenizer = tokenizer_of(model, engine.revision)
         if tokenizer.chat_template is not None:
             note("this model knows conversations: smoe chat uses its template; generate continues the prompt as it is")

@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from smoe.config import DTYPES, KERNELS, PRESETS, EngineConfig, configure
+from smoe.config import DEFAULT_ALPHA, DTYPES, KERNELS, PRESETS, EngineConfig, configure
 from smoe.policy.registry import ONLINE_EVICTION, PREFETCH
 from smoe.units import parse_bytes
 
@@ -99,6 +99,14 @@ class EngineOptions:
             kernels=self.kernels,
             alpha=self.alpha,
         )
+
+
+def substituting(options: EngineOptions, sequences: int = 1) -> EngineConfig:
+    """The configuration asked for, ready for any threshold: the smoe preset where none is named."""
+    if options.preset == "exact":
+        options = replace(options, preset="smoe")
+    config = options.config(sequences)
+    return config if config.alpha > 0 else replace(config, alpha=DEFAULT_ALPHA)
 
 
 @dataclass(frozen=True)
