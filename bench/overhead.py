@@ -26,12 +26,15 @@ import transformers
 
 from smoe import from_pretrained
 from smoe.policy.eviction.lru import LRU
+from smoe.policy.eviction.score import ScoreWindow
 from smoe.policy.planner import observation, plan_layer
-from smoe.policy.residency import SlotTable
+from smoe.policy.residency import ExpertsAtHand, SlotTable
+from smoe.policy.selection import applied, substitute
 from smoe.routing import Phase, Routing
 from smoe.simulator.replay import carry_out
 
 EXPERTS, TOP_K, LAYERS, HIDDEN, INNER = 64, 8, 12, 64, 32
+ALPHA = 0.3
 MISSING_BUDGET = "8600KiB"
 """About 60 % of the experts resident: with random routing some three of eight miss, as at 1.5 GiB of the reference
 model."""
@@ -55,21 +58,39 @@ def plan_costs(repeats: int) -> dict[str, float]:
     for batch in (1, 3, 8):
         for name, slots in (("resident", EXPERTS * LAYERS), ("half", EXPERTS * LAYERS // 2)):
             costs[f"batch_{batch}_{name}"] = _plan_cost(batch, slots, repeats)
+        costs[f"batch_{batch}_half_alpha_{ALPHA}"] = _plan_cost(batch, EXPERTS * LAYERS // 2, repeats, ALPHA)
     return costs
 
 
-def _plan_cost(batch: int, slots: int, repeats: int) -> float:
-    table, eviction, chance = SlotTable(slots, 8), LRU(), random.Random(0)
+def _plan_cost(batch: int, slots: int, repeats: int, alpha: float = 0.0) -> float:
+    """With `alpha`, substitution and the score window's victims are part of the plan."""
+    table, chance = SlotTable(slots, 8), random.Random(0)
+    eviction = LRU() if alpha == 0 else ScoreWindow()
     seconds: list[float] = []
     for step in range(repeats * 4):
-        rows = [chance.sample(range(EXPERTS), TOP_K) for _ in range(batch)]
-        routing = Routing(step % LAYERS, Phase.DECODE, EXPERTS, rows)
+        routing = _routing(step % LAYERS, batch, chance)
         eviction.observe(observation(routing))
         started = perf_counter()
+        if alpha > 0:
+            chosen = substitute(routing, ExpertsAtHand(routing.layer, table), alpha, share=True, drop=False)
+            routing = applied(chosen, routing)
         plan = plan_layer(routing, table, eviction, slots // LAYERS)
         seconds.append(perf_counter() - started)
         carry_out(plan, table, eviction)
     return statistics.median(seconds[repeats:]) * 1e6
+
+
+def _routing(layer: int, batch: int, chance: random.Random) -> Routing:
+    """Scores fall with the rank as a trained router's do (the demo model's mean), experts are drawn anew each time."""
+    rows, scores = [], []
+    for _ in range(batch):
+        order = chance.sample(range(EXPERTS), EXPERTS)
+        falling = [0.0] * EXPERTS
+        for rank, expert in enumerate(order):
+            falling[expert] = 0.2 / (rank + 1) ** 0.9 * chance.uniform(0.95, 1.05)
+        rows.append(sorted(order, key=lambda expert: -falling[expert])[:TOP_K])
+        scores.append(falling)
+    return Routing(layer, Phase.DECODE, EXPERTS, rows, scores)
 
 
 def layer_costs(repeats: int) -> dict[str, float]:

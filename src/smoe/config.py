@@ -66,6 +66,10 @@ class EngineConfig:
     share_substitutes: bool = True
     """In a batch, prefer substitutes that serve several of its sequences."""
 
+    reproducible: bool = False
+    """The same text every time, also where experts are substituted: what is resident then never depends on timing, for
+    which decode goes without prefetch. Exact serving is reproducible anyway."""
+
     @property
     def needs_scores(self) -> bool:
         """Whether a policy asks for every expert's score, not only for the choice."""
@@ -93,6 +97,11 @@ class EngineConfig:
         _one_of("substitute_weights", self.substitute_weights, SUBSTITUTE_WEIGHTS)
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)) or not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha is {self.alpha!r}; it must be a number from 0 (exact) to 1")
+        if self.reproducible and self.alpha > 0 and self.eviction not in SCORED_EVICTION:
+            raise ConfigError(
+                f"with --reproducible and an alpha above 0, {self.eviction!r} would keep experts by the order in which "
+                f"they arrive; use --eviction {' or '.join(SCORED_EVICTION)}"
+            )
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -284,6 +284,7 @@ def _predictors(
     """A prefill always starts the next layer's reads early: nearly all are needed, so guessing is cheap and right."""
     pays = plan.expert_bytes >= _PREFETCH_PAYS_BYTES and device.type == "cpu"
     in_decode = config.prefetch == "next-gate" or (config.prefetch == "auto" and pays)
+    in_decode = in_decode and not (config.reproducible and config.alpha > 0)
     return {Phase.PREFILL: predict} | ({Phase.DECODE: predict} if in_decode else {})
 
 

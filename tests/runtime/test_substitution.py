@@ -6,6 +6,8 @@ replaced, a counter that counts the wrong thing.
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from transformers import PreTrainedModel
 
 from smoe.config import configure
 from smoe.errors import ConfigError
+from smoe.memory.movers import SlotMover
 from smoe.policy.registry import make_eviction
 from smoe.routing import Phase
 from smoe.simulator.replay import replay
@@ -58,6 +61,33 @@ def test_substitution_spares_loads_and_is_deterministic(
     oracle.assert_same_steps(steps, again)
     assert 0 < counters.substituted <= counters.low_score_missing <= counters.low_score <= counters.routes
     assert counters.loads < exact.loads
+
+
+@pytest.mark.parametrize("prefetch", ["none", "next-gate"])
+def test_reproducible_text_does_not_depend_on_timing(
+    prefetch: str, toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads that take a random while, one or two reading threads: the same logits to the last bit."""
+    original, chance, runs = SlotMover.move, random.Random(0), []
+
+    def slow(self: SlotMover, *args: Any) -> int:
+        time.sleep(chance.choice([0, 0, 1e-3, 3e-3]))
+        return original(self, *args)
+
+    monkeypatch.setattr(SlotMover, "move", slow)
+    for threads in (1, 2, 2):
+        switches = {**LOSSY, "prefetch": prefetch, "reproducible": True, "io_threads": threads}
+        model = open_model(toy("deepseek_v2"), "fifth", **switches)
+        runs.append(oracle.greedy(model))
+        assert model.offload.stats().substituted > 0
+    oracle.assert_same_steps(runs[0], runs[1])
+    oracle.assert_same_steps(runs[0], runs[2])
+
+
+def test_reproducible_refuses_what_would_not_be() -> None:
+    with pytest.raises(ConfigError, match="--eviction score"):
+        configure(alpha=0.3, eviction="lru", reproducible=True)
+    configure(alpha=0.0, eviction="lru", reproducible=True)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

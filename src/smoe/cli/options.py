@@ -82,6 +82,10 @@ class EngineOptions:
             rich_help_panel=_ENGINE,
         ),
     ] = None
+    reproducible: Annotated[
+        bool,
+        typer.Option("--reproducible", help="The same text every time, with --alpha too.", rich_help_panel=_ENGINE),
+    ] = False
 
     def config(self, sequences: int = 1) -> EngineConfig:
         """The engine's configuration for `sequences` prompts at once."""
@@ -98,6 +102,7 @@ class EngineOptions:
             prefetch=self.prefetch,
             kernels=self.kernels,
             alpha=self.alpha,
+            reproducible=self.reproducible or None,
         )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from smoe.expert import Copy
+from smoe.expert import EXACT, Copy
 from smoe.policy.plan import Load, Promotion
 
 
@@ -105,3 +105,17 @@ class SlotTable:
         assert not self.ready.keys() & self.inflight.keys(), self.ready.keys() & self.inflight.keys()
         assert self.staged <= self.ready.keys() | self.inflight.keys(), self.staged
         assert len(self.free_staging) + len(self.staged) == self.staging_slots, (self.free_staging, self.staged)
+
+
+class ExpertsAtHand:
+    """The experts of one layer that cost no load, as a set to ask: resident, staged or under way."""
+
+    __slots__ = ("_layer", "_table")
+
+    def __init__(self, layer: int, table: SlotTable) -> None:
+        self._layer = layer
+        self._table = table
+
+    def __contains__(self, expert: object) -> bool:
+        copy = (self._layer, expert, EXACT)
+        return copy in self._table.ready or copy in self._table.inflight

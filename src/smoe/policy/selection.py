@@ -71,9 +71,10 @@ def substitute(routing: Routing, resident: Container[int], alpha: float, *, shar
     missing = [
         [entry for entry in token.low if entry.expert not in top and entry.expert not in resident] for token in tokens
     ]
-    replaced = _replace(scores, tokens, missing, lambda expert: expert in resident or expert in top, None, drop)
+    like = [_like(row, token) if entries else [] for row, token, entries in zip(scores, tokens, missing, strict=True)]
+    replaced = _replace(tokens, missing, like, lambda expert: expert in resident or expert in top, None, drop)
     if share and len(tokens) > 1 and replaced and not drop:
-        replaced = _replace_again(scores, tokens, missing, replaced, lambda expert: expert in resident or expert in top)
+        replaced = _replace_again(tokens, missing, like, replaced, lambda expert: expert in resident or expert in top)
     return Selection(
         replaced,
         sum(len(token.low) for token in tokens),
@@ -112,6 +113,8 @@ class _Token(NamedTuple):
 
 
 _Here = Callable[[int], bool]
+_Like = tuple[float, int]
+"""(minus the score, expert)"""
 
 
 def _split(scores: Sequence[float], active: Sequence[int], alpha: float, experts: int) -> _Token:
@@ -135,40 +138,45 @@ def _split(scores: Sequence[float], active: Sequence[int], alpha: float, experts
 
 
 def _replace(
-    scores: Sequence[Sequence[float]],
     tokens: Sequence[_Token],
     missing: Sequence[Sequence[_Low]],
+    like: Sequence[Sequence[_Like]],
     is_here: _Here,
     serving: Counter[int] | None,
     drop: bool,
 ) -> list[Replacement]:
     """For each token its missing low-score experts, lowest first, paired with its substitutes, best first."""
     replaced: list[Replacement] = []
-    for number, (token, entries) in enumerate(zip(tokens, missing, strict=True)):
+    for number, entries in enumerate(missing):
         if drop:
-            keep = 1 if entries and len(entries) == len(token.active) else 0  # nobody is left without an expert
+            keep = (
+                1 if entries and len(entries) == len(tokens[number].active) else 0
+            )  # nobody is left without an expert
             dropped = entries[: len(entries) - keep]
             replaced += [Replacement(number, entry.choice, entry.expert, None) for entry in dropped]
         elif entries:
-            pairs = zip(entries, _substitutes(scores[number], token, is_here, serving), strict=False)
+            pairs = zip(entries, _substitutes(like[number], is_here, serving), strict=False)
             replaced += [Replacement(number, entry.choice, entry.expert, expert) for entry, expert in pairs]
     return replaced
 
 
-def _substitutes(scores: Sequence[float], token: _Token, is_here: _Here, serving: Counter[int] | None) -> list[int]:
-    """Inactive experts of like score that cost no load of their own, best first; ties by number."""
+def _like(scores: Sequence[float], token: _Token) -> list[_Like]:
+    """Inactive experts of like score, best first; ties by number."""
     bound, least, active = token.bound, token.least, token.active
-    like = [(-score, expert) for expert, score in enumerate(scores) if least < score <= bound]
-    like = [entry for entry in like if entry[1] not in active and is_here(entry[1])]
-    if serving is None:
-        return [expert for _, expert in sorted(like)]
-    return [expert for _, _, expert in sorted((-serving[expert], score, expert) for score, expert in like)]
+    found = [(-score, expert) for expert, score in enumerate(scores) if least < score <= bound]
+    return sorted(entry for entry in found if entry[1] not in active)
+
+
+def _substitutes(like: Sequence[_Like], is_here: _Here, serving: Counter[int] | None) -> list[int]:
+    """Those that cost no load of their own; where `serving` counts, what serves more tokens goes first."""
+    found = [expert for _, expert in like if is_here(expert)]
+    return found if serving is None else sorted(found, key=lambda expert: -serving[expert])
 
 
 def _replace_again(
-    scores: Sequence[Sequence[float]],
     tokens: Sequence[_Token],
     missing: Sequence[Sequence[_Low]],
+    like: Sequence[Sequence[_Like]],
     replaced: Sequence[Replacement],
     is_here: _Here,
 ) -> list[Replacement]:
@@ -179,4 +187,4 @@ def _replace_again(
     still = [[entry for entry in entries if entry.expert not in loaded] for entries in missing]
     gone = {(number, entry.expert) for number, entries in enumerate(still) for entry in entries}
     serving = Counter(e for number, token in enumerate(tokens) for e in token.active if (number, e) not in gone)
-    return _replace(scores, tokens, still, lambda expert: expert in loaded or is_here(expert), serving, False)
+    return _replace(tokens, still, like, lambda expert: expert in loaded or is_here(expert), serving, False)

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from smoe.config import EngineConfig
-from smoe.expert import EXACT, Copy
+from smoe.expert import Copy
 from smoe.kernels.crew import Crew
 from smoe.memory.device import Arena
 from smoe.memory.store import ExpertStore
@@ -29,7 +29,7 @@ from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan, Load, Serve
 from smoe.policy.planner import LAST_TOKENS, layer_share, observation, plan_layer, plan_prefetch
-from smoe.policy.residency import SlotTable
+from smoe.policy.residency import ExpertsAtHand, SlotTable
 from smoe.policy.selection import Selection, applied, substitute
 from smoe.policy.trial import Trial
 from smoe.routing import Phase, Routing
@@ -220,7 +220,7 @@ class LayerExecutor:
         """Low-score experts that are missing give way to resident ones of like score."""
         asked, counters = self.substitution, self.counters
         assert asked is not None
-        here = _Here(routing.layer, self.table)
+        here = ExpertsAtHand(routing.layer, self.table)
         selection = substitute(routing, here, asked.alpha, share=asked.share, drop=asked.drop)
         counters.routes += sum(len(row) for row in routing.top_k_index)
         counters.low_score += selection.low_score
@@ -455,20 +455,6 @@ class LayerExecutor:
     def _rows(self, serve: Serve, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs of one expert [n, H] and its flat routes [n]."""
         return hidden[self._tokens(serve, width)], torch.tensor(serve.routes, device=self._arena.device)
-
-
-class _Here:
-    """The experts of one layer that cost no load: resident, staged or under way."""
-
-    __slots__ = ("_layer", "_table")
-
-    def __init__(self, layer: int, table: SlotTable) -> None:
-        self._layer = layer
-        self._table = table
-
-    def __contains__(self, expert: object) -> bool:
-        copy = (self._layer, expert, EXACT)
-        return copy in self._table.ready or copy in self._table.inflight
 
 
 def _with_substitutes(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan
 from smoe.policy.planner import layer_share, observation, plan_layer
-from smoe.policy.residency import SlotTable
+from smoe.policy.residency import ExpertsAtHand, SlotTable
 from smoe.policy.selection import applied, substitute
 from smoe.routing import Phase, Routing
 
@@ -42,8 +42,8 @@ def replay(
     uses = misses = 0
     for routing in trace:
         if alpha > 0 and routing.phase is Phase.DECODE:
-            here = {copy[1] for copy in table.ready if copy[0] == routing.layer}
-            routing = applied(substitute(routing, here, alpha, share=True, drop=False), routing)
+            at_hand = ExpertsAtHand(routing.layer, table)
+            routing = applied(substitute(routing, at_hand, alpha, share=True, drop=False), routing)
         eviction.observe(observation(routing))
         plan = plan_layer(routing, table, eviction, share)
         if routing.phase is Phase.DECODE:
