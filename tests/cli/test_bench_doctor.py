@@ -64,3 +64,27 @@ def test_a_profile_of_another_machine_is_not_used(run, tmp_path, quick_measureme
     assert hardware.load_profile() is None
     path.write_text("{ not json")
     assert hardware.load_profile() is None
+
+
+def test_an_ablation_takes_every_step_on_the_same_text(run, checkpoint, tmp_path, monkeypatch):
+    for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
+        monkeypatch.setattr(f"smoe.bench.ablation.{name}", tokens)
+    text = tmp_path / "text.txt"
+    text.write_text("once upon a time there was a cat " * 8)
+    ran = run("bench", checkpoint, "--memory", "2700KiB", "--ablation", "smoe", "--text", text, "--rounds", 2)
+    assert ran.code == 0, ran.err
+    steps = ran.json["steps"]
+    assert [len(step["seconds_per_token_by_round"]) for step in steps] == [2] * 6
+    lossless, lossy = steps[:4], steps[4:]
+    assert all(step["substituted_share"] is None for step in lossless)
+    assert all(step["substituted_share"] is not None and step["top_score_missing_share"] >= 0 for step in lossy)
+    assert steps[0]["prefetch_precision"] is None and "LRU on demand" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("--ablation", "unknown"), "choose one of: smoe"), (("--ablation", "smoe", "--rounds", 0), "at least 1")],
+)
+def test_a_bad_ablation_is_refused(run, checkpoint, arguments, words):
+    ran = run("bench", checkpoint, *arguments)
+    assert ran.code == 2 and words in ran.err

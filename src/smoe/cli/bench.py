@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +12,7 @@ from smoe.cli.options import Debug, EngineOptions, Model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from smoe.bench.ablation import Line
     from smoe.bench.cells import Cell, Measurement
     from smoe.config import EngineConfig
 
@@ -21,6 +23,8 @@ smoe bench --quick
 smoe bench ./my-moe --memory 8GiB
 
 smoe bench ./my-moe --memory 8GiB --eviction lfu > lfu.json
+
+smoe bench ./my-moe --memory 8GiB --ablation smoe     (what each mechanism of the paper brings)
 
 The table goes to stderr; stdout gets one line of JSON. Quote it with its machine and budget.
 """
@@ -34,6 +38,9 @@ def command(
     engine: EngineOptions,
     model: Model = "demo",
     quick: Annotated[bool, typer.Option("--quick", help="Only 16 prompt and 64 new tokens, batch 1 and 3.")] = False,
+    ablation: Annotated[str | None, typer.Option(help="Mechanisms of a paper one by one instead: smoe.")] = None,
+    text: Annotated[Path | None, typer.Option(help="For --ablation: text to read. Default: stories.")] = None,
+    rounds: Annotated[int, typer.Option(help="For --ablation: turns of every step.")] = 2,
     seed: Annotated[int, typer.Option(help="For the prompts.")] = 0,
     debug: Debug = False,
 ) -> None:
@@ -46,6 +53,9 @@ def command(
     from smoe.cli.session import loaded, tokenizer_of
 
     show_tracebacks(debug)
+    if ablation is not None:
+        _ablate(model, engine, ablation, text, rounds)
+        return
     errors().print(_PHYSICS, soft_wrap=True)
     cells = QUICK_CELLS if quick else CELLS
     config = _config(model, engine, cells)
@@ -60,6 +70,82 @@ def command(
         print_json(_circumstances(ready, model, seed) | {"cells": [m.as_json() for m in measurements]})
     if len(measurements) < len(possible):
         raise typer.Exit(130)
+
+
+def _ablate(model: str, options: EngineOptions, name: str, text: Path | None, rounds: int) -> None:
+    from dataclasses import replace
+
+    from smoe.bench.ablation import ABLATIONS, PROMPT_TOKENS, TIMED_TOKENS, WARM_TOKENS, ablate
+    from smoe.cli.console import print_json, progress
+    from smoe.cli.session import tokenizer_of
+    from smoe.errors import ConfigError
+    from smoe.eval.texts import read_documents
+    from smoe.hardware import describe_machine, describe_versions
+    from smoe.loading import load
+
+    steps = ABLATIONS.get(name)
+    if steps is None:
+        raise ConfigError(f"--ablation is {name!r}; choose one of: {', '.join(ABLATIONS)}")
+    if rounds < 1:
+        raise ConfigError(f"--rounds is {rounds}; it must be at least 1")
+    needed = PROMPT_TOKENS + WARM_TOKENS + TIMED_TOKENS
+    tokenizer = tokenizer_of(model, options.revision)
+    ids = [token for document in read_documents(text) for token in tokenizer(document)["input_ids"]]
+    if len(ids) < needed:
+        raise ConfigError(f"the text has {len(ids)} tokens; {needed} are needed: give a longer one with --text")
+    config = options.config(1)
+    if config.context_tokens is None:
+        config = replace(config, context_tokens=needed)
+    with progress() as bars:
+        task = bars.add_task("loading", total=rounds * len(steps), amount="")
+        bars.update(task, completed=-1)
+        lines = ablate(
+            steps,
+            rounds,
+            config,
+            ids[:needed],
+            lambda wanted: load(model, wanted, options.revision),
+            lambda step: bars.update(task, advance=1, description=step.name),
+        )
+    _print_ablation(lines)
+    circumstances = {
+        "ablation": name,
+        "model": model,
+        "memory": options.memory,
+        "rounds": rounds,
+        "tokens": TIMED_TOKENS,
+    }
+    machine = {"machine": describe_machine(), "versions": describe_versions()}
+    print_json(circumstances | machine | {"steps": [line.as_json() for line in lines]})
+
+
+def _print_ablation(lines: list[Line]) -> None:
+    from rich.table import Table
+
+    from smoe.cli.console import errors
+    from smoe.units import format_bytes, format_seconds
+
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("", no_wrap=True)
+    for heading in ("a token", "change", "hits", "read", "replaced", "prefetch right", "waited"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for line in lines:
+        values = line.as_json()
+
+        def percent(name: str, values: dict[str, Any] = values) -> str:
+            return "-" if values[name] is None else f"{values[name]:.0%}"
+
+        table.add_row(
+            line.step.name,
+            format_seconds(line.seconds),
+            f"{line.seconds / lines[0].seconds - 1:+.0%}",
+            percent("hit_ratio"),
+            format_bytes(values["bytes_read_per_token"]),
+            percent("substituted_share"),
+            percent("prefetch_precision"),
+            format_seconds(values["wait_seconds_per_token"]),
+        )
+    errors().print(table)
 
 
 def _config(model: str, engine: EngineOptions, cells: list[Cell]) -> EngineConfig:
