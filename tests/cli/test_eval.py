@@ -41,11 +41,25 @@ def test_eval_goes_on_and_says_when_it_cannot(run, checkpoint, text, tmp_path):
         (("--alphas", "2"), "from 0 (exact) to 1"),
         (("--tokens", 1), "at least 2"),
         (("--text", "missing.txt"), "cannot read"),
+        (("--plot", "price.bmp"), "must end in .png"),
+        (("--plot", "/nowhere/price.png"), "there is no folder"),
+        (("--alpha", 0.3), "sets alpha itself"),
     ],
 )
 def test_bad_options_are_refused_before_the_model_is_loaded(run, checkpoint, arguments, words):
     ran = run("eval", checkpoint, *arguments)
     assert ran.code == 2 and words in " ".join(ran.err.split())
+
+
+def test_an_interrupt_says_what_is_kept(run, checkpoint, text, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("smoe.eval.price.measure", interrupt)
+    common = ("eval", checkpoint, "--memory", "2700KiB", "--context", 128, "--text", text, "--tokens", 40)
+    ran = run(*common, "--out", tmp_path / "out")
+    assert ran.code == 130 and "goes on from there" in " ".join(ran.err.split())
+    assert "--out would" in run(*common).err
 
 
 def test_generate_says_what_was_replaced(run, checkpoint):

@@ -99,7 +99,7 @@ def test_an_interrupted_sweep_goes_on(
     assert done == [0.9]
     assert [p.quality.kl for p in halves] == [p.quality.kl for p in whole]
     assert [p.quality.block_nats for p in halves] == [p.quality.block_nats for p in whole]
-    with pytest.raises(ConfigError, match="another model"):
+    with pytest.raises(ConfigError, match="another name: None, now 'another'"):
         run(model, [0.4], tmp_path / "halves", name="another")
 
 

@@ -49,10 +49,9 @@ def command(
     Ends with one line of JSON on stdout: machine, versions, model, budget, and every cell's figures.
     """
     from smoe.bench.cells import CELLS, QUICK_CELLS, fitting
-    from smoe.cli.console import errors, note, print_json, show_tracebacks
+    from smoe.cli.console import errors, note, print_json
     from smoe.cli.session import loaded, tokenizer_of
 
-    show_tracebacks(debug)
     if ablation is not None:
         _ablate(model, engine, ablation, text, rounds)
         return

@@ -28,12 +28,11 @@ def command(engine: EngineOptions, sampling: SamplingOptions, model: Model = "de
 
     The model's own chat template is used; a model without one continues the text instead.
     """
-    from smoe.cli.console import note, show_tracebacks
+    from smoe.cli.console import note
     from smoe.cli.generate import to_sampling
     from smoe.cli.session import loaded, tokenizer_of
     from smoe.runtime.chat import Chat
 
-    show_tracebacks(debug)
     with loaded(model, engine.config(), engine.revision) as ready:
         chat = Chat(ready, tokenizer_of(model, engine.revision), to_sampling(sampling))
         if not chat.has_template:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -53,12 +52,6 @@ def complain(error: SmoeError) -> None:
     for kind, hint in _HINTS.items():
         if isinstance(error, kind):
             console.print(f"[bold]hint:[/bold] {escape(hint)}", soft_wrap=True)
-
-
-def show_tracebacks(debug: bool) -> None:
-    """`--debug` is `SMOE_DEBUG=1`."""
-    if debug:
-        os.environ["SMOE_DEBUG"] = "1"
 
 
 @contextmanager

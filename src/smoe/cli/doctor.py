@@ -39,11 +39,10 @@ def command(
     Floors of the time per token (smoe plan, summaries, smoe bench) are computed from this profile.
     """
     from smoe.checkup import examine, models_folder
-    from smoe.cli.console import note, print_json, show_tracebacks
+    from smoe.cli.console import note, print_json
     from smoe.hardware import save_profile
     from smoe.units import parse_bytes
 
-    show_tracebacks(debug)
     where = models_folder(folder)
     profile = _measure(where, parse_bytes(expert_size), threads)
     findings = examine(profile, where)

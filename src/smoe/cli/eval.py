@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from smoe.cli.options import Debug, EngineOptions, Model
+from smoe.cli.options import Debug, EngineOptions, Model, substituting
 
 if TYPE_CHECKING:
     from smoe.eval.price import Change, Price
 
 _TABLE_WIDTH = 110
+_LEAST_SAMPLES = 10
+"""Blocks of tokens, or questions: fewer say nothing about the uncertainty."""
 
 EPILOG = """Examples:
 
@@ -49,21 +51,40 @@ def command(
     """
     import tempfile
 
-    from smoe.cli.console import errors, print_json, show_tracebacks
+    from smoe.cli.console import note, print_json
 
-    show_tracebacks(debug)
     thresholds = _thresholds(alphas)
-    with tempfile.TemporaryDirectory() as scratch:
-        prices, circumstances = _measure(
-            engine, model, thresholds, text, tokens, questions, most_questions, out or Path(scratch)
+    if plot is not None:
+        _check_plot(plot)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = out or Path(scratch)
+            prices, circumstances = _measure(engine, model, thresholds, text, tokens, questions, most_questions, folder)
+    except KeyboardInterrupt:
+        kept = (
+            f"what was measured is in {out}; the same command goes on from there"
+            if out
+            else "nothing was kept; --out would keep it"
         )
+        note(f"interrupted; {kept}")
+        raise typer.Exit(130) from None
     _print_table(prices)
+    print_json(circumstances | {"prices": [price.as_json() for price in prices]})
     if plot is not None:
         from smoe.eval.plot import draw
 
         draw(prices, f"{model}, {circumstances['resident_share']:.0%} of the experts resident", plot)
-        errors().print(f"[dim]{plot}[/dim]")
-    print_json(circumstances | {"prices": [price.as_json() for price in prices]})
+        note(str(plot))
+
+
+def _check_plot(path: Path) -> None:
+    """Refuse before hours of work what could not be drawn after them."""
+    from smoe.errors import ConfigError
+
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--plot is {str(path)!r}; it must end in .png, .svg or .pdf")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot is {str(path)!r}; there is no folder {path.absolute().parent}")
 
 
 def _thresholds(given: str) -> list[float]:
@@ -100,10 +121,7 @@ def _measure(
         raise ConfigError(f"--tokens is {tokens}; at least 2 are needed to predict one")
     texts = read_documents(text)
     asked = read_questions(questions)[:most_questions] if most_questions and (questions or model == "demo") else []
-    config = options.config(1)
-    if config.eviction == "lru" and options.eviction is None and options.preset == "exact":
-        config = replace(config, eviction="score")  # what the smoe preset evicts by
-    config = replace(config, alpha=max(thresholds))  # so that the router's rule is proven; each run sets its own
+    config = replace(substituting(options), alpha=max(thresholds))  # so that the router's rule is proven
     tokenizer = tokenizer_of(model, options.revision)
     with loaded(model, config, options.revision) as ready:
         offload: Any = ready.offload
@@ -178,11 +196,11 @@ def _print_table(prices: list[Price]) -> None:
         table.add_row(
             f"{quality.alpha:g}",
             f"{quality.perplexity:.2f}",
-            _interval(price.perplexity),
+            _interval(price.perplexity, len(quality.block_nats)),
             f"{quality.kl:.4f}",
             f"{quality.top1_agreement:.1%}",
             f"{quality.accuracy:.1%}" if quality.accuracy is not None else "-",
-            _interval(price.accuracy),
+            _interval(price.accuracy, len(quality.right)),
             f"{quality.substituted:.1%}",
             f"{quality.hit_ratio:.1%}",
             format_seconds(quality.median_seconds),
@@ -192,5 +210,7 @@ def _print_table(prices: list[Price]) -> None:
     console.print(table)
 
 
-def _interval(change: Change | None) -> str:
-    return f"{change.low:+.1%} .. {change.high:+.1%}" if change is not None else "-"
+def _interval(change: Change | None, samples: int) -> str:
+    if change is None:
+        return "-"
+    return f"{change.low:+.1%} .. {change.high:+.1%}" if samples >= _LEAST_SAMPLES else "too few"

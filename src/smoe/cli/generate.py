@@ -55,9 +55,8 @@ def command(
     The text streams to stdout as it comes. A summary on stderr tells how fast it was, what had to be read, and how
     close that is to what this machine can do.
     """
-    from smoe.cli.console import print_json, show_tracebacks
+    from smoe.cli.console import print_json
 
-    show_tracebacks(debug)
     texts = read_prompts(prompts, model)
     report = _run(model, texts, engine, to_sampling(sampling), _seconds(tpot, engine), streams=not json)
     if json:

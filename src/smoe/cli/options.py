@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, get_type_hints
@@ -14,6 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from smoe.config import DEFAULT_ALPHA, DTYPES, KERNELS, PRESETS, EngineConfig, configure
+from smoe.errors import ConfigError
 from smoe.policy.registry import ONLINE_EVICTION, PREFETCH
 from smoe.units import parse_bytes
 
@@ -78,7 +80,8 @@ class EngineOptions:
     alpha: Annotated[
         float | None,
         typer.Option(
-            help="LOSSY above 0: replace missing experts of low score by resident ones (SMoE); 0.3 is usual.",
+            help="LOSSY above 0: replace missing experts of low score by resident ones (0.3 is usual). Without a "
+            "preset it means --preset smoe with this alpha.",
             rich_help_panel=_ENGINE,
         ),
     ] = None
@@ -88,9 +91,12 @@ class EngineOptions:
     ] = False
 
     def config(self, sequences: int = 1) -> EngineConfig:
-        """The engine's configuration for `sequences` prompts at once."""
+        """The engine's configuration for `sequences` prompts at once.
+
+        An alpha without a preset means the smoe preset with that alpha: what `smoe eval` prices.
+        """
         return configure(
-            self.preset,
+            "smoe" if self.alpha and self.preset == "exact" else self.preset,
             memory_bytes=parse_bytes(self.memory) if self.memory is not None else None,
             host_memory_bytes=parse_bytes(self.host_memory) if self.host_memory is not None else None,
             context_tokens=self.context,
@@ -107,7 +113,12 @@ class EngineOptions:
 
 
 def substituting(options: EngineOptions, sequences: int = 1) -> EngineConfig:
-    """The configuration asked for, ready for any threshold: the smoe preset where none is named."""
+    """The configuration asked for, ready for any threshold: the smoe preset where none is named.
+
+    Raises `ConfigError` where a threshold was given, as the command chooses its own.
+    """
+    if options.alpha is not None:
+        raise ConfigError("this command sets alpha itself; leave --alpha out")
     if options.preset == "exact":
         options = replace(options, preset="smoe")
     config = options.config(sequences)
@@ -157,8 +168,12 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def spread(**given: Any) -> None:
+        if given.get("debug"):
+            os.environ["SMOE_DEBUG"] = "1"
         for name, group in groups.items():
             given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+            if isinstance(given[name], EngineOptions):
+                given[name].config()  # bad values are refused before anything heavy is imported
         command(**given)
 
     spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -39,9 +39,8 @@ def command(
     Worth it where a checkpoint scatters its experts (Mixtral's w1, w2, w3) or is read in another dtype than it
     is stored in. Needs as much free disk as the experts take; interrupted, it leaves nothing behind.
     """
-    from smoe.cli.console import note, show_tracebacks
+    from smoe.cli.console import note
 
-    show_tracebacks(debug)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # so that what is half written is taken away
     path, was_there = _pack(model, dtype, revision, force)
     if was_there:

@@ -28,10 +28,9 @@ def command(engine: EngineOptions, model: Model = "demo", json: Json = False, de
     Bytes by role, expert slots, the share of experts that stay in memory, and the floor of the time per token on this
     machine if every expert is equally likely.
     """
-    from smoe.cli.console import print_json, show_tracebacks
+    from smoe.cli.console import print_json
     from smoe.forecast import forecast
 
-    show_tracebacks(debug)
     result = forecast(model, engine.config(), engine.revision)
     if json:
         print_json(result.as_json())

@@ -38,10 +38,13 @@ def loaded(model: str, config: EngineConfig, revision: str | None) -> Iterator[P
 
 def describe(ledger: Ledger, reason: str) -> str:
     """The budget in one line."""
-    experts, slots = ledger.demand.total_experts, ledger.cache_slots
+    experts, slots, entries = ledger.demand.total_experts, ledger.cache_slots, ledger.entries()
+    hint = ""
+    if slots < experts and entries["KV cache"] > entries["expert slots"]:
+        hint = f"; the KV cache takes {format_bytes(entries['KV cache'])}: a smaller --context leaves more to experts"
     return (
         f"budget {format_bytes(ledger.budget_bytes)} ({reason}), {slots} of {experts} experts resident "
-        f"({ledger.resident_share:.0%})"
+        f"({ledger.resident_share:.0%}){hint}"
     )
 
 

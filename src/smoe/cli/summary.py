@@ -54,6 +54,8 @@ def _lossy(report: RunReport) -> str:
     if not report.alpha:
         return ""
     replaced = report.routes.get("substituted", 0.0)
+    if replaced == 0:
+        return f"alpha {report.alpha:g}: nothing was replaced; too few experts are resident, or nothing was missing"
     return (
         f"alpha {report.alpha:g}: {replaced:.1%} of the experts chosen were replaced (smoe eval says what that costs)"
     )

@@ -36,11 +36,10 @@ def command(
 
     The result is remembered for this model, budget and machine; `smoe generate --tpot` uses it.
     """
-    from smoe.cli.console import note, print_json, show_tracebacks
+    from smoe.cli.console import note, print_json
     from smoe.eval.tune import store
     from smoe.units import format_seconds, parse_seconds
 
-    show_tracebacks(debug)
     budget = parse_seconds(tpot) if tpot is not None else None
     tuning = _measure(engine, model, text)
     note(f"remembered in {store(tuning)}")

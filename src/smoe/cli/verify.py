@@ -36,9 +36,8 @@ def command(
     Each layer's experts are computed twice from the same input: by smoe inside its budget, and by the library's own
     loop on experts read by safetensors. The results must be equal bit by bit.
     """
-    from smoe.cli.console import print_json, show_tracebacks
+    from smoe.cli.console import print_json
 
-    show_tracebacks(debug)
     found = _verify(model, engine, tokens, seed, is_quiet=json)
     bad = [comparison for comparison in found if not comparison.is_good]
     if json:

@@ -113,9 +113,13 @@ class _Results:
         self._content: dict[str, Any] = {"circumstances": circumstances, "qualities": []}
         if path.exists():
             earlier = json.loads(path.read_text())
-            if earlier["circumstances"] != circumstances:
+            before = earlier["circumstances"]
+            differing = [name for name in {**before, **circumstances} if before.get(name) != circumstances.get(name)]
+            if differing:
+                name = differing[0]
                 raise ConfigError(
-                    f"{path} holds results of another model, text or setting; choose another --out or remove it"
+                    f"{path} holds results of another {name.replace('_', ' ')}: {before.get(name)!r}, now "
+                    f"{circumstances.get(name)!r}; choose another --out or remove it"
                 )
             self._content = earlier
 

@@ -23,7 +23,7 @@ from smoe.eval.stepwise import Tick
 from smoe.hardware import profile_path
 from smoe.policy.tuning import smallest_alpha
 from smoe.runtime.engine import Engine
-from smoe.units import format_seconds
+from smoe.units import format_bytes, format_seconds
 
 _ROUNDS = 2
 _WARM_TOKENS = 48
@@ -43,10 +43,10 @@ class Tuning:
         """The smallest alpha that meets the budget; raises `ConfigError` where none that was measured does."""
         alpha = smallest_alpha(self.points, seconds)
         if alpha is None:
-            best = min(seconds for _, seconds in self.points)
+            fastest, best = min(self.points, key=lambda point: point[1])
             raise ConfigError(
-                f"{format_seconds(seconds)} a token is out of reach: the most substitution that was measured takes "
-                f"{format_seconds(best)}; give more --memory, or a longer time"
+                f"{format_seconds(seconds)} a token is out of reach: the fastest that was measured is "
+                f"{format_seconds(best)}, at alpha {fastest:g}; give more --memory, or a longer time"
             )
         return alpha
 
@@ -97,10 +97,10 @@ def recall(circumstances: dict[str, Any]) -> Tuning:
     except (OSError, ValueError):
         stored = {}
     if stored.get("format") != _FORMAT or stored.get("circumstances") != circumstances:
-        model, memory = circumstances["model"], circumstances["memory_budget_bytes"]
+        model, memory = circumstances["model"], format_bytes(circumstances["memory_budget_bytes"])
         raise ConfigError(
-            f"nothing is known yet of {model} in a budget of {memory} bytes with these settings; measure it once with "
-            "smoe tune and the same options, --memory among them"
+            f"the time per token of {model} in {memory} with a context of {circumstances['context_tokens']} tokens has "
+            "not been measured; run smoe tune once with the same --memory, --context and other options"
         )
     return Tuning(circumstances, [(alpha, seconds) for alpha, seconds in stored["points"]])
 
@@ -111,7 +111,9 @@ def circumstances_of(model: str, engine: Engine) -> dict[str, Any]:
     return {
         "model": model,
         "memory_budget_bytes": engine.ledger.budget_bytes,
+        "context_tokens": engine.context_tokens,
         "slots": engine.ledger.cache_slots,
+        "own_kernel": engine.executor.crew is not None,
         "threads": torch.get_num_threads(),
         "eviction": config.eviction,
         "prefetch": config.prefetch,
