@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from smoe.errors import UnsupportedModelError
-from smoe.models.scoring import ScoringRule, find_rule
+from smoe.models.scoring import ScoringRule, find_rule, in_order
 from tests import oracle, zoo
 
 UNKNOWN = {"phimoe"}
@@ -35,7 +35,8 @@ def test_the_rule_gives_the_routers_own_choice_and_weights(
         modules[name].register_forward_hook(note)
     model(input_ids=oracle.PROMPT)
     assert {layer for layer, _ in heard} == engine.rules.keys()
-    for layer, (logits, weights, index) in heard:
+    for layer, output in heard:
+        logits, weights, index = in_order(output)
         rule = engine.rules[layer]
         scores = rule.scores(logits)
         chosen = rule.choice(scores).topk(index.shape[1], dim=-1).indices

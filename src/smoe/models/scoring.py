@@ -1,6 +1,6 @@
 """From a router's logits to scores and weights: each family's rule, found by trying and proven on its own router.
 
-All routers of the library return (logits, weights, index), which says what was chosen but not by which rule, and a
+All routers of the library return logits, weights and index, which says what was chosen but not by which rule, and a
 substitute needs the weight that the rule would have given it. The rules in use differ in four points:
 
     score    softmax over all experts, or sigmoid of each
@@ -101,14 +101,19 @@ def find_rule(router: nn.Module, block: nn.Module, hidden: int, experts: int, to
     )
 
 
+def in_order(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A router's output as (logits, weights, index); in transformers 5.17 granitemoe has it the other way round."""
+    first, weights, last = output
+    return (first, weights, last) if first.is_floating_point() else (last, weights, first)
+
+
 def _ask(
     router: nn.Module, x: torch.Tensor, biases: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     try:
-        logits, weights, index = router(x)
+        return in_order(router(x))
     except TypeError:  # minimax_m2, lfm2_moe: the block keeps the bias and hands it over
-        logits, weights, index = router(x, biases[0] if biases else None)
-    return logits, weights, index
+        return in_order(router(x, biases[0] if biases else None))
 
 
 def _biases(router: nn.Module, block: nn.Module, experts: int) -> Iterator[torch.Tensor]:

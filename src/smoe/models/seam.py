@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from smoe.errors import EngineStateError
 from smoe.models.experts import ExpertsSite
-from smoe.models.scoring import ScoringRule
+from smoe.models.scoring import ScoringRule, in_order
 from smoe.runtime.engine import Engine
 from smoe.runtime.kv_cache import RowCache
 
@@ -76,7 +76,7 @@ class NextGate:
         output = router(hidden)
         index = _chosen(output)
         if self.alpha > 0 and index.shape[1] < experts:
-            return after, self._top_score(self._rules[after], output[0], index)
+            return after, self._top_score(self._rules[after], in_order(output)[0], index)
         if index.shape[0] == 1:
             return after, index[0].tolist()
         return after, torch.unique(index).tolist()
@@ -100,7 +100,7 @@ def _chosen(output: tuple[Any, ...]) -> torch.Tensor:
 
 def _note_logits(engine: Engine, layer: int) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        engine.note_logits(layer, output[0])
+        engine.note_logits(layer, in_order(output)[0])
 
     return hook
 
