@@ -29,9 +29,10 @@ from smoe.models.scoring import ScoringRule
 from smoe.policy.budget import Ledger
 from smoe.policy.registry import make_eviction
 from smoe.routing import Phase, Routing
-from smoe.runtime.execute import LayerExecutor, Scored
+from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.kv_cache import RowCache
 from smoe.runtime.split import MIN_EXPERT_BYTES
+from smoe.runtime.substitution import Scored
 
 
 class Engine:

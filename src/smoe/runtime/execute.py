@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -30,10 +30,11 @@ from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan, Load, Serve
 from smoe.policy.planner import LAST_TOKENS, layer_share, observation, plan_layer, plan_prefetch
 from smoe.policy.residency import ExpertsAtHand, SlotTable
-from smoe.policy.selection import Selection, applied, substitute
+from smoe.policy.selection import substitute
 from smoe.policy.trial import Trial
 from smoe.routing import Phase, Routing
 from smoe.runtime.expert_math import ExpertMath, Weights, library_products
+from smoe.runtime.substitution import Scored, Substitution, substitution_of, with_substitutes
 from smoe.runtime.team import Team
 
 
@@ -45,49 +46,6 @@ class Predictor(Protocol):
 
     def __call__(self, layer: int, hidden: torch.Tensor) -> tuple[int, Sequence[int]] | None:
         """(layer, router input [T, H]) -> (next layer, its experts, best first), or None."""
-
-
-class Substitution(NamedTuple):
-    """The lossy switches of `EngineConfig`, together."""
-
-    alpha: float
-    drop: bool
-    inherits_weight: bool
-    share: bool
-
-
-def substitution_of(config: EngineConfig) -> Substitution | None:
-    """What a configuration asks for; None where nothing may be replaced."""
-    if config.alpha == 0:
-        return None
-    return Substitution(
-        alpha=config.alpha,
-        drop=config.substitutes == "drop",
-        inherits_weight=config.substitute_weights == "inherited",
-        share=config.share_substitutes,
-    )
-
-
-class Scored(NamedTuple):
-    """What a layer's router said about all experts."""
-
-    rule: Rule
-    scores: torch.Tensor
-    """[T, E]"""
-
-    def choice_of(self, last: int | None) -> list[list[float]]:
-        """Choice scores of the last tokens, or of all."""
-        scores = self.scores if last is None else self.scores[-last:]
-        rows: list[list[float]] = self.rule.choice(scores).tolist()
-        return rows
-
-
-class Rule(Protocol):
-    """How scores become a choice and weights (`models/scoring.py`)."""
-
-    def choice(self, scores: torch.Tensor) -> torch.Tensor: ...
-
-    def weights(self, scores: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class LayerExecutor:
@@ -229,7 +187,7 @@ class LayerExecutor:
         counters.substituted += len(selection.replacements)
         if not selection.replacements:
             return routing, top_k_index, top_k_weights
-        return _with_substitutes(selection, routing, top_k_index, top_k_weights, scored, asked)
+        return with_substitutes(selection, routing, top_k_index, top_k_weights, scored, asked)
 
     def _plan(self, routing: Routing) -> LayerPlan:
         if self.table.staged:
@@ -455,21 +413,3 @@ class LayerExecutor:
     def _rows(self, serve: Serve, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs of one expert [n, H] and its flat routes [n]."""
         return hidden[self._tokens(serve, width)], torch.tensor(serve.routes, device=self._arena.device)
-
-
-def _with_substitutes(
-    selection: Selection,
-    routing: Routing,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    scored: Scored,
-    asked: Substitution,
-) -> tuple[Routing, torch.Tensor, torch.Tensor]:
-    """Routes with the substitutes in them; tokens without one keep their weights to the last bit."""
-    routing = applied(selection, routing)
-    index = torch.tensor(routing.top_k_index, device=top_k_index.device, dtype=top_k_index.dtype)
-    if not asked.inherits_weight:
-        touched = sorted({replacement.token for replacement in selection.replacements})
-        top_k_weights = top_k_weights.clone()
-        top_k_weights[touched] = scored.rule.weights(scored.scores[touched], index[touched], top_k_weights.dtype)
-    return routing, index, top_k_weights
