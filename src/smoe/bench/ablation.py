@@ -6,10 +6,9 @@ so that all steps see the same text. Steps take turns in rounds, so that a slow 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 
 from smoe.config import DEFAULT_ALPHA, EngineConfig
 from smoe.metrics import Counters
+from smoe.runtime.forced import forced
 
 PROMPT_TOKENS, WARM_TOKENS, TIMED_TOKENS = 64, 48, 64
 
@@ -123,15 +123,8 @@ def _turn(step: Step, model: PreTrainedModel, ids: Sequence[int]) -> Turn:
     prompt = torch.tensor([list(ids[:PROMPT_TOKENS])])
     model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
     warm = PROMPT_TOKENS + WARM_TOKENS
-    list(_decode(model, cache, ids[PROMPT_TOKENS:warm]))
+    for _ in forced(model, ids[PROMPT_TOKENS:warm], cache):
+        pass
     before = engine.stats()
-    seconds = list(_decode(model, cache, ids[warm : warm + TIMED_TOKENS]))
+    seconds = [took for _, took in forced(model, ids[warm : warm + TIMED_TOKENS], cache)]
     return Turn(step, seconds, engine.stats() - before)
-
-
-def _decode(model: PreTrainedModel, cache: Any, ids: Sequence[int]) -> Iterator[float]:
-    """Seconds of every token."""
-    for token in ids:
-        started = perf_counter()
-        model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-        yield perf_counter() - started

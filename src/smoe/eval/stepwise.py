@@ -6,11 +6,10 @@ like nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 
 from smoe.eval.texts import Question, is_right
 from smoe.runtime.engine import Engine
+from smoe.runtime.forced import forced
 
 BLOCK_TOKENS = 64
 """Neighbouring tokens are alike, so confidence is computed from blocks of so many."""
@@ -96,7 +96,8 @@ def measure(
     kl = agreed = 0.0
     for ids in documents:
         nats = []
-        for position, (log_p, took) in enumerate(_steps(model, ids[:-1])):
+        for position, (logits, took) in enumerate(forced(model, ids[:-1], engine.new_cache())):
+            log_p = logits.float().log_softmax(-1)
             nats.append(-float(log_p[ids[position + 1]]))
             seconds.append(took)
             if alpha == 0:
@@ -133,7 +134,7 @@ def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, tick: Tick) -> s
     said: list[int] = []
     for number in range(len(ids) + _MOST_ANSWER_TOKENS):
         token = ids[number] if number < len(ids) else said[-1]
-        logits = model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1]
+        ((logits, _),) = forced(model, [token], cache)
         tick(1)
         if number >= len(ids) - 1:
             said.append(int(logits.argmax()))
@@ -141,13 +142,3 @@ def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, tick: Tick) -> s
             if said[-1] == tokenizer.eos_token_id or "\n" in text.lstrip("\n"):
                 break
     return str(tokenizer.decode(said, skip_special_tokens=True))
-
-
-def _steps(model: PreTrainedModel, ids: Sequence[int]) -> Iterator[tuple[torch.Tensor, float]]:
-    """(log probabilities of the next token [V], seconds) for every token of a document."""
-    cache = model.offload.new_cache()  # type: ignore[operator]
-    for token in ids:
-        started = perf_counter()
-        logits = model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1]
-        took = perf_counter() - started
-        yield logits.float().log_softmax(-1), took

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from smoe.eval.stepwise import Tick
 from smoe.hardware import profile_path
 from smoe.policy.tuning import smallest_alpha
 from smoe.runtime.engine import Engine
+from smoe.runtime.forced import forced
 from smoe.units import format_bytes, format_seconds
 
 _ROUNDS = 2
@@ -64,12 +64,9 @@ def measure_times(
         begin = number * need if len(ids) >= (number + 1) * need else 0
         for alpha in alphas:
             engine.use_alpha(alpha)
-            cache = engine.new_cache()
-            for position, token in enumerate(ids[begin : begin + need]):
-                started = perf_counter()
-                model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            for position, (_, took) in enumerate(forced(model, ids[begin : begin + need], engine.new_cache())):
                 if position >= _WARM_TOKENS:
-                    seconds[alpha].append(perf_counter() - started)
+                    seconds[alpha].append(took)
                 tick(1)
     return Tuning(circumstances, [(alpha, median(times)) for alpha, times in seconds.items()])
 
