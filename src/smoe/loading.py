@@ -261,7 +261,7 @@ def _choose_arithmetic(model: PreTrainedModel, plan: Blueprint, config: EngineCo
     if crew is not None and not executor.agrees(crew):
         crew.close()
         crew = None
-    choose_way(executor, plan.sites[0].layer, plan.dtype, crew, config.kernels == "own")
+    choose_way(executor, plan.sites[0].layer, plan.dtype, crew, crew is not None and config.kernels == "own")
     if executor.crew is not None:
         speed_up(model, executor.crew)
 

@@ -51,6 +51,13 @@ def test_bad_options_are_refused_before_the_model_is_loaded(run, checkpoint, arg
     assert ran.code == 2 and words in " ".join(ran.err.split())
 
 
+def test_a_text_without_anything_to_predict_is_refused(run, checkpoint, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("o")
+    ran = run("eval", checkpoint, "--memory", "2700KiB", "--context", 128, "--text", path, "--most-questions", 0)
+    assert ran.code == 2 and "longer one" in ran.err
+
+
 def test_an_interrupt_says_what_is_kept(run, checkpoint, text, tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt

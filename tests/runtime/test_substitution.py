@@ -149,6 +149,17 @@ def test_a_batch_pads_and_substitutes_at_once(toy: Callable[..., Path], open_mod
     model.offload.executor.table.check()
 
 
+def test_another_threshold_starts_a_new_trial(toy: Callable[..., Path], open_model: Open) -> None:
+    """Would catch: a sweep in which one threshold's verdict on prefetch is the next one's."""
+    model = open_model(toy("qwen3_moe"), "fifth", eviction="score", prefetch="auto")
+    trial = model.offload.executor.trial
+    assert trial is not None
+    trial.is_on = False
+    model.offload.use_alpha(0.5)
+    assert model.offload.executor.trial is not None
+    assert model.offload.executor.trial.is_on
+
+
 @pytest.mark.parametrize("alpha", [-0.1, 1.5, "much", True])
 def test_a_bad_alpha_is_refused(alpha: Any) -> None:
     with pytest.raises(ConfigError, match="alpha"):

@@ -126,6 +126,8 @@ def _measure(
     with loaded(model, config, options.revision) as ready:
         offload: Any = ready.offload
         documents = _cut(tokenizer, texts, tokens, offload.context_tokens)
+        if not documents:
+            raise ConfigError("the text has no two tokens in a row; give a longer one with --text")
         circumstances = {
             "model": model,
             "memory_budget_bytes": offload.ledger.budget_bytes,

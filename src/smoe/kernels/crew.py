@@ -75,7 +75,7 @@ class Crew:
         """Compute all products; every matrix must be one that `row_product.fits`, every x and out lie in one piece."""
         for begin in range(0, len(products), _MOST_PRODUCTS):
             self._publish(products[begin : begin + _MOST_PRODUCTS])
-            self._work(self._address, 1)
+            self._work(self._address)
 
     def close(self) -> None:
         """End the helpers."""
@@ -124,7 +124,7 @@ class Crew:
 def _functions() -> tuple[Callable[..., None], Callable[..., None]]:
     """Machine code, made once a process."""
     pointer, number = ctypes.c_void_p, ctypes.c_longlong
-    work, serve = compile_functions(source() + _source(), {"work": (pointer, number), "serve": (pointer, number)})
+    work, serve = compile_functions(source() + _source(), {"work": (pointer,), "serve": (pointer, number)})
     return work, serve
 
 
@@ -154,7 +154,7 @@ def agrees(crew: Crew, matrix: torch.Tensor) -> bool:
 
 
 def _source() -> str:
-    """`work(block, is_caller)` computes units while there are any, and as the caller opens and closes the work.
+    """`work(block)` opens the work, computes units while there are any, waits for the last one and closes the work.
 
     `serve(block, cycles)` helps until there has been nothing to do for so many cycles.
     """
@@ -208,7 +208,7 @@ done:
   ret void
 }}
 
-define void @work(ptr %block, i64 %ignored) {{
+define void @work(ptr %block) {{
 entry:
 {field("next", _NEXT)}
 {field("units.at", _UNITS)}

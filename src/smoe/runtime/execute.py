@@ -107,6 +107,7 @@ class LayerExecutor:
         self.table.clear()
         self._eviction = eviction
         self.counters = Counters()
+        self.trial = Trial() if self.trial is not None else None
         self._transfers.start_anew()
 
     def agrees(self, crew: Crew) -> bool:

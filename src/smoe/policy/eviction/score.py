@@ -18,7 +18,7 @@ from smoe.policy.eviction.base import Eviction
 from smoe.routing import Phase, Routing
 
 WINDOW = 64
-"""n: the papers give none; the best of those tried on the demonstration model (docs/papers/smoe.md)."""
+"""n: the papers give none. Longer is a little better on one text, shorter forgets sooner (docs/papers/smoe.md)."""
 
 
 class ScoreWindow(Eviction):
