@@ -142,7 +142,7 @@ def _layer(folder: str, memory: str, repeats: int, reads: bool) -> tuple[float, 
     model = from_pretrained(folder, memory=memory, context_tokens=64, prefill_tokens=64)
     executor = model.offload.executor
     if not reads:
-        executor._transfers._mover.move = lambda ticket, between: 0  # the bytes are there at once
+        executor.arrivals.transfers._mover.move = lambda ticket, between: 0  # the bytes are there at once
     chance = random.Random(0)
     x = torch.randn(1, HIDDEN).bfloat16()
     weights = torch.rand(1, TOP_K).bfloat16()

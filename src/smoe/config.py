@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from smoe.errors import ConfigError
-from smoe.policy.registry import ONLINE_EVICTION, PREFETCH, SCORED_EVICTION
+from smoe.policy.balance import BALANCE, BALANCE_ORDER
+from smoe.policy.registry import ONLINE_EVICTION, PREFETCH, PREFETCH_WHAT, SCORED_EVICTION
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DIRECT_IO = ("auto", "on", "off")
@@ -43,12 +44,26 @@ class EngineConfig:
     dtype: str = "auto"
     """Element type of weights and activations; auto: the checkpoint's own."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, ...; auto: the first GPU if there is one."""
+    """`cpu`, `cuda`, `cuda:1`, ...; auto: the first GPU if there is one. `emulated`: a test bench on the CPU that acts
+    the device of `profile`."""
+    profile: str = "rtx-a6000"
+    """For the device `emulated`: a profile that comes with the program, or a JSON file."""
+    dilation: float | None = None
+    """For the device `emulated`: how much slower than reported it really runs; None: as this machine needs."""
     eviction: str = "lru"
     """Which resident expert is forgotten first."""
     prefetch: str = "auto"
-    """What brings experts in before their layer runs in decode; auto: next-gate on a CPU, for experts of 1 MiB and
-    more, as long as it is found to pay."""
+    """What brings experts in before their layer runs in decode; auto: for experts of 1 MiB and more, as long as it is
+    found to pay, next-gate on a CPU, and look-ahead on a device beside it, where the next layer's attention costs
+    little."""
+    prefetch_what: str = "top-score"
+    """Which predicted experts are worth a load: those predicted to be top-score by `alpha` (all, where it is 0), or all
+    that are predicted to be chosen."""
+    balance: str = "none"
+    """Which missing experts the CPU computes, on a machine with a device beside it (SMoE's CPU-load balancer); such
+    a layer's result has grade E2."""
+    balance_order: str = "score"
+    """Which of them are loaded first."""
     direct_io: str = "auto"
     """Bypass the page cache; auto: unless free RAM beside the budget holds the whole model."""
 
@@ -91,12 +106,22 @@ class EngineConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("eviction", self.eviction, tuple(ONLINE_EVICTION))
         _one_of("prefetch", self.prefetch, PREFETCH)
+        _one_of("prefetch_what", self.prefetch_what, PREFETCH_WHAT)
+        _one_of("balance", self.balance, BALANCE)
+        _one_of("balance_order", self.balance_order, BALANCE_ORDER)
         _one_of("direct_io", self.direct_io, DIRECT_IO)
         _one_of("kernels", self.kernels, KERNELS)
         _one_of("substitutes", self.substitutes, SUBSTITUTES)
         _one_of("substitute_weights", self.substitute_weights, SUBSTITUTE_WEIGHTS)
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)) or not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha is {self.alpha!r}; it must be a number from 0 (exact) to 1")
+        if self.dilation is not None and not self.dilation >= 1:
+            raise ConfigError(f"dilation is {self.dilation!r}; it must be a number of at least 1")
+        if self.device == "cpu" and self.balance not in ("auto", "none"):
+            raise ConfigError(
+                f"--balance {self.balance} needs a device beside the CPU; leave it out, or use --device cuda or "
+                "--device emulated"
+            )
         if self.reproducible and self.alpha > 0 and self.eviction not in SCORED_EVICTION:
             raise ConfigError(
                 f"with --reproducible and an alpha above 0, {self.eviction!r} would keep experts by the order in which "
@@ -108,12 +133,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     "exact": {},
     "lru": {"eviction": "lru", "prefetch": "none"},
     "lfu": {"eviction": "lfu", "prefetch": "none"},
+    "static": {"eviction": "lru", "prefetch": "none", "balance": "host"},
     "mixtral-offloading": {"eviction": "lru", "prefetch": "next-gate"},
+    "hybrimoe": {"eviction": "score", "prefetch": "next-gate", "balance": "optimal"},
     "score": {"eviction": "score", "prefetch": "none"},
-    "smoe": {"eviction": "score", "alpha": DEFAULT_ALPHA, "prefetch": "auto"},
-    "smoe-exact": {"eviction": "score", "prefetch": "auto"},
+    "smoe": {"eviction": "score", "alpha": DEFAULT_ALPHA, "prefetch": "auto", "balance": "auto"},
+    "smoe-exact": {"eviction": "score", "prefetch": "auto", "balance": "auto"},
 }
-"""Named sets of switches: papers and baselines. Those with an `alpha` are lossy."""
+"""Named sets of switches: papers and baselines. Those with an `alpha` are lossy.
+
+`static` (llama.cpp's and Fiddler's split): what prefill has left on the device stays there, the CPU computes the rest.
+`hybrimoe`: its score-aware cache, its schedule of CPU and device and a prefetch between layers (arXiv 2504.05897), as
+far as our own parts make them up."""
 
 
 def configure(preset: str = "exact", **switches: Any) -> EngineConfig:

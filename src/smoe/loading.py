@@ -5,10 +5,11 @@ work is refused before anything large is read.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -19,34 +20,42 @@ from smoe.errors import BudgetError, CheckpointError, ConfigError, UnsupportedMo
 from smoe.kernels.crew import Crew, is_supported
 from smoe.memory.device import Arena
 from smoe.memory.disk import DiskReader
+from smoe.memory.emulation import Emulation, read_profile
 from smoe.memory.free import free_device_bytes, less_margin
 from smoe.memory.host import HostTier
-from smoe.memory.movers import Filler, PinnedMover, SlotMover
+from smoe.memory.link import CudaLink, EmulatedLink, Link
+from smoe.memory.movers import Filler, HostMover, SlotMover
 from smoe.memory.safetensors_index import index_checkpoint
 from smoe.memory.store import ExpertStore, LayerExperts, page_ceil
 from smoe.memory.transfer import Mover, Transfers
-from smoe.metrics import Counters
 from smoe.models.expert_index import index_experts
 from smoe.models.experts import ExpertsSite, without_expert_weights
 from smoe.models.files import fetch
 from smoe.models.packed import packed_store
+from smoe.models.prediction import LookAhead, NextGate
 from smoe.models.scoring import ScoringRule, find_rule
-from smoe.models.seam import NextGate, attach
+from smoe.models.seam import attach
 from smoe.models.selftest import check_experts
 from smoe.planning import SAFETENSORS_NAMES, Blueprint, blueprint
+from smoe.policy.balance import Costs
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import SlotTable
 from smoe.policy.trial import Trial
 from smoe.routing import Phase
+from smoe.runtime.arrivals import Arrivals
+from smoe.runtime.calibration import calibrate
 from smoe.runtime.dense import speed_up
 from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor, Predictor
 from smoe.runtime.expert_math import ExpertMath
+from smoe.runtime.host_experts import Balancer, HostExperts
 from smoe.runtime.split import choose_way
 from smoe.units import parse_bytes
 
+EMULATED = "emulated"
+"""The device that is acted on the CPU (`memory/emulation.py`)."""
 _CUDA_ALIGNMENT = 256
 """What torch's own allocator gives on a GPU; its matrix kernels are slow, or choose others, at odd addresses."""
 _PREFETCH_PAYS_BYTES = 1 << 20
@@ -72,13 +81,9 @@ def from_pretrained(
     Raises `ConfigError` for bad settings, `BudgetError` (with the ledger) for a budget that cannot work, `ModelError`
     and its kinds for models that cannot be served exactly.
     """
-    config = configure(
-        preset,
-        memory_bytes=parse_bytes(memory) if memory is not None else None,
-        host_memory_bytes=parse_bytes(host_memory) if host_memory is not None else None,
-        **switches,
-    )
-    return load(model, config, revision)
+    sizes = {"memory_bytes": memory, "host_memory_bytes": host_memory}
+    switches |= {name: parse_bytes(size) for name, size in sizes.items() if size is not None}
+    return load(model, configure(preset, **switches), revision)
 
 
 def load(
@@ -89,6 +94,7 @@ def load(
 ) -> PreTrainedModel:
     """`from_pretrained` for a finished configuration; `on_ledger` hears the budget before anything large is read."""
     device = choose_device(config)
+    profile = read_profile(config.profile) if config.device == EMULATED else None
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     plan = blueprint(model, config, revision)
@@ -104,7 +110,11 @@ def load(
     arena.touch()  # slower than the disk, and free beside the loading of the other weights
     loaded = _load_dense(folder, plan, device)
     arena.wait_touched(_TOUCH_SECONDS)
-    return _assemble(loaded, plan, config, ledger, reason, store, arena, checkpoint)
+    emulation = None
+    if profile is not None:
+        layer_bytes = ledger.demand.weights_bytes / len(plan.sites)
+        emulation = Emulation(profile, config.dilation, layer_bytes, store.expert_bytes)
+    return _assemble(loaded, plan, config, ledger, reason, store, arena, checkpoint, emulation)
 
 
 def checkpoint_experts(folder: Path, plan: Blueprint) -> dict[int, LayerExperts]:
@@ -137,7 +147,8 @@ def make_ledger(
 def demand_of(plan: Blueprint, config: EngineConfig, device: torch.device, store: ExpertStore) -> Demand:
     """What a model whose files are here asks of the budget."""
     # A thread needs two buffers where a demand load passes inside a prefetch; on a GPU they are host memory.
-    buffers = 2 * config.io_threads * store.staging_buffer_bytes if device.type == "cpu" else 0
+    has_host_tier = device.type != "cpu" or config.device == EMULATED
+    buffers = 0 if has_host_tier else 2 * config.io_threads * store.staging_buffer_bytes
     return plan.demand(config, store.slot_bytes, buffers)
 
 
@@ -145,12 +156,14 @@ def choose_device(config: EngineConfig) -> torch.device:
     """The device asked for, else the first GPU, else the CPU."""
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device == EMULATED:
+        return torch.device("cpu")
     try:
         device = torch.device(config.device)
     except RuntimeError as error:
-        raise ConfigError(f"unknown device {config.device!r}; use cpu, cuda or cuda:1") from error
+        raise ConfigError(f"unknown device {config.device!r}; use cpu, cuda, cuda:1 or emulated") from error
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {config.device!r} is not supported; use cpu or cuda")
+        raise ConfigError(f"device {config.device!r} is not supported; use cpu, cuda or emulated")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("no CUDA device is usable here; leave --device out to run on the CPU")
     return device
@@ -210,22 +223,26 @@ def _assemble(
     store: ExpertStore,
     arena: Arena,
     checkpoint: Mapping[int, LayerExperts],
+    emulation: Emulation | None,
 ) -> PreTrainedModel:
     rules = _rules(model, plan) if config.needs_scores else {}
-    predict = NextGate(model, plan.sites, plan.anatomy.gates, rules)
+    predictors = _predictors(model, plan, config, rules, arena.device)
     table = SlotTable(ledger.cache_slots, ledger.staging_slots)
-    transfers = Transfers(_mover(store, arena, table, config), config.io_threads)
+    tiers = _tiers(store, arena, table, config, emulation)
+    clock = time.perf_counter if emulation is None else emulation.now
+    transfers = Transfers(tiers.mover, config.io_threads, clock)
     modules = dict(model.named_modules())
-    executor = LayerExecutor(
+    math = {site.layer: ExpertMath(modules[site.name], site.parts, plan.dtype) for site in plan.sites}
+    arrivals = Arrivals(
         store=store,
         table=table,
         eviction=LRU(),  # for the trials below, in which no router speaks
         transfers=transfers,
         arena=arena,
-        math={site.layer: ExpertMath(modules[site.name], site.parts, plan.dtype) for site in plan.sites},
-        predictors=_predictors(predict, plan, config, arena.device),
-        counters=Counters(),
+        math=math,
+        clock=clock,
     )
+    executor = LayerExecutor(store=store, arrivals=arrivals, arena=arena, math=math, predictors=predictors, clock=clock)
     try:
         for site in _one_of_each_kind(plan.sites):
             check_experts(site, modules[site.name], checkpoint[site.layer], executor, plan.dtype)
@@ -233,9 +250,7 @@ def _assemble(
         transfers.close()
         raise
     _choose_arithmetic(model, plan, config, executor)
-    executor.start_anew(make_eviction(config.eviction))
-    executor.trial = Trial() if config.prefetch == "auto" else None
-    executor.substitute_by(config)
+    executor.emulation = emulation
     engine = Engine(
         config=config,
         model_config=plan.config,
@@ -251,7 +266,49 @@ def _assemble(
         rules=rules,
     )
     attach(model, plan.sites, engine, {layer: plan.anatomy.routers[layer] for layer in rules})
+    look_ahead = predictors.get(Phase.DECODE)
+    if isinstance(look_ahead, LookAhead):
+        look_ahead.install()
+    if emulation is not None and tiers.link is not None and config.dilation is None:
+        calibrate(model, emulation, tiers.link)
+    _balance(executor, model, plan, config, store, tiers, emulation)
+    executor.start_anew(make_eviction(config.eviction))
+    executor.trial = Trial() if config.prefetch == "auto" else None
+    executor.substitute_by(config)
     return model
+
+
+def _balance(
+    executor: LayerExecutor,
+    model: PreTrainedModel,
+    plan: Blueprint,
+    config: EngineConfig,
+    store: ExpertStore,
+    tiers: _Tiers,
+    emulation: Emulation | None,
+) -> None:
+    """The CPU beside the device, where it is to compute what the device lacks."""
+    method = config.balance
+    if method == "auto":
+        method = "none" if tiers.host is None else "optimal"
+    if method == "none":
+        return
+    if tiers.host is None or tiers.link is None:
+        raise ConfigError(f"--balance {method} needs a device beside the CPU; this machine computes on its CPU")
+    modules = dict(model.named_modules())
+    math = {site.layer: ExpertMath(modules[site.name], site.parts, plan.dtype) for site in plan.sites}
+    threads = 1 if emulation is not None else torch.get_num_threads()
+    executor.host_experts = HostExperts(tiers.host, tiers.filler, store, math, threads, emulation)
+    fixed = None
+    if config.reproducible and config.alpha > 0 and method != "host":
+        if emulation is None:
+            raise ConfigError(
+                f"with --reproducible and an alpha above 0, --balance {method} would decide by measured times; "
+                "use --balance none or host"
+            )
+        profile, nbytes = emulation.profile, store.expert_bytes
+        fixed = Costs(profile.link_seconds(nbytes), profile.host_seconds(nbytes, 1))
+    executor.balancer = Balancer(method, config.balance_order, tiers.link, executor.host_experts, fixed)
 
 
 def _choose_arithmetic(model: PreTrainedModel, plan: Blueprint, config: EngineConfig, executor: LayerExecutor) -> None:
@@ -279,13 +336,25 @@ def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:
 
 
 def _predictors(
-    predict: NextGate, plan: Blueprint, config: EngineConfig, device: torch.device
+    model: PreTrainedModel,
+    plan: Blueprint,
+    config: EngineConfig,
+    rules: Mapping[int, ScoringRule],
+    device: torch.device,
 ) -> Mapping[Phase, Predictor]:
     """A prefill always starts the next layer's reads early: nearly all are needed, so guessing is cheap and right."""
-    pays = plan.expert_bytes >= _PREFETCH_PAYS_BYTES and device.type == "cpu"
-    in_decode = config.prefetch == "next-gate" or (config.prefetch == "auto" and pays)
-    in_decode = in_decode and not (config.reproducible and config.alpha > 0)
-    return {Phase.PREFILL: predict} | ({Phase.DECODE: predict} if in_decode else {})
+    next_gate = NextGate(model, plan.sites, plan.anatomy.gates, rules, config.prefetch_what)
+    found: dict[Phase, Predictor] = {Phase.PREFILL: next_gate}
+    how = config.prefetch
+    if how == "auto" and plan.expert_bytes >= _PREFETCH_PAYS_BYTES:
+        how = "look-ahead" if device.type != "cpu" or config.device == EMULATED else "next-gate"
+    if config.reproducible and config.alpha > 0:
+        return found
+    if how == "next-gate":
+        found[Phase.DECODE] = next_gate
+    elif how == "look-ahead":
+        found[Phase.DECODE] = LookAhead(model, plan.sites, plan.anatomy.routers, next_gate)
+    return found
 
 
 def _rules(model: PreTrainedModel, plan: Blueprint) -> dict[int, ScoringRule]:
@@ -304,16 +373,32 @@ def _rules(model: PreTrainedModel, plan: Blueprint) -> dict[int, ScoringRule]:
     return rules
 
 
-def _mover(store: ExpertStore, arena: Arena, table: SlotTable, config: EngineConfig) -> Mover:
+class _Tiers(NamedTuple):
+    """What lies below the device."""
+
+    mover: Mover
+    filler: Filler
+    host: HostTier | None = None
+    """None where the device's memory is the host's."""
+    link: Link | None = None
+
+
+def _tiers(
+    store: ExpertStore, arena: Arena, table: SlotTable, config: EngineConfig, emulation: Emulation | None
+) -> _Tiers:
     free, _ = free_device_bytes(torch.device("cpu"))
-    if arena.device.type == "cpu":
+    if arena.device.type == "cpu" and emulation is None:
         reader = DiskReader(_reads_directly(config, store, free - arena.nbytes))
-        return SlotMover(Filler(store, reader), reader, arena)
+        filler = Filler(store, reader)
+        return _Tiers(SlotMover(filler, reader, arena), filler)
     budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
-    slots = min(len(store.keys()), max(2 * config.io_threads, budget // store.slot_bytes))
+    least = 2 * config.io_threads + 1  # a demand load inside a prefetch on every reading thread, and the CPU's own
+    slots = min(len(store.keys()), max(least, budget // store.slot_bytes))
     reader = DiskReader(_reads_directly(config, store, free - slots * store.slot_bytes))
+    filler = Filler(store, reader)
     host = HostTier(slots, store.slot_bytes, lambda copy: copy in table.ready)
-    return PinnedMover(Filler(store, reader), reader, host, arena)
+    link: Link = CudaLink(arena.device) if emulation is None else EmulatedLink(emulation)
+    return _Tiers(HostMover(filler, reader, host, arena, link), filler, host, link)
 
 
 def _reads_directly(config: EngineConfig, store: ExpertStore, spare_bytes: int) -> bool:

@@ -42,6 +42,12 @@ class Counters:
     """Of the forward time: waiting for an expert to arrive."""
     compute_seconds: float = 0.0
     """Of the forward time: computing experts."""
+    host_computed: int = 0
+    """Of the decode uses, experts that the CPU computed beside the device."""
+    host_wait_seconds: float = 0.0
+    """Of the forward time: waiting for what the CPU computes beside the device."""
+    look_ahead_seconds: float = 0.0
+    """Of the forward time: running the next layer's attention and router ahead."""
     plan_seconds: float = 0.0
     """Of the forward time: our own Python around planning and bookkeeping."""
 
@@ -51,9 +57,14 @@ class Counters:
         return self.decode_hits / self.decode_uses if self.decode_uses else 1.0
 
     @property
+    def elsewhere_seconds(self) -> float:
+        """What the experts' time does not count as computing: waiting and looking ahead."""
+        return self.wait_seconds + self.host_wait_seconds + self.look_ahead_seconds
+
+    @property
     def dense_seconds(self) -> float:
         """Forward time outside the experts: attention, norms, router, shared experts, logits."""
-        return max(0.0, self.forward_seconds - self.wait_seconds - self.compute_seconds - self.plan_seconds)
+        return max(0.0, self.forward_seconds - self.elsewhere_seconds - self.compute_seconds - self.plan_seconds)
 
     def copy(self) -> Counters:
         return replace(self)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from smoe.config import configure
 from smoe.loading import checkpoint_experts, open_store
-from smoe.memory.movers import PinnedMover
+from smoe.memory.movers import HostMover
 from smoe.planning import blueprint
 from smoe.policy.budget import Demand, full_bytes, minimum_bytes
 from tests import oracle, zoo
@@ -104,7 +104,7 @@ def reference_steps(folder: Path) -> oracle.Steps:
 def test_fp32_is_close_at_every_budget(family: str, budget: str, toy: Callable[..., Path], open_on_gpu: Open) -> None:
     folder = toy(family)
     model = open_on_gpu(folder, budget)
-    assert isinstance(model.offload._transfers._mover, PinnedMover)
+    assert isinstance(model.offload._transfers._mover, HostMover)
     assert_close(steps(model), reference_steps(folder), FP32_ROUNDING)
     model.offload.executor.table.check()
 
@@ -137,7 +137,7 @@ def test_a_host_tier_smaller_than_the_experts(toy: Callable[..., Path], open_on_
     slot_bytes = demand(folder).slot_bytes
     model = open_on_gpu(folder, "minimum", host_memory_bytes=6 * slot_bytes)
     mover = model.offload._transfers._mover
-    assert isinstance(mover, PinnedMover)
+    assert isinstance(mover, HostMover)
     assert mover._host.arena.slots == 6
     assert_close(steps(model), reference_steps(folder), FP32_ROUNDING)
     assert model.offload.stats().bytes_read > 2 * model.offload.store.total_bytes

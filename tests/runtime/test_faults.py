@@ -50,8 +50,8 @@ def assert_healthy(model: PreTrainedModel, folder: Path) -> None:
     """Tables are consistent, nothing but wrong guesses is under way, and the next generation is exact."""
     executor = model.offload.executor
     executor.table.check()
-    assert executor.table.inflight.keys() == executor._tickets.keys()
-    assert all(ticket.load.reason is Reason.PREFETCH for ticket in executor._tickets.values())
+    assert executor.table.inflight.keys() == executor.arrivals.tickets.keys()
+    assert all(ticket.load.reason is Reason.PREFETCH for ticket in executor.arrivals.tickets.values())
     if not executor._predictors.get(Phase.DECODE):
         assert not executor.table.inflight and not executor.table.staged
     assert set(executor.table.cached()) == residents(executor)
@@ -62,7 +62,7 @@ def assert_healthy(model: PreTrainedModel, folder: Path) -> None:
 
 def residents(executor: LayerExecutor) -> set[Any]:
     """What the eviction policy believes is resident."""
-    return set(executor._eviction.victims(10**6, ()))
+    return set(executor.arrivals.eviction.victims(10**6, ()))
 
 
 @pytest.mark.parametrize(("eviction", "prefetch"), [("lru", "none"), ("lru", "next-gate"), ("lfu", "next-gate")])
@@ -175,7 +175,14 @@ def test_interrupt_at_any_line(toy: Callable[..., Path], open_model: Open) -> No
     executor = model.offload.executor
     files = {
         sys.modules[f"smoe.{name}"].__file__ or ""
-        for name in ("runtime.execute", "policy.residency", "policy.eviction.lru", "memory.transfer", "runtime.engine")
+        for name in (
+            "runtime.execute",
+            "runtime.arrivals",
+            "policy.residency",
+            "policy.eviction.lru",
+            "memory.transfer",
+            "runtime.engine",
+        )
     }
 
     def step() -> object:

@@ -1,4 +1,4 @@
-"""The host tier of a GPU machine: a pinned arena that caches the disk.
+"""The host tier of a machine whose device has a memory of its own: an arena, pinned for a GPU, that caches the disk.
 
 Inclusive where all experts fit; smaller, it forgets first what the device holds anyway (a copy there needs none
 here), then what was used longest ago. Machines without a GPU have no such tier: there the device arena already is

@@ -1,4 +1,4 @@
-"""How one expert travels: disk to slot on a CPU, disk to pinned host to slot on a GPU."""
+"""How one expert travels: disk to slot on a CPU, disk to host tier to slot beside a device with its own memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from smoe.memory.device import Arena
-from smoe.memory.disk import CHUNK_BYTES, DiskReader
+from smoe.memory.disk import DiskReader
 from smoe.memory.host import HostTier
+from smoe.memory.link import Link
 from smoe.memory.store import ExpertStore, Placement
 from smoe.memory.transfer import Ticket
 
@@ -91,49 +92,35 @@ class SlotMover:
         self._reader.close()
 
 
-class PinnedMover:
-    """GPU: disk to pinned host memory (unless it is there), host to slot in chunks on a copy stream."""
+class HostMover:
+    """A device with a memory of its own: disk to host tier (unless it is there), host tier to slot over a link."""
 
-    def __init__(self, filler: Filler, reader: DiskReader, host: HostTier, arena: Arena) -> None:
+    def __init__(self, filler: Filler, reader: DiskReader, host: HostTier, arena: Arena, link: Link) -> None:
         self._filler = filler
         self._reader = reader
         self._host = host
         self._arena = arena
-        self._stream = torch.cuda.Stream(arena.device)
+        self._link = link
 
     def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
         layer, expert, _ = ticket.load.copy
+        came, event = 0, None
         lease = self._host.lease(ticket.load.copy)
-        came = 0
         try:
             if not lease.is_hit:
                 came = self._filler.fill(layer, expert, self._host.arena.buffer(lease.slot), between)
-            ticket.ready_event = self._copy(ticket, lease.slot, between)
+            source, target = self._host.arena.tensor(lease.slot), self._arena.tensor(ticket.load.slot)
+            event = ticket.ready_event = self._link.copy(source, target, ticket.free_event, between)
         except BaseException:
             self._host.give_back(lease, None, is_valid=False)
             raise
-        self._host.give_back(lease, ticket.ready_event, is_valid=True)
+        self._host.give_back(lease, event, is_valid=True)
         return came
 
-    def _copy(self, ticket: Ticket, host_slot: int, between: Callable[[], None] | None) -> torch.cuda.Event:
-        source, target = self._host.arena.tensor(host_slot), self._arena.tensor(ticket.load.slot)
-        event = torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ticket.free_event)
-            for begin in range(0, self._arena.slot_bytes, CHUNK_BYTES):
-                if begin and between is not None:
-                    between()
-                end = min(begin + CHUNK_BYTES, self._arena.slot_bytes)
-                target[begin:end].copy_(source[begin:end], non_blocking=True)
-            event.record(self._stream)
-        return event
-
     def mark_free(self) -> Any:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._arena.device))
-        return event
+        return self._link.mark_free()
 
     def close(self) -> None:
-        self._stream.synchronize()
+        self._link.close()
         self._reader.close()
         self._host.close()

@@ -85,8 +85,9 @@ class Transfers:
     queue of tokens, one for each ticket, puts idle threads to sleep and wakes them.
     """
 
-    def __init__(self, mover: Mover, threads: int) -> None:
+    def __init__(self, mover: Mover, threads: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._mover = mover
+        self._now = clock
         self._demand: deque[Ticket] = deque()
         self._prefetch: deque[Ticket] = deque()
         self._tokens: SimpleQueue[bool] = SimpleQueue()
@@ -172,7 +173,7 @@ class Transfers:
         between = self._serve_demand if ticket.load.reason is Reason.PREFETCH else None
         with self._clock:
             if self._running == 0:
-                self._busy_since = time.perf_counter()
+                self._busy_since = self._now()
             self._running += 1
         came, error = 0, None
         try:
@@ -183,7 +184,7 @@ class Transfers:
             self._running -= 1
             self.bytes_read += came
             if self._running == 0:
-                self.busy_seconds += time.perf_counter() - self._busy_since
+                self.busy_seconds += self._now() - self._busy_since
         ticket.finish(State.DONE if error is None else State.FAILED, error)
 
     def _serve_demand(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 
 from smoe.errors import EngineStateError
 from smoe.models.experts import ExpertsSite
-from smoe.models.scoring import ScoringRule, in_order
+from smoe.models.scoring import in_order
 from smoe.runtime.engine import Engine
 from smoe.runtime.kv_cache import RowCache
 
@@ -41,61 +40,6 @@ def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine, lis
     model.generate = _generate(model, engine)  # type: ignore[method-assign]
     model._prepare_cache_for_generation = _prepare_cache(engine)  # type: ignore[method-assign]
     model.offload = engine  # type: ignore[assignment]
-
-
-class NextGate:
-    """Predict a layer's experts by its own router on the layer before's router input.
-
-    The simplest predictor that needs no training (Mixtral-Offloading, arXiv 2312.17238, section 3.2). Where low-score
-    experts may be substituted, only those predicted to be top-score are worth a load (SMoE, second version, section
-    IV-C).
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        sites: list[ExpertsSite],
-        gates: Mapping[int, str],
-        rules: Mapping[int, ScoringRule],
-    ) -> None:
-        modules = dict(model.named_modules())
-        self._following = dict(itertools.pairwise(site.layer for site in sites))
-        self._experts = {site.layer: site.experts for site in sites}
-        self._routers = {layer: modules[name] for layer, name in gates.items()}
-        self._rules = rules
-        self.alpha = 0.0
-        """The substitution threshold that the layers will be served with."""
-
-    def __call__(self, layer: int, hidden: torch.Tensor) -> tuple[int, list[int]] | None:
-        after = self._following.get(layer)
-        if after is None:
-            return None
-        router, experts = self._routers.get(after), self._experts[after]
-        if router is None:  # a long prompt uses nearly every expert, whatever the router would say
-            return (after, list(range(experts))) if hidden.shape[0] >= experts else None
-        output = router(hidden)
-        index = _chosen(output)
-        if self.alpha > 0 and index.shape[1] < experts:
-            return after, self._top_score(self._rules[after], in_order(output)[0], index)
-        if index.shape[0] == 1:
-            return after, index[0].tolist()
-        return after, torch.unique(index).tolist()
-
-    def _top_score(self, rule: ScoringRule, logits: torch.Tensor, index: torch.Tensor) -> list[int]:
-        """Experts that are top-score for some token, highest score first."""
-        choice = rule.choice(rule.scores(logits))
-        bound = choice.topk(index.shape[1] + 1, dim=-1).values[:, -1:]
-        scores = choice.gather(-1, index)
-        kept = scores >= (1 + self.alpha) * bound
-        best: dict[int, float] = {}
-        for expert, score in zip(index[kept].tolist(), scores[kept].tolist(), strict=True):
-            best[expert] = max(score, best.get(expert, score))
-        return sorted(best, key=lambda expert: (-best[expert], expert))
-
-
-def _chosen(output: tuple[Any, ...]) -> torch.Tensor:
-    """The index tensor in a router's output: the last integer tensor."""
-    return next(x for x in reversed(output) if isinstance(x, torch.Tensor) and not x.is_floating_point())
 
 
 def _note_logits(engine: Engine, layer: int) -> Callable[..., None]:
@@ -125,10 +69,20 @@ def _model_forward(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]
             return original(**kwargs)  # the library says what is missing
         rows, tokens = given.shape[:2]
         cache = _our_cache(kwargs, engine, model, rows)
+        engine.executor.may_peek = not any(_asks_for(name, kwargs, model) for name in _LISTENING)
         with engine.forward_pass(tokens, rows, _padding(kwargs.get("attention_mask"), tokens), cache):
             return original(**kwargs)
 
     return forward
+
+
+_LISTENING = ("output_router_logits", "output_attentions", "output_hidden_states")
+"""Where the library records what modules say, a look-ahead's run through them would be recorded too."""
+
+
+def _asks_for(name: str, kwargs: dict[str, Any], model: PreTrainedModel) -> bool:
+    given = kwargs.get(name)
+    return bool(getattr(model.config, name, False) if given is None else given)
 
 
 def _our_cache(kwargs: dict[str, Any], engine: Engine, model: PreTrainedModel, rows: int) -> RowCache | None:

@@ -4,7 +4,8 @@ Exact selection only: every route is served by the expert the model chose. Two r
 
 Decode. Resident experts first, then those that are under way, then the missing ones in the order of their loads,
 so that computing hides reading. A missing expert takes a free cache slot, else the slot of a victim; where one layer
-wants more experts than there are slots, later loads reuse the slots of experts computed before them (waves).
+wants more experts than there are slots, later loads reuse the slots of experts computed before them (waves). Beside a
+device with a memory of its own, the CPU may compute some of the missing ones where they lie (`policy/balance.py`).
 
 Prefill. Experts in ascending order, each brought in once. What fits the layer's fair share of free cache slots stays,
 the experts that the prompt's last tokens use first; the rest streams through the staging slots, and nothing that
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from smoe.errors import BudgetError
 from smoe.expert import EXACT, Copy
+from smoe.policy.balance import Balance
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan, Load, PrefetchPlan, Promotion, Reason, Serve
 from smoe.policy.residency import SlotTable
@@ -27,15 +29,18 @@ LAST_TOKENS = 32
 """How many of a prompt's last tokens decide which experts stay after prefill."""
 
 
-def plan_layer(routing: Routing, residency: SlotTable, eviction: Eviction, layer_share: int) -> LayerPlan:
+def plan_layer(
+    routing: Routing, residency: SlotTable, eviction: Eviction, layer_share: int, balance: Balance | None = None
+) -> LayerPlan:
     """Decide one layer of one step.
 
-    `layer_share` is the number of cache slots that a prefill may leave filled for this layer. Raises `BudgetError`
-    where not even one expert can be brought in.
+    `layer_share` is the number of cache slots that a prefill may leave filled for this layer; `balance` says which of
+    a decode step's missing experts the CPU computes (None: none). Raises `BudgetError` where not even one expert can
+    be brought in.
     """
     routes = routes_by_copy(routing)
     if routing.phase is Phase.DECODE:
-        return _plan_decode(routing.layer, routes, residency, eviction)
+        return _plan_decode(routing, routes, residency, eviction, balance)
     return _plan_prefill(routing, routes, residency, layer_share)
 
 
@@ -91,8 +96,13 @@ def routes_by_copy(routing: Routing) -> dict[Copy, tuple[int, ...]]:
 
 
 def _plan_decode(
-    layer: int, routes: dict[Copy, tuple[int, ...]], residency: SlotTable, eviction: Eviction
+    routing: Routing,
+    routes: dict[Copy, tuple[int, ...]],
+    residency: SlotTable,
+    eviction: Eviction,
+    balance: Balance | None,
 ) -> LayerPlan:
+    layer = routing.layer
     ready_slots, inflight, staged = residency.ready, residency.inflight, residency.staged
     ready: list[Serve] = []
     waiting: list[Serve] = []
@@ -112,12 +122,13 @@ def _plan_decode(
     if not missing and not wanted_staged:
         return LayerPlan(layer, ready + waiting, [], [], hits, _spare_in_decode(residency))
 
+    missing, on_host = (missing, []) if balance is None else balance.split(missing, routing)
     free = deque(residency.free_cache)
     victims = deque(eviction.victims(max(0, len(missing) + len(wanted_staged) - len(free)), routes))
     promotions = _promote(wanted_staged, free, victims)
     serves = ready + waiting + missing
     loads = _loads(missing, serves, free, victims, residency, {p.copy for p in promotions})
-    return LayerPlan(layer, serves, loads, promotions, hits, _spare_in_decode(residency))
+    return LayerPlan(layer, serves + on_host, loads, promotions, hits, _spare_in_decode(residency))
 
 
 def _promote(wanted: Sequence[Copy], free: deque[int], victims: deque[Copy]) -> list[Promotion]:

@@ -26,8 +26,12 @@ SCORED_EVICTION = ("score",)
 EVICTION: dict[str, Callable[..., Eviction]] = {**ONLINE_EVICTION, "belady": Belady}
 """All policies, the offline ones (that need the future) included: for the simulator."""
 
-PREFETCH = ("auto", "none", "next-gate")
-"""Predictors for the next layer in decode: nothing, or its router applied to this layer's input; auto: what pays."""
+PREFETCH = ("auto", "none", "next-gate", "look-ahead")
+"""Predictors for the next layer in decode: nothing; its router applied to this layer's input; its attention and router
+run ahead on what the resident experts have given; auto: what pays."""
+
+PREFETCH_WHAT = ("top-score", "chosen")
+"""SMoE's second version, and its first."""
 
 
 def make_eviction(name: str) -> Eviction:

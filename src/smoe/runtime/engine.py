@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -80,6 +79,10 @@ class Engine:
 
     # -- for users ----------------------------------------------------------------------------------------------------
 
+    def now(self) -> float:
+        """Seconds on the clock that all reported times are taken from: the real one, but for an emulated device."""
+        return self.executor.now()
+
     def stats(self) -> Counters:
         """Counters since the start; subtract two of them for an interval."""
         counters = self.executor.counters.copy()
@@ -134,10 +137,10 @@ class Engine:
                 return
             self._is_closed = True
             if self._process == os.getpid():
-                self._transfers.close()
-                for helpers in (self.executor.team, self.executor.crew):
+                for helpers in (self.executor.team, self.executor.crew, self.executor.host_experts):
                     if helpers is not None:
                         helpers.close()
+                self._transfers.close()
             self._arena.close()
 
     def __enter__(self) -> Engine:
@@ -162,7 +165,9 @@ class Engine:
                 cache.begin(tokens, rows)
             self._phase = Phase.DECODE if tokens == 1 else Phase.PREFILL
             self._padding = padding.reshape(-1) if padding is not None else None
-            counters, started = self.executor.counters, perf_counter()
+            if self.executor.emulation is not None:
+                self.executor.emulation.begin_pass()
+            counters, started = self.executor.counters, self.now()
             with torch.no_grad(), self._threads(tokens * rows):
                 yield
             if cache is not None:
@@ -170,7 +175,7 @@ class Engine:
                 self._check_caches()
             counters.forward_passes += 1
             counters.tokens += tokens * rows - (int(self._padding.sum()) if self._padding is not None else 0)
-            seconds = perf_counter() - started
+            seconds = self.now() - started
             counters.forward_seconds += seconds
             if self.executor.trial is not None and self._phase is Phase.DECODE:
                 self.executor.trial.note(seconds)

@@ -1,10 +1,11 @@
 """Carrying out one layer's plan on real hardware: start loads, compute what is here, wait for the rest, sum in fixed
 order.
 
-One layer in decode, time to the right:
+One layer in decode, time to the right; the CPU's line is there only beside a device with a memory of its own:
 
-    reading threads   | load a ........ | load b ........ |
-    computing thread  | plan | resident experts | wait | a | wait | b | sum
+    reading threads   | load a ........ | load b ........ |  prefetch ...
+    the CPU           | compute c ............ |
+    computing thread  | plan | resident experts | look ahead | wait | a | wait | b | c | sum
 
 The sum runs in ascending expert order whatever the order of arrival, so a result never depends on residency (grade E1,
 and E0 on a CPU).
@@ -12,9 +13,9 @@ and E0 on a CPU).
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from time import perf_counter
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
@@ -23,19 +24,23 @@ from smoe.config import EngineConfig
 from smoe.expert import Copy
 from smoe.kernels.crew import Crew
 from smoe.memory.device import Arena
+from smoe.memory.emulation import Emulation
 from smoe.memory.store import ExpertStore
-from smoe.memory.transfer import State, Ticket, Transfers
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import LayerPlan, Load, Serve
+from smoe.policy.plan import LayerPlan, Serve
 from smoe.policy.planner import LAST_TOKENS, layer_share, observation, plan_layer, plan_prefetch
 from smoe.policy.residency import ExpertsAtHand, SlotTable
 from smoe.policy.selection import substitute
 from smoe.policy.trial import Trial
 from smoe.routing import Phase, Routing
+from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.expert_math import ExpertMath, Weights, library_products
+from smoe.runtime.host_experts import Balancer, HostExperts
 from smoe.runtime.substitution import Scored, Substitution, substitution_of, with_substitutes
 from smoe.runtime.team import Team
+
+_FromHost = Mapping[Copy, "Future[torch.Tensor]"]
 
 
 class Predictor(Protocol):
@@ -43,9 +48,14 @@ class Predictor(Protocol):
 
     alpha: float
     """The substitution threshold that the layers are served with."""
+    needs_partial: bool
+    """Whether it looks ahead through what the resident experts have given, and so is asked only once they are done."""
 
-    def __call__(self, layer: int, hidden: torch.Tensor) -> tuple[int, Sequence[int]] | None:
-        """(layer, router input [T, H]) -> (next layer, its experts, best first), or None."""
+    def __call__(
+        self, layer: int, hidden: torch.Tensor, partial: torch.Tensor | None
+    ) -> tuple[int, Sequence[int]] | None:
+        """(layer, router input [T, H], experts' output so far [T, H]) -> (next layer, its experts, best first), or
+        None."""
 
 
 class LayerExecutor:
@@ -55,16 +65,14 @@ class LayerExecutor:
         self,
         *,
         store: ExpertStore,
-        table: SlotTable,
-        eviction: Eviction,
-        transfers: Transfers,
+        arrivals: Arrivals,
         arena: Arena,
         math: dict[int, ExpertMath],
         predictors: Mapping[Phase, Predictor],
-        counters: Counters,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.table = table
-        self.counters = counters
+        self.arrivals = arrivals
+        self.table: SlotTable = arrivals.table
         self.team: Team | None = None
         """Where set, resident experts are shared out over several threads."""
         self.crew: Crew | None = None
@@ -73,26 +81,31 @@ class LayerExecutor:
         """Where set, says whether prefetching in decode pays at present."""
         self.trace: list[Routing] | None = None
         """Where set, every routing is appended: input for the simulator."""
+        self.substitution: Substitution | None = None
+        """Where set, missing low-score experts are replaced."""
+        self.host_experts: HostExperts | None = None
+        """Where set, the CPU beside the device, which can compute experts too."""
+        self.balancer: Balancer | None = None
+        """Where set, says which missing experts the CPU computes."""
+        self.emulation: Emulation | None = None
+        """Where set, the device is acted."""
+        self.may_peek = True
+        """Whether this pass may run another layer's attention: not where the caller listens to the layers."""
         self._store = store
-        self._eviction = eviction
-        self._transfers = transfers
         self._arena = arena
         self._math = math
         self._predictors = predictors
-        self.substitution: Substitution | None = None
-        """Where set, missing low-score experts are replaced."""
-        self._layer_share = layer_share(table.cache_slots, len(math))
+        self.now = clock
+        self._layer_share = layer_share(self.table.cache_slots, len(math))
         self._experts = len(store.keys())
-        self._tickets: dict[Copy, Ticket] = {}
-        self._promoted: set[Copy] = set()
-        """Copies of the running layer that were prefetched and stay, and that have not served yet."""
-        self._weights: list[Weights | None] = [None] * (table.cache_slots + table.staging_slots)
-        self._views: dict[tuple[int, int], Weights] = {}
-        self._queue: deque[Load] = deque()
 
     @property
     def device(self) -> torch.device:
         return self._arena.device
+
+    @property
+    def counters(self) -> Counters:
+        return self.arrivals.counters
 
     @property
     def expert_bytes(self) -> int:
@@ -103,17 +116,15 @@ class LayerExecutor:
 
     def start_anew(self, eviction: Eviction) -> None:
         """Empty slots, no statistics, no counts: the engine's own trials at load are not the user's."""
-        self._recover()
-        self.table.clear()
-        self._eviction = eviction
-        self.counters = Counters()
+        if self.host_experts is not None:
+            self.host_experts.drain()
+        self.arrivals.start_anew(eviction)
         self.trial = Trial() if self.trial is not None else None
-        self._transfers.start_anew()
 
     def agrees(self, crew: Crew) -> bool:
         """Whether our kernel gives the library's bits on the experts that are resident, one of every layout."""
         seen = {(self._math[c[0]].hidden, self._math[c[0]].inner): c for c in sorted(self.table.ready)}
-        return bool(seen) and all(self._math[c[0]].agrees(crew, self._ready(c)) for c in seen.values())
+        return bool(seen) and all(self._math[c[0]].agrees(crew, self.arrivals.ready(c)) for c in seen.values())
 
     def compute_by(self, helpers: Crew | Team | None) -> None:
         """From now on single rows are multiplied by our kernel, or by the library on a team of threads, or on one."""
@@ -131,10 +142,10 @@ class LayerExecutor:
     def compute_slots(self, layer: int, hidden: torch.Tensor, count: int) -> torch.Tensor:
         """One token [1, H] through `count` slots, whatever they hold -> [count, H]: for measuring."""
         placement = self._store.placement(layer, 0)
-        slots = [n % len(self._weights) for n in range(count)]
+        slots = [n % self.arrivals.slots for n in range(count)]
         weights = [self._math[layer].bind(self._arena, slot, placement.parts) for slot in slots]
         out = hidden.new_empty(count, hidden.shape[1])
-        self._compute_each(self._math[layer], hidden, weights, out, self.team)
+        self._compute_each(self._math[layer], hidden, weights, out)
         return out
 
     def run(
@@ -150,26 +161,45 @@ class LayerExecutor:
 
         An error (a failed read, an interrupt) leaves the tables consistent; only this request is lost.
         """
-        started = perf_counter()
-        rows = top_k_index.tolist()  # the one wait for the device in a layer: everything after depends on it
-        choice = None if scored is None else scored.choice_of(LAST_TOKENS if phase is Phase.PREFILL else None)
-        routing = Routing(layer, phase, self._store.layers[layer].experts, rows, choice)
         try:
-            if self.trace is not None:
-                self.trace.append(routing)
-            self._collect()
-            if self.substitution is not None and scored is not None and phase is Phase.DECODE:
-                routing, top_k_index, top_k_weights = self._select(routing, top_k_index, top_k_weights, scored)
-            plan = self._plan(routing)
-            self._issue(0)
-            self._prefetch(routing, hidden, plan)
-            self.counters.plan_seconds += perf_counter() - started
-            if phase is Phase.DECODE:
-                return self._decode(plan, hidden, top_k_weights)
-            return self._prefill(plan, hidden, top_k_weights)
+            if self.emulation is not None:
+                self.emulation.reach_experts(hidden.shape[0])
+            output = self._serve(layer, phase, hidden, top_k_index, top_k_weights, scored)
+            if self.emulation is not None:
+                self.emulation.leave_experts()
+            return output
         except BaseException:
             self._recover()
             raise
+
+    def _serve(
+        self,
+        layer: int,
+        phase: Phase,
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        scored: Scored | None,
+    ) -> torch.Tensor:
+        started = self.now()
+        rows = top_k_index.tolist()  # the one wait for the device in a layer: everything after depends on it
+        choice = None if scored is None else scored.choice_of(LAST_TOKENS if phase is Phase.PREFILL else None)
+        routing = Routing(layer, phase, self._store.layers[layer].experts, rows, choice)
+        if self.trace is not None:
+            self.trace.append(routing)
+        self.arrivals.collect()
+        if self.substitution is not None and scored is not None and phase is Phase.DECODE:
+            routing, top_k_index, top_k_weights = self._select(routing, top_k_index, top_k_weights, scored)
+        plan = self._plan(routing)
+        self._prefetch(phase, hidden, None, plan)
+        self.counters.plan_seconds += self.now() - started
+        compute = self._decode if phase is Phase.DECODE else self._prefill
+        return compute(plan, hidden, top_k_weights)
+
+    def _recover(self) -> None:
+        if self.host_experts is not None:
+            self.host_experts.drain()
+        self.arrivals.recover()
 
     # -- planning -----------------------------------------------------------------------------------------------------
 
@@ -192,35 +222,41 @@ class LayerExecutor:
 
     def _plan(self, routing: Routing) -> LayerPlan:
         if self.table.staged:
-            self._drop_stale(routing)
-        self._eviction.observe(observation(routing))
-        plan = plan_layer(routing, self.table, self._eviction, self._layer_share)
+            self.arrivals.drop_stale(routing)
+        self.arrivals.eviction.observe(observation(routing))
+        balance = None if self.balancer is None else self.balancer.balance(self.arrivals.running)
+        plan = plan_layer(routing, self.table, self.arrivals.eviction, self._layer_share, balance)
         self._count(plan, routing.phase)
-        for promotion in plan.promotions:
-            self.table.promote(promotion)
-            if promotion.victim is not None:
-                self._eviction.remove(promotion.victim)
-            self._promoted.add(promotion.copy)  # a resident once it has served: in the order of the plan, as any other
-        self._queue = deque(plan.loads)
+        self.arrivals.adopt(plan)
         return plan
 
-    def _prefetch(self, routing: Routing, hidden: torch.Tensor, plan: LayerPlan) -> None:
-        predictor = self._predictors.get(routing.phase)
-        if predictor is None or not plan.spare or len(self.table.ready) == self._experts:
+    def _prefetch(self, phase: Phase, hidden: torch.Tensor, partial: torch.Tensor | None, plan: LayerPlan) -> None:
+        """Ask the predictor, where its time is now: before the experts, or, with `partial`, after the resident ones."""
+        predictor = self._predictors.get(phase)
+        if predictor is None or predictor.needs_partial is (partial is None):
             return
-        if self.trial is not None and not self.trial.is_on and routing.phase is Phase.DECODE:
+        if not plan.spare or len(self.table.ready) == self._experts:
+            return
+        if self.trial is not None and not self.trial.is_on and phase is Phase.DECODE:
             return
         threads = torch.get_num_threads()
         if hidden.shape[0] == 1:
             torch.set_num_threads(1)  # a second thread would wait for a core that the readers are using
-        predicted = predictor(routing.layer, hidden)
+        predicted = predictor(plan.layer, hidden, partial)
         torch.set_num_threads(threads)
-        if predicted is None:
+        if predicted is not None:
+            self.arrivals.prefetch(plan_prefetch(predicted[0], predicted[1], self.table, plan).loads)
+
+    def _look_ahead(self, plan: LayerPlan, hidden: torch.Tensor, partial: Callable[[], torch.Tensor]) -> None:
+        """In the shadow of what the layer waits for: the next layer's router, on the experts' output so far."""
+        predictor = self._predictors.get(Phase.DECODE)
+        if predictor is None or not predictor.needs_partial or not self.may_peek:
             return
-        loads = plan_prefetch(predicted[0], predicted[1], self.table, plan).loads
-        self.counters.prefetches += len(loads)
-        self._queue.extend(loads)
-        self._issue(0)
+        began, asked = time.perf_counter(), self.now()
+        self._prefetch(Phase.DECODE, hidden, partial(), plan)
+        if self.emulation is not None:
+            self.emulation.look_ahead(began, hidden.shape[0])
+        self.counters.look_ahead_seconds += self.now() - asked
 
     def _count(self, plan: LayerPlan, phase: Phase) -> None:
         counters = self.counters
@@ -228,151 +264,111 @@ class LayerExecutor:
         if phase is Phase.DECODE:
             counters.decode_uses += len(plan.serves)
             counters.decode_hits += plan.hits
+            counters.host_computed += sum(serve.on_host for serve in plan.serves)
         else:
             counters.prefill_uses += len(plan.serves)
             counters.prefill_hits += plan.hits
-
-    # -- transfers ----------------------------------------------------------------------------------------------------
-
-    def _issue(self, computed: int) -> None:
-        """Start the loads whose slots are free, now that `computed` serves of the plan have ended."""
-        queue = self._queue
-        while queue and queue[0].after <= computed:
-            load = queue.popleft()
-            self.table.begin(load)
-            if load.victim is not None:
-                self._eviction.remove(load.victim)
-            self._weights[load.slot] = self._bind(load)
-            self._tickets[load.copy] = self._transfers.submit(load)
-
-    def _bind(self, load: Load) -> Weights:
-        """The weights that the load will bring, as views; made once for a slot and layout."""
-        layer, expert, _ = load.copy
-        placement = self._store.placement(layer, expert)
-        key = (load.slot, placement.layout)
-        weights = self._views.get(key)
-        if weights is None:
-            weights = self._views[key] = self._math[layer].bind(self._arena, load.slot, placement.parts)
-        return weights
-
-    def _arrive(self, copy: Copy) -> Weights:
-        """Wait for a copy that is under way and take it in."""
-        ticket = self._tickets[copy]
-        if not ticket.is_over:
-            self._transfers.urge(ticket)
-            started = perf_counter()
-            ticket.join()
-            self.counters.wait_seconds += perf_counter() - started
-        self._close(copy, ticket)
-        if ticket.error is not None:
-            raise ticket.error
-        return self._ready(copy)
-
-    def _close(self, copy: Copy, ticket: Ticket) -> None:
-        """Book the end of a load."""
-        del self._tickets[copy]
-        if ticket.state is not State.DONE:
-            self._promoted.discard(copy)
-            self.table.fail(copy)
-            return
-        self.table.arrive(copy)
-        if ticket.load.keep:
-            self._eviction.insert(copy)
-        if ticket.ready_event is not None:  # on a GPU: the device waits, not the host
-            torch.cuda.current_stream(self._arena.device).wait_event(ticket.ready_event)
-
-    def _collect(self) -> None:
-        """Take in the prefetches that have ended since the last layer; a failed one is tried again on demand."""
-        if self._tickets:
-            for copy, ticket in list(self._tickets.items()):
-                if ticket.is_over:
-                    self._close(copy, ticket)
-
-    def _drop_stale(self, routing: Routing) -> None:
-        """Forget what was prefetched for this layer, or one before it, and is not wanted.
-
-        A wrong guess that is being read is left alone in decode, where nobody needs its slot now, and dropped at a
-        later layer; a prefill streams through these slots and waits for it.
-        """
-        layer, table = routing.layer, self.table
-        wanted = {expert for row in routing.top_k_index for expert in row}
-        for copy in list(table.staged):
-            if copy[0] == layer and copy[1] in wanted:
-                self.counters.prefetches_used += 1
-                continue
-            ticket = self._tickets.get(copy)
-            if ticket is not None:
-                if not self._transfers.cancel(ticket) and not ticket.is_over:
-                    if routing.phase is Phase.DECODE:
-                        continue
-                    ticket.join()
-                self._close(copy, ticket)
-            if copy in table.ready:
-                table.release(copy)
-
-    def _recover(self) -> None:
-        """After an error or an interrupt, wherever it struck: nothing is under way, only what is ready is kept."""
-        self._transfers.drain()
-        self._queue.clear()
-        self._tickets.clear()
-        self._promoted.clear()
-        self.table.settle()
-        resident, believed = self.table.ready.keys(), set(self._eviction.victims(len(self._weights), ()))
-        for copy in sorted(believed - resident):
-            self._eviction.remove(copy)
-        for copy in sorted(resident - believed):
-            self._eviction.insert(copy)
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def _decode(self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Few tokens: in the plan's order, outputs kept apart, summed at the end in ascending expert order."""
-        math, serves = self._math[plan.layer], plan.serves
-        outputs: list[torch.Tensor] = []
-        started, waited = perf_counter(), self.counters.wait_seconds
-        if hidden.shape[0] == 1 and serves:
-            stacked = self._one_token(plan, math, hidden)
-            choices = [serve.routes[0] for serve in serves]
-            stacked = (stacked * top_k_weights[0, choices].unsqueeze(1)).to(hidden.dtype)
-            outputs = list(stacked.split(1))
-        else:
-            flat_weights = top_k_weights.reshape(-1, 1)
-            for computed, serve in enumerate(serves, start=1):
-                x, route = self._rows(serve, hidden, top_k_weights.shape[1])
-                outputs.append((math.forward(x, self._weights_of(serve)) * flat_weights[route]).to(hidden.dtype))
-                self._served(serve, computed)
-        total = torch.zeros_like(hidden)
-        for n in sorted(range(len(serves)), key=lambda n: serves[n].copy):
-            if hidden.shape[0] == 1:
-                total += outputs[n]
-            else:
-                total.index_add_(0, self._tokens(serves[n], top_k_weights.shape[1]), outputs[n])
-        self.counters.compute_seconds += perf_counter() - started - (self.counters.wait_seconds - waited)
+        started, before = self.now(), self.counters.elsewhere_seconds
+        from_host = self._start_host(plan, hidden, top_k_weights.shape[1])
+        compute = self._one_token if hidden.shape[0] == 1 else self._some_tokens
+        outputs = compute(plan, hidden, top_k_weights, from_host) if plan.serves else []
+        total = self._sum(plan.serves, outputs, hidden, top_k_weights.shape[1])
+        self.counters.compute_seconds += self.now() - started - (self.counters.elsewhere_seconds - before)
         return total
 
-    def _one_token(self, plan: LayerPlan, math: ExpertMath, hidden: torch.Tensor) -> torch.Tensor:
-        """One token through all its experts: [n, H] in the plan's order, routing weights not applied."""
-        serves = plan.serves
+    def _start_host(self, plan: LayerPlan, hidden: torch.Tensor, width: int) -> dict[Copy, Future[torch.Tensor]]:
+        """What the CPU computes beside the device begins now."""
+        if self.host_experts is None:
+            return {}
+        given = (serve for serve in plan.serves if serve.on_host)
+        return {
+            serve.copy: self.host_experts.submit(serve.copy, self._rows(serve, hidden, width)[0]) for serve in given
+        }
+
+    def _one_token(
+        self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor, from_host: _FromHost
+    ) -> list[torch.Tensor]:
+        """One token through all its experts: [1, H] each, in the plan's order, routing weights applied."""
+        math, serves = self._math[plan.layer], plan.serves
         stacked = hidden.new_empty(len(serves), hidden.shape[1])
+        gains = top_k_weights[0, [serve.routes[0] for serve in serves]].unsqueeze(1)
         here = sum(1 for serve in serves if not serve.loads)
         if any(load.after for load in plan.loads):
             here = min(here, 1)  # slots are so few that a load waits for the first expert computed
-        weights = [self._ready(serve.copy) for serve in serves[:here]]
-        self._compute_each(math, hidden, weights, stacked[:here], self.team)
+        weights = [self.arrivals.ready(serve.copy) for serve in serves[:here]]
+        began = time.perf_counter()
+        self._compute_each(math, hidden, weights, stacked[:here])
+        self._act([1] * here, began)
         for computed, serve in enumerate(serves[:here], start=1):
-            self._served(serve, computed)
+            self.arrivals.served(serve, computed)
+        if here < len(serves):
+            self._look_ahead(
+                plan, hidden, lambda: (stacked[:here] * gains[:here]).to(hidden.dtype).sum(0, keepdim=True)
+            )
         for computed, serve in enumerate(serves[here:], start=here + 1):
-            math.forward_each(hidden, [self._weights_of(serve)], stacked[computed - 1 : computed])
-            self._served(serve, computed)
-        return stacked
+            row = stacked[computed - 1 : computed]
+            if serve.on_host:
+                row.copy_(self._from_host(from_host, serve))
+                continue
+            weights = [self.arrivals.weights_of(serve)]
+            began = time.perf_counter()
+            math.forward_each(hidden, weights, row)
+            self._act([1], began)
+            self.arrivals.served(serve, computed)
+        return list((stacked * gains).to(hidden.dtype).split(1))
 
-    @staticmethod
+    def _some_tokens(
+        self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor, from_host: _FromHost
+    ) -> list[torch.Tensor]:
+        """Several tokens through their experts: [n, H] each, in the plan's order, routing weights applied."""
+        math, serves, width = self._math[plan.layer], plan.serves, top_k_weights.shape[1]
+        flat_weights = top_k_weights.reshape(-1, 1)
+        outputs: list[torch.Tensor] = []
+        for computed, serve in enumerate(serves, start=1):
+            if serve.loads and not (outputs and serves[computed - 2].loads):
+                self._look_ahead(plan, hidden, lambda: self._sum(serves[: len(outputs)], outputs, hidden, width))
+            x, route = self._rows(serve, hidden, width)
+            if serve.on_host:
+                y = self._from_host(from_host, serve)
+            else:
+                weights = self.arrivals.weights_of(serve)
+                began = time.perf_counter()
+                y = math.forward(x, weights)
+                self._act([x.shape[0]], began)
+            outputs.append((y * flat_weights[route]).to(hidden.dtype))
+            if not serve.on_host:
+                self.arrivals.served(serve, computed)
+        return outputs
+
+    def _from_host(self, from_host: _FromHost, serve: Serve) -> torch.Tensor:
+        started = self.now()
+        result = from_host[serve.copy].result()
+        self.counters.host_wait_seconds += self.now() - started
+        return result.to(self._arena.device)
+
+    def _sum(
+        self, serves: Sequence[Serve], outputs: Sequence[torch.Tensor], hidden: torch.Tensor, width: int
+    ) -> torch.Tensor:
+        """The experts' outputs added up in ascending expert order."""
+        total = torch.zeros_like(hidden)
+        for n in sorted(range(len(outputs)), key=lambda n: serves[n].copy):
+            if hidden.shape[0] == 1:
+                total += outputs[n]
+            else:
+                total.index_add_(0, self._tokens(serves[n], width), outputs[n])
+        return total
+
     def _compute_each(
-        math: ExpertMath, hidden: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor, team: Team | None
+        self, math: ExpertMath, hidden: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor
     ) -> None:
         """One token [1, H] through several experts -> out [n, H], shared out over the team where there is one."""
-        if team is not None and len(weights) > 1:
-            team.run(lambda member, of: math.forward_each(hidden, weights[member::of], out[member::of]))
+        if self.team is not None and len(weights) > 1:
+            self.team.run(lambda member, of: math.forward_each(hidden, weights[member::of], out[member::of]))
         elif weights:
             math.forward_each(hidden, weights, out)
 
@@ -380,33 +376,22 @@ class LayerExecutor:
         """Many tokens: experts in ascending order, each read once, loads of this and the next layer running ahead."""
         math, total = self._math[plan.layer], torch.zeros_like(hidden)
         flat_weights = top_k_weights.reshape(-1, 1)
-        started, waited = perf_counter(), self.counters.wait_seconds
+        started, before = self.now(), self.counters.elsewhere_seconds
         for computed, serve in enumerate(plan.serves, start=1):
-            weights = self._weights_of(serve)
+            weights = self.arrivals.weights_of(serve)
             x, route = self._rows(serve, hidden, top_k_weights.shape[1])
+            began = time.perf_counter()
             y = (math.forward(x, weights) * flat_weights[route]).to(hidden.dtype)
             total.index_add_(0, self._tokens(serve, top_k_weights.shape[1]), y)
-            self._served(serve, computed)
-        self.counters.compute_seconds += perf_counter() - started - (self.counters.wait_seconds - waited)
+            self._act([x.shape[0]], began)
+            self.arrivals.served(serve, computed)
+        self.counters.compute_seconds += self.now() - started - (self.counters.elsewhere_seconds - before)
         return total
 
-    def _weights_of(self, serve: Serve) -> Weights:
-        return self._ready(serve.copy) if serve.copy in self.table.ready else self._arrive(serve.copy)
-
-    def _ready(self, copy: Copy) -> Weights:
-        weights = self._weights[self.table.ready[copy]]
-        assert weights is not None, copy
-        return weights
-
-    def _served(self, serve: Serve, computed: int) -> None:
-        """A serve has been computed: a passing expert leaves, loads that waited for its slot start."""
-        if serve.copy in self.table.staged:
-            self.table.release(serve.copy)
-        elif serve.copy in self._promoted:
-            self._promoted.remove(serve.copy)
-            self._eviction.insert(serve.copy)
-        if self._queue:
-            self._issue(computed)
+    def _act(self, rows: list[int], began: float) -> None:
+        """On an emulated device: experts computed since `began` take the device's time."""
+        if self.emulation is not None:
+            self.emulation.compute_experts(began, rows)
 
     def _tokens(self, serve: Serve, width: int) -> torch.Tensor:
         return torch.tensor([route // width for route in serve.routes], device=self._arena.device)

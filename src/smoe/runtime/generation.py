@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -174,7 +173,7 @@ def generate_batch(
     listener = _Listener(engine, tokenizer, batch, sampling, ends, on_text)
     was_interrupted = False
     torch.manual_seed(sampling.seed)
-    started = perf_counter()
+    started = engine.now()
     before = engine.stats()
     try:
         model.generate(  # type: ignore[operator]
@@ -187,7 +186,7 @@ def generate_batch(
         )
     except KeyboardInterrupt:
         was_interrupted = True
-    ended = perf_counter()
+    ended = engine.now()
     listener.flush(was_interrupted)
     after = engine.stats()
     return Generation(
@@ -274,7 +273,7 @@ class _Listener(StoppingCriteria):  # type: ignore[misc]
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """input_ids [rows, T]: the prompt and everything new; the last column is this step's."""
         tokens = input_ids[:, -1].tolist()  # waits for the device: the text cannot be shown sooner
-        self.times.append(perf_counter())
+        self.times.append(self._engine.now())
         if self.after_prefill is None:
             self.after_prefill = self._engine.stats()
         for row, token in enumerate(tokens):

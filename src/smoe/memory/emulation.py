@@ -1,0 +1,170 @@
+"""A device that is not there, acted out on the CPU in slowed-down time: a test bench for concurrency and ablation.
+
+Experts really lie in two arenas, are really copied by a thread and really computed, on the same code path as on a GPU
+above the link. Only time is acted: every resource (link, device, CPU) ends a piece of work at the later of its real end
+and the time that a profile gives it, stretched by one factor, the *dilation*, chosen so large that the real machine
+keeps up. All times that users see are divided by it. What could not keep up is counted, so that a bench whose figures
+are this machine's and not the profile's says so.
+
+    link (profile 0.4 ms, dilation 10)   | copy 1.3 ms | sleep 2.7 ms |
+    reported                             | 0.4 ms                     |
+
+A labelled test bench, never a claim about a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from smoe.errors import ConfigError
+
+MARGIN = 1.5
+"""How much slower than its fastest the real machine may become before it is late."""
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """What a machine with a device needs for a piece of work: the larger of bytes and arithmetic, and a constant."""
+
+    name: str
+    source: str
+    """Where the figures come from."""
+    link_bytes_per_second: float
+    link_latency_seconds: float
+    """Of one copy."""
+    device_bytes_per_second: float
+    device_flops: float
+    device_expert_seconds: float
+    """Launches of one expert's kernels."""
+    device_layer_seconds: float
+    """Launches of a layer's other kernels."""
+    host_bytes_per_second: float
+    host_flops: float
+    host_expert_seconds: float
+    """Handing one expert's rows to the CPU and the result back."""
+
+    def link_seconds(self, nbytes: float) -> float:
+        return self.link_latency_seconds + nbytes / self.link_bytes_per_second
+
+    def expert_seconds(self, nbytes: float, rows: int) -> float:
+        """One expert of `nbytes` (two an element) for `rows` tokens on the device."""
+        return self.device_expert_seconds + max(
+            nbytes / self.device_bytes_per_second, nbytes * rows / self.device_flops
+        )
+
+    def layer_seconds(self, nbytes: float, tokens: int) -> float:
+        """The rest of a layer, of `nbytes` of weights."""
+        return self.device_layer_seconds + max(
+            nbytes / self.device_bytes_per_second, nbytes * tokens / self.device_flops
+        )
+
+    def host_seconds(self, nbytes: float, rows: int) -> float:
+        """One expert on the CPU."""
+        return self.host_expert_seconds + max(nbytes / self.host_bytes_per_second, nbytes * rows / self.host_flops)
+
+
+class Emulation:
+    """The acted clock of one engine. Any thread may `finish`."""
+
+    def __init__(self, profile: DeviceProfile, dilation: float | None, layer_bytes: float, expert_bytes: int) -> None:
+        self.profile = profile
+        self.layer_bytes = layer_bytes
+        """Of the weights beside the experts, a layer's share."""
+        self.expert_bytes = expert_bytes
+        self.is_paced = True
+        """False while the real machine is being measured: nothing waits for the profile."""
+        self.dilation = dilation or 1.0
+        self.late_seconds = 0.0
+        """Reported time by which pieces of work ended later than the profile says."""
+        self._layer_began = time.perf_counter()
+
+    def now(self) -> float:
+        """Seconds of reported time."""
+        return time.perf_counter() / self.dilation
+
+    def finish(self, began: float, seconds: float) -> None:
+        """Work that began at `began` (real clock) and takes `seconds` by the profile ends now, or when it is due."""
+        if not self.is_paced:
+            return
+        left = began + seconds * self.dilation - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        else:
+            self.late_seconds -= left / self.dilation
+
+    def begin_pass(self) -> None:
+        """A forward pass begins."""
+        self._layer_began = time.perf_counter()
+
+    def reach_experts(self, tokens: int) -> None:
+        """The device has come to a layer's experts: attention, router and the like are done."""
+        self.finish(self._layer_began, self.profile.layer_seconds(self.layer_bytes, tokens))
+
+    def leave_experts(self) -> None:
+        """A layer's experts are done; what follows is the next layer's."""
+        self._layer_began = time.perf_counter()
+
+    def compute_experts(self, began: float, rows: list[int]) -> None:
+        """The device has computed one expert for each entry, for so many tokens."""
+        self.finish(began, sum(self.profile.expert_seconds(self.expert_bytes, count) for count in rows))
+
+    def look_ahead(self, began: float, tokens: int) -> None:
+        """The device has run another layer's attention and router."""
+        self.finish(began, self.profile.layer_seconds(self.layer_bytes, tokens))
+
+    def compute_on_host(self, began: float, rows: int) -> None:
+        """The CPU has computed one expert for so many tokens."""
+        self.finish(began, self.profile.host_seconds(self.expert_bytes, rows))
+
+    def choose_dilation(self, copy: float, expert: float, host: float, layer: float) -> None:
+        """As slow as the slowest of the real machine's times, against the profile's, asks for."""
+        profile = self.profile
+        ratios = (
+            copy / profile.link_seconds(self.expert_bytes),
+            expert / profile.expert_seconds(self.expert_bytes, 1),
+            host / profile.host_seconds(self.expert_bytes, 1),
+            layer / profile.layer_seconds(self.layer_bytes, 1),
+        )
+        self.dilation = max(1.0, MARGIN * max(ratios))
+
+
+def read_profile(name: str) -> DeviceProfile:
+    """A profile by the name of one that comes with the program, or by the path of a JSON file with the same entries.
+
+    Raises `ConfigError` where there is none, or an entry is missing, unknown or not a positive number.
+    """
+    shipped = resources.files("smoe") / "profiles"
+    known = sorted(entry.name.removesuffix(".json") for entry in shipped.iterdir() if entry.name.endswith(".json"))
+    try:
+        text = (shipped / f"{name}.json").read_text("utf8") if name in known else Path(name).read_text("utf8")
+        entries = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no device profile {name!r} ({error}); use {', '.join(known)} or a JSON file") from error
+    return _checked(name, entries)
+
+
+def _checked(name: str, entries: Any) -> DeviceProfile:
+    wanted = {field.name: field.type for field in fields(DeviceProfile)}
+    given = set(entries) if isinstance(entries, dict) else set()
+    if given != wanted.keys():
+        wrong = ", ".join(sorted(wanted.keys() ^ given))
+        raise ConfigError(f"device profile {name!r}: these entries are missing or unknown: {wrong}")
+    for entry, value in entries.items():
+        is_right = isinstance(value, str) if wanted[entry] == "str" else _is_positive(value)
+        if not is_right:
+            raise ConfigError(f"device profile {name!r}: {entry} is {value!r}; it must be a positive number")
+    return DeviceProfile(**entries)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+Clock = Callable[[], float]
+"""Seconds, as reported."""

@@ -1,0 +1,198 @@
+"""Experts on their way: which copy is bound for which slot, what may start now, what has come.
+
+The middle between the plan's loads and the computing that waits for them. The slot table, the eviction policy and the
+transfers change together here and nowhere else, so that an error anywhere leaves them in agreement.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from smoe.expert import Copy
+from smoe.memory.device import Arena
+from smoe.memory.store import ExpertStore
+from smoe.memory.transfer import State, Ticket, Transfers
+from smoe.metrics import Counters
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.plan import LayerPlan, Load, Promotion, Serve
+from smoe.policy.residency import SlotTable
+from smoe.routing import Phase, Routing
+from smoe.runtime.expert_math import ExpertMath, Weights
+
+
+class Arrivals:
+    """The loads of one device. Used by the computing thread only."""
+
+    def __init__(
+        self,
+        *,
+        store: ExpertStore,
+        table: SlotTable,
+        eviction: Eviction,
+        transfers: Transfers,
+        arena: Arena,
+        math: Mapping[int, ExpertMath],
+        clock: Callable[[], float],
+    ) -> None:
+        self.table = table
+        self.eviction = eviction
+        self.transfers = transfers
+        self.counters = Counters()
+        self.tickets: dict[Copy, Ticket] = {}
+        """What has been submitted and whose end has not been booked."""
+        self._store = store
+        self._arena = arena
+        self._math = math
+        self._clock = clock
+        self._promoted: set[Copy] = set()
+        """Copies of the running layer that were prefetched and stay, and that have not served yet."""
+        self._weights: list[Weights | None] = [None] * (table.cache_slots + table.staging_slots)
+        self._views: dict[tuple[int, int], Weights] = {}
+        self._queue: deque[Load] = deque()
+
+    @property
+    def slots(self) -> int:
+        """Cache and staging slots together."""
+        return len(self._weights)
+
+    @property
+    def running(self) -> float:
+        """Loads that the link still has to do for what runs now: half of each is taken to be done."""
+        return sum(0.5 for ticket in self.tickets.values() if ticket.state is State.RUNNING)
+
+    def start_anew(self, eviction: Eviction) -> None:
+        """Empty slots, no statistics, no counts."""
+        self.recover()
+        self.table.clear()
+        self.eviction = eviction
+        self.counters = Counters()
+        self.transfers.start_anew()
+
+    def adopt(self, plan: LayerPlan) -> None:
+        """A layer's plan is to be carried out: its promotions at once, its loads in their order."""
+        for promotion in plan.promotions:
+            self._promote(promotion)
+        self._queue = deque(plan.loads)
+        self.issue(0)
+
+    def prefetch(self, loads: Sequence[Load]) -> None:
+        """Bring in what a later layer may want, after all that the running layer waits for."""
+        self.counters.prefetches += len(loads)
+        self._queue.extend(loads)
+        self.issue(0)
+
+    def _promote(self, promotion: Promotion) -> None:
+        self.table.promote(promotion)
+        if promotion.victim is not None:
+            self.eviction.remove(promotion.victim)
+        self._promoted.add(promotion.copy)  # a resident once it has served: in the order of the plan, as any other
+
+    def issue(self, computed: int) -> None:
+        """Start the loads whose slots are free, now that `computed` serves of the plan have ended."""
+        queue = self._queue
+        while queue and queue[0].after <= computed:
+            load = queue.popleft()
+            self.table.begin(load)
+            if load.victim is not None:
+                self.eviction.remove(load.victim)
+            self._weights[load.slot] = self._bind(load)
+            self.tickets[load.copy] = self.transfers.submit(load)
+
+    def _bind(self, load: Load) -> Weights:
+        """The weights that the load will bring, as views; made once for a slot and layout."""
+        layer, expert, _ = load.copy
+        placement = self._store.placement(layer, expert)
+        key = (load.slot, placement.layout)
+        weights = self._views.get(key)
+        if weights is None:
+            weights = self._views[key] = self._math[layer].bind(self._arena, load.slot, placement.parts)
+        return weights
+
+    def _arrive(self, copy: Copy) -> Weights:
+        """Wait for a copy that is under way and take it in."""
+        ticket = self.tickets[copy]
+        if not ticket.is_over:
+            self.transfers.urge(ticket)
+            started = self._clock()
+            ticket.join()
+            self.counters.wait_seconds += self._clock() - started
+        self._close(copy, ticket)
+        if ticket.error is not None:
+            raise ticket.error
+        return self.ready(copy)
+
+    def _close(self, copy: Copy, ticket: Ticket) -> None:
+        """Book the end of a load."""
+        del self.tickets[copy]
+        if ticket.state is not State.DONE:
+            self._promoted.discard(copy)
+            self.table.fail(copy)
+            return
+        self.table.arrive(copy)
+        if ticket.load.keep:
+            self.eviction.insert(copy)
+        if ticket.ready_event is not None:  # on a GPU: the device waits, not the host
+            torch.cuda.current_stream(self._arena.device).wait_event(ticket.ready_event)
+
+    def collect(self) -> None:
+        """Take in the prefetches that have ended since the last layer; a failed one is tried again on demand."""
+        if self.tickets:
+            for copy, ticket in list(self.tickets.items()):
+                if ticket.is_over:
+                    self._close(copy, ticket)
+
+    def drop_stale(self, routing: Routing) -> None:
+        """Forget what was prefetched for this layer, or one before it, and is not wanted.
+
+        A wrong guess that is being read is left alone in decode, where nobody needs its slot now, and dropped at a
+        later layer; a prefill streams through these slots and waits for it.
+        """
+        layer, table = routing.layer, self.table
+        wanted = {expert for row in routing.top_k_index for expert in row}
+        for copy in list(table.staged):
+            if copy[0] == layer and copy[1] in wanted:
+                self.counters.prefetches_used += 1
+                continue
+            ticket = self.tickets.get(copy)
+            if ticket is not None:
+                if not self.transfers.cancel(ticket) and not ticket.is_over:
+                    if routing.phase is Phase.DECODE:
+                        continue
+                    ticket.join()
+                self._close(copy, ticket)
+            if copy in table.ready:
+                table.release(copy)
+
+    def recover(self) -> None:
+        """After an error or an interrupt, wherever it struck: nothing is under way, only what is ready is kept."""
+        self.transfers.drain()
+        self._queue.clear()
+        self.tickets.clear()
+        self._promoted.clear()
+        self.table.settle()
+        resident, believed = self.table.ready.keys(), set(self.eviction.victims(len(self._weights), ()))
+        for copy in sorted(believed - resident):
+            self.eviction.remove(copy)
+        for copy in sorted(resident - believed):
+            self.eviction.insert(copy)
+
+    def weights_of(self, serve: Serve) -> Weights:
+        return self.ready(serve.copy) if serve.copy in self.table.ready else self._arrive(serve.copy)
+
+    def ready(self, copy: Copy) -> Weights:
+        weights = self._weights[self.table.ready[copy]]
+        assert weights is not None, copy
+        return weights
+
+    def served(self, serve: Serve, computed: int) -> None:
+        """A serve has been computed: a passing expert leaves, loads that waited for its slot start."""
+        if serve.copy in self.table.staged:
+            self.table.release(serve.copy)
+        elif serve.copy in self._promoted:
+            self._promoted.remove(serve.copy)
+            self.eviction.insert(serve.copy)
+        if self._queue:
+            self.issue(computed)

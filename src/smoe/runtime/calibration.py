@@ -1,0 +1,52 @@
+"""How slow an emulated device has to be for this machine to keep up: real times, measured once the model is there."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from transformers import PreTrainedModel
+
+from smoe.memory.emulation import Emulation
+from smoe.memory.link import Link
+from smoe.runtime.engine import Engine
+
+_STEPS = 4
+
+
+def calibrate(model: PreTrainedModel, emulation: Emulation, link: Link) -> None:
+    """Run a few tokens without waiting for the profile's times and set the dilation by what they took."""
+    engine: Engine = model.offload  # type: ignore[assignment]
+    emulation.is_paced = False
+    _run(model, engine, 2)  # the second time experts come from the host tier, as in use
+    before = engine.stats()
+    _run(model, engine, _STEPS)
+    counts = engine.stats() - before
+    layers = counts.forward_passes * len(engine.store.layers)
+    expert = counts.compute_seconds / max(1, counts.decode_uses)
+    emulation.choose_dilation(
+        copy=_copy_seconds(engine.slot_memory, engine.store.slot_bytes),
+        expert=expert,
+        host=2 * expert,  # on one thread, and beside the others
+        layer=counts.dense_seconds / max(1, layers),
+    )
+    emulation.is_paced = True
+    for _ in link.measured():
+        pass  # taken at another pace
+
+
+def _run(model: PreTrainedModel, engine: Engine, steps: int) -> None:
+    for _ in range(steps):
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=engine.new_cache(), use_cache=True)
+
+
+def _copy_seconds(slots: torch.Tensor, slot_bytes: int) -> float:
+    """Of one expert, in RAM, from memory to memory; the middle of a few."""
+    source = torch.ones(slot_bytes, dtype=torch.uint8)
+    target = slots[:slot_bytes]
+    seconds = []
+    for _ in range(7):
+        began = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - began)
+    return sorted(seconds)[3]

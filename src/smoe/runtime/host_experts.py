@@ -1,0 +1,117 @@
+"""Experts that the CPU computes where they lie, in the host tier, while the device and the link do something else.
+
+One thread of its own; the bits are those of a CPU, so beside another device a layer computed by both has grade E2, and
+on an emulated device, which is this CPU, E0 and E1 stay.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+
+from smoe.expert import Copy
+from smoe.memory.emulation import Emulation
+from smoe.memory.host import HostTier
+from smoe.memory.link import Link
+from smoe.memory.movers import Filler
+from smoe.memory.store import ExpertStore
+from smoe.policy.balance import Balance, Costs, RecentCosts
+from smoe.runtime.expert_math import ExpertMath
+
+
+class HostExperts:
+    """Computes single experts beside the device. `submit` belongs to the computing thread."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        filler: Filler,
+        store: ExpertStore,
+        math: Mapping[int, ExpertMath],
+        threads: int,
+        emulation: Emulation | None,
+    ) -> None:
+        self._host = host
+        self._filler = filler
+        self._store = store
+        self._math = math
+        self._threads = threads
+        self._emulation = emulation
+        self._timed: deque[tuple[float, int]] = deque(maxlen=64)
+        self._under_way: set[Future[torch.Tensor]] = set()
+        self._worker = ThreadPoolExecutor(1, "smoe-host-experts", self._begin)
+
+    def submit(self, copy: Copy, x: torch.Tensor) -> Future[torch.Tensor]:
+        """Compute an expert for the rows x [n, H] (on any device); the result [n, H] is on the CPU.
+
+        Its reading from disk, where that is needed, comes first and may fail: the error is the result's.
+        """
+        future = self._worker.submit(self._compute, copy, x.to("cpu"))
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return future
+
+    def measured(self) -> Iterator[tuple[float, int]]:
+        """(seconds, rows) of every expert computed since the last call."""
+        while self._timed:
+            yield self._timed.popleft()
+
+    def drain(self) -> None:
+        """Forget what has not begun and wait for what has."""
+        pending = list(self._under_way)
+        for future in pending:
+            future.cancel()
+        wait(pending)
+
+    def close(self) -> None:
+        self._worker.shutdown(cancel_futures=True)
+
+    def _begin(self) -> None:
+        torch.set_num_threads(self._threads)
+        torch.set_grad_enabled(False)
+
+    def _compute(self, copy: Copy, x: torch.Tensor) -> torch.Tensor:
+        layer, expert, _ = copy
+        lease = self._host.lease(copy)
+        is_valid = lease.is_hit
+        try:
+            if not lease.is_hit:
+                self._filler.fill(layer, expert, self._host.arena.buffer(lease.slot), None)
+                is_valid = True
+            began = time.perf_counter()
+            parts = self._store.placement(layer, expert).parts
+            weights = self._math[layer].bind(self._host.arena, lease.slot, parts)
+            out = self._math[layer].forward(x, weights)
+            if self._emulation is not None:
+                self._emulation.compute_on_host(began, x.shape[0])
+            dilation = 1.0 if self._emulation is None else self._emulation.dilation
+            self._timed.append(((time.perf_counter() - began) / dilation, x.shape[0]))
+            return out
+        finally:
+            self._host.give_back(lease, None, is_valid=is_valid)
+
+
+class Balancer:
+    """Shares misses out between link and CPU, at the costs last measured or at `fixed` ones."""
+
+    def __init__(self, method: str, order: str, link: Link, host_experts: HostExperts, fixed: Costs | None) -> None:
+        self._method = method
+        self._order = order
+        self._link = link
+        self._host_experts = host_experts
+        self._fixed = fixed
+        self._recent = RecentCosts()
+
+    def balance(self, under_way: float) -> Balance:
+        """For one layer, with so many loads under way."""
+        for seconds in self._link.measured():
+            self._recent.note_load(seconds)
+        for seconds, rows in self._host_experts.measured():
+            self._recent.note_host(seconds / rows if self._order == "tokens" else seconds)
+        if self._fixed is not None:
+            return Balance(self._method, self._order, self._fixed)
+        return Balance(self._method, self._order, self._recent.costs(under_way))

@@ -1,0 +1,181 @@
+"""A device beside the CPU, acted: host tier, link, the CPU's own experts and the look-ahead, all at once, and exact.
+
+The same code path as on a GPU above the link. Would catch: a host slot given away while it is computed from, a result
+that arrives for the wrong expert, a look-ahead that spoils the KV cache, an error of another thread that nobody hears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from smoe.config import configure
+from smoe.errors import ConfigError, TransferError
+from smoe.memory.movers import Filler
+from smoe.routing import Phase
+from tests import oracle, zoo
+
+Open = Callable[..., PreTrainedModel]
+BENCH: dict[str, Any] = {"device": "emulated", "dilation": 1.0}
+
+
+@pytest.mark.parametrize("balance", ["none", "paper", "optimal", "host"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "granitemoe"])
+def test_every_division_of_work_is_exact(family: str, balance: str, toy: Callable[..., Path], open_model: Open) -> None:
+    """The CPU acts the device too, so its experts have the same bits: grade E0."""
+    folder = toy(family)
+    model = open_model(folder, "fifth", **BENCH, balance=balance)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    counters = model.offload.stats()
+    model.offload.executor.table.check()
+    decode_misses = counters.decode_uses - counters.decode_hits
+    assert decode_misses > 0
+    if balance == "none":
+        assert counters.host_computed == 0
+    elif balance == "host":
+        assert counters.host_computed == decode_misses, "in decode nothing is loaded"
+    else:
+        assert counters.host_computed > 0
+
+
+@pytest.mark.parametrize("order", ["score", "tokens"])
+def test_a_batch_is_exact_to_rounding(order: str, toy: Callable[..., Path], open_model: Open) -> None:
+    folder = toy("qwen3_moe")
+    model = open_model(folder, "half", **BENCH, preset="smoe-exact", balance_order=order, max_sequences=3)
+    ids = torch.cat([oracle.PROMPT, oracle.PROMPT.flip(1), oracle.PROMPT])
+    ours = model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    theirs = oracle.reference(folder).generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert torch.equal(ours, theirs)
+    assert model.offload.stats().host_computed > 0
+
+
+def test_substitution_beside_the_cpu(toy: Callable[..., Path], open_model: Open) -> None:
+    """The whole preset at once; what is replaced is neither loaded nor computed by the CPU."""
+    model = open_model(toy("qwen3_moe"), "fifth", **BENCH, preset="smoe", alpha=0.9)
+    oracle.greedy(model)
+    counters = model.offload.stats()
+    assert counters.substituted > 0
+    assert counters.host_computed + counters.loads > 0
+    model.offload.executor.table.check()
+
+
+def test_reproducible_at_fixed_costs(toy: Callable[..., Path], open_model: Open) -> None:
+    """Measured costs would decide what becomes resident, and so what substitutes."""
+    folder = toy("qwen3_moe")
+    runs = [
+        oracle.greedy(open_model(folder, "fifth", **BENCH, preset="smoe", alpha=0.9, reproducible=True))
+        for _ in range(2)
+    ]
+    assert torch.equal(runs[0].tokens, runs[1].tokens)
+    assert all(torch.equal(a, b) for a, b in zip(runs[0].logits, runs[1].logits, strict=True))
+
+
+@pytest.mark.parametrize("at", [1, 5, 30])
+def test_an_error_beside_the_device_loses_one_request(
+    at: int, toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host tier is too small to hold anything for long, so every thread reads from disk all the time."""
+    folder = toy("qwen2_moe")
+    model = open_model(folder, "fifth", **BENCH, balance="host", host_memory_bytes=1)
+    calls: list[int] = []
+    original = Filler.fill
+
+    def fill(self: Filler, *args: Any) -> int:
+        calls.append(1)
+        if len(calls) == at:
+            raise TransferError(5, "injected: the disk is gone")
+        return original(self, *args)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Filler, "fill", fill)
+        with pytest.raises(TransferError, match="injected"):
+            oracle.greedy(model)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    host = model.offload._transfers._mover._host
+    assert not host._leased
+
+
+@pytest.mark.parametrize("prefetch_what", ["top-score", "chosen"])
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_looking_ahead_changes_no_bit(
+    family: str, prefetch_what: str, toy: Callable[..., Path], open_model: Open
+) -> None:
+    folder = toy(family)
+    model = open_model(folder, "half", prefetch="look-ahead", prefetch_what=prefetch_what)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    model.offload.executor.table.check()
+    predictor = model.offload.executor._predictors[Phase.DECODE]
+    proven = {station.is_proven for station in predictor._stations.values()}
+    assert proven == {family not in WITHOUT_RESIDUAL}
+    assert model.offload.stats().prefetches > 0
+
+
+WITHOUT_RESIDUAL = ["granitemoe"]
+"""Families whose layer is more than residual plus block: they get the next gate instead."""
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "glm4_moe", "olmoe"])
+def test_with_all_experts_the_look_ahead_is_the_truth(family: str, toy: Callable[..., Path], open_model: Open) -> None:
+    """Fed with the whole output of a layer's experts it must name what the next layer's router then chooses."""
+    model = open_model(toy(family), "full", prefetch="look-ahead")
+    executor = model.offload.executor
+    predictor, said = executor._predictors[Phase.DECODE], {}
+    original = executor._decode
+
+    def decode(plan: Any, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        output = original(plan, hidden, weights)
+        peeks = predictor.peeks
+        predicted = predictor(plan.layer, hidden, output.clone())
+        if predictor.peeks > peeks:  # else the next gate was asked, which only guesses
+            said[predicted[0]] = predicted[1]
+        truth.append((plan.layer, sorted(serve.copy[1] for serve in plan.serves)))
+        return output
+
+    truth: list[tuple[int, list[int]]] = []
+    executor._decode = decode
+    checked = 0
+    cache = model.offload.new_cache()
+    model(oracle.PROMPT, past_key_values=cache)
+    for token in (5, 9, 23, 40):
+        truth.clear()
+        said.clear()
+        model(torch.tensor([[token]]), past_key_values=cache)
+        if token == 5:
+            continue  # the first pass only proves the residuals
+        for layer, experts in truth:
+            if layer in said:
+                assert sorted(said[layer]) == experts
+                checked += 1
+    assert checked >= 3
+
+
+def test_listeners_are_not_disturbed(toy: Callable[..., Path], open_model: Open) -> None:
+    """Whoever asks for router logits gets one tensor a layer, as from the library alone."""
+    folder = toy("qwen3_moe")
+    model = open_model(folder, "fifth", prefetch="look-ahead")
+    oracle.greedy(model)  # the residuals are proven
+    cache = model.offload.new_cache()
+    model(oracle.PROMPT, past_key_values=cache)
+    out = model(torch.tensor([[7]]), past_key_values=cache, output_router_logits=True)
+    assert len(out.router_logits) == len(zoo.sparse_layers(model))
+
+
+def test_a_balance_without_a_second_unit_is_refused(toy: Callable[..., Path], open_model: Open) -> None:
+    with pytest.raises(ConfigError, match="beside the CPU"):
+        configure(device="cpu", balance="optimal")
+    with pytest.raises(ConfigError, match="beside the CPU"):
+        open_model(toy("mixtral"), "half", balance="host")
+    open_model(toy("mixtral"), "half", preset="smoe")  # auto: none here
+
+
+def test_the_dilation_is_found_by_measuring(toy: Callable[..., Path], open_model: Open) -> None:
+    folder = toy("qwen3_moe")
+    model = open_model(folder, "half", device="emulated")
+    assert model.offload.executor.emulation.dilation >= 1
+    assert model.offload.stats().tokens == 0, "calibration is not the user's"
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
