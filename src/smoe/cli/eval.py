@@ -156,7 +156,7 @@ def _measure(
             "questions_from": str(questions) if questions else "the demo" if asked else None,
             "questions": len(asked),
         }
-        with _Bars(sum(map(len, documents)), len(asked)) as bars:
+        with _Bars(thresholds, sum(map(len, documents)), len(asked)) as bars:
             return sweep(
                 ready, tokenizer, thresholds, documents, asked, folder, circumstances, bars.start
             ), circumstances
@@ -178,10 +178,11 @@ def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[li
 class _Bars:
     """A bar for every threshold; the length of answers is not known before, so it is a guess."""
 
-    def __init__(self, text_tokens: int, questions: int) -> None:
+    def __init__(self, thresholds: list[float], text_tokens: int, questions: int) -> None:
         from smoe.cli.console import progress
 
-        self._progress = progress()
+        self._progress = progress("eval", "tokens")
+        self._alphas = sorted({0.0, *thresholds})
         self._expected = text_tokens + questions * 40
 
     def __enter__(self) -> _Bars:
@@ -192,7 +193,8 @@ class _Bars:
         self._progress.__exit__(*exc)
 
     def start(self, alpha: float) -> Any:
-        task = self._bars.add_task(f"alpha {alpha:g}", total=self._expected, amount="")
+        title = f"alpha {alpha:g} ({self._alphas.index(alpha) + 1} of {len(self._alphas)})"
+        task = self._bars.add_task(title, total=self._expected, amount="")
         return lambda count: self._bars.update(task, advance=count)
 
 

@@ -60,7 +60,7 @@ def _measure(options: EngineOptions, model: str, text: Path | None) -> Tuning:
 
     texts = read_documents(text)
     tokenizer = tokenizer_of(model, options.revision)
-    with loaded(model, substituting(options), options.revision) as ready, progress() as bars:
+    with loaded(model, substituting(options), options.revision) as ready, progress("tune", "tokens") as bars:
         offload: Any = ready.offload
         ids = [token for document in texts for token in tokenizer(document)["input_ids"]][: offload.context_tokens]
         task = bars.add_task("measuring", total=steps_of(ALPHAS), amount="")
