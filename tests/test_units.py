@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smoe.errors import ConfigError
-from smoe.units import format_bytes, format_seconds, parse_bytes
+from smoe.units import format_bytes, format_remaining, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -53,3 +53,10 @@ def test_three_digits_at_most_four(count: int) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "1 s"), (41.2, "42 s"), (89, "1 min"), (170, "3 min"), (7790, "2 h 10 min")]
+)
+def test_what_remains_is_no_finer_than_a_guess(seconds: float, text: str) -> None:
+    assert format_remaining(seconds) == text

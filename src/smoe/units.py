@@ -6,6 +6,7 @@ Inside the program every quantity is a plain number with its unit in its name (`
 
 from __future__ import annotations
 
+import math
 import re
 
 from smoe.errors import ConfigError
@@ -52,6 +53,14 @@ def format_seconds(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.3g} s"
     return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def format_remaining(seconds: float) -> str:
+    """A guessed duration for a reader, no finer than it is known (`40 s`, `3 min`, `2 h 10 min`)."""
+    if seconds < 60:
+        return f"{math.ceil(seconds)} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def format_rate(tokens_per_second: float) -> str:

@@ -4,6 +4,10 @@ import json
 
 import pytest
 
+from smoe.cli.eval import _print_table
+from smoe.eval.price import Change, Price
+from smoe.eval.stepwise import Quality
+
 
 @pytest.fixture
 def text(tmp_path):
@@ -23,6 +27,16 @@ def test_eval_prices_every_threshold_and_draws_it(run, checkpoint, text, tmp_pat
     assert exact["tokens"] == lossy["tokens"] > 20 and exact["questions"] == 3
     assert lossy.keys() >= {"perplexity", "perplexity_change", "seconds_per_token", "hit_ratio", "substituted_share"}
     assert picture.stat().st_size > 10_000 and "perplexity" in ran.err
+
+
+def test_the_table_fits_an_ordinary_terminal(capsys):
+    """With the longest figures that can come up: what does not fit would be cut, with an ellipsis."""
+    blocks = {"tokens": 1280, "block_nats": [64 * 11.0] * 20, "block_tokens": [64] * 20, "right": [True] * 20}
+    quality = Quality(0.35, **blocks, kl=12.3456, median_seconds=12.3456, substituted=1.0)
+    _print_table([Price(quality, Change(0.5, -0.123, 12.3), Change(-0.5, -1, 1))])
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= 80 and "change" in lines[0] and "points" in lines[1]
+    assert " ".join(lines[2].split()) == ("0.35 59874.14 -12..+1230 12.3456 100.0 100.0 -100..+100 100.0 100.0 12,346")
 
 
 def test_eval_goes_on_and_says_when_it_cannot(run, checkpoint, text, tmp_path):

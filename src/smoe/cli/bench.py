@@ -95,7 +95,7 @@ def _ablate(model: str, options: EngineOptions, name: str, text: Path | None, ro
     config = options.config(1)
     if config.context_tokens is None:
         config = replace(config, context_tokens=needed)
-    with progress() as bars:
+    with progress("bench", "turns") as bars:
         task = bars.add_task("loading", total=rounds * len(steps), amount="")
         bars.update(task, completed=-1)
         lines = ablate(
@@ -164,7 +164,7 @@ def _measure(ready: PreTrainedModel, tokenizer: Any, cells: list[Cell], seed: in
     from smoe.bench.cells import measure_cells
     from smoe.cli.console import progress
 
-    with progress() as bars:
+    with progress("bench", "cells") as bars:
         task = bars.add_task("warming up", total=len(cells), amount="")
         return measure_cells(
             ready,

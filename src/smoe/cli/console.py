@@ -7,16 +7,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
 
 from smoe.errors import BudgetError, ContextError, NotMoEError, SmoeError
-from smoe.units import format_bytes
+from smoe.units import format_bytes, format_remaining
 
 _PATIENCE_SECONDS = 1.0
+_LINE_SECONDS = 10.0
 _HINTS = {
     BudgetError: "smoe plan MODEL, without --memory, shows what each budget buys.",
     ContextError: "the context is part of the budget: see smoe plan MODEL --context N.",
@@ -55,12 +57,44 @@ def complain(error: SmoeError) -> None:
 
 
 @contextmanager
-def progress() -> Iterator[Progress]:
-    """Bars on stderr that disappear when done; silent where stderr is not a terminal."""
+def progress(command: str = "", unit: str = "", clock: Callable[[], float] = monotonic) -> Iterator[Progress]:
+    """Bars on stderr that disappear when done; where stderr is not a terminal, a plain line now and then instead.
+
+    Lines begin with the command and count in `unit`, unless the task has an `amount` of its own.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeElapsedColumn())
     console = errors()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with (
+        Progress(*columns, console=console, transient=True, get_time=clock)
+        if console.is_terminal
+        else _Lines(command, unit, console, clock)
+    ) as bars:
         yield bars
+
+
+class _Lines(Progress):
+    """Progress for a log: `eval: alpha 0.3, 412 of 1,200 tokens, 3 min left`, at most every ten seconds."""
+
+    def __init__(self, command: str, unit: str, console: Console, clock: Callable[[], float]) -> None:
+        super().__init__(console=console, disable=True, get_time=clock)
+        self._start = f"{command}: " if command else ""
+        self._unit = unit
+        self._said = clock()
+
+    def update(self, task_id: TaskID, *args: Any, **changes: Any) -> None:
+        super().update(task_id, *args, **changes)
+        if self.get_time() - self._said >= _LINE_SECONDS:
+            self._said = self.get_time()
+            note(self._start + ", ".join(self._parts(self._tasks[task_id])))
+
+    def _parts(self, task: Task) -> Iterator[str]:
+        yield task.description
+        if task.fields["amount"]:
+            yield task.fields["amount"]
+        elif task.total is not None:
+            yield f"{max(0, task.completed):,.0f} of {task.total:,.0f} {self._unit}".rstrip()
+        if task.total is not None and 0 < task.completed < task.total:
+            yield f"{format_remaining((task.elapsed or 0.0) * (task.total / task.completed - 1))} left"
 
 
 class Patience:

@@ -62,7 +62,7 @@ def _measure(folder: Path, expert_bytes: int, threads: int | None) -> Profile:
 
     if threads is not None:
         torch.set_num_threads(threads)
-    with progress() as bars:
+    with progress("doctor") as bars:
         task = bars.add_task("measuring", total=None, amount="")
         return measure(folder, expert_bytes, lambda what: bars.update(task, amount=what))
 

@@ -57,8 +57,9 @@ def command(
     """
     from smoe.cli.console import print_json
 
+    seconds = _seconds(tpot, engine)
     texts = read_prompts(prompts, model)
-    report = _run(model, texts, engine, to_sampling(sampling), _seconds(tpot, engine), streams=not json)
+    report = _run(model, texts, engine, to_sampling(sampling), seconds, streams=not json)
     if json:
         print_json(_identity(model, sampling) | report.as_json())
     else:
@@ -108,14 +109,18 @@ def _seconds(tpot: str | None, engine: EngineOptions) -> float | None:
     return parse_seconds(tpot) if tpot is not None else None
 
 
-def _meet(seconds: float, model: str, offload: Any) -> None:
+def _meet(seconds: float, model: str, preset: str, offload: Any) -> None:
     """Substitute as little as meets a time per token, by what `smoe tune` has measured."""
     from smoe.cli.console import note
+    from smoe.config import PRESETS
     from smoe.eval.tune import circumstances_of, recall
+    from smoe.units import format_seconds
 
     alpha = recall(circumstances_of(model, offload)).alpha_for(seconds)
     offload.use_alpha(alpha)
-    note(f"alpha {alpha:g} should meet {seconds * 1e3:g} ms a token")
+    usual = PRESETS[preset].get("alpha", alpha)
+    instead = f", instead of the preset's {usual:g}" if usual != alpha else ""
+    note(f"alpha {alpha:g} from the profile's T(alpha) for {format_seconds(seconds)}{instead}")
 
 
 def _run(
@@ -129,7 +134,7 @@ def _run(
     config = engine.config(len(texts)) if tpot is None else substituting(engine, len(texts))
     with loaded(model, config, engine.revision) as ready:
         if tpot is not None:
-            _meet(tpot, model, ready.offload)
+            _meet(tpot, model, engine.preset, ready.offload)
         tokenizer = tokenizer_of(model, engine.revision)
         if tokenizer.chat_template is not None:
             note("this model knows conversations: smoe chat uses its template; generate continues the prompt as it is")

@@ -69,7 +69,7 @@ def _pack(model: str, dtype: str, revision: str | None, force: bool) -> tuple[Pa
         return packed.paths()[0], True
     store = ExpertStore(checkpoint_experts(folder, plan), name)
     note(f"{len(store.keys())} experts, {format_bytes(store.total_bytes)}, to {folder}")
-    with progress() as bars:
+    with progress("pack") as bars:
         task = bars.add_task("packing", total=len(store.keys()), amount="")
 
         def show(done: int, total: int) -> None:

@@ -10,7 +10,10 @@ import typer
 from smoe.cli.options import Debug, EngineOptions, Json, Model, substituting
 
 if TYPE_CHECKING:
-    from smoe.eval.tune import Tuning
+    from transformers import PreTrainedModel
+
+    from smoe.config import EngineConfig
+    from smoe.eval.tune import Choice, Tuning
 
 EPILOG = """Examples:
 
@@ -34,38 +37,83 @@ def command(
 ) -> None:
     """Measure the time per token for thresholds from 0 to 0.6, and name the smallest that meets a budget.
 
-    The result is remembered for this model, budget and machine; `smoe generate --tpot` uses it.
+    In rounds, so that the noise of this machine is known (+/-: half of what lies between the fastest and the slowest);
+    the choice is measured once more. The result is remembered for this model, budget and machine; `smoe generate
+    --tpot` uses it.
     """
-    from smoe.cli.console import note, print_json
-    from smoe.eval.tune import store
-    from smoe.units import format_seconds, parse_seconds
+    from smoe.units import parse_seconds
 
     budget = parse_seconds(tpot) if tpot is not None else None
-    tuning = _measure(engine, model, text)
-    note(f"remembered in {store(tuning)}")
-    alpha = tuning.alpha_for(budget) if budget is not None else None
-    if json:
-        print_json(tuning.circumstances | {"points": tuning.points, "tpot_seconds": budget, "alpha": alpha})
-        return
-    _print_table(tuning)
-    if budget is not None:
-        print(f"alpha {alpha:g} meets {format_seconds(budget)} a token")
+    _tune(model, substituting(engine), engine.revision, text, budget, json)
 
 
-def _measure(options: EngineOptions, model: str, text: Path | None) -> Tuning:
-    from smoe.cli.console import progress
+def _tune(
+    model: str, config: EngineConfig, revision: str | None, text: Path | None, budget: float | None, as_json: bool
+) -> None:
+    """Measure, remember, show, and choose where there is a budget."""
+    from smoe.cli.console import note
     from smoe.cli.session import loaded, tokenizer_of
     from smoe.eval.texts import read_documents
-    from smoe.eval.tune import circumstances_of, measure_times, steps_of
+    from smoe.eval.tune import store
 
     texts = read_documents(text)
-    tokenizer = tokenizer_of(model, options.revision)
-    with loaded(model, substituting(options), options.revision) as ready, progress() as bars:
+    tokenizer = tokenizer_of(model, revision)
+    with loaded(model, config, revision) as ready:
         offload: Any = ready.offload
         ids = [token for document in texts for token in tokenizer(document)["input_ids"]][: offload.context_tokens]
+        tuning = _measure(ready, model, ids)
+        note(f"remembered in {store(tuning)}")
+        if not as_json:
+            _print_table(tuning)
+        if tuning.is_flat:
+            note(_flat(tuning))
+        choice = _choose(ready, tuning, budget, ids) if budget is not None else None
+    if choice is not None and choice.is_within_noise:
+        note(_unsure(tuning, choice))
+    if as_json:
+        _print_json(tuning, choice)
+    elif choice is not None:
+        _print_choice(choice)
+
+
+def _measure(ready: PreTrainedModel, model: str, ids: list[int]) -> Tuning:
+    from smoe.cli.console import progress
+    from smoe.eval.tune import circumstances_of, measure_times, steps_of
+
+    offload: Any = ready.offload
+    with progress("tune", "tokens") as bars:
         task = bars.add_task("measuring", total=steps_of(ALPHAS), amount="")
         circumstances = circumstances_of(model, offload)
         return measure_times(ready, ALPHAS, ids, circumstances, lambda count: bars.update(task, advance=count))
+
+
+def _choose(ready: PreTrainedModel, tuning: Tuning, budget: float, ids: list[int]) -> Choice:
+    from smoe.cli.console import progress
+    from smoe.eval.tune import choose, turn_tokens
+
+    with progress("tune", "tokens") as bars:
+        task = bars.add_task("measuring the choice once more", total=turn_tokens(), amount="")
+        return choose(ready, tuning, budget, ids, lambda count: bars.update(task, advance=count))
+
+
+def _flat(tuning: Tuning) -> str:
+    from smoe.units import format_seconds
+
+    return (
+        f"alpha changes nothing here: from {tuning.alphas[0]:g} to {tuning.alphas[-1]:g} the time per token stays the "
+        f"same within the noise (+/- {format_seconds(tuning.noise_seconds)})"
+    )
+
+
+def _unsure(tuning: Tuning, choice: Choice) -> str:
+    from smoe.units import format_seconds
+
+    low = f"{choice.lowest_alpha:g}"
+    found = f"{low} to {choice.highest_alpha:g}" if choice.highest_alpha is not None else f"{low} or none at all"
+    return (
+        f"{format_seconds(choice.tpot_seconds)} a token is within the noise (+/- "
+        f"{format_seconds(tuning.noise_seconds)}) of the fit: the smallest alpha that meets it may be {found}"
+    )
 
 
 def _print_table(tuning: Tuning) -> None:
@@ -75,8 +123,30 @@ def _print_table(tuning: Tuning) -> None:
     from smoe.units import format_seconds
 
     table = Table(box=None, header_style="dim", pad_edge=False)
-    table.add_column("alpha", justify="right")
-    table.add_column("a token", justify="right")
-    for alpha, seconds in tuning.points:
-        table.add_row(f"{alpha:g}", format_seconds(seconds))
+    for head in ("alpha", "a token", "+/-"):
+        table.add_column(head, justify="right")
+    for (alpha, seconds), half_range in zip(tuning.points, tuning.half_range_seconds, strict=True):
+        table.add_row(f"{alpha:g}", format_seconds(seconds), format_seconds(half_range))
     output().print(table)
+
+
+def _print_choice(choice: Choice) -> None:
+    from smoe.units import format_seconds
+
+    budget = format_seconds(choice.tpot_seconds)
+    verdict = f"meets {budget} a token within 10 %" if choice.is_met else f"misses {budget} a token by more than 10 %"
+    print(
+        f"alpha {choice.alpha:g} {verdict}: predicted {format_seconds(choice.predicted_seconds)}, "
+        f"measured {format_seconds(choice.measured_seconds)}"
+    )
+
+
+def _print_json(tuning: Tuning, choice: Choice | None) -> None:
+    """The same names with and without a budget."""
+    from dataclasses import asdict, fields
+
+    from smoe.cli.console import print_json
+    from smoe.eval.tune import Choice
+
+    chosen = asdict(choice) if choice else dict.fromkeys(field.name for field in fields(Choice))
+    print_json(tuning.as_json() | chosen)

@@ -57,7 +57,7 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
 
     config = engine.config()
     reference = reference_of(model, config, engine.revision)
-    with loaded(model, config, engine.revision) as ready, progress() as bars:
+    with loaded(model, config, engine.revision) as ready, progress("verify") as bars:
         passes = len(reference.sites) * (1 + DECODE_STEPS)
         task = bars.add_task("comparing layers", total=passes, amount="")
         vocabulary = int(ready.config.get_text_config().vocab_size)

@@ -2,6 +2,8 @@
 
 Time falls nearly linearly with alpha, quality only falls; so a polynomial of low degree through a few measured points
 is enough, and the answer is the smallest alpha whose fitted time is within the budget.
+
+Every alpha is measured in several rounds; half of what lies between the fastest and the slowest is its noise.
 """
 
 from __future__ import annotations
@@ -25,9 +27,48 @@ def fitted_seconds(points: Sequence[tuple[float, float]], alphas: Sequence[float
 
 def smallest_alpha(points: Sequence[tuple[float, float]], budget_seconds: float) -> float | None:
     """The smallest alpha, within the measured range, whose fitted time is within the budget; None where none is."""
-    low, high = min(alpha for alpha, _ in points), max(alpha for alpha, _ in points)
-    grid = [round(low + n * STEP, 6) for n in range(round((high - low) / STEP) + 1)]
+    grid = _grid(points)
     for alpha, seconds in zip(grid, fitted_seconds(points, grid), strict=True):
         if seconds <= budget_seconds:
             return alpha
     return None
+
+
+def predicted_seconds(points: Sequence[tuple[float, float]], alpha: float) -> float:
+    """The fitted time of an alpha from the measured range."""
+    return fitted_seconds(points, [below for below in _grid(points) if below < alpha] + [alpha])[-1]
+
+
+def half_ranges(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """The noise of every alpha; `rounds` hold one time for each."""
+    ranges: list[float] = (np.ptp(np.asarray(rounds), axis=0) / 2).tolist()
+    return ranges
+
+
+def noise_seconds(rounds: Sequence[Sequence[float]]) -> float:
+    """The noise of a typical alpha: of three rounds, one alpha's own says little."""
+    return float(np.median(half_ranges(rounds)))
+
+
+def is_flat(alphas: Sequence[float], rounds: Sequence[Sequence[float]]) -> bool:
+    """Whether the fitted time falls so little that both ends, with their noise, overlap.
+
+    A slow minute slows all alphas of its round, which says nothing about alpha: rounds are brought to one level first.
+    """
+    seconds = np.asarray(rounds)
+    level = seconds / np.median(seconds, axis=1, keepdims=True) * np.median(seconds)
+    points = list(zip(alphas, np.median(level, axis=0).tolist(), strict=True))
+    fitted = fitted_seconds(points, sorted(alphas))
+    return fitted[0] - fitted[-1] <= 2 * noise_seconds(level.tolist())
+
+
+def is_within_noise(points: Sequence[tuple[float, float]], budget_seconds: float, noise: float) -> bool:
+    """Whether noise (seconds) could move the answer by more than lies between two measured alphas, or out of reach."""
+    lowest, highest = (smallest_alpha(points, budget_seconds + moved) for moved in (noise, -noise))
+    spacing = float(np.diff(sorted(alpha for alpha, _ in points)).max())
+    return lowest is None or highest is None or highest - lowest > spacing + STEP / 2
+
+
+def _grid(points: Sequence[tuple[float, float]]) -> list[float]:
+    low, high = min(alpha for alpha, _ in points), max(alpha for alpha, _ in points)
+    return [round(low + n * STEP, 6) for n in range(round((high - low) / STEP) + 1)]
