@@ -19,7 +19,7 @@ VALUES = {"smoe.expert", "smoe.routing", "smoe.errors", "smoe.units"}
 """Modules of plain values that everybody may use."""
 
 DECIDE = {"policy"}
-DO = {"memory", "models", "runtime", "simulator"}
+DO = {"memory", "models", "runtime", "simulator", "trace"}
 OFFER = {"cli", "server", "bench", "eval", "cluster"}
 
 
@@ -96,6 +96,7 @@ def test_values_import_nothing_heavy() -> None:
 
 LIGHT = ["smoe", "smoe.config", "smoe.errors", "smoe.units", "smoe.metrics"]
 LIGHT += [m for m in ALL if package_of(m) in ("policy", "simulator")]
+LIGHT += ["smoe.trace", "smoe.trace.record", "smoe.trace.file"]
 
 
 def loaded_by(module: str) -> set[str]:

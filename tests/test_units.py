@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smoe.errors import ConfigError
-from smoe.units import format_bytes, format_remaining, format_seconds, parse_bytes
+from smoe.units import format_bytes, format_remaining, format_seconds, parse_bytes, parse_share
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,16 @@ def test_durations(seconds: float, text: str) -> None:
 )
 def test_what_remains_is_no_finer_than_a_guess(seconds: float, text: str) -> None:
     assert format_remaining(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("40%", 0.4), ("0.4", 0.4), (" 100 % ", 1.0), ("1", 1.0), ("12.5%", 0.125)]
+)
+def test_shares_as_people_type_them(text: str, share: float) -> None:
+    assert parse_share(text) == share
+
+
+@pytest.mark.parametrize("text", ["", "%", "0", "0%", "101%", "1.5", "-4%", "half"])
+def test_what_is_no_share_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match="40%"):
+        parse_share(text)

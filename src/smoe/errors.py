@@ -10,6 +10,7 @@
     |-- ContextError           the prompt does not fit the reserved context
     |-- TransferError          reading an expert failed while generating
     |-- DiskSpaceError         not enough free disk for what was asked
+    |-- TraceError             a routing trace cannot be read or written
     `-- EngineStateError       closed, forked, or used with a foreign cache
 
 Each message says what was given, what is allowed, and what to change.
@@ -55,7 +56,11 @@ class TransferError(SmoeError, OSError):
 
 
 class DiskSpaceError(SmoeError, OSError):
-    """Not enough free disk space for a download, a pack or a widened model."""
+    """Not enough free disk space for a download, a pack, a trace or a widened model."""
+
+
+class TraceError(SmoeError, ValueError):
+    """A routing trace is none, of another version, not whole, or without what is asked of it; or cannot be written."""
 
 
 class EngineStateError(SmoeError, RuntimeError):

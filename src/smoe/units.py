@@ -70,6 +70,18 @@ def format_rate(tokens_per_second: float) -> str:
     return f"{float(f'{tokens_per_second:.3g}'):,.0f} tokens/s"
 
 
+_SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*")
+
+
+def parse_share(text: str) -> float:
+    """`"40%"` or `"0.4"`, as a share: more than nothing, at most all."""
+    match = _SHARE.fullmatch(text)
+    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < share <= 1:
+        raise ConfigError(f"{text!r} is not a share; write for example 40% or 0.4")
+    return share
+
+
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(us|ms|s)\s*")
 
 

@@ -73,6 +73,20 @@ class EngineOptions:
         str | None,
         typer.Option(help=f"What brings experts in ahead: {', '.join(PREFETCH)}.", rich_help_panel=_ENGINE),
     ] = None
+    balance: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Beside a device: which missing experts the CPU computes: {', '.join(BALANCE)}.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="With --device emulated, a test bench: whose times are acted, rtx-a6000, rtx-4060-ti or a JSON file.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
     kernels: Annotated[
         str | None,
         typer.Option(help=f"What multiplies one row by a matrix: {', '.join(KERNELS)}.", rich_help_panel=_ENGINE),
@@ -107,6 +121,8 @@ class EngineOptions:
             eviction=self.eviction,
             prefetch=self.prefetch,
             kernels=self.kernels,
+            balance=self.balance,
+            profile=self.profile,
             alpha=self.alpha,
             reproducible=self.reproducible or None,
         )

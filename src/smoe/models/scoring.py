@@ -15,9 +15,9 @@ gives the same weights. No combination: substitution is refused for the family, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -79,6 +79,28 @@ class ScoringRule:
             chosen = chosen / chosen.sum(dim=-1, keepdim=True).clamp(min=1e-20)
         return (chosen * self.scale).to(dtype)
 
+    def as_json(self) -> dict[str, Any]:
+        """The rule for a file, to the last bit."""
+        return {
+            "score": self.score,
+            "weight": self.weight,
+            "scale": self.scale,
+            "bias": None if self.bias is None else self.bias.tolist(),
+            "groups": None if self.groups is None else asdict(self.groups),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ScoringRule:
+        """What `as_json` wrote."""
+        bias, groups = value["bias"], value["groups"]
+        return cls(
+            score=value["score"],
+            weight=value["weight"],
+            scale=value["scale"],
+            bias=None if bias is None else torch.tensor(bias),
+            groups=None if groups is None else Groups(**groups),
+        )
+
 
 def find_rule(router: nn.Module, block: nn.Module, hidden: int, experts: int, top_k: int, layer: int) -> ScoringRule:
     """The rule of one router; raises `UnsupportedModelError` where none of the known ones is its own.
@@ -102,7 +124,15 @@ def find_rule(router: nn.Module, block: nn.Module, hidden: int, experts: int, to
 
 
 def in_order(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A router's output as (logits, weights, index); in transformers 5.17 granitemoe has it the other way round."""
+    """A router's output as (logits, weights, index); in transformers 5.17 granitemoe has it the other way round.
+
+    Raises `UnsupportedModelError` for a router that gives something else.
+    """
+    if len(output) != 3:
+        raise UnsupportedModelError(
+            f"a router of this model gives {len(output)} values instead of logits, weights and index, so its scores "
+            "cannot be heard; without --alpha, and with an eviction other than score, the model works"
+        )
     first, weights, last = output
     return (first, weights, last) if first.is_floating_point() else (last, weights, first)
 

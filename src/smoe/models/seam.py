@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from smoe.errors import EngineStateError
@@ -31,15 +32,20 @@ def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine, lis
 
     `listen`: paths of the routers whose logits the engine wants to hear, by layer.
     """
+    hear_routers(model, engine, listen)
     modules = dict(model.named_modules())
-    for layer, name in listen.items():
-        modules[name].register_forward_hook(_note_logits(engine, layer))
     for site in sites:
         modules[site.name].forward = _experts_forward(engine, site.layer)  # type: ignore[method-assign]
     model.forward = _model_forward(model, engine)  # type: ignore[method-assign]
     model.generate = _generate(model, engine)  # type: ignore[method-assign]
     model._prepare_cache_for_generation = _prepare_cache(engine)  # type: ignore[method-assign]
     model.offload = engine  # type: ignore[assignment]
+
+
+def hear_routers(model: PreTrainedModel, engine: Engine, listen: Mapping[int, str]) -> list[RemovableHandle]:
+    """From now on the engine hears the logits of the routers `listen` (paths by layer), until the hooks are removed."""
+    modules = dict(model.named_modules())
+    return [modules[name].register_forward_hook(_note_logits(engine, layer)) for layer, name in listen.items()]
 
 
 def _note_logits(engine: Engine, layer: int) -> Callable[..., None]:

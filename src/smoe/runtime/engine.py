@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PretrainedConfig
@@ -32,6 +32,22 @@ from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.kv_cache import RowCache
 from smoe.runtime.split import MIN_EXPERT_BYTES
 from smoe.runtime.substitution import Scored
+
+
+class Listener(Protocol):
+    """Hears what the routers decide, before anything is replaced."""
+
+    def __call__(
+        self,
+        layer: int,
+        phase: Phase,
+        sequences: int,
+        logits: torch.Tensor | None,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> None:
+        """One layer of a pass over `sequences` rows of equal length, row after row: logits [T, E] or None where nobody
+        listens to the router, top_k_index [T, K] with the index E at padding, top_k_weights [T, K]."""
 
 
 class Engine:
@@ -67,11 +83,14 @@ class Engine:
         self.rules = rules
         self._logits: dict[int, torch.Tensor] = {}
         """What the routers said in this pass, until their experts run."""
+        self.listener: Listener | None = None
+        """Where set, hears every routing: `smoe.trace` writes it down."""
         self._arena = arena
         self._transfers = transfers
         self._process = os.getpid()
         self._is_closed = False
         self._phase = Phase.PREFILL
+        self._sequences = 1
         self._padding: torch.Tensor | None = None
         self._caches: list[weakref.ref[RowCache]] = []
         self._dense_bytes = dense_bytes
@@ -164,6 +183,7 @@ class Engine:
             if cache is not None:
                 cache.begin(tokens, rows)
             self._phase = Phase.DECODE if tokens == 1 else Phase.PREFILL
+            self._sequences = rows
             self._padding = padding.reshape(-1) if padding is not None else None
             if self.executor.emulation is not None:
                 self.executor.emulation.begin_pass()
@@ -188,6 +208,8 @@ class Engine:
             experts = self.store.layers[layer].experts
             top_k_index = top_k_index.masked_fill(self._padding.unsqueeze(1), experts)
         logits, rule = self._logits.pop(layer, None), self.rules.get(layer)
+        if self.listener is not None:
+            self.listener(layer, self._phase, self._sequences, logits, top_k_index, top_k_weights)
         scored = Scored(rule, rule.scores(logits)) if rule is not None and logits is not None else None
         return self.executor.run(layer, self._phase, hidden, top_k_index, top_k_weights, scored)
 

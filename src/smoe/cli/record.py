@@ -1,0 +1,202 @@
+"""`smoe record`: write down what the routers say while a model generates or reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from smoe.cli.generate import DEMO_PROMPT, INTERRUPTED, to_sampling
+from smoe.cli.options import Debug, EngineOptions, Json, Model, SamplingOptions
+from smoe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from smoe.runtime.engine import Engine
+    from smoe.runtime.generation import Batch, Sampling
+    from smoe.trace.recorder import Recorder
+
+EPILOG = """Examples:
+
+smoe record --out demo.trace -p "Once upon a time" --max-new-tokens 200
+
+smoe record ./my-moe --memory 8GiB --out traces --prompt-file questions.jsonl
+
+smoe record ./my-moe --memory 8GiB --out book.trace --text book.txt --tokens 5000
+
+smoe replay demo.trace --resident 40%
+
+docs/traces.md says what is in the file and how to read it with NumPy. Ctrl-C keeps the steps that have ended.
+"""
+
+
+def command(
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The trace; in a folder, it is named after the model.")],
+    model: Model = "demo",
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="Repeatable: one sequence after the other.")
+    ] = None,
+    prompt_file: Annotated[
+        list[Path] | None,
+        typer.Option(help="A file that is one prompt, or .jsonl with 'prompt' or 'text' in each line. Repeatable."),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Read this, token by token, instead of generating: .txt, or .jsonl with 'text'.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text, at most.")] = 2000,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write a routing trace: every router's logits for all experts, its choice and its weights, token by token.
+
+    What the model computes does not change. Prompts run one after the other, or --max-sequences at a time; a text is
+    read as generation would write it, one token a step.
+    """
+    from smoe.cli.console import note, print_json
+    from smoe.eval.texts import read_documents
+    from smoe.units import format_bytes
+
+    path = _destination(out, model, force)
+    if text is not None and (prompt or prompt_file):
+        raise ConfigError("--text is read instead of generating; give it without --prompt and --prompt-file")
+    texts = _prompts(prompt or [], prompt_file or [], model) if text is None else read_documents(text)
+    found = _record(model, engine, to_sampling(sampling), texts, tokens if text is not None else None, path, force)
+    if json:
+        print_json(found)
+    else:
+        note(f"{found['steps']} steps, {found['sequences']} sequences, {format_bytes(found['bytes'])}")
+        print(path)
+    if found["was_interrupted"]:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _destination(out: Path, model: str, force: bool) -> Path:
+    """The file to write; refused before any work where it cannot be written."""
+    from smoe.trace.file import refuse_existing
+
+    path = out / f"{Path(model).name or 'model'}.trace" if out.is_dir() else out
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--out is {str(out)!r}; there is no folder {path.absolute().parent}")
+    if not force:
+        refuse_existing(path)
+    return path
+
+
+def _prompts(given: list[str], files: list[Path], model: str) -> list[str]:
+    """The prompts of the command line and of files, in this order; the demo has one of its own."""
+    from smoe.cli.console import note
+    from smoe.eval.texts import read_documents
+
+    texts = [*given, *(text for path in files for text in read_documents(path))]
+    if not texts and model != "demo":
+        raise ConfigError('there is nothing to record; give -p "...", --prompt-file FILE or --text FILE')
+    if not texts:
+        note(f'no prompt was given; taking "{DEMO_PROMPT}" (see --prompt)')
+    return texts or [DEMO_PROMPT]
+
+
+def _record(
+    model: str,
+    options: EngineOptions,
+    sampling: Sampling,
+    texts: list[str],
+    tokens: int | None,
+    path: Path,
+    force: bool,
+) -> dict[str, Any]:
+    """Continue `texts`, or read at most `tokens` of them, and say what was recorded."""
+    from smoe.cli.console import Patience
+    from smoe.cli.session import loaded, tokenizer_of
+    from smoe.trace.recorder import recording
+
+    config = options.config()
+    with loaded(model, config, options.revision) as ready:
+        tokenizer, offload = tokenizer_of(model, options.revision), cast("Engine", ready.offload)
+        documents = _cut(tokenizer, texts, tokens, offload.context_tokens) if tokens is not None else []
+        batches = _batches(tokenizer, texts, offload) if tokens is None else []
+        rows = sum(map(len, documents)) + sum(_most_tokens(batch, sampling, offload) for batch in batches)
+        with recording(ready, path, name=model, replace=force) as recorder:
+            writer = recorder.writer
+            most_bytes = rows * len(writer.header.layers) * writer.header.row.itemsize
+            bar = Patience("recording", lambda: (min(writer.nbytes, most_bytes), most_bytes))
+            bar.start()
+            try:
+                whole = _read(ready, documents, recorder) and _generate(ready, tokenizer, batches, sampling, recorder)
+            finally:
+                bar.stop()
+    return {
+        "file": str(path),
+        "model": model,
+        "alpha": writer.header.alpha,
+        "layers": len(writer.header.layers),
+        "steps": recorder.steps,
+        "sequences": recorder.sequences,
+        "rows": writer.count,
+        "bytes": writer.nbytes,
+        "was_interrupted": not whole,
+    }
+
+
+def _batches(tokenizer: Any, prompts: list[str], engine: Engine) -> list[Batch]:
+    """Prompts that run together; one that is too long is refused before the first one runs."""
+    from smoe.errors import ContextError
+    from smoe.runtime.generation import encode
+
+    rows = engine.config.max_sequences
+    batches = [encode(tokenizer, prompts[begin : begin + rows]) for begin in range(0, len(prompts), rows)]
+    longest = max(batch.input_ids.shape[1] for batch in batches)
+    if longest >= engine.context_tokens:
+        raise ContextError(
+            f"a prompt has {longest} tokens, the context reserved in the budget is {engine.context_tokens}; "
+            "shorten it, or give more --context"
+        )
+    return batches
+
+
+def _most_tokens(batch: Batch, sampling: Sampling, engine: Engine) -> int:
+    """Rows of a layer that a batch can give: padding included, the last new token never read."""
+    rows, width = batch.input_ids.shape
+    return int(rows * (min(width + sampling.max_new_tokens, engine.context_tokens) - 1))
+
+
+def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[list[int]]:
+    """Token ids of the documents, each cut at the context, all together at `tokens`."""
+    documents: list[list[int]] = []
+    for text in texts:
+        documents.append(tokenizer(text)["input_ids"][: min(context, tokens)])
+        tokens -= len(documents[-1])
+        if tokens < 1:
+            break
+    return documents
+
+
+def _read(model: Any, documents: list[list[int]], recorder: Recorder) -> bool:
+    """Documents token by token; False where the user has had enough."""
+    from smoe.runtime.forced import forced
+
+    try:
+        for number, ids in enumerate(documents):
+            recorder.first_sequence = number
+            for _ in forced(model, ids, model.offload.new_cache()):
+                pass
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def _generate(model: Any, tokenizer: Any, batches: list[Batch], sampling: Sampling, recorder: Recorder) -> bool:
+    """Every batch continued; False where the user has had enough."""
+    from smoe.cli.console import note
+    from smoe.runtime.generation import generate_batch
+
+    for batch in batches:
+        recorder.first_sequence = recorder.sequences
+        generation = generate_batch(model, tokenizer, batch, sampling)
+        for text in generation.notes:
+            note(text)
+        if generation.was_interrupted:
+            return False
+    return True

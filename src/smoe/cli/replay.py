@@ -1,0 +1,123 @@
+"""`smoe replay`: how often a cache of any size, under any policy, would have held what a recorded run wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from smoe.cli.options import Debug, Json
+from smoe.config import configure
+from smoe.errors import ConfigError
+from smoe.policy.registry import EVICTION, SCORED_EVICTION, make_eviction
+from smoe.routing import Phase, Routing
+from smoe.units import parse_share
+
+if TYPE_CHECKING:
+    from smoe.policy.eviction.base import Eviction
+    from smoe.trace.record import TraceHeader
+
+EPILOG = """Examples:
+
+smoe replay demo.trace --resident 40%
+
+smoe replay demo.trace --slots 96 --eviction belady     (the bound that no policy beats)
+
+smoe replay demo.trace --resident 0.4 --eviction score --alpha 0.3 --json
+
+Traces are written by smoe record. Nothing is computed and no model is needed.
+"""
+
+
+def command(
+    trace: Annotated[Path, typer.Argument(help="A file that smoe record has written.")],
+    slots: Annotated[int | None, typer.Option(help="Experts that fit in memory.")] = None,
+    resident: Annotated[str | None, typer.Option(help="The same as a share of all experts, e.g. 40%.")] = None,
+    eviction: Annotated[str, typer.Option(help=f"Which expert is forgotten first: {', '.join(EVICTION)}.")] = "lru",
+    alpha: Annotated[
+        float, typer.Option(help="Replace missing low-score experts; how the model would go on is not seen.")
+    ] = 0.0,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Replay a recorded run through a cache of a given size: hit ratio and misses of its decode steps.
+
+    The engine's own planner decides, from an empty cache, without prefetch; prompts warm the cache and are not counted.
+    """
+    from smoe.cli.console import Patience, output, print_json
+
+    _check(slots, resident, eviction, alpha)
+    bar = Patience("replaying")
+    bar.start()
+    try:
+        found = _replay(trace, slots, resident, eviction, alpha)
+    finally:
+        bar.stop()
+    if json:
+        print_json(found)
+        return
+    share = f"{found['slots']} of {found['experts']} experts resident ({found['resident_share']:.0%})"
+    output().print(f"{found['model']}, {share}, {eviction}, alpha {alpha:g}", markup=False, soft_wrap=True)
+    output().print(f"hit ratio  {found['hit_ratio']:.1%}")
+    output().print(f"misses     {found['misses']} of {found['uses']} uses in {found['decode_steps']} decode steps")
+
+
+def _check(slots: int | None, resident: str | None, eviction: str, alpha: float) -> None:
+    """What can be refused before the trace is opened."""
+    configure(alpha=alpha)
+    if (slots is None) == (resident is None):
+        raise ConfigError("how large is the cache? give one of --slots N and --resident 40%")
+    if eviction == "belady" and alpha > 0:
+        raise ConfigError("belady knows the future of the model's own choice, which an alpha changes; leave out one")
+    if eviction != "belady":
+        make_eviction(eviction)
+
+
+def _replay(path: Path, slots: int | None, resident: str | None, eviction: str, alpha: float) -> dict[str, Any]:
+    import numpy as np
+
+    from smoe.policy.budget import MIN_STAGING_SLOTS
+    from smoe.simulator.replay import replay
+    from smoe.trace.file import Trace
+    from smoe.trace.record import PHASES
+
+    trace = Trace(path)
+    header = trace.header
+    room = _slots(header, slots, resident)
+    routings = trace.routings(with_scores=alpha > 0 or eviction in SCORED_EVICTION)
+    counts = replay(routings, room, MIN_STAGING_SLOTS, _policy(eviction, routings), alpha)
+    decoded = trace.rows["step"][trace.rows["phase"] == PHASES.index(Phase.DECODE)]
+    return {
+        "trace": str(path),
+        "model": header.model,
+        "eviction": eviction,
+        "alpha": alpha,
+        "slots": room,
+        "experts": header.experts,
+        "resident_share": min(1.0, room / header.experts),
+        "decode_steps": len(np.unique(decoded)),
+        "uses": counts.uses,
+        "misses": counts.misses,
+        "hit_ratio": counts.hit_ratio,
+    }
+
+
+def _slots(header: TraceHeader, slots: int | None, resident: str | None) -> int:
+    room = slots if slots is not None else int(header.experts * parse_share(resident or ""))
+    least = max(layer.top_k for layer in header.layers)
+    if room < least:
+        raise ConfigError(
+            f"a cache of {room} experts is too small: {header.model} uses {least} of a layer for every token"
+        )
+    return room
+
+
+def _policy(name: str, future: Sequence[Routing]) -> Eviction:
+    """A policy by name; the offline one is told the future."""
+    from smoe.policy.planner import observation
+
+    if name == "belady":
+        return EVICTION[name](observation(routing) for routing in future)
+    return make_eviction(name)

@@ -1,0 +1,1 @@
+"""Routing traces: what the routers said in a run, as a file that NumPy reads and the simulator replays."""

@@ -1,0 +1,238 @@
+"""Traces on disk: written row by row, read without being loaded. Layout: `docs/traces.md`.
+
+    offset 0    8 bytes magic, format version (4 bytes), length of the JSON text (4), number of rows (8)
+    then        JSON text, zeros up to the next page
+    then        the rows
+
+A file gets its name only when it is whole, and the number of rows is written last: until then it says "unfinished".
+So neither an interrupted writing nor a copy cut short is ever taken for a trace.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from smoe.errors import ConfigError, DiskSpaceError, TraceError
+from smoe.policy.planner import LAST_TOKENS
+from smoe.routing import Phase, Routing
+from smoe.trace.record import PHASES, TracedLayer, TraceHeader
+from smoe.units import format_bytes
+
+if TYPE_CHECKING:
+    from smoe.models.scoring import ScoringRule
+
+MAGIC = b"smoetrac"
+VERSION = 1
+_HEAD = struct.Struct("<8sIIQ")
+_COUNT_OFFSET = 16
+_UNFINISHED = 2**64 - 1
+_PAGE = 4096
+
+
+def refuse_existing(path: Path) -> None:
+    """Raise `ConfigError` where there is something already."""
+    if path.exists():
+        raise ConfigError(f"{path} is there already; choose another --out, or replace it with --force")
+
+
+class TraceWriter:
+    """Writes a trace to `path`, row by row. As a context manager: whole at the end, or, after an error, not there.
+
+    Raises `ConfigError` where there is a file and `replace` is off, `DiskSpaceError` when the disk is full,
+    `TraceError` for other failures of writing.
+    """
+
+    def __init__(self, path: Path, header: TraceHeader, *, replace: bool = False) -> None:
+        if not replace:
+            refuse_existing(path)
+        text = json.dumps(header.as_json()).encode()
+        self.header = header
+        self.count = 0
+        """Rows of whole steps."""
+        self._pending = 0
+        """Rows of a step that may still fail."""
+        self._path = path
+        self._partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+        self._start = _page_ceil(_HEAD.size + len(text))
+        with self._writing():
+            self._file = self._partial.open("wb")
+        with self._writing():
+            self._file.write((_HEAD.pack(MAGIC, VERSION, len(text), _UNFINISHED) + text).ljust(self._start, b"\0"))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file, so far."""
+        return self._start + (self.count + self._pending) * self.header.row.itemsize
+
+    def append(self, rows: np.ndarray) -> None:
+        """Rows ([n], `header.row`) of a step that has not ended."""
+        with self._writing():
+            self._file.write(rows.tobytes())
+        self._pending += len(rows)
+
+    def keep(self) -> None:
+        """The step has ended: its rows belong to the trace."""
+        self.count, self._pending = self.count + self._pending, 0
+
+    def drop(self) -> None:
+        """The step has failed: its rows are forgotten."""
+        if self._pending:
+            self._pending = 0
+            with self._writing():
+                self._file.seek(self.nbytes)
+                self._file.truncate()
+
+    def finish(self) -> None:
+        """Give the file its number of rows and its name; the rows of a step that has not ended are left out."""
+        self.drop()
+        with self._writing():
+            self._file.seek(_COUNT_OFFSET)
+            self._file.write(struct.pack("<Q", self.count))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._partial.replace(self._path)
+
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        with suppress(OSError):  # what a full disk did not take does not matter any more
+            self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self.abandon()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskSpaceError(
+                    f"the disk of {self._path} was full after {format_bytes(self.nbytes)} of trace, of which nothing "
+                    "is kept; free some, give another --out, or record fewer tokens"
+                ) from error
+            raise TraceError(f"cannot write {self._partial}: {error.strerror or error}") from error
+
+
+class Trace:
+    """A trace on disk. `rows` is mapped into memory: what is not looked at is not read.
+
+    Raises `TraceError` for a file that is none, is of another version, or is not whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header, start, count = _read_header(path)
+        row, size = self.header.row, path.stat().st_size
+        if size != start + count * row.itemsize:
+            raise TraceError(
+                f"{path} is truncated or damaged: {size} bytes, its header says {start + count * row.itemsize}; "
+                "copy or record it again"
+            )
+        self.rows: np.ndarray = np.memmap(path, row, "r", start, (count,)) if count else np.zeros(0, row)
+        """[rows] with the fields of `TraceHeader.row`, in the order in which the routers spoke."""
+
+    def routings(self, *, with_scores: bool = False) -> Sequence[Routing]:
+        """The trace as the simulator takes it, one `Routing` for each layer and step, each made when it is asked for.
+
+        `with_scores`: choice scores from the logits by each router's own rule, as the engine gives them; imports torch.
+        Raises `TraceError` where a layer's rule is not known.
+        """
+        return _Routings(self, _rules(self) if with_scores else {})
+
+
+class _Routings(Sequence[Routing]):
+    """Runs of rows with the same step and layer."""
+
+    def __init__(self, trace: Trace, rules: dict[int, ScoringRule]) -> None:
+        self._rows, self._rules = trace.rows, rules
+        self._layers = {layer.layer: layer for layer in trace.header.layers}
+        step, layer = self._rows["step"], self._rows["layer"]
+        changes = np.flatnonzero((step[1:] != step[:-1]) | (layer[1:] != layer[:-1])) + 1
+        self._bounds = np.concatenate([[0], changes, [len(step)]]) if len(step) else np.zeros(1, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    @overload
+    def __getitem__(self, place: int) -> Routing: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Routing]: ...
+    def __getitem__(self, place: int | slice) -> Routing | Sequence[Routing]:
+        numbers = range(len(self))[place]
+        if isinstance(numbers, range):
+            return [self[number] for number in numbers]
+        rows = self._rows[self._bounds[numbers] : self._bounds[numbers + 1]]
+        layer, phase = self._layers[int(rows["layer"][0])], PHASES[rows["phase"][0]]
+        index: list[list[int]] = rows["top_k_index"][:, : layer.top_k].tolist()
+        return Routing(layer.layer, phase, layer.experts, index, self._scores(layer, phase, rows["router_logits"]))
+
+    def _scores(self, layer: TracedLayer, phase: Phase, logits: np.ndarray) -> list[list[float]] | None:
+        """Choice scores of a step, as in the engine: of a prefill only its last tokens'."""
+        rule = self._rules.get(layer.layer)
+        if rule is None:
+            return None
+        import torch
+
+        last = logits[-LAST_TOKENS:] if phase is Phase.PREFILL else logits
+        scores = rule.scores(torch.from_numpy(last[:, : layer.experts].copy()))
+        found: list[list[float]] = rule.choice(scores).tolist()
+        return found
+
+
+def _rules(trace: Trace) -> dict[int, ScoringRule]:
+    from smoe.models.scoring import ScoringRule
+
+    rules = {}
+    for layer in trace.header.layers:
+        if layer.rule is None:
+            raise TraceError(
+                f"{trace.path} has logits but no scores: the router of layer {layer.layer} ({trace.header.model_type}) "
+                "follows no rule that smoe knows; replay it without --alpha, and with an eviction other than score"
+            )
+        rules[layer.layer] = ScoringRule.from_json(layer.rule)
+    return rules
+
+
+def _read_header(path: Path) -> tuple[TraceHeader, int, int]:
+    """(header, offset of the rows, number of rows)"""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD.size)
+            if len(head) < _HEAD.size or head[:8] != MAGIC:
+                raise TraceError(f"{path} is not a routing trace; smoe record writes one")
+            _, version, length, count = _HEAD.unpack(head)
+            text = file.read(length)
+    except OSError as error:
+        raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
+    if version != VERSION:
+        raise TraceError(f"{path} is a trace of format {version}, this smoe reads format {VERSION}; record it again")
+    if count == _UNFINISHED:
+        raise TraceError(f"{path} was never finished: its recording was interrupted; record it again")
+    try:
+        header: Any = json.loads(text)
+        return TraceHeader.from_json(header), _page_ceil(_HEAD.size + length), count
+    except (ValueError, KeyError, TypeError) as error:
+        raise TraceError(f"the header of {path} is damaged ({error}); copy or record it again") from error
+
+
+def _page_ceil(count: int) -> int:
+    return -(-count // _PAGE) * _PAGE

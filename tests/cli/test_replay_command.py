@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from smoe.policy.eviction.belady import Belady
+from smoe.policy.planner import observation
+from smoe.policy.registry import make_eviction
+from smoe.simulator.replay import replay
+from smoe.trace.file import Trace
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory, checkpoint):
+    """The toy model's: 4 layers of 8 experts, 4 a token."""
+    from smoe import from_pretrained
+    from smoe.trace.recorder import recording
+    from tests import oracle
+
+    path = tmp_path_factory.mktemp("traces") / "toy.trace"
+    model = from_pretrained(checkpoint, memory="4MiB", context_tokens=64)
+    with model.offload, recording(model, path):
+        model.generate(oracle.PROMPT % 90, max_new_tokens=24, min_new_tokens=24, do_sample=False)
+    return path
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "score", "belady"])
+def test_figures_are_the_simulators(run, trace, eviction):
+    said = run("replay", trace, "--resident", "50%", "--eviction", eviction, "--json").json
+    routings = Trace(trace).routings(with_scores=True)
+    policy = Belady(map(observation, routings)) if eviction == "belady" else make_eviction(eviction)
+    counts = replay(routings, 16, 2, policy)
+    assert (said["slots"], said["experts"], said["uses"], said["misses"]) == (16, 32, counts.uses, counts.misses)
+    assert said["decode_steps"] == 23 and said["uses"] == 23 * 4 * 4 and said["hit_ratio"] == counts.hit_ratio
+
+
+def test_belady_misses_least_and_more_slots_miss_less(run, trace):
+    def misses(*asked):
+        return run("replay", trace, *asked, "--json").json["misses"]
+
+    assert misses("--slots", 12, "--eviction", "belady") < misses("--slots", 12) < misses("--slots", 6)
+    assert misses("--slots", 12, "--eviction", "score", "--alpha", 0.9) < misses("--slots", 12, "--eviction", "score")
+
+
+def test_the_text_has_the_same_figures(run, trace):
+    said = run("replay", trace, "--slots", 16, "--json").json
+    ran = run("replay", trace, "--slots", 16)
+    assert f"{said['hit_ratio']:.1%}" in ran.out and f"{said['misses']} of 368 uses" in ran.out and "(50%)" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "one of --slots N and --resident"),
+        (("--slots", 9, "--resident", "40%"), "one of --slots N and --resident"),
+        (("--resident", "many"), "is not a share"),
+        (("--resident", "140%"), "is not a share"),
+        (("--slots", 3), "uses 4 of a layer"),
+        (("--slots", 9, "--eviction", "fifo"), "fifo"),
+        (("--slots", 9, "--alpha", 2), "from 0 (exact) to 1"),
+        (("--slots", 9, "--alpha", 0.3, "--eviction", "belady"), "belady knows"),
+    ],
+)
+def test_bad_options_are_refused(run, trace, arguments, words):
+    ran = run("replay", trace, *arguments)
+    assert ran.code == 2 and words in " ".join(ran.err.split())
+
+
+def test_what_is_no_trace_is_refused(run, tmp_path):
+    path = tmp_path / "a.trace"
+    path.write_bytes(b"no trace")
+    ran = run("replay", path, "--slots", 9)
+    assert ran.code == 2 and "not a routing trace" in ran.err
