@@ -33,6 +33,8 @@ class Counters:
     prefetches: int = 0
     prefetches_used: int = 0
     """Prefetched experts that their layer then wanted."""
+    prefetches_top_score: int = 0
+    """Of the prefetched, experts that were top-score when their layer came; counted where substitution decides."""
     bytes_read: int = 0
     """Bytes read from disk for experts, alignment included."""
     read_busy_seconds: float = 0.0
@@ -42,6 +44,8 @@ class Counters:
     """Of the forward time: waiting for an expert to arrive."""
     compute_seconds: float = 0.0
     """Of the forward time: computing experts."""
+    late_seconds: float = 0.0
+    """On an emulated device: reported time by which this machine was slower than the profile it acts."""
     host_computed: int = 0
     """Of the decode uses, experts that the CPU computed beside the device."""
     host_wait_seconds: float = 0.0

@@ -13,11 +13,20 @@ from transformers import PreTrainedModel
 
 from smoe.floor import Floor, Rates, floor_of, measured_step
 from smoe.hardware import quick_rates
+from smoe.memory.emulation import Emulation
 from smoe.metrics import Counters
 from smoe.runtime.engine import Engine
 from smoe.runtime.generation import Generation
 
-DISK, EXPERTS, DENSE, PYTHON = "disk", "experts", "the other layers", "Python"
+DISK, LINK, HOST, EXPERTS, DENSE, AHEAD, PYTHON = (
+    "disk",
+    "link",
+    "the CPU's experts",
+    "experts",
+    "the other layers",
+    "looking ahead",
+    "Python",
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,8 @@ class RunReport:
     """What the decode time was spent on: shares that add up to 1."""
     alpha: float
     """The substitution threshold; 0: exact."""
+    bench: dict[str, Any] | None
+    """The emulated device: profile, dilation, and the share of the time by which this machine was late; None: real."""
     routes: dict[str, float]
     """Of the experts chosen in decoding, the shares that were low-score, replaced, and missing by importance."""
 
@@ -70,6 +81,7 @@ class RunReport:
             "time_shares": self.time_shares,
             "alpha": self.alpha,
             "routes": self.routes,
+            "emulated": self.bench,
             "was_interrupted": generation.was_interrupted,
             "notes": generation.notes,
             "sequences": [
@@ -88,8 +100,15 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
     """The report of a generation that has just ended; `rates` where the caller has measured them already."""
     engine: Engine = model.offload  # type: ignore[assignment]
     decode = generation.decode_counters
+    emulation = engine.executor.emulation
+    if emulation is not None:
+        profile = emulation.profile
+        rates = Rates(
+            profile.device_bytes_per_second, None, profile.link_bytes_per_second, f"profile {profile.name}, acted"
+        )
     rates = _with_own_disk_rate(rates or quick_rates(model.device, engine.slot_memory), generation)
-    step = measured_step(decode, engine.store.expert_bytes, dense_bytes(model), model.device.type == "cuda")
+    has_link = model.device.type == "cuda" or emulation is not None
+    step = measured_step(decode, engine.store.expert_bytes, dense_bytes(model), has_link)
     return RunReport(
         generation=generation,
         hit_ratio=decode.hit_ratio if decode.decode_uses else None,
@@ -99,10 +118,22 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         process_peak_bytes=process_peak_bytes(),
         floor=floor_of(step, rates) if step else None,
         rates=rates,
-        time_shares=time_shares(generation),
+        time_shares=time_shares(generation, has_link),
+        bench=_bench_of(generation, emulation),
         alpha=engine.config.alpha,
         routes=route_shares(decode),
     )
+
+
+def _bench_of(generation: Generation, emulation: Emulation | None) -> dict[str, Any] | None:
+    if emulation is None:
+        return None
+    whole = generation.ended - generation.started
+    return {
+        "profile": emulation.profile.name,
+        "dilation": emulation.dilation,
+        "late_share": generation.counters.late_seconds / whole if whole > 0 else 0.0,
+    }
 
 
 def route_shares(decode: Counters) -> dict[str, float]:
@@ -127,16 +158,21 @@ def dense_bytes(model: PreTrainedModel) -> int:
     return int(total)
 
 
-def time_shares(generation: Generation) -> dict[str, float]:
-    """Shares of the decode time; what is no forward pass is the library's loop and ours: Python."""
+def time_shares(generation: Generation, has_link: bool) -> dict[str, float]:
+    """Shares of the decode time; what is no forward pass is the library's loop and ours: Python.
+
+    `has_link`: experts come over a link to a device with a memory of its own.
+    """
     whole, decode = generation.decode_seconds, generation.decode_counters
     if whole <= 0:
         return {}
     outside = max(0.0, whole - decode.forward_seconds)
     parts = {
-        DISK: decode.wait_seconds,
+        LINK if has_link else DISK: decode.wait_seconds,
+        HOST: decode.host_wait_seconds,
         EXPERTS: decode.compute_seconds,
         DENSE: decode.dense_seconds,
+        AHEAD: decode.look_ahead_seconds,
         PYTHON: decode.plan_seconds + outside,
     }
     total = sum(parts.values()) or 1.0

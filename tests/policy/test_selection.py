@@ -123,7 +123,7 @@ def test_sharing_prefers_what_serves_others() -> None:
 def test_dropping_leaves_the_route_empty() -> None:
     routing = routing_of([[0.4, 0.21, 0.2, 0.19, 0.0, 0.0, 0.0, 0.0]], top_k=2)
     selection = substitute(routing, {0}, 0.2, share=True, drop=True)
-    assert selection == Selection([Replacement(0, 1, 1, None)], 1, 1, 0)
+    assert selection == Selection([Replacement(0, 1, 1, None)], 1, 1, 0, frozenset({0}))
     assert applied(selection, routing).top_k_index == [[0, EXPERTS]]
 
 
@@ -135,8 +135,8 @@ def test_dropping_never_takes_the_last_expert() -> None:
 
 def test_counts_say_what_was_missing() -> None:
     routing = routing_of([[0.4, 0.21, 0.2, 0.19, 0.0, 0.0, 0.0, 0.0]], top_k=2)
-    assert substitute(routing, set(), 0.2, share=False, drop=False) == Selection([], 1, 1, 1)
-    assert substitute(routing, {0, 1}, 0.2, share=False, drop=False) == Selection([], 1, 0, 0)
+    assert substitute(routing, set(), 0.2, share=False, drop=False) == Selection([], 1, 1, 1, frozenset({0}))
+    assert substitute(routing, {0, 1}, 0.2, share=False, drop=False) == Selection([], 1, 0, 0, frozenset({0}))
 
 
 @pytest.mark.parametrize("resident", [set(), {0, 1, 2, 3, 4, 5, 6, 7}])

@@ -1,7 +1,9 @@
-"""What each mechanism of a paper brings, step by step, beside the lossless baselines; on the machine's own tiers.
+"""What each mechanism of a paper brings, step by step, beside the lossless baselines.
 
-Every step loads the model anew, reads the same prompt, warms up on the same tokens and decodes the same tokens, forced,
-so that all steps see the same text. Steps take turns in rounds, so that a slow minute of the machine falls on all.
+On a CPU the steps are those of the disk tier; beside a device with a memory of its own (a GPU, or an emulated one) also
+those that need a second compute unit. Every step loads the model anew, reads the same prompt, warms up on the same
+tokens and decodes the same tokens, forced, so that all steps see the same text. Steps take turns in rounds, so that a
+slow minute of the machine falls on all.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from transformers import PreTrainedModel
 
 from smoe.config import DEFAULT_ALPHA, EngineConfig
 from smoe.metrics import Counters
-from smoe.runtime.forced import forced
+from smoe.runtime.forced import forced_rows
 
 PROMPT_TOKENS, WARM_TOKENS, TIMED_TOKENS = 64, 48, 64
 
@@ -29,17 +31,45 @@ class Step:
     switches: Mapping[str, Any]
 
 
+def _step(
+    name: str, eviction: str, prefetch: str = "none", balance: str = "none", alpha: float = 0.0, **more: Any
+) -> Step:
+    return Step(name, {"eviction": eviction, "prefetch": prefetch, "balance": balance, "alpha": alpha, **more})
+
+
+_ALPHA = DEFAULT_ALPHA
 ABLATIONS: dict[str, list[Step]] = {
     "smoe": [
-        Step("LRU on demand", {"eviction": "lru", "prefetch": "none", "alpha": 0.0}),
-        Step("LRU + next gate", {"eviction": "lru", "prefetch": "next-gate", "alpha": 0.0}),
-        Step("score eviction (CE)", {"eviction": "score", "prefetch": "none", "alpha": 0.0}),
-        Step("CE + next gate", {"eviction": "score", "prefetch": "next-gate", "alpha": 0.0}),
-        Step("CE + substitution (CR)", {"eviction": "score", "prefetch": "none", "alpha": DEFAULT_ALPHA}),
-        Step("CE + CR + prefetch (Pre)", {"eviction": "score", "prefetch": "next-gate", "alpha": DEFAULT_ALPHA}),
+        _step("LRU on demand", "lru"),
+        _step("LRU + next gate", "lru", "next-gate"),
+        _step("score eviction (CE)", "score"),
+        _step("CE + next gate", "score", "next-gate"),
+        _step("CE + substitution (CR)", "score", alpha=_ALPHA),
+        _step("CE + CR + prefetch (Pre)", "score", "next-gate", alpha=_ALPHA),
+        _step("CE + CR + look-ahead", "score", "look-ahead", alpha=_ALPHA),
     ],
 }
-"""By paper. SMoE's balancer (BA) needs a second compute unit and is not among them."""
+"""By paper, on a machine whose only compute unit is the CPU."""
+
+DEVICE_ABLATIONS: dict[str, list[Step]] = {
+    "smoe": [
+        _step("static, rest on the CPU", "lru", balance="host"),
+        _step("LRU on demand", "lru"),
+        _step("LRU + next gate", "lru", "next-gate"),
+        _step("score + schedule (HybriMoE)", "score", "next-gate", "optimal"),
+        _step("CE", "score"),
+        _step("CE + CR", "score", alpha=_ALPHA),
+        _step("CE + CR + Pre", "score", "look-ahead", alpha=_ALPHA),
+        _step("CE + CR + Pre + BA", "score", "look-ahead", "optimal", _ALPHA),
+        _step("  BA as printed", "score", "look-ahead", "paper", _ALPHA),
+        _step("  Pre by next gate", "score", "next-gate", "optimal", _ALPHA),
+        _step("  Pre of all chosen (v1)", "score", "look-ahead", "optimal", _ALPHA, prefetch_what="chosen"),
+        _step("  without Pre", "score", "none", "optimal", _ALPHA),
+        _step("  alpha 0 (lossless)", "score", "look-ahead", "optimal"),
+    ],
+}
+"""By paper, beside a device with a memory of its own. The first is the papers' baseline: what prefill has left on the
+device stays, the CPU computes what is missing (llama.cpp, Fiddler)."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +77,8 @@ class Turn:
     """One step in one round."""
 
     step: Step
+    first_seconds: float
+    """Reading the prompt."""
     seconds: list[float]
     """Of every timed token."""
     counters: Counters
@@ -68,6 +100,11 @@ class Line:
         """Median over the rounds of the mean time per token."""
         return median(turn.mean_seconds for turn in self.turns)
 
+    @property
+    def first_seconds(self) -> float:
+        """Median over the rounds of the time to read the prompt."""
+        return median(turn.first_seconds for turn in self.turns)
+
     def share(self, part: Callable[[Counters], float], whole: Callable[[Counters], float]) -> float | None:
         """A ratio of two counters over all rounds; None where there is nothing to divide by."""
         total = sum(whole(turn.counters) for turn in self.turns)
@@ -78,53 +115,79 @@ class Line:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "name": self.step.name,
+            "name": self.step.name.strip(),
             "switches": dict(self.step.switches),
+            "ttft_seconds": self.first_seconds,
             "seconds_per_token": self.seconds,
             "seconds_per_token_by_round": [turn.mean_seconds for turn in self.turns],
             "hit_ratio": self.share(lambda c: c.decode_hits, lambda c: c.decode_uses),
+            "host_computed_share": self.share(lambda c: c.host_computed, lambda c: c.decode_uses),
             "bytes_read_per_token": self.per_token(lambda c: c.bytes_read),
+            "loads_per_token": self.per_token(lambda c: c.loads + c.prefetches),
             "substituted_share": self.share(lambda c: c.substituted, lambda c: c.routes),
             "low_score_missing_share": self.share(lambda c: c.low_score_missing, lambda c: c.routes),
             "top_score_missing_share": self.share(lambda c: c.top_score_missing, lambda c: c.routes),
             "prefetch_precision": self.share(lambda c: c.prefetches_used, lambda c: c.prefetches),
+            "prefetch_top_score_share": self._top_score_share(),
+            "prefetch_active_among_others": self._active_among_others(),
+            "link_seconds_per_token": self.per_token(lambda c: c.read_busy_seconds),
             "wait_seconds_per_token": self.per_token(lambda c: c.wait_seconds),
+            "host_wait_seconds_per_token": self.per_token(lambda c: c.host_wait_seconds),
+            "look_ahead_seconds_per_token": self.per_token(lambda c: c.look_ahead_seconds),
             "expert_seconds_per_token": self.per_token(lambda c: c.compute_seconds),
             "other_layers_seconds_per_token": self.per_token(lambda c: c.dense_seconds),
             "python_seconds_per_token": self.per_token(lambda c: c.plan_seconds),
+            "late_share": self.share(lambda c: c.late_seconds, lambda c: c.forward_seconds),
         }
+
+    def _top_score_share(self) -> float | None:
+        """Of the experts prefetched, those that were top-score (figure 17); None where nothing tells them apart."""
+        if not self.step.switches.get("alpha"):
+            return None
+        return self.share(lambda c: c.prefetches_top_score, lambda c: c.prefetches)
+
+    def _active_among_others(self) -> float | None:
+        """Of the experts prefetched that were not top-score, those that were active all the same."""
+        if not self.step.switches.get("alpha"):
+            return None
+        return self.share(
+            lambda c: c.prefetches_used - c.prefetches_top_score, lambda c: c.prefetches - c.prefetches_top_score
+        )
 
 
 def ablate(
     steps: Sequence[Step],
     rounds: int,
     config: EngineConfig,
-    ids: Sequence[int],
+    rows: Sequence[Sequence[int]],
     open_model: Callable[[EngineConfig], PreTrainedModel],
     on_turn: Callable[[Step], None],
 ) -> list[Line]:
-    """Measure all steps; `ids` are the tokens of the text, at least `PROMPT + WARM + TIMED` of them."""
+    """Measure all steps; `rows` are the tokens of the texts of a batch, at least `PROMPT + WARM + TIMED` of each."""
     turns: dict[str, list[Turn]] = {step.name: [] for step in steps}
     for _ in range(rounds):
         for step in steps:
             on_turn(step)
             model = open_model(replace(config, **step.switches))
             try:
-                turns[step.name].append(_turn(step, model, ids))
+                turns[step.name].append(_turn(step, model, rows))
             finally:
                 model.offload.close()  # type: ignore[operator]
     return [Line(step, turns[step.name]) for step in steps]
 
 
-def _turn(step: Step, model: PreTrainedModel, ids: Sequence[int]) -> Turn:
+def _turn(step: Step, model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Turn:
     engine: Any = model.offload
     engine.wait_ready()
-    cache = engine.new_cache()
-    prompt = torch.tensor([list(ids[:PROMPT_TOKENS])])
+    cache = engine.new_cache(len(rows))
+    prompt = torch.tensor([list(row[:PROMPT_TOKENS]) for row in rows], device=model.device)
+    started = engine.now()
     model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    first = engine.now() - started
     warm = PROMPT_TOKENS + WARM_TOKENS
-    for _ in forced(model, ids[PROMPT_TOKENS:warm], cache):
+    for _ in forced_rows(model, [row[PROMPT_TOKENS:warm] for row in rows], cache):
         pass
     before = engine.stats()
-    seconds = [took for _, took in forced(model, ids[warm : warm + TIMED_TOKENS], cache)]
-    return Turn(step, seconds, engine.stats() - before)
+    timed = [row[warm : warm + TIMED_TOKENS] for row in rows]
+    seconds = [took for _, took in forced_rows(model, timed, cache)]
+    return Turn(step, first, seconds, engine.stats() - before)

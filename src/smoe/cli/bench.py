@@ -26,6 +26,8 @@ smoe bench ./my-moe --memory 8GiB --eviction lfu > lfu.json
 
 smoe bench ./my-moe --memory 8GiB --ablation smoe     (what each mechanism of the paper brings)
 
+smoe bench ./my-moe --memory 8GiB --ablation smoe --device emulated --profile rtx-4060-ti
+
 The table goes to stderr; stdout gets one line of JSON. Quote it with its machine and budget.
 """
 
@@ -42,6 +44,7 @@ def command(
     text: Annotated[Path | None, typer.Option(help="For --ablation: text to read. Default: stories.")] = None,
     rounds: Annotated[int, typer.Option(help="For --ablation: turns of every step.")] = 2,
     seed: Annotated[int, typer.Option(help="For the prompts.")] = 0,
+    batch: Annotated[int, typer.Option(help="For --ablation: sequences decoded together.")] = 1,
     debug: Debug = False,
 ) -> None:
     """Measure the papers' cells: 16 or 128 prompt tokens, 64 or 256 new ones, batch 1 and 3.
@@ -53,7 +56,7 @@ def command(
     from smoe.cli.session import loaded, tokenizer_of
 
     if ablation is not None:
-        _ablate(model, engine, ablation, text, rounds)
+        _ablate(model, engine, ablation, text, rounds, batch)
         return
     errors().print(_PHYSICS, soft_wrap=True)
     cells = QUICK_CELLS if quick else CELLS
@@ -71,30 +74,25 @@ def command(
         raise typer.Exit(130)
 
 
-def _ablate(model: str, options: EngineOptions, name: str, text: Path | None, rounds: int) -> None:
+def _ablate(model: str, options: EngineOptions, name: str, text: Path | None, rounds: int, batch: int) -> None:
     from dataclasses import replace
 
-    from smoe.bench.ablation import ABLATIONS, PROMPT_TOKENS, TIMED_TOKENS, WARM_TOKENS, ablate
+    from smoe.bench.ablation import ABLATIONS, DEVICE_ABLATIONS, TIMED_TOKENS, ablate
     from smoe.cli.console import print_json, progress
-    from smoe.cli.session import tokenizer_of
     from smoe.errors import ConfigError
-    from smoe.eval.texts import read_documents
     from smoe.hardware import describe_machine, describe_versions
-    from smoe.loading import load
+    from smoe.loading import EMULATED, choose_device, load
 
-    steps = ABLATIONS.get(name)
-    if steps is None:
+    if name not in ABLATIONS:
         raise ConfigError(f"--ablation is {name!r}; choose one of: {', '.join(ABLATIONS)}")
-    if rounds < 1:
-        raise ConfigError(f"--rounds is {rounds}; it must be at least 1")
-    needed = PROMPT_TOKENS + WARM_TOKENS + TIMED_TOKENS
-    tokenizer = tokenizer_of(model, options.revision)
-    ids = [token for document in read_documents(text) for token in tokenizer(document)["input_ids"]]
-    if len(ids) < needed:
-        raise ConfigError(f"the text has {len(ids)} tokens; {needed} are needed: give a longer one with --text")
-    config = options.config(1)
+    if rounds < 1 or batch < 1:
+        raise ConfigError(f"--rounds is {rounds} and --batch is {batch}; both must be at least 1")
+    config = options.config(batch)
+    has_device = config.device == EMULATED or choose_device(config).type != "cpu"
+    steps = (DEVICE_ABLATIONS if has_device else ABLATIONS)[name]
+    rows = _rows_of_text(model, options, text, batch)
     if config.context_tokens is None:
-        config = replace(config, context_tokens=needed)
+        config = replace(config, context_tokens=len(rows[0]))
     with progress("bench", "turns") as bars:
         task = bars.add_task("loading", total=rounds * len(steps), amount="")
         bars.update(task, completed=-1)
@@ -102,15 +100,18 @@ def _ablate(model: str, options: EngineOptions, name: str, text: Path | None, ro
             steps,
             rounds,
             config,
-            ids[:needed],
+            rows,
             lambda wanted: load(model, wanted, options.revision),
-            lambda step: bars.update(task, advance=1, description=step.name),
+            lambda step: bars.update(task, advance=1, description=step.name.strip()),
         )
-    _print_ablation(lines)
+    _print_ablation(lines, has_device)
     circumstances = {
         "ablation": name,
         "model": model,
         "memory": options.memory,
+        "device": config.device,
+        "profile": config.profile if config.device == EMULATED else None,
+        "batch": batch,
         "rounds": rounds,
         "tokens": TIMED_TOKENS,
     }
@@ -118,7 +119,22 @@ def _ablate(model: str, options: EngineOptions, name: str, text: Path | None, ro
     print_json(circumstances | machine | {"steps": [line.as_json() for line in lines]})
 
 
-def _print_ablation(lines: list[Line]) -> None:
+def _rows_of_text(model: str, options: EngineOptions, text: Path | None, batch: int) -> list[list[int]]:
+    """Stretches of the text, one for each sequence of the batch, in tokens."""
+    from smoe.bench.ablation import PROMPT_TOKENS, TIMED_TOKENS, WARM_TOKENS
+    from smoe.cli.session import tokenizer_of
+    from smoe.errors import ConfigError
+    from smoe.eval.texts import read_documents
+
+    needed = PROMPT_TOKENS + WARM_TOKENS + TIMED_TOKENS
+    tokenizer = tokenizer_of(model, options.revision)
+    ids = [token for document in read_documents(text) for token in tokenizer(document)["input_ids"]]
+    if len(ids) < needed * batch:
+        raise ConfigError(f"the text has {len(ids)} tokens; {needed * batch} are needed: give a longer one with --text")
+    return [ids[n * needed : (n + 1) * needed] for n in range(batch)]
+
+
+def _print_ablation(lines: list[Line], has_device: bool) -> None:
     from rich.table import Table
 
     from smoe.cli.console import errors
@@ -126,7 +142,8 @@ def _print_ablation(lines: list[Line]) -> None:
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("", no_wrap=True)
-    for heading in ("a token", "change", "hits", "read", "replaced", "prefetch right", "waited"):
+    traffic = "on the CPU" if has_device else "read"
+    for heading in ("TPOT", "change", "hits", traffic, "replaced", "prefetch\nright", "waited"):
         table.add_column(heading, justify="right", no_wrap=True)
     for line in lines:
         values = line.as_json()
@@ -139,12 +156,15 @@ def _print_ablation(lines: list[Line]) -> None:
             format_seconds(line.seconds),
             f"{line.seconds / lines[0].seconds - 1:+.0%}",
             percent("hit_ratio"),
-            format_bytes(values["bytes_read_per_token"]),
+            percent("host_computed_share") if has_device else format_bytes(values["bytes_read_per_token"]),
             percent("substituted_share"),
             percent("prefetch_precision"),
-            format_seconds(values["wait_seconds_per_token"]),
+            format_seconds(values["wait_seconds_per_token"] + values["host_wait_seconds_per_token"]),
         )
     errors().print(table)
+    late = [line.share(lambda c: c.late_seconds, lambda c: c.forward_seconds) or 0.0 for line in lines]
+    if max(late) > 0:
+        errors().print(f"[dim]acted times; this machine was late for {max(late):.0%} of them at most[/dim]")
 
 
 def _config(model: str, engine: EngineOptions, cells: list[Cell]) -> EngineConfig:

@@ -16,6 +16,7 @@ import typer
 
 from smoe.config import DEFAULT_ALPHA, DTYPES, KERNELS, PRESETS, EngineConfig, configure
 from smoe.errors import ConfigError
+from smoe.policy.balance import BALANCE
 from smoe.policy.registry import ONLINE_EVICTION, PREFETCH
 from smoe.units import parse_bytes
 
@@ -52,7 +53,7 @@ class EngineOptions:
         typer.Option(help="Sequences that run together. [default: the number of prompts]", rich_help_panel=_MEMORY),
     ] = None
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1. [default: the first GPU]", rich_help_panel=_ENGINE)
+        str | None, typer.Option(help="cpu, cuda, cuda:1, emulated. [default: the first GPU]", rich_help_panel=_ENGINE)
     ] = None
     threads: Annotated[int | None, typer.Option(help="Computing threads.", rich_help_panel=_ENGINE)] = None
     dtype: Annotated[

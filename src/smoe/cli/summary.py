@@ -27,6 +27,7 @@ def _rows(report: RunReport) -> list[tuple[str, str]]:
         ("per token", _per_token(report)),
         ("experts", _experts(report)),
         ("lossy", _lossy(report)),
+        ("test bench", _bench(report)),
         ("memory", _memory(report)),
         ("hardware limit", _limit(report)),
         ("time went to", waiting(report)),
@@ -58,6 +59,15 @@ def _lossy(report: RunReport) -> str:
         return f"alpha {report.alpha:g}: nothing was replaced; too few experts are resident, or nothing was missing"
     return (
         f"alpha {report.alpha:g}: {replaced:.1%} of the experts chosen were replaced (smoe eval says what that costs)"
+    )
+
+
+def _bench(report: RunReport) -> str:
+    if report.bench is None:
+        return ""
+    return (
+        f"times of {report.bench['profile']}, acted {report.bench['dilation']:.1f} times as slow, late by "
+        f"{report.bench['late_share']:.0%}; no claim about that device"
     )
 
 

@@ -50,6 +50,8 @@ class Selection(NamedTuple):
     """Of those, routes whose expert was neither resident nor top-score for another token."""
     top_score_missing: int
     """Routes whose expert is top-score and not resident."""
+    top: frozenset[int] = frozenset()
+    """Experts that are top-score for some token."""
 
 
 NOTHING = Selection([], 0, 0, 0)
@@ -80,6 +82,7 @@ def substitute(routing: Routing, resident: Container[int], alpha: float, *, shar
         sum(len(token.low) for token in tokens),
         sum(map(len, missing)),
         sum(expert not in resident for token in tokens for expert in token.top),
+        frozenset(top),
     )
 
 

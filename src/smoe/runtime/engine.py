@@ -107,6 +107,7 @@ class Engine:
         counters = self.executor.counters.copy()
         counters.bytes_read = self._transfers.bytes_read
         counters.read_busy_seconds = self._transfers.busy_seconds
+        counters.late_seconds = self.executor.emulation.late_seconds if self.executor.emulation is not None else 0.0
         return counters
 
     def new_cache(self, sequences: int = 1) -> RowCache:

@@ -216,6 +216,9 @@ class LayerExecutor:
         counters.low_score_missing += selection.low_score_missing
         counters.top_score_missing += selection.top_score_missing
         counters.substituted += len(selection.replacements)
+        counters.prefetches_top_score += sum(
+            copy[0] == routing.layer and copy[1] in selection.top for copy in self.table.staged
+        )
         if not selection.replacements:
             return routing, top_k_index, top_k_weights
         return with_substitutes(selection, routing, top_k_index, top_k_weights, scored, asked)
