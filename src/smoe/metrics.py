@@ -48,8 +48,12 @@ class Counters:
     """On an emulated device: reported time by which this machine was slower than the profile it acts."""
     host_computed: int = 0
     """Of the decode uses, experts that the CPU computed beside the device."""
+    host_seconds: float = 0.0
+    """Time that the CPU spent on them."""
     host_wait_seconds: float = 0.0
     """Of the forward time: waiting for what the CPU computes beside the device."""
+    look_aheads: int = 0
+    """Layers of decode steps that looked ahead; the others had no time for it, or nothing to wait for."""
     look_ahead_seconds: float = 0.0
     """Of the forward time: running the next layer's attention and router ahead."""
     plan_seconds: float = 0.0

@@ -74,11 +74,30 @@ def test_an_ablation_takes_every_step_on_the_same_text(run, checkpoint, tmp_path
     ran = run("bench", checkpoint, "--memory", "2700KiB", "--ablation", "smoe", "--text", text, "--rounds", 2)
     assert ran.code == 0, ran.err
     steps = ran.json["steps"]
-    assert [len(step["seconds_per_token_by_round"]) for step in steps] == [2] * 6
+    assert [len(step["seconds_per_token_by_round"]) for step in steps] == [2] * 7
     lossless, lossy = steps[:4], steps[4:]
     assert all(step["substituted_share"] is None for step in lossless)
     assert all(step["substituted_share"] is not None and step["top_score_missing_share"] >= 0 for step in lossy)
     assert steps[0]["prefetch_precision"] is None and "LRU on demand" in ran.err
+
+
+def test_beside_a_device_the_cpu_computes_too(run, checkpoint, tmp_path, monkeypatch):
+    for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
+        monkeypatch.setattr(f"smoe.bench.ablation.{name}", tokens)
+    text, picture = tmp_path / "text.txt", tmp_path / "smoe.png"
+    text.write_text("once upon a time there was a cat " * 16)
+    asked = ("--device", "emulated", "--profile", "rtx-4060-ti", "--batch", 2, "--rounds", 1, "--plot", picture)
+    ran = run("bench", checkpoint, "--memory", "2700KiB", "--ablation", "smoe", "--text", text, *asked)
+    assert ran.code == 0, ran.err
+    assert (ran.json["profile"], ran.json["batch"]) == ("rtx-4060-ti", 2)
+    steps = {step["name"]: step for step in ran.json["steps"]}
+    static = steps["static, rest on CPU"]
+    assert static["host_computed_share"] == pytest.approx(1 - static["hit_ratio"])
+    assert static["loads_per_token"] == 0
+    assert steps["LRU on demand"]["host_computed_share"] == 0
+    assert steps["all four (+ BA)"]["substituted_share"] >= 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "late" in ran.err
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,29 @@ def test_json_is_all_there_is_on_stdout(run, checkpoint):
     assert abs(sum(value["time_shares"].values()) - 1) < 1e-6
 
 
+def test_an_emulated_device_is_labelled(run, checkpoint):
+    asked = ("generate", checkpoint, "--memory", "3600KiB", "-p", "Hello", "--max-new-tokens", 8)
+    bench = ("--device", "emulated", "--profile", "rtx-4060-ti", "--balance", "optimal", "--prefetch", "look-ahead")
+    ran = run(*asked, *bench, "--json")
+    assert ran.json["emulated"]["profile"] == "rtx-4060-ti" and ran.json["emulated"]["dilation"] >= 1
+    plain = run(*asked, "--json").json
+    assert plain["emulated"] is None and ran.json["text"] == plain["text"]
+    assert "no claim about that device" in run(*asked, *bench).err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--device", "emulated", "--profile", "rtx-9090"), "rtx-a6000"),
+        (("--device", "cpu", "--balance", "optimal"), "beside the CPU"),
+        (("--balance", "fair"), "choose one of"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused(run, checkpoint, options, words):
+    ran = run("generate", checkpoint, "-p", "Hello", *options)
+    assert ran.code == 2 and words in " ".join(ran.err.split())
+
+
 def test_text_on_stdout_and_the_summary_on_stderr(run, checkpoint):
     asked = ("generate", checkpoint, "--memory", "3600KiB", "-p", "Hello", "--max-new-tokens", 12)
     text = run(*asked, "--json").json["text"]

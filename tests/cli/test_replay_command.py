@@ -55,6 +55,8 @@ def test_the_text_has_the_same_figures(run, trace):
         (("--resident", "many"), "is not a share"),
         (("--resident", "140%"), "is not a share"),
         (("--slots", 3), "uses 4 of a layer"),
+        (("--slots", 15, "--pools", "layer"), "uses 16 of all layers"),
+        (("--slots", 15, "--pools", "own"), "global, layer"),
         (("--slots", 9, "--eviction", "fifo"), "fifo"),
         (("--slots", 9, "--alpha", 2), "from 0 (exact) to 1"),
         (("--slots", 9, "--alpha", 0.3, "--eviction", "belady"), "belady knows"),

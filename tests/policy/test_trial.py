@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from smoe.policy.trial import MARGIN, STAY, TURN, TURNS, Trial
+from smoe.policy.trial import MARGIN, STAY, TURN, TURNS, Shadow, Trial
 
 
 def live(trial: Trial, steps: int, on: float, off: float, noise: float = 0.0) -> float:
@@ -49,3 +49,17 @@ def test_the_first_step_of_a_turn_does_not_count() -> None:
         first = step % TURN == 0
         trial.note(100.0 if first and trial.is_on else 1.0)
     assert trial.is_on
+
+
+def test_a_look_ahead_needs_a_wait_as_long_as_itself() -> None:
+    shadow = Shadow()
+    assert not shadow.fits(0), "nothing is waited for"
+    assert shadow.fits(1), "nothing is known: find out"
+    shadow.note_cost(0.3)
+    assert shadow.fits(1), "the wait is not known"
+    shadow.note_wait(1, 0.1)
+    shadow.note_wait(3, 0.9)
+    assert (shadow.fits(1), shadow.fits(3)) == (False, True)
+    for _ in range(100):
+        shadow.note_wait(1, 0.5)  # the link has become slower
+    assert shadow.fits(1)

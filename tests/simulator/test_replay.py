@@ -13,7 +13,7 @@ from smoe.policy.eviction.lru import LRU
 from smoe.policy.planner import LAST_TOKENS
 from smoe.policy.registry import ONLINE_EVICTION, make_eviction
 from smoe.routing import Phase, Routing
-from smoe.simulator.replay import ReplayCounts, replay
+from smoe.simulator.replay import ReplayCounts, replay, replay_by_layer
 
 LAYERS, EXPERTS, TOP_K, STEPS = 3, 16, 2, 200
 
@@ -127,3 +127,19 @@ def test_no_policy_beats_belady(trace: list[Routing], slots: int) -> None:
     assert best.uses == len(trace)
     for name in ONLINE_EVICTION:
         assert replay(trace, slots, 2, make_eviction(name)).misses >= best.misses
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), min_size=1, max_size=60))
+def test_pools_of_their_own_are_caches_of_their_own(uses: list[tuple[int, int]]) -> None:
+    """A plain LRU list for every layer; would catch slots that wander between layers."""
+    trace = [Routing(layer, Phase.DECODE, 6, [[expert]]) for layer, expert in uses]
+    layers = sorted({layer for layer, _ in uses})
+    room = {layer: 2 + (n < 1) for n, layer in enumerate(layers)}
+    lists: dict[int, list[int]] = {layer: [] for layer in layers}
+    misses = 0
+    for layer, expert in uses:
+        held = lists[layer]
+        misses += expert not in held
+        lists[layer] = [*(e for e in held if e != expert), expert][-room[layer] :]
+    counts = replay_by_layer(trace, 2 * len(layers) + 1, 2, lambda part: make_eviction("lru"))
+    assert (counts.uses, counts.misses) == (len(uses), misses)

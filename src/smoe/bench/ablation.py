@@ -53,19 +53,19 @@ ABLATIONS: dict[str, list[Step]] = {
 
 DEVICE_ABLATIONS: dict[str, list[Step]] = {
     "smoe": [
-        _step("static, rest on the CPU", "lru", balance="host"),
+        _step("static, rest on CPU", "lru", balance="host"),
         _step("LRU on demand", "lru"),
         _step("LRU + next gate", "lru", "next-gate"),
-        _step("score + schedule (HybriMoE)", "score", "next-gate", "optimal"),
+        _step("HybriMoE's parts", "score", "next-gate", "optimal"),
         _step("CE", "score"),
         _step("CE + CR", "score", alpha=_ALPHA),
         _step("CE + CR + Pre", "score", "look-ahead", alpha=_ALPHA),
-        _step("CE + CR + Pre + BA", "score", "look-ahead", "optimal", _ALPHA),
+        _step("all four (+ BA)", "score", "look-ahead", "optimal", _ALPHA),
         _step("  BA as printed", "score", "look-ahead", "paper", _ALPHA),
         _step("  Pre by next gate", "score", "next-gate", "optimal", _ALPHA),
-        _step("  Pre of all chosen (v1)", "score", "look-ahead", "optimal", _ALPHA, prefetch_what="chosen"),
+        _step("  Pre of all (v1)", "score", "look-ahead", "optimal", _ALPHA, prefetch_what="chosen"),
         _step("  without Pre", "score", "none", "optimal", _ALPHA),
-        _step("  alpha 0 (lossless)", "score", "look-ahead", "optimal"),
+        _step("  lossless", "score", "look-ahead", "optimal"),
     ],
 }
 """By paper, beside a device with a memory of its own. The first is the papers' baseline: what prefill has left on the
@@ -131,8 +131,10 @@ class Line:
             "prefetch_top_score_share": self._top_score_share(),
             "prefetch_active_among_others": self._active_among_others(),
             "link_seconds_per_token": self.per_token(lambda c: c.read_busy_seconds),
+            "host_seconds_per_token": self.per_token(lambda c: c.host_seconds),
             "wait_seconds_per_token": self.per_token(lambda c: c.wait_seconds),
             "host_wait_seconds_per_token": self.per_token(lambda c: c.host_wait_seconds),
+            "look_aheads_per_token": self.per_token(lambda c: c.look_aheads),
             "look_ahead_seconds_per_token": self.per_token(lambda c: c.look_ahead_seconds),
             "expert_seconds_per_token": self.per_token(lambda c: c.compute_seconds),
             "other_layers_seconds_per_token": self.per_token(lambda c: c.dense_seconds),

@@ -44,6 +44,7 @@ def command(
     text: Annotated[Path | None, typer.Option(help="For --ablation: text to read. Default: stories.")] = None,
     rounds: Annotated[int, typer.Option(help="For --ablation: turns of every step.")] = 2,
     seed: Annotated[int, typer.Option(help="For the prompts.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="For --ablation: draw it into this file (.png, .svg).")] = None,
     batch: Annotated[int, typer.Option(help="For --ablation: sequences decoded together.")] = 1,
     debug: Debug = False,
 ) -> None:
@@ -56,7 +57,7 @@ def command(
     from smoe.cli.session import loaded, tokenizer_of
 
     if ablation is not None:
-        _ablate(model, engine, ablation, text, rounds, batch)
+        _ablate(model, engine, ablation, text, rounds, batch, plot)
         return
     errors().print(_PHYSICS, soft_wrap=True)
     cells = QUICK_CELLS if quick else CELLS
@@ -74,10 +75,13 @@ def command(
         raise typer.Exit(130)
 
 
-def _ablate(model: str, options: EngineOptions, name: str, text: Path | None, rounds: int, batch: int) -> None:
+def _ablate(
+    model: str, options: EngineOptions, name: str, text: Path | None, rounds: int, batch: int, plot: Path | None
+) -> None:
     from dataclasses import replace
 
     from smoe.bench.ablation import ABLATIONS, DEVICE_ABLATIONS, TIMED_TOKENS, ablate
+    from smoe.bench.plot import draw
     from smoe.cli.console import print_json, progress
     from smoe.errors import ConfigError
     from smoe.hardware import describe_machine, describe_versions
@@ -105,6 +109,9 @@ def _ablate(model: str, options: EngineOptions, name: str, text: Path | None, ro
             lambda step: bars.update(task, advance=1, description=step.name.strip()),
         )
     _print_ablation(lines, has_device)
+    if plot is not None:
+        on = f", {config.profile} acted" if config.device == EMULATED else ""
+        draw(lines, f"{Path(model).name}, {options.memory or 'free memory'}, batch {batch}{on}", plot)
     circumstances = {
         "ablation": name,
         "model": model,
@@ -142,8 +149,8 @@ def _print_ablation(lines: list[Line], has_device: bool) -> None:
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("", no_wrap=True)
-    traffic = "on the CPU" if has_device else "read"
-    for heading in ("TPOT", "change", "hits", traffic, "replaced", "prefetch\nright", "waited"):
+    traffic = "on CPU" if has_device else "read"
+    for heading in ("TPOT", "change", "hits", traffic, "swapped", "right", "waited"):
         table.add_column(heading, justify="right", no_wrap=True)
     for line in lines:
         values = line.as_json()

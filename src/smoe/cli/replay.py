@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from smoe.policy.eviction.base import Eviction
     from smoe.trace.record import TraceHeader
 
+POOLS = ("global", "layer")
+
 EPILOG = """Examples:
 
 smoe replay demo.trace --resident 40%
@@ -39,6 +41,9 @@ def command(
     alpha: Annotated[
         float, typer.Option(help="Replace missing low-score experts; how the model would go on is not seen.")
     ] = 0.0,
+    pools: Annotated[str, typer.Option(help="One pool of slots for all layers, or one for each: global, layer.")] = (
+        "global"
+    ),
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -48,24 +53,28 @@ def command(
     """
     from smoe.cli.console import Patience, output, print_json
 
-    _check(slots, resident, eviction, alpha)
+    _check(slots, resident, eviction, alpha, pools)
     bar = Patience("replaying")
     bar.start()
     try:
-        found = _replay(trace, slots, resident, eviction, alpha)
+        found = _replay(trace, slots, resident, eviction, alpha, pools)
     finally:
         bar.stop()
     if json:
         print_json(found)
         return
     share = f"{found['slots']} of {found['experts']} experts resident ({found['resident_share']:.0%})"
-    output().print(f"{found['model']}, {share}, {eviction}, alpha {alpha:g}", markup=False, soft_wrap=True)
+    output().print(
+        f"{found['model']}, {share}, {eviction}, {pools} pools, alpha {alpha:g}", markup=False, soft_wrap=True
+    )
     output().print(f"hit ratio  {found['hit_ratio']:.1%}")
     output().print(f"misses     {found['misses']} of {found['uses']} uses in {found['decode_steps']} decode steps")
 
 
-def _check(slots: int | None, resident: str | None, eviction: str, alpha: float) -> None:
+def _check(slots: int | None, resident: str | None, eviction: str, alpha: float, pools: str) -> None:
     """What can be refused before the trace is opened."""
+    if pools not in POOLS:
+        raise ConfigError(f"--pools is {pools!r}; choose one of: {', '.join(POOLS)}")
     configure(alpha=alpha)
     if (slots is None) == (resident is None):
         raise ConfigError("how large is the cache? give one of --slots N and --resident 40%")
@@ -75,25 +84,31 @@ def _check(slots: int | None, resident: str | None, eviction: str, alpha: float)
         make_eviction(eviction)
 
 
-def _replay(path: Path, slots: int | None, resident: str | None, eviction: str, alpha: float) -> dict[str, Any]:
+def _replay(
+    path: Path, slots: int | None, resident: str | None, eviction: str, alpha: float, pools: str
+) -> dict[str, Any]:
     import numpy as np
 
     from smoe.policy.budget import MIN_STAGING_SLOTS
-    from smoe.simulator.replay import replay
+    from smoe.simulator.replay import replay, replay_by_layer
     from smoe.trace.file import Trace
     from smoe.trace.record import PHASES
 
     trace = Trace(path)
     header = trace.header
-    room = _slots(header, slots, resident)
+    room = _slots(header, slots, resident, pools)
     routings = trace.routings(with_scores=alpha > 0 or eviction in SCORED_EVICTION)
-    counts = replay(routings, room, MIN_STAGING_SLOTS, _policy(eviction, routings), alpha)
+    if pools == "layer":
+        counts = replay_by_layer(routings, room, MIN_STAGING_SLOTS, lambda part: _policy(eviction, part), alpha)
+    else:
+        counts = replay(routings, room, MIN_STAGING_SLOTS, _policy(eviction, routings), alpha)
     decoded = trace.rows["step"][trace.rows["phase"] == PHASES.index(Phase.DECODE)]
     return {
         "trace": str(path),
         "model": header.model,
         "eviction": eviction,
         "alpha": alpha,
+        "pools": pools,
         "slots": room,
         "experts": header.experts,
         "resident_share": min(1.0, room / header.experts),
@@ -104,12 +119,13 @@ def _replay(path: Path, slots: int | None, resident: str | None, eviction: str, 
     }
 
 
-def _slots(header: TraceHeader, slots: int | None, resident: str | None) -> int:
+def _slots(header: TraceHeader, slots: int | None, resident: str | None, pools: str) -> int:
     room = slots if slots is not None else int(header.experts * parse_share(resident or ""))
-    least = max(layer.top_k for layer in header.layers)
+    least = max(layer.top_k for layer in header.layers) * (len(header.layers) if pools == "layer" else 1)
     if room < least:
+        where = "all layers" if pools == "layer" else "a layer"
         raise ConfigError(
-            f"a cache of {room} experts is too small: {header.model} uses {least} of a layer for every token"
+            f"a cache of {room} experts is too small: {header.model} uses {least} of {where} for every token"
         )
     return room
 

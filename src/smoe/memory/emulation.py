@@ -115,8 +115,12 @@ class Emulation:
         self.finish(began, sum(self.profile.expert_seconds(self.expert_bytes, count) for count in rows))
 
     def look_ahead(self, began: float, tokens: int) -> None:
-        """The device has run another layer's attention and router."""
-        self.finish(began, self.profile.layer_seconds(self.layer_bytes, tokens))
+        """The device has run another layer's attention and router: its launches, but not its shared experts' bytes."""
+        self.finish(began, self.profile.layer_seconds(0.0, tokens))
+
+    def ask_gate(self, began: float) -> None:
+        """The device has run another layer's router."""
+        self.finish(began, self.profile.device_expert_seconds)
 
     def compute_on_host(self, began: float, rows: int) -> None:
         """The CPU has computed one expert for so many tokens."""

@@ -40,7 +40,7 @@ class State(Enum):
 class Ticket:
     """One load under way."""
 
-    __slots__ = ("_done", "error", "free_event", "load", "ready_event", "state")
+    __slots__ = ("_done", "ended", "error", "free_event", "load", "ready_event", "state")
 
     def __init__(self, load: Load, free_event: Any) -> None:
         self.load = load
@@ -48,6 +48,8 @@ class Ticket:
         self.error: BaseException | None = None
         self.free_event = free_event
         self.ready_event: Any = None
+        self.ended = 0.0
+        """When the load was over, by the clock of the transfers."""
         self._done = threading.Lock()
         self._done.acquire()
 
@@ -185,6 +187,7 @@ class Transfers:
             self.bytes_read += came
             if self._running == 0:
                 self.busy_seconds += self._now() - self._busy_since
+        ticket.ended = self._now()
         ticket.finish(State.DONE if error is None else State.FAILED, error)
 
     def _serve_demand(self) -> None:

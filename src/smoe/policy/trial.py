@@ -14,6 +14,8 @@ TURNS = 4
 """Turns of a trial, alternating: on, off, on, off."""
 STAY = 256
 """Steps between two trials."""
+RECENT = 0.1
+"""Weight of the last measurement in a decaying mean."""
 MARGIN = 0.02
 """Off must be faster by this share: a tie is left on."""
 
@@ -55,3 +57,33 @@ class Trial:
         self.trials += 1
         self.is_on = median(self._seconds[True]) <= median(self._seconds[False]) * (1 + MARGIN)
         self.switches_off += not self.is_on
+
+
+class Shadow:
+    """Whether looking ahead fits into the time that a layer waits for its loads anyway; both as last measured.
+
+    Outside that shadow it would delay what it is meant to speed up: on a fine-grained model a layer's attention,
+    launched kernel by kernel, takes as long as a load (docs/papers/smoe.md).
+    """
+
+    def __init__(self) -> None:
+        self._wait: dict[int, float] = {}
+        """Seconds by the number of loads waited for, decaying means."""
+        self._cost: float | None = None
+
+    def fits(self, loads: int) -> bool:
+        """Whether to look ahead while so many loads are waited for; yes where nothing is known yet."""
+        wait = self._wait.get(loads)
+        return loads > 0 and (wait is None or self._cost is None or wait >= self._cost)
+
+    def note_wait(self, loads: int, seconds: float) -> None:
+        """So many loads were waited for until so long after the resident experts were done."""
+        self._wait[loads] = _mixed(self._wait.get(loads), seconds)
+
+    def note_cost(self, seconds: float) -> None:
+        """A look-ahead took so long."""
+        self._cost = _mixed(self._cost, seconds)
+
+
+def _mixed(before: float | None, now: float) -> float:
+    return now if before is None else before + RECENT * (now - before)

@@ -63,6 +63,11 @@ class Arrivals:
         """Loads that the link still has to do for what runs now: half of each is taken to be done."""
         return sum(0.5 for ticket in self.tickets.values() if ticket.state is State.RUNNING)
 
+    def awaited(self, plan: LayerPlan) -> list[Ticket]:
+        """The loads that the plan's serves are still waiting for."""
+        found = (self.tickets.get(serve.copy) for serve in plan.serves if serve.loads)
+        return [ticket for ticket in found if ticket is not None and not ticket.is_over]
+
     def start_anew(self, eviction: Eviction) -> None:
         """Empty slots, no statistics, no counts."""
         self.recover()

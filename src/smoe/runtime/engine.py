@@ -107,6 +107,9 @@ class Engine:
         counters = self.executor.counters.copy()
         counters.bytes_read = self._transfers.bytes_read
         counters.read_busy_seconds = self._transfers.busy_seconds
+        counters.host_seconds = (
+            self.executor.host_experts.busy_seconds if self.executor.host_experts is not None else 0.0
+        )
         counters.late_seconds = self.executor.emulation.late_seconds if self.executor.emulation is not None else 0.0
         return counters
 

@@ -26,13 +26,14 @@ from smoe.kernels.crew import Crew
 from smoe.memory.device import Arena
 from smoe.memory.emulation import Emulation
 from smoe.memory.store import ExpertStore
+from smoe.memory.transfer import Ticket
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan, Serve
 from smoe.policy.planner import LAST_TOKENS, layer_share, observation, plan_layer, plan_prefetch
 from smoe.policy.residency import ExpertsAtHand, SlotTable
 from smoe.policy.selection import substitute
-from smoe.policy.trial import Trial
+from smoe.policy.trial import Shadow, Trial
 from smoe.routing import Phase, Routing
 from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.expert_math import ExpertMath, Weights, library_products
@@ -91,6 +92,11 @@ class LayerExecutor:
         """Where set, the device is acted."""
         self.may_peek = True
         """Whether this pass may run another layer's attention: not where the caller listens to the layers."""
+        self.shadow = Shadow()
+        """Whether there is time to look ahead."""
+        self._awaited: list[Ticket] = []
+        """What the running layer still waited for when its resident experts were done."""
+        self._residents_done = 0.0
         self._store = store
         self._arena = arena
         self._math = math
@@ -117,7 +123,10 @@ class LayerExecutor:
     def start_anew(self, eviction: Eviction) -> None:
         """Empty slots, no statistics, no counts: the engine's own trials at load are not the user's."""
         if self.host_experts is not None:
-            self.host_experts.drain()
+            self.host_experts.start_anew()
+        if self.emulation is not None:
+            self.emulation.late_seconds = 0.0
+        self.shadow = Shadow()
         self.arrivals.start_anew(eviction)
         self.trial = Trial() if self.trial is not None else None
 
@@ -199,6 +208,7 @@ class LayerExecutor:
     def _recover(self) -> None:
         if self.host_experts is not None:
             self.host_experts.drain()
+        self._awaited = []
         self.arrivals.recover()
 
     # -- planning -----------------------------------------------------------------------------------------------------
@@ -245,8 +255,11 @@ class LayerExecutor:
         threads = torch.get_num_threads()
         if hidden.shape[0] == 1:
             torch.set_num_threads(1)  # a second thread would wait for a core that the readers are using
+        began = time.perf_counter()
         predicted = predictor(plan.layer, hidden, partial)
         torch.set_num_threads(threads)
+        if self.emulation is not None and phase is Phase.DECODE and partial is None:
+            self.emulation.ask_gate(began)
         if predicted is not None:
             self.arrivals.prefetch(plan_prefetch(predicted[0], predicted[1], self.table, plan).loads)
 
@@ -255,11 +268,25 @@ class LayerExecutor:
         predictor = self._predictors.get(Phase.DECODE)
         if predictor is None or not predictor.needs_partial or not self.may_peek:
             return
-        began, asked = time.perf_counter(), self.now()
+        self._awaited = self.arrivals.awaited(plan)
+        self._residents_done = asked = self.now()
+        if not self.shadow.fits(len(self._awaited)):
+            return
+        began = time.perf_counter()
         self._prefetch(Phase.DECODE, hidden, partial(), plan)
         if self.emulation is not None:
             self.emulation.look_ahead(began, hidden.shape[0])
-        self.counters.look_ahead_seconds += self.now() - asked
+        seconds = self.now() - asked
+        self.shadow.note_cost(seconds)
+        self.counters.look_aheads += 1
+        self.counters.look_ahead_seconds += seconds
+
+    def _measure_shadow(self) -> None:
+        """How long the layer's loads took after the resident experts were done, now that all are over."""
+        if self._awaited:
+            seconds = max(ticket.ended for ticket in self._awaited) - self._residents_done
+            self.shadow.note_wait(len(self._awaited), max(0.0, seconds))
+            self._awaited = []
 
     def _count(self, plan: LayerPlan, phase: Phase) -> None:
         counters = self.counters
@@ -280,6 +307,7 @@ class LayerExecutor:
         from_host = self._start_host(plan, hidden, top_k_weights.shape[1])
         compute = self._one_token if hidden.shape[0] == 1 else self._some_tokens
         outputs = compute(plan, hidden, top_k_weights, from_host) if plan.serves else []
+        self._measure_shadow()
         total = self._sum(plan.serves, outputs, hidden, top_k_weights.shape[1])
         self.counters.compute_seconds += self.now() - started - (self.counters.elsewhere_seconds - before)
         return total

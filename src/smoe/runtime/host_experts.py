@@ -42,6 +42,8 @@ class HostExperts:
         self._threads = threads
         self._emulation = emulation
         self._timed: deque[tuple[float, int]] = deque(maxlen=64)
+        self.busy_seconds = 0.0
+        """Time spent computing."""
         self._under_way: set[Future[torch.Tensor]] = set()
         self._worker = ThreadPoolExecutor(1, "smoe-host-experts", self._begin)
 
@@ -67,6 +69,12 @@ class HostExperts:
             future.cancel()
         wait(pending)
 
+    def start_anew(self) -> None:
+        """Nothing under way, nothing counted."""
+        self.drain()
+        self._timed.clear()
+        self.busy_seconds = 0.0
+
     def close(self) -> None:
         self._worker.shutdown(cancel_futures=True)
 
@@ -89,7 +97,9 @@ class HostExperts:
             if self._emulation is not None:
                 self._emulation.compute_on_host(began, x.shape[0])
             dilation = 1.0 if self._emulation is None else self._emulation.dilation
-            self._timed.append(((time.perf_counter() - began) / dilation, x.shape[0]))
+            seconds = (time.perf_counter() - began) / dilation
+            self.busy_seconds += seconds
+            self._timed.append((seconds, x.shape[0]))
             return out
         finally:
             self._host.give_back(lease, None, is_valid=is_valid)

@@ -6,7 +6,7 @@ own trace; Belady's replay beside it says what no policy could beat.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from smoe.policy.eviction.base import Eviction
@@ -51,6 +51,28 @@ def replay(
             misses += len(plan.loads)
         carry_out(plan, table, eviction)
     return ReplayCounts(uses, misses)
+
+
+def replay_by_layer(
+    trace: Sequence[Routing],
+    cache_slots: int,
+    staging_slots: int,
+    eviction_for: Callable[[Sequence[Routing]], Eviction],
+    alpha: float = 0.0,
+) -> ReplayCounts:
+    """`replay` with a pool of slots for every layer instead of one for all: equal shares, the first get the rest.
+
+    `eviction_for` makes the policy of a layer from that layer's part of the trace.
+    """
+    layers: dict[int, list[Routing]] = {}
+    for routing in trace:
+        layers.setdefault(routing.layer, []).append(routing)
+    share, rest = divmod(cache_slots, len(layers) or 1)
+    counts = [
+        replay(part, share + (n < rest), staging_slots, eviction_for(part), alpha)
+        for n, (_, part) in enumerate(sorted(layers.items()))
+    ]
+    return ReplayCounts(sum(count.uses for count in counts), sum(count.misses for count in counts))
 
 
 def carry_out(plan: LayerPlan, table: SlotTable, eviction: Eviction) -> None:
