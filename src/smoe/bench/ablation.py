@@ -79,6 +79,8 @@ class Turn:
     step: Step
     first_seconds: float
     """Reading the prompt."""
+    first_serial_seconds: float
+    """What it would have taken with every expert brought in on demand: loading and computing one after the other."""
     seconds: list[float]
     """Of every timed token."""
     counters: Counters
@@ -105,6 +107,11 @@ class Line:
         """Median over the rounds of the time to read the prompt."""
         return median(turn.first_seconds for turn in self.turns)
 
+    @property
+    def first_serial_seconds(self) -> float:
+        """Median over the rounds of the same with loads on demand."""
+        return median(turn.first_serial_seconds for turn in self.turns)
+
     def share(self, part: Callable[[Counters], float], whole: Callable[[Counters], float]) -> float | None:
         """A ratio of two counters over all rounds; None where there is nothing to divide by."""
         total = sum(whole(turn.counters) for turn in self.turns)
@@ -118,6 +125,7 @@ class Line:
             "name": self.step.name.strip(),
             "switches": dict(self.step.switches),
             "ttft_seconds": self.first_seconds,
+            "ttft_on_demand_seconds": self.first_serial_seconds,
             "seconds_per_token": self.seconds,
             "seconds_per_token_by_round": [turn.mean_seconds for turn in self.turns],
             "hit_ratio": self.share(lambda c: c.decode_hits, lambda c: c.decode_uses),
@@ -183,13 +191,14 @@ def _turn(step: Step, model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> 
     engine.wait_ready()
     cache = engine.new_cache(len(rows))
     prompt = torch.tensor([list(row[:PROMPT_TOKENS]) for row in rows], device=model.device)
-    started = engine.now()
+    before, started = engine.stats(), engine.now()
     model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    first = engine.now() - started
+    first, read = engine.now() - started, engine.stats() - before
+    serial = read.read_busy_seconds + read.compute_seconds + read.dense_seconds
     warm = PROMPT_TOKENS + WARM_TOKENS
     for _ in forced_rows(model, [row[PROMPT_TOKENS:warm] for row in rows], cache):
         pass
     before = engine.stats()
     timed = [row[warm : warm + TIMED_TOKENS] for row in rows]
     seconds = [took for _, took in forced_rows(model, timed, cache)]
-    return Turn(step, first, seconds, engine.stats() - before)
+    return Turn(step, first, serial, seconds, engine.stats() - before)
