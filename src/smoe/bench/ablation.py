@@ -61,6 +61,7 @@ DEVICE_ABLATIONS: dict[str, list[Step]] = {
         _step("CE + CR", "score", alpha=_ALPHA),
         _step("CE + CR + Pre", "score", "look-ahead", alpha=_ALPHA),
         _step("all four (+ BA)", "score", "look-ahead", "optimal", _ALPHA),
+        _step("the preset smoe", "score", "auto", "auto", _ALPHA),
         _step("  BA as printed", "score", "look-ahead", "paper", _ALPHA),
         _step("  Pre by next gate", "score", "next-gate", "optimal", _ALPHA),
         _step("  Pre of all (v1)", "score", "look-ahead", "optimal", _ALPHA, prefetch_what="chosen"),
@@ -69,7 +70,7 @@ DEVICE_ABLATIONS: dict[str, list[Step]] = {
     ],
 }
 """By paper, beside a device with a memory of its own. The first is the papers' baseline: what prefill has left on the
-device stays, the CPU computes what is missing (llama.cpp, Fiddler)."""
+device stays, the CPU computes what is missing (llama.cpp, Fiddler). The preset is all four, each as far as it pays."""
 
 
 @dataclass(frozen=True)

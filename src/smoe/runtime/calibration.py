@@ -36,8 +36,11 @@ def calibrate(model: PreTrainedModel, emulation: Emulation, link: Link) -> None:
 
 
 def _run(model: PreTrainedModel, engine: Engine, steps: int) -> None:
+    """As many sequences at once as the engine is made for."""
+    rows = engine.config.max_sequences
+    tokens = torch.arange(1, rows + 1).unsqueeze(1)  # different ones: other experts for each
     for _ in range(steps):
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=engine.new_cache(), use_cache=True)
+        model(input_ids=tokens, past_key_values=engine.new_cache(rows), use_cache=True)
 
 
 def _copy_seconds(slots: torch.Tensor, slot_bytes: int) -> float:
