@@ -297,6 +297,8 @@ def _balance(
         raise ConfigError(f"--balance {method} needs a device beside the CPU; this machine computes on its CPU")
     modules = dict(model.named_modules())
     math = {site.layer: ExpertMath(modules[site.name], site.parts, plan.dtype) for site in plan.sites}
+    if executor.device.type != "cpu" and not all(layer.is_movable for layer in math.values()):
+        raise ConfigError(f"--balance {method}: this family's experts end in a norm that only the device has; use none")
     threads = 1 if emulation is not None else torch.get_num_threads()
     executor.host_experts = HostExperts(tiers.host, tiers.filler, store, math, threads, emulation)
     fixed = None

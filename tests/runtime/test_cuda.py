@@ -109,6 +109,19 @@ def test_fp32_is_close_at_every_budget(family: str, budget: str, toy: Callable[.
     model.offload.executor.table.check()
 
 
+@pytest.mark.parametrize("prefetch", ["none", "look-ahead"])
+@pytest.mark.parametrize("balance", ["paper", "optimal", "host"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3"])
+def test_the_cpu_computes_beside_the_gpu(
+    family: str, balance: str, prefetch: str, toy: Callable[..., Path], open_on_gpu: Open
+) -> None:
+    folder = toy(family)
+    model = open_on_gpu(folder, "minimum", balance=balance, prefetch=prefetch)
+    assert_close(steps(model), reference_steps(folder), FP32_ROUNDING)
+    assert model.offload.stats().host_computed > 0
+    model.offload.executor.table.check()
+
+
 @pytest.mark.parametrize("prefetch", ["none", "next-gate"])
 @pytest.mark.parametrize("budget", ["half", "minimum"])
 def test_bf16_experts_of_some_size(budget: str, prefetch: str, toy: Callable[..., Path], open_on_gpu: Open) -> None:

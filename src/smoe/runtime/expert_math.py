@@ -56,6 +56,11 @@ class ExpertMath:
         self.up_width = up[1] if self._is_transposed else up[0]
         self.inner, self.hidden = (down[0], down[1]) if self._is_transposed else (down[1], down[0])
 
+    @property
+    def is_movable(self) -> bool:
+        """Whether another device can compute it: everything but the experts' own weights is arithmetic."""
+        return self._post_norm is None
+
     def bind(self, arena: Arena, slot: int, offsets: Mapping[str, int]) -> Weights:
         """Views of the expert in `slot`; `offsets` are the parts' slot offsets in bytes."""
 
