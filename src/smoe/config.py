@@ -10,7 +10,7 @@ from typing import Any
 
 from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE, BALANCE_ORDER
-from smoe.policy.registry import ONLINE_EVICTION, PREFETCH, PREFETCH_WHAT, SCORED_EVICTION
+from smoe.policy.registry import ONLINE_EVICTION, POOLS, PREFETCH, PREFETCH_WHAT, SCORED_EVICTION
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DIRECT_IO = ("auto", "on", "off")
@@ -52,6 +52,8 @@ class EngineConfig:
     """For the device `emulated`: how much slower than reported it really runs; None: as this machine needs."""
     eviction: str = "lru"
     """Which resident expert is forgotten first."""
+    pools: str = "global"
+    """Whose slots a layer may take: anybody's, or those of its own share."""
     prefetch: str = "auto"
     """What brings experts in before their layer runs in decode; auto: for experts of 1 MiB and more, as long as it is
     found to pay, next-gate on a CPU, and look-ahead on a device beside it, where the next layer's attention costs
@@ -105,6 +107,7 @@ class EngineConfig:
         _at_least("io_threads", self.io_threads, 1)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("eviction", self.eviction, tuple(ONLINE_EVICTION))
+        _one_of("pools", self.pools, POOLS)
         _one_of("prefetch", self.prefetch, PREFETCH)
         _one_of("prefetch_what", self.prefetch_what, PREFETCH_WHAT)
         _one_of("balance", self.balance, BALANCE)

@@ -40,7 +40,6 @@ from smoe.planning import SAFETENSORS_NAMES, Blueprint, blueprint
 from smoe.policy.balance import Costs
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes
 from smoe.policy.eviction.lru import LRU
-from smoe.policy.registry import make_eviction
 from smoe.policy.residency import SlotTable
 from smoe.policy.trial import Trial
 from smoe.routing import Phase
@@ -272,7 +271,7 @@ def _assemble(
     if emulation is not None and tiers.link is not None and config.dilation is None:
         calibrate(model, emulation, tiers.link)
     _balance(executor, model, plan, config, store, tiers, emulation)
-    executor.start_anew(make_eviction(config.eviction))
+    executor.start_anew(engine.fresh_eviction())
     executor.trial = Trial() if config.prefetch == "auto" else None
     executor.substitute_by(config)
     return model

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from smoe.bench.ablation import Line
 from smoe.errors import ConfigError
 
 _PARTS = (
@@ -18,28 +18,30 @@ _PARTS = (
 )
 
 
-def draw(lines: Sequence[Line], title: str, path: Path) -> None:
-    """Write the picture to `path` (.png, .svg or .pdf); needs matplotlib."""
+def draw(steps: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """Write the picture of an ablation's steps, as its JSON has them, to `path` (.png, .svg or .pdf).
+
+    Raises `ConfigError` without matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
-    values = [line.as_json() for line in lines]
-    names = [line.step.name for line in lines]
-    figure = Figure(figsize=(10, 1.2 + 0.34 * len(lines)), layout="constrained")
+    names = [step["name"] for step in steps]
+    figure = Figure(figsize=(10, 1.2 + 0.34 * len(steps)), layout="constrained")
     time, missing = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    left = [0.0] * len(lines)
+    left = [0.0] * len(steps)
     for key, label, colour in _PARTS:
-        widths = [1e3 * value[key] for value in values]
+        widths = [1e3 * step[key] for step in steps]
         time.barh(names, widths, left=left, color=colour, label=label)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    for n, line in enumerate(lines):
-        time.text(left[n], n, f" {1e3 * line.seconds:.1f}", va="center", fontsize=8)
+    for n, step in enumerate(steps):
+        time.text(left[n], n, f" {1e3 * step['seconds_per_token']:.1f}", va="center", fontsize=8)
     time.set(xlabel="ms a token", xlim=(0, 1.12 * max(left)))
     time.invert_yaxis()
     time.legend(frameon=False, fontsize=8, loc="lower right")
-    missing.barh(names, [100 * (1 - (value["hit_ratio"] or 0.0)) for value in values], color="#d9d4c8", label="missing")
-    loaded = [100 * (1 - (v["hit_ratio"] or 0.0) - (v["host_computed_share"] or 0.0)) for v in values]
+    missing.barh(names, [100 * (1 - (step["hit_ratio"] or 0.0)) for step in steps], color="#d9d4c8", label="missing")
+    loaded = [100 * (1 - (s["hit_ratio"] or 0.0) - (s["host_computed_share"] or 0.0)) for s in steps]
     missing.barh(names, loaded, color="#b3423a", height=0.4, label="of these, loaded")
     missing.set(xlabel="experts of a token, %")
     missing.legend(frameon=False, fontsize=8, loc="lower right")

@@ -111,7 +111,11 @@ def _ablate(
     _print_ablation(lines, has_device)
     if plot is not None:
         on = f", {config.profile} acted" if config.device == EMULATED else ""
-        draw(lines, f"{Path(model).name}, {options.memory or 'free memory'}, batch {batch}{on}", plot)
+        draw(
+            [line.as_json() for line in lines],
+            f"{Path(model).name}, {options.memory or 'free memory'}, batch {batch}{on}",
+            plot,
+        )
     circumstances = {
         "ablation": name,
         "model": model,

@@ -17,7 +17,7 @@ import typer
 from smoe.config import DEFAULT_ALPHA, DTYPES, KERNELS, PRESETS, EngineConfig, configure
 from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE
-from smoe.policy.registry import ONLINE_EVICTION, PREFETCH
+from smoe.policy.registry import ONLINE_EVICTION, POOLS, PREFETCH
 from smoe.units import parse_bytes
 
 _MEMORY = "Memory"
@@ -70,6 +70,12 @@ class EngineOptions:
         str | None,
         typer.Option(help=f"Which expert is forgotten first: {', '.join(ONLINE_EVICTION)}.", rich_help_panel=_ENGINE),
     ] = None
+    pools: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Slots for all layers together, or a share for each: {', '.join(POOLS)}.", rich_help_panel=_ENGINE
+        ),
+    ] = None
     prefetch: Annotated[
         str | None,
         typer.Option(help=f"What brings experts in ahead: {', '.join(PREFETCH)}.", rich_help_panel=_ENGINE),
@@ -120,6 +126,7 @@ class EngineOptions:
             dtype=self.dtype,
             device=self.device,
             eviction=self.eviction,
+            pools=self.pools,
             prefetch=self.prefetch,
             kernels=self.kernels,
             balance=self.balance,

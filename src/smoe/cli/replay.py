@@ -11,15 +11,13 @@ import typer
 from smoe.cli.options import Debug, Json
 from smoe.config import configure
 from smoe.errors import ConfigError
-from smoe.policy.registry import EVICTION, SCORED_EVICTION, make_eviction
+from smoe.policy.registry import EVICTION, POOLS, SCORED_EVICTION, make_eviction
 from smoe.routing import Phase, Routing
 from smoe.units import parse_share
 
 if TYPE_CHECKING:
     from smoe.policy.eviction.base import Eviction
     from smoe.trace.record import TraceHeader
-
-POOLS = ("global", "layer")
 
 EPILOG = """Examples:
 

@@ -9,6 +9,7 @@ from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.belady import Belady
 from smoe.policy.eviction.lfu import LFU
 from smoe.policy.eviction.lru import LRU
+from smoe.policy.eviction.pools import LayerPools
 
 
 def _score() -> Eviction:
@@ -32,6 +33,17 @@ run ahead on what the resident experts have given; auto: what pays."""
 
 PREFETCH_WHAT = ("top-score", "chosen")
 """SMoE's second version, and its first."""
+
+
+POOLS = ("global", "layer")
+"""One pool of slots for all layers, or a share for each."""
+
+
+def make_pools(name: str, pools: str, cache_slots: int, layers: int) -> Eviction:
+    """A fresh online eviction policy over `cache_slots` slots of `layers` layers."""
+    if pools == "global":
+        return make_eviction(name)
+    return LayerPools(ONLINE_EVICTION[name], max(1, cache_slots // layers))
 
 
 def make_eviction(name: str) -> Eviction:

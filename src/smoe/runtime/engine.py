@@ -26,7 +26,8 @@ from smoe.metrics import Counters
 from smoe.models.anatomy import Anatomy
 from smoe.models.scoring import ScoringRule
 from smoe.policy.budget import Ledger
-from smoe.policy.registry import make_eviction
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.registry import make_pools
 from smoe.routing import Phase, Routing
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.kv_cache import RowCache
@@ -137,7 +138,12 @@ class Engine:
             self.check_usable()
             self.config = replace(self.config, alpha=alpha)
             self.executor.substitute_by(self.config)
-            self.executor.start_anew(make_eviction(self.config.eviction))
+            self.executor.start_anew(self.fresh_eviction())
+
+    def fresh_eviction(self) -> Eviction:
+        """The eviction policy that the configuration asks for, without a memory of anything."""
+        config, ledger = self.config, self.ledger
+        return make_pools(config.eviction, config.pools, ledger.cache_slots, len(self.store.layers))
 
     def wait_ready(self) -> None:
         """Wait until the operating system has backed all slots; only measurements need to."""

@@ -1,0 +1,71 @@
+"""Slots shared out among the layers: one eviction policy for each, so that no layer starves another.
+
+In one global pool a layer whose experts score alike, or are used in turn, loses its slots to the others. Here every
+layer has an equal share. A layer that has it gives up its own experts; one that has less takes from those that have
+more, the fullest first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container
+
+from smoe.expert import Copy
+from smoe.policy.eviction.base import Eviction
+from smoe.routing import Routing
+
+
+class LayerPools(Eviction):
+    """A policy of its own for every layer, each with `share` slots."""
+
+    name = "layer pools"
+
+    def __init__(self, make: Callable[[], Eviction], share: int) -> None:
+        assert share > 0, share
+        self._make = make
+        self._share = share
+        self._pools: dict[int, Eviction] = {}
+        self._sizes: Counter[int] = Counter()
+        self._running = 0
+        """The layer whose router has spoken last: whoever asks for victims asks for it."""
+
+    def insert(self, copy: Copy) -> None:
+        self._pool(copy[0]).insert(copy)
+        self._sizes[copy[0]] += 1
+
+    def remove(self, copy: Copy) -> None:
+        self._pool(copy[0]).remove(copy)
+        self._sizes[copy[0]] -= 1
+
+    def observe(self, routing: Routing) -> None:
+        self._running = routing.layer
+        self._pool(routing.layer).observe(routing)
+
+    def victims(self, count: int, shield: Container[Copy]) -> list[Copy]:
+        """First what others have beyond their share, as far as this layer lacks of its own; then its own; then any."""
+        found = [copy for copy in self._surplus() if copy not in shield][: max(0, count)]
+        for layer in (self._running, *self._others()):
+            if len(found) < count:
+                wanted = self._pool(layer).victims(count, shield)
+                found += [copy for copy in wanted if copy not in found][: count - len(found)]
+        return found
+
+    def _surplus(self) -> list[Copy]:
+        lacking = self._share - self._sizes[self._running]
+        taken: list[Copy] = []
+        for layer in self._others():
+            beyond = min(lacking - len(taken), self._sizes[layer] - self._share)
+            if beyond <= 0:
+                break
+            taken += self._pools[layer].victims(beyond, ())
+        return taken
+
+    def _others(self) -> list[int]:
+        """The other layers, the fullest first."""
+        sizes = self._sizes
+        return sorted((layer for layer in self._pools if layer != self._running), key=lambda n: (-sizes[n], n))
+
+    def _pool(self, layer: int) -> Eviction:
+        if layer not in self._pools:
+            self._pools[layer] = self._make()
+        return self._pools[layer]

@@ -1,0 +1,66 @@
+"""Shares of slots: would catch a layer that starves, one that hoards, and a promise of the contract that is broken."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smoe.expert import EXACT, Copy
+from smoe.policy.eviction.lru import LRU
+from smoe.policy.eviction.pools import LayerPools
+from smoe.policy.planner import layer_share
+from smoe.policy.registry import make_eviction, make_pools
+from smoe.routing import Phase, Routing
+from smoe.simulator.replay import replay, replay_by_layer
+
+LAYERS, EXPERTS = 3, 8
+USES = st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1)), min_size=1, max_size=80)
+
+
+def filled(uses: list[tuple[int, int]], share: int) -> tuple[LayerPools, set[Copy]]:
+    """Everything used becomes resident; the last use's layer is the running one."""
+    pools, residents = LayerPools(LRU, share), set()
+    for layer, expert in uses:
+        copy = (layer, expert, EXACT)
+        if copy not in residents:
+            pools.insert(copy)
+            residents.add(copy)
+        pools.observe(Routing(layer, Phase.DECODE, EXPERTS, [[expert]]))
+    return pools, residents
+
+
+@given(USES, st.integers(1, 6), st.integers(0, 30), st.sets(st.integers(0, EXPERTS - 1)))
+def test_the_contract(uses: list[tuple[int, int]], share: int, count: int, shielded: set[int]) -> None:
+    pools, residents = filled(uses, share)
+    shield = {(uses[-1][0], expert, EXACT) for expert in shielded}
+    victims = pools.victims(count, shield)
+    assert victims == pools.victims(count, shield), "asking changes nothing"
+    assert len(set(victims)) == len(victims) == min(count, len(residents - shield))
+    assert set(victims) <= residents - shield
+    assert pools.victims(count + 1, shield)[: len(victims)] == victims
+
+
+@given(USES, st.integers(1, 4))
+def test_nobody_takes_from_the_poor(uses: list[tuple[int, int]], share: int) -> None:
+    """A layer with its share gives up its own; one without it takes from those that have more."""
+    pools, residents = filled(uses, share)
+    running = uses[-1][0]
+    sizes = {layer: sum(copy[0] == layer for copy in residents) for layer in range(LAYERS)}
+    (victim,) = pools.victims(1, ())
+    rich = [layer for layer in range(LAYERS) if layer != running and sizes[layer] > share]
+    if sizes[running] < share and rich:
+        assert sizes[victim[0]] == max(sizes[layer] for layer in rich)
+    else:
+        assert victim[0] == running
+
+
+@given(USES)
+def test_full_pools_are_caches_of_their_own(uses: list[tuple[int, int]]) -> None:
+    """After a prompt has filled every share, the engine's pools and separate caches miss the same."""
+    share = 4
+    prompt = [Routing(layer, Phase.PREFILL, EXPERTS, [[0], [1], [2], [3]]) for layer in range(LAYERS)]
+    trace = [*prompt, *(Routing(layer, Phase.DECODE, EXPERTS, [[expert]]) for layer, expert in uses)]
+    slots = share * LAYERS
+    assert layer_share(slots, LAYERS) == share
+    ours = replay(trace, slots, 2, make_pools("lru", "layer", slots, LAYERS))
+    assert ours == replay_by_layer(trace, slots, 2, lambda part: make_eviction("lru"))
