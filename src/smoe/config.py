@@ -12,6 +12,8 @@ from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE, BALANCE_ORDER
 from smoe.policy.registry import ONLINE_EVICTION, POOLS, PREFETCH, PREFETCH_WHAT, SCORED_EVICTION
 
+EMULATED = "emulated"
+"""The device that is acted on the CPU (`memory/emulation.py`)."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DIRECT_IO = ("auto", "on", "off")
 KERNELS = ("auto", "own", "torch")

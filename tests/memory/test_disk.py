@@ -60,8 +60,8 @@ Make = Callable[[bool], DiskReader]
 def test_bytes_are_the_file_s(
     is_direct: bool, chunk_pages: int, path: Path, buffer: memoryview, reader: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several chunks, an offset, and the file's end inside the last page."""
-    monkeypatch.setattr(disk, "CHUNK_BYTES", chunk_pages * PAGE)
+    """Several requests, an offset, and the file's end inside the last page."""
+    monkeypatch.setattr(disk, "REQUEST_BYTES", chunk_pages * PAGE)
     source = reader(is_direct)
     for offset, pages, need in ((0, 20, None), (3 * PAGE, 5, None), (15 * PAGE, 6, 5 * PAGE + 123)):
         buffer[:] = bytes(len(buffer))
@@ -159,6 +159,17 @@ def test_something_more_urgent_between_chunks(
     reader(False).read(whole(path), buffer, lambda: calls.append(bytes(buffer[:PAGE])))
     assert len(calls) == 4  # five chunks
     assert calls[0] == DATA[:PAGE]
+
+
+def test_what_is_urgent_itself_is_read_in_one_request(
+    path: Path, buffer: memoryview, reader: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "CHUNK_BYTES", 4 * PAGE)
+    source, lengths = reader(False), []
+    original = source._pread
+    monkeypatch.setattr(source, "_pread", lambda fd, view, at: (lengths.append(len(view)), original(fd, view, at))[1])
+    source.read(whole(path), buffer)
+    assert lengths == [20 * PAGE]
 
 
 def test_files_are_closed(path: Path, buffer: memoryview) -> None:

@@ -83,9 +83,10 @@ def _ablate(
     from smoe.bench.ablation import ABLATIONS, DEVICE_ABLATIONS, TIMED_TOKENS, ablate
     from smoe.bench.plot import draw
     from smoe.cli.console import print_json, progress
+    from smoe.config import EMULATED
     from smoe.errors import ConfigError
     from smoe.hardware import describe_machine, describe_versions
-    from smoe.loading import EMULATED, choose_device, load
+    from smoe.loading import choose_device, load
 
     if name not in ABLATIONS:
         raise ConfigError(f"--ablation is {name!r}; choose one of: {', '.join(ABLATIONS)}")

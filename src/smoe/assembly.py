@@ -1,0 +1,252 @@
+"""From files, budget and weights to an engine behind a model: tiers, predictors, arithmetic, seam, proof."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from smoe.config import EMULATED, EngineConfig
+from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
+from smoe.kernels.crew import Crew, is_supported
+from smoe.memory.device import Arena
+from smoe.memory.disk import DiskReader
+from smoe.memory.emulation import Emulation
+from smoe.memory.free import free_device_bytes, less_margin
+from smoe.memory.host import HostTier
+from smoe.memory.link import CudaLink, EmulatedLink, Link
+from smoe.memory.movers import Filler, HostMover, SlotMover
+from smoe.memory.store import ExpertStore, LayerExperts
+from smoe.memory.transfer import Mover, Transfers
+from smoe.models.experts import ExpertsSite
+from smoe.models.prediction import LookAhead, NextGate
+from smoe.models.scoring import ScoringRule, find_rule
+from smoe.models.seam import attach
+from smoe.models.selftest import check_experts
+from smoe.planning import Blueprint
+from smoe.policy.balance import Costs
+from smoe.policy.budget import Ledger
+from smoe.policy.eviction.lru import LRU
+from smoe.policy.residency import SlotTable
+from smoe.policy.trial import Trial
+from smoe.routing import Phase
+from smoe.runtime.arrivals import Arrivals
+from smoe.runtime.calibration import calibrate
+from smoe.runtime.dense import speed_up
+from smoe.runtime.engine import Engine
+from smoe.runtime.execute import LayerExecutor, Predictor
+from smoe.runtime.expert_math import ExpertMath
+from smoe.runtime.host_experts import Balancer, HostExperts
+from smoe.runtime.split import choose_way
+
+_PREFETCH_PAYS_BYTES = 1 << 20
+"""Smaller experts are read in less time than guessing takes; for larger ones the gain is measured (docs/log.md)."""
+
+
+def assemble(
+    model: PreTrainedModel,
+    plan: Blueprint,
+    config: EngineConfig,
+    ledger: Ledger,
+    reason: str,
+    store: ExpertStore,
+    arena: Arena,
+    checkpoint: Mapping[int, LayerExperts],
+    emulation: Emulation | None,
+) -> PreTrainedModel:
+    """Put an engine behind `model`, whose experts were left out; the same object comes back.
+
+    Raises `UnsupportedModelError` where the experts, or a rule that is needed, cannot be proven, and `ConfigError` for
+    switches that this machine or family cannot have.
+    """
+    rules = _rules(model, plan) if config.needs_scores else {}
+    predictors = _predictors(model, plan, config, rules, arena.device)
+    table = SlotTable(ledger.cache_slots, ledger.staging_slots)
+    tiers = _tiers(store, arena, table, config, emulation)
+    clock = time.perf_counter if emulation is None else emulation.now
+    transfers = Transfers(tiers.mover, config.io_threads, clock)
+    modules = dict(model.named_modules())
+    math = {site.layer: ExpertMath(modules[site.name], site.parts, plan.dtype) for site in plan.sites}
+    arrivals = Arrivals(
+        store=store,
+        table=table,
+        eviction=LRU(),  # for the trials below, in which no router speaks
+        transfers=transfers,
+        arena=arena,
+        math=math,
+        clock=clock,
+    )
+    executor = LayerExecutor(store=store, arrivals=arrivals, arena=arena, math=math, predictors=predictors, clock=clock)
+    try:
+        for site in _one_of_each_kind(plan.sites):
+            check_experts(site, modules[site.name], checkpoint[site.layer], executor, plan.dtype)
+    except BaseException:
+        transfers.close()
+        raise
+    _choose_arithmetic(model, plan, config, executor)
+    executor.emulation = emulation
+    engine = Engine(
+        config=config,
+        model_config=plan.config,
+        anatomy=plan.anatomy,
+        ledger=ledger,
+        store=store,
+        arena=arena,
+        transfers=transfers,
+        executor=executor,
+        budget_reason=reason,
+        dense_bytes=_dense_bytes(model, ledger),
+        context_tokens=plan.context_tokens,
+        rules=rules,
+    )
+    attach(model, plan.sites, engine, {layer: plan.anatomy.routers[layer] for layer in rules})
+    look_ahead = predictors.get(Phase.DECODE)
+    if isinstance(look_ahead, LookAhead):
+        look_ahead.install()
+    if emulation is not None and tiers.link is not None and config.dilation is None:
+        calibrate(model, emulation, tiers.link)
+    _balance(executor, model, plan, config, store, tiers, emulation)
+    executor.start_anew(engine.fresh_eviction())
+    executor.trial = Trial() if config.prefetch == "auto" else None
+    executor.substitute_by(config)
+    return model
+
+
+def _balance(
+    executor: LayerExecutor,
+    model: PreTrainedModel,
+    plan: Blueprint,
+    config: EngineConfig,
+    store: ExpertStore,
+    tiers: _Tiers,
+    emulation: Emulation | None,
+) -> None:
+    """The CPU beside the device, where it is to compute what the device lacks."""
+    method = config.balance
+    if method == "auto":
+        method = "none" if tiers.host is None else "optimal"
+    if method == "none":
+        return
+    if tiers.host is None or tiers.link is None:
+        raise ConfigError(f"--balance {method} needs a device beside the CPU; this machine computes on its CPU")
+    modules = dict(model.named_modules())
+    math = {site.layer: ExpertMath(modules[site.name], site.parts, plan.dtype) for site in plan.sites}
+    if executor.device.type != "cpu" and not all(layer.is_movable for layer in math.values()):
+        raise ConfigError(f"--balance {method}: this family's experts end in a norm that only the device has; use none")
+    threads = 1 if emulation is not None else torch.get_num_threads()
+    executor.host_experts = HostExperts(tiers.host, tiers.filler, store, math, threads, emulation)
+    fixed = None
+    if config.reproducible and config.alpha > 0 and method != "host":
+        if emulation is None:
+            raise ConfigError(
+                f"with --reproducible and an alpha above 0, --balance {method} would decide by measured times; "
+                "use --balance none or host"
+            )
+        profile, nbytes = emulation.profile, store.expert_bytes
+        fixed = Costs(profile.link_seconds(nbytes), profile.host_seconds(nbytes, 1))
+    executor.balancer = Balancer(method, config.balance_order, tiers.link, executor.host_experts, fixed)
+
+
+def _choose_arithmetic(model: PreTrainedModel, plan: Blueprint, config: EngineConfig, executor: LayerExecutor) -> None:
+    """Our kernel where it is wanted, gives the library's bits and is faster; several threads where they help."""
+    is_possible = plan.dtype is torch.bfloat16 and executor.device.type == "cpu" and is_supported()
+    crew = Crew(torch.get_num_threads()) if config.kernels != "torch" and is_possible else None
+    if crew is not None and not executor.agrees(crew):
+        crew.close()
+        crew = None
+    choose_way(executor, plan.sites[0].layer, plan.dtype, crew, crew is not None and config.kernels == "own")
+    if executor.crew is not None:
+        speed_up(model, executor.crew)
+
+
+def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:
+    """What the library has really allocated for the weights beside the experts; more than promised is refused."""
+    tensors = [*model.parameters(), *model.buffers()]
+    used: int = sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())  # tied weights once
+    promised = ledger.demand.weights_bytes
+    if used > promised:
+        raise BudgetError(
+            f"the non-expert weights take {used} bytes, {promised} were planned; please report this model"
+        )
+    return used
+
+
+def _predictors(
+    model: PreTrainedModel,
+    plan: Blueprint,
+    config: EngineConfig,
+    rules: Mapping[int, ScoringRule],
+    device: torch.device,
+) -> Mapping[Phase, Predictor]:
+    """A prefill always starts the next layer's reads early: nearly all are needed, so guessing is cheap and right."""
+    next_gate = NextGate(model, plan.sites, plan.anatomy.gates, rules, config.prefetch_what)
+    found: dict[Phase, Predictor] = {Phase.PREFILL: next_gate}
+    how = config.prefetch
+    if how == "auto" and plan.expert_bytes >= _PREFETCH_PAYS_BYTES:
+        how = "look-ahead" if device.type != "cpu" or config.device == EMULATED else "next-gate"
+    if config.reproducible and config.alpha > 0:
+        return found
+    if how == "next-gate":
+        found[Phase.DECODE] = next_gate
+    elif how == "look-ahead":
+        found[Phase.DECODE] = LookAhead(model, plan.sites, plan.anatomy.routers, next_gate)
+    return found
+
+
+def _rules(model: PreTrainedModel, plan: Blueprint) -> dict[int, ScoringRule]:
+    """How every layer's router scores and weighs; raises `UnsupportedModelError` where it cannot be proven."""
+    modules, rules = dict(model.named_modules()), {}
+    for site in plan.sites:
+        name = plan.anatomy.routers.get(site.layer)
+        if name is None:
+            raise UnsupportedModelError(
+                f"the router of layer {site.layer} could not be found, so its scores cannot be heard; without --alpha, "
+                "and with an eviction other than score, the model works"
+            )
+        block = modules[site.name.rpartition(".")[0]]
+        hidden, top_k = plan.config.get_text_config().hidden_size, plan.anatomy.top_k[site.layer]
+        rules[site.layer] = find_rule(modules[name], block, hidden, site.experts, top_k, site.layer)
+    return rules
+
+
+class _Tiers(NamedTuple):
+    """What lies below the device."""
+
+    mover: Mover
+    filler: Filler
+    host: HostTier | None = None
+    """None where the device's memory is the host's."""
+    link: Link | None = None
+
+
+def _tiers(
+    store: ExpertStore, arena: Arena, table: SlotTable, config: EngineConfig, emulation: Emulation | None
+) -> _Tiers:
+    free, _ = free_device_bytes(torch.device("cpu"))
+    if arena.device.type == "cpu" and emulation is None:
+        reader = DiskReader(_reads_directly(config, store, free - arena.nbytes))
+        filler = Filler(store, reader)
+        return _Tiers(SlotMover(filler, reader, arena), filler)
+    budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
+    least = 2 * config.io_threads + 1  # a demand load inside a prefetch on every reading thread, and the CPU's own
+    slots = min(len(store.keys()), max(least, budget // store.slot_bytes))
+    reader = DiskReader(_reads_directly(config, store, free - slots * store.slot_bytes))
+    filler = Filler(store, reader)
+    host = HostTier(slots, store.slot_bytes, lambda copy: copy in table.ready)
+    link: Link = CudaLink(arena.device) if emulation is None else EmulatedLink(emulation)
+    return _Tiers(HostMover(filler, reader, host, arena, link), filler, host, link)
+
+
+def _reads_directly(config: EngineConfig, store: ExpertStore, spare_bytes: int) -> bool:
+    """Past the page cache, unless RAM beside our own use holds every expert anyway."""
+    if config.direct_io == "auto":
+        return spare_bytes < store.total_bytes * 1.1
+    return config.direct_io == "on"
+
+
+def _one_of_each_kind(sites: list[ExpertsSite]) -> list[ExpertsSite]:
+    """The first layer of every distinct layout."""
+    return list({(site.experts, site.parts): site for site in reversed(sites)}.values())
