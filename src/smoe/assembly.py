@@ -87,7 +87,7 @@ def assemble(
         transfers.close()
         raise
     _choose_arithmetic(model, plan, config, executor)
-    executor.emulation = emulation
+    executor.math.emulation = emulation
     engine = Engine(
         config=config,
         model_config=plan.config,
@@ -137,7 +137,7 @@ def _balance(
     if executor.device.type != "cpu" and not all(layer.is_movable for layer in math.values()):
         raise ConfigError(f"--balance {method}: this family's experts end in a norm that only the device has; use none")
     threads = 1 if emulation is not None else torch.get_num_threads()
-    executor.host_experts = HostExperts(tiers.host, tiers.filler, store, math, threads, emulation)
+    executor.math.host_experts = HostExperts(tiers.host, tiers.filler, store, math, threads, emulation)
     fixed = None
     if config.reproducible and config.alpha > 0 and method != "host":
         if emulation is None:
@@ -147,19 +147,19 @@ def _balance(
             )
         profile, nbytes = emulation.profile, store.expert_bytes
         fixed = Costs(profile.link_seconds(nbytes), profile.host_seconds(nbytes, 1))
-    executor.balancer = Balancer(method, config.balance_order, tiers.link, executor.host_experts, fixed)
+    executor.balancer = Balancer(method, config.balance_order, tiers.link, executor.math.host_experts, fixed)
 
 
 def _choose_arithmetic(model: PreTrainedModel, plan: Blueprint, config: EngineConfig, executor: LayerExecutor) -> None:
     """Our kernel where it is wanted, gives the library's bits and is faster; several threads where they help."""
     is_possible = plan.dtype is torch.bfloat16 and executor.device.type == "cpu" and is_supported()
     crew = Crew(torch.get_num_threads()) if config.kernels != "torch" and is_possible else None
-    if crew is not None and not executor.agrees(crew):
+    if crew is not None and not executor.math.agrees(crew):
         crew.close()
         crew = None
     choose_way(executor, plan.sites[0].layer, plan.dtype, crew, crew is not None and config.kernels == "own")
-    if executor.crew is not None:
-        speed_up(model, executor.crew)
+    if executor.math.crew is not None:
+        speed_up(model, executor.math.crew)
 
 
 def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:

@@ -100,7 +100,7 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
     """The report of a generation that has just ended; `rates` where the caller has measured them already."""
     engine: Engine = model.offload  # type: ignore[assignment]
     decode = generation.decode_counters
-    emulation = engine.executor.emulation
+    emulation = engine.executor.math.emulation
     if emulation is not None:
         profile = emulation.profile
         rates = Rates(

@@ -125,10 +125,10 @@ def test_with_all_experts_the_look_ahead_is_the_truth(family: str, toy: Callable
     model = open_model(toy(family), "full", prefetch="look-ahead")
     executor = model.offload.executor
     predictor, said = executor._predictors[Phase.DECODE], {}
-    original = executor._decode
+    original = executor.math.decode
 
-    def decode(plan: Any, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        output = original(plan, hidden, weights)
+    def decode(plan: Any, hidden: torch.Tensor, weights: torch.Tensor, look_ahead: Any) -> torch.Tensor:
+        output = original(plan, hidden, weights, look_ahead)
         peeks = predictor.peeks
         predicted = predictor(plan.layer, hidden, output.clone())
         if predictor.peeks > peeks:  # else the next gate was asked, which only guesses
@@ -137,7 +137,7 @@ def test_with_all_experts_the_look_ahead_is_the_truth(family: str, toy: Callable
         return output
 
     truth: list[tuple[int, list[int]]] = []
-    executor._decode = decode
+    executor.math.decode = decode
     checked = 0
     cache = model.offload.new_cache()
     model(oracle.PROMPT, past_key_values=cache)
@@ -176,6 +176,6 @@ def test_a_balance_without_a_second_unit_is_refused(toy: Callable[..., Path], op
 def test_the_dilation_is_found_by_measuring(toy: Callable[..., Path], open_model: Open) -> None:
     folder = toy("qwen3_moe")
     model = open_model(folder, "half", device="emulated")
-    assert model.offload.executor.emulation.dilation >= 1
+    assert model.offload.executor.math.emulation.dilation >= 1
     assert model.offload.stats().tokens == 0, "calibration is not the user's"
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))

@@ -111,13 +111,13 @@ def test_the_weights_are_the_rules_own(switches: dict[str, Any], toy: Callable[.
     model = open_model(toy("qwen3_moe"), "fifth", **LOSSY, **switches)
     engine = model.offload
     given, seen = [], 0
-    original = engine.executor._decode
+    original = engine.executor.math.decode
 
-    def watched(plan: Any, hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def watched(plan: Any, hidden: torch.Tensor, weights: torch.Tensor, look_ahead: Any) -> torch.Tensor:
         given.append(({s.copy[1]: s.routes for s in plan.serves}, weights))
-        return original(plan, hidden, weights)
+        return original(plan, hidden, weights, look_ahead)
 
-    engine.executor._decode = watched
+    engine.executor.math.decode = watched
     with engine.recording() as trace:
         oracle.greedy(model)
     decoded = [routing for routing in trace if routing.phase is Phase.DECODE]

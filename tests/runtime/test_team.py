@@ -87,7 +87,7 @@ def test_a_team_changes_no_bit(
     folder = toy(family)
     model = open_model(folder, "full")
     team = Team(2)
-    model.offload.executor.compute_by(team)
+    model.offload.executor.math.compute_by(team)
     runs: list[int] = []
     original = team.run
     monkeypatch.setattr(team, "run", lambda job: (runs.append(1), original(job))[1])

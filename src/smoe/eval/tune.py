@@ -196,7 +196,7 @@ def circumstances_of(model: str, engine: Engine) -> dict[str, Any]:
         "memory_budget_bytes": engine.ledger.budget_bytes,
         "context_tokens": engine.context_tokens,
         "slots": engine.ledger.cache_slots,
-        "own_kernel": engine.executor.crew is not None,
+        "own_kernel": engine.executor.math.crew is not None,
         "threads": torch.get_num_threads(),
         "eviction": config.eviction,
         "prefetch": config.prefetch,

@@ -28,7 +28,7 @@ def check_experts(
     layer."""
     width = min(2, site.experts)
     for phase, tokens in _STEPS:
-        hidden = torch.randn(tokens, executor.hidden_size(site.layer), generator=torch.Generator().manual_seed(0))
+        hidden = torch.randn(tokens, executor.math.hidden_size(site.layer), generator=torch.Generator().manual_seed(0))
         hidden = hidden.to(dtype).to(executor.device)
         index = torch.arange(width, device=executor.device).repeat(tokens, 1)
         weights = torch.linspace(0.3, 0.7, width, device=executor.device).to(dtype).repeat(tokens, 1)

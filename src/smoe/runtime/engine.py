@@ -108,10 +108,9 @@ class Engine:
         counters = self.executor.counters.copy()
         counters.bytes_read = self._transfers.bytes_read
         counters.read_busy_seconds = self._transfers.busy_seconds
-        counters.host_seconds = (
-            self.executor.host_experts.busy_seconds if self.executor.host_experts is not None else 0.0
-        )
-        counters.late_seconds = self.executor.emulation.late_seconds if self.executor.emulation is not None else 0.0
+        math = self.executor.math
+        counters.host_seconds = math.host_experts.busy_seconds if math.host_experts is not None else 0.0
+        counters.late_seconds = math.emulation.late_seconds if math.emulation is not None else 0.0
         return counters
 
     def new_cache(self, sequences: int = 1) -> RowCache:
@@ -166,7 +165,7 @@ class Engine:
                 return
             self._is_closed = True
             if self._process == os.getpid():
-                for helpers in (self.executor.team, self.executor.crew, self.executor.host_experts):
+                for helpers in (self.executor.math.team, self.executor.math.crew, self.executor.math.host_experts):
                     if helpers is not None:
                         helpers.close()
                 self._transfers.close()
@@ -195,8 +194,8 @@ class Engine:
             self._phase = Phase.DECODE if tokens == 1 else Phase.PREFILL
             self._sequences = rows
             self._padding = padding.reshape(-1) if padding is not None else None
-            if self.executor.emulation is not None:
-                self.executor.emulation.begin_pass()
+            if self.executor.math.emulation is not None:
+                self.executor.math.emulation.begin_pass()
             counters, started = self.executor.counters, self.now()
             with torch.no_grad(), self._threads(tokens * rows):
                 yield
@@ -233,7 +232,7 @@ class Engine:
 
         Only beside our kernel, whose bits have been compared with the library's on one thread and on all.
         """
-        if positions > 1 or self.executor.crew is None or self.executor.expert_bytes >= MIN_EXPERT_BYTES:
+        if positions > 1 or self.executor.math.crew is None or self.executor.expert_bytes >= MIN_EXPERT_BYTES:
             yield
             return
         threads = torch.get_num_threads()

@@ -15,33 +15,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Protocol
 
 import torch
 
 from smoe.config import EngineConfig
-from smoe.expert import Copy
-from smoe.kernels.crew import Crew
 from smoe.memory.device import Arena
-from smoe.memory.emulation import Emulation
 from smoe.memory.store import ExpertStore
 from smoe.memory.transfer import Ticket
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import LayerPlan, Serve
+from smoe.policy.plan import LayerPlan
 from smoe.policy.planner import LAST_TOKENS, layer_share, observation, plan_layer, plan_prefetch
 from smoe.policy.residency import ExpertsAtHand, SlotTable
 from smoe.policy.selection import substitute
 from smoe.policy.trial import Shadow, Trial
 from smoe.routing import Phase, Routing
 from smoe.runtime.arrivals import Arrivals
-from smoe.runtime.expert_math import ExpertMath, Weights, library_products
-from smoe.runtime.host_experts import Balancer, HostExperts
+from smoe.runtime.expert_math import ExpertMath
+from smoe.runtime.host_experts import Balancer
+from smoe.runtime.layer_math import LayerMath
 from smoe.runtime.substitution import Scored, Substitution, substitution_of, with_substitutes
-from smoe.runtime.team import Team
-
-_FromHost = Mapping[Copy, "Future[torch.Tensor]"]
 
 
 class Predictor(Protocol):
@@ -74,22 +68,15 @@ class LayerExecutor:
     ) -> None:
         self.arrivals = arrivals
         self.table: SlotTable = arrivals.table
-        self.team: Team | None = None
-        """Where set, resident experts are shared out over several threads."""
-        self.crew: Crew | None = None
-        """Where set, our kernel multiplies single rows."""
+        self.math = LayerMath(store, arrivals, arena, math, clock)
         self.trial: Trial | None = None
         """Where set, says whether prefetching in decode pays at present."""
         self.trace: list[Routing] | None = None
         """Where set, every routing is appended: input for the simulator."""
         self.substitution: Substitution | None = None
         """Where set, missing low-score experts are replaced."""
-        self.host_experts: HostExperts | None = None
-        """Where set, the CPU beside the device, which can compute experts too."""
         self.balancer: Balancer | None = None
         """Where set, says which missing experts the CPU computes."""
-        self.emulation: Emulation | None = None
-        """Where set, the device is acted."""
         self.may_peek = True
         """Whether this pass may run another layer's attention: not where the caller listens to the layers."""
         self.shadow = Shadow()
@@ -99,7 +86,6 @@ class LayerExecutor:
         self._residents_done = 0.0
         self._store = store
         self._arena = arena
-        self._math = math
         self._predictors = predictors
         self.now = clock
         self._layer_share = layer_share(self.table.cache_slots, len(math))
@@ -117,45 +103,21 @@ class LayerExecutor:
     def expert_bytes(self) -> int:
         return self._store.expert_bytes
 
-    def hidden_size(self, layer: int) -> int:
-        return self._math[layer].hidden
-
     def start_anew(self, eviction: Eviction) -> None:
         """Empty slots, no statistics, no counts: the engine's own trials at load are not the user's."""
-        if self.host_experts is not None:
-            self.host_experts.start_anew()
-        if self.emulation is not None:
-            self.emulation.late_seconds = 0.0
+        if self.math.host_experts is not None:
+            self.math.host_experts.start_anew()
+        if self.math.emulation is not None:
+            self.math.emulation.late_seconds = 0.0
         self.shadow = Shadow()
         self.arrivals.start_anew(eviction)
         self.trial = Trial() if self.trial is not None else None
-
-    def agrees(self, crew: Crew) -> bool:
-        """Whether our kernel gives the library's bits on the experts that are resident, one of every layout."""
-        seen = {(self._math[c[0]].hidden, self._math[c[0]].inner): c for c in sorted(self.table.ready)}
-        return bool(seen) and all(self._math[c[0]].agrees(crew, self.arrivals.ready(c)) for c in seen.values())
-
-    def compute_by(self, helpers: Crew | Team | None) -> None:
-        """From now on single rows are multiplied by our kernel, or by the library on a team of threads, or on one."""
-        self.team = helpers if isinstance(helpers, Team) else None
-        self.crew = helpers if isinstance(helpers, Crew) else None
-        for math in self._math.values():
-            math.multiply = library_products if self.crew is None else self.crew.multiply
 
     def substitute_by(self, config: EngineConfig) -> None:
         """From now on missing low-score experts are replaced, or not, as `config` says."""
         self.substitution = substitution_of(config)
         for predictor in self._predictors.values():
             predictor.alpha = config.alpha
-
-    def compute_slots(self, layer: int, hidden: torch.Tensor, count: int) -> torch.Tensor:
-        """One token [1, H] through `count` slots, whatever they hold -> [count, H]: for measuring."""
-        placement = self._store.placement(layer, 0)
-        slots = [n % self.arrivals.slots for n in range(count)]
-        weights = [self._math[layer].bind(self._arena, slot, placement.parts) for slot in slots]
-        out = hidden.new_empty(count, hidden.shape[1])
-        self._compute_each(self._math[layer], hidden, weights, out)
-        return out
 
     def run(
         self,
@@ -171,11 +133,11 @@ class LayerExecutor:
         An error (a failed read, an interrupt) leaves the tables consistent; only this request is lost.
         """
         try:
-            if self.emulation is not None:
-                self.emulation.reach_experts(hidden.shape[0])
+            if self.math.emulation is not None:
+                self.math.emulation.reach_experts(hidden.shape[0])
             output = self._serve(layer, phase, hidden, top_k_index, top_k_weights, scored)
-            if self.emulation is not None:
-                self.emulation.leave_experts()
+            if self.math.emulation is not None:
+                self.math.emulation.leave_experts()
             return output
         except BaseException:
             self._recover()
@@ -202,12 +164,15 @@ class LayerExecutor:
         plan = self._plan(routing)
         self._prefetch(phase, hidden, None, plan)
         self.counters.plan_seconds += self.now() - started
-        compute = self._decode if phase is Phase.DECODE else self._prefill
-        return compute(plan, hidden, top_k_weights)
+        if phase is Phase.PREFILL:
+            return self.math.prefill(plan, hidden, top_k_weights)
+        output = self.math.decode(plan, hidden, top_k_weights, lambda partial: self._look_ahead(plan, hidden, partial))
+        self._measure_shadow()
+        return output
 
     def _recover(self) -> None:
-        if self.host_experts is not None:
-            self.host_experts.drain()
+        if self.math.host_experts is not None:
+            self.math.host_experts.drain()
         self._awaited = []
         self.arrivals.recover()
 
@@ -258,8 +223,8 @@ class LayerExecutor:
         began = time.perf_counter()
         predicted = predictor(plan.layer, hidden, partial)
         torch.set_num_threads(threads)
-        if self.emulation is not None and phase is Phase.DECODE and partial is None:
-            self.emulation.ask_gate(began)
+        if self.math.emulation is not None and phase is Phase.DECODE and partial is None:
+            self.math.emulation.ask_gate(began)
         if predicted is not None:
             self.arrivals.prefetch(plan_prefetch(predicted[0], predicted[1], self.table, plan).loads)
 
@@ -274,8 +239,8 @@ class LayerExecutor:
             return
         began = time.perf_counter()
         self._prefetch(Phase.DECODE, hidden, partial(), plan)
-        if self.emulation is not None:
-            self.emulation.look_ahead(began, hidden.shape[0])
+        if self.math.emulation is not None:
+            self.math.emulation.look_ahead(began, hidden.shape[0])
         seconds = self.now() - asked
         self.shadow.note_cost(seconds)
         self.counters.look_aheads += 1
@@ -298,135 +263,3 @@ class LayerExecutor:
         else:
             counters.prefill_uses += len(plan.serves)
             counters.prefill_hits += plan.hits
-
-    # -- computing ----------------------------------------------------------------------------------------------------
-
-    def _decode(self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Few tokens: in the plan's order, outputs kept apart, summed at the end in ascending expert order."""
-        started, before = self.now(), self.counters.elsewhere_seconds
-        from_host = self._start_host(plan, hidden, top_k_weights.shape[1])
-        compute = self._one_token if hidden.shape[0] == 1 else self._some_tokens
-        outputs = compute(plan, hidden, top_k_weights, from_host) if plan.serves else []
-        self._measure_shadow()
-        total = self._sum(plan.serves, outputs, hidden, top_k_weights.shape[1])
-        self.counters.compute_seconds += self.now() - started - (self.counters.elsewhere_seconds - before)
-        return total
-
-    def _start_host(self, plan: LayerPlan, hidden: torch.Tensor, width: int) -> dict[Copy, Future[torch.Tensor]]:
-        """What the CPU computes beside the device begins now."""
-        if self.host_experts is None:
-            return {}
-        given = (serve for serve in plan.serves if serve.on_host)
-        return {
-            serve.copy: self.host_experts.submit(serve.copy, self._rows(serve, hidden, width)[0]) for serve in given
-        }
-
-    def _one_token(
-        self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor, from_host: _FromHost
-    ) -> list[torch.Tensor]:
-        """One token through all its experts: [1, H] each, in the plan's order, routing weights applied."""
-        math, serves = self._math[plan.layer], plan.serves
-        stacked = hidden.new_empty(len(serves), hidden.shape[1])
-        gains = top_k_weights[0, [serve.routes[0] for serve in serves]].unsqueeze(1)
-        here = sum(1 for serve in serves if not serve.loads)
-        if any(load.after for load in plan.loads):
-            here = min(here, 1)  # slots are so few that a load waits for the first expert computed
-        weights = [self.arrivals.ready(serve.copy) for serve in serves[:here]]
-        began = time.perf_counter()
-        self._compute_each(math, hidden, weights, stacked[:here])
-        self._act([1] * here, began)
-        for computed, serve in enumerate(serves[:here], start=1):
-            self.arrivals.served(serve, computed)
-        if here < len(serves):
-            self._look_ahead(
-                plan, hidden, lambda: (stacked[:here] * gains[:here]).to(hidden.dtype).sum(0, keepdim=True)
-            )
-        for computed, serve in enumerate(serves[here:], start=here + 1):
-            row = stacked[computed - 1 : computed]
-            if serve.on_host:
-                row.copy_(self._from_host(from_host, serve))
-                continue
-            weights = [self.arrivals.weights_of(serve)]
-            began = time.perf_counter()
-            math.forward_each(hidden, weights, row)
-            self._act([1], began)
-            self.arrivals.served(serve, computed)
-        return list((stacked * gains).to(hidden.dtype).split(1))
-
-    def _some_tokens(
-        self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor, from_host: _FromHost
-    ) -> list[torch.Tensor]:
-        """Several tokens through their experts: [n, H] each, in the plan's order, routing weights applied."""
-        math, serves, width = self._math[plan.layer], plan.serves, top_k_weights.shape[1]
-        flat_weights = top_k_weights.reshape(-1, 1)
-        outputs: list[torch.Tensor] = []
-        for computed, serve in enumerate(serves, start=1):
-            if serve.loads and not (outputs and serves[computed - 2].loads):
-                self._look_ahead(plan, hidden, lambda: self._sum(serves[: len(outputs)], outputs, hidden, width))
-            x, route = self._rows(serve, hidden, width)
-            if serve.on_host:
-                y = self._from_host(from_host, serve)
-            else:
-                weights = self.arrivals.weights_of(serve)
-                began = time.perf_counter()
-                y = math.forward(x, weights)
-                self._act([x.shape[0]], began)
-            outputs.append((y * flat_weights[route]).to(hidden.dtype))
-            if not serve.on_host:
-                self.arrivals.served(serve, computed)
-        return outputs
-
-    def _from_host(self, from_host: _FromHost, serve: Serve) -> torch.Tensor:
-        started = self.now()
-        result = from_host[serve.copy].result()
-        self.counters.host_wait_seconds += self.now() - started
-        return result.to(self._arena.device)
-
-    def _sum(
-        self, serves: Sequence[Serve], outputs: Sequence[torch.Tensor], hidden: torch.Tensor, width: int
-    ) -> torch.Tensor:
-        """The experts' outputs added up in ascending expert order."""
-        total = torch.zeros_like(hidden)
-        for n in sorted(range(len(outputs)), key=lambda n: serves[n].copy):
-            if hidden.shape[0] == 1:
-                total += outputs[n]
-            else:
-                total.index_add_(0, self._tokens(serves[n], width), outputs[n])
-        return total
-
-    def _compute_each(
-        self, math: ExpertMath, hidden: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor
-    ) -> None:
-        """One token [1, H] through several experts -> out [n, H], shared out over the team where there is one."""
-        if self.team is not None and len(weights) > 1:
-            self.team.run(lambda member, of: math.forward_each(hidden, weights[member::of], out[member::of]))
-        elif weights:
-            math.forward_each(hidden, weights, out)
-
-    def _prefill(self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Many tokens: experts in ascending order, each read once, loads of this and the next layer running ahead."""
-        math, total = self._math[plan.layer], torch.zeros_like(hidden)
-        flat_weights = top_k_weights.reshape(-1, 1)
-        started, before = self.now(), self.counters.elsewhere_seconds
-        for computed, serve in enumerate(plan.serves, start=1):
-            weights = self.arrivals.weights_of(serve)
-            x, route = self._rows(serve, hidden, top_k_weights.shape[1])
-            began = time.perf_counter()
-            y = (math.forward(x, weights) * flat_weights[route]).to(hidden.dtype)
-            total.index_add_(0, self._tokens(serve, top_k_weights.shape[1]), y)
-            self._act([x.shape[0]], began)
-            self.arrivals.served(serve, computed)
-        self.counters.compute_seconds += self.now() - started - (self.counters.elsewhere_seconds - before)
-        return total
-
-    def _act(self, rows: list[int], began: float) -> None:
-        """On an emulated device: experts computed since `began` take the device's time."""
-        if self.emulation is not None:
-            self.emulation.compute_experts(began, rows)
-
-    def _tokens(self, serve: Serve, width: int) -> torch.Tensor:
-        return torch.tensor([route // width for route in serve.routes], device=self._arena.device)
-
-    def _rows(self, serve: Serve, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs of one expert [n, H] and its flat routes [n]."""
-        return hidden[self._tokens(serve, width)], torch.tensor(serve.routes, device=self._arena.device)

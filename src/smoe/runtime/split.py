@@ -26,7 +26,7 @@ def choose_way(executor: LayerExecutor, layer: int, dtype: torch.dtype, crew: Cr
 
     `crew` must have been found to agree with the library on this model's experts; `always`: use it without measuring.
     """
-    executor.compute_by(crew)  # small experts: the kernel saves dispatch, threads cost more than they give
+    executor.math.compute_by(crew)  # small experts: the kernel saves dispatch, threads cost more than they give
     threads = torch.get_num_threads()
     if always or executor.device.type != "cpu" or executor.expert_bytes < MIN_EXPERT_BYTES:
         return
@@ -34,10 +34,10 @@ def choose_way(executor: LayerExecutor, layer: int, dtype: torch.dtype, crew: Cr
     seconds = [float("inf")] * len(ways)
     for _ in range(_ROUNDS):
         for n, helpers in enumerate(ways):
-            executor.compute_by(helpers)
+            executor.math.compute_by(helpers)
             seconds[n] = min(seconds[n], _seconds(executor, layer, dtype))
     best = ways[seconds.index(min(seconds))]
-    executor.compute_by(best)
+    executor.math.compute_by(best)
     for helpers in ways:
         if helpers is not None and helpers is not best:
             helpers.close()
@@ -46,9 +46,9 @@ def choose_way(executor: LayerExecutor, layer: int, dtype: torch.dtype, crew: Cr
 def _seconds(executor: LayerExecutor, layer: int, dtype: torch.dtype) -> float:
     """One layer of decoding on whatever the slots hold: a dense product on all threads first, as in a real layer."""
     dense = torch.ones(1, 2048, dtype=dtype), torch.ones(2048, 2048, dtype=dtype)
-    hidden = torch.zeros(1, executor.hidden_size(layer), dtype=dtype)
+    hidden = torch.zeros(1, executor.math.hidden_size(layer), dtype=dtype)
     torch.mm(*dense)
     started = perf_counter()
     torch.mm(*dense)
-    executor.compute_slots(layer, hidden, _EXPERTS)
+    executor.math.compute_slots(layer, hidden, _EXPERTS)
     return perf_counter() - started
