@@ -6,6 +6,7 @@ that arrives for the wrong expert, a look-ahead that spoils the KV cache, an err
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,14 @@ def test_listeners_are_not_disturbed(toy: Callable[..., Path], open_model: Open)
     model(oracle.PROMPT, past_key_values=cache)
     out = model(torch.tensor([[7]]), past_key_values=cache, output_router_logits=True)
     assert len(out.router_logits) == len(zoo.sparse_layers(model))
+
+
+def test_a_cache_does_not_outlive_its_user(toy: Callable[..., Path], open_model: Open) -> None:
+    """What the look-ahead keeps of a pass includes the KV cache."""
+    model = open_model(toy("qwen3_moe"), "fifth", prefetch="look-ahead")
+    oracle.greedy(model)
+    gc.collect()
+    assert [ref() for ref in model.offload._caches] == [None]
 
 
 def test_a_balance_without_a_second_unit_is_refused(toy: Callable[..., Path], open_model: Open) -> None:

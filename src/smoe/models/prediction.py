@@ -110,6 +110,8 @@ class LookAhead:
         """What the decoder layers of each kind are given in this pass."""
         for station in self._stations.values():
             station.decoder.register_forward_pre_hook(self._note_arguments(station), with_kwargs=True)
+        for last in list(self._stations.values())[-1:]:
+            last.decoder.register_forward_hook(self._let_go)
 
     def install(self) -> None:
         """Once the engine has taken the experts' place (`seam.attach`)."""
@@ -136,6 +138,10 @@ class LookAhead:
             return self._next_gate(layer, hidden)
         self.peeks += 1
         return there.layer, self._next_gate.ranked(there.layer, there.peek(here.output_of(partial), kwargs))
+
+    def _let_go(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The pass is over: its KV cache must not live longer for our sake."""
+        self._kwargs.clear()
 
     def _note_arguments(self, station: _Station) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

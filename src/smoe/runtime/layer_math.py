@@ -88,9 +88,7 @@ class LayerMath:
         compute = self._one_token if hidden.shape[0] == 1 else self._some_tokens
         outputs = compute(plan, hidden, top_k_weights, from_host, look_ahead) if plan.serves else []
         total = self._sum(plan.serves, outputs, hidden, top_k_weights.shape[1])
-        self._arrivals.counters.compute_seconds += (
-            self._now() - started - (self._arrivals.counters.elsewhere_seconds - before)
-        )
+        counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
         return total
 
     def _start_host(self, plan: LayerPlan, hidden: torch.Tensor, width: int) -> dict[Copy, Future[torch.Tensor]]:
@@ -206,9 +204,7 @@ class LayerMath:
             total.index_add_(0, self._tokens(serve, top_k_weights.shape[1]), y)
             self._act([x.shape[0]], began)
             self._arrivals.served(serve, computed)
-        self._arrivals.counters.compute_seconds += (
-            self._now() - started - (self._arrivals.counters.elsewhere_seconds - before)
-        )
+        counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
         return total
 
     def _act(self, rows: list[int], began: float) -> None:
