@@ -25,9 +25,10 @@ import torch
 import transformers
 
 from smoe import from_pretrained
+from smoe.policy.balance import Balance, Costs
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.score import ScoreWindow
-from smoe.policy.planner import observation, plan_layer
+from smoe.policy.planner import observation, plan_layer, plan_prefetch
 from smoe.policy.residency import ExpertsAtHand, SlotTable
 from smoe.policy.selection import applied, substitute
 from smoe.routing import Phase, Routing
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=300)
     repeats = parser.parse_args().repeats
     results: dict[str, Any] = {f"plan_layer_us_{name}": us for name, us in plan_costs(repeats).items()}
+    results |= prefetch_costs(repeats)
     results |= layer_costs(repeats)
     for name, value in results.items():
         print(f"{name:<44}{value:>10.1f}")
@@ -78,6 +80,30 @@ def _plan_cost(batch: int, slots: int, repeats: int, alpha: float = 0.0) -> floa
         seconds.append(perf_counter() - started)
         carry_out(plan, table, eviction)
     return statistics.median(seconds[repeats:]) * 1e6
+
+
+def prefetch_costs(repeats: int) -> dict[str, float]:
+    """Median microseconds of `plan_prefetch`, and of sharing three misses out, at half the experts resident."""
+    slots, chance = EXPERTS * LAYERS // 2, random.Random(0)
+    table, eviction = SlotTable(slots, 8), LRU()
+    balance = Balance("optimal", "score", Costs(1.0, 0.7))
+    prefetch: list[float] = []
+    split: list[float] = []
+    for step in range(repeats * 4):
+        layer = step % LAYERS
+        plan = plan_layer(_routing(layer, 1, chance), table, eviction, slots // LAYERS)
+        following = _routing((layer + 1) % LAYERS, 1, chance)
+        started = perf_counter()
+        plan_prefetch(following.layer, following.top_k_index[0], table, plan)
+        prefetch.append(perf_counter() - started)
+        started = perf_counter()
+        balance.split([serve for serve in plan.serves if serve.loads][:3], following)
+        split.append(perf_counter() - started)
+        carry_out(plan, table, eviction)
+    return {
+        "plan_prefetch_us": statistics.median(prefetch[repeats:]) * 1e6,
+        "balance_us": statistics.median(split[repeats:]) * 1e6,
+    }
 
 
 def _routing(layer: int, batch: int, chance: random.Random) -> Routing:
