@@ -131,7 +131,10 @@ def _balance(
     if method == "none":
         return
     if tiers.host is None or tiers.link is None:
-        raise ConfigError(f"--balance {method} needs a device beside the CPU; this machine computes on its CPU")
+        raise ConfigError(
+            f"balance {method} (an option, or part of a preset) needs a device beside the CPU; this machine computes "
+            "on its CPU: use another preset, or --device emulated as a test bench"
+        )
     modules = dict(model.named_modules())
     math = {site.layer: ExpertMath(modules[site.name], site.parts, plan.dtype) for site in plan.sites}
     if executor.device.type != "cpu" and not all(layer.is_movable for layer in math.values()):

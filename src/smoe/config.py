@@ -124,8 +124,8 @@ class EngineConfig:
             raise ConfigError(f"dilation is {self.dilation!r}; it must be a number of at least 1")
         if self.device == "cpu" and self.balance not in ("auto", "none"):
             raise ConfigError(
-                f"--balance {self.balance} needs a device beside the CPU; leave it out, or use --device cuda or "
-                "--device emulated"
+                f"balance {self.balance} (an option, or part of a preset) needs a device beside the CPU: use --device "
+                "cuda or --device emulated, or another preset"
             )
         if self.reproducible and self.alpha > 0 and self.eviction not in SCORED_EVICTION:
             raise ConfigError(

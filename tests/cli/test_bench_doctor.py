@@ -102,7 +102,15 @@ def test_beside_a_device_the_cpu_computes_too(run, checkpoint, tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(("--ablation", "unknown"), "choose one of: smoe"), (("--ablation", "smoe", "--rounds", 0), "at least 1")],
+    [
+        (("--ablation", "unknown"), "choose one of: smoe"),
+        (("--ablation", "smoe", "--rounds", 0), "at least 1"),
+        (("--ablation", "smoe", "--plot", "/nowhere/x.png"), "no folder"),
+        (("--ablation", "smoe", "--plot", "x.gif"), ".png, .svg or .pdf"),
+        (("--ablation", "smoe", "--quick"), "--quick"),
+        (("--ablation", "smoe", "--preset", "lru"), "--preset"),
+        (("--quick", "--batch", 2), "--batch belongs to --ablation"),
+    ],
 )
 def test_a_bad_ablation_is_refused(run, checkpoint, arguments, words):
     ran = run("bench", checkpoint, *arguments)

@@ -57,6 +57,8 @@ def test_an_emulated_device_is_labelled(run, checkpoint):
         (("--device", "emulated", "--profile", "rtx-9090"), "rtx-a6000"),
         (("--device", "cpu", "--balance", "optimal"), "beside the CPU"),
         (("--balance", "fair"), "choose one of"),
+        (("--profile", "rtx-a6000"), "--device emulated"),
+        (("--preset", "static"), "part of a preset"),
     ],
 )
 def test_a_device_that_cannot_be_is_refused(run, checkpoint, options, words):

@@ -85,6 +85,7 @@ class Turn:
     seconds: list[float]
     """Of every timed token."""
     counters: Counters
+    resident_share: float
 
     @property
     def mean_seconds(self) -> float:
@@ -202,4 +203,4 @@ def _turn(step: Step, model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> 
     before = engine.stats()
     timed = [row[warm : warm + TIMED_TOKENS] for row in rows]
     seconds = [took for _, took in forced_rows(model, timed, cache)]
-    return Turn(step, first, serial, seconds, engine.stats() - before)
+    return Turn(step, first, serial, seconds, engine.stats() - before, engine.ledger.resident_share)

@@ -44,7 +44,7 @@ def draw(steps: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     loaded = [100 * (1 - (s["hit_ratio"] or 0.0) - (s["host_computed_share"] or 0.0)) for s in steps]
     missing.barh(names, loaded, color="#b3423a", height=0.4, label="of these, loaded")
     missing.set(xlabel="experts of a token, %")
-    missing.legend(frameon=False, fontsize=8, loc="lower right")
+    figure.legend(*missing.get_legend_handles_labels(), frameon=False, fontsize=8, loc="upper right", ncols=2)
     for axes in (time, missing):
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from smoe.cli.options import Debug, EngineOptions, Model
+from smoe.cli.options import Debug, EngineOptions, Model, check_plot
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,10 +42,10 @@ def command(
     quick: Annotated[bool, typer.Option("--quick", help="Only 16 prompt and 64 new tokens, batch 1 and 3.")] = False,
     ablation: Annotated[str | None, typer.Option(help="Mechanisms of a paper one by one instead: smoe.")] = None,
     text: Annotated[Path | None, typer.Option(help="For --ablation: text to read. Default: stories.")] = None,
-    rounds: Annotated[int, typer.Option(help="For --ablation: turns of every step.")] = 2,
+    rounds: Annotated[int | None, typer.Option(help="For --ablation: turns of every step. [default: 2]")] = None,
     seed: Annotated[int, typer.Option(help="For the prompts.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="For --ablation: draw it into this file (.png, .svg).")] = None,
-    batch: Annotated[int, typer.Option(help="For --ablation: sequences decoded together.")] = 1,
+    batch: Annotated[int | None, typer.Option(help="For --ablation: sequences together. [default: 1]")] = None,
     debug: Debug = False,
 ) -> None:
     """Measure the papers' cells: 16 or 128 prompt tokens, 64 or 256 new ones, batch 1 and 3.
@@ -56,8 +56,10 @@ def command(
     from smoe.cli.console import errors, note, print_json
     from smoe.cli.session import loaded, tokenizer_of
 
+    given = {"--text": text, "--rounds": rounds, "--batch": batch, "--plot": plot}
+    _check(given, ablation, quick, engine.preset)
     if ablation is not None:
-        _ablate(model, engine, ablation, text, rounds, batch, plot)
+        _ablate(model, engine, ablation, text, 2 if rounds is None else rounds, 1 if batch is None else batch, plot)
         return
     errors().print(_PHYSICS, soft_wrap=True)
     cells = QUICK_CELLS if quick else CELLS
@@ -73,6 +75,21 @@ def command(
         print_json(_circumstances(ready, model, seed) | {"cells": [m.as_json() for m in measurements]})
     if len(measurements) < len(possible):
         raise typer.Exit(130)
+
+
+def _check(given: dict[str, Any], ablation: str | None, quick: bool, preset: str) -> None:
+    """Options that would be ignored are refused."""
+    from smoe.errors import ConfigError
+
+    idle = [name for name, value in given.items() if value is not None]
+    if ablation is None and idle:
+        raise ConfigError(f"{idle[0]} belongs to --ablation; add --ablation smoe, or leave it out")
+    if ablation is not None and quick:
+        raise ConfigError("--quick has no meaning with --ablation; fewer --rounds make it shorter")
+    if ablation is not None and preset != "exact":
+        raise ConfigError("--ablation sets the switches of every step itself; leave --preset out")
+    if given["--plot"] is not None:
+        check_plot(given["--plot"])
 
 
 def _ablate(
@@ -124,6 +141,8 @@ def _ablate(
         "device": config.device,
         "profile": config.profile if config.device == EMULATED else None,
         "batch": batch,
+        "context_tokens": config.context_tokens,
+        "resident_share": lines[0].turns[0].resident_share,
         "rounds": rounds,
         "tokens": TIMED_TOKENS,
     }
@@ -174,9 +193,25 @@ def _print_ablation(lines: list[Line], has_device: bool) -> None:
             format_seconds(values["wait_seconds_per_token"] + values["host_wait_seconds_per_token"]),
         )
     errors().print(table)
-    late = [line.share(lambda c: c.late_seconds, lambda c: c.forward_seconds) or 0.0 for line in lines]
-    if max(late) > 0:
-        errors().print(f"[dim]acted times; this machine was late for {max(late):.0%} of them at most[/dim]")
+    errors().print(f"[dim]{_legend(lines, has_device)}[/dim]", soft_wrap=True)
+
+
+def _legend(lines: list[Line], has_device: bool) -> str:
+    """What the table's words mean, and how far to trust acted times."""
+    said = [
+        f"{lines[0].turns[0].resident_share:.0%} of the experts resident. CE: eviction by score; CR: substitution; "
+        "Pre: prefetch; BA: balance of CPU and link.",
+        "change: against the first line; swapped: replaced by a substitute; right: of the prefetched, used; "
+        "waited: for loads and the CPU"
+        + ("; on CPU: of the experts used, computed beside the device" if has_device else ""),
+    ]
+    late = max(line.share(lambda c: c.late_seconds, lambda c: c.forward_seconds) or 0.0 for line in lines)
+    if late > 0:
+        said.append(
+            f"acted times; this machine was late by {late:.0%} at most "
+            "(above a few per cent the figures are partly its own)"
+        )
+    return "\n".join(said)
 
 
 def _config(model: str, engine: EngineOptions, cells: list[Cell]) -> EngineConfig:

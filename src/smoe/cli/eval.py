@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from smoe.cli.options import Debug, EngineOptions, Model, substituting
+from smoe.cli.options import Debug, EngineOptions, Model, check_plot, substituting
 
 if TYPE_CHECKING:
     from smoe.eval.price import Change, Price
@@ -69,7 +69,7 @@ def command(
 
     thresholds = _thresholds(alphas)
     if plot is not None:
-        _check_plot(plot)
+        check_plot(plot)
     try:
         with tempfile.TemporaryDirectory() as scratch:
             folder = out or Path(scratch)
@@ -89,16 +89,6 @@ def command(
 
         draw(prices, f"{model}, {circumstances['resident_share']:.0%} of the experts resident", plot)
         note(str(plot))
-
-
-def _check_plot(path: Path) -> None:
-    """Refuse before hours of work what could not be drawn after them."""
-    from smoe.errors import ConfigError
-
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot is {str(path)!r}; it must end in .png, .svg or .pdf")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot is {str(path)!r}; there is no folder {path.absolute().parent}")
 
 
 def _thresholds(given: str) -> list[float]:

@@ -10,11 +10,12 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from smoe.config import DEFAULT_ALPHA, DTYPES, KERNELS, PRESETS, EngineConfig, configure
+from smoe.config import DEFAULT_ALPHA, DTYPES, EMULATED, KERNELS, PRESETS, EngineConfig, configure
 from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE
 from smoe.policy.registry import ONLINE_EVICTION, POOLS, PREFETCH
@@ -53,7 +54,10 @@ class EngineOptions:
         typer.Option(help="Sequences that run together. [default: the number of prompts]", rich_help_panel=_MEMORY),
     ] = None
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, emulated. [default: the first GPU]", rich_help_panel=_ENGINE)
+        str | None,
+        typer.Option(
+            help="cpu, cuda, cuda:1, emulated (a test bench). [default: the first GPU]", rich_help_panel=_ENGINE
+        ),
     ] = None
     threads: Annotated[int | None, typer.Option(help="Computing threads.", rich_help_panel=_ENGINE)] = None
     dtype: Annotated[
@@ -116,6 +120,8 @@ class EngineOptions:
 
         An alpha without a preset means the smoe preset with that alpha: what `smoe eval` prices.
         """
+        if self.profile is not None and self.device != EMULATED:
+            raise ConfigError("--profile says whose times --device emulated acts; add that, or leave --profile out")
         return configure(
             "smoe" if self.alpha and self.preset == "exact" else self.preset,
             memory_bytes=parse_bytes(self.memory) if self.memory is not None else None,
@@ -147,6 +153,14 @@ def substituting(options: EngineOptions, sequences: int = 1) -> EngineConfig:
         options = replace(options, preset="smoe")
     config = options.config(sequences)
     return config if config.alpha > 0 else replace(config, alpha=DEFAULT_ALPHA)
+
+
+def check_plot(path: Path) -> None:
+    """Refuse before hours of work what could not be drawn after them."""
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--plot is {str(path)!r}; it must end in .png, .svg or .pdf")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot is {str(path)!r}; there is no folder {path.absolute().parent}")
 
 
 @dataclass(frozen=True)

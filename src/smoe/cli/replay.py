@@ -78,8 +78,8 @@ def _check(slots: int | None, resident: str | None, eviction: str, alpha: float,
         raise ConfigError("how large is the cache? give one of --slots N and --resident 40%")
     if eviction == "belady" and alpha > 0:
         raise ConfigError("belady knows the future of the model's own choice, which an alpha changes; leave out one")
-    if eviction != "belady":
-        make_eviction(eviction)
+    if eviction not in EVICTION:
+        raise ConfigError(f"--eviction is {eviction!r}; choose one of: {', '.join(sorted(EVICTION))}")
 
 
 def _replay(
@@ -121,10 +121,11 @@ def _slots(header: TraceHeader, slots: int | None, resident: str | None, pools: 
     room = slots if slots is not None else int(header.experts * parse_share(resident or ""))
     least = max(layer.top_k for layer in header.layers) * (len(header.layers) if pools == "layer" else 1)
     if room < least:
-        where = "all layers" if pools == "layer" else "a layer"
-        raise ConfigError(
-            f"a cache of {room} experts is too small: {header.model} uses {least} of {where} for every token"
-        )
+        why = f"{header.model} uses {max(layer.top_k for layer in header.layers)} of a layer for every token"
+        each = f", and --pools layer asks that of each of {len(header.layers)} layers" if pools == "layer" else ""
+        raise ConfigError(f"a cache of {room} experts is too small: {why}{each}; give at least {least}")
+    if room > header.experts:
+        raise ConfigError(f"--slots is {room}; the model has {header.experts} experts")
     return room
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from smoe.config import EMULATED
 from smoe.errors import ConfigError
 from smoe.eval.stepwise import Tick
 from smoe.hardware import profile_path
@@ -198,6 +199,9 @@ def circumstances_of(model: str, engine: Engine) -> dict[str, Any]:
         "slots": engine.ledger.cache_slots,
         "own_kernel": engine.executor.math.crew is not None,
         "threads": torch.get_num_threads(),
+        "device": config.device if config.device != EMULATED else f"{EMULATED} {config.profile}",
+        "balance": config.balance,
+        "pools": config.pools,
         "eviction": config.eviction,
         "prefetch": config.prefetch,
         "substitutes": config.substitutes,

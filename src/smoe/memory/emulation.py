@@ -148,8 +148,10 @@ def read_profile(name: str) -> DeviceProfile:
     try:
         text = (shipped / f"{name}.json").read_text("utf8") if name in known else Path(name).read_text("utf8")
         entries = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no device profile {name!r} ({error}); use {', '.join(known)} or a JSON file") from error
+    except ValueError as error:
+        raise ConfigError(f"device profile {name!r} is no JSON ({error})") from error
+    except OSError as error:
+        raise ConfigError(f"no device profile {name!r}; use {', '.join(known)} or a JSON file") from error
     return _checked(name, entries)
 
 
@@ -157,8 +159,9 @@ def _checked(name: str, entries: Any) -> DeviceProfile:
     wanted = {field.name: field.type for field in fields(DeviceProfile)}
     given = set(entries) if isinstance(entries, dict) else set()
     if given != wanted.keys():
-        wrong = ", ".join(sorted(wanted.keys() ^ given))
-        raise ConfigError(f"device profile {name!r}: these entries are missing or unknown: {wrong}")
+        wrong = [f"{entry} is missing" for entry in sorted(wanted.keys() - given)]
+        wrong += [f"{entry} is unknown" for entry in sorted(given - wanted.keys())]
+        raise ConfigError(f"device profile {name!r}: {', '.join(wrong)}")
     for entry, value in entries.items():
         is_right = isinstance(value, str) if wanted[entry] == "str" else _is_positive(value)
         if not is_right:
