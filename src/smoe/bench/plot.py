@@ -39,13 +39,12 @@ def draw(steps: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
         time.text(left[n], n, f" {1e3 * step['seconds_per_token']:.1f}", va="center", fontsize=8)
     time.set(xlabel="ms a token", xlim=(0, 1.12 * max(left)))
     time.invert_yaxis()
-    time.legend(frameon=False, fontsize=8, loc="lower right")
     missing.barh(names, [100 * (1 - (step["hit_ratio"] or 0.0)) for step in steps], color="#d9d4c8", label="missing")
     loaded = [100 * (1 - (s["hit_ratio"] or 0.0) - (s["host_computed_share"] or 0.0)) for s in steps]
     missing.barh(names, loaded, color="#b3423a", height=0.4, label="of these, loaded")
     missing.set(xlabel="experts of a token, %")
-    figure.legend(*missing.get_legend_handles_labels(), frameon=False, fontsize=8, loc="upper right", ncols=2)
     for axes in (time, missing):
         axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=4)
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
