@@ -81,6 +81,14 @@ def test_a_prompt_that_is_too_long_is_refused_before_the_first_one_runs(run, che
     assert ran.code == 2 and "200 tokens" in ran.err and list(tmp_path.iterdir()) == []
 
 
+def test_a_document_that_is_cut_at_the_context_says_so(run, checkpoint, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("once upon a time " * 20)  # one token a character
+    asked = ("--memory", "2700KiB", "--context", 64, "--out", tmp_path / "a.trace", "--text", text)
+    assert "cut at the context of 64" in run("record", checkpoint, *asked).err
+    assert "cut" not in run("record", checkpoint, *asked, "--tokens", 30, "--force").err
+
+
 @pytest.mark.parametrize("given", ["-p", "--text"])
 def test_an_interrupt_keeps_the_steps_that_have_ended(run, checkpoint, tmp_path, monkeypatch, given):
     from smoe.runtime.execute import LayerExecutor

@@ -67,7 +67,9 @@ def command(
     if json:
         print_json(found)
     else:
-        note(f"{found['steps']} steps, {found['sequences']} sequences, {format_bytes(found['bytes'])}")
+        interrupted = "interrupted: the whole steps so far are kept; " if found["was_interrupted"] else ""
+        sequences = "1 sequence" if found["sequences"] == 1 else f"{found['sequences']} sequences"
+        note(f"{interrupted}{found['steps']} steps, {sequences}, {format_bytes(found['bytes'])}")
         print(path)
     if found["was_interrupted"]:
         raise typer.Exit(INTERRUPTED)
@@ -163,10 +165,15 @@ def _most_tokens(batch: Batch, sampling: Sampling, engine: Engine) -> int:
 
 
 def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[list[int]]:
-    """Token ids of the documents, each cut at the context, all together at `tokens`."""
+    """Token ids of the documents, each cut at the context (which is said), all together at `tokens`."""
+    from smoe.cli.console import note
+
     documents: list[list[int]] = []
-    for text in texts:
-        documents.append(tokenizer(text)["input_ids"][: min(context, tokens)])
+    for number, text in enumerate(texts, start=1):
+        ids = tokenizer(text)["input_ids"]
+        if min(len(ids), tokens) > context:
+            note(f"document {number} has {len(ids)} tokens; it is cut at the context of {context} (see --context)")
+        documents.append(ids[: min(context, tokens)])
         tokens -= len(documents[-1])
         if tokens < 1:
             break
