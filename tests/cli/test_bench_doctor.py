@@ -100,6 +100,27 @@ def test_beside_a_device_the_cpu_computes_too(run, checkpoint, tmp_path, monkeyp
     assert "late" in ran.err
 
 
+def test_an_interrupted_ablation_shows_what_it_has(run, checkpoint, tmp_path, monkeypatch):
+    from smoe.bench import ablation
+
+    turns, original = [], ablation._turn
+
+    def turn(*args):
+        turns.append(1)
+        if len(turns) == 3:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
+        monkeypatch.setattr(f"smoe.bench.ablation.{name}", tokens)
+    monkeypatch.setattr(ablation, "_turn", turn)
+    text = tmp_path / "text.txt"
+    text.write_text("once upon a time there was a cat " * 8)
+    ran = run("bench", checkpoint, "--memory", "2700KiB", "--ablation", "smoe", "--text", text)
+    assert ran.code == 130
+    assert [step["name"] for step in ran.json["steps"]] == ["LRU on demand", "LRU + next gate"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

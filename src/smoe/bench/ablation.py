@@ -9,6 +9,7 @@ slow minute of the machine falls on all.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import Any
@@ -175,17 +176,20 @@ def ablate(
     open_model: Callable[[EngineConfig], PreTrainedModel],
     on_turn: Callable[[Step], None],
 ) -> list[Line]:
-    """Measure all steps; `rows` are the tokens of the texts of a batch, at least `PROMPT + WARM + TIMED` of each."""
+    """Measure all steps; `rows` are the tokens of the texts of a batch, at least `PROMPT + WARM + TIMED` of each.
+
+    After an interrupt: the turns that had ended.
+    """
     turns: dict[str, list[Turn]] = {step.name: [] for step in steps}
-    for _ in range(rounds):
-        for step in steps:
+    with suppress(KeyboardInterrupt):
+        for step in [step for _ in range(rounds) for step in steps]:
             on_turn(step)
             model = open_model(replace(config, **step.switches))
             try:
                 turns[step.name].append(_turn(step, model, rows))
             finally:
                 model.offload.close()  # type: ignore[operator]
-    return [Line(step, turns[step.name]) for step in steps]
+    return [Line(step, turns[step.name]) for step in steps if turns[step.name]]
 
 
 def _turn(step: Step, model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Turn:

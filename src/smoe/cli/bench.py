@@ -126,6 +126,8 @@ def _ablate(
             lambda wanted: load(model, wanted, options.revision),
             lambda step: bars.update(task, advance=1, description=step.name.strip()),
         )
+    if not lines:
+        raise KeyboardInterrupt
     _print_ablation(lines, has_device)
     if plot is not None:
         on = f", {config.profile} acted" if config.device == EMULATED else ""
@@ -148,6 +150,8 @@ def _ablate(
     }
     machine = {"machine": describe_machine(), "versions": describe_versions()}
     print_json(circumstances | machine | {"steps": [line.as_json() for line in lines]})
+    if sum(len(line.turns) for line in lines) < rounds * len(steps):
+        raise typer.Exit(130)
 
 
 def _rows_of_text(model: str, options: EngineOptions, text: Path | None, batch: int) -> list[list[int]]:
