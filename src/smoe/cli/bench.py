@@ -128,7 +128,7 @@ def _ablate(
         )
     if not lines:
         raise KeyboardInterrupt
-    _print_ablation(lines, has_device)
+    _print_ablation(lines, has_device, config.device == EMULATED)
     if plot is not None:
         on = f", {config.profile} acted" if config.device == EMULATED else ""
         draw(
@@ -169,7 +169,7 @@ def _rows_of_text(model: str, options: EngineOptions, text: Path | None, batch: 
     return [ids[n * needed : (n + 1) * needed] for n in range(batch)]
 
 
-def _print_ablation(lines: list[Line], has_device: bool) -> None:
+def _print_ablation(lines: list[Line], has_device: bool, is_acted: bool) -> None:
     from rich.table import Table
 
     from smoe.cli.console import errors
@@ -197,10 +197,10 @@ def _print_ablation(lines: list[Line], has_device: bool) -> None:
             format_seconds(values["wait_seconds_per_token"] + values["host_wait_seconds_per_token"]),
         )
     errors().print(table)
-    errors().print(f"[dim]{_legend(lines, has_device)}[/dim]", soft_wrap=True)
+    errors().print(f"[dim]{_legend(lines, has_device, is_acted)}[/dim]", soft_wrap=True)
 
 
-def _legend(lines: list[Line], has_device: bool) -> str:
+def _legend(lines: list[Line], has_device: bool, is_acted: bool) -> str:
     """What the table's words mean, and how far to trust acted times."""
     said = [
         f"{lines[0].turns[0].resident_share:.0%} of the experts resident. CE: eviction by score; CR: substitution; "
@@ -209,8 +209,8 @@ def _legend(lines: list[Line], has_device: bool) -> str:
         "waited: for loads and the CPU"
         + ("; on CPU: of the experts used, computed beside the device" if has_device else ""),
     ]
-    late = max(line.share(lambda c: c.late_seconds, lambda c: c.forward_seconds) or 0.0 for line in lines)
-    if late > 0:
+    if is_acted:
+        late = max(line.share(lambda c: c.late_seconds, lambda c: c.forward_seconds) or 0.0 for line in lines)
         said.append(
             f"acted times; this machine was late by {late:.0%} at most "
             "(above a few per cent the figures are partly its own)"
