@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from smoe.config import configure
 from smoe.errors import ConfigError, TransferError
 from smoe.memory.movers import Filler
+from smoe.policy.trial import Trial
 from smoe.routing import Phase
 from tests import oracle, zoo
 
@@ -172,6 +173,20 @@ def test_a_cache_does_not_outlive_its_user(toy: Callable[..., Path], open_model:
     oracle.greedy(model)
     gc.collect()
     assert [ref() for ref in model.offload._caches] == [None]
+
+
+def test_a_look_ahead_that_is_switched_off_costs_nothing(toy: Callable[..., Path], open_model: Open) -> None:
+    """Would catch a preset that pays for what its trial has declined."""
+    model = open_model(toy("qwen3_moe"), "fifth", prefetch="look-ahead")
+    executor = model.offload.executor
+    executor.trial = Trial()
+    executor.trial.note = lambda seconds: None
+    executor.trial.is_on = False
+    oracle.greedy(model)
+    assert model.offload.stats().look_aheads == 0
+    executor.trial.is_on = True
+    oracle.greedy(model)
+    assert model.offload.stats().look_aheads > 0
 
 
 def test_a_balance_without_a_second_unit_is_refused(toy: Callable[..., Path], open_model: Open) -> None:

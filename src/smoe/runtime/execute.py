@@ -211,11 +211,7 @@ class LayerExecutor:
     def _prefetch(self, phase: Phase, hidden: torch.Tensor, partial: torch.Tensor | None, plan: LayerPlan) -> None:
         """Ask the predictor, where its time is now: before the experts, or, with `partial`, after the resident ones."""
         predictor = self._predictors.get(phase)
-        if predictor is None or predictor.needs_partial is (partial is None):
-            return
-        if not plan.spare or len(self.table.ready) == self._experts:
-            return
-        if self.trial is not None and not self.trial.is_on and phase is Phase.DECODE:
+        if predictor is None or predictor.needs_partial is (partial is None) or not self._has_room(phase, plan):
             return
         threads = torch.get_num_threads()
         if hidden.shape[0] == 1:
@@ -228,10 +224,18 @@ class LayerExecutor:
         if predicted is not None:
             self.arrivals.prefetch(plan_prefetch(predicted[0], predicted[1], self.table, plan).loads)
 
+    def _has_room(self, phase: Phase, plan: LayerPlan) -> bool:
+        """Whether a prefetch has somewhere to go and something to bring, and pays at present."""
+        if not plan.spare or len(self.table.ready) == self._experts:
+            return False
+        return phase is Phase.PREFILL or self.trial is None or self.trial.is_on
+
     def _look_ahead(self, plan: LayerPlan, hidden: torch.Tensor, partial: Callable[[], torch.Tensor]) -> None:
         """In the shadow of what the layer waits for: the next layer's router, on the experts' output so far."""
         predictor = self._predictors.get(Phase.DECODE)
         if predictor is None or not predictor.needs_partial or not self.may_peek:
+            return
+        if not self._has_room(Phase.DECODE, plan):
             return
         self._awaited = self.arrivals.awaited(plan)
         self._residents_done = asked = self.now()
