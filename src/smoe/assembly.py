@@ -130,11 +130,7 @@ def _balance(
         method = "none" if tiers.host is None else "optimal"
     if method == "none":
         return
-    if tiers.host is None or tiers.link is None:
-        raise ConfigError(
-            f"balance {method} (an option, or part of a preset) needs a device beside the CPU; this machine computes "
-            "on its CPU: use another preset, or --device emulated as a test bench"
-        )
+    assert tiers.host is not None and tiers.link is not None, "refused before loading"
     modules = dict(model.named_modules())
     math = {site.layer: ExpertMath(modules[site.name], site.parts, plan.dtype) for site in plan.sites}
     if executor.device.type != "cpu" and not all(layer.is_movable for layer in math.values()):

@@ -67,6 +67,11 @@ def load(
     """`from_pretrained` for a finished configuration; `on_ledger` hears the budget before anything large is read."""
     device = choose_device(config)
     profile = read_profile(config.profile) if config.device == EMULATED else None
+    if device.type == "cpu" and profile is None and config.balance not in ("auto", "none"):
+        raise ConfigError(
+            f"balance {config.balance} (an option, or part of a preset) needs a device beside the CPU; this machine "
+            "computes on its CPU: use another preset, or --device emulated as a test bench"
+        )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     plan = blueprint(model, config, revision)
