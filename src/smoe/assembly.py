@@ -40,10 +40,12 @@ from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor, Predictor
 from smoe.runtime.expert_math import ExpertMath
 from smoe.runtime.host_experts import Balancer, HostExperts
-from smoe.runtime.split import choose_way
+from smoe.runtime.split import MIN_EXPERT_BYTES, choose_way
 
 _PREFETCH_PAYS_BYTES = 1 << 20
 """Smaller experts are read in less time than guessing takes; for larger ones the gain is measured (docs/log.md)."""
+_NEARLY_ALL = 0.9
+"""Share of the linear weights that our kernel must have for the library to need no more than one thread."""
 
 
 def assemble(
@@ -158,7 +160,8 @@ def _choose_arithmetic(model: PreTrainedModel, plan: Blueprint, config: EngineCo
         crew = None
     choose_way(executor, plan.sites[0].layer, plan.dtype, crew, crew is not None and config.kernels == "own")
     if executor.math.crew is not None:
-        speed_up(model, executor.math.crew)
+        share = speed_up(model, executor.math.crew)
+        executor.leaves_little = share > _NEARLY_ALL or executor.expert_bytes < MIN_EXPERT_BYTES
 
 
 def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:

@@ -26,7 +26,7 @@ import torch
 
 from smoe.config import EngineConfig
 from smoe.floor import Rates
-from smoe.kernels.crew import Crew, is_supported
+from smoe.kernels.crew import Crew, Product, is_supported
 from smoe.memory.device import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.store import Read, page_ceil
@@ -231,9 +231,9 @@ def measure_experts(expert_bytes: int, seconds: float) -> float:
     def all_by_crew(crew: Crew) -> None:
         y, out = x.new_empty(1, 2 * inner), torch.empty_like(x)
         for n in range(experts):
-            crew.multiply([(x, up[n].t(), y)])
+            crew.multiply([Product(x, up[n].t(), y)])
             gate, value = y.chunk(2, dim=-1)
-            crew.multiply([(torch.nn.functional.silu(gate) * value, down[n].t(), out)])
+            crew.multiply([Product(torch.nn.functional.silu(gate) * value, down[n].t(), out)])
 
     with torch.no_grad():
         duration = _best(all_experts, seconds)

@@ -28,12 +28,18 @@ def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 
 def product(rows: int, columns: int, seed: int = 0) -> Product:
     x = torch.randn(1, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    return x, matrix(rows, columns, seed), torch.full((1, rows), float("nan")).bfloat16()
+    return Product(x, matrix(rows, columns, seed), torch.full((1, rows), float("nan")).bfloat16())
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_the_bits_are_the_librarys(rows: int, columns: int, crew: Crew) -> None:
     assert agrees(crew, matrix(rows, columns))
+
+
+def test_a_bias_is_added_as_the_library_adds_it(crew: Crew) -> None:
+    for rows, columns in ((1536, 2048), (64, 768), (192, 192)):
+        assert agrees(crew, matrix(rows, columns), torch.randn(rows).bfloat16())
+    assert not agrees(crew, matrix(64, 768), torch.randn(64))
 
 
 def test_odd_addresses_and_extreme_values(crew: Crew) -> None:
@@ -44,7 +50,7 @@ def test_odd_addresses_and_extreme_values(crew: Crew) -> None:
     w = matrix(rows, columns)
     w[3, 0], w[5, 1], w[7, 2] = float("inf"), float("nan"), 1e38
     x, out = torch.full((1, columns), 9.0).bfloat16(), torch.empty(1, rows, dtype=torch.bfloat16)
-    crew.multiply([(x, w, out)])
+    crew.multiply([Product(x, w, out)])
     assert torch.equal(out.isnan(), (x @ w).isnan())
     assert torch.equal(out.nan_to_num(), (x @ w).nan_to_num())
 
@@ -65,16 +71,16 @@ def test_many_products_of_different_shapes(crew: Crew) -> None:
         if n % 5 == 0:
             time.sleep(0.001)
     for batch in batches:
-        for x, w, out in batch:
+        for x, w, out, _ in batch:
             assert torch.equal(out, x @ w)
     crew.multiply([])
 
 
 def test_more_products_than_the_block_holds(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crews, "_MOST_PRODUCTS", 3)
+    monkeypatch.setattr(crews.tasks, "MOST_TASKS", 3)
     batch = [product(80, 96, seed=n) for n in range(8)]
     crew.multiply(batch)
-    assert all(torch.equal(out, x @ w) for x, w, out in batch)
+    assert all(torch.equal(out, x @ w) for x, w, out, _ in batch)
 
 
 def test_closing_ends_the_helpers() -> None:

@@ -28,22 +28,23 @@ def test_only_plain_linear_layers_change(crew: Crew) -> None:
     class Other(nn.Linear):
         pass
 
-    layers = [nn.Linear(64, 96, False), nn.Linear(64, 96), Other(64, 96, False), nn.Linear(64, 97, False)]
+    layers = [nn.Linear(64, 96, False), nn.Linear(64, 128), Other(64, 96, False), nn.Linear(64, 97, False)]
     model = nn.ModuleList(layers).bfloat16().requires_grad_(False)
-    assert dense.speed_up(model, crew) == 1
-    assert [("forward" in layer.__dict__) for layer in layers] == [True, False, False, False]
+    assert dense.speed_up(model, crew) == pytest.approx((96 + 128) / (96 + 128 + 97))
+    assert [("forward" in layer.__dict__) for layer in layers] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 64), (1, 64), (64,), (3, 64), (1, 5, 64), (2, 1, 64)])
-def test_every_shape_gives_the_librarys_bits(shape: tuple[int, ...], crew: Crew) -> None:
-    layer = nn.Linear(64, 160, bias=False).bfloat16().requires_grad_(False)
+@pytest.mark.parametrize("bias", [False, True])
+def test_every_shape_gives_the_librarys_bits(shape: tuple[int, ...], bias: bool, crew: Crew) -> None:
+    layer = nn.Linear(64, 160, bias=bias).bfloat16().requires_grad_(False)
     x = torch.randn(shape).bfloat16()
     theirs = layer(x)
     dense.speed_up(layer, crew)
     assert torch.equal(layer(x), theirs)
     assert torch.equal(layer(x.expand(2, *shape)[0]), theirs)
     strided = torch.randn(*shape[:-1], 128).bfloat16()[..., ::2]
-    assert torch.equal(layer(strided), nn.functional.linear(strided, layer.weight))
+    assert torch.equal(layer(strided), nn.functional.linear(strided, layer.weight, layer.bias))
 
 
 INNER = {"mixtral": "intermediate_size", "olmoe": "intermediate_size", "granitemoe": "intermediate_size"}

@@ -2,19 +2,14 @@
 
 Products of a few hundred microseconds are too short for the usual ways of sharing: waking a thread takes 50 to 100 us
 on a virtual machine, and whoever cuts the work into equal halves waits for the half that began late. Here the caller
-publishes its products in a shared block of memory and begins at once; units of 256 outputs are taken one by one with an
-atomic counter, so a helper joins when it is there, and the end is never more than one unit away:
+publishes its tasks in a shared block of memory and begins at once; units are taken one by one with an atomic counter
+(`tasks.py`), so a helper joins when it is there, and the end is never more than one unit away:
 
     caller   | publish | unit 0 | unit 1 | unit 3 | unit 5 | unit 7 | done
     helper   . . asleep . . . . | unit 2 | unit 4 | unit 6 |  spin, then sleep
 
 Helpers look out for new work for a moment before they sleep, all in machine code, without the interpreter lock. The
 bits do not depend on who computes a unit (`row_product.py`).
-
-    next       the first unit that nobody has taken; far beyond `units` while nothing may be taken
-    units      of the published products
-    finished   of these
-    then for each product: x, matrix, out (addresses), outputs, K, its first unit
 """
 
 from __future__ import annotations
@@ -24,23 +19,34 @@ import functools
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
+from smoe.kernels import tasks
 from smoe.kernels.jit import compile_functions, cpu_has
-from smoe.kernels.row_product import fits, source
+from smoe.kernels.row_product import fits
 
-Product = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""x [1, K], matrix [K, N], out [1, N]: out is to become x @ matrix."""
+
+class Product(NamedTuple):
+    """out is to become x @ matrix, plus the bias where there is one."""
+
+    x: torch.Tensor
+    """[1, K]"""
+    matrix: torch.Tensor
+    """[K, N]"""
+    out: torch.Tensor
+    """[1, N]"""
+    bias: torch.Tensor | None = None
+    """[N]"""
+
 
 UNIT = 256
 """Outputs in a unit: 1 MB of weights at K = 2048, some 60 us. Of smaller ones too much that is fetched ahead is taken
 by another thread."""
-_MOST_PRODUCTS = 1024
-_NEXT, _UNITS, _FINISHED, _HEADER = 0, 8, 9, 16  # in words of 8 bytes; `next` has a cache line to itself
-_FIELDS = 6
-_CLOSED = 1 << 40
-"""`next` while nothing may be taken: larger than any number of units."""
+LONE_UNIT = 128
+"""Of a single product, of which the last unit would else be waited for."""
 _SPIN_CYCLES = 20_000
 """How long a helper looks out for work before it sleeps: some 10 us. Longer takes from the readers what it gives us."""
 _WAKING_WEIGHTS = 1 << 20
@@ -56,9 +62,13 @@ class Crew:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._work, self._serve = _functions()
-        self._block = (ctypes.c_int64 * (_HEADER + _MOST_PRODUCTS * _FIELDS))()
+        self._block = (ctypes.c_int64 * (tasks.HEADER + tasks.MOST_TASKS * tasks.FIELDS))()
         self._address = ctypes.addressof(self._block)
-        self._block[_NEXT] = _CLOSED
+        self._block[tasks.PATIENCE] = _SPIN_CYCLES
+        self.at_once = self.word(tasks.PATIENCE)
+        """A word that has always reached 0: for tasks that wait for nothing."""
+        self.nowhere = self.word(tasks.NOWHERE)
+        self.finished = self.word(tasks.FINISHED)
         self._is_closed = False
         self._is_asleep = [False] * (threads - 1)
         self._alarms = [threading.Lock() for _ in self._is_asleep]
@@ -71,11 +81,38 @@ class Crew:
             alarm.acquire()
             helper.start()
 
+    def word(self, index: int) -> int:
+        """The address of a word of the block."""
+        return self._address + 8 * index
+
     def multiply(self, products: Sequence[Product]) -> None:
         """Compute all products; every matrix must be one that `row_product.fits`, every x and out lie in one piece."""
-        for begin in range(0, len(products), _MOST_PRODUCTS):
-            self._publish(products[begin : begin + _MOST_PRODUCTS])
-            self._work(self._address)
+        for begin in range(0, len(products), tasks.MOST_TASKS):
+            self._multiply(products[begin : begin + tasks.MOST_TASKS])
+
+    def _multiply(self, products: Sequence[Product]) -> None:
+        fields: list[int] = []
+        units = weights = 0
+        size = UNIT if len(products) > 1 else LONE_UNIT
+        for x, matrix, out, bias in products:
+            columns, rows = matrix.shape
+            fields += (units, rows, size, tasks.PRODUCT, self.at_once, 0, self.nowhere, x.data_ptr(), matrix.data_ptr())
+            fields += (out.data_ptr(), 0 if bias is None else bias.data_ptr(), columns)
+            units += -(-rows // size)
+            weights += rows * columns
+        self.run(fields, units, 0, weights)
+
+    def run(self, fields: Sequence[int], units: int, counts: int, weights: int) -> None:
+        """Carry out tasks: their fields one after the other, `units` in all.
+
+        The first `counts` words of the progress begin at zero; `weights` says how much work it is.
+        """
+        block = self._block
+        struct.pack_into(f"{counts}q", block, 8 * tasks.PROGRESS, *(0,) * counts)
+        struct.pack_into(f"{len(fields)}q", block, 8 * tasks.HEADER, *fields)
+        if weights >= _WAKING_WEIGHTS:
+            self._wake()
+        self._work(self._address, units)
 
     def close(self) -> None:
         """End the helpers."""
@@ -91,21 +128,6 @@ class Crew:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _publish(self, products: Sequence[Product]) -> None:
-        """Everything but `next`, which `work` resets when it begins: until then nobody takes anything."""
-        fields: list[int] = []
-        units = weights = 0
-        for x, matrix, out in products:
-            columns, rows = matrix.shape
-            fields += (x.data_ptr(), matrix.data_ptr(), out.data_ptr(), rows, columns, units)
-            units += -(-rows // UNIT)
-            weights += rows * columns
-        block = self._block
-        struct.pack_into(f"{len(fields)}q", block, 8 * _HEADER, *fields)
-        block[_UNITS], block[_FINISHED] = units, 0
-        if weights >= _WAKING_WEIGHTS:
-            self._wake()
-
     def _wake(self) -> None:
         """Whoever falls asleep just now misses this work, which gets done without it."""
         for helper, is_asleep in enumerate(self._is_asleep):
@@ -115,7 +137,7 @@ class Crew:
 
     def _help(self, number: int) -> None:
         while not self._is_closed:
-            self._serve(self._address, _SPIN_CYCLES)
+            self._serve(self._address)
             self._is_asleep[number] = True
             self._alarms[number].acquire()
 
@@ -124,7 +146,7 @@ class Crew:
 def _functions() -> tuple[Callable[..., None], Callable[..., None]]:
     """Machine code, made once a process."""
     pointer, number = ctypes.c_void_p, ctypes.c_longlong
-    work, serve = compile_functions(source() + _source(), {"work": (pointer,), "serve": (pointer, number)})
+    work, serve = compile_functions(tasks.source(), {"work": (pointer, number), "serve": (pointer,)})
     return work, serve
 
 
@@ -133,9 +155,9 @@ def is_supported() -> bool:
     return cpu_has("avx512f", "avx512bf16")
 
 
-def agrees(crew: Crew, matrix: torch.Tensor) -> bool:
-    """Whether the kernel's bits are the library's on this matrix [K, N], on one thread and on all of them."""
-    if not fits(matrix):
+def agrees(crew: Crew, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Whether the kernel's bits are the library's on this matrix [K, N] and bias [N], on one thread and on all."""
+    if not fits(matrix) or (bias is not None and not (bias.dtype is matrix.dtype and bias.is_contiguous())):
         return False
     columns, rows = matrix.shape
     generator, threads = torch.Generator().manual_seed(0), torch.get_num_threads()
@@ -143,115 +165,11 @@ def agrees(crew: Crew, matrix: torch.Tensor) -> bool:
     try:
         for _ in range(-(-_PROOF_OUTPUTS // rows)):
             x = torch.randn(1, columns, generator=generator).to(matrix.dtype)
-            crew.multiply([(x, matrix, ours)])
+            crew.multiply([Product(x, matrix, ours, bias)])
             for count in {1, threads}:
                 torch.set_num_threads(count)
-                if not torch.equal(ours, x @ matrix):
+                if not torch.equal(ours, functional.linear(x, matrix.t(), bias)):
                     return False
     finally:
         torch.set_num_threads(threads)
     return True
-
-
-def _source() -> str:
-    """`work(block)` opens the work, computes units while there are any, waits for the last one and closes the work.
-
-    `serve(block, cycles)` helps until there has been nothing to do for so many cycles.
-    """
-
-    def field(name: str, index: int) -> str:
-        return f"  %{name} = getelementptr i64, ptr %block, i64 {index}"
-
-    return f"""
-declare void @llvm.x86.sse2.pause()
-declare i64 @llvm.readcyclecounter()
-
-define internal void @units(ptr %block) {{
-entry:
-{field("next", _NEXT)}
-{field("units.at", _UNITS)}
-{field("finished", _FINISHED)}
-{field("first.product", _HEADER)}
-  br label %take
-take:
-  %unit = atomicrmw add ptr %next, i64 1 seq_cst
-  %units = load atomic i64, ptr %units.at acquire, align 8
-  %mine = icmp slt i64 %unit, %units
-  br i1 %mine, label %find, label %done
-find:
-  %product = phi ptr [%first.product, %take], [%following, %further]
-  %following = getelementptr i64, ptr %product, i64 {_FIELDS}
-  %rows.at = getelementptr i64, ptr %product, i64 3
-  %rows = load i64, ptr %rows.at
-  %first.at = getelementptr i64, ptr %product, i64 5
-  %first = load i64, ptr %first.at
-  %nth = sub i64 %unit, %first
-  %begin = mul i64 %nth, {UNIT}
-  %inside = icmp slt i64 %begin, %rows
-  br i1 %inside, label %compute, label %further
-further:
-  br label %find
-compute:
-  %x = load ptr, ptr %product
-  %w.at = getelementptr i64, ptr %product, i64 1
-  %w = load ptr, ptr %w.at
-  %out.at = getelementptr i64, ptr %product, i64 2
-  %out = load ptr, ptr %out.at
-  %K.at = getelementptr i64, ptr %product, i64 4
-  %K = load i64, ptr %K.at
-  %full = add i64 %begin, {UNIT}
-  %end = call i64 @llvm.smin.i64(i64 %full, i64 %rows)
-  call void @row_product(ptr %x, ptr %w, ptr %out, i64 %begin, i64 %end, i64 %K)
-  %before = atomicrmw add ptr %finished, i64 1 seq_cst
-  br label %take
-done:
-  ret void
-}}
-
-define void @work(ptr %block) {{
-entry:
-{field("next", _NEXT)}
-{field("units.at", _UNITS)}
-{field("finished", _FINISHED)}
-  store atomic i64 0, ptr %next seq_cst, align 8
-  call void @units(ptr %block)
-  %units = load i64, ptr %units.at
-  br label %wait
-wait:
-  %so.far = load atomic i64, ptr %finished acquire, align 8
-  %all = icmp eq i64 %so.far, %units
-  br i1 %all, label %done, label %pause
-pause:
-  call void @llvm.x86.sse2.pause()
-  br label %wait
-done:
-  store atomic i64 {_CLOSED}, ptr %next seq_cst, align 8
-  ret void
-}}
-
-define void @serve(ptr %block, i64 %cycles) {{
-entry:
-{field("next", _NEXT)}
-{field("units.at", _UNITS)}
-  br label %rest
-rest:
-  %since = call i64 @llvm.readcyclecounter()
-  br label %look
-look:
-  %unit = load atomic i64, ptr %next acquire, align 8
-  %units = load atomic i64, ptr %units.at acquire, align 8
-  %is.work = icmp slt i64 %unit, %units
-  br i1 %is.work, label %help, label %pause
-help:
-  call void @units(ptr %block)
-  br label %rest
-pause:
-  call void @llvm.x86.sse2.pause()
-  %now = call i64 @llvm.readcyclecounter()
-  %spent = sub i64 %now, %since
-  %is.over = icmp sgt i64 %spent, %cycles
-  br i1 %is.over, label %done, label %look
-done:
-  ret void
-}}
-"""

@@ -42,9 +42,9 @@ def fits(matrix: torch.Tensor) -> bool:
 
 
 def source() -> str:
-    """The kernel in LLVM's language: `row_product(x, w, out, begin, end, K)` computes the outputs begin ... end - 1.
+    """The kernel in LLVM's language: `row_product(x, w, out, bias, begin, end, K)`, the outputs begin ... end - 1.
 
-    Strips of 16 outputs, chains of 512 k, tiles of 32 k.
+    Strips of 16 outputs, chains of 512 k, tiles of 32 k. `bias` may be null; the library adds it before it rounds.
     """
     transposing, pairs = _transpose([f"%r{i}" for i in range(LANES)])
     dots, total = _dots(pairs)
@@ -54,8 +54,10 @@ declare <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float>)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare i64 @llvm.smin.i64(i64, i64)
 
-define internal void @row_product(ptr noalias %x, ptr noalias %w, ptr noalias %out, i64 %begin, i64 %end, i64 %K) #0 {{
+define internal void @row_product(
+    ptr noalias %x, ptr noalias %w, ptr noalias %out, ptr noalias %bias, i64 %begin, i64 %end, i64 %K) #0 {{
 entry:
+  %has.bias = icmp ne ptr %bias, null
   %ahead = mul i64 %K, {LANES}
   %any = icmp slt i64 %begin, %end
   br i1 %any, label %strip, label %done
@@ -82,9 +84,20 @@ tile:
 chain.end:
   %sum.next = fadd <16 x float> {total}, %sum
   %c.more = icmp slt i64 %c.next, %K
-  br i1 %c.more, label %chain, label %strip.end
+  br i1 %c.more, label %chain, label %strip.sum
+strip.sum:
+  br i1 %has.bias, label %strip.bias, label %strip.end
+strip.bias:
+  %bias.at = getelementptr i16, ptr %bias, i64 %n
+  %bias.half = load <16 x i16>, ptr %bias.at, align 2
+  %bias.low = zext <16 x i16> %bias.half to <16 x i32>
+  %bias.bits = shl <16 x i32> %bias.low, <{", ".join(["i32 16"] * LANES)}>
+  %bias.float = bitcast <16 x i32> %bias.bits to <16 x float>
+  %biased = fadd <16 x float> %sum.next, %bias.float
+  br label %strip.end
 strip.end:
-  %rounded = call <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float> %sum.next)
+  %result = phi <16 x float> [%sum.next, %strip.sum], [%biased, %strip.bias]
+  %rounded = call <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float> %result)
   %to = getelementptr i16, ptr %out, i64 %n
   store <16 x bfloat> %rounded, ptr %to, align 2
   %n.next = add i64 %n, {LANES}

@@ -6,6 +6,7 @@ rows than one, and everywhere else, the library computes as before.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
@@ -14,54 +15,61 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from smoe.kernels.crew import Crew, agrees
+from smoe.kernels.crew import Crew, Product, agrees
 
 _LEAST_TIMINGS = 6
 
 
-def speed_up(model: nn.Module, crew: Crew) -> int:
-    """Replace the one-row product of every linear layer that gains by it; returns how many.
+def speed_up(model: nn.Module, crew: Crew) -> float:
+    """Replace the one-row product of every linear layer that gains by it; returns their share of the linear weights.
 
     Takes some tens of milliseconds for every distinct shape.
     """
-    by_shape: dict[torch.Size, list[nn.Linear]] = {}
+    kinds: dict[tuple[torch.Size, bool], list[nn.Linear]] = {}
     for module in model.modules():
-        if type(module) is nn.Linear and module.bias is None:
-            by_shape.setdefault(module.weight.shape, []).append(module)
-    adopted = 0
-    for modules in by_shape.values():
-        weights = [module.weight for module in modules]
-        if agrees(crew, weights[0].t()) and _is_faster(crew, weights):
-            adopted += len(modules)
+        if type(module) is nn.Linear:
+            kinds.setdefault((module.weight.shape, module.bias is not None), []).append(module)
+    adopted = total = 0
+    for modules in kinds.values():
+        first, weights = modules[0], sum(module.weight.numel() for module in modules)
+        total += weights
+        if agrees(crew, first.weight.t(), first.bias) and _is_faster(crew, modules):
+            adopted += weights
             for module in modules:
-                module.forward = _forward(module, crew)  # type: ignore[method-assign]
-    return adopted
+                module.forward = _forward(module, crew)  # type: ignore[method-assign,assignment]
+    return adopted / total if total else 0.0
 
 
 def _forward(module: nn.Linear, crew: Crew) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(input: torch.Tensor) -> torch.Tensor:
-        weight = module.weight
-        if input.numel() != weight.shape[1] or not input.is_contiguous():
-            return functional.linear(input, weight)
-        return _one_row(input, weight, crew)
+        if input.numel() != module.in_features or not input.is_contiguous():
+            return functional.linear(input, module.weight, module.bias)
+        return _one_row(input, module, crew)
 
     return forward
 
 
-def _one_row(input: torch.Tensor, weight: torch.Tensor, crew: Crew) -> torch.Tensor:
-    """input [..., K] of one row, weight [N, K] -> [..., N]"""
-    out = input.new_empty(*input.shape[:-1], weight.shape[0])
-    crew.multiply([(input, weight.t(), out)])
+def _one_row(input: torch.Tensor, module: nn.Linear, crew: Crew) -> torch.Tensor:
+    """input [..., K] of one row -> [..., N]"""
+    out = input.new_empty(*input.shape[:-1], module.out_features)
+    crew.multiply([Product(input, module.weight.t(), out, module.bias)])
     return out
 
 
-def _is_faster(crew: Crew, weights: Sequence[torch.Tensor]) -> bool:
+def _is_faster(crew: Crew, modules: Sequence[nn.Linear]) -> bool:
     """One matrix after the other, as a token meets them: the same one again would lie in the processor's cache."""
-    x = weights[0].new_ones(1, weights[0].shape[1])
-    rounds = range(-(-_LEAST_TIMINGS // len(weights)))
-    theirs = [_seconds(lambda w=w: functional.linear(x, w)) for _ in rounds for w in weights]
-    ours = [_seconds(lambda w=w: _one_row(x, w, crew)) for _ in rounds for w in weights]
-    return median(ours) < median(theirs)
+    x, rounds = modules[0].weight.new_ones(1, modules[0].in_features), range(-(-_LEAST_TIMINGS // len(modules)))
+
+    def theirs(module: nn.Linear) -> torch.Tensor:
+        return functional.linear(x, module.weight, module.bias)
+
+    def ours(module: nn.Linear) -> torch.Tensor:
+        return _one_row(x, module, crew)
+
+    before, after = (
+        median(_seconds(functools.partial(way, module)) for _ in rounds for module in modules) for way in (theirs, ours)
+    )
+    return after < before
 
 
 def _seconds(job: Callable[[], object]) -> float:

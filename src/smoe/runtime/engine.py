@@ -31,7 +31,6 @@ from smoe.policy.registry import make_pools
 from smoe.routing import Phase, Routing
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.kv_cache import RowCache
-from smoe.runtime.split import MIN_EXPERT_BYTES
 from smoe.runtime.substitution import Scored
 
 
@@ -228,11 +227,12 @@ class Engine:
 
     @contextmanager
     def _threads(self, positions: int) -> Iterator[None]:
-        """One token of a small model computes on one thread: sharing such short work out takes longer than doing it.
+        """What is left to the library of one token computes on one thread, where our kernel has the large products.
 
-        Only beside our kernel, whose bits have been compared with the library's on one thread and on all.
+        Sharing such short work out takes longer than doing it, and the library's threads, once awake, hold up ours.
+        Our kernel's bits have been compared with the library's on one thread and on all.
         """
-        if positions > 1 or self.executor.math.crew is None or self.executor.expert_bytes >= MIN_EXPERT_BYTES:
+        if positions > 1 or not self.executor.leaves_little:
             yield
             return
         threads = torch.get_num_threads()

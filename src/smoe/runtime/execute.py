@@ -79,6 +79,8 @@ class LayerExecutor:
         """Where set, says which missing experts the CPU computes."""
         self.may_peek = True
         """Whether this pass may run another layer's attention: not where the caller listens to the layers."""
+        self.leaves_little = False
+        """Whether our kernel has nearly all products of one token, so that the library needs one thread only."""
         self.shadow = Shadow()
         """Whether there is time to look ahead."""
         self._awaited: list[Ticket] = []

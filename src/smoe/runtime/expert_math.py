@@ -15,13 +15,16 @@ import torch
 from torch import nn
 
 from smoe.kernels.crew import Crew, Product, agrees
+from smoe.kernels.elementwise import activation_table, is_table_of
+from smoe.kernels.experts import TokenExperts
 from smoe.memory.device import Arena
 from smoe.memory.store import Part
 
 
 def library_products(products: Sequence[Product]) -> None:
     """One-row products by torch."""
-    for x, matrix, out in products:
+    for x, matrix, out, bias in products:
+        assert bias is None
         torch.mm(x, matrix, out=out)
 
 
@@ -53,6 +56,8 @@ class ExpertMath:
         up, down = self._shapes[self._up_name], self._shapes["down_proj"]
         self.multiply: Callable[[Sequence[Product]], None] = library_products
         """What multiplies single rows."""
+        self.kernel: TokenExperts | None = None
+        """Where set, takes one token through several experts at once."""
         self.up_width = up[1] if self._is_transposed else up[0]
         self.inner, self.hidden = (down[0], down[1]) if self._is_transposed else (down[1], down[0])
 
@@ -78,6 +83,17 @@ class ExpertMath:
         """Whether our kernel gives the library's bits on these weights of one expert."""
         return agrees(crew, weights.up) and agrees(crew, weights.down)
 
+    def kernel_of(self, crew: Crew) -> TokenExperts | None:
+        """The kernel for one token through these experts, or None where they are of no kind that it knows."""
+        if self._has_bias or self._post_norm is not None or not getattr(self._module, "has_gate", True):
+            return None
+        table = activation_table(self._activate)
+        return None if table is None else TokenExperts(crew, self.hidden, self.inner, table)
+
+    def has_activation(self, table: torch.Tensor) -> bool:
+        """Whether the experts' activation is this one (`kernels/elementwise.py`)."""
+        return is_table_of(table, self._activate)
+
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """[n, H] -> [n, H], before the routing weight."""
         y = self._times(x, weights.up)
@@ -99,13 +115,13 @@ class ExpertMath:
                 out[row : row + 1] = self.forward(x, expert)
             return
         x, wide = x.contiguous(), x.new_empty(len(weights), self.up_width)
-        self.multiply([(x, expert.up, row) for expert, row in zip(weights, wide.split(1), strict=True)])
+        self.multiply([Product(x, expert.up, row) for expert, row in zip(weights, wide.split(1), strict=True)])
         rows = zip(weights, self._activate(wide).contiguous().split(1), out.split(1), strict=True)
-        self.multiply([(inner, expert.down, row) for expert, inner, row in rows])
+        self.multiply([Product(inner, expert.down, row) for expert, inner, row in rows])
 
     def _times(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         if x.shape[0] != 1:
             return x @ matrix
         out = x.new_empty(1, matrix.shape[1])
-        self.multiply([(x.contiguous(), matrix, out)])
+        self.multiply([Product(x.contiguous(), matrix, out)])
         return out

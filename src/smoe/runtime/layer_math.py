@@ -15,13 +15,15 @@ import torch
 
 from smoe.expert import Copy
 from smoe.kernels.crew import Crew
+from smoe.kernels.experts import TokenExperts
 from smoe.memory.device import Arena
 from smoe.memory.emulation import Emulation
 from smoe.memory.store import ExpertStore
 from smoe.policy.plan import LayerPlan, Serve
 from smoe.runtime.arrivals import Arrivals
-from smoe.runtime.expert_math import ExpertMath, Weights, library_products
+from smoe.runtime.expert_math import ExpertMath, library_products
 from smoe.runtime.host_experts import HostExperts
+from smoe.runtime.one_token import one_token, proven_kernel
 from smoe.runtime.team import Team
 
 _FromHost: TypeAlias = Mapping[Copy, "Future[torch.Tensor]"]
@@ -53,41 +55,61 @@ class LayerMath:
         self._arena = arena
         self._experts = experts
         self._now = clock
+        self._kernels: dict[int, TokenExperts] = {}
+        """Layers in which the crew may take one token through all experts at once."""
 
     def hidden_size(self, layer: int) -> int:
         return self._experts[layer].hidden
 
     def agrees(self, crew: Crew) -> bool:
-        """Whether our kernel gives the library's bits on the experts that are resident, one of every layout."""
-        seen = {(self._experts[c[0]].hidden, self._experts[c[0]].inner): c for c in sorted(self._arrivals.table.ready)}
-        return bool(seen) and all(self._experts[c[0]].agrees(crew, self._arrivals.ready(c)) for c in seen.values())
+        """Whether our kernel gives the library's bits on the experts that are resident, one of every shape.
+
+        Finds out, too, in which layers it may take one token through all experts at once.
+        """
+        found: dict[tuple[int, int], TokenExperts | None] = {}
+        for copy in sorted(self._arrivals.table.ready):
+            math, weights = self._experts[copy[0]], self._arrivals.ready(copy)
+            if (math.hidden, math.inner) not in found:
+                if not math.agrees(crew, weights):
+                    return False
+                found[math.hidden, math.inner] = proven_kernel(math, crew, weights)
+        for layer, math in self._experts.items():
+            kernel = found.get((math.hidden, math.inner))
+            if kernel is not None and math.has_activation(kernel.table):
+                self._kernels[layer] = kernel
+        return bool(found)
 
     def compute_by(self, helpers: Crew | Team | None) -> None:
-        """From now on single rows are multiplied by our kernel, or by the library on a team of threads, or on one."""
+        """From now on single rows are multiplied by our kernel, or by the library on a team of threads, or on one.
+
+        A crew must have been found to agree.
+        """
         self.team = helpers if isinstance(helpers, Team) else None
         self.crew = helpers if isinstance(helpers, Crew) else None
-        for math in self._experts.values():
+        for layer, math in self._experts.items():
             math.multiply = library_products if self.crew is None else self.crew.multiply
+            math.kernel = None if self.crew is None else self._kernels.get(layer)
 
     def compute_slots(self, layer: int, hidden: torch.Tensor, count: int) -> torch.Tensor:
-        """One token [1, H] through `count` slots, whatever they hold -> [count, H]: for measuring."""
+        """One token [1, H] through `count` slots, whatever they hold -> [1, H]: for measuring."""
+        math, order = self._experts[layer], range(count)
         placement = self._store.placement(layer, 0)
-        slots = [n % self._arrivals.slots for n in range(count)]
-        weights = [self._experts[layer].bind(self._arena, slot, placement.parts) for slot in slots]
-        out = hidden.new_empty(count, hidden.shape[1])
-        self._compute_each(self._experts[layer], hidden, weights, out)
-        return out
+        weights = [math.bind(self._arena, n % self._arrivals.slots, placement.parts) for n in order]
+        token = one_token(math, self.team, hidden, hidden.new_ones(1, count), order, order)
+        token.compute(0, weights)
+        return token.total()
 
     def decode(
         self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor, look_ahead: LookAhead
     ) -> torch.Tensor:
         """Few tokens: in the plan's order, outputs kept apart, summed at the end in ascending expert order."""
+        if not plan.serves:
+            return torch.zeros_like(hidden)
         counters = self._arrivals.counters
         started, before = self._now(), counters.elsewhere_seconds
         from_host = self._start_host(plan, hidden, top_k_weights.shape[1])
         compute = self._one_token if hidden.shape[0] == 1 else self._some_tokens
-        outputs = compute(plan, hidden, top_k_weights, from_host, look_ahead) if plan.serves else []
-        total = self._sum(plan.serves, outputs, hidden, top_k_weights.shape[1])
+        total = compute(plan, hidden, top_k_weights, from_host, look_ahead)
         counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
         return total
 
@@ -107,33 +129,33 @@ class LayerMath:
         top_k_weights: torch.Tensor,
         from_host: _FromHost,
         look_ahead: LookAhead,
-    ) -> list[torch.Tensor]:
-        """One token through all its experts: [1, H] each, in the plan's order, routing weights applied."""
+    ) -> torch.Tensor:
+        """One token through all its experts -> [1, H]."""
         math, serves = self._experts[plan.layer], plan.serves
-        stacked = hidden.new_empty(len(serves), hidden.shape[1])
-        gains = top_k_weights[0, [serve.routes[0] for serve in serves]].unsqueeze(1)
+        ascending = sorted(range(len(serves)), key=lambda n: serves[n].copy)
+        routes = [serve.routes[0] for serve in serves]
+        token = one_token(math, self.team, hidden, top_k_weights, routes, ascending)
         here = sum(1 for serve in serves if not serve.loads)
         if any(load.after for load in plan.loads):
             here = min(here, 1)  # slots are so few that a load waits for the first expert computed
         weights = [self._arrivals.ready(serve.copy) for serve in serves[:here]]
         began = time.perf_counter()
-        self._compute_each(math, hidden, weights, stacked[:here])
+        token.compute(0, weights)
         self._act([1] * here, began)
         for computed, serve in enumerate(serves[:here], start=1):
             self._arrivals.served(serve, computed)
         if here < len(serves):
-            look_ahead(lambda: (stacked[:here] * gains[:here]).to(hidden.dtype).sum(0, keepdim=True))
-        for computed, serve in enumerate(serves[here:], start=here + 1):
-            row = stacked[computed - 1 : computed]
+            look_ahead(lambda: token.partial(here))
+        for n, serve in enumerate(serves[here:], start=here):
             if serve.on_host:
-                row.copy_(self._from_host(from_host, serve))
+                token.put(n, self._from_host(from_host, serve))
                 continue
             weights = [self._arrivals.weights_of(serve)]
             began = time.perf_counter()
-            math.forward_each(hidden, weights, row)
+            token.compute(n, weights)
             self._act([1], began)
-            self._arrivals.served(serve, computed)
-        return list((stacked * gains).to(hidden.dtype).split(1))
+            self._arrivals.served(serve, n + 1)
+        return token.total()
 
     def _some_tokens(
         self,
@@ -142,8 +164,8 @@ class LayerMath:
         top_k_weights: torch.Tensor,
         from_host: _FromHost,
         look_ahead: LookAhead,
-    ) -> list[torch.Tensor]:
-        """Several tokens through their experts: [n, H] each, in the plan's order, routing weights applied."""
+    ) -> torch.Tensor:
+        """Several tokens through their experts -> [T, H]."""
         math, serves, width = self._experts[plan.layer], plan.serves, top_k_weights.shape[1]
         flat_weights = top_k_weights.reshape(-1, 1)
         outputs: list[torch.Tensor] = []
@@ -161,7 +183,7 @@ class LayerMath:
             outputs.append((y * flat_weights[route]).to(hidden.dtype))
             if not serve.on_host:
                 self._arrivals.served(serve, computed)
-        return outputs
+        return self._sum(serves, outputs, hidden, width)
 
     def _from_host(self, from_host: _FromHost, serve: Serve) -> torch.Tensor:
         started = self._now()
@@ -175,20 +197,8 @@ class LayerMath:
         """The experts' outputs added up in ascending expert order."""
         total = torch.zeros_like(hidden)
         for n in sorted(range(len(outputs)), key=lambda n: serves[n].copy):
-            if hidden.shape[0] == 1:
-                total += outputs[n]
-            else:
-                total.index_add_(0, self._tokens(serves[n], width), outputs[n])
+            total.index_add_(0, self._tokens(serves[n], width), outputs[n])
         return total
-
-    def _compute_each(
-        self, math: ExpertMath, hidden: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor
-    ) -> None:
-        """One token [1, H] through several experts -> out [n, H], shared out over the team where there is one."""
-        if self.team is not None and len(weights) > 1:
-            self.team.run(lambda member, of: math.forward_each(hidden, weights[member::of], out[member::of]))
-        elif weights:
-            math.forward_each(hidden, weights, out)
 
     def prefill(self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Many tokens: experts in ascending order, each read once, loads of this and the next layer running ahead."""

@@ -1,0 +1,148 @@
+"""What lies between an expert's two products, and after the last: gated activation and weighted sum, with torch's bits.
+
+Elementwise bf16 arithmetic is exact up to one rounding, so the order of the sums is all there is to copy. The one thing
+that is not, the activation function itself (its exponential is some library's), is not computed here at all: a bf16
+number has 65536 values, so the function is a table, and the table is filled by torch.
+
+    wide [n, 2I]:  gate | up        inner = bf16(table[gate] * up)          n experts, a row each
+    rows [n, H]                     out = bf16(out + bf16(rows[i] * gains[i])), i ascending, from +0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+LANES = 16
+_VALUES = 1 << 16
+_PROOF_ROWS = 8
+
+
+ApplyGate = Callable[[torch.Tensor], torch.Tensor]
+"""An experts module's own activation: [n, 2I] -> [n, I]."""
+
+
+def activation_table(apply_gate: ApplyGate) -> torch.Tensor | None:
+    """bf16 [65536]: the activation of every bf16 number, or None where `apply_gate` is not f(gate) * up."""
+    gates = _all_numbers()
+    table = apply_gate(torch.cat([gates, torch.ones_like(gates)]).unsqueeze(0))[0].clone()
+    return table if is_table_of(table, apply_gate, _PROOF_ROWS) else None
+
+
+def is_table_of(table: torch.Tensor, apply_gate: ApplyGate, rows: int = 1) -> bool:
+    """Whether `apply_gate` is the table's function times up: on every gate, each with so many values of up."""
+    generator = torch.Generator().manual_seed(0)
+    ups = torch.randint(_VALUES, (rows, _VALUES), generator=generator).to(torch.uint16).view(torch.bfloat16)
+    theirs = apply_gate(torch.cat([_all_numbers().expand_as(ups), ups], dim=1))
+    ours = (table.float() * ups.float()).to(torch.bfloat16)
+    return torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def _all_numbers() -> torch.Tensor:
+    return torch.arange(_VALUES).to(torch.uint16).view(torch.bfloat16)
+
+
+def source() -> str:
+    """`gate(wide, table, inner, I, begin, end)` and `combine(rows, gains, out, count, H, begin, end)` for LLVM.
+
+    Both compute the outputs begin ... end - 1; `combine` takes them 16 at a time. Rounding is done on integers: the
+    conversion instruction would flush the smallest numbers to zero, which torch does not.
+    """
+    return f"""
+define internal void @gate(
+    ptr noalias %wide, ptr noalias %table, ptr noalias %inner, i64 %I, i64 %begin, i64 %end) {{
+entry:
+  br label %element
+element:
+  %i = phi i64 [%begin, %entry], [%i.next, %element]
+  %gate.at = getelementptr i16, ptr %wide, i64 %i
+  %gate.bits = load i16, ptr %gate.at, align 2
+  %gate = zext i16 %gate.bits to i64
+  %active.at = getelementptr i16, ptr %table, i64 %gate
+  %active.bits = load i16, ptr %active.at, align 2
+  %up.at = getelementptr i16, ptr %gate.at, i64 %I
+  %up.bits = load i16, ptr %up.at, align 2
+{_widened("active.bits", "active", 1)}
+{_widened("up.bits", "up", 1)}
+  %product = fmul float %active, %up
+{_rounded("product", "result", 1)}
+  %inner.at = getelementptr i16, ptr %inner, i64 %i
+  store i16 %result, ptr %inner.at, align 2
+  %i.next = add i64 %i, 1
+  %more = icmp slt i64 %i.next, %end
+  br i1 %more, label %element, label %done
+done:
+  ret void
+}}
+
+define internal void @combine(
+    ptr noalias %rows, ptr noalias %gains, ptr noalias %out, i64 %count, i64 %H, i64 %begin, i64 %end) #0 {{
+entry:
+  br label %strip
+strip:
+  %i = phi i64 [%begin, %entry], [%i.next, %strip.end]
+  br label %row
+row:
+  %n = phi i64 [0, %strip], [%n.next, %row]
+  %sum = phi <{LANES} x float> [zeroinitializer, %strip], [%next, %row]
+  %row.begin = mul i64 %n, %H
+  %at = add i64 %row.begin, %i
+  %y.at = getelementptr i16, ptr %rows, i64 %at
+  %y.bits = load <{LANES} x i16>, ptr %y.at, align 2
+{_widened("y.bits", "y", LANES)}
+  %gain.at = getelementptr float, ptr %gains, i64 %n
+  %gain.one = load float, ptr %gain.at
+  %gain.first = insertelement <{LANES} x float> poison, float %gain.one, i64 0
+  %gain = shufflevector <{LANES} x float> %gain.first, <{LANES} x float> poison, <{LANES} x i32> zeroinitializer
+  %weighted = fmul <{LANES} x float> %y, %gain
+{_rounded("weighted", "part.bits", LANES)}
+{_widened("part.bits", "part", LANES)}
+  %total = fadd <{LANES} x float> %sum, %part
+{_rounded("total", "next.bits", LANES)}
+{_widened("next.bits", "next", LANES)}
+  %n.next = add i64 %n, 1
+  %n.more = icmp slt i64 %n.next, %count
+  br i1 %n.more, label %row, label %strip.end
+strip.end:
+  %out.at = getelementptr i16, ptr %out, i64 %i
+  store <{LANES} x i16> %next.bits, ptr %out.at, align 2
+  %i.next = add i64 %i, {LANES}
+  %i.more = icmp slt i64 %i.next, %end
+  br i1 %i.more, label %strip, label %done
+done:
+  ret void
+}}
+"""
+
+
+def _widened(bits: str, result: str, lanes: int) -> str:
+    """bf16 -> float."""
+    half, whole, real = _typed("i16", lanes), _typed("i32", lanes), _typed("float", lanes)
+    return f"""\
+  %{bits}.wide = zext {half} %{bits} to {whole}
+  %{bits}.high = shl {whole} %{bits}.wide, {_constant(16, lanes)}
+  %{result} = bitcast {whole} %{bits}.high to {real}"""
+
+
+def _rounded(number: str, result: str, lanes: int) -> str:
+    """float -> bf16, to nearest, ties to even; whatever is no number becomes the one NaN."""
+    half, whole, real, flag = (_typed(kind, lanes) for kind in ("i16", "i32", "float", "i1"))
+    return f"""\
+  %{number}.bits = bitcast {real} %{number} to {whole}
+  %{number}.low = lshr {whole} %{number}.bits, {_constant(16, lanes)}
+  %{number}.odd = and {whole} %{number}.low, {_constant(1, lanes)}
+  %{number}.tie = add {whole} %{number}.odd, {_constant(0x7FFF, lanes)}
+  %{number}.up = add {whole} %{number}.bits, %{number}.tie
+  %{number}.near = lshr {whole} %{number}.up, {_constant(16, lanes)}
+  %{number}.is.nan = fcmp uno {real} %{number}, %{number}
+  %{number}.safe = select {flag} %{number}.is.nan, {whole} {_constant(0x7FC0, lanes)}, {whole} %{number}.near
+  %{result} = trunc {whole} %{number}.safe to {half}"""
+
+
+def _typed(kind: str, lanes: int) -> str:
+    return kind if lanes == 1 else f"<{lanes} x {kind}>"
+
+
+def _constant(value: int, lanes: int) -> str:
+    return str(value) if lanes == 1 else f"<{', '.join([f'i32 {value}'] * lanes)}>"

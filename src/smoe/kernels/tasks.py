@@ -1,0 +1,178 @@
+"""Work shared out in machine code: tasks cut into units, which threads take one by one from an atomic counter.
+
+The block of memory that the threads share, in words of 8 bytes:
+
+    open       how many units there are (upper half) and the first that nobody has taken (lower half); 0 while the
+               tasks may be changed. One word, so that whoever comes late never takes a unit of the next work for one
+               of this.
+    finished   how many units are done
+    patience   cycles for which a helper looks out for work before it sleeps
+    progress   a count for each of the caller's own purposes, such as an expert's finished units
+    tasks      one after the other, in the order in which their units are taken
+
+A task is (first unit, outputs, outputs in a unit, kind, wait at, wait for, count at, a, b, c, d, e): its units begin
+once the word at `wait at` has reached `wait for`, and each that is done adds one to the word at `count at`. Tasks wait
+only for earlier ones, whose units somebody has already taken: nobody waits for ever.
+
+    kind       a       b        c      d      e       computes
+    PRODUCT    x       matrix   out    bias   K       row_product.py
+    GATE       wide    table    inner  I              elementwise.py
+    COMBINE    rows    gains    out    count  H       elementwise.py
+"""
+
+from __future__ import annotations
+
+from smoe.kernels import elementwise, row_product
+
+OPEN, FINISHED, PATIENCE, NOWHERE, PROGRESS = 0, 8, 9, 10, 16
+"""Words of the header; `open` has a cache line to itself. Nobody reads what is counted at `NOWHERE`."""
+MOST_COUNTS = 128
+HEADER = PROGRESS + MOST_COUNTS
+FIELDS = 12
+MOST_TASKS = 1024
+PRODUCT, GATE, COMBINE = 0, 1, 2
+_LOWER = (1 << 32) - 1
+
+
+def source() -> str:
+    """Everything in LLVM's language; `work(block, units)` and `serve(block)` are called from outside."""
+    return row_product.source() + elementwise.source() + _UNIT + _TAKE + _WORK + _SERVE
+
+
+def _word(name: str, index: int) -> str:
+    return f"  %{name} = getelementptr i64, ptr %block, i64 {index}"
+
+
+def _fields(names: str, kind: str, first: int = 0) -> str:
+    """Loads fields of `%task`, beginning with the `first`."""
+    return "\n".join(
+        f"  %{name}.field = getelementptr i64, ptr %task, i64 {first + n}\n  %{name} = load {kind}, ptr %{name}.field"
+        for n, name in enumerate(names.split())
+    )
+
+
+_ARGUMENTS = FIELDS - 5
+
+_UNIT = f"""
+declare void @llvm.x86.sse2.pause()
+declare i64 @llvm.readcyclecounter()
+
+define internal void @unit(ptr %task, i64 %begin, i64 %end) {{
+entry:
+{_fields("a b c", "ptr", _ARGUMENTS)}
+{_fields("d e", "i64", _ARGUMENTS + 3)}
+{_fields("kind", "i64", 3)}
+  switch i64 %kind, label %product [ i64 {GATE}, label %gate  i64 {COMBINE}, label %combine ]
+product:
+  %bias = inttoptr i64 %d to ptr
+  call void @row_product(ptr %a, ptr %b, ptr %c, ptr %bias, i64 %begin, i64 %end, i64 %e)
+  ret void
+gate:
+  call void @gate(ptr %a, ptr %b, ptr %c, i64 %d, i64 %begin, i64 %end)
+  ret void
+combine:
+  call void @combine(ptr %a, ptr %b, ptr %c, i64 %d, i64 %e, i64 %begin, i64 %end)
+  ret void
+}}
+"""
+
+_TAKE = f"""
+define internal void @take(ptr %block) {{
+entry:
+{_word("open", OPEN)}
+{_word("finished", FINISHED)}
+{_word("first.task", HEADER)}
+  br label %take
+take:
+  %taken = atomicrmw add ptr %open, i64 1 seq_cst
+  %unit = and i64 %taken, {_LOWER}
+  %units = lshr i64 %taken, 32
+  %mine = icmp ult i64 %unit, %units
+  br i1 %mine, label %find, label %done
+find:
+  %task = phi ptr [%first.task, %take], [%following, %find]
+  %following = getelementptr i64, ptr %task, i64 {FIELDS}
+{_fields("first outputs size", "i64")}
+  %nth = sub i64 %unit, %first
+  %begin = mul i64 %nth, %size
+  %inside = icmp slt i64 %begin, %outputs
+  br i1 %inside, label %found, label %find
+found:
+{_fields("wait.at", "ptr", 4)}
+{_fields("wait.for", "i64", 5)}
+{_fields("count.at", "ptr", 6)}
+  br label %wait
+wait:
+  %so.far = load atomic i64, ptr %wait.at acquire, align 8
+  %may = icmp sge i64 %so.far, %wait.for
+  br i1 %may, label %compute, label %pause
+pause:
+  call void @llvm.x86.sse2.pause()
+  br label %wait
+compute:
+  %full = add i64 %begin, %size
+  %end = call i64 @llvm.smin.i64(i64 %full, i64 %outputs)
+  call void @unit(ptr %task, i64 %begin, i64 %end)
+  %counted = atomicrmw add ptr %count.at, i64 1 seq_cst
+  %before = atomicrmw add ptr %finished, i64 1 seq_cst
+  br label %take
+done:
+  ret void
+}}
+"""
+"""Takes and computes units until there are none left."""
+
+_WORK = f"""
+define void @work(ptr %block, i64 %units) {{
+entry:
+{_word("open", OPEN)}
+{_word("finished", FINISHED)}
+  store atomic i64 0, ptr %finished seq_cst, align 8
+  %all.free = shl i64 %units, 32
+  store atomic i64 %all.free, ptr %open seq_cst, align 8
+  call void @take(ptr %block)
+  br label %wait
+wait:
+  %so.far = load atomic i64, ptr %finished acquire, align 8
+  %all = icmp eq i64 %so.far, %units
+  br i1 %all, label %done, label %pause
+pause:
+  call void @llvm.x86.sse2.pause()
+  br label %wait
+done:
+  store atomic i64 0, ptr %open seq_cst, align 8
+  ret void
+}}
+"""
+"""Opens the work, takes part, waits for the last unit and closes the work."""
+
+_SERVE = f"""
+define void @serve(ptr %block) {{
+entry:
+{_word("open", OPEN)}
+{_word("patience.at", PATIENCE)}
+  br label %rest
+rest:
+  %since = call i64 @llvm.readcyclecounter()
+  br label %look
+look:
+  %seen = load atomic i64, ptr %open acquire, align 8
+  %unit = and i64 %seen, {_LOWER}
+  %units = lshr i64 %seen, 32
+  %is.work = icmp ult i64 %unit, %units
+  br i1 %is.work, label %help, label %pause
+help:
+  call void @take(ptr %block)
+  br label %rest
+pause:
+  call void @llvm.x86.sse2.pause()
+  %now = call i64 @llvm.readcyclecounter()
+  %spent = sub i64 %now, %since
+  %patience = load atomic i64, ptr %patience.at acquire, align 8
+  %is.over = icmp sgt i64 %spent, %patience
+  br i1 %is.over, label %done, label %look
+done:
+  ret void
+}}
+"""
+"""Helps until there has been nothing to do for longer than the patience."""

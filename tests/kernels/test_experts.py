@@ -1,0 +1,110 @@
+"""One token through several experts in machine code, against the library's operations, bit by bit.
+
+Would catch another rounding or order of the sum, an activation that is not the module's, a unit that begins before what
+it needs is there, an expert's output in another's row, scratch that is too small.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from smoe.kernels.crew import Crew
+from smoe.kernels.elementwise import activation_table, is_table_of
+from smoe.kernels.experts import Expert, TokenExperts
+
+
+def swiglu(wide: torch.Tensor) -> torch.Tensor:
+    gate, up = wide.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def library(x: torch.Tensor, experts: list[tuple[torch.Tensor, torch.Tensor]], gains: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros_like(x)
+    for n, (up, down) in enumerate(experts):
+        y = functional.linear(swiglu(functional.linear(x, up)), down)
+        total.index_add_(0, torch.tensor([0]), (y * gains[n]).to(x.dtype))
+    return total
+
+
+def some_experts(count: int, hidden: int, inner: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            (torch.randn(2 * inner, hidden, generator=generator) * 0.3).bfloat16(),
+            (torch.randn(hidden, inner, generator=generator) * 0.3).bfloat16(),
+        )
+        for _ in range(count)
+    ]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    count=st.integers(1, 12),
+    shape=st.sampled_from([(64, 48 * 2), (192, 32), (512, 160), (1024, 512), (96, 1024), (2048, 96)]),
+    parts=st.integers(1, 4),
+    wide_gains=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_the_bits_are_the_librarys(
+    count: int, shape: tuple[int, int], parts: int, wide_gains: bool, seed: int, crew: Crew
+) -> None:
+    """In several parts, in any order, as experts arrive; the sum ascends whatever the order."""
+    hidden, inner = shape
+    table = activation_table(swiglu)
+    assert table is not None
+    kernel, experts = TokenExperts(crew, hidden, inner, table), some_experts(count, hidden, inner, seed)
+    generator = torch.Generator().manual_seed(seed)
+    x, gains = torch.randn(1, hidden, generator=generator).bfloat16(), torch.rand(count, generator=generator)
+    gains = gains if wide_gains else gains.bfloat16()
+    rows, out = torch.full((count, hidden), float("nan")).bfloat16(), torch.empty_like(x)
+    order = torch.randperm(count, generator=generator).tolist()
+    chosen = [Expert(n, experts[n][0].t(), experts[n][1].t()) for n in order]
+    for part in range(parts - 1):
+        kernel.forward(x, chosen[part::parts], rows)
+    kernel.forward(x, chosen[parts - 1 :: parts], rows, (gains.tolist(), out))
+    assert torch.equal(out, library(x, experts, gains))
+
+
+def test_a_sum_alone(crew: Crew) -> None:
+    """Small numbers too, which the conversion instruction would flush, and minus zero."""
+    table = activation_table(swiglu)
+    assert table is not None
+    rows = torch.tensor([[1e-39, -1e-39, -0.0, 3.0], [1e-40, 1e-39, -0.0, float("inf")]]).bfloat16().repeat(1, 16)
+    out, gains = torch.empty(1, 64, dtype=torch.bfloat16), [0.5, 0.25]
+    TokenExperts(crew, 64, 32, table).forward(out, [], rows, (gains, out))
+    total = torch.zeros(1, 64, dtype=torch.bfloat16)
+    for n in range(2):
+        total += (rows[n : n + 1] * gains[n]).bfloat16()
+    assert torch.equal(out, total)
+    assert out[0, 0] != 0
+    assert not out.signbit()[0, 2]
+
+
+def test_every_activation_that_is_a_function_of_the_gate_is_a_table() -> None:
+    def gelu(wide: torch.Tensor) -> torch.Tensor:
+        gate, up = wide.chunk(2, dim=-1)
+        return functional.gelu(gate, approximate="tanh") * up
+
+    table = activation_table(gelu)
+    assert table is not None
+    assert is_table_of(table, gelu)
+    assert not is_table_of(table, swiglu)
+
+
+@pytest.mark.parametrize("name", ["clamped", "interleaved", "shifted"])
+def test_others_are_left_to_the_library(name: str) -> None:
+    """gpt_oss and its kind: limits on both sides, columns in turn, one added to up."""
+
+    def apply_gate(wide: torch.Tensor) -> torch.Tensor:
+        if name == "clamped":
+            return swiglu(wide.clamp(max=7.0))
+        if name == "interleaved":
+            return functional.silu(wide[..., ::2]) * wide[..., 1::2]
+        gate, up = wide.chunk(2, dim=-1)
+        return functional.silu(gate) * (up + 1)
+
+    assert activation_table(apply_gate) is None
