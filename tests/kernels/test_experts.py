@@ -108,3 +108,19 @@ def test_others_are_left_to_the_library(name: str) -> None:
         return functional.silu(gate) * (up + 1)
 
     assert activation_table(apply_gate) is None
+
+
+def test_no_unit_begins_before_what_it_needs(crew: Crew) -> None:
+    """One long unit, then those that wait for it, again and again: whoever does not wait reads the last token's."""
+    hidden, inner = 16384, 64
+    table = activation_table(swiglu)
+    assert table is not None
+    kernel, [(up, down)] = TokenExperts(crew, hidden, inner, table), some_experts(1, hidden, inner, 0)
+    expert, rows, out = Expert(0, up.t(), down.t()), *torch.empty(2, 1, hidden, dtype=torch.bfloat16)
+    tokens = torch.randn(300, 1, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
+    ours = []
+    for x in tokens:
+        kernel.forward(x, [expert], rows, ([0.7], out))
+        ours.append(out.clone())
+    for x, y in zip(tokens, ours, strict=True):
+        assert torch.equal(y, library(x, [(up, down)], torch.tensor([0.7])))
