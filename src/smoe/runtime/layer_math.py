@@ -54,6 +54,12 @@ class LayerMath:
         self._experts = experts
         self._now = clock
 
+    def close(self) -> None:
+        """End the helpers."""
+        for helpers in (self.team, self.crew, self.host_experts):
+            if helpers is not None:
+                helpers.close()
+
     def hidden_size(self, layer: int) -> int:
         return self._experts[layer].hidden
 
