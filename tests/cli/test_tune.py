@@ -231,4 +231,6 @@ def test_a_short_text_is_refused(run, checkpoint, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("once upon")
     ran = run("tune", checkpoint, *COMMON, "--text", path)
-    assert ran.code == 2 and "at least" in ran.err
+    assert ran.code == 2 and "the text has" in ran.err and "--text" in ran.err
+    ran = run("tune", checkpoint, "--memory", "2700KiB", "--context", 32)
+    assert ran.code == 2 and "--context 32 is too short" in ran.err

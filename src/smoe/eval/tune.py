@@ -176,8 +176,14 @@ def measure_times(
     model: PreTrainedModel, alphas: Sequence[float], ids: Sequence[int], circumstances: dict[str, Any], tick: Tick
 ) -> Tuning:
     """The time per token of every alpha, in rounds that go through all of them."""
+    context_tokens = model.offload.context_tokens  # type: ignore[union-attr]
+    if context_tokens < turn_tokens():
+        raise ConfigError(f"--context {context_tokens} is too short to measure in; at least {turn_tokens()} are needed")
     if len(ids) < turn_tokens():
-        raise ConfigError(f"the text has {len(ids)} tokens; at least {turn_tokens()} are needed to measure on")
+        raise ConfigError(
+            f"the text has {len(ids)} tokens, and at least {turn_tokens()} are needed to measure on; give a longer one "
+            "with --text"
+        )
     rounds = [[_turn(model, alpha, ids, number, tick) for alpha in alphas] for number in range(_ROUNDS)]
     rate = middle_rate([timing.bytes_per_second for timings in rounds for timing in timings])
     return Tuning(circumstances, list(alphas), rounds, rate)
