@@ -63,6 +63,8 @@ def test_the_table_names_every_part(run, config_only):
     for words in ("non-expert weights", "expert slots", "what other budgets buy", "this budget", "4 a token"):
         assert words in ran.out
     assert "equally likely" in ran.err
+    assert any(line.split()[-2:] == ["this", "budget"] for line in ran.out.splitlines())
+    assert not any(line.split() == ["tokens/s"] for line in ran.out.splitlines()), "a row is one line"
 
 
 def test_no_config(run, tmp_path):
