@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from smoe import from_pretrained, loading
 from smoe.errors import BudgetError, UnsupportedModelError
+from smoe.kernels.crew import is_supported
 from smoe.models.experts import is_experts
 from smoe.policy.budget import full_bytes
 from smoe.runtime.expert_math import ExpertMath
@@ -90,6 +91,50 @@ def test_the_proof_at_load_refuses_wrong_arithmetic(
     monkeypatch.setattr(ExpertMath, "bind", swapped(ExpertMath.bind))
     with pytest.raises(UnsupportedModelError, match="self-test failed"):
         open_model(toy(family), "half")
+    assert reading_threads() <= before
+
+
+class LateError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("step", "switches"),
+    [
+        ("smoe.loading._load_dense", {}),
+        ("smoe.assembly.check_experts", {}),
+        ("smoe.runtime.expert_math.agrees", {}),
+        ("smoe.runtime.split._seconds", {}),
+        pytest.param(
+            "smoe.assembly.speed_up",
+            {"kernels": "own"},
+            marks=pytest.mark.skipif(not is_supported(), reason="no kernel"),
+        ),
+        ("smoe.assembly._dense_bytes", {}),
+        ("smoe.assembly.attach", {}),
+        ("smoe.assembly.Trial", {}),
+        ("smoe.assembly.calibrate", {"device": "emulated"}),
+        ("smoe.assembly.Balancer", {"device": "emulated", "dilation": 1.0, "balance": "optimal"}),
+    ],
+)
+def test_a_late_failure_leaves_no_thread_behind(
+    step: str, switches: dict[str, Any], toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever step of loading it is; would catch readers, compute helpers or a kernel's crew that outlive it."""
+
+    def fail(*args: Any, **more: Any) -> Any:
+        raise LateError
+
+    before, threads = reading_threads(), torch.get_num_threads()
+    monkeypatch.setattr(step, fail)
+    monkeypatch.setattr("smoe.runtime.split.MIN_EXPERT_BYTES", 0)
+    if "kernels" in switches:  # toys are too small for the kernel; nothing is computed before the failure
+        monkeypatch.setattr("smoe.runtime.layer_math.LayerMath.agrees", lambda self, crew: True)
+    try:
+        with pytest.raises(LateError):
+            open_model(toy("mixtral", dtype=torch.bfloat16), "half", threads=2, **switches)
+    finally:
+        torch.set_num_threads(threads)
     assert reading_threads() <= before
 
 

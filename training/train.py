@@ -20,7 +20,8 @@ import torch
 
 from training.checkpoint import load_checkpoint, save_checkpoint
 from training.data import Sampler, prepare
-from training.model import DemoModel, ModelConfig, balance_losses, document_lengths, initialise, token_loss
+from training.losses import balance_losses, token_loss
+from training.model import DemoModel, ModelConfig, document_lengths, initialise
 from training.optimizer import MuonAdamW
 from training.schedule import Schedule, parse_deadline, utc_text
 from training.threads import core_count, read_cpu_times, spare_threads

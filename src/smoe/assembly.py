@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.kernels.crew import Crew, is_supported
 from smoe.memory.device import Arena
 from smoe.memory.disk import DiskReader
-from smoe.memory.emulation import Emulation
+from smoe.memory.emulation import Clock, Emulation
 from smoe.memory.free import free_device_bytes, less_margin
 from smoe.memory.host import HostTier
 from smoe.memory.link import CudaLink, EmulatedLink, Link
@@ -67,54 +68,86 @@ def assemble(
     rules = _rules(model, plan) if config.needs_scores else {}
     predictors = _predictors(model, plan, config, rules, arena.device)
     table = SlotTable(ledger.cache_slots, ledger.staging_slots)
-    tiers = _tiers(store, arena, table, config, emulation)
     clock = time.perf_counter if emulation is None else emulation.now
-    transfers = Transfers(tiers.mover, config.io_threads, clock)
-    modules = dict(model.named_modules())
-    math = {site.layer: ExpertMath(modules[site.name], site.parts, plan.dtype) for site in plan.sites}
+    with ExitStack() as made:  # closed, last first, where a later step fails
+        tiers = _tiers(store, arena, table, config, emulation)
+        transfers = Transfers(tiers.mover, config.io_threads, clock)
+        made.callback(transfers.close)
+        executor = _executor(model, plan, store, arena, table, transfers, predictors, clock)
+        made.callback(executor.math.close)
+        _prove(model, plan, executor, checkpoint)
+        _choose_arithmetic(model, plan, config, executor)
+        executor.math.emulation = emulation
+        engine = Engine(
+            config=config,
+            model_config=plan.config,
+            anatomy=plan.anatomy,
+            ledger=ledger,
+            store=store,
+            arena=arena,
+            transfers=transfers,
+            executor=executor,
+            budget_reason=reason,
+            dense_bytes=_dense_bytes(model, ledger),
+            context_tokens=plan.context_tokens,
+            rules=rules,
+        )
+        _put_behind(model, plan, engine, predictors)
+        if emulation is not None and tiers.link is not None and config.dilation is None:
+            calibrate(model, emulation, tiers.link)
+        _balance(executor, model, plan, config, store, tiers, emulation)
+        executor.start_anew(engine.fresh_eviction())
+        executor.trial = Trial() if config.prefetch == "auto" else None
+        executor.substitute_by(config)
+        made.pop_all()  # from here on the engine closes them
+    return model
+
+
+def _executor(
+    model: PreTrainedModel,
+    plan: Blueprint,
+    store: ExpertStore,
+    arena: Arena,
+    table: SlotTable,
+    transfers: Transfers,
+    predictors: Mapping[Phase, Predictor],
+    clock: Clock,
+) -> LayerExecutor:
+    """The experts' arithmetic, and what brings the experts to it."""
+    math = _math(model, plan)
     arrivals = Arrivals(
         store=store,
         table=table,
-        eviction=LRU(),  # for the trials below, in which no router speaks
+        eviction=LRU(),  # for the trials at load, in which no router speaks
         transfers=transfers,
         arena=arena,
         math=math,
         clock=clock,
     )
-    executor = LayerExecutor(store=store, arrivals=arrivals, arena=arena, math=math, predictors=predictors, clock=clock)
-    try:
-        for site in _one_of_each_kind(plan.sites):
-            check_experts(site, modules[site.name], checkpoint[site.layer], executor, plan.dtype)
-    except BaseException:
-        transfers.close()
-        raise
-    _choose_arithmetic(model, plan, config, executor)
-    executor.math.emulation = emulation
-    engine = Engine(
-        config=config,
-        model_config=plan.config,
-        anatomy=plan.anatomy,
-        ledger=ledger,
-        store=store,
-        arena=arena,
-        transfers=transfers,
-        executor=executor,
-        budget_reason=reason,
-        dense_bytes=_dense_bytes(model, ledger),
-        context_tokens=plan.context_tokens,
-        rules=rules,
-    )
-    attach(model, plan.sites, engine, {layer: plan.anatomy.routers[layer] for layer in rules})
+    return LayerExecutor(store=store, arrivals=arrivals, arena=arena, math=math, predictors=predictors, clock=clock)
+
+
+def _math(model: PreTrainedModel, plan: Blueprint) -> dict[int, ExpertMath]:
+    """Every layer's formulas, by the block that they stand in for."""
+    modules = dict(model.named_modules())
+    return {site.layer: ExpertMath(modules[site.name], site.parts, plan.dtype) for site in plan.sites}
+
+
+def _prove(
+    model: PreTrainedModel, plan: Blueprint, executor: LayerExecutor, checkpoint: Mapping[int, LayerExperts]
+) -> None:
+    """Compare experts of every distinct layout, as we compute them, with the library's own."""
+    modules = dict(model.named_modules())
+    for site in _one_of_each_kind(plan.sites):
+        check_experts(site, modules[site.name], checkpoint[site.layer], executor, plan.dtype)
+
+
+def _put_behind(model: PreTrainedModel, plan: Blueprint, engine: Engine, predictors: Mapping[Phase, Predictor]) -> None:
+    """The blocks and the routers that are heard turn to the engine; a look-ahead listens to the layers."""
+    attach(model, plan.sites, engine, {layer: plan.anatomy.routers[layer] for layer in engine.rules})
     look_ahead = predictors.get(Phase.DECODE)
     if isinstance(look_ahead, LookAhead):
         look_ahead.install()
-    if emulation is not None and tiers.link is not None and config.dilation is None:
-        calibrate(model, emulation, tiers.link)
-    _balance(executor, model, plan, config, store, tiers, emulation)
-    executor.start_anew(engine.fresh_eviction())
-    executor.trial = Trial() if config.prefetch == "auto" else None
-    executor.substitute_by(config)
-    return model
 
 
 def _balance(
@@ -133,8 +166,7 @@ def _balance(
     if method == "none":
         return
     assert tiers.host is not None and tiers.link is not None, "refused before loading"
-    modules = dict(model.named_modules())
-    math = {site.layer: ExpertMath(modules[site.name], site.parts, plan.dtype) for site in plan.sites}
+    math = _math(model, plan)
     if executor.device.type != "cpu" and not all(layer.is_movable for layer in math.values()):
         raise ConfigError(f"--balance {method}: this family's experts end in a norm that only the device has; use none")
     threads = 1 if emulation is not None else torch.get_num_threads()
@@ -155,7 +187,9 @@ def _choose_arithmetic(model: PreTrainedModel, plan: Blueprint, config: EngineCo
     """Our kernel where it is wanted, gives the library's bits and is faster; several threads where they help."""
     is_possible = plan.dtype is torch.bfloat16 and executor.device.type == "cpu" and is_supported()
     crew = Crew(torch.get_num_threads()) if config.kernels != "torch" and is_possible else None
+    executor.math.compute_by(crew)  # whatever happens now, the executor closes it
     if crew is not None and not executor.math.agrees(crew):
+        executor.math.compute_by(None)
         crew.close()
         crew = None
     choose_way(executor, plan.sites[0].layer, plan.dtype, crew, crew is not None and config.kernels == "own")

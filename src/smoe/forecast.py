@@ -1,20 +1,22 @@
 """What a budget buys, forecast from a model's config.json: the table of `smoe plan`.
 
 The floor assumes that every expert is equally likely (hit ratio = resident share). Real routing repeats itself, so a
-run does better than this floor suggests; it is the planner's cautious side.
+run does better than this floor suggests; it is the planner's cautious side. For an emulated device it is the floor of
+the machine whose times are acted, with every expert in its host tier.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from smoe.config import EngineConfig
+from smoe.config import EMULATED, EngineConfig
 from smoe.floor import Floor, Rates, StepBytes, floor_of, uniform_step
-from smoe.hardware import load_profile, measure_small_disk, quick_rates
+from smoe.hardware import acted_rates, load_profile, measure_small_disk, quick_rates
 from smoe.loading import choose_device, make_ledger
+from smoe.memory.emulation import DeviceProfile, read_profile
 from smoe.planning import Blueprint, blueprint
 from smoe.policy.budget import Ledger, allocate, full_bytes, minimum_bytes
 
@@ -30,6 +32,11 @@ class Choice:
     step: StepBytes
     floor: Floor | None
 
+    @property
+    def bytes_per_token(self) -> float:
+        """What a token has to bring in: from the disk, or over the link alone where experts wait in a host tier."""
+        return self.step.disk or self.step.link
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -43,6 +50,8 @@ class Forecast:
     choices: list[Choice]
     """Ascending by budget, the chosen one among them."""
     rates: Rates
+    is_acted: bool
+    """For an emulated device: rates of its profile, experts from its host tier."""
     remarks: list[str]
 
     def as_json(self) -> dict[str, Any]:
@@ -66,7 +75,7 @@ class Forecast:
             "experts_bytes": plan.experts_bytes,
             "dense_bytes": plan.anatomy.weights_bytes,
             "expert_bytes_per_token": plan.expert_bytes_per_token,
-            "bytes_per_token": self.chosen.step.disk,
+            "bytes_per_token": self.chosen.bytes_per_token,
             "minimum_memory_bytes": minimum_bytes(ledger.demand),
             "full_memory_bytes": full_bytes(ledger.demand),
             "floor_seconds_per_token": floor.overlapped_seconds if floor else None,
@@ -86,15 +95,16 @@ class Forecast:
 def forecast(model: str, config: EngineConfig, revision: str | None = None) -> Forecast:
     """Read the config, divide the budget, and put a floor under the time per token."""
     device = choose_device(config)
+    profile = read_profile(config.profile) if config.device == EMULATED else None
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     plan = blueprint(model, config, revision)
     ledger, reason = make_ledger(plan, config, device)
-    rates = _rates(device, plan.expert_bytes)
-    chosen = _choice(plan, ledger, rates, device)
-    others = [_choice(plan, other, rates, device) for other in _alternatives(ledger)]
+    rates, is_acted = _rates(device, plan.expert_bytes, profile), profile is not None
+    chosen = _choice(plan, ledger, rates, device, is_acted)
+    others = [_choice(plan, other, rates, device, is_acted) for other in _alternatives(ledger)]
     choices = sorted([chosen, *others], key=lambda choice: choice.ledger.budget_bytes)
-    return Forecast(model, plan, ledger, reason, chosen, choices, rates, _remarks(rates))
+    return Forecast(model, plan, ledger, reason, chosen, choices, rates, is_acted, _remarks(rates, is_acted))
 
 
 def _alternatives(chosen: Ledger) -> list[Ledger]:
@@ -109,10 +119,11 @@ def _alternatives(chosen: Ledger) -> list[Ledger]:
     return [allocate(size, demand) for size in sorted(sizes - {chosen.budget_bytes})]
 
 
-def _choice(plan: Blueprint, ledger: Ledger, rates: Rates, device: torch.device) -> Choice:
-    step = uniform_step(
-        plan.expert_bytes_per_token, dense_bytes_read(plan), ledger.resident_share, device.type == "cuda"
-    )
+def _choice(plan: Blueprint, ledger: Ledger, rates: Rates, device: torch.device, is_acted: bool) -> Choice:
+    has_link = is_acted or device.type == "cuda"
+    step = uniform_step(plan.expert_bytes_per_token, dense_bytes_read(plan), ledger.resident_share, has_link)
+    if is_acted:
+        step = replace(step, disk=0.0)
     return Choice(ledger, step, floor_of(step, rates))
 
 
@@ -125,16 +136,20 @@ def dense_bytes_read(plan: Blueprint) -> int:
     return plan.anatomy.weights_bytes - unread
 
 
-def _rates(device: torch.device, expert_bytes: int) -> Rates:
+def _rates(device: torch.device, expert_bytes: int, profile: DeviceProfile | None) -> Rates:
+    if profile is not None:
+        return acted_rates(profile)
     rates = quick_rates(device)
     if rates.disk is not None:
         return rates
     return Rates(rates.memory, measure_small_disk(expert_bytes), rates.link, rates.source)
 
 
-def _remarks(rates: Rates) -> list[str]:
+def _remarks(rates: Rates, is_acted: bool) -> list[str]:
     remarks = ["the floor assumes that every expert is equally likely; real routing repeats itself and reads less"]
     figures = f"rates from {rates.source}"
+    if is_acted:
+        return [*remarks, f"{figures}: the floor is that machine's, with every expert in its RAM (--host-memory)"]
     if load_profile() is None:
         figures += "; smoe doctor measures them properly"
     return [*remarks, figures]

@@ -29,6 +29,7 @@ from smoe.floor import Rates
 from smoe.kernels.crew import Crew, Product, is_supported
 from smoe.memory.device import Arena
 from smoe.memory.disk import DiskReader
+from smoe.memory.emulation import DeviceProfile
 from smoe.memory.store import Read, page_ceil
 
 _MEMORY_BYTES = 256 * 2**20
@@ -62,6 +63,15 @@ class Profile:
             memory, link = self.device_memory_bytes_per_second, self.link_bytes_per_second
             return Rates(memory, self.disk_bytes_per_second, link, source)
         return Rates(self.memory_bytes_per_second, self.disk_bytes_per_second, None, source)
+
+
+def acted_rates(profile: DeviceProfile) -> Rates:
+    """The figures that the floor of a run on an emulated device needs: the profile's, the disk left out.
+
+    The disk stays real; experts come from the host tier, once they have been read.
+    """
+    source = f"profile {profile.name}, acted"
+    return Rates(profile.device_bytes_per_second, None, profile.link_bytes_per_second, source)
 
 
 def profile_path() -> Path:

@@ -84,14 +84,18 @@ def load(
     if on_ledger is not None:
         on_ledger(ledger)
     arena = Arena(ledger.cache_slots + ledger.staging_slots, store.slot_bytes, device)
-    arena.touch()  # slower than the disk, and free beside the loading of the other weights
-    loaded = _load_dense(folder, plan, device)
-    arena.wait_touched(_TOUCH_SECONDS)
-    emulation = None
-    if profile is not None:
-        layer_bytes = ledger.demand.weights_bytes / len(plan.sites)
-        emulation = Emulation(profile, config.dilation, layer_bytes, store.expert_bytes)
-    return assemble(loaded, plan, config, ledger, reason, store, arena, checkpoint, emulation)
+    try:
+        arena.touch()  # slower than the disk, and free beside the loading of the other weights
+        loaded = _load_dense(folder, plan, device)
+        arena.wait_touched(_TOUCH_SECONDS)
+        emulation = None
+        if profile is not None:
+            layer_bytes = ledger.demand.weights_bytes / len(plan.sites)
+            emulation = Emulation(profile, config.dilation, layer_bytes, store.expert_bytes)
+        return assemble(loaded, plan, config, ledger, reason, store, arena, checkpoint, emulation)
+    except BaseException:
+        arena.close()
+        raise
 
 
 def checkpoint_experts(folder: Path, plan: Blueprint) -> dict[int, LayerExperts]:

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from smoe.floor import Floor, Rates, floor_of, measured_step
-from smoe.hardware import quick_rates
+from smoe.hardware import acted_rates, quick_rates
 from smoe.memory.emulation import Emulation
 from smoe.metrics import Counters
 from smoe.runtime.engine import Engine
@@ -102,10 +102,7 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
     decode = generation.decode_counters
     emulation = engine.executor.math.emulation
     if emulation is not None:
-        profile = emulation.profile
-        rates = Rates(
-            profile.device_bytes_per_second, None, profile.link_bytes_per_second, f"profile {profile.name}, acted"
-        )
+        rates = acted_rates(emulation.profile)
     rates = _with_own_disk_rate(rates or quick_rates(model.device, engine.slot_memory), generation)
     has_link = model.device.type == "cuda" or emulation is not None
     step = measured_step(decode, engine.store.expert_bytes, dense_bytes(model), has_link)

@@ -70,6 +70,11 @@ def format_rate(tokens_per_second: float) -> str:
     return f"{float(f'{tokens_per_second:.3g}'):,.0f} tokens/s"
 
 
+def format_bytes_rate(bytes_per_second: float) -> str:
+    """A rate for a reader (`2.41 GB/s`)."""
+    return f"{bytes_per_second / 1e9:.3g} GB/s"
+
+
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*")
 
 

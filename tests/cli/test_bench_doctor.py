@@ -5,6 +5,7 @@ import json
 import pytest
 
 from smoe import hardware
+from smoe.bench.ablation import ABLATIONS, DEVICE_ABLATIONS
 
 
 def test_bench_ends_with_one_line_of_json(run, checkpoint):
@@ -99,6 +100,18 @@ def test_beside_a_device_the_cpu_computes_too(run, checkpoint, tmp_path, monkeyp
     assert steps["all four (+ BA)"]["substituted_share"] >= 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "late" in ran.err
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_a_step_has_the_same_name_with_and_without_a_device(name):
+    """Would catch two names for one mechanism, and one name for two."""
+    by_name, by_switches = {}, {}
+    for step in ABLATIONS[name] + DEVICE_ABLATIONS[name]:
+        switches = tuple(sorted(step.switches.items()))
+        assert by_name.setdefault(step.name, switches) == switches
+        assert by_switches.setdefault(switches, step.name) == step.name
+    shared = {step.name for step in ABLATIONS[name]} & {step.name for step in DEVICE_ABLATIONS[name]}
+    assert {"LRU on demand", "LRU + next gate", "CE", "CE + CR", "CE + CR + Pre"} <= shared
 
 
 def test_an_interrupted_ablation_shows_what_it_has(run, checkpoint, tmp_path, monkeypatch):

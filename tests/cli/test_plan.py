@@ -4,6 +4,8 @@ import shutil
 
 import pytest
 
+from smoe.memory.emulation import read_profile
+
 FIELDS = {
     "bytes",
     "slots",
@@ -61,8 +63,30 @@ def test_the_table_names_every_part(run, config_only):
     for words in ("non-expert weights", "expert slots", "what other budgets buy", "this budget", "4 a token"):
         assert words in ran.out
     assert "equally likely" in ran.err
+    assert any(line.split()[-2:] == ["this", "budget"] for line in ran.out.splitlines())
+    assert not any(line.split() == ["tokens/s"] for line in ran.out.splitlines()), "a row is one line"
 
 
 def test_no_config(run, tmp_path):
     ran = run("plan", tmp_path)
     assert ran.code == 2 and "config.json" in ran.err
+
+
+def test_an_emulated_device_is_planned_by_its_profile(run, config_only):
+    """Would catch this machine's rates (1e8 from disk) under a device that is acted."""
+    asked = ("plan", config_only, "--memory", "2700KiB", "--context", 128, "--device", "emulated")
+    asked += ("--profile", "rtx-4060-ti")
+    value, profile = run(*asked, "--json").json, read_profile("rtx-4060-ti")
+    rates = value["rates"]
+    assert rates["memory_bytes_per_second"] == profile.device_bytes_per_second
+    assert rates["link_bytes_per_second"] == profile.link_bytes_per_second and rates["disk_bytes_per_second"] is None
+    assert "4060" in rates["source"] and rates["source"].endswith("acted")
+    missed = (1 - value["resident_share"]) * value["expert_bytes_per_token"]
+    assert value["bytes_per_token"] == pytest.approx(missed)
+    assert value["floor_seconds_per_token"] == pytest.approx(missed / profile.link_bytes_per_second)
+    assert value["floor_bound_by"] == "link"
+    ran = run(*asked)
+    assert "loaded" in ran.out and "read per token" not in ran.out
+    assert ", acted: the floor is that machine's, with every expert in its RAM" in ran.err and "doctor" not in ran.err
+    refused = run(*asked[:-1], "no-such-card")
+    assert refused.code == 2 and "no device profile 'no-such-card'" in refused.err

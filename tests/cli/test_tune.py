@@ -10,6 +10,7 @@ import pytest
 
 import smoe
 from smoe.eval import tune
+from smoe.metrics import Counters
 
 COMMON = ("--memory", "2700KiB", "--context", 128)
 
@@ -31,9 +32,10 @@ def test_tune_measures_remembers_and_generate_uses_it(run, checkpoint, text):
     assert ran.json["alpha"] == 0, "ten seconds are met without any substitution"
     used = run("generate", checkpoint, *COMMON, "--tpot", "10s", "-p", "once upon", "--max-new-tokens", 4, "--json")
     assert used.code == 0 and used.json["alpha"] == 0
-    assert "alpha 0 from the profile's T(alpha) for 10 s\n" in used.err
+    assert "alpha 0 for 10 s a token by what smoe tune measured, with experts read at " in used.err
+    assert " as found just now\n" in used.err
     asked = ("--tpot", "10s", "--preset", "smoe", "-p", "once", "--max-new-tokens", 1)
-    assert "for 10 s, instead of the preset's 0.3\n" in run("generate", checkpoint, *COMMON, *asked).err
+    assert " as found just now, instead of the preset's 0.3\n" in run("generate", checkpoint, *COMMON, *asked).err
 
 
 @pytest.fixture
@@ -79,17 +81,113 @@ def test_the_table_has_the_spread_and_a_miss_is_said(run, checkpoint, text, meas
     assert "misses 81 ms a token by more than 10 %: predicted 8" in ran.out and ", measured 13" in ran.out
 
 
-def test_a_budget_within_the_noise_and_a_flat_line_are_said(run, checkpoint, text, measured):
-    asked_for = measured(lambda alpha, turn: 0.1 + (0.01 if (turn + round(10 * alpha)) % 2 else 0.0) - 0.001 * alpha)
-    asked = ("tune", checkpoint, *COMMON, "--text", text, "--json")
-    ran = run(*asked, "--tpot", "105ms")
+def zigzag(slope, height):
+    """Falls with alpha, and by `height` in every second turn."""
+    return lambda alpha, turn: 0.1 - slope * alpha + (height if (turn + round(10 * alpha)) % 2 else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"), [("90ms", "it may be anything from 0."), ("77ms", ", or higher, or none at all")]
+)
+def test_a_budget_within_the_noise_is_said(run, checkpoint, text, measured, budget, said):
+    measured(zigzag(0.05, 0.012))
+    ran = run("tune", checkpoint, *COMMON, "--text", text, "--json", "--tpot", budget)
+    assert ran.json["is_within_noise"] and not ran.json["is_flat"] and ran.json["alpha"] > 0
+    assert f"{budget[:2]} ms a token is within the noise of what was measured (+/- 6 ms): " in ran.err
+    assert said in ran.err and "changes nothing" not in ran.err
+
+
+def test_where_alpha_changes_nothing_none_is_chosen(run, checkpoint, text, measured):
+    """A fit through noise has a smallest alpha too (0.27 here); it means nothing."""
+    asked_for = measured(zigzag(0.001, 0.01))
+    asked = ("tune", checkpoint, *COMMON, "--text", text)
+    ran = run(*asked, "--json", "--tpot", "103ms")
     assert ran.json["is_flat"] and "alpha changes nothing here: from 0 to 0.6" in ran.err
-    assert ran.json["is_within_noise"] and ran.json["highest_alpha"] is None
-    assert "105 ms a token is within the noise" in ran.err and "or none at all" in ran.err
+    assert asked_for[-1][0] == 0 == ran.json["alpha"] == ran.json["lowest_alpha"] == ran.json["highest_alpha"]
+    assert not ran.json["is_within_noise"] and "within the noise of" not in ran.err
+    assert ran.json["predicted_seconds"] == pytest.approx(0.1, abs=0.001) and ran.json["is_met"]
     asked_for.clear()
-    alone = run(*asked)
+    alone = run(*asked, "--json")
     assert alone.json["is_flat"] and alone.json["alpha"] is None is alone.json["measured_seconds"]
     assert ran.json.keys() == alone.json.keys()
+    asked_for.clear()
+    near = run(*asked, "--tpot", "92ms")
+    assert near.code == 0 and near.out.splitlines()[-1].startswith("alpha 0 m"), "within 10 %"
+    asked_for.clear()
+    refused = run(*asked, "--tpot", "85ms")
+    assert refused.code == 2 and "85 ms a token is out of reach: a token takes 100 ms (+/- 5 ms) here" in refused.err
+    assert "whatever alpha is; give more --memory" in refused.err
+
+
+@pytest.fixture
+def paced(monkeypatch):
+    """A machine that computes 50 ms and then waits for (1 - alpha) * 400 MB, at the rate of the turn."""
+
+    def at(rates):
+        turns = iter(rates)
+
+        def tokens(model, ids, tick):
+            rate = next(turns)
+            seconds = 0.4e9 * (1 - model.offload.config.alpha) / rate
+            counts = Counters(bytes_read=round(seconds * rate), read_busy_seconds=seconds, wait_seconds=seconds)
+            return [(0.05 + seconds, counts) for _ in ids]
+
+        monkeypatch.setattr(tune, "_tokens", tokens)
+
+    return at
+
+
+def test_times_are_told_for_one_rate_of_reading(run, checkpoint, text, paced):
+    """Rounds at 2, 1 and 4 GB/s, the check at 1: only the rescaled figures say what alpha does."""
+    asked = ("tune", checkpoint, *COMMON, "--text", text, "--tpot", "190ms")
+    drifting = [2e9] * 7 + [1e9] * 7 + [4e9] * 7 + [1e9]
+    paced(drifting)
+    value = run(*asked, "--json").json
+    assert value["bytes_per_second"] == pytest.approx(2e9)
+    assert [seconds for _, seconds in value["points"]] == pytest.approx([0.25, 0.23, 0.21, 0.19, 0.17, 0.15, 0.13])
+    assert value["noise_seconds"] == pytest.approx(0, abs=1e-9) and not value["is_flat"]
+    assert value["measured_by_round"][1][0]["seconds"] == pytest.approx(0.45)
+    assert value["alpha"] == pytest.approx(0.3, abs=0.011)
+    bytes_read = 0.4e9 * (1 - value["alpha"])
+    assert value["measured_seconds"] == pytest.approx(0.05 + bytes_read / 1e9)
+    assert value["rescaled_seconds"] == pytest.approx(0.05 + bytes_read / 2e9)
+    assert value["measured_bytes_per_second"] == pytest.approx(1e9) and value["is_met"]
+    paced(drifting)
+    ran = run(*asked)
+    assert ran.out.splitlines()[1].split() == ["0", "250", "ms", "0", "us", "250", "ms"]
+    assert "experts were read at 1 GB/s to 4 GB/s; a token's time is told for 2 GB/s" in ran.err
+    assert " while experts were read at 1 GB/s, which is 1" in ran.out and " ms at 2 GB/s" in ran.out
+
+
+def test_generate_takes_the_alpha_for_the_disk_as_it_is_now(run, checkpoint, text, paced):
+    paced([2e9] * 21)
+    assert run("tune", checkpoint, *COMMON, "--text", text).code == 0
+    ask = ("generate", checkpoint, *COMMON, "-p", "once", "--max-new-tokens", 2, "--json")
+    for rate, tpot, alpha in ((2e9, "190ms", 0.3), (1e9, "330ms", 0.3), (4e9, "110ms", 0.4)):
+        paced([rate])
+        ran = run(*ask, "--tpot", tpot)
+        assert ran.json["alpha"] == pytest.approx(alpha, abs=0.011)
+        assert f"with experts read at {rate / 1e9:g} GB/s as found just now" in ran.err
+    paced([1e9])
+    refused = run(*ask, "--tpot", "190ms")
+    assert refused.code == 2 and "at alpha 0.6, where experts are read at 1 GB/s; give more --memory" in refused.err
+
+
+@pytest.mark.parametrize("switches", [("--memory", "64MiB"), ("--memory", "2700KiB", "--device", "emulated")])
+def test_what_does_not_hang_on_the_disk_is_not_rescaled(run, checkpoint, text, switches):
+    ran = run("tune", checkpoint, *switches, "--context", 128, "--text", text, "--tpot", "10s", "--json")
+    assert ran.json["bytes_per_second"] is None and ran.json["measured_bytes_per_second"] is None
+    assert ran.json["rescaled_seconds"] == ran.json["measured_seconds"] and "GB/s" not in ran.err
+    ask = ("generate", checkpoint, *switches, "--context", 128, "-p", "once", "--max-new-tokens", 2)
+    assert "by what smoe tune measured, instead" in run(*ask, "--preset", "smoe", "--tpot", "10s").err
+
+
+def test_what_an_older_version_measured_is_refused(run, checkpoint, text, tmp_path):
+    assert run("tune", checkpoint, *COMMON, "--text", text).code == 0
+    (path,) = tmp_path.glob("cache/smoe/tuned/*.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
+    ran = run("generate", checkpoint, *COMMON, "-p", "once", "--tpot", "10s")
+    assert ran.code == 2 and "has not been measured" in ran.err
 
 
 def test_what_is_not_known_or_out_of_reach_is_refused(run, checkpoint, text):
@@ -133,4 +231,6 @@ def test_a_short_text_is_refused(run, checkpoint, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("once upon")
     ran = run("tune", checkpoint, *COMMON, "--text", path)
-    assert ran.code == 2 and "at least" in ran.err
+    assert ran.code == 2 and "the text has" in ran.err and "--text" in ran.err
+    ran = run("tune", checkpoint, "--memory", "2700KiB", "--context", 32)
+    assert ran.code == 2 and "--context 32 is too short" in ran.err

@@ -1,5 +1,5 @@
 """Would catch: a budget that is met by the largest threshold instead of the smallest, a bump taken for a slope, a slow
-minute taken for noise of alpha, noise taken for speed.
+minute taken for noise of alpha, noise taken for speed, a disk's mood taken for alpha's doing.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from smoe.policy.tuning import (
+    Timing,
     fitted_seconds,
     half_ranges,
     is_flat,
     is_within_noise,
+    middle_rate,
     noise_seconds,
     predicted_seconds,
     smallest_alpha,
@@ -78,3 +80,35 @@ def test_a_prediction_is_the_fitted_time() -> None:
     assert predicted_seconds(LINE, 0.25) == pytest.approx(0.075)
     rising = [(alpha, 1 + alpha) for alpha in ALPHAS]
     assert predicted_seconds(rising, 0.6) == pytest.approx(1.0), "less quality never takes longer"
+
+
+@pytest.mark.parametrize(
+    ("rate", "seconds"),
+    [
+        (2e9, 0.25),  # as measured
+        (1e9, 0.45),  # the 0.2 s of reading take 0.2 s longer, all of it waited for
+        (2.5e9, 0.21),  # 0.04 s shorter
+        (4e9, 0.15),  # 0.1 s shorter
+        (20e9, 0.10),  # 0.18 s shorter, but only 0.15 s were waited for: the computing stays
+        (None, 0.25),
+    ],
+)
+def test_a_time_at_another_rate_of_reading(rate: float | None, seconds: float) -> None:
+    """0.1 s of computing covers 0.05 s of 0.2 s of reading."""
+    timing = Timing(0.25, reading_seconds=0.2, waiting_seconds=0.15, bytes_per_second=2e9)
+    assert timing.at_rate(rate) == pytest.approx(seconds)
+
+
+def test_what_does_not_hang_on_reading_stays() -> None:
+    assert Timing(0.25).at_rate(1e9) == 0.25
+
+
+def test_there_and_back_is_the_same_time() -> None:
+    slow = Timing(0.25, reading_seconds=0.2, waiting_seconds=0.15, bytes_per_second=1e9)
+    fast = Timing(slow.at_rate(1.6e9), 0.2 / 1.6, 0.15 - 0.2 * (1 - 1 / 1.6), 1.6e9)
+    assert fast.at_rate(1e9) == pytest.approx(slow.seconds)
+
+
+def test_the_middle_rate_is_of_what_was_measured() -> None:
+    assert middle_rate([None, 3e9, 1e9, 2e9, None]) == 2e9
+    assert middle_rate([None]) is None is middle_rate([])

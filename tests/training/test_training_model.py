@@ -10,16 +10,15 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from training.export import from_transformers, to_transformers
+from training.losses import ChunkedCrossEntropy, balance_losses, token_loss
 from training.model import (
-    ChunkedCrossEntropy,
     DemoModel,
     ModelConfig,
-    balance_losses,
+    Routing,
     dense_experts,
     document_lengths,
     initialise,
     routed_experts,
-    token_loss,
 )
 
 TINY = ModelConfig(
@@ -136,8 +135,6 @@ def test_chunked_loss_has_the_values_and_gradients_of_the_plain_one():
 
 
 def test_balance_loss_is_one_when_even_and_large_when_not():
-    from training.model import Routing
-
     index = torch.arange(6).repeat(4)[:, None]
     balance, _ = balance_losses(Routing([torch.zeros(24, 6)], [index]))
     assert balance == pytest.approx(1.0)

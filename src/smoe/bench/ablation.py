@@ -43,11 +43,11 @@ ABLATIONS: dict[str, list[Step]] = {
     "smoe": [
         _step("LRU on demand", "lru"),
         _step("LRU + next gate", "lru", "next-gate"),
-        _step("score eviction (CE)", "score"),
+        _step("CE", "score"),
         _step("CE + next gate", "score", "next-gate"),
-        _step("CE + substitution (CR)", "score", alpha=_ALPHA),
-        _step("CE + CR + prefetch (Pre)", "score", "next-gate", alpha=_ALPHA),
-        _step("CE + CR + look-ahead", "score", "look-ahead", alpha=_ALPHA),
+        _step("CE + CR", "score", alpha=_ALPHA),
+        _step("CE + CR + Pre by next gate", "score", "next-gate", alpha=_ALPHA),
+        _step("CE + CR + Pre", "score", "look-ahead", alpha=_ALPHA),
     ],
 }
 """By paper, on a machine whose only compute unit is the CPU."""

@@ -83,27 +83,24 @@ def _print(profile: Profile, findings: list[Finding]) -> None:
 
 
 def _rows(profile: Profile) -> list[tuple[str, str]]:
-    from smoe.units import format_bytes
+    from smoe.units import format_bytes, format_bytes_rate
 
     machine = profile.machine
     way = "past the page cache" if profile.disk_is_direct else "through the page cache"
     rows = [
         ("machine", f"{machine['processor']}, {machine['cores']} cores, {format_bytes(machine['memory_bytes'])}"),
-        ("memory, read", f"{_gigabytes(profile.memory_bytes_per_second)} on {profile.threads} threads"),
+        ("memory, read", f"{format_bytes_rate(profile.memory_bytes_per_second)} on {profile.threads} threads"),
         (
             "disk, read",
-            f"{_gigabytes(profile.disk_bytes_per_second)} at {format_bytes(profile.disk_request_bytes)} a read, {way}",
+            f"{format_bytes_rate(profile.disk_bytes_per_second)} at {format_bytes(profile.disk_request_bytes)} a read, "
+            f"{way}",
         ),
-        ("expert arithmetic", f"{_gigabytes(profile.expert_bytes_per_second)} of bf16 weights, one token"),
+        ("expert arithmetic", f"{format_bytes_rate(profile.expert_bytes_per_second)} of bf16 weights, one token"),
     ]
     if profile.link_bytes_per_second and profile.device_memory_bytes_per_second:
-        rows.append(("link to the GPU", _gigabytes(profile.link_bytes_per_second)))
-        rows.append(("GPU memory, read", _gigabytes(profile.device_memory_bytes_per_second)))
+        rows.append(("link to the GPU", format_bytes_rate(profile.link_bytes_per_second)))
+        rows.append(("GPU memory, read", format_bytes_rate(profile.device_memory_bytes_per_second)))
     return rows
-
-
-def _gigabytes(rate: float) -> str:
-    return f"{rate / 1e9:.3g} GB/s"
 
 
 def _as_json(profile: Profile, findings: list[Finding], path: Path) -> dict[str, object]:

@@ -13,6 +13,8 @@ from smoe.cli.options import Debug, EngineOptions, Json, Model, PromptOptions, S
 from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from smoe.report import RunReport
     from smoe.runtime.generation import Answer, Sampling
     from smoe.runtime.text import OnText
@@ -109,18 +111,26 @@ def _seconds(tpot: str | None, engine: EngineOptions) -> float | None:
     return parse_seconds(tpot) if tpot is not None else None
 
 
-def _meet(seconds: float, model: str, preset: str, offload: Any) -> None:
-    """Substitute as little as meets a time per token, by what `smoe tune` has measured."""
+def _meet(seconds: float, model: str, preset: str, ready: PreTrainedModel) -> None:
+    """Substitute as little as meets a time per token, by what `smoe tune` has measured, at today's disk."""
     from smoe.cli.console import note
     from smoe.config import PRESETS
-    from smoe.eval.tune import circumstances_of, recall
-    from smoe.units import format_seconds
+    from smoe.eval.tune import circumstances_of, look_at_reading, recall
+    from smoe.units import format_bytes_rate, format_seconds
 
-    alpha = recall(circumstances_of(model, offload)).alpha_for(seconds)
+    offload: Any = ready.offload
+    tuning, when = recall(circumstances_of(model, offload)), ""
+    rate = look_at_reading(ready)
+    if rate is not None:
+        tuning = tuning.as_first_read(rate)
+    if tuning.bytes_per_second is not None:
+        how = "as found just now" if rate is not None else "as then"
+        when = f", with experts read at {format_bytes_rate(tuning.bytes_per_second)} {how}"
+    alpha = tuning.alpha_for(seconds)
     offload.use_alpha(alpha)
     usual = PRESETS[preset].get("alpha", alpha)
     instead = f", instead of the preset's {usual:g}" if usual != alpha else ""
-    note(f"alpha {alpha:g} from the profile's T(alpha) for {format_seconds(seconds)}{instead}")
+    note(f"alpha {alpha:g} for {format_seconds(seconds)} a token by what smoe tune measured{when}{instead}")
 
 
 def _run(
@@ -134,7 +144,7 @@ def _run(
     config = engine.config(len(texts)) if tpot is None else substituting(engine, len(texts))
     with loaded(model, config, engine.revision) as ready:
         if tpot is not None:
-            _meet(tpot, model, engine.preset, ready.offload)
+            _meet(tpot, model, engine.preset, ready)
         tokenizer = tokenizer_of(model, engine.revision)
         if tokenizer.chat_template is not None:
             note("this model knows conversations: smoe chat uses its template; generate continues the prompt as it is")

@@ -26,7 +26,7 @@ def command(engine: EngineOptions, model: Model = "demo", json: Json = False, de
     """Tell from a model's config.json alone what it needs and what a memory budget buys.
 
     Bytes by role, expert slots, the share of experts that stay in memory, and the floor of the time per token on this
-    machine if every expert is equally likely.
+    machine if every expert is equally likely; with --device emulated, on the machine of the profile.
     """
     from smoe.cli.console import print_json
     from smoe.forecast import forecast
@@ -56,16 +56,17 @@ def _print(result: Forecast) -> None:
     console.print(budget)
     console.print("\n[bold]what other budgets buy[/bold]")
     choices = Table(**_STYLE)
-    for heading in ("budget", "experts in memory", "read per token", "floor per token", "limit", ""):
+    moved = "loaded per token" if result.is_acted else "read per token"
+    for heading in ("budget", "experts in memory", moved, "floor per token", "tokens/s at most", ""):
         choices.add_column(heading, justify="right" if heading else "left")
     for choice in result.choices:
         is_chosen = choice.ledger.budget_bytes == result.ledger.budget_bytes
         choices.add_row(
             format_bytes(choice.ledger.budget_bytes),
             f"{choice.ledger.cache_slots} ({choice.ledger.resident_share:.0%})",
-            format_bytes(choice.step.disk),
+            format_bytes(choice.bytes_per_token),
             format_seconds(choice.floor.overlapped_seconds) if choice.floor else "?",
-            format_rate(1 / choice.floor.overlapped_seconds) if choice.floor else "?",
+            _rate(1 / choice.floor.overlapped_seconds) if choice.floor else "?",
             "this budget" if is_chosen else "",
             style="bold" if is_chosen else None,
         )
@@ -75,6 +76,11 @@ def _print(result: Forecast) -> None:
 
 
 _STYLE: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "dim"}
+
+
+def _rate(tokens_per_second: float) -> str:
+    """Without the unit, which stands in the head: a row fits a line of 80 columns."""
+    return format_rate(tokens_per_second).removesuffix(" tokens/s")
 
 
 def _size(result: Forecast) -> str:

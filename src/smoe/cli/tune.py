@@ -38,7 +38,8 @@ def command(
     """Measure the time per token for thresholds from 0 to 0.6, and name the smallest that meets a budget.
 
     In rounds, so that the noise of this machine is known (+/-: half of what lies between the fastest and the slowest);
-    the choice is measured once more. The result is remembered for this model, budget and machine; `smoe generate
+    the choice is measured once more. Where experts come from disk, times are told for one rate of reading, as a disk
+    may be twice as fast in the next minute. The result is remembered for this model, budget and machine; `smoe generate
     --tpot` uses it.
     """
     from smoe.units import parse_seconds
@@ -62,9 +63,11 @@ def _tune(
         offload: Any = ready.offload
         ids = [token for document in texts for token in tokenizer(document)["input_ids"]][: offload.context_tokens]
         tuning = _measure(ready, model, ids)
-        note(f"remembered in {store(tuning)}")
+        note(f"remembered for smoe generate --tpot in {store(tuning)}")
         if not as_json:
             _print_table(tuning)
+        if tuning.bytes_per_second is not None:
+            note(_rates(tuning, tuning.bytes_per_second))
         if tuning.is_flat:
             note(_flat(tuning))
         choice = _choose(ready, tuning, budget, ids) if budget is not None else None
@@ -73,7 +76,7 @@ def _tune(
     if as_json:
         _print_json(tuning, choice)
     elif choice is not None:
-        _print_choice(choice)
+        _print_choice(tuning, choice)
 
 
 def _measure(ready: PreTrainedModel, model: str, ids: list[int]) -> Tuning:
@@ -101,18 +104,29 @@ def _flat(tuning: Tuning) -> str:
 
     return (
         f"alpha changes nothing here: from {tuning.alphas[0]:g} to {tuning.alphas[-1]:g} the time per token stays the "
-        f"same within the noise (+/- {format_seconds(tuning.noise_seconds)})"
+        f"same within the noise (+/- {format_seconds(tuning.noise_seconds)}); "
+        "0, which replaces nothing, is as fast as any"
+    )
+
+
+def _rates(tuning: Tuning, rate: float) -> str:
+    from smoe.units import format_bytes_rate
+
+    lowest, highest = format_bytes_rate(min(tuning.rates)), format_bytes_rate(max(tuning.rates))
+    return (
+        f"experts were read at {lowest} to {highest}; a token's time is told for {format_bytes_rate(rate)}, and by the "
+        "clock as it was measured"
     )
 
 
 def _unsure(tuning: Tuning, choice: Choice) -> str:
     from smoe.units import format_seconds
 
-    low = f"{choice.lowest_alpha:g}"
-    found = f"{low} to {choice.highest_alpha:g}" if choice.highest_alpha is not None else f"{low} or none at all"
+    low, high = f"{choice.lowest_alpha:g}", choice.highest_alpha
+    found = f"anything from {low} to {high:g}" if high is not None else f"{low}, or higher, or none at all"
     return (
-        f"{format_seconds(choice.tpot_seconds)} a token is within the noise (+/- "
-        f"{format_seconds(tuning.noise_seconds)}) of the fit: the smallest alpha that meets it may be {found}"
+        f"{format_seconds(choice.tpot_seconds)} a token is within the noise of what was measured (+/- "
+        f"{format_seconds(tuning.noise_seconds)}): the smallest alpha that meets it may be {found}"
     )
 
 
@@ -123,22 +137,28 @@ def _print_table(tuning: Tuning) -> None:
     from smoe.units import format_seconds
 
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for head in ("alpha", "a token", "+/-"):
+    is_rescaled = tuning.bytes_per_second is not None
+    for head in ("alpha", "a token", "+/-", *(["by the clock"] if is_rescaled else [])):
         table.add_column(head, justify="right")
-    for (alpha, seconds), half_range in zip(tuning.points, tuning.half_range_seconds, strict=True):
-        table.add_row(f"{alpha:g}", format_seconds(seconds), format_seconds(half_range))
+    rows = zip(tuning.points, tuning.half_range_seconds, tuning.measured_seconds, strict=True)
+    for (alpha, seconds), half_range, measured in rows:
+        shown = [seconds, half_range, *([measured] if is_rescaled else [])]
+        table.add_row(f"{alpha:g}", *(format_seconds(time) for time in shown))
     output().print(table)
 
 
-def _print_choice(choice: Choice) -> None:
-    from smoe.units import format_seconds
+def _print_choice(tuning: Tuning, choice: Choice) -> None:
+    from smoe.units import format_bytes_rate, format_seconds
 
     budget = format_seconds(choice.tpot_seconds)
     verdict = f"meets {budget} a token within 10 %" if choice.is_met else f"misses {budget} a token by more than 10 %"
-    print(
-        f"alpha {choice.alpha:g} {verdict}: predicted {format_seconds(choice.predicted_seconds)}, "
-        f"measured {format_seconds(choice.measured_seconds)}"
-    )
+    measured = f"measured {format_seconds(choice.measured_seconds)}"
+    if choice.measured_bytes_per_second is not None and tuning.bytes_per_second is not None:
+        measured += (
+            f" while experts were read at {format_bytes_rate(choice.measured_bytes_per_second)}, which is "
+            f"{format_seconds(choice.rescaled_seconds)} at {format_bytes_rate(tuning.bytes_per_second)}"
+        )
+    print(f"alpha {choice.alpha:g} {verdict}: predicted {format_seconds(choice.predicted_seconds)}, {measured}")
 
 
 def _print_json(tuning: Tuning, choice: Choice | None) -> None:

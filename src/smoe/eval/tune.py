@@ -1,7 +1,8 @@
 """From a time per token to a threshold: measured on this machine, on real text, and remembered.
 
 Thresholds take turns in short rounds, so that a slow minute of the machine falls on all of them; how far the rounds
-differ is the noise, without which no figure is to be believed.
+differ is the noise, without which no figure is to be believed. Where experts come from disk, times are told for one
+rate of reading (`policy/tuning.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,18 +23,21 @@ from smoe.config import EMULATED
 from smoe.errors import ConfigError
 from smoe.eval.stepwise import Tick
 from smoe.hardware import profile_path
+from smoe.metrics import Counters
 from smoe.policy.trial import TURN, TURNS
 from smoe.policy.tuning import (
+    Timing,
     half_ranges,
     is_flat,
     is_within_noise,
+    middle_rate,
     noise_seconds,
     predicted_seconds,
     smallest_alpha,
 )
 from smoe.runtime.engine import Engine
 from smoe.runtime.forced import forced
-from smoe.units import format_bytes, format_seconds
+from smoe.units import format_bytes, format_bytes_rate, format_seconds
 
 _ROUNDS = 3
 _WARM_TOKENS = TURNS * TURN + 8
@@ -41,48 +45,98 @@ _WARM_TOKENS = TURNS * TURN + 8
 _TIMED_TOKENS = 24
 _TOLERANCE = 0.1
 """A budget is met where a fresh measurement is longer by no more than this share."""
-_FORMAT = 2
+_FIRST_TOKENS = 3
+"""A look at the disk: tokens from a cold cache, whose experts are nearly all read."""
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """T(alpha) of one model inside one budget on this machine."""
+    """The time per token of one model inside one budget on this machine, by alpha."""
 
     circumstances: dict[str, Any]
     alphas: list[float]
-    rounds: list[list[float]]
-    """Seconds a token (median), for each round and alpha."""
+    rounds: list[list[Timing]]
+    """For each round and alpha."""
+    bytes_per_second: float | None
+    """The rate of reading that all times are told for; None: they do not hang on it."""
+
+    @property
+    def seconds(self) -> list[list[float]]:
+        """Seconds a token, for each round and alpha, at the one rate."""
+        return [[timing.at_rate(self.bytes_per_second) for timing in timings] for timings in self.rounds]
 
     @property
     def points(self) -> list[tuple[float, float]]:
         """(alpha, median of the rounds' seconds a token)"""
-        return [(alpha, median(times)) for alpha, *times in zip(self.alphas, *self.rounds, strict=True)]
+        return [(alpha, median(times)) for alpha, *times in zip(self.alphas, *self.seconds, strict=True)]
+
+    @property
+    def measured_seconds(self) -> list[float]:
+        """Of every alpha, the median of the rounds as the clock showed it."""
+        return [median(timing.seconds for timing in timings) for timings in zip(*self.rounds, strict=True)]
+
+    @property
+    def rates(self) -> list[float]:
+        """Of every turn that read, bytes per second."""
+        return [t.bytes_per_second for timings in self.rounds for t in timings if t.bytes_per_second is not None]
 
     @property
     def half_range_seconds(self) -> list[float]:
         """Of every alpha, half of what lies between its fastest and its slowest round."""
-        return half_ranges(self.rounds)
+        return half_ranges(self.seconds)
 
     @property
     def noise_seconds(self) -> float:
-        return noise_seconds(self.rounds)
+        return noise_seconds(self.seconds)
 
     @property
     def is_flat(self) -> bool:
         """Whether alpha changes nothing that can be told from noise."""
-        return is_flat(self.alphas, self.rounds)
+        return is_flat(self.alphas, self.seconds)
+
+    @property
+    def flat_seconds(self) -> float:
+        """Where alpha changes nothing: the time per token whatever it is."""
+        return median(seconds for _, seconds in self.points)
+
+    def as_first_read(self, bytes_per_second: float) -> Tuning:
+        """Told for the rate at which a short look, like the first tokens of every turn, finds the disk."""
+        then = middle_rate([timing.first_bytes_per_second for timings in self.rounds for timing in timings])
+        if then is None or self.bytes_per_second is None:
+            return self
+        return replace(self, bytes_per_second=self.bytes_per_second * bytes_per_second / then)
 
     def alpha_for(self, seconds: float) -> float:
-        """The smallest alpha that meets the budget; raises `ConfigError` where none that was measured does."""
+        """The smallest alpha that meets the budget; raises `ConfigError` where none that was measured does.
+
+        Where alpha changes nothing, that is 0: what a fit through noise calls the smallest would be noise.
+        """
+        if self.is_flat:
+            if self.flat_seconds > (1 + _TOLERANCE) * seconds:
+                raise ConfigError(
+                    f"{format_seconds(seconds)} a token is out of reach: a token takes "
+                    f"{format_seconds(self.flat_seconds)} (+/- {format_seconds(self.noise_seconds)}) here, whatever "
+                    f"alpha is{self._when_read()}; give more --memory, or a longer time"
+                )
+            return min(self.alphas)
         alpha = smallest_alpha(self.points, seconds)
         if alpha is None:
             fastest, best = min(self.points, key=lambda point: point[1])
             raise ConfigError(
                 f"{format_seconds(seconds)} a token is out of reach: the fastest that was measured is "
-                f"{format_seconds(best)} (+/- {format_seconds(self.noise_seconds)}), at alpha {fastest:g}; give more "
-                "--memory, or a longer time"
+                f"{format_seconds(best)} (+/- {format_seconds(self.noise_seconds)}), at alpha {fastest:g}"
+                f"{self._when_read()}; give more --memory, or a longer time"
             )
         return alpha
+
+    def predicted_seconds(self, alpha: float) -> float:
+        """What a token is expected to take."""
+        return self.flat_seconds if self.is_flat else predicted_seconds(self.points, alpha)
+
+    def _when_read(self) -> str:
+        rate = self.bytes_per_second
+        return "" if rate is None else f", where experts are read at {format_bytes_rate(rate)}"
 
     def as_json(self) -> dict[str, Any]:
         return self.circumstances | {
@@ -90,7 +144,9 @@ class Tuning:
             "half_range_seconds": self.half_range_seconds,
             "noise_seconds": self.noise_seconds,
             "is_flat": self.is_flat,
-            "seconds_by_round": self.rounds,
+            "bytes_per_second": self.bytes_per_second,
+            "seconds_by_round": self.seconds,
+            "measured_by_round": [[asdict(timing) for timing in timings] for timings in self.rounds],
         }
 
 
@@ -107,50 +163,105 @@ class Choice:
     is_within_noise: bool
     predicted_seconds: float
     measured_seconds: float
+    """As the clock showed it."""
+    measured_bytes_per_second: float | None
+    """The rate of reading meanwhile."""
+    rescaled_seconds: float
+    """The measurement at the rate that the prediction is for."""
     is_met: bool
-    """Within 10 %, as measured."""
+    """Within 10 %, as measured and rescaled."""
 
 
 def measure_times(
     model: PreTrainedModel, alphas: Sequence[float], ids: Sequence[int], circumstances: dict[str, Any], tick: Tick
 ) -> Tuning:
-    """T(alpha), in rounds that go through all alphas."""
+    """The time per token of every alpha, in rounds that go through all of them."""
+    context_tokens = model.offload.context_tokens  # type: ignore[union-attr]
+    if context_tokens < turn_tokens():
+        raise ConfigError(f"--context {context_tokens} is too short to measure in; at least {turn_tokens()} are needed")
     if len(ids) < turn_tokens():
-        raise ConfigError(f"the text has {len(ids)} tokens; at least {turn_tokens()} are needed to measure on")
+        raise ConfigError(
+            f"the text has {len(ids)} tokens, and at least {turn_tokens()} are needed to measure on; give a longer one "
+            "with --text"
+        )
     rounds = [[_turn(model, alpha, ids, number, tick) for alpha in alphas] for number in range(_ROUNDS)]
-    return Tuning(circumstances, list(alphas), rounds)
+    rate = middle_rate([timing.bytes_per_second for timings in rounds for timing in timings])
+    return Tuning(circumstances, list(alphas), rounds, rate)
 
 
 def choose(model: PreTrainedModel, tuning: Tuning, seconds: float, ids: Sequence[int], tick: Tick) -> Choice:
     """The smallest alpha that meets the budget, measured once more; raises `ConfigError` where none does."""
     points, noise, alpha = tuning.points, tuning.noise_seconds, tuning.alpha_for(seconds)
     measured = _turn(model, alpha, ids, _ROUNDS, tick)
+    rescaled = measured.at_rate(tuning.bytes_per_second)
     return Choice(
         tpot_seconds=seconds,
         alpha=alpha,
-        lowest_alpha=tuning.alpha_for(seconds + noise),
-        highest_alpha=smallest_alpha(points, seconds - noise),
-        is_within_noise=is_within_noise(points, seconds, noise),
-        predicted_seconds=predicted_seconds(points, alpha),
-        measured_seconds=measured,
-        is_met=measured <= (1 + _TOLERANCE) * seconds,
+        lowest_alpha=alpha if tuning.is_flat else tuning.alpha_for(seconds + noise),
+        highest_alpha=alpha if tuning.is_flat else smallest_alpha(points, seconds - noise),
+        is_within_noise=not tuning.is_flat and is_within_noise(points, seconds, noise),
+        predicted_seconds=tuning.predicted_seconds(alpha),
+        measured_seconds=measured.seconds,
+        measured_bytes_per_second=measured.bytes_per_second,
+        rescaled_seconds=rescaled,
+        is_met=rescaled <= (1 + _TOLERANCE) * seconds,
     )
 
 
-def _turn(model: PreTrainedModel, alpha: float, ids: Sequence[int], number: int, tick: Tick) -> float:
-    """Seconds a token (median) from a cold cache, warmed up on some tokens of the text, timed on those that follow.
+def look_at_reading(model: PreTrainedModel) -> float | None:
+    """Bytes per second at which experts are read just now, by a few tokens from a cold cache; None where none are.
+
+    By tokens and not by reads alone: what a processor has to do meanwhile can double the rate, or halve it.
+    """
+    engine: Engine = model.offload  # type: ignore[assignment]
+    engine.use_alpha(engine.config.alpha)
+    return _rate(_tokens(model, range(1, 1 + _FIRST_TOKENS), lambda _: None)) if _hangs_on_disk(engine) else None
+
+
+def _turn(model: PreTrainedModel, alpha: float, ids: Sequence[int], number: int, tick: Tick) -> Timing:
+    """A token's times from a cold cache, warmed up on some tokens of the text, timed on those that follow.
 
     `number` says which part of the text; the first where there are not so many.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
-    need, seconds = turn_tokens(), []
+    need = turn_tokens()
     begin = number * need if len(ids) >= (number + 1) * need else 0
     engine.use_alpha(alpha)
-    for position, (_, took) in enumerate(forced(model, ids[begin : begin + need], engine.new_cache())):
-        if position >= _WARM_TOKENS:
-            seconds.append(took)
+    tokens = _tokens(model, ids[begin : begin + need], tick)
+    timed = tokens[_WARM_TOKENS:]
+    seconds = median(took for took, _ in timed)
+    if not _hangs_on_disk(engine):
+        return Timing(seconds)
+    return Timing(
+        seconds,
+        reading_seconds=median(counts.read_busy_seconds for _, counts in timed),
+        waiting_seconds=median(counts.wait_seconds for _, counts in timed),
+        bytes_per_second=_rate(timed),
+        first_bytes_per_second=_rate(tokens[:_FIRST_TOKENS]),
+    )
+
+
+def _tokens(model: PreTrainedModel, ids: Sequence[int], tick: Tick) -> list[tuple[float, Counters]]:
+    """(seconds, what was counted meanwhile) of every token."""
+    engine: Engine = model.offload  # type: ignore[assignment]
+    tokens, before = [], engine.stats()
+    for _, took in forced(model, ids, engine.new_cache()):
+        after = engine.stats()
+        tokens.append((took, after - before))
+        before = after
         tick(1)
-    return median(seconds)
+    return tokens
+
+
+def _rate(tokens: Sequence[tuple[float, Counters]]) -> float | None:
+    """The middle token's bytes per second while a read was running; None where nothing was read."""
+    return middle_rate([c.bytes_read / c.read_busy_seconds for _, c in tokens if c.bytes_read and c.read_busy_seconds])
+
+
+def _hangs_on_disk(engine: Engine) -> bool:
+    """Whether what is waited for is the disk: no device's link, and not with every expert here."""
+    is_all_here = engine.ledger.cache_slots >= engine.ledger.demand.total_experts
+    return engine.executor.device.type == "cpu" and engine.executor.math.emulation is None and not is_all_here
 
 
 def steps_of(alphas: Sequence[float]) -> int:
@@ -186,11 +297,12 @@ def recall(circumstances: dict[str, Any]) -> Tuning:
             f"the time per token of {model} in {memory} with a context of {circumstances['context_tokens']} tokens has "
             "not been measured; run smoe tune once with the same --memory, --context and other options"
         )
-    return Tuning(circumstances, stored["alphas"], stored["rounds"])
+    rounds = [[Timing(**timing) for timing in timings] for timings in stored["rounds"]]
+    return Tuning(circumstances, stored["alphas"], rounds, stored["bytes_per_second"])
 
 
 def circumstances_of(model: str, engine: Engine) -> dict[str, Any]:
-    """What T(alpha) depends on, as far as it can be written down."""
+    """What the time of an alpha depends on, as far as it can be written down."""
     config = engine.config
     return {
         "model": model,

@@ -164,9 +164,7 @@ class Engine:
                 return
             self._is_closed = True
             if self._process == os.getpid():
-                for helpers in (self.executor.math.team, self.executor.math.crew, self.executor.math.host_experts):
-                    if helpers is not None:
-                        helpers.close()
+                self.executor.math.close()
                 self._transfers.close()
             self._arena.close()
 

@@ -58,6 +58,12 @@ class LayerMath:
         self._kernels: dict[int, TokenExperts] = {}
         """Layers in which the crew may take one token through all experts at once."""
 
+    def close(self) -> None:
+        """End the helpers."""
+        for helpers in (self.team, self.crew, self.host_experts):
+            if helpers is not None:
+                helpers.close()
+
     def hidden_size(self, layer: int) -> int:
         return self._experts[layer].hidden
 

@@ -32,15 +32,18 @@ def choose_way(executor: LayerExecutor, layer: int, dtype: torch.dtype, crew: Cr
         return
     ways = [None, Team(threads) if threads > 1 else None, crew]
     seconds = [float("inf")] * len(ways)
-    for _ in range(_ROUNDS):
-        for n, helpers in enumerate(ways):
-            executor.math.compute_by(helpers)
-            seconds[n] = min(seconds[n], _seconds(executor, layer, dtype))
-    best = ways[seconds.index(min(seconds))]
-    executor.math.compute_by(best)
-    for helpers in ways:
-        if helpers is not None and helpers is not best:
-            helpers.close()
+    best = None
+    try:
+        for _ in range(_ROUNDS):
+            for n, helpers in enumerate(ways):
+                executor.math.compute_by(helpers)
+                seconds[n] = min(seconds[n], _seconds(executor, layer, dtype))
+        best = ways[seconds.index(min(seconds))]
+    finally:
+        executor.math.compute_by(best)
+        for helpers in ways:
+            if helpers is not None and helpers is not best:
+                helpers.close()
 
 
 def _seconds(executor: LayerExecutor, layer: int, dtype: torch.dtype) -> float:
