@@ -1,20 +1,21 @@
-"""Several threads on the one-row products of a layer, without waiting for each other to wake up.
+"""Several threads on the short computations of a layer, without waiting for each other to wake up.
 
 Products of a few hundred microseconds are too short for the usual ways of sharing: waking a thread takes 50 to 100 us
 on a virtual machine, and whoever cuts the work into equal halves waits for the half that began late. Here the caller
-publishes its products in a shared block of memory and begins at once; units of 256 outputs are taken one by one with an
-atomic counter, so a helper joins when it is there, and the end is never more than one unit away:
+publishes its work in a shared block of memory and begins at once; units (of products: 256 outputs) are taken one by one
+with an atomic counter, so a helper joins when it is there, and the end is never more than one unit away:
 
     caller   | publish | unit 0 | unit 1 | unit 3 | unit 5 | unit 7 | done
     helper   . . asleep . . . . | unit 2 | unit 4 | unit 6 |  spin, then sleep
 
 Helpers look out for new work for a moment before they sleep, all in machine code, without the interpreter lock. The
-bits do not depend on who computes a unit (`row_product.py`).
+bits do not depend on who computes a unit (`row_product.py`, `attention.py`).
 
     next       the first unit that nobody has taken; far beyond `units` while nothing may be taken
-    units      of the published products
+    units      of the published work
     finished   of these
-    then for each product: x, matrix, out (addresses), outputs, K, its first unit
+    compute    the function that computes one: its address
+    then what this function wants to know; of products, for each: x, matrix, out (addresses), outputs, K, its first unit
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from smoe.kernels.jit import compile_functions, cpu_has
+from smoe.kernels.jit import address_of, compile_functions, cpu_has
 from smoe.kernels.row_product import fits, source
 
 Product = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -37,7 +38,7 @@ UNIT = 256
 """Outputs in a unit: 1 MB of weights at K = 2048, some 60 us. Of smaller ones too much that is fetched ahead is taken
 by another thread."""
 _MOST_PRODUCTS = 1024
-_NEXT, _UNITS, _FINISHED, _HEADER = 0, 8, 9, 16  # in words of 8 bytes; `next` has a cache line to itself
+_NEXT, _UNITS, _FINISHED, _COMPUTE, _HEADER = 0, 8, 9, 10, 16  # in words of 8 bytes; `next` has a cache line to itself
 _FIELDS = 6
 _CLOSED = 1 << 40
 """`next` while nothing may be taken: larger than any number of units."""
@@ -55,7 +56,7 @@ class Crew:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._work, self._serve = _functions()
+        self._work, self._serve, self._product = _functions()
         self._block = (ctypes.c_int64 * (_HEADER + _MOST_PRODUCTS * _FIELDS))()
         self._address = ctypes.addressof(self._block)
         self._block[_NEXT] = _CLOSED
@@ -74,8 +75,19 @@ class Crew:
     def multiply(self, products: Sequence[Product]) -> None:
         """Compute all products; every matrix must be one that `row_product.fits`, every x and out lie in one piece."""
         for begin in range(0, len(products), _MOST_PRODUCTS):
-            self._publish(products[begin : begin + _MOST_PRODUCTS])
-            self._work(self._address)
+            self._multiply(products[begin : begin + _MOST_PRODUCTS])
+
+    def share(self, compute: int, fields: Sequence[int], units: int, is_long: bool) -> None:
+        """Have the function at the address `compute` called as `compute(fields, unit)` for every unit, by anybody.
+
+        `is_long`: worth waking those who sleep.
+        """
+        block = self._block
+        struct.pack_into(f"{len(fields)}q", block, 8 * _HEADER, *fields)
+        block[_UNITS], block[_FINISHED], block[_COMPUTE] = units, 0, compute
+        if is_long:
+            self._wake()
+        self._work(self._address)  # resets `next`: until then nobody takes anything
 
     def close(self) -> None:
         """End the helpers."""
@@ -91,8 +103,7 @@ class Crew:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _publish(self, products: Sequence[Product]) -> None:
-        """Everything but `next`, which `work` resets when it begins: until then nobody takes anything."""
+    def _multiply(self, products: Sequence[Product]) -> None:
         fields: list[int] = []
         units = weights = 0
         for x, matrix, out in products:
@@ -100,11 +111,7 @@ class Crew:
             fields += (x.data_ptr(), matrix.data_ptr(), out.data_ptr(), rows, columns, units)
             units += -(-rows // UNIT)
             weights += rows * columns
-        block = self._block
-        struct.pack_into(f"{len(fields)}q", block, 8 * _HEADER, *fields)
-        block[_UNITS], block[_FINISHED] = units, 0
-        if weights >= _WAKING_WEIGHTS:
-            self._wake()
+        self.share(self._product, fields, units, is_long=weights >= _WAKING_WEIGHTS)
 
     def _wake(self) -> None:
         """Whoever falls asleep just now misses this work, which gets done without it."""
@@ -121,11 +128,12 @@ class Crew:
 
 
 @functools.cache
-def _functions() -> tuple[Callable[..., None], Callable[..., None]]:
-    """Machine code, made once a process."""
+def _functions() -> tuple[Callable[..., None], Callable[..., None], int]:
+    """Machine code, made once a process; of what computes a unit of products, the address."""
     pointer, number = ctypes.c_void_p, ctypes.c_longlong
-    work, serve = compile_functions(source() + _source(), {"work": (pointer,), "serve": (pointer, number)})
-    return work, serve
+    signatures = {"work": (pointer,), "serve": (pointer, number), "product": (pointer, number)}
+    work, serve, product = compile_functions(source() + _source(), signatures)
+    return work, serve, address_of(product)
 
 
 def is_supported() -> bool:
@@ -157,6 +165,7 @@ def _source() -> str:
     """`work(block)` opens the work, computes units while there are any, waits for the last one and closes the work.
 
     `serve(block, cycles)` helps until there has been nothing to do for so many cycles.
+    `product(products, unit)` computes one unit of products.
     """
 
     def field(name: str, index: int) -> str:
@@ -166,20 +175,11 @@ def _source() -> str:
 declare void @llvm.x86.sse2.pause()
 declare i64 @llvm.readcyclecounter()
 
-define internal void @units(ptr %block) {{
+define void @product(ptr %first.product, i64 %unit) {{
 entry:
-{field("next", _NEXT)}
-{field("units.at", _UNITS)}
-{field("finished", _FINISHED)}
-{field("first.product", _HEADER)}
-  br label %take
-take:
-  %unit = atomicrmw add ptr %next, i64 1 seq_cst
-  %units = load atomic i64, ptr %units.at acquire, align 8
-  %mine = icmp slt i64 %unit, %units
-  br i1 %mine, label %find, label %done
+  br label %find
 find:
-  %product = phi ptr [%first.product, %take], [%following, %further]
+  %product = phi ptr [%first.product, %entry], [%following, %further]
   %following = getelementptr i64, ptr %product, i64 {_FIELDS}
   %rows.at = getelementptr i64, ptr %product, i64 3
   %rows = load i64, ptr %rows.at
@@ -202,6 +202,25 @@ compute:
   %full = add i64 %begin, {UNIT}
   %end = call i64 @llvm.smin.i64(i64 %full, i64 %rows)
   call void @row_product(ptr %x, ptr %w, ptr %out, i64 %begin, i64 %end, i64 %K)
+  ret void
+}}
+
+define internal void @units(ptr %block) {{
+entry:
+{field("next", _NEXT)}
+{field("units.at", _UNITS)}
+{field("finished", _FINISHED)}
+{field("compute.at", _COMPUTE)}
+{field("fields", _HEADER)}
+  br label %take
+take:
+  %unit = atomicrmw add ptr %next, i64 1 seq_cst
+  %units = load atomic i64, ptr %units.at acquire, align 8
+  %mine = icmp slt i64 %unit, %units
+  br i1 %mine, label %compute, label %done
+compute:
+  %function = load ptr, ptr %compute.at
+  call void %function(ptr %fields, i64 %unit)
   %before = atomicrmw add ptr %finished, i64 1 seq_cst
   br label %take
 done:
