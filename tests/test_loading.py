@@ -106,7 +106,7 @@ class LateError(Exception):
         ("smoe.runtime.expert_math.agrees", {}),
         ("smoe.runtime.split._seconds", {}),
         pytest.param(
-            "smoe.assembly.speed_up",
+            "smoe.assembly.dense.speed_up",
             {"kernels": "own"},
             marks=pytest.mark.skipif(not is_supported(), reason="no kernel"),
         ),

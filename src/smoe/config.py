@@ -72,8 +72,8 @@ class EngineConfig:
     """Bypass the page cache; auto: unless free RAM beside the budget holds the whole model."""
 
     kernels: str = "auto"
-    """What multiplies one row by a matrix on a CPU: torch, or our own kernel where it was found to give torch's bits
-    (bf16); auto: the faster."""
+    """What multiplies one row by a matrix and what attends with one token on a CPU: torch, or our own kernels where
+    they were found to give torch's bits (bf16); auto: the faster."""
     alpha: float = 0.0
     """Substitution threshold (SMoE): experts chosen with scores below (1 + alpha) times that of rank k+1 may be
     replaced by resident ones with scores above (1 - alpha) times it. 0: never. Lossy where it is not 0; `smoe eval`

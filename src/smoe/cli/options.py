@@ -100,7 +100,10 @@ class EngineOptions:
     ] = None
     kernels: Annotated[
         str | None,
-        typer.Option(help=f"What multiplies one row by a matrix: {', '.join(KERNELS)}.", rich_help_panel=_ENGINE),
+        typer.Option(
+            help=f"What multiplies one row by a matrix, and attends with one token: {', '.join(KERNELS)}.",
+            rich_help_panel=_ENGINE,
+        ),
     ] = None
     alpha: Annotated[
         float | None,

@@ -1,4 +1,4 @@
-"""Several threads on the one-row products of a layer, without waiting for each other to wake up.
+"""Several threads on the short computations of a layer, without waiting for each other to wake up.
 
 Products of a few hundred microseconds are too short for the usual ways of sharing: waking a thread takes 50 to 100 us
 on a virtual machine, and whoever cuts the work into equal halves waits for the half that began late. Here the caller
@@ -9,7 +9,7 @@ publishes its tasks in a shared block of memory and begins at once; units are ta
     helper   . . asleep . . . . | unit 2 | unit 4 | unit 6 |  spin, then sleep
 
 Helpers look out for new work for a moment before they sleep, all in machine code, without the interpreter lock. The
-bits do not depend on who computes a unit (`row_product.py`).
+bits do not depend on who computes a unit (`row_product.py`, `attention.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LONE_UNIT = 128
 """Of a single product, of which the last unit would else be waited for."""
 _SPIN_CYCLES = 20_000
 """How long a helper looks out for work before it sleeps: some 10 us. Longer takes from the readers what it gives us."""
-_WAKING_WEIGHTS = 1 << 20
+WAKING_WEIGHTS = 1 << 20
 """Fewer weights are multiplied before a sleeper would be awake."""
 _CLOSING_SECONDS = 0.001
 _PROOF_OUTPUTS = 1 << 16
@@ -100,17 +100,26 @@ class Crew:
             fields += (out.data_ptr(), 0 if bias is None else bias.data_ptr(), columns)
             units += -(-rows // size)
             weights += rows * columns
-        self.run(fields, units, 0, weights)
+        self.run(fields, units, is_long=weights >= WAKING_WEIGHTS)
 
-    def run(self, fields: Sequence[int], units: int, counts: int, weights: int) -> None:
+    def share(self, function: int, arguments: Sequence[int], units: int, is_long: bool) -> None:
+        """Have machine code at the address `function` called as `function(arguments, unit)` for every unit, by anybody.
+
+        `is_long`: worth waking those who sleep.
+        """
+        follow = self.word(tasks.HEADER + tasks.FIELDS)  # the words behind this one task
+        fields = (0, units, 1, tasks.CALL, self.at_once, 0, self.nowhere, function, follow, 0, 0, 0, *arguments)
+        self.run(fields, units, is_long)
+
+    def run(self, fields: Sequence[int], units: int, is_long: bool, counts: int = 0) -> None:
         """Carry out tasks: their fields one after the other, `units` in all.
 
-        The first `counts` words of the progress begin at zero; `weights` says how much work it is.
+        The first `counts` words of the progress begin at zero. `is_long`: worth waking those who sleep.
         """
         block = self._block
         struct.pack_into(f"{counts}q", block, 8 * tasks.PROGRESS, *(0,) * counts)
         struct.pack_into(f"{len(fields)}q", block, 8 * tasks.HEADER, *fields)
-        if weights >= _WAKING_WEIGHTS:
+        if is_long:
             self._wake()
         self._work(self._address, units)
 

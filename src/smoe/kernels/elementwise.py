@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import torch
 
+from smoe.kernels.registers import broadcast, filled, rounded
+
 LANES = 16
 _VALUES = 1 << 16
 _PROOF_ROWS = 8
@@ -66,7 +68,8 @@ element:
 {_widened("active.bits", "active", 1)}
 {_widened("up.bits", "up", 1)}
   %product = fmul float %active, %up
-{_rounded("product", "result", 1)}
+{_rounded("product", "near", 1)}
+{_halved("near", "result", 1)}
   %inner.at = getelementptr i16, ptr %inner, i64 %i
   store i16 %result, ptr %inner.at, align 2
   %i.next = add i64 %i, 1
@@ -92,21 +95,19 @@ row:
   %y.bits = load <{LANES} x i16>, ptr %y.at, align 2
 {_widened("y.bits", "y", LANES)}
   %gain.at = getelementptr float, ptr %gains, i64 %n
-  %gain.one = load float, ptr %gain.at
-  %gain.first = insertelement <{LANES} x float> poison, float %gain.one, i64 0
-  %gain = shufflevector <{LANES} x float> %gain.first, <{LANES} x float> poison, <{LANES} x i32> zeroinitializer
-  %weighted = fmul <{LANES} x float> %y, %gain
-{_rounded("weighted", "part.bits", LANES)}
-{_widened("part.bits", "part", LANES)}
+  %gain.value = load float, ptr %gain.at
+{broadcast("gain", "%gain.value")}
+  %weighted = fmul <{LANES} x float> %y, %gain.all
+{_rounded("weighted", "part", LANES)}
   %total = fadd <{LANES} x float> %sum, %part
-{_rounded("total", "next.bits", LANES)}
-{_widened("next.bits", "next", LANES)}
+{_rounded("total", "next", LANES)}
   %n.next = add i64 %n, 1
   %n.more = icmp slt i64 %n.next, %count
   br i1 %n.more, label %row, label %strip.end
 strip.end:
+{_halved("next", "result", LANES)}
   %out.at = getelementptr i16, ptr %out, i64 %i
-  store <{LANES} x i16> %next.bits, ptr %out.at, align 2
+  store <{LANES} x i16> %result, ptr %out.at, align 2
   %i.next = add i64 %i, {LANES}
   %i.more = icmp slt i64 %i.next, %end
   br i1 %i.more, label %strip, label %done
@@ -126,18 +127,23 @@ def _widened(bits: str, result: str, lanes: int) -> str:
 
 
 def _rounded(number: str, result: str, lanes: int) -> str:
-    """float -> bf16, to nearest, ties to even; whatever is no number becomes the one NaN."""
-    half, whole, real, flag = (_typed(kind, lanes) for kind in ("i16", "i32", "float", "i1"))
+    """float -> the float that is its bf16; whatever is no number becomes the one NaN."""
+    whole, real, flag = (_typed(kind, lanes) for kind in ("i32", "float", "i1"))
     return f"""\
   %{number}.bits = bitcast {real} %{number} to {whole}
-  %{number}.low = lshr {whole} %{number}.bits, {_constant(16, lanes)}
-  %{number}.odd = and {whole} %{number}.low, {_constant(1, lanes)}
-  %{number}.tie = add {whole} %{number}.odd, {_constant(0x7FFF, lanes)}
-  %{number}.up = add {whole} %{number}.bits, %{number}.tie
-  %{number}.near = lshr {whole} %{number}.up, {_constant(16, lanes)}
+{rounded(f"{number}.near", f"%{number}.bits", whole)}
   %{number}.is.nan = fcmp uno {real} %{number}, %{number}
-  %{number}.safe = select {flag} %{number}.is.nan, {whole} {_constant(0x7FC0, lanes)}, {whole} %{number}.near
-  %{result} = trunc {whole} %{number}.safe to {half}"""
+  %{number}.safe = select {flag} %{number}.is.nan, {whole} {_constant(0x7FC00000, lanes)}, {whole} %{number}.near
+  %{result} = bitcast {whole} %{number}.safe to {real}"""
+
+
+def _halved(number: str, result: str, lanes: int) -> str:
+    """A float that is a bf16 -> its bf16 bits."""
+    half, whole, real = _typed("i16", lanes), _typed("i32", lanes), _typed("float", lanes)
+    return f"""\
+  %{result}.bits = bitcast {real} %{number} to {whole}
+  %{result}.low = lshr {whole} %{result}.bits, {_constant(16, lanes)}
+  %{result} = trunc {whole} %{result}.low to {half}"""
 
 
 def _typed(kind: str, lanes: int) -> str:
@@ -145,4 +151,4 @@ def _typed(kind: str, lanes: int) -> str:
 
 
 def _constant(value: int, lanes: int) -> str:
-    return str(value) if lanes == 1 else f"<{', '.join([f'i32 {value}'] * lanes)}>"
+    return str(value) if lanes == 1 else filled(f"i32 {value}")

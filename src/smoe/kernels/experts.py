@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from smoe.kernels import tasks
-from smoe.kernels.crew import LONE_UNIT, UNIT, Crew
+from smoe.kernels.crew import LONE_UNIT, UNIT, WAKING_WEIGHTS, Crew
 
 _SUM_UNIT = 512
 
@@ -89,4 +89,5 @@ class TokenExperts:
             fields += (unit, hidden, _SUM_UNIT, tasks.COMBINE, crew.finished, unit, nowhere)
             fields += (out, ctypes.addressof(self._gains), sum_.data_ptr(), rows.shape[0], hidden)
             unit += -(-hidden // _SUM_UNIT)
-        crew.run(fields, unit, rows.shape[0], 3 * inner * hidden * len(experts))
+        is_long = 3 * inner * hidden * len(experts) >= WAKING_WEIGHTS
+        crew.run(fields, unit, is_long, counts=rows.shape[0])

@@ -46,3 +46,10 @@ def compile_functions(source: str, signatures: Mapping[str, Sequence[type]]) -> 
     return [
         ctypes.CFUNCTYPE(None, *arguments)(engine.get_function_address(name)) for name, arguments in signatures.items()
     ]
+
+
+def address_of(function: Callable[..., None]) -> int:
+    """Where a function's machine code begins, for machine code that is to call it."""
+    address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
+    assert address is not None, "a function of no address"
+    return address

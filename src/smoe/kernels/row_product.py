@@ -20,9 +20,9 @@ hardware to see a pattern in it, and this doubles its rate. Figures in docs/log.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
+
+from smoe.kernels.registers import filled, joined, transposed
 
 LANES = 16
 """Outputs computed together: 32-bit lanes of one register."""
@@ -46,7 +46,7 @@ def source() -> str:
 
     Strips of 16 outputs, chains of 512 k, tiles of 32 k. `bias` may be null; the library adds it before it rounds.
     """
-    transposing, pairs = _transpose([f"%r{i}" for i in range(LANES)])
+    transposing, pairs = transposed([f"%r{i}" for i in range(LANES)], "i32")
     dots, total = _dots(pairs)
     return f"""
 declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
@@ -64,7 +64,7 @@ entry:
 strip:
   %n = phi i64 [%begin, %entry], [%n.next, %strip.end]
   %row0 = mul i64 %n, %K
-{_lines(f"  %row{i} = add i64 %row{i - 1}, %K" for i in range(1, LANES))}
+{joined(f"  %row{i} = add i64 %row{i - 1}, %K" for i in range(1, LANES))}
   br label %chain
 chain:
   %c = phi i64 [0, %strip], [%c.next, %chain.end]
@@ -75,9 +75,9 @@ chain:
 tile:
   %k = phi i64 [%c, %chain], [%k.next, %tile]
   %acc = phi <16 x float> [zeroinitializer, %chain], [{total}, %tile]
-{_lines(_load(i) for i in range(LANES))}
-{_lines(transposing)}
-{_lines(dots)}
+{joined(_load(i) for i in range(LANES))}
+{joined(transposing)}
+{joined(dots)}
   %k.next = add i64 %k, {TILE}
   %k.more = icmp slt i64 %k.next, %c.end
   br i1 %k.more, label %tile, label %chain.end
@@ -91,7 +91,7 @@ strip.bias:
   %bias.at = getelementptr i16, ptr %bias, i64 %n
   %bias.half = load <16 x i16>, ptr %bias.at, align 2
   %bias.low = zext <16 x i16> %bias.half to <16 x i32>
-  %bias.bits = shl <16 x i32> %bias.low, <{", ".join(["i32 16"] * LANES)}>
+  %bias.bits = shl <16 x i32> %bias.low, {filled("i32 16")}
   %bias.float = bitcast <16 x i32> %bias.bits to <16 x float>
   %biased = fadd <16 x float> %sum.next, %bias.float
   br label %strip.end
@@ -136,28 +136,3 @@ def _dots(pairs: list[str]) -> tuple[list[str], str]:
       <16 x float> {acc}, <32 x bfloat> %xb{j}, <32 x bfloat> %wb{j})""")
         acc = f"%d{j}"
     return lines, acc
-
-
-def _transpose(rows: list[str]) -> tuple[list[str], list[str]]:
-    """A 16 x 16 transposition in four rounds of shuffles; returns the lines and the names of the columns.
-
-    Round s exchanges bit s of the register's number with bit s of the lane's.
-    """
-    lines, names = [], list(rows)
-    for bit in (1, 2, 4, 8):
-        for low in (i for i in range(LANES) if not i & bit):
-            high = low | bit
-            a, b = names[low], names[high]
-            names[low], names[high] = f"%t{bit}.{low}", f"%t{bit}.{high}"
-            lines.append(_shuffle(names[low], a, b, [n + LANES - bit if n & bit else n for n in range(LANES)]))
-            lines.append(_shuffle(names[high], a, b, [n + LANES if n & bit else n + bit for n in range(LANES)]))
-    return lines, names
-
-
-def _shuffle(to: str, a: str, b: str, lanes: list[int]) -> str:
-    mask = ", ".join(f"i32 {lane}" for lane in lanes)
-    return f"  {to} = shufflevector <16 x i32> {a}, <16 x i32> {b}, <16 x i32> <{mask}>"
-
-
-def _lines(parts: Iterable[str]) -> str:
-    return "\n".join(parts)

@@ -18,6 +18,7 @@ only for earlier ones, whose units somebody has already taken: nobody waits for 
     PRODUCT    x       matrix   out    bias   K       row_product.py
     GATE       wide    table    inner  I              elementwise.py
     COMBINE    rows    gains    out    count  H       elementwise.py
+    CALL       address arguments                      some other function(arguments, unit)
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MOST_COUNTS = 128
 HEADER = PROGRESS + MOST_COUNTS
 FIELDS = 12
 MOST_TASKS = 1024
-PRODUCT, GATE, COMBINE = 0, 1, 2
+PRODUCT, GATE, COMBINE, CALL = 0, 1, 2, 3
 _LOWER = (1 << 32) - 1
 
 
@@ -62,7 +63,7 @@ entry:
 {_fields("a b c", "ptr", _ARGUMENTS)}
 {_fields("d e", "i64", _ARGUMENTS + 3)}
 {_fields("kind", "i64", 3)}
-  switch i64 %kind, label %product [ i64 {GATE}, label %gate  i64 {COMBINE}, label %combine ]
+  switch i64 %kind, label %product [ i64 {GATE}, label %gate  i64 {COMBINE}, label %combine  i64 {CALL}, label %call ]
 product:
   %bias = inttoptr i64 %d to ptr
   call void @row_product(ptr %a, ptr %b, ptr %c, ptr %bias, i64 %begin, i64 %end, i64 %e)
@@ -72,6 +73,9 @@ gate:
   ret void
 combine:
   call void @combine(ptr %a, ptr %b, ptr %c, i64 %d, i64 %e, i64 %begin, i64 %end)
+  ret void
+call:
+  call void %a(ptr %b, i64 %begin)
   ret void
 }}
 """

@@ -1,8 +1,10 @@
-"""The seam to transformers: three instance attributes of an ordinary model object, nothing else.
+"""The seam to transformers: three instance attributes of an ordinary model object.
 
 * every experts module's `forward` asks the engine;
 * the model's `forward` opens a pass (turn, position, phase, padding) and sees to it that the KV cache is ours;
 * the model's `generate` takes its turn and reads long prompts in chunks.
+
+(What computes faster with the same bits is put on single modules: `runtime/dense.py`, `runtime/attention.py`.)
 
 The class of the model, its config, its tokenizer, its chat template and everything built on `generate` stay as they
 are.

@@ -1,0 +1,77 @@
+"""Pieces of text in LLVM's language about whole registers: constants, copies of one number, transpositions."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+
+def joined(parts: Iterable[str]) -> str:
+    """Pieces of a text, one below the other."""
+    return "\n".join(parts)
+
+
+def filled(element: str) -> str:
+    """A register of 16 times the same."""
+    return "<" + ", ".join([element] * 16) + ">"
+
+
+def constant(value: float) -> str:
+    """16 times a float32."""
+    return filled(f"float {single(value)}")
+
+
+def single(value: float) -> str:
+    """A float32 as LLVM writes it: the bits of the same number in float64."""
+    (single,) = struct.unpack("f", struct.pack("f", value))
+    return f"0x{struct.pack('>d', single).hex().upper()}"
+
+
+def from_bits(bits: int) -> float:
+    """The float32 of these bits."""
+    value: float = struct.unpack("f", struct.pack("I", bits))[0]
+    return value
+
+
+def broadcast(name: str, value: str, kind: str = "float") -> str:
+    """16 copies of a number, by the name of `%name.all`."""
+    return f"""\
+  %{name}.one = insertelement <16 x {kind}> poison, {kind} {value}, i64 0
+  %{name}.all = shufflevector <16 x {kind}> %{name}.one, <16 x {kind}> poison, <16 x i32> zeroinitializer"""
+
+
+def rounded(to: str, bits: str, kind: str = "<16 x i32>") -> str:
+    """float32 bits rounded to bf16, to even; the lower half is zero."""
+
+    def constant(value: int) -> str:
+        return filled(f"i32 {value}") if kind.startswith("<") else str(value)
+
+    return f"""\
+  %{to}.high = lshr {kind} {bits}, {constant(16)}
+  %{to}.odd = and {kind} %{to}.high, {constant(1)}
+  %{to}.half = add {kind} %{to}.odd, {constant(0x7FFF)}
+  %{to}.up = add {kind} {bits}, %{to}.half
+  %{to} = and {kind} %{to}.up, {constant(-65536)}"""
+
+
+def transposed(rows: list[str], element: str) -> tuple[list[str], list[str]]:
+    """As many registers as each has numbers, transposed by rounds of shuffles; the lines and the columns' names.
+
+    Round s exchanges bit s of the register's number with bit s of the lane's.
+    """
+    lines, names, width = [], list(rows), len(rows)
+    for bit in (2**n for n in range(width.bit_length() - 1)):
+        for low in (i for i in range(width) if not i & bit):
+            high = low | bit
+            a, b = names[low], names[high]
+            names[low], names[high] = f"%t{bit}.{low}", f"%t{bit}.{high}"
+            first = [n + width - bit if n & bit else n for n in range(width)]
+            second = [n + width if n & bit else n + bit for n in range(width)]
+            lines += [_shuffle(names[low], a, b, first, element), _shuffle(names[high], a, b, second, element)]
+    return lines, names
+
+
+def _shuffle(to: str, a: str, b: str, lanes: list[int], element: str) -> str:
+    """A register of `lanes` of two registers of the same kind, those of b counted after those of a."""
+    kind, mask = f"<{len(lanes)} x {element}>", ", ".join(f"i32 {lane}" for lane in lanes)
+    return f"  {to} = shufflevector {kind} {a}, {kind} {b}, <{len(lanes)} x i32> <{mask}>"
