@@ -41,7 +41,7 @@ from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor, Predictor
 from smoe.runtime.expert_math import ExpertMath
 from smoe.runtime.host_experts import Balancer, HostExperts
-from smoe.runtime.split import MIN_EXPERT_BYTES, choose_way
+from smoe.runtime.split import choose_way
 
 _PREFETCH_PAYS_BYTES = 1 << 20
 """Smaller experts are read in less time than guessing takes; for larger ones the gain is measured (docs/log.md)."""
@@ -193,11 +193,15 @@ def _choose_arithmetic(model: PreTrainedModel, plan: Blueprint, config: EngineCo
         crew.close()
         crew = None
     choose_way(executor, plan.sites[0].layer, plan.dtype, crew, crew is not None and config.kernels == "own")
+    if not is_possible or config.kernels == "torch":
+        return
+    # even on one thread our attention is several times faster than the library's on all
+    attending = attention.speed_up(model, executor.math.crew if executor.math.crew is not None else Crew(1))
     if executor.math.crew is not None:
-        share = dense.speed_up(model, executor.math.crew)
-        executor.leaves_little = share > _NEARLY_ALL or executor.expert_bytes < MIN_EXPERT_BYTES
-    if is_possible and config.kernels != "torch":  # even on one thread it is several times faster than torch on all
-        attention.speed_up(model, executor.math.crew if executor.math.crew is not None else Crew(1))
+        routers = [model.get_submodule(path) for path in plan.anatomy.routers.values()]
+        share = dense.speed_up(model, executor.math.crew, routers)
+        is_attending = attending == model.config.get_text_config().num_hidden_layers
+        executor.leaves_little = is_attending and share > _NEARLY_ALL
 
 
 def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from smoe.kernels import crew as crews
 from smoe.kernels import jit, row_product
-from smoe.kernels.crew import Crew, Product, agrees
+from smoe.kernels.crew import Crew, Product, agrees, part_that_agrees
 from smoe.kernels.row_product import fits
 
 SHAPES = [(192, 32), (64, 96), (16, 512), (1536, 544), (64, 768), (512, 2048), (48, 4096), (256, 1408), (80, 96)]
@@ -40,6 +40,19 @@ def test_a_bias_is_added_as_the_library_adds_it(crew: Crew) -> None:
     for rows, columns in ((1536, 2048), (64, 768), (192, 192)):
         assert agrees(crew, matrix(rows, columns), torch.randn(rows).bfloat16())
     assert not agrees(crew, matrix(64, 768), torch.randn(64))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_sums_that_the_library_cuts_into_parts(threads: int, crew: Crew) -> None:
+    """A router's: few outputs, of many numbers each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        part = part_that_agrees(crew, matrix(64, 2048))
+    finally:
+        torch.set_num_threads(before)
+    if threads <= 2:
+        assert part == 2048 // threads
 
 
 def test_odd_addresses_and_extreme_values(crew: Crew) -> None:
@@ -71,7 +84,7 @@ def test_many_products_of_different_shapes(crew: Crew) -> None:
         if n % 5 == 0:
             time.sleep(0.001)
     for batch in batches:
-        for x, w, out, _ in batch:
+        for x, w, out, *_ in batch:
             assert torch.equal(out, x @ w)
     crew.multiply([])
 
@@ -80,7 +93,7 @@ def test_more_products_than_the_block_holds(crew: Crew, monkeypatch: pytest.Monk
     monkeypatch.setattr(crews.tasks, "MOST_TASKS", 3)
     batch = [product(80, 96, seed=n) for n in range(8)]
     crew.multiply(batch)
-    assert all(torch.equal(out, x @ w) for x, w, out, _ in batch)
+    assert all(torch.equal(out, x @ w) for x, w, out, *_ in batch)
 
 
 def test_closing_ends_the_helpers() -> None:

@@ -21,7 +21,7 @@ from tests import oracle
 @pytest.fixture(autouse=True)
 def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Toys are too small for it to be."""
-    monkeypatch.setattr(dense, "_is_faster", lambda *_: True)
+    monkeypatch.setattr(dense, "_faster", lambda crew, kinds, parts: {k: p for k, p in parts.items() if p})
 
 
 def test_only_plain_linear_layers_change(crew: Crew) -> None:
@@ -30,7 +30,7 @@ def test_only_plain_linear_layers_change(crew: Crew) -> None:
 
     layers = [nn.Linear(64, 96, False), nn.Linear(64, 128), Other(64, 96, False), nn.Linear(64, 97, False)]
     model = nn.ModuleList(layers).bfloat16().requires_grad_(False)
-    assert dense.speed_up(model, crew) == pytest.approx((96 + 128) / (96 + 128 + 97))
+    assert dense.speed_up(model, crew, []) == pytest.approx((96 + 128) / (96 + 128 + 97))
     assert [("forward" in layer.__dict__) for layer in layers] == [True, True, False, False]
 
 
@@ -40,11 +40,59 @@ def test_every_shape_gives_the_librarys_bits(shape: tuple[int, ...], bias: bool,
     layer = nn.Linear(64, 160, bias=bias).bfloat16().requires_grad_(False)
     x = torch.randn(shape).bfloat16()
     theirs = layer(x)
-    dense.speed_up(layer, crew)
+    dense.speed_up(layer, crew, [])
     assert torch.equal(layer(x), theirs)
     assert torch.equal(layer(x.expand(2, *shape)[0]), theirs)
     strided = torch.randn(*shape[:-1], 128).bfloat16()[..., ::2]
     assert torch.equal(layer(strided), nn.functional.linear(strided, layer.weight, layer.bias))
+
+
+def test_a_routers_weight_is_an_ordinary_parameter_beside(crew: Crew) -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(96, 64).bfloat16(), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight)
+
+    router, rows = Router(), torch.randn(5, 64).bfloat16()
+    state, theirs = router.state_dict(), [router(rows[:1]), router(rows), router(rows[0])]
+    before = router.weight.float()
+    dense.speed_up(router, crew, [router])
+    called: list[int] = []
+    multiply, crew.multiply = crew.multiply, lambda products: called.append(len(products)) or multiply(products)  # type: ignore[method-assign,func-returns-value,assignment]
+    ours = [router(rows[:1]), router(rows), router(rows[0])]
+    assert called == [1, 1]
+    assert all(torch.equal(a, b) and type(a) is torch.Tensor for a, b in zip(ours, theirs, strict=True))
+    assert [name for name, _ in router.named_parameters()] == ["weight"]
+    assert torch.equal(router.state_dict()["weight"], state["weight"])
+    assert type(router.weight.float()) is torch.Tensor
+    assert torch.equal(router.weight.float(), before)
+
+
+def test_what_is_left_keeps_its_bits_on_one_thread(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library cuts long sums of few outputs into one part a thread."""
+    monkeypatch.setattr(dense, "_faster", lambda crew, kinds, parts: {})
+    monkeypatch.setattr(dense, "_is_the_same_on_one_thread", lambda weight: weight.shape[0] != 64)
+    cut, whole = (nn.Linear(64, rows, bias=False).requires_grad_(False) for rows in (64, 96))
+    router = nn.Module()
+    router.weight = nn.Parameter(torch.randn(64, 64), requires_grad=False)
+    dense.speed_up(nn.ModuleList([cut, whole]), crew, [router])
+    threads, seen = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(threads + 1)
+    linear = nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda *args: seen.append(torch.get_num_threads()) or linear(*args))
+    try:
+        x = torch.randn(1, 64)
+        assert torch.equal(cut(x), linear(x, cut.weight))
+        whole(x)
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == [threads, threads + 1]
+    assert "forward" in cut.__dict__
+    assert "forward" not in whole.__dict__
+    assert type(router.weight) is not nn.Parameter
 
 
 INNER = {"mixtral": "intermediate_size", "olmoe": "intermediate_size", "granitemoe": "intermediate_size"}
@@ -63,6 +111,31 @@ def test_whole_models_are_exact(
     linears = [m for m in model.modules() if type(m) is nn.Linear]
     assert any("forward" in m.__dict__ for m in linears), "the other layers were left to the library"
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+
+
+def test_two_threads_are_exact_where_the_library_cuts_sums(
+    crew: Crew, toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]
+) -> None:
+    """A router of real size, whose bits depend on the library's number of threads, and attention heads that fit."""
+    wide = {"hidden_size": 2048, "num_experts": 64, "moe_intermediate_size": 128, "head_dim": 64}
+    folder = toy("qwen3_moe", dtype=torch.bfloat16, **wide)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        model = open_model(folder, "full", kernels="own")
+        assert model.offload.executor.leaves_little
+        oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+        router = model.get_submodule(model.offload.anatomy.routers[min(model.offload.anatomy.routers)])
+        reference = oracle.reference(folder).get_submodule(model.offload.anatomy.routers[0])
+        rows = torch.randn(2000, 1, 2048).bfloat16()
+        torch.set_num_threads(1)  # as within a step
+        ours = [nn.functional.linear(row, router.weight) for row in rows]
+        torch.set_num_threads(2)
+        assert all(
+            torch.equal(y, nn.functional.linear(row, reference.weight)) for y, row in zip(ours, rows, strict=True)
+        )
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_kernel_can_be_declined(toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]) -> None:

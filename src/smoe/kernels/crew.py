@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from smoe.kernels import tasks
 from smoe.kernels.jit import compile_functions, cpu_has
-from smoe.kernels.row_product import fits
+from smoe.kernels.row_product import TILE, fits
 
 
 class Product(NamedTuple):
@@ -40,6 +40,8 @@ class Product(NamedTuple):
     """[1, N]"""
     bias: torch.Tensor | None = None
     """[N]"""
+    part: int = 0
+    """How many k are summed together before the parts are added up; 0: all."""
 
 
 UNIT = 256
@@ -94,10 +96,10 @@ class Crew:
         fields: list[int] = []
         units = weights = 0
         size = UNIT if len(products) > 1 else LONE_UNIT
-        for x, matrix, out, bias in products:
+        for x, matrix, out, bias, part in products:
             columns, rows = matrix.shape
             fields += (units, rows, size, tasks.PRODUCT, self.at_once, 0, self.nowhere, x.data_ptr(), matrix.data_ptr())
-            fields += (out.data_ptr(), 0 if bias is None else bias.data_ptr(), columns)
+            fields += (out.data_ptr(), 0 if bias is None else bias.data_ptr(), columns, part or columns)
             units += -(-rows // size)
             weights += rows * columns
         self.run(fields, units, is_long=weights >= WAKING_WEIGHTS)
@@ -108,7 +110,7 @@ class Crew:
         `is_long`: worth waking those who sleep.
         """
         follow = self.word(tasks.HEADER + tasks.FIELDS)  # the words behind this one task
-        fields = (0, units, 1, tasks.CALL, self.at_once, 0, self.nowhere, function, follow, 0, 0, 0, *arguments)
+        fields = (0, units, 1, tasks.CALL, self.at_once, 0, self.nowhere, function, follow, 0, 0, 0, 0, *arguments)
         self.run(fields, units, is_long)
 
     def run(self, fields: Sequence[int], units: int, is_long: bool, counts: int = 0) -> None:
@@ -166,6 +168,21 @@ def is_supported() -> bool:
 
 def agrees(crew: Crew, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """Whether the kernel's bits are the library's on this matrix [K, N] and bias [N], on one thread and on all."""
+    return _agrees(crew, matrix, bias, 0, {1, torch.get_num_threads()})
+
+
+def part_that_agrees(crew: Crew, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> int | None:
+    """The `part` with which the kernel's bits on this matrix [K, N] and bias [N] are the library's on all threads.
+
+    The library gives each thread a part of the sums of few outputs, so its bits depend on their number. None where no
+    part is found.
+    """
+    threads, columns = torch.get_num_threads(), matrix.shape[0]
+    parts = [columns] if threads == 1 or columns % (threads * TILE) else [columns, columns // threads]
+    return next((part for part in parts if _agrees(crew, matrix, bias, part, {threads})), None)
+
+
+def _agrees(crew: Crew, matrix: torch.Tensor, bias: torch.Tensor | None, part: int, counts: set[int]) -> bool:
     if not fits(matrix) or (bias is not None and not (bias.dtype is matrix.dtype and bias.is_contiguous())):
         return False
     columns, rows = matrix.shape
@@ -174,8 +191,8 @@ def agrees(crew: Crew, matrix: torch.Tensor, bias: torch.Tensor | None = None) -
     try:
         for _ in range(-(-_PROOF_OUTPUTS // rows)):
             x = torch.randn(1, columns, generator=generator).to(matrix.dtype)
-            crew.multiply([Product(x, matrix, ours, bias)])
-            for count in {1, threads}:
+            crew.multiply([Product(x, matrix, ours, bias, part)])
+            for count in counts:
                 torch.set_num_threads(count)
                 if not torch.equal(ours, functional.linear(x, matrix.t(), bias)):
                     return False

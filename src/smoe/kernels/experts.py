@@ -74,20 +74,20 @@ class TokenExperts:
         for expert in experts:
             count, row = progress + 8 * expert.row, wide + 4 * inner * expert.row
             fields += (unit, 2 * inner, size, tasks.PRODUCT, at_once, 0, count)
-            fields += (token, expert.up.data_ptr(), row, 0, hidden)
+            fields += (token, expert.up.data_ptr(), row, 0, hidden, hidden)
             unit += ups
         for expert in experts:
             n = expert.row
             count, row, mid = progress + 8 * n, wide + 4 * inner * n, gated + 2 * inner * n
-            fields += (unit, inner, inner, tasks.GATE, count, ups, count, row, table, mid, inner, 0)
+            fields += (unit, inner, inner, tasks.GATE, count, ups, count, row, table, mid, inner, 0, 0)
             fields += (unit + 1, hidden, size, tasks.PRODUCT, count, ups + 1, nowhere)
-            fields += (mid, expert.down.data_ptr(), out + 2 * hidden * n, 0, inner)
+            fields += (mid, expert.down.data_ptr(), out + 2 * hidden * n, 0, inner, inner)
             unit += 1 + downs
         if total is not None:
             gains, sum_ = total
             struct.pack_into(f"{len(gains)}f", self._gains, 0, *gains)
             fields += (unit, hidden, _SUM_UNIT, tasks.COMBINE, crew.finished, unit, nowhere)
-            fields += (out, ctypes.addressof(self._gains), sum_.data_ptr(), rows.shape[0], hidden)
+            fields += (out, ctypes.addressof(self._gains), sum_.data_ptr(), rows.shape[0], hidden, 0)
             unit += -(-hidden // _SUM_UNIT)
         is_long = 3 * inner * hidden * len(experts) >= WAKING_WEIGHTS
         crew.run(fields, unit, is_long, counts=rows.shape[0])

@@ -10,8 +10,9 @@ as it would for many rows. Here 16 weight rows are transposed in registers inste
     ...                                          ...          each lane is one output
 
 Grade E0 asks for the library's own bits, and a sum's bits are its order. oneDNN's (brgemm, AVX-512 BF16), found by
-trying: for every output one running sum over k in steps of two, begun anew every 512 k; the parts are added as they
-come. The same instruction is used here in the same order, so the bits agree. Whether they do on the machine at hand is
+trying: for every output one running sum over k in steps of two, begun anew every 512 k; the chains' sums are added as
+they come. Where outputs are few and k many, each of its threads sums a part of the k, and the parts are added at the
+end. The same instruction is used here in the same order, so the bits agree. Whether they do on the machine at hand is
 proven at load on the model's own weights (`crew.agrees`); where they do not, torch computes.
 
 The next 16 rows are fetched into the second cache level while these are computed: a row of 768 is too short for the
@@ -42,9 +43,10 @@ def fits(matrix: torch.Tensor) -> bool:
 
 
 def source() -> str:
-    """The kernel in LLVM's language: `row_product(x, w, out, bias, begin, end, K)`, the outputs begin ... end - 1.
+    """The kernel in LLVM's language: `row_product(x, w, out, bias, begin, end, K, part)`, outputs begin ... end - 1.
 
-    Strips of 16 outputs, chains of 512 k, tiles of 32 k. `bias` may be null; the library adds it before it rounds.
+    Strips of 16 outputs, parts of so many k, chains of 512 k, tiles of 32 k. `bias` may be null; the library adds it
+    before it rounds.
     """
     transposing, pairs = transposed([f"%r{i}" for i in range(LANES)], "i32")
     dots, total = _dots(pairs)
@@ -55,7 +57,7 @@ declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare i64 @llvm.smin.i64(i64, i64)
 
 define internal void @row_product(
-    ptr noalias %x, ptr noalias %w, ptr noalias %out, ptr noalias %bias, i64 %begin, i64 %end, i64 %K) #0 {{
+    ptr noalias %x, ptr noalias %w, ptr noalias %out, ptr noalias %bias, i64 %begin, i64 %end, i64 %K, i64 %part) #0 {{
 entry:
   %has.bias = icmp ne ptr %bias, null
   %ahead = mul i64 %K, {LANES}
@@ -65,12 +67,18 @@ strip:
   %n = phi i64 [%begin, %entry], [%n.next, %strip.end]
   %row0 = mul i64 %n, %K
 {joined(f"  %row{i} = add i64 %row{i - 1}, %K" for i in range(1, LANES))}
+  br label %piece
+piece:
+  %p = phi i64 [0, %strip], [%p.next, %piece.end]
+  %total = phi <16 x float> [zeroinitializer, %strip], [%total.next, %piece.end]
+  %p.next = add i64 %p, %part
+  %p.end = call i64 @llvm.smin.i64(i64 %p.next, i64 %K)
   br label %chain
 chain:
-  %c = phi i64 [0, %strip], [%c.next, %chain.end]
-  %sum = phi <16 x float> [zeroinitializer, %strip], [%sum.next, %chain.end]
+  %c = phi i64 [%p, %piece], [%c.next, %chain.end]
+  %sum = phi <16 x float> [zeroinitializer, %piece], [%sum.next, %chain.end]
   %c.next = add i64 %c, {CHAIN}
-  %c.end = call i64 @llvm.smin.i64(i64 %c.next, i64 %K)
+  %c.end = call i64 @llvm.smin.i64(i64 %c.next, i64 %p.end)
   br label %tile
 tile:
   %k = phi i64 [%c, %chain], [%k.next, %tile]
@@ -83,8 +91,14 @@ tile:
   br i1 %k.more, label %tile, label %chain.end
 chain.end:
   %sum.next = fadd <16 x float> {total}, %sum
-  %c.more = icmp slt i64 %c.next, %K
-  br i1 %c.more, label %chain, label %strip.sum
+  %c.more = icmp slt i64 %c.next, %p.end
+  br i1 %c.more, label %chain, label %piece.end
+piece.end:
+  %p.first = icmp eq i64 %p, 0
+  %p.sum = fadd <16 x float> %total, %sum.next
+  %total.next = select i1 %p.first, <16 x float> %sum.next, <16 x float> %p.sum
+  %p.more = icmp slt i64 %p.next, %K
+  br i1 %p.more, label %piece, label %strip.sum
 strip.sum:
   br i1 %has.bias, label %strip.bias, label %strip.end
 strip.bias:
@@ -93,10 +107,10 @@ strip.bias:
   %bias.low = zext <16 x i16> %bias.half to <16 x i32>
   %bias.bits = shl <16 x i32> %bias.low, {filled("i32 16")}
   %bias.float = bitcast <16 x i32> %bias.bits to <16 x float>
-  %biased = fadd <16 x float> %sum.next, %bias.float
+  %biased = fadd <16 x float> %total.next, %bias.float
   br label %strip.end
 strip.end:
-  %result = phi <16 x float> [%sum.next, %strip.sum], [%biased, %strip.bias]
+  %result = phi <16 x float> [%total.next, %strip.sum], [%biased, %strip.bias]
   %rounded = call <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float> %result)
   %to = getelementptr i16, ptr %out, i64 %n
   store <16 x bfloat> %rounded, ptr %to, align 2

@@ -10,15 +10,15 @@ The block of memory that the threads share, in words of 8 bytes:
     progress   a count for each of the caller's own purposes, such as an expert's finished units
     tasks      one after the other, in the order in which their units are taken
 
-A task is (first unit, outputs, outputs in a unit, kind, wait at, wait for, count at, a, b, c, d, e): its units begin
-once the word at `wait at` has reached `wait for`, and each that is done adds one to the word at `count at`. Tasks wait
-only for earlier ones, whose units somebody has already taken: nobody waits for ever.
+A task is (first unit, outputs, outputs in a unit, kind, wait at, wait for, count at, a, b, c, d, e, f): its units
+begin once the word at `wait at` has reached `wait for`, and each that is done adds one to the word at `count at`.
+Tasks wait only for earlier ones, whose units somebody has already taken: nobody waits for ever.
 
-    kind       a       b        c      d      e       computes
-    PRODUCT    x       matrix   out    bias   K       row_product.py
-    GATE       wide    table    inner  I              elementwise.py
-    COMBINE    rows    gains    out    count  H       elementwise.py
-    CALL       address arguments                      some other function(arguments, unit)
+    kind       a       b        c      d      e    f     computes
+    PRODUCT    x       matrix   out    bias   K    part  row_product.py
+    GATE       wide    table    inner  I                 elementwise.py
+    COMBINE    rows    gains    out    count  H          elementwise.py
+    CALL       address arguments                         some other function(arguments, unit)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPEN, FINISHED, PATIENCE, NOWHERE, PROGRESS = 0, 8, 9, 10, 16
 """Words of the header; `open` has a cache line to itself. Nobody reads what is counted at `NOWHERE`."""
 MOST_COUNTS = 128
 HEADER = PROGRESS + MOST_COUNTS
-FIELDS = 12
+FIELDS = 13
 MOST_TASKS = 1024
 PRODUCT, GATE, COMBINE, CALL = 0, 1, 2, 3
 _LOWER = (1 << 32) - 1
@@ -52,7 +52,7 @@ def _fields(names: str, kind: str, first: int = 0) -> str:
     )
 
 
-_ARGUMENTS = FIELDS - 5
+_ARGUMENTS = FIELDS - 6
 
 _UNIT = f"""
 declare void @llvm.x86.sse2.pause()
@@ -61,12 +61,12 @@ declare i64 @llvm.readcyclecounter()
 define internal void @unit(ptr %task, i64 %begin, i64 %end) {{
 entry:
 {_fields("a b c", "ptr", _ARGUMENTS)}
-{_fields("d e", "i64", _ARGUMENTS + 3)}
+{_fields("d e f", "i64", _ARGUMENTS + 3)}
 {_fields("kind", "i64", 3)}
   switch i64 %kind, label %product [ i64 {GATE}, label %gate  i64 {COMBINE}, label %combine  i64 {CALL}, label %call ]
 product:
   %bias = inttoptr i64 %d to ptr
-  call void @row_product(ptr %a, ptr %b, ptr %c, ptr %bias, i64 %begin, i64 %end, i64 %e)
+  call void @row_product(ptr %a, ptr %b, ptr %c, ptr %bias, i64 %begin, i64 %end, i64 %e, i64 %f)
   ret void
 gate:
   call void @gate(ptr %a, ptr %b, ptr %c, i64 %d, i64 %begin, i64 %end)

@@ -7,72 +7,193 @@ rows than one, and everywhere else, the library computes as before.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from smoe.kernels.crew import Crew, Product, agrees
+from smoe.kernels.crew import Crew, Product, part_that_agrees
 
-_LEAST_TIMINGS = 6
+_MOST_TIMED = 8
+"""Layers of one kind that are timed."""
+_SAMPLES = 1000
+_Kind = tuple[torch.Size, bool]
 
 
-def speed_up(model: nn.Module, crew: Crew) -> float:
+def speed_up(model: nn.Module, crew: Crew, routers: Sequence[nn.Module]) -> float:
     """Replace the one-row product of every linear layer that gains by it; returns their share of the linear weights.
 
-    Takes some tens of milliseconds for every distinct shape.
+    Takes some tens of milliseconds for every distinct shape. `routers` are modules of the library that apply their
+    `weight` themselves.
     """
-    kinds: dict[tuple[torch.Size, bool], list[nn.Linear]] = {}
+    kinds: dict[_Kind, list[nn.Linear]] = {}
     for module in model.modules():
         if type(module) is nn.Linear:
             kinds.setdefault((module.weight.shape, module.bias is not None), []).append(module)
-    adopted = total = 0
-    for modules in kinds.values():
-        first, weights = modules[0], sum(module.weight.numel() for module in modules)
-        total += weights
-        if agrees(crew, first.weight.t(), first.bias) and _is_faster(crew, modules):
-            adopted += weights
-            for module in modules:
-                module.forward = _forward(module, crew)  # type: ignore[method-assign,assignment]
+    parts = {kind: part_that_agrees(crew, some[0].weight.t(), some[0].bias) for kind, some in kinds.items()}
+    adopted = 0
+    for kind, part in _faster(crew, kinds, parts).items():
+        for module in kinds[kind]:
+            module.forward = _forward(module, crew, part)  # type: ignore[method-assign,assignment]
+            adopted += module.weight.numel()
+    left = [module for some in kinds.values() for module in some if "forward" not in module.__dict__]
+    _keep_bits(left, _speed_up_routers(crew, routers))
+    total = sum(module.weight.numel() for some in kinds.values() for module in some)
     return adopted / total if total else 0.0
 
 
-def _forward(module: nn.Linear, crew: Crew) -> Callable[[torch.Tensor], torch.Tensor]:
+def _forward(module: nn.Linear, crew: Crew, part: int) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(input: torch.Tensor) -> torch.Tensor:
         if input.numel() != module.in_features or not input.is_contiguous():
             return functional.linear(input, module.weight, module.bias)
-        return _one_row(input, module, crew)
+        return _one_row(input, module.weight, module.bias, crew, part)
 
     return forward
 
 
-def _one_row(input: torch.Tensor, module: nn.Linear, crew: Crew) -> torch.Tensor:
-    """input [..., K] of one row -> [..., N]"""
-    out = input.new_empty(*input.shape[:-1], module.out_features)
-    crew.multiply([Product(input, module.weight.t(), out, module.bias)])
+def _one_row(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, crew: Crew, part: int = 0
+) -> torch.Tensor:
+    """input [..., K] of one row, weight [N, K] -> [..., N]"""
+    out = input.new_empty(*input.shape[:-1], weight.shape[0])
+    crew.multiply([Product(input, weight.t(), out, bias, part)])
     return out
 
 
-def _is_faster(crew: Crew, modules: Sequence[nn.Linear]) -> bool:
-    """One matrix after the other, as a token meets them: the same one again would lie in the processor's cache."""
-    x, rounds = modules[0].weight.new_ones(1, modules[0].in_features), range(-(-_LEAST_TIMINGS // len(modules)))
+def _faster(
+    crew: Crew, kinds: Mapping[_Kind, Sequence[nn.Linear]], parts: Mapping[_Kind, int | None]
+) -> dict[_Kind, int]:
+    """Which kinds of layers gain, of those that have a part, and their parts.
 
-    def theirs(module: nn.Linear) -> torch.Tensor:
-        return functional.linear(x, module.weight, module.bias)
+    Timed in the order in which a token meets them, on memory as cold as it finds it. The library has one thread: that
+    is what it has when nearly all products are ours.
+    """
+    known = {kind: part for kind, part in parts.items() if part is not None}
+    chosen = {module: kind for kind in known for module in kinds[kind][:_MOST_TIMED]}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        theirs, ours = (
+            [_seconds(functools.partial(way, module, _some_row(module), crew)) for module in chosen]
+            for way in (_by_library, _by_crew)
+        )
+    finally:
+        torch.set_num_threads(threads)
+    before, after = (_medians(chosen.values(), seconds) for seconds in (theirs, ours))
+    return {kind: part for kind, part in known.items() if after[kind] < before[kind]}
 
-    def ours(module: nn.Linear) -> torch.Tensor:
-        return _one_row(x, module, crew)
 
-    before, after = (
-        median(_seconds(functools.partial(way, module)) for _ in rounds for module in modules) for way in (theirs, ours)
-    )
-    return after < before
+def _some_row(module: nn.Linear) -> torch.Tensor:
+    return module.weight.new_ones(1, module.in_features)
+
+
+def _by_library(module: nn.Linear, x: torch.Tensor, crew: Crew) -> torch.Tensor:
+    return functional.linear(x, module.weight, module.bias)
+
+
+def _by_crew(module: nn.Linear, x: torch.Tensor, crew: Crew) -> torch.Tensor:
+    return _one_row(x, module.weight, module.bias, crew)
+
+
+def _medians(kinds: Iterable[_Kind], seconds: Sequence[float]) -> dict[_Kind, float]:
+    by_kind: dict[_Kind, list[float]] = {}
+    for kind, took in zip(kinds, seconds, strict=True):
+        by_kind.setdefault(kind, []).append(took)
+    return {kind: median(times) for kind, times in by_kind.items()}
 
 
 def _seconds(job: Callable[[], object]) -> float:
     started = perf_counter()
     job()
     return perf_counter() - started
+
+
+class _RouterWeight(torch.Tensor):
+    """A router's weight that sees to its product with one row; for everything else an ordinary parameter."""
+
+    one_row: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """(x [..., K] of one row, weight [N, K]) -> [..., N]"""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is functional.linear and len(args) == 2 and not kwargs:
+                x, weight = args
+                if type(x) is torch.Tensor and x.numel() == weight.shape[1] and x.dtype is weight.dtype:
+                    return weight.one_row(x.contiguous(), weight)
+            return func(*args, **(kwargs or {}))
+
+
+def _speed_up_routers(crew: Crew, routers: Sequence[nn.Module]) -> list[nn.Module]:
+    """A few hundred kilobytes, for which the library takes ten times as long as memory does; returns who is left."""
+    left: list[nn.Module] = []
+    parts: dict[torch.Size, int | None] = {}
+    for router in routers:
+        weight = getattr(router, "weight", None)
+        if type(router) is nn.Linear or not isinstance(weight, nn.Parameter):
+            continue
+        if weight.shape not in parts:
+            parts[weight.shape] = part_that_agrees(crew, weight.t())
+        part = parts[weight.shape]
+        if part is None:
+            left.append(router)
+        else:
+            _give(router, functools.partial(_one_row, bias=None, crew=crew, part=part))
+    return left
+
+
+def _give(router: nn.Module, one_row: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    ours = router.get_parameter("weight").detach().as_subclass(_RouterWeight)
+    ours.one_row = one_row
+    ours._is_param = True  # type: ignore[attr-defined]
+    router.weight = ours
+
+
+def _keep_bits(linears: Sequence[nn.Linear], routers: Sequence[nn.Module]) -> None:
+    """What is left to the library keeps its bits when a token is computed on one thread.
+
+    For some shapes the library cuts a sum into as many parts as there are threads (64 outputs of 2048 numbers each, two
+    threads: 2 of 96000 outputs differ): such a product goes on all threads as before.
+    """
+    threads = torch.get_num_threads()
+    verdicts: dict[tuple[torch.Size, torch.dtype], bool] = {}
+    for module in [*linears, *routers]:
+        weight = module.get_parameter("weight")
+        kind = weight.shape, weight.dtype
+        if kind not in verdicts:
+            verdicts[kind] = _is_the_same_on_one_thread(weight)
+        if verdicts[kind]:
+            continue
+        if isinstance(module, nn.Linear):
+            module.forward = _on_all(threads, module.forward)  # type: ignore[method-assign]
+        else:
+            _give(module, _on_all(threads, functional.linear))
+
+
+def _is_the_same_on_one_thread(weight: torch.Tensor) -> bool:
+    generator, threads = torch.Generator().manual_seed(0), torch.get_num_threads()
+    x = torch.randn(_SAMPLES, 1, weight.shape[1], generator=generator).to(weight.dtype)
+    try:
+        on_all = [functional.linear(row, weight) for row in x]
+        torch.set_num_threads(1)
+        return all(torch.equal(functional.linear(row, weight), y) for row, y in zip(x, on_all, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _on_all(threads: int, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def run(*args: torch.Tensor) -> torch.Tensor:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return forward(*args)
+        finally:
+            torch.set_num_threads(before)
+
+    return run

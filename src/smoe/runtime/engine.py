@@ -225,10 +225,11 @@ class Engine:
 
     @contextmanager
     def _threads(self, positions: int) -> Iterator[None]:
-        """What is left to the library of one token computes on one thread, where our kernel has the large products.
+        """What is left to the library of one token computes on one thread, where our kernels have the large products.
 
         Sharing such short work out takes longer than doing it, and the library's threads, once awake, hold up ours.
-        Our kernel's bits have been compared with the library's on one thread and on all.
+        Our kernels' bits have been compared with the library's on one thread and on all; a product that is left and
+        depends on it stays on all (`runtime/dense.py`).
         """
         if positions > 1 or not self.executor.leaves_little:
             yield

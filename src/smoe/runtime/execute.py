@@ -80,7 +80,7 @@ class LayerExecutor:
         self.may_peek = True
         """Whether this pass may run another layer's attention: not where the caller listens to the layers."""
         self.leaves_little = False
-        """Whether our kernel has nearly all products of one token, so that the library needs one thread only."""
+        """Whether our kernels have nearly all products of one token, so that the library needs one thread only."""
         self.shadow = Shadow()
         """Whether there is time to look ahead."""
         self._awaited: list[Ticket] = []
