@@ -204,7 +204,7 @@ class Engine:
             seconds = self.now() - started
             counters.forward_seconds += seconds
             if self.executor.trial is not None and self._phase is Phase.DECODE:
-                self.executor.trial.note(seconds)
+                self.executor.trial.note(seconds, counters.prefetches, counters.prefetches_used)
 
     def run_experts(
         self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
