@@ -27,25 +27,18 @@ def test_the_faster_way_is_kept(on: float, off: float, stays: bool) -> None:
     assert (trial.trials, trial.switches_off) == (1, int(not stays))
 
 
-@pytest.mark.parametrize(("right", "stays"), [(0.3, False), (0.7, True)])
-def test_guesses_that_are_mostly_wrong_end_it_after_one_turn(right: float, stays: bool) -> None:
-    """In every trial anew, whatever was right before, and whatever the clock says."""
-    trial, guesses = Trial(), 0
-    for _ in range(2):
-        for _ in range(TURN):
-            assert trial.is_on
-            guesses += 10
-            trial.note(1.0, guesses, int(right * guesses))
-        on = 0
-        for _ in range(TURN * (TURNS - 1) if stays else 0):
-            guesses += 10 * trial.is_on
-            trial.note(1.0, guesses, int(right * guesses))
-        for _ in range(STAY):
-            on += trial.is_on
-            guesses += 10 * trial.is_on
-            trial.note(1.0, guesses, int(right * guesses))
-        assert on == (STAY if stays else 0)
-    assert trial.switches_off == (0 if stays else 2)
+@pytest.mark.parametrize("right", [0.3, 0.7])
+def test_guesses_that_are_mostly_wrong_end_it_at_once(right: float) -> None:
+    """In a trial and after it; the next one begins as if nothing had been."""
+    trial, guesses, correct = Trial(), 0, 0.0
+    for step in range(2 * STAY):
+        was_on = trial.is_on
+        guesses += 10 * was_on
+        correct += (0.7 if step < 2 * TURN else right) * 10 * was_on
+        trial.note(1.0, guesses, int(correct))
+        if right < 0.5 and 2 * TURN + 6 <= step < 2 * TURN + STAY:
+            assert not trial.is_on, step
+    assert trial.switches_off == (2 if right < 0.5 else 0)
 
 
 def test_noise_does_not_decide() -> None:

@@ -18,16 +18,16 @@ RECENT = 0.1
 """Weight of the last measurement in a decaying mean."""
 MARGIN = 0.02
 """Off must be faster by this share: a tie is left on."""
-WORTH = 0.5
+WORTH = 0.4
 """Share of guesses that must be right. A wrong one costs what a right one saves: it takes the disk from a load that is
 waited for, by up to a chunk, and memory's and the processor's time for nothing."""
-_LEAST_GUESSES = 24
+_LEAST_GUESSES = 48
 
 
 class Trial:
     """`is_on` says how the next step is to run; `note` hears how long it took.
 
-    The clock decides, but for guesses that are mostly wrong: those are seen in the first turn.
+    The clock decides, but for guesses that are mostly wrong: then it is off at once, until the next trial.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,15 @@ class Trial:
 
     def note(self, seconds: float, guesses: int = 0, right: int = 0) -> None:
         """A step of the present way took so long; so many guesses so far, and so many of them right."""
+        if self.is_on and self._are_wrong(guesses, right):
+            self._turn = TURNS
+            self._left = STAY
+            self._conclude(False)
+            return
         if self._turn == TURNS:
             self._left -= 1
             if self._left == 0:
                 self._begin()
-                self._guesses, self._right = guesses, right
             return
         self._step += 1
         if self._step > 1:
@@ -55,22 +59,25 @@ class Trial:
             self._step = 0
             self._turn += 1
             self.is_on = not self.is_on
-            made, proved = guesses - self._guesses, right - self._right
-            if self._turn == 1 and made >= _LEAST_GUESSES and proved < WORTH * made:
-                self._turn = TURNS
-                self.trials += 1
-                self.switches_off += 1
-            elif self._turn == TURNS:
-                self._decide()
+            if self._turn == TURNS:
+                self._conclude(median(self._seconds[True]) <= median(self._seconds[False]) * (1 + MARGIN))
+
+    def _are_wrong(self, guesses: int, right: int) -> bool:
+        """Of the guesses since the last look, if there are enough to tell."""
+        made, proved = guesses - self._guesses, right - self._right
+        if made < _LEAST_GUESSES:
+            return False
+        self._guesses, self._right = guesses, right
+        return proved < WORTH * made
 
     def _begin(self) -> None:
         self.is_on, self._turn, self._step, self._left = True, 0, 0, STAY
         self._seconds = {True: [], False: []}
 
-    def _decide(self) -> None:
+    def _conclude(self, is_on: bool) -> None:
         self.trials += 1
-        self.is_on = median(self._seconds[True]) <= median(self._seconds[False]) * (1 + MARGIN)
-        self.switches_off += not self.is_on
+        self.is_on = is_on
+        self.switches_off += not is_on
 
 
 class Shadow:
