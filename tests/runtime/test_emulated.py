@@ -180,7 +180,7 @@ def test_a_look_ahead_that_is_switched_off_costs_nothing(toy: Callable[..., Path
     model = open_model(toy("qwen3_moe"), "fifth", prefetch="look-ahead")
     executor = model.offload.executor
     executor.trial = Trial()
-    executor.trial.note = lambda seconds: None
+    executor.trial.note = lambda *_: None
     executor.trial.is_on = False
     oracle.greedy(model)
     assert model.offload.stats().look_aheads == 0

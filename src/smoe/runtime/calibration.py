@@ -7,11 +7,14 @@ import time
 import torch
 from transformers import PreTrainedModel
 
+from smoe.expert import EXACT
 from smoe.memory.emulation import Emulation
 from smoe.memory.link import Link
 from smoe.runtime.engine import Engine
 
 _STEPS = 4
+_BESIDE_OTHERS = 1.3
+"""How much longer the CPU takes for an expert while links and device are acted on the same cores."""
 
 
 def calibrate(model: PreTrainedModel, emulation: Emulation, link: Link) -> None:
@@ -27,12 +30,24 @@ def calibrate(model: PreTrainedModel, emulation: Emulation, link: Link) -> None:
     emulation.choose_dilation(
         copy=_copy_seconds(engine.slot_memory, engine.store.slot_bytes),
         expert=expert,
-        host=2 * expert,  # on one thread, and beside the others
+        host=_host_seconds(model, engine, expert),
         layer=counts.dense_seconds / max(1, layers),
     )
     emulation.is_paced = True
     for _ in link.measured():
         pass  # taken at another pace
+
+
+def _host_seconds(model: PreTrainedModel, engine: Engine, guess: float) -> float:
+    """Of one expert and one row on the CPU beside the device: on one thread, without our kernel, beside the others."""
+    host_experts = engine.executor.math.host_experts
+    if host_experts is None:
+        return 2 * guess
+    layer = min(engine.store.layers)
+    row = torch.zeros(1, engine.executor.math.hidden_size(layer), dtype=next(model.parameters()).dtype)
+    for expert in range(min(_STEPS, engine.store.layers[layer].experts)):
+        host_experts.submit((layer, expert, EXACT), row).result()
+    return _BESIDE_OTHERS * max(seconds for seconds, _ in host_experts.measured())
 
 
 def _run(model: PreTrainedModel, engine: Engine, steps: int) -> None:
