@@ -3,10 +3,11 @@
     python -m bench.overhead [--repeats 300]
 
 The layer has 64 experts, top-8, of the embedded model's size, so that arithmetic takes next to nothing and what is left
-is Python and dispatch; once with our kernel, where this machine has it, and once with the library's arithmetic. "Bare loop" is the least any eager implementation must do for one token: for every expert the two matrix
-products (with their transposed views), the gate's activation and product, the routing weight, and the sum. "With
-misses" gives every layer about four misses whose bytes are there at once: it counts planning, tables, queues and
-waking threads, not the disk. Prints medians in microseconds and ends with one JSON line.
+is Python and dispatch; once with our kernel, where this machine has it, and once with the library's arithmetic. "Bare
+loop" is the least any eager implementation must do for one token: for every expert the two matrix products (with their
+transposed views), the gate's activation and product, the routing weight, and the sum. "With misses" gives every layer
+about four misses whose bytes are there at once: it counts planning, tables, queues and waking threads, not the disk.
+Prints medians in microseconds and ends with one JSON line.
 """
 
 from __future__ import annotations

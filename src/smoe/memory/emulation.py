@@ -25,8 +25,8 @@ from typing import Any
 from smoe.errors import ConfigError
 
 MARGIN = 4.0
-"""How much slower than its fastest the real machine may become before it is late: link, CPU and device are acted at once
-on the same cores and the same memory, and are measured one by one."""
+"""How much slower than its fastest the real machine may become before it is late: link, CPU and device are acted at
+once on the same cores and the same memory, and are measured one by one."""
 
 
 @dataclass(frozen=True)
