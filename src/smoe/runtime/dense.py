@@ -20,7 +20,8 @@ from smoe.kernels.crew import Crew, Product, part_that_agrees
 
 _MOST_TIMED = 8
 """Layers of one kind that are timed."""
-_SAMPLES = 1000
+_MOST_SAMPLES = 1000
+_SAMPLED_OUTPUTS = 1 << 16
 _Kind = tuple[torch.Size, bool]
 
 
@@ -178,7 +179,8 @@ def _keep_bits(linears: Sequence[nn.Linear], routers: Sequence[nn.Module]) -> No
 
 def _is_the_same_on_one_thread(weight: torch.Tensor) -> bool:
     generator, threads = torch.Generator().manual_seed(0), torch.get_num_threads()
-    x = torch.randn(_SAMPLES, 1, weight.shape[1], generator=generator).to(weight.dtype)
+    samples = min(_MOST_SAMPLES, -(-_SAMPLED_OUTPUTS // weight.shape[0]))  # of many outputs each thread has some
+    x = torch.randn(samples, 1, weight.shape[1], generator=generator).to(weight.dtype)
     try:
         on_all = [functional.linear(row, weight) for row in x]
         torch.set_num_threads(1)
