@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -170,3 +171,13 @@ def test_describe_adds_up(toy: Callable[..., Path], open_model: Open) -> None:
     assert sum(facts["bytes"].values()) <= facts["memory_budget_bytes"]
     assert facts["slots"] == 16 and facts["resident_share"] == 0.5
     assert engine.peak_memory_bytes() <= facts["memory_budget_bytes"]
+
+
+def test_closing_gives_the_slots_memory_back(toy: Callable[..., Path]) -> None:
+    """At once, not when the cycles around a model are collected: the next model may need it."""
+    model = oracle.open_model(toy("qwen3_moe", dtype=torch.bfloat16), "full")
+    oracle.greedy(model)
+    memory = weakref.ref(model.offload._arena._map)
+    assert memory() is not None
+    model.offload.close()
+    assert memory() is None

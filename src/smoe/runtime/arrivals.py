@@ -76,6 +76,11 @@ class Arrivals:
         self.counters = Counters()
         self.transfers.start_anew()
 
+    def forget(self) -> None:
+        """Let go of the slots' memory; nothing may be under way, and nothing is asked for any more."""
+        self._weights = [None] * len(self._weights)
+        self._views.clear()
+
     def adopt(self, plan: LayerPlan) -> None:
         """A layer's plan is to be carried out: its promotions at once, its loads in their order."""
         for promotion in plan.promotions:

@@ -166,6 +166,7 @@ class Engine:
             if self._process == os.getpid():
                 self.executor.math.close()
                 self._transfers.close()
+            self.executor.arrivals.forget()
             self._arena.close()
 
     def __enter__(self) -> Engine:
