@@ -93,9 +93,10 @@ def assemble(
             rules=rules,
         )
         _put_behind(model, plan, engine, predictors)
+        balancer = _beside(executor, model, plan, config, store, tiers, emulation)
         if emulation is not None and tiers.link is not None and config.dilation is None:
             calibrate(model, emulation, tiers.link)
-        _balance(executor, model, plan, config, store, tiers, emulation)
+        executor.balancer = balancer  # not before: a calibration measures the device
         executor.start_anew(engine.fresh_eviction())
         executor.trial = Trial() if config.prefetch == "auto" else None
         executor.substitute_by(config)
@@ -150,7 +151,7 @@ def _put_behind(model: PreTrainedModel, plan: Blueprint, engine: Engine, predict
         look_ahead.install()
 
 
-def _balance(
+def _beside(
     executor: LayerExecutor,
     model: PreTrainedModel,
     plan: Blueprint,
@@ -158,13 +159,13 @@ def _balance(
     store: ExpertStore,
     tiers: _Tiers,
     emulation: Emulation | None,
-) -> None:
-    """The CPU beside the device, where it is to compute what the device lacks."""
+) -> Balancer | None:
+    """The CPU beside the device, and what shares the work out, where it is to compute what the device lacks."""
     method = config.balance
     if method == "auto":
         method = "none" if tiers.host is None else "optimal"
     if method == "none":
-        return
+        return None
     assert tiers.host is not None and tiers.link is not None, "refused before loading"
     math = _math(model, plan)
     if executor.device.type != "cpu" and not all(layer.is_movable for layer in math.values()):
@@ -180,7 +181,7 @@ def _balance(
             )
         profile, nbytes = emulation.profile, store.expert_bytes
         fixed = Costs(profile.link_seconds(nbytes), profile.host_seconds(nbytes, 1))
-    executor.balancer = Balancer(method, config.balance_order, tiers.link, executor.math.host_experts, fixed)
+    return Balancer(method, config.balance_order, tiers.link, executor.math.host_experts, fixed)
 
 
 def _choose_arithmetic(model: PreTrainedModel, plan: Blueprint, config: EngineConfig, executor: LayerExecutor) -> None:

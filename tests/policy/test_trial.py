@@ -41,6 +41,16 @@ def test_guesses_that_are_mostly_wrong_end_it_at_once(right: float) -> None:
     assert trial.switches_off == (2 if right < 0.5 else 0)
 
 
+def test_a_prompts_guesses_are_passed_over() -> None:
+    trial = Trial()
+    trial.note(1.0, 10, 9)
+    trial.pass_over(500, 9)
+    trial.note(1.0, 560, 60)
+    assert trial.is_on
+    trial.note(1.0, 620, 61)
+    assert not trial.is_on
+
+
 def test_noise_does_not_decide() -> None:
     trial = Trial()
     live(trial, TURN * TURNS, 1.3, 1.0, noise=0.2)

@@ -21,6 +21,8 @@ import torch
 from smoe.kernels import tasks
 from smoe.kernels.crew import LONE_UNIT, UNIT, WAKING_WEIGHTS, Crew
 
+MOST_EXPERTS = tasks.MOST_COUNTS
+"""Of one token: each has a count of its own."""
 _SUM_UNIT = 512
 
 

@@ -62,6 +62,10 @@ class Trial:
             if self._turn == TURNS:
                 self._conclude(median(self._seconds[True]) <= median(self._seconds[False]) * (1 + MARGIN))
 
+    def pass_over(self, guesses: int, right: int) -> None:
+        """What has been guessed until now was no part of this: a prompt's guesses say nothing about decoding."""
+        self._guesses, self._right = guesses, right
+
     def _are_wrong(self, guesses: int, right: int) -> bool:
         """Of the guesses since the last look, if there are enough to tell."""
         made, proved = guesses - self._guesses, right - self._right

@@ -204,8 +204,12 @@ class Engine:
             counters.tokens += tokens * rows - (int(self._padding.sum()) if self._padding is not None else 0)
             seconds = self.now() - started
             counters.forward_seconds += seconds
-            if self.executor.trial is not None and self._phase is Phase.DECODE:
-                self.executor.trial.note(seconds, counters.prefetches, counters.prefetches_used)
+            if self.executor.trial is not None:
+                guesses = counters.prefetches, counters.prefetches_used
+                if self._phase is Phase.DECODE:
+                    self.executor.trial.note(seconds, *guesses)
+                else:
+                    self.executor.trial.pass_over(*guesses)
 
     def run_experts(
         self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from smoe.kernels.crew import Crew
-from smoe.kernels.experts import Expert, TokenExperts
+from smoe.kernels.experts import MOST_EXPERTS, Expert, TokenExperts
 from smoe.runtime.expert_math import ExpertMath, Weights
 from smoe.runtime.team import Team
 
@@ -44,7 +44,7 @@ def one_token(
     ascending: Sequence[int],
 ) -> OneToken:
     """hidden [1, H], top_k_weights [1, K]; `routes`: each expert's k; `ascending`: the experts in the sum's order."""
-    if math.kernel is not None:
+    if math.kernel is not None and len(routes) <= MOST_EXPERTS:
         return _InOnePiece(math.kernel, hidden, top_k_weights, routes, ascending)
     return _ByOperations(math, team, hidden, top_k_weights, routes, ascending)
 
