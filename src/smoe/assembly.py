@@ -199,7 +199,8 @@ def _choose_arithmetic(model: PreTrainedModel, plan: Blueprint, config: EngineCo
     # even on one thread our attention is several times faster than the library's on all
     attending = attention.speed_up(model, executor.math.crew if executor.math.crew is not None else Crew(1))
     if executor.math.crew is not None:
-        routers = [model.get_submodule(path) for path in plan.anatomy.routers.values()]
+        gates = plan.anatomy.gates
+        routers = {model.get_submodule(path): of in gates for of, path in plan.anatomy.routers.items()}
         share = dense.speed_up(model, executor.math.crew, routers)
         is_attending = attending == model.config.get_text_config().num_hidden_layers
         executor.leaves_little = is_attending and share > _NEARLY_ALL

@@ -30,7 +30,7 @@ def test_only_plain_linear_layers_change(crew: Crew) -> None:
 
     layers = [nn.Linear(64, 96, False), nn.Linear(64, 128), Other(64, 96, False), nn.Linear(64, 97, False)]
     model = nn.ModuleList(layers).bfloat16().requires_grad_(False)
-    assert dense.speed_up(model, crew, []) == pytest.approx((96 + 128) / (96 + 128 + 97))
+    assert dense.speed_up(model, crew, {}) == pytest.approx((96 + 128) / (96 + 128 + 97))
     assert [("forward" in layer.__dict__) for layer in layers] == [True, True, False, False]
 
 
@@ -40,7 +40,7 @@ def test_every_shape_gives_the_librarys_bits(shape: tuple[int, ...], bias: bool,
     layer = nn.Linear(64, 160, bias=bias).bfloat16().requires_grad_(False)
     x = torch.randn(shape).bfloat16()
     theirs = layer(x)
-    dense.speed_up(layer, crew, [])
+    dense.speed_up(layer, crew, {})
     assert torch.equal(layer(x), theirs)
     assert torch.equal(layer(x.expand(2, *shape)[0]), theirs)
     strided = torch.randn(*shape[:-1], 128).bfloat16()[..., ::2]
@@ -59,7 +59,7 @@ def test_a_routers_weight_is_an_ordinary_parameter_beside(crew: Crew) -> None:
     router, rows = Router(), torch.randn(5, 64).bfloat16()
     state, theirs = router.state_dict(), [router(rows[:1]), router(rows), router(rows[0])]
     before = router.weight.float()
-    dense.speed_up(router, crew, [router])
+    dense.speed_up(router, crew, {router: True})
     called: list[int] = []
     multiply, crew.multiply = crew.multiply, lambda products: called.append(len(products)) or multiply(products)  # type: ignore[method-assign,func-returns-value,assignment]
     ours = [router(rows[:1]), router(rows), router(rows[0])]
@@ -71,28 +71,36 @@ def test_a_routers_weight_is_an_ordinary_parameter_beside(crew: Crew) -> None:
     assert torch.equal(router.weight.float(), before)
 
 
+class Counting(nn.Module):
+    """A router whose bits depend on the number of threads."""
+
+    def __init__(self, depends: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64), requires_grad=False)
+        self.depends = depends
+
+    def forward(self, x: torch.Tensor, more: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, nn.functional.linear(x, self.weight) + (torch.get_num_threads() if self.depends else 0) + more
+
+
 def test_what_is_left_keeps_its_bits_on_one_thread(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library cuts long sums of few outputs into one part a thread."""
+    """A router that depends on the threads, one that does not, one that cannot be asked, and a linear layer."""
     monkeypatch.setattr(dense, "_faster", lambda crew, kinds, parts: {})
-    monkeypatch.setattr(dense, "_is_the_same_on_one_thread", lambda weight: weight.shape[0] != 64)
-    cut, whole = (nn.Linear(64, rows, bias=False).requires_grad_(False) for rows in (64, 96))
-    router = nn.Module()
-    router.weight = nn.Parameter(torch.randn(64, 64), requires_grad=False)
-    dense.speed_up(nn.ModuleList([cut, whole]), crew, [router])
-    threads, seen = torch.get_num_threads(), list[int]()
-    torch.set_num_threads(threads + 1)
-    linear = nn.functional.linear
-    monkeypatch.setattr(nn.functional, "linear", lambda *args: seen.append(torch.get_num_threads()) or linear(*args))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
     try:
+        cut, whole, unasked, linear = Counting(True), Counting(False), Counting(True), nn.Linear(64, 32, bias=False)
+        dense._keep_bits([linear.requires_grad_(False)], {cut: True})
+        dense._keep_bits([], {whole: True})
+        dense._keep_bits([], {unasked: False})
         x = torch.randn(1, 64)
-        assert torch.equal(cut(x), linear(x, cut.weight))
-        whole(x)
+        expected = cut(x)[1]
+        torch.set_num_threads(1)  # as within a step
+        assert torch.equal(cut(x)[1], expected)
+        assert torch.equal(unasked(x, more=1.0)[1], nn.functional.linear(x, unasked.weight) + 2 + 1.0)
+        assert [("forward" in m.__dict__) for m in (cut, whole, unasked, linear)] == [True, False, True, False]
     finally:
-        torch.set_num_threads(threads)
-    assert seen == [threads, threads + 1]
-    assert "forward" in cut.__dict__
-    assert "forward" not in whole.__dict__
-    assert type(router.weight) is not nn.Parameter
+        torch.set_num_threads(before)
 
 
 INNER = {"mixtral": "intermediate_size", "olmoe": "intermediate_size", "granitemoe": "intermediate_size"}

@@ -7,6 +7,8 @@ that arrives for the wrong expert, a look-ahead that spoils the KV cache, an err
 from __future__ import annotations
 
 import gc
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ from transformers import PreTrainedModel
 
 from smoe.config import configure
 from smoe.errors import ConfigError, TransferError
+from smoe.memory.emulation import Emulation
 from smoe.memory.movers import Filler
 from smoe.policy.trial import Trial
 from smoe.routing import Phase
+from smoe.runtime.expert_math import ExpertMath
 from tests import oracle, zoo
 
 Open = Callable[..., PreTrainedModel]
@@ -203,3 +207,27 @@ def test_the_dilation_is_found_by_measuring(toy: Callable[..., Path], open_model
     assert model.offload.executor.math.emulation.dilation >= 1
     assert model.offload.stats().tokens == 0, "calibration is not the user's"
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+
+
+def test_the_cpus_experts_are_calibrated_as_they_are_computed(
+    toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not guessed from the device's: the CPU computes on one thread, and without our kernel."""
+    heard: dict[str, float] = {}
+    choose, forward = Emulation.choose_dilation, ExpertMath.forward
+
+    def slow_on_the_cpu(math: ExpertMath, x: torch.Tensor, weights: Any) -> torch.Tensor:
+        if "host-experts" in threading.current_thread().name:
+            time.sleep(0.05)
+        return forward(math, x, weights)
+
+    def listen(emulation: Emulation, **times: float) -> None:
+        heard.update(times)
+        choose(emulation, **times)
+
+    monkeypatch.setattr(Emulation, "choose_dilation", listen)
+    monkeypatch.setattr(ExpertMath, "forward", slow_on_the_cpu)
+    folder = toy("qwen3_moe")
+    for balance, is_slow in (("optimal", True), ("none", False)):
+        open_model(folder, "half", device="emulated", balance=balance)
+        assert (heard["host"] > 0.05) is is_slow

@@ -7,6 +7,7 @@ rows than one, and everywhere else, the library computes as before.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from time import perf_counter
@@ -20,16 +21,17 @@ from smoe.kernels.crew import Crew, Product, part_that_agrees
 
 _MOST_TIMED = 8
 """Layers of one kind that are timed."""
+_TURNS = 3
 _MOST_SAMPLES = 1000
 _SAMPLED_OUTPUTS = 1 << 16
 _Kind = tuple[torch.Size, bool]
 
 
-def speed_up(model: nn.Module, crew: Crew, routers: Sequence[nn.Module]) -> float:
+def speed_up(model: nn.Module, crew: Crew, routers: Mapping[nn.Module, bool]) -> float:
     """Replace the one-row product of every linear layer that gains by it; returns their share of the linear weights.
 
     Takes some tens of milliseconds for every distinct shape. `routers` are modules of the library that apply their
-    `weight` themselves.
+    `weight` themselves; True where hidden states [T, H] are all that they take.
     """
     kinds: dict[_Kind, list[nn.Linear]] = {}
     for module in model.modules():
@@ -42,7 +44,8 @@ def speed_up(model: nn.Module, crew: Crew, routers: Sequence[nn.Module]) -> floa
             module.forward = _forward(module, crew, part)  # type: ignore[method-assign,assignment]
             adopted += module.weight.numel()
     left = [module for some in kinds.values() for module in some if "forward" not in module.__dict__]
-    _keep_bits(left, _speed_up_routers(crew, routers))
+    _speed_up_routers(crew, routers)
+    _keep_bits(left, routers)
     total = sum(module.weight.numel() for some in kinds.values() for module in some)
     return adopted / total if total else 0.0
 
@@ -75,17 +78,18 @@ def _faster(
     """
     known = {kind: part for kind, part in parts.items() if part is not None}
     chosen = {module: kind for kind in known for module in kinds[kind][:_MOST_TIMED]}
+    theirs: dict[_Kind, list[float]] = {kind: [] for kind in known}
+    ours: dict[_Kind, list[float]] = {kind: [] for kind in known}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        theirs, ours = (
-            [_seconds(functools.partial(way, module, _some_row(module), crew)) for module in chosen]
-            for way in (_by_library, _by_crew)
-        )
+        for _ in range(_TURNS):
+            for way, seconds in ((_by_library, theirs), (_by_crew, ours)):
+                for module, kind in chosen.items():
+                    seconds[kind].append(_seconds(functools.partial(way, module, _some_row(module), crew)))
     finally:
         torch.set_num_threads(threads)
-    before, after = (_medians(chosen.values(), seconds) for seconds in (theirs, ours))
-    return {kind: part for kind, part in known.items() if after[kind] < before[kind]}
+    return {kind: part for kind, part in known.items() if median(ours[kind]) < median(theirs[kind])}
 
 
 def _some_row(module: nn.Linear) -> torch.Tensor:
@@ -98,13 +102,6 @@ def _by_library(module: nn.Linear, x: torch.Tensor, crew: Crew) -> torch.Tensor:
 
 def _by_crew(module: nn.Linear, x: torch.Tensor, crew: Crew) -> torch.Tensor:
     return _one_row(x, module.weight, module.bias, crew)
-
-
-def _medians(kinds: Iterable[_Kind], seconds: Sequence[float]) -> dict[_Kind, float]:
-    by_kind: dict[_Kind, list[float]] = {}
-    for kind, took in zip(kinds, seconds, strict=True):
-        by_kind.setdefault(kind, []).append(took)
-    return {kind: median(times) for kind, times in by_kind.items()}
 
 
 def _seconds(job: Callable[[], object]) -> float:
@@ -131,9 +128,8 @@ class _RouterWeight(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def _speed_up_routers(crew: Crew, routers: Sequence[nn.Module]) -> list[nn.Module]:
-    """A few hundred kilobytes, for which the library takes ten times as long as memory does; returns who is left."""
-    left: list[nn.Module] = []
+def _speed_up_routers(crew: Crew, routers: Iterable[nn.Module]) -> None:
+    """A few hundred kilobytes, for which the library takes ten times as long as memory does."""
     parts: dict[torch.Size, int | None] = {}
     for router in routers:
         weight = getattr(router, "weight", None)
@@ -142,59 +138,58 @@ def _speed_up_routers(crew: Crew, routers: Sequence[nn.Module]) -> list[nn.Modul
         if weight.shape not in parts:
             parts[weight.shape] = part_that_agrees(crew, weight.t())
         part = parts[weight.shape]
-        if part is None:
-            left.append(router)
-        else:
-            _give(router, functools.partial(_one_row, bias=None, crew=crew, part=part))
-    return left
+        if part is not None:
+            ours = weight.detach().as_subclass(_RouterWeight)
+            ours.one_row = functools.partial(_one_row, bias=None, crew=crew, part=part)
+            ours._is_param = True  # type: ignore[attr-defined]
+            router.weight = ours
 
 
-def _give(router: nn.Module, one_row: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    ours = router.get_parameter("weight").detach().as_subclass(_RouterWeight)
-    ours.one_row = one_row
-    ours._is_param = True  # type: ignore[attr-defined]
-    router.weight = ours
-
-
-def _keep_bits(linears: Sequence[nn.Linear], routers: Sequence[nn.Module]) -> None:
+def _keep_bits(linears: Iterable[nn.Linear], routers: Mapping[nn.Module, bool]) -> None:
     """What is left to the library keeps its bits when a token is computed on one thread.
 
     For some shapes the library cuts a sum into as many parts as there are threads (64 outputs of 2048 numbers each, two
-    threads: 2 of 96000 outputs differ): such a product goes on all threads as before.
+    threads: 2 of 96000 outputs differ): such a product goes on all threads as before. Of a router the whole answer is
+    compared, as some compute in float32; one that cannot be asked goes on all threads.
     """
     threads = torch.get_num_threads()
-    verdicts: dict[tuple[torch.Size, torch.dtype], bool] = {}
-    for module in [*linears, *routers]:
-        weight = module.get_parameter("weight")
-        kind = weight.shape, weight.dtype
-        if kind not in verdicts:
-            verdicts[kind] = _is_the_same_on_one_thread(weight)
-        if verdicts[kind]:
-            continue
-        if isinstance(module, nn.Linear):
-            module.forward = _on_all(threads, module.forward)  # type: ignore[method-assign]
-        else:
-            _give(module, _on_all(threads, functional.linear))
+    verdicts: dict[tuple[type, torch.Size, torch.dtype], bool] = {}
+    for module, can_be_asked in (dict.fromkeys(linears, True) | dict(routers)).items():
+        weight = next((weight for weight in module.parameters() if weight.dim() == 2), None)
+        if weight is not None and can_be_asked:
+            kind = type(module), weight.shape, weight.dtype
+            if kind not in verdicts:
+                verdicts[kind] = _is_the_same_on_one_thread(module, weight)
+            if verdicts[kind]:
+                continue
+        module.forward = _on_all(threads, module.forward)  # type: ignore[method-assign]
 
 
-def _is_the_same_on_one_thread(weight: torch.Tensor) -> bool:
+def _is_the_same_on_one_thread(module: nn.Module, weight: torch.Tensor) -> bool:
     generator, threads = torch.Generator().manual_seed(0), torch.get_num_threads()
     samples = min(_MOST_SAMPLES, -(-_SAMPLED_OUTPUTS // weight.shape[0]))  # of many outputs each thread has some
     x = torch.randn(samples, 1, weight.shape[1], generator=generator).to(weight.dtype)
     try:
-        on_all = [functional.linear(row, weight) for row in x]
+        on_all = [_tensors(module.forward(row)) for row in x]
         torch.set_num_threads(1)
-        return all(torch.equal(functional.linear(row, weight), y) for row, y in zip(x, on_all, strict=True))
+        on_one = [_tensors(module.forward(row)) for row in x]
     finally:
         torch.set_num_threads(threads)
+    pairs = zip(itertools.chain(*on_all), itertools.chain(*on_one), strict=True)
+    return all(torch.equal(theirs, ours) for theirs, ours in pairs)
 
 
-def _on_all(threads: int, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def run(*args: torch.Tensor) -> torch.Tensor:
+def _tensors(answer: Any) -> list[torch.Tensor]:
+    parts = answer if isinstance(answer, tuple) else (answer,)
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def _on_all(threads: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            return forward(*args)
+            return forward(*args, **kwargs)
         finally:
             torch.set_num_threads(before)
 
