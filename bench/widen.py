@@ -51,8 +51,9 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "smoe-alpha.json",
 )
-"""Files copied unchanged where the source has them."""
+"""Files copied unchanged where the source has them; what a threshold costs is a matter of the function."""
 
 
 class NotEnoughDiskError(RuntimeError):

@@ -22,7 +22,7 @@ SUBSTITUTE_WEIGHTS = ("own", "inherited")
 
 
 DEFAULT_ALPHA = 0.3
-"""The papers use 0.25 to 0.35."""
+"""Of a model that has not been priced: the papers use 0.25 to 0.35."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ class EngineConfig:
     """Substitution threshold (SMoE): experts chosen with scores below (1 + alpha) times that of rank k+1 may be
     replaced by resident ones with scores above (1 - alpha) times it. 0: never. Lossy where it is not 0; `smoe eval`
     prices it."""
+    alpha_as_priced: bool = False
+    """Take the alpha that this model has been priced for (`threshold.py`), and `alpha` only where it has none."""
     substitutes: str = "replace"
     """What becomes of a missing low-score expert: replaced by a resident one, or dropped without a replacement."""
     substitute_weights: str = "own"
@@ -142,7 +144,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mixtral-offloading": {"eviction": "lru", "prefetch": "next-gate"},
     "hybrimoe": {"eviction": "score", "prefetch": "next-gate", "balance": "optimal"},
     "score": {"eviction": "score", "prefetch": "none"},
-    "smoe": {"eviction": "score", "alpha": DEFAULT_ALPHA, "prefetch": "auto", "balance": "auto"},
+    "smoe": {
+        "eviction": "score",
+        "alpha": DEFAULT_ALPHA,
+        "alpha_as_priced": True,
+        "prefetch": "auto",
+        "balance": "auto",
+    },
     "smoe-exact": {"eviction": "score", "prefetch": "auto", "balance": "auto"},
 }
 """Named sets of switches: papers and baselines. Those with an `alpha` are lossy.
@@ -153,7 +161,10 @@ far as our own parts make them up."""
 
 
 def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
-    """A preset with single switches on top; switches that are None keep the preset's value."""
+    """A preset with single switches on top; switches that are None keep the preset's value.
+
+    An alpha that is given is meant as it is, whatever the model has been priced for.
+    """
     if preset not in PRESETS:
         raise ConfigError(f"unknown preset {preset!r}; choose one of: {', '.join(sorted(PRESETS))}")
     known = {field.name for field in fields(EngineConfig)}
@@ -161,6 +172,8 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r}; known settings are: {', '.join(sorted(known))}")
     given = {name: value for name, value in switches.items() if value is not None}
+    if "alpha" in given:
+        given = {"alpha_as_priced": False} | given
     return replace(EngineConfig(**PRESETS[preset]), **given)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from smoe.models.files import fetch
 from smoe.models.packed import packed_store
 from smoe.planning import SAFETENSORS_NAMES, Blueprint, blueprint
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes
+from smoe.threshold import threshold_of
 from smoe.units import parse_bytes
 
 _CUDA_ALIGNMENT = 256
@@ -83,6 +85,10 @@ def load(
     ledger, reason = make_ledger(plan, config, device, store)
     if on_ledger is not None:
         on_ledger(ledger)
+    alpha_reason = None
+    if config.alpha_as_priced:
+        alpha, alpha_reason = threshold_of(folder, ledger.resident_share)
+        config = replace(config, alpha=alpha, alpha_as_priced=False)
     arena = Arena(ledger.cache_slots + ledger.staging_slots, store.slot_bytes, device)
     try:
         arena.touch()  # slower than the disk, and free beside the loading of the other weights
@@ -92,7 +98,9 @@ def load(
         if profile is not None:
             layer_bytes = ledger.demand.weights_bytes / len(plan.sites)
             emulation = Emulation(profile, config.dilation, layer_bytes, store.expert_bytes)
-        return assemble(loaded, plan, config, ledger, reason, store, arena, checkpoint, emulation)
+        ready = assemble(loaded, plan, config, ledger, reason, store, arena, checkpoint, emulation)
+        ready.offload.alpha_reason = alpha_reason  # type: ignore[union-attr]
+        return ready
     except BaseException:
         arena.close()
         raise

@@ -98,8 +98,21 @@ def test_beside_a_device_the_cpu_computes_too(run, checkpoint, tmp_path, monkeyp
     assert static["loads_per_token"] == 0
     assert steps["LRU on demand"]["host_computed_share"] == 0
     assert steps["all four (+ BA)"]["substituted_share"] >= 0
+    assert (static["alpha"], steps["all four (+ BA)"]["alpha"]) == (0, 0.3)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "late" in ran.err
+
+
+def test_lossy_steps_have_the_models_alpha_or_the_one_given():
+    """Lossless steps stay lossless."""
+    from smoe.bench.ablation import _with
+    from smoe.config import configure
+
+    lossless, lossy = (next(s for s in ABLATIONS["smoe"] if s.name == name) for name in ("CE", "CE + CR"))
+    plain, given = configure(), configure("smoe", alpha=0.5)
+    assert [_with(lossless, config).is_lossy for config in (plain, given)] == [False, False]
+    assert (_with(lossy, plain).alpha, _with(lossy, plain).alpha_as_priced) == (0.3, True)
+    assert (_with(lossy, given).alpha, _with(lossy, given).alpha_as_priced) == (0.5, False)
 
 
 @pytest.mark.parametrize("name", ABLATIONS)

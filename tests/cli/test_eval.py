@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from smoe.cli.eval import _print_table
+from smoe.cli.prices import print_table
 from smoe.eval.price import Change, Price
 from smoe.eval.stepwise import Quality
 
@@ -33,7 +33,7 @@ def test_the_table_fits_an_ordinary_terminal(capsys):
     """With the longest figures that can come up: what does not fit would be cut, with an ellipsis."""
     blocks = {"tokens": 1280, "block_nats": [64 * 11.0] * 20, "block_tokens": [64] * 20, "right": [True] * 20}
     quality = Quality(0.35, **blocks, kl=12.3456, median_seconds=12.3456, substituted=1.0)
-    _print_table([Price(quality, Change(0.5, -0.123, 12.3), Change(-0.5, -1, 1))])
+    print_table([Price(quality, Change(0.5, -0.123, 12.3), Change(-0.5, -1, 1))])
     lines = capsys.readouterr().err.splitlines()
     assert max(map(len, lines)) <= 80 and "change" in lines[0] and "points" in lines[1]
     assert " ".join(lines[2].split()) == ("0.35 59874.14 -12..+1230 12.3456 100.0 100.0 -100..+100 100.0 100.0 12,346")
@@ -69,7 +69,7 @@ def test_a_text_without_anything_to_predict_is_refused(run, checkpoint, tmp_path
     path = tmp_path / "short.txt"
     path.write_text("o")
     ran = run("eval", checkpoint, "--memory", "2700KiB", "--context", 128, "--text", path, "--most-questions", 0)
-    assert ran.code == 2 and "longer one" in ran.err
+    assert ran.code == 2 and "at least 2 are needed" in ran.err
 
 
 def test_an_interrupt_says_what_is_kept(run, checkpoint, text, tmp_path, monkeypatch):

@@ -234,3 +234,59 @@ def test_a_short_text_is_refused(run, checkpoint, tmp_path):
     assert ran.code == 2 and "the text has" in ran.err and "--text" in ran.err
     ran = run("tune", checkpoint, "--memory", "2700KiB", "--context", 32)
     assert ran.code == 2 and "--context 32 is too short" in ran.err
+
+
+@pytest.fixture
+def priced_text(tmp_path, monkeypatch):
+    monkeypatch.setattr("smoe.cli.tune._LEAST_PRICED_TOKENS", 40)
+    path = tmp_path / "text.jsonl"
+    path.write_text(json.dumps({"text": "once upon a time there was a cat " * 8}) + "\n")
+    return path
+
+
+def test_a_price_is_found_remembered_and_used_where_it_holds(run, checkpoint, priced_text):
+    asked = ("tune", checkpoint, *COMMON, "--text", priced_text, "--tokens", 60)
+    ran = run(*asked, "--max-perplexity-increase", "100%", "--json")
+    assert ran.code == 0, ran.err
+    within = [p["alpha"] for p in ran.json["prices"] if p["perplexity_change"]["high"] <= 1]
+    assert ran.json["alpha"] == max(within) > 0.3 and ran.json["tokens"] == ran.json["text_tokens"]
+    ask = ("generate", checkpoint, "--context", 128, "--preset", "smoe", "-p", "once", "--max-new-tokens", 2, "--json")
+    used = run(*ask, "--memory", "2700KiB")
+    assert used.json["alpha"] == ran.json["alpha"] and f"alpha {ran.json['alpha']:g}, as priced: " in used.err
+    given = run(*ask, "--memory", "2700KiB", "--alpha", 0.1)
+    assert given.json["alpha"] == 0.1 and "as priced" not in given.err
+    fewer = run(*ask, "--memory", "2600KiB")
+    assert fewer.json["alpha"] == 0.3 and "there are" in fewer.err and "the usual one" in fewer.err
+
+
+def test_what_costs_too_much_is_not_chosen(run, checkpoint, priced_text, monkeypatch):
+    from smoe.eval import price
+
+    monkeypatch.setattr(
+        price, "_interval", lambda statistic, count: price.Change(0.0, -0.01, statistic(range(count)) and 0.02)
+    )
+    ran = run("tune", checkpoint, *COMMON, "--text", priced_text, "--tokens", 60, "--max-perplexity-increase", "1%")
+    assert ran.code == 0 and ran.out.startswith("alpha 0 is the largest within +1 %: perplexity -1.0 .. +0.0 %")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--max-perplexity-increase", "some"), "is not a share"),
+        (("--max-perplexity-increase", "1%", "--tpot", "40ms"), "both choose alpha"),
+        (("--max-perplexity-increase", "1%", "--tokens", 30), "at least 640 are needed"),
+        (("--max-perplexity-increase", "1%", "--alpha", 0.2), "sets alpha itself"),
+        (("--tokens", 800), "belongs to --max-perplexity-increase"),
+        (("--out", "results"), "belongs to --max-perplexity-increase"),
+    ],
+)
+def test_bad_prices_are_refused_before_the_model_is_loaded(run, arguments, words):
+    ran = run("tune", "demo", *arguments)
+    assert ran.code == 2 and words in " ".join(ran.err.split()) and "budget" not in ran.err
+
+
+def test_a_text_too_short_to_price_on_is_refused(run, checkpoint, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("once upon a time")
+    ran = run("tune", checkpoint, *COMMON, "--text", path, "--max-perplexity-increase", "1%")
+    assert ran.code == 2 and "at least 640 are needed; give more with --text" in ran.err

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
 from smoe.eval import stepwise
-from smoe.eval.price import price_of, sweep
+from smoe.eval.price import Change, Price, largest_within, price_of, sweep
 from smoe.eval.stepwise import Quality
 from smoe.eval.texts import Question, is_right, read_documents, read_questions
 from tests import oracle
@@ -161,3 +161,11 @@ def test_questions_without_answers_are_left_out(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a", "answer": null}\n')
     with pytest.raises(ConfigError, match="no question"):
         read_questions(path)
+
+
+def test_the_largest_alpha_within_a_price() -> None:
+    """By the upper bound, which need not rise with alpha."""
+    highs = {0.0: 0.0, 0.2: 0.012, 0.4: 0.01, 0.6: 0.03}
+    prices = [Price(Quality(alpha), Change(0.0, -0.01, high), None) for alpha, high in highs.items()]
+    chosen = [largest_within(prices, allowed).quality.alpha for allowed in (0.001, 0.01, 0.02, 0.03)]
+    assert chosen == [0.0, 0.4, 0.4, 0.6]

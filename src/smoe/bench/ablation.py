@@ -35,7 +35,8 @@ class Step:
 def _step(
     name: str, eviction: str, prefetch: str = "none", balance: str = "none", alpha: float = 0.0, **more: Any
 ) -> Step:
-    return Step(name, {"eviction": eviction, "prefetch": prefetch, "balance": balance, "alpha": alpha, **more})
+    switches = {"eviction": eviction, "prefetch": prefetch, "balance": balance, "alpha": alpha}
+    return Step(name, switches | {"alpha_as_priced": alpha > 0} | more)
 
 
 _ALPHA = DEFAULT_ALPHA
@@ -87,6 +88,8 @@ class Turn:
     """Of every timed token."""
     counters: Counters
     resident_share: float
+    alpha: float
+    """What the step was served with: the model's own where it has been priced."""
 
     @property
     def mean_seconds(self) -> float:
@@ -127,6 +130,7 @@ class Line:
         return {
             "name": self.step.name.strip(),
             "switches": dict(self.step.switches),
+            "alpha": self.turns[0].alpha,
             "ttft_seconds": self.first_seconds,
             "ttft_on_demand_seconds": self.first_serial_seconds,
             "seconds_per_token": self.seconds,
@@ -178,18 +182,24 @@ def ablate(
 ) -> list[Line]:
     """Measure all steps; `rows` are the tokens of the texts of a batch, at least `PROMPT + WARM + TIMED` of each.
 
+    Lossy steps take the alpha of `config` where it has one, else what the model was priced for, else the usual one.
     After an interrupt: the turns that had ended.
     """
     turns: dict[str, list[Turn]] = {step.name: [] for step in steps}
     with suppress(KeyboardInterrupt):
         for step in [step for _ in range(rounds) for step in steps]:
             on_turn(step)
-            model = open_model(replace(config, **step.switches))
+            model = open_model(_with(step, config))
             try:
                 turns[step.name].append(_turn(step, model, rows))
             finally:
                 model.offload.close()  # type: ignore[operator]
     return [Line(step, turns[step.name]) for step in steps if turns[step.name]]
+
+
+def _with(step: Step, config: EngineConfig) -> EngineConfig:
+    wanted = replace(config, **step.switches)
+    return replace(wanted, alpha=config.alpha, alpha_as_priced=False) if wanted.is_lossy and config.is_lossy else wanted
 
 
 def _turn(step: Step, model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Turn:
@@ -207,4 +217,6 @@ def _turn(step: Step, model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> 
     before = engine.stats()
     timed = [row[warm : warm + TIMED_TOKENS] for row in rows]
     seconds = [took for _, took in forced_rows(model, timed, cache)]
-    return Turn(step, first, serial, seconds, engine.stats() - before, engine.ledger.resident_share)
+    return Turn(
+        step, first, serial, seconds, engine.stats() - before, engine.ledger.resident_share, engine.config.alpha
+    )

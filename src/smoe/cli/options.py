@@ -109,7 +109,8 @@ class EngineOptions:
         float | None,
         typer.Option(
             help="LOSSY above 0: replace missing experts of low score by resident ones (0.3 is usual). Without a "
-            "preset it means --preset smoe with this alpha.",
+            "preset it means --preset smoe with this alpha. [default of --preset smoe: what the model was priced for "
+            "(smoe tune), else 0.3]",
             rich_help_panel=_ENGINE,
         ),
     ] = None
@@ -154,7 +155,7 @@ def substituting(options: EngineOptions, sequences: int = 1) -> EngineConfig:
         raise ConfigError("this command sets alpha itself; leave --alpha out")
     if options.preset == "exact":
         options = replace(options, preset="smoe")
-    config = options.config(sequences)
+    config = replace(options.config(sequences), alpha_as_priced=False)
     return config if config.alpha > 0 else replace(config, alpha=DEFAULT_ALPHA)
 
 

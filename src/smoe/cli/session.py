@@ -31,6 +31,8 @@ def loaded(model: str, config: EngineConfig, revision: str | None) -> Iterator[P
     engine: Any = ready.offload
     try:
         note(describe(engine.ledger, engine.budget_reason))
+        if engine.alpha_reason is not None:
+            note(f"alpha {engine.config.alpha:g}, {engine.alpha_reason}")
         yield ready
     finally:
         engine.close()

@@ -1,4 +1,4 @@
-"""`smoe tune`: how much substitution does a time per token take?"""
+"""`smoe tune`: how much substitution does a time per token take, and how much does a model bear?"""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from smoe.cli.options import Debug, EngineOptions, Json, Model, substituting
+from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,31 +22,93 @@ smoe tune ./my-moe --memory 8GiB --tpot 80ms
 
 smoe generate ./my-moe --memory 8GiB --tpot 80ms -p "..."     (uses what was measured)
 
-smoe eval ./my-moe --memory 8GiB says what the threshold costs.
+smoe tune ./my-moe --memory 8GiB --max-perplexity-increase 1% --text mine.txt
+
+smoe generate ./my-moe --memory 8GiB --preset smoe -p "..."     (uses what was found)
+
+smoe eval ./my-moe --memory 8GiB says what a threshold costs in full.
 """
 
 ALPHAS = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+_PRICED_TOKENS = 2000
+_LEAST_PRICED_TOKENS = 640
+"""Ten blocks: fewer say nothing about the uncertainty."""
 
 
 def command(
     engine: EngineOptions,
     model: Model = "demo",
     tpot: Annotated[str | None, typer.Option(help="Time per token that must be met, such as 80ms.")] = None,
+    max_perplexity_increase: Annotated[
+        str | None, typer.Option(help="Price that must be kept, such as 1%: finds the largest threshold within it.")
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="Text to measure on: .txt or .jsonl. Default: stories.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="With --max-perplexity-increase: tokens of the text, at most. [default: 2000]")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="With --max-perplexity-increase: keep results here, and go on from what is there."),
+    ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the time per token for thresholds from 0 to 0.6, and name the smallest that meets a budget.
+    """Find the substitution threshold for a time per token, or for a price in quality. Both go from 0 to 0.6.
 
-    In rounds, so that the noise of this machine is known (+/-: half of what lies between the fastest and the slowest);
+    With --tpot, or nothing: measure the time per token, and name the smallest threshold that meets the budget. In
+    rounds, so that the noise of this machine is known (+/-: half of what lies between the fastest and the slowest);
     the choice is measured once more. Where experts come from disk, times are told for one rate of reading, as a disk
     may be twice as fast in the next minute. The result is remembered for this model, budget and machine; `smoe generate
     --tpot` uses it.
-    """
-    from smoe.units import parse_seconds
 
+    With --max-perplexity-increase: price every threshold as `smoe eval` does, and name the largest whose perplexity
+    rises by no more, at the upper bound of its interval of 95 %. It is remembered for this model wherever as many
+    experts are resident, or more; --preset smoe uses it.
+    """
+    from smoe.units import parse_seconds, parse_share
+
+    if max_perplexity_increase is not None:
+        if tpot is not None:
+            raise ConfigError("--tpot and --max-perplexity-increase both choose alpha; give one of them")
+        allowed = parse_share(max_perplexity_increase)
+        _price(model, engine, text, _PRICED_TOKENS if tokens is None else tokens, out, allowed, json)
+        return
+    for name, value in (("--tokens", tokens), ("--out", out)):
+        if value is not None:
+            raise ConfigError(f"{name} belongs to --max-perplexity-increase; add that, or leave it out")
     budget = parse_seconds(tpot) if tpot is not None else None
     _tune(model, substituting(engine), engine.revision, text, budget, json)
+
+
+def _price(
+    model: str, engine: EngineOptions, text: Path | None, tokens: int, out: Path | None, allowed: float, as_json: bool
+) -> None:
+    """Price, choose and remember."""
+    from smoe.cli.console import note, print_json
+    from smoe.cli.prices import Material, measured, print_table
+    from smoe.eval.price import largest_within
+    from smoe.models.files import fetch
+    from smoe.threshold import PricedAlpha, remember
+    from smoe.threshold import as_json as as_stored
+
+    material = Material(text, tokens, least_tokens=_LEAST_PRICED_TOKENS)
+    prices, circumstances = measured(engine, model, ALPHAS, material, out)
+    chosen = largest_within(prices, allowed)
+    priced = PricedAlpha(
+        alpha=chosen.quality.alpha,
+        allowed_increase=allowed,
+        low=chosen.perplexity.low,
+        high=chosen.perplexity.high,
+        resident_share=circumstances["resident_share"],
+        tokens=circumstances["text_tokens"],
+        text=circumstances["text"],
+    )
+    print_table(prices)
+    note(f"remembered for --preset smoe in {remember(fetch(model, engine.revision), priced)}")
+    if as_json:
+        print_json(circumstances | as_stored(priced) | {"prices": [price.as_json() for price in prices]})
+    else:
+        print(f"alpha {priced.alpha:g} is the largest within +{100 * allowed:g} %: {priced}")
 
 
 def _tune(

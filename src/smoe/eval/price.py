@@ -87,6 +87,14 @@ def sweep(
     return [price_of(quality, base) for quality in found if quality is not None]
 
 
+def largest_within(prices: Sequence[Price], allowed: float) -> Price:
+    """The price of the largest alpha whose perplexity, at the upper bound, has risen by no more than `allowed`.
+
+    `prices` has alpha 0 among them, which costs nothing.
+    """
+    return max((p for p in prices if p.perplexity.high <= allowed), key=lambda price: price.quality.alpha)
+
+
 def price_of(quality: Quality, base: Quality) -> Price:
     """`quality` against `base` (alpha 0), measured on the same tokens and questions."""
     counts = np.array(base.block_tokens, dtype=float)

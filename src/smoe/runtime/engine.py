@@ -75,6 +75,8 @@ class Engine:
         self.ledger = ledger
         self.store = store
         self.budget_reason = budget_reason
+        self.alpha_reason: str | None = None
+        """Where a preset's alpha comes from; None where it was given."""
         self.context_tokens = context_tokens
         """Positions reserved for every sequence."""
         self.lock = threading.RLock()

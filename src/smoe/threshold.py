@@ -1,0 +1,92 @@
+"""The substitution threshold that a model has been priced for: the largest whose price its user accepts.
+
+`smoe tune --max-perplexity-increase 1%` finds it and keeps it in the user's cache. A model's folder may bring one of
+its own, `smoe-alpha.json`, as the embedded model's does. A price holds for the share of experts that were resident when
+it was measured, and for larger ones; with fewer in memory more is replaced, at a price that nobody knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from smoe.config import DEFAULT_ALPHA
+from smoe.hardware import profile_path
+
+FILE_NAME = "smoe-alpha.json"
+"""In a model's folder."""
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class PricedAlpha:
+    """A threshold and its price: the change of perplexity against alpha 0, as a share (0.01 is one per cent more)."""
+
+    alpha: float
+    allowed_increase: float
+    """What the upper bound of the change had to stay within."""
+    low: float
+    high: float
+    """The interval of 95 % of the change."""
+    resident_share: float
+    """Of the experts, in memory meanwhile."""
+    tokens: int
+    text: str
+
+    def __str__(self) -> str:
+        return (
+            f"perplexity {100 * self.low:+.1f} .. {100 * self.high:+.1f} % (interval of 95 %; {self.tokens} tokens of "
+            f"{self.text}, {self.resident_share:.0%} of the experts resident)"
+        )
+
+
+def threshold_of(folder: Path, resident_share: float) -> tuple[float, str]:
+    """The alpha for the model in `folder` with so many experts resident, and where it comes from."""
+    found = [priced for priced in (_read(_own_path(folder)), _read(folder / FILE_NAME)) if priced is not None]
+    for priced in found:
+        if resident_share >= priced.resident_share:
+            return priced.alpha, f"as priced: {priced}"
+    how = "smoe tune --max-perplexity-increase 1% finds what it bears"
+    if found:
+        least = min(priced.resident_share for priced in found)
+        return DEFAULT_ALPHA, (
+            f"the usual one: this model was priced with {least:.0%} of its experts resident, and there are "
+            f"{resident_share:.0%}; {how}"
+        )
+    return DEFAULT_ALPHA, f"the usual one: this model has not been priced; {how}"
+
+
+def remember(folder: Path, priced: PricedAlpha) -> Path:
+    """Keep a price in the user's cache, whole or not at all; returns where."""
+    path = _own_path(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".partial-{os.getpid()}")
+    partial.write_text(json.dumps(as_json(priced), indent=2) + "\n", encoding="utf8")
+    partial.replace(path)
+    return path
+
+
+def as_json(priced: PricedAlpha) -> dict[str, Any]:
+    """What a file holds."""
+    return {"format": _FORMAT} | asdict(priced)
+
+
+def _read(path: Path) -> PricedAlpha | None:
+    """None where there is no such file, or none that this version understands."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf8"))
+        if stored.pop("format", None) != _FORMAT:
+            return None
+        priced = PricedAlpha(**stored)
+        return priced if 0 <= priced.alpha <= 1 else None
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def _own_path(folder: Path) -> Path:
+    key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    return profile_path().parent / "priced" / f"{key}.json"
