@@ -26,7 +26,9 @@ import torch
 
 from smoe.config import EngineConfig
 from smoe.floor import Rates
-from smoe.kernels.crew import Crew, Product, is_supported
+from smoe.kernels.crew import Crew, is_supported
+from smoe.kernels.elementwise import activation_table
+from smoe.kernels.experts import Expert, TokenExperts
 from smoe.memory.device import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.emulation import DeviceProfile
@@ -34,6 +36,8 @@ from smoe.memory.store import Read, page_ceil
 
 _MEMORY_BYTES = 256 * 2**20
 """Far beyond every cache of a core; large server caches are shared, so a run does not own them either."""
+_CHOSEN = 8
+"""Experts of a token, computed together."""
 _LINK_BYTES = 256 * 2**20
 _ENOUGH_MEMORY_BYTES = 64 * 2**20
 _SMALL_FILE_BYTES = 64 * 2**20
@@ -235,22 +239,29 @@ def measure_experts(expert_bytes: int, seconds: float) -> float:
 
     def all_experts() -> None:
         for n in range(experts):
-            gate, value = torch.nn.functional.linear(x, up[n]).chunk(2, dim=-1)
-            torch.nn.functional.linear(torch.nn.functional.silu(gate) * value, down[n])
+            torch.nn.functional.linear(_gated(torch.nn.functional.linear(x, up[n])), down[n])
 
-    def all_by_crew(crew: Crew) -> None:
-        y, out = x.new_empty(1, 2 * inner), torch.empty_like(x)
-        for n in range(experts):
-            crew.multiply([Product(x, up[n].t(), y)])
-            gate, value = y.chunk(2, dim=-1)
-            crew.multiply([Product(torch.nn.functional.silu(gate) * value, down[n].t(), out)])
+    def all_in_one_piece(kernel: TokenExperts) -> None:
+        for first in range(0, experts, _CHOSEN):
+            count = min(_CHOSEN, experts - first)
+            together = [Expert(row, up[first + row].t(), down[first + row].t()) for row in range(count)]
+            kernel.forward(x, together, rows)
 
     with torch.no_grad():
         duration = _best(all_experts, seconds)
         if is_supported():
+            table, rows = activation_table(_gated), x.new_empty(_CHOSEN, hidden)
+            assert table is not None, "a gated activation"
             with Crew(torch.get_num_threads()) as crew:
-                duration = min(duration, _best(lambda: all_by_crew(crew), seconds))
+                kernel = TokenExperts(crew, hidden, inner, table)
+                duration = min(duration, _best(lambda: all_in_one_piece(kernel), seconds))
     return experts * used / duration
+
+
+def _gated(wide: torch.Tensor) -> torch.Tensor:
+    """[n, 2I] -> [n, I]"""
+    gate, value = wide.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * value
 
 
 def measure_link() -> float:

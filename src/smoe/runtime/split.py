@@ -16,7 +16,8 @@ from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.team import Team
 
 MIN_EXPERT_BYTES = 1 << 20
-"""Below this an expert computes in less time than waking a thread takes: such models decode on one thread."""
+"""Smaller experts go without measuring: by our kernel where it agrees, which wakes nobody for them, else by the
+library."""
 _ROUNDS = 9
 _EXPERTS = 8
 
