@@ -10,6 +10,9 @@ routing trace what an LRU cache (and Belady's) of its size would have missed. Fr
     t_memory   (expert bytes used + dense bytes) a token / memory rate of this round
     serial     t_disk + t_memory: a perfect engine that overlaps nothing; floor: the larger of the two
     overlap    (t_disk + t_compute - measured) / min(t_disk, t_compute), with t_compute of our own all-resident run
+    blind      the best without foresight, at our own all-resident speed: a layer's reads begin when its router has
+               spoken and run at the disk's rate, its resident experts compute meanwhile, the others when they have
+               come; "most" is the overlap that this allows
     TTFT bound max(bytes read / disk rate, t_compute of the prompt) + one layer of it
 
 The reference model has random weights and routing that repeats more than it should (bench/peers/README.md); the wide
@@ -93,6 +96,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     load_seconds = perf_counter() - started
     engine.wait_ready()
     tokens = _tokens(folder, options.stream, 16 + 2 * 128 + 2 * new)
+    missing = _count_missing(engine)
     with engine.recording() as trace:
         ttft_16 = _prefill(model, tokens[:16])[0]
         if budget == "all":
@@ -100,6 +104,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             _decode(model, _prefill(model, tokens[16 : 16 + 128])[1], tokens[144 : 144 + new])
             trace.clear()
         prefill = _prefill(model, tokens[16 : 16 + 128])
+        missing.clear()
         decode = _decode(model, prefill[1], tokens[144 : 144 + new])
     demand, slots = engine.ledger.demand, engine.ledger.cache_slots
     lru = replay(trace, slots, engine.ledger.staging_slots, LRU())
@@ -117,8 +122,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "ttft_16_seconds": ttft_16,
         "prefill": prefill[2],
         "decode": decode,
+        "missing_by_layer": list(missing),
         "peak_bytes": engine.peak_memory_bytes(),
     }
+
+
+def _count_missing(engine: Any) -> list[int]:
+    """Hears of every decoded layer how many of its experts had to be waited for."""
+    math, heard = engine.executor.math, list[int]()
+    decode = math.decode
+
+    def listen(plan: Any, *rest: Any) -> Any:
+        heard.append(sum(1 for serve in plan.serves if serve.loads))
+        return decode(plan, *rest)
+
+    math.decode = listen
+    return heard
 
 
 def _tokens(folder: Path, stream: str, count: int) -> list[int]:
@@ -220,14 +239,34 @@ def _judge(row: dict[str, Any], resident: list[dict[str, Any]], layers: int) -> 
     t_compute = median(r["decode"]["seconds_per_token"] for r in resident)
     own_disk = row["decode"]["bytes_per_token"] / disk
     row["resident_share"] = t_compute / measured
+    expert = median(r["decode"]["compute_seconds"] / r["experts_per_token"] for r in resident)
+    blind = _blind_seconds(row, t_compute, expert, row["expert_bytes"] / disk)
+    row["blind_share"] = blind / measured
+    row["most_overlap"] = (own_disk + t_compute - blind) / max(1e-9, min(own_disk, t_compute))
     row["overlap"] = (own_disk + t_compute - measured) / max(1e-9, min(own_disk, t_compute))
     prompt = median(r["prefill"]["seconds"] for r in resident)
     bound = max(row["prefill"]["bytes_read"] / disk, prompt)
     row["ttft_of_bound"] = row["prefill"]["seconds"] / (bound + bound / layers)
 
 
+def _blind_seconds(row: dict[str, Any], compute: float, expert: float, read: float) -> float:
+    """A token's time by the best schedule without foresight.
+
+    `compute`: a token's, all resident; `expert`, `read`: of one expert.
+    """
+    missing, used = row["missing_by_layer"], row["experts_per_token"]
+    tokens = row["decode"]["uses"] / used
+    total = tokens * (compute - used * expert)
+    for count in missing:
+        ended = (tokens * used / len(missing) - count) * expert
+        for n in range(1, count + 1):
+            ended = max(ended, n * read) + expert
+        total += ended
+    return float(total / tokens)
+
+
 def _print(rows: list[dict[str, Any]]) -> None:
-    names = "budget slots tok/s hit LRU-hit of-serial of-floor overlap TTFT-128 of-bound disk memory cgroup-peak"
+    names = "budget slots tok/s hit LRU-hit of-serial of-floor of-blind overlap most TTFT-128 of-bound disk memory peak"
     print("".join(f"{name:>11}" for name in names.split()))
     for row in rows:
         used = row["experts_per_token"]
@@ -239,7 +278,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
             f"{1 - row['lru_misses_per_token'] / used:.3f}",
             f"{row['serial_share']:.2f}",
             f"{row['floor_share']:.2f}",
-            f"{row['overlap']:.2f}" if "overlap" in row else "-",
+            *(f"{row[name]:.2f}" if name in row else "-" for name in ("blind_share", "overlap", "most_overlap")),
             f"{row['prefill']['seconds']:.2f} s",
             f"{row['ttft_of_bound']:.2f}" if "ttft_of_bound" in row else "-",
             f"{(row['disk_rate'] or 0) / 1e9:.2f} GB/s",

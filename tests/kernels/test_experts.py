@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from smoe.kernels.crew import Crew
 from smoe.kernels.elementwise import activation_table, is_table_of
-from smoe.kernels.experts import Expert, TokenExperts
+from smoe.kernels.experts import Expert, Sums, TokenExperts
 
 
 def swiglu(wide: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_the_bits_are_the_librarys(
     chosen = [Expert(n, experts[n][0].t(), experts[n][1].t()) for n in order]
     for part in range(parts - 1):
         kernel.forward(x, chosen[part::parts], rows)
-    kernel.forward(x, chosen[parts - 1 :: parts], rows, (gains.tolist(), out))
+    kernel.forward(x, chosen[parts - 1 :: parts], rows, Sums(gains.tolist(), [(0, count)], out))
     assert torch.equal(out, library(x, experts, gains))
 
 
@@ -75,7 +75,7 @@ def test_a_sum_alone(crew: Crew) -> None:
     assert table is not None
     rows = torch.tensor([[1e-39, -1e-39, -0.0, 3.0], [1e-40, 1e-39, -0.0, float("inf")]]).bfloat16().repeat(1, 16)
     out, gains = torch.empty(1, 64, dtype=torch.bfloat16), [0.5, 0.25]
-    TokenExperts(crew, 64, 32, table).forward(out, [], rows, (gains, out))
+    TokenExperts(crew, 64, 32, table).forward(out, [], rows, Sums(gains, [(0, 2)], out))
     total = torch.zeros(1, 64, dtype=torch.bfloat16)
     for n in range(2):
         total += (rows[n : n + 1] * gains[n]).bfloat16()
@@ -120,7 +120,7 @@ def test_no_unit_begins_before_what_it_needs(crew: Crew) -> None:
     tokens = torch.randn(300, 1, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
     ours = []
     for x in tokens:
-        kernel.forward(x, [expert], rows, ([0.7], out))
+        kernel.forward(x, [expert], rows, Sums([0.7], [(0, 1)], out))
         ours.append(out.clone())
     for x, y in zip(tokens, ours, strict=True):
         assert torch.equal(y, library(x, [(up, down)], torch.tensor([0.7])))

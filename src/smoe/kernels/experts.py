@@ -1,4 +1,4 @@
-"""One token through its experts in one piece of machine code: products, activation, weighted sum.
+"""Tokens through their experts, a row each, in one piece of machine code: products, activation, weighted sum.
 
     up 0 | up 1 | ... | gate 0 | down 0 | gate 1 | down 1 | ... | sum
 
@@ -12,7 +12,6 @@ Same bits as the library's operations one by one (grade E0): the products are `r
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from smoe.kernels import tasks
 from smoe.kernels.crew import LONE_UNIT, UNIT, WAKING_WEIGHTS, Crew
 
 MOST_EXPERTS = tasks.MOST_COUNTS
-"""Of one token: each has a count of its own."""
+"""At once: each has a count of its own."""
 _SUM_UNIT = 512
 
 
@@ -34,6 +33,19 @@ class Expert(NamedTuple):
     """[H, 2I], rows in memory along H."""
     down: torch.Tensor
     """[I, H]"""
+    token: int = 0
+    """Whose hidden state it gets."""
+
+
+class Sums(NamedTuple):
+    """What is added up once all experts are done."""
+
+    gains: Sequence[float]
+    """Of every row of the outputs."""
+    spans: Sequence[tuple[int, int]]
+    """Of every token, its first row and how many it has; one without any keeps what `out` holds."""
+    out: torch.Tensor
+    """[T, H]"""
 
 
 class TokenExperts:
@@ -49,47 +61,48 @@ class TokenExperts:
     def _reserve(self, experts: int) -> None:
         self._wide = torch.empty(experts, 2 * self._inner, dtype=torch.bfloat16)
         self._gated = torch.empty(experts, self._inner, dtype=torch.bfloat16)
-        self._gains = (ctypes.c_float * experts)()
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        experts: Sequence[Expert],
-        rows: torch.Tensor,
-        total: tuple[Sequence[float], torch.Tensor] | None = None,
-    ) -> None:
-        """x [1, H] through each expert -> its row of `rows` [n, H].
+    def forward(self, x: torch.Tensor, experts: Sequence[Expert], rows: torch.Tensor, sums: Sums | None = None) -> None:
+        """x [T, H], each expert's token -> its row of `rows` [n, H]; at most `MOST_EXPERTS` of them.
 
-        With `total` = (gains, out [1, H]) also the sum: out = the rows times their gains, added up in ascending order.
-        All tensors are bf16 and lie in one piece.
+        With `sums` also `out`: each token's rows times their gains, added up in ascending order. All tensors are bf16
+        and lie in one piece.
         """
-        if rows.shape[0] > self._wide.shape[0]:
-            self._reserve(rows.shape[0])
+        if len(experts) > self._wide.shape[0]:
+            self._reserve(len(experts))
         crew, hidden, inner = self._crew, self._hidden, self._inner
         size = UNIT if len(experts) > 1 else LONE_UNIT
         ups, downs = -(-2 * inner // size), -(-hidden // size)
         at_once, nowhere, progress = crew.at_once, crew.nowhere, crew.word(tasks.PROGRESS)
-        token, table, out = x.data_ptr(), self.table.data_ptr(), rows.data_ptr()
+        tokens, table, out = x.data_ptr(), self.table.data_ptr(), rows.data_ptr()
         wide, gated = self._wide.data_ptr(), self._gated.data_ptr()
         fields: list[int] = []
         unit = 0
-        for expert in experts:
-            count, row = progress + 8 * expert.row, wide + 4 * inner * expert.row
-            fields += (unit, 2 * inner, size, tasks.PRODUCT, at_once, 0, count)
-            fields += (token, expert.up.data_ptr(), row, 0, hidden, hidden)
+        for n, expert in enumerate(experts):
+            fields += (unit, 2 * inner, size, tasks.PRODUCT, at_once, 0, progress + 8 * n)
+            fields += (
+                tokens + 2 * hidden * expert.token,
+                expert.up.data_ptr(),
+                wide + 4 * inner * n,
+                0,
+                hidden,
+                hidden,
+            )
             unit += ups
-        for expert in experts:
-            n = expert.row
+        for n, expert in enumerate(experts):
             count, row, mid = progress + 8 * n, wide + 4 * inner * n, gated + 2 * inner * n
             fields += (unit, inner, inner, tasks.GATE, count, ups, count, row, table, mid, inner, 0, 0)
             fields += (unit + 1, hidden, size, tasks.PRODUCT, count, ups + 1, nowhere)
-            fields += (mid, expert.down.data_ptr(), out + 2 * hidden * n, 0, inner, inner)
+            fields += (mid, expert.down.data_ptr(), out + 2 * hidden * expert.row, 0, inner, inner)
             unit += 1 + downs
-        if total is not None:
-            gains, sum_ = total
-            struct.pack_into(f"{len(gains)}f", self._gains, 0, *gains)
-            fields += (unit, hidden, _SUM_UNIT, tasks.COMBINE, crew.finished, unit, nowhere)
-            fields += (out, ctypes.addressof(self._gains), sum_.data_ptr(), rows.shape[0], hidden, 0)
-            unit += -(-hidden // _SUM_UNIT)
+        gains = (ctypes.c_float * len(sums.gains))(*sums.gains) if sums is not None else None
+        if sums is not None and gains is not None:
+            before = unit
+            for token, (first, count) in enumerate(sums.spans):
+                if count:
+                    fields += (unit, hidden, _SUM_UNIT, tasks.COMBINE, crew.finished, before, nowhere)
+                    fields += (out + 2 * hidden * first, ctypes.addressof(gains) + 4 * first)
+                    fields += (sums.out.data_ptr() + 2 * hidden * token, count, hidden, 0)
+                    unit += -(-hidden // _SUM_UNIT)
         is_long = 3 * inner * hidden * len(experts) >= WAKING_WEIGHTS
-        crew.run(fields, unit, is_long, counts=rows.shape[0])
+        crew.run(fields, unit, is_long, counts=len(experts))

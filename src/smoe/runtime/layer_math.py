@@ -1,13 +1,13 @@
 """The experts of one layer, computed as its plan says: what is here first, then what comes, summed in fixed order.
 
-One token goes through all experts that are here at once; several go through one expert after the other. What the CPU
+Few tokens go through all experts that are here at once, a prompt through one expert after the other. What the CPU
 computes beside the device is started first and fetched last.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeAlias
 
@@ -22,8 +22,8 @@ from smoe.memory.store import ExpertStore
 from smoe.policy.plan import LayerPlan, Serve
 from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.expert_math import ExpertMath, library_products
+from smoe.runtime.few_tokens import few_tokens, proven_kernel
 from smoe.runtime.host_experts import HostExperts
-from smoe.runtime.one_token import one_token, proven_kernel
 from smoe.runtime.team import Team
 
 _FromHost: TypeAlias = Mapping[Copy, "Future[torch.Tensor]"]
@@ -101,7 +101,7 @@ class LayerMath:
         math, order = self._experts[layer], range(count)
         placement = self._store.placement(layer, 0)
         weights = [math.bind(self._arena, n % self._arrivals.slots, placement.parts) for n in order]
-        token = one_token(math, self.team, hidden, hidden.new_ones(1, count), order, order)
+        token = few_tokens(math, self.team, hidden, hidden.new_ones(1, count), [[n] for n in order], order)
         token.compute(0, weights)
         return token.total()
 
@@ -114,8 +114,7 @@ class LayerMath:
         counters = self._arrivals.counters
         started, before = self._now(), counters.elsewhere_seconds
         from_host = self._start_host(plan, hidden, top_k_weights.shape[1])
-        compute = self._one_token if hidden.shape[0] == 1 else self._some_tokens
-        total = compute(plan, hidden, top_k_weights, from_host, look_ahead)
+        total = self._few_tokens(plan, hidden, top_k_weights, from_host, look_ahead)
         counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
         return total
 
@@ -128,7 +127,7 @@ class LayerMath:
             serve.copy: self.host_experts.submit(serve.copy, self._rows(serve, hidden, width)[0]) for serve in given
         }
 
-    def _one_token(
+    def _few_tokens(
         self,
         plan: LayerPlan,
         hidden: torch.Tensor,
@@ -136,75 +135,37 @@ class LayerMath:
         from_host: _FromHost,
         look_ahead: LookAhead,
     ) -> torch.Tensor:
-        """One token through all its experts -> [1, H]."""
+        """[T, H] through all their experts -> [T, H]."""
         math, serves = self._experts[plan.layer], plan.serves
         ascending = sorted(range(len(serves)), key=lambda n: serves[n].copy)
-        routes = [serve.routes[0] for serve in serves]
-        token = one_token(math, self.team, hidden, top_k_weights, routes, ascending)
-        here = sum(1 for serve in serves if not serve.loads)
+        tokens = few_tokens(math, self.team, hidden, top_k_weights, [serve.routes for serve in serves], ascending)
+        here = next((n for n, serve in enumerate(serves) if serve.loads), len(serves))
         if any(load.after for load in plan.loads):
             here = min(here, 1)  # slots are so few that a load waits for the first expert computed
         weights = [self._arrivals.ready(serve.copy) for serve in serves[:here]]
         began = time.perf_counter()
-        token.compute(0, weights)
-        self._act([1] * here, began)
+        tokens.compute(0, weights)
+        self._act([len(serve.routes) for serve in serves[:here]], began)
         for computed, serve in enumerate(serves[:here], start=1):
             self._arrivals.served(serve, computed)
         if here < len(serves):
-            look_ahead(lambda: token.partial(here))
+            look_ahead(lambda: tokens.partial(here))
         for n, serve in enumerate(serves[here:], start=here):
             if serve.on_host:
-                token.put(n, self._from_host(from_host, serve))
+                tokens.put(n, self._from_host(from_host, serve))
                 continue
             weights = [self._arrivals.weights_of(serve)]
             began = time.perf_counter()
-            token.compute(n, weights)
-            self._act([1], began)
+            tokens.compute(n, weights)
+            self._act([len(serve.routes)], began)
             self._arrivals.served(serve, n + 1)
-        return token.total()
-
-    def _some_tokens(
-        self,
-        plan: LayerPlan,
-        hidden: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        from_host: _FromHost,
-        look_ahead: LookAhead,
-    ) -> torch.Tensor:
-        """Several tokens through their experts -> [T, H]."""
-        math, serves, width = self._experts[plan.layer], plan.serves, top_k_weights.shape[1]
-        flat_weights = top_k_weights.reshape(-1, 1)
-        outputs: list[torch.Tensor] = []
-        for computed, serve in enumerate(serves, start=1):
-            if serve.loads and not (outputs and serves[computed - 2].loads):
-                look_ahead(lambda: self._sum(serves[: len(outputs)], outputs, hidden, width))
-            x, route = self._rows(serve, hidden, width)
-            if serve.on_host:
-                y = self._from_host(from_host, serve)
-            else:
-                weights = self._arrivals.weights_of(serve)
-                began = time.perf_counter()
-                y = math.forward(x, weights)
-                self._act([x.shape[0]], began)
-            outputs.append((y * flat_weights[route]).to(hidden.dtype))
-            if not serve.on_host:
-                self._arrivals.served(serve, computed)
-        return self._sum(serves, outputs, hidden, width)
+        return tokens.total()
 
     def _from_host(self, from_host: _FromHost, serve: Serve) -> torch.Tensor:
         started = self._now()
         result = from_host[serve.copy].result()
         self._arrivals.counters.host_wait_seconds += self._now() - started
         return result.to(self._arena.device)
-
-    def _sum(
-        self, serves: Sequence[Serve], outputs: Sequence[torch.Tensor], hidden: torch.Tensor, width: int
-    ) -> torch.Tensor:
-        """The experts' outputs added up in ascending expert order."""
-        total = torch.zeros_like(hidden)
-        for n in sorted(range(len(outputs)), key=lambda n: serves[n].copy):
-            total.index_add_(0, self._tokens(serves[n], width), outputs[n])
-        return total
 
     def prefill(self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Many tokens: experts in ascending order, each read once, loads of this and the next layer running ahead."""

@@ -1,0 +1,129 @@
+"""Few tokens in one piece of machine code, against the library's operations, bit by bit.
+
+Would catch a token that gets another's hidden state or weight, rows of an expert stacked in another order, a padded
+token with somebody's output, a sum that runs before its last expert has come, more experts than there are counts.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from smoe.kernels.crew import Crew
+from smoe.kernels.elementwise import activation_table
+from smoe.kernels.experts import MOST_EXPERTS, TokenExperts
+from smoe.policy.planner import routes_by_copy
+from smoe.routing import Phase, Routing
+from smoe.runtime.expert_math import Weights
+from smoe.runtime.few_tokens import FewTokens, few_tokens
+
+HIDDEN, INNER = 192, 96
+
+
+def swiglu(wide: torch.Tensor) -> torch.Tensor:
+    gate, up = wide.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def forward(x: torch.Tensor, weights: Weights) -> torch.Tensor:
+    return swiglu(x @ weights.up) @ weights.down
+
+
+def forward_each(x: torch.Tensor, weights: list[Weights], out: torch.Tensor) -> None:
+    for row, one in enumerate(weights):
+        out[row : row + 1] = forward(x, one)
+
+
+def some_weights(count: int) -> list[Weights]:
+    generator = torch.Generator().manual_seed(count)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) * 0.3).bfloat16().t()
+
+    return [Weights(matrix(2 * INNER, HIDDEN), matrix(HIDDEN, INNER), None, None) for _ in range(count)]
+
+
+def both_ways(crew: Crew, hidden: torch.Tensor, gains: torch.Tensor, *rest: Any) -> tuple[FewTokens, FewTokens]:
+    table = activation_table(swiglu)
+    assert table is not None
+    ways = []
+    for kernel in (TokenExperts(crew, HIDDEN, INNER, table), None):
+        math: Any = SimpleNamespace(kernel=kernel, forward=forward, forward_each=forward_each)
+        ways.append(few_tokens(math, None, hidden, gains, *rest))
+    return ways[0], ways[1]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tokens=st.integers(1, 6),
+    experts=st.integers(4, 24),
+    width=st.integers(1, 4),
+    padded=st.booleans(),
+    seed=st.integers(0, 10_000),
+)
+def test_the_bits_are_the_librarys(tokens: int, experts: int, width: int, padded: bool, seed: int, crew: Crew) -> None:
+    """Some experts chosen by several tokens; computed in any order and in parts; one of them elsewhere."""
+    chance = random.Random(seed)
+    rows = [chance.sample(range(experts), width) for _ in range(tokens)]
+    if padded and tokens > 1:
+        rows[chance.randrange(tokens)] = [experts] * width
+    found = list(routes_by_copy(Routing(0, Phase.DECODE, experts, rows, None)).items())
+    chance.shuffle(found)
+    routes = [some for _, some in found]
+    ascending = sorted(range(len(found)), key=lambda n: found[n][0])
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+    gains = torch.rand(tokens, width, generator=generator)
+    gains = gains.bfloat16() if seed % 2 else gains
+    every = some_weights(experts)
+    weights = [every[copy[1]] for copy, _ in found]
+    cuts = sorted(chance.sample(range(1, len(found) + 1), min(2, len(found))))
+    elsewhere = chance.randrange(len(found))
+    ways = both_ways(crew, hidden, gains, routes, ascending)
+    for way in ways:
+        for first, end in zip([0, *cuts], [*cuts, len(found)], strict=True):
+            part = list(range(first, end))
+            while part:
+                run = [n for n in part if n < elsewhere] if elsewhere in part else part
+                if run:
+                    way.compute(run[0], [weights[n] for n in run])
+                if elsewhere in part:
+                    x = hidden[[route // width for route in routes[elsewhere]]]
+                    way.put(elsewhere, forward(x, weights[elsewhere]))
+                    part = [n for n in part if n > elsewhere]
+                else:
+                    part = []
+        if cuts[0] < len(found):
+            assert way.partial(cuts[0]).shape == hidden.shape
+    assert torch.equal(ways[0].total(), ways[1].total())
+
+
+def test_a_partial_sum_is_of_those_that_are_done(crew: Crew) -> None:
+    hidden, gains = torch.randn(3, HIDDEN).bfloat16(), torch.rand(3, 2)
+    routes = [[0, 4], [1], [3, 2], [5]]
+    ways = both_ways(crew, hidden, gains, routes, [0, 1, 2, 3])
+    weights = some_weights(4)
+    for way in ways:
+        way.compute(0, weights[:2])
+    ours, theirs = (way.partial(2) for way in ways)
+    torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+    assert ours[1].count_nonzero() == 0 < ours[0].count_nonzero()
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_more_experts_than_the_kernel_takes_at_once(tokens: int, crew: Crew) -> None:
+    width = -(-(MOST_EXPERTS + 30) // tokens)
+    hidden, gains = torch.randn(tokens, HIDDEN).bfloat16(), torch.rand(tokens, width)
+    routes = [[n] for n in range(tokens * width)]
+    ways = both_ways(crew, hidden, gains, routes, range(len(routes)))
+    weights = some_weights(8)
+    for way in ways:
+        way.compute(0, [weights[n % 8] for n in range(len(routes))])
+    assert torch.equal(ways[0].total(), ways[1].total())
