@@ -34,7 +34,7 @@ from smoe.policy.eviction.lru import LRU
 from smoe.policy.residency import SlotTable
 from smoe.policy.trial import Trial
 from smoe.routing import Phase
-from smoe.runtime import attention, dense
+from smoe.runtime import attention, dense, norm
 from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.calibration import calibrate
 from smoe.runtime.engine import Engine
@@ -196,6 +196,7 @@ def _choose_arithmetic(model: PreTrainedModel, plan: Blueprint, config: EngineCo
     choose_way(executor, plan.sites[0].layer, plan.dtype, crew, crew is not None and config.kernels == "own")
     if not is_possible or config.kernels == "torch":
         return
+    norm.speed_up(model)
     # even on one thread our attention is several times faster than the library's on all
     attending = attention.speed_up(model, executor.math.crew if executor.math.crew is not None else Crew(1))
     if executor.math.crew is not None:

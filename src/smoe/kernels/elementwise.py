@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from smoe.kernels.registers import broadcast, filled, rounded
+from smoe.kernels.registers import as_bf16, broadcast, halved, widened
 
 LANES = 16
 _VALUES = 1 << 16
@@ -65,11 +65,11 @@ element:
   %active.bits = load i16, ptr %active.at, align 2
   %up.at = getelementptr i16, ptr %gate.at, i64 %I
   %up.bits = load i16, ptr %up.at, align 2
-{_widened("active.bits", "active", 1)}
-{_widened("up.bits", "up", 1)}
+{widened("active.bits", "active", 1)}
+{widened("up.bits", "up", 1)}
   %product = fmul float %active, %up
-{_rounded("product", "near", 1)}
-{_halved("near", "result", 1)}
+{as_bf16("product", "near", 1)}
+{halved("near", "result", 1)}
   %inner.at = getelementptr i16, ptr %inner, i64 %i
   store i16 %result, ptr %inner.at, align 2
   %i.next = add i64 %i, 1
@@ -93,19 +93,19 @@ row:
   %at = add i64 %row.begin, %i
   %y.at = getelementptr i16, ptr %rows, i64 %at
   %y.bits = load <{LANES} x i16>, ptr %y.at, align 2
-{_widened("y.bits", "y", LANES)}
+{widened("y.bits", "y", LANES)}
   %gain.at = getelementptr float, ptr %gains, i64 %n
   %gain.value = load float, ptr %gain.at
 {broadcast("gain", "%gain.value")}
   %weighted = fmul <{LANES} x float> %y, %gain.all
-{_rounded("weighted", "part", LANES)}
+{as_bf16("weighted", "part", LANES)}
   %total = fadd <{LANES} x float> %sum, %part
-{_rounded("total", "next", LANES)}
+{as_bf16("total", "next", LANES)}
   %n.next = add i64 %n, 1
   %n.more = icmp slt i64 %n.next, %count
   br i1 %n.more, label %row, label %strip.end
 strip.end:
-{_halved("next", "result", LANES)}
+{halved("next", "result", LANES)}
   %out.at = getelementptr i16, ptr %out, i64 %i
   store <{LANES} x i16> %result, ptr %out.at, align 2
   %i.next = add i64 %i, {LANES}
@@ -115,40 +115,3 @@ done:
   ret void
 }}
 """
-
-
-def _widened(bits: str, result: str, lanes: int) -> str:
-    """bf16 -> float."""
-    half, whole, real = _typed("i16", lanes), _typed("i32", lanes), _typed("float", lanes)
-    return f"""\
-  %{bits}.wide = zext {half} %{bits} to {whole}
-  %{bits}.high = shl {whole} %{bits}.wide, {_constant(16, lanes)}
-  %{result} = bitcast {whole} %{bits}.high to {real}"""
-
-
-def _rounded(number: str, result: str, lanes: int) -> str:
-    """float -> the float that is its bf16; whatever is no number becomes the one NaN."""
-    whole, real, flag = (_typed(kind, lanes) for kind in ("i32", "float", "i1"))
-    return f"""\
-  %{number}.bits = bitcast {real} %{number} to {whole}
-{rounded(f"{number}.near", f"%{number}.bits", whole)}
-  %{number}.is.nan = fcmp uno {real} %{number}, %{number}
-  %{number}.safe = select {flag} %{number}.is.nan, {whole} {_constant(0x7FC00000, lanes)}, {whole} %{number}.near
-  %{result} = bitcast {whole} %{number}.safe to {real}"""
-
-
-def _halved(number: str, result: str, lanes: int) -> str:
-    """A float that is a bf16 -> its bf16 bits."""
-    half, whole, real = _typed("i16", lanes), _typed("i32", lanes), _typed("float", lanes)
-    return f"""\
-  %{result}.bits = bitcast {real} %{number} to {whole}
-  %{result}.low = lshr {whole} %{result}.bits, {_constant(16, lanes)}
-  %{result} = trunc {whole} %{result}.low to {half}"""
-
-
-def _typed(kind: str, lanes: int) -> str:
-    return kind if lanes == 1 else f"<{lanes} x {kind}>"
-
-
-def _constant(value: int, lanes: int) -> str:
-    return str(value) if lanes == 1 else filled(f"i32 {value}")

@@ -11,9 +11,9 @@ def joined(parts: Iterable[str]) -> str:
     return "\n".join(parts)
 
 
-def filled(element: str) -> str:
-    """A register of 16 times the same."""
-    return "<" + ", ".join([element] * 16) + ">"
+def filled(element: str, lanes: int = 16) -> str:
+    """A register of so many times the same."""
+    return "<" + ", ".join([element] * lanes) + ">"
 
 
 def constant(value: float) -> str:
@@ -52,6 +52,43 @@ def rounded(to: str, bits: str, kind: str = "<16 x i32>") -> str:
   %{to}.half = add {kind} %{to}.odd, {constant(0x7FFF)}
   %{to}.up = add {kind} {bits}, %{to}.half
   %{to} = and {kind} %{to}.up, {constant(-65536)}"""
+
+
+def widened(bits: str, result: str, lanes: int) -> str:
+    """bf16 numbers, as 16 bits each -> float."""
+    half, whole, real = _typed("i16", lanes), _typed("i32", lanes), _typed("float", lanes)
+    return f"""\
+  %{bits}.wide = zext {half} %{bits} to {whole}
+  %{bits}.high = shl {whole} %{bits}.wide, {_whole(16, lanes)}
+  %{result} = bitcast {whole} %{bits}.high to {real}"""
+
+
+def as_bf16(number: str, result: str, lanes: int) -> str:
+    """float -> the float that is its bf16; whatever is no number becomes the one NaN."""
+    whole, real, flag = (_typed(kind, lanes) for kind in ("i32", "float", "i1"))
+    return f"""\
+  %{number}.bits = bitcast {real} %{number} to {whole}
+{rounded(f"{number}.near", f"%{number}.bits", whole)}
+  %{number}.is.nan = fcmp uno {real} %{number}, %{number}
+  %{number}.safe = select {flag} %{number}.is.nan, {whole} {_whole(0x7FC00000, lanes)}, {whole} %{number}.near
+  %{result} = bitcast {whole} %{number}.safe to {real}"""
+
+
+def halved(number: str, result: str, lanes: int) -> str:
+    """A float that is a bf16 -> its bf16 bits."""
+    half, whole, real = _typed("i16", lanes), _typed("i32", lanes), _typed("float", lanes)
+    return f"""\
+  %{result}.bits = bitcast {real} %{number} to {whole}
+  %{result}.low = lshr {whole} %{result}.bits, {_whole(16, lanes)}
+  %{result} = trunc {whole} %{result}.low to {half}"""
+
+
+def _typed(kind: str, lanes: int) -> str:
+    return kind if lanes == 1 else f"<{lanes} x {kind}>"
+
+
+def _whole(value: int, lanes: int) -> str:
+    return str(value) if lanes == 1 else filled(f"i32 {value}", lanes)
 
 
 def transposed(rows: list[str], element: str) -> tuple[list[str], list[str]]:
