@@ -13,6 +13,8 @@ routing trace what an LRU cache (and Belady's) of its size would have missed. Fr
     blind      the best without foresight, at our own all-resident speed: a layer's reads begin when its router has
                spoken and run at the disk's rate, its resident experts compute meanwhile, the others when they have
                come; "most" is the overlap that this allows
+    own        overlap with the time during which the engine's own reads were running in place of t_disk: a disk's rate
+               drifts between its measurement and the run
     TTFT bound max(bytes read / disk rate, t_compute of the prompt) + one layer of it
 
 The reference model has random weights and routing that repeats more than it should (bench/peers/README.md); the wide
@@ -166,7 +168,7 @@ def _decode(model: Any, cache: Any, tokens: list[int]) -> dict[str, Any]:
         model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         seconds.append(perf_counter() - started)
     interval = model.offload.stats() - before
-    parts = ("wait_seconds", "compute_seconds", "plan_seconds", "dense_seconds")
+    parts = ("wait_seconds", "compute_seconds", "plan_seconds", "dense_seconds", "read_busy_seconds")
     return {
         "seconds_per_token": sum(seconds) / len(seconds),
         "median_seconds": median(seconds),
@@ -239,6 +241,8 @@ def _judge(row: dict[str, Any], resident: list[dict[str, Any]], layers: int) -> 
     t_compute = median(r["decode"]["seconds_per_token"] for r in resident)
     own_disk = row["decode"]["bytes_per_token"] / disk
     row["resident_share"] = t_compute / measured
+    reading = row["decode"]["read_busy_seconds"]
+    row["own_overlap"] = (reading + t_compute - measured) / max(1e-9, min(reading, t_compute))
     expert = median(r["decode"]["compute_seconds"] / r["experts_per_token"] for r in resident)
     blind = _blind_seconds(row, t_compute, expert, row["expert_bytes"] / disk)
     row["blind_share"] = blind / measured
@@ -266,8 +270,11 @@ def _blind_seconds(row: dict[str, Any], compute: float, expert: float, read: flo
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    names = "budget slots tok/s hit LRU-hit of-serial of-floor of-blind overlap most TTFT-128 of-bound disk memory peak"
+    names = (
+        "budget slots tok/s hit LRU-hit of-serial of-floor of-blind overlap most own TTFT-128 of-bound disk memory peak"
+    )
     print("".join(f"{name:>11}" for name in names.split()))
+    shares = ("blind_share", "overlap", "most_overlap", "own_overlap")
     for row in rows:
         used = row["experts_per_token"]
         cells = [
@@ -278,7 +285,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
             f"{1 - row['lru_misses_per_token'] / used:.3f}",
             f"{row['serial_share']:.2f}",
             f"{row['floor_share']:.2f}",
-            *(f"{row[name]:.2f}" if name in row else "-" for name in ("blind_share", "overlap", "most_overlap")),
+            *(f"{row[name]:.2f}" if name in row else "-" for name in shares),
             f"{row['prefill']['seconds']:.2f} s",
             f"{row['ttft_of_bound']:.2f}" if "ttft_of_bound" in row else "-",
             f"{(row['disk_rate'] or 0) / 1e9:.2f} GB/s",

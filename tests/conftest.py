@@ -43,7 +43,7 @@ def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
     """Our kernel, where this machine can run it and torch sums in the order that it knows."""
     if not is_supported():
         pytest.skip("this CPU has no bf16 dot products, or llvmlite is missing")
-    with Crew(request.param) as crew:
+    with Crew(request.param, several=True) as crew:
         if not agrees(crew, torch.randn(512, 2048).bfloat16().t()):
             pytest.skip("torch sums bf16 products in another order on this CPU: smoe leaves them to torch here")
         yield crew

@@ -187,7 +187,8 @@ def _beside(
 def _choose_arithmetic(model: PreTrainedModel, plan: Blueprint, config: EngineConfig, executor: LayerExecutor) -> None:
     """Our kernel where it is wanted, gives the library's bits and is faster; several threads where they help."""
     is_possible = plan.dtype is torch.bfloat16 and executor.device.type == "cpu" and is_supported()
-    crew = Crew(torch.get_num_threads()) if config.kernels != "torch" and is_possible else None
+    is_wanted = config.kernels != "torch" and is_possible
+    crew = Crew(torch.get_num_threads(), several=config.max_sequences > 1) if is_wanted else None
     executor.math.compute_by(crew)  # whatever happens now, the executor closes it
     if crew is not None and not executor.math.agrees(crew):
         executor.math.compute_by(None)

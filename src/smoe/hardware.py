@@ -244,7 +244,7 @@ def measure_experts(expert_bytes: int, seconds: float) -> float:
     def all_in_one_piece(kernel: TokenExperts) -> None:
         for first in range(0, experts, _CHOSEN):
             count = min(_CHOSEN, experts - first)
-            together = [Expert(row, up[first + row].t(), down[first + row].t()) for row in range(count)]
+            together = [Expert(up[first + row].t(), down[first + row].t(), [(0, row)]) for row in range(count)]
             kernel.forward(x, together, rows)
 
     with torch.no_grad():

@@ -14,7 +14,7 @@ import torch
 
 from smoe.kernels import crew as crews
 from smoe.kernels import jit, row_product
-from smoe.kernels.crew import Crew, Product, agrees, part_that_agrees
+from smoe.kernels.crew import Crew, Product, agrees, agrees_on_rows, part_that_agrees
 from smoe.kernels.row_product import fits
 
 SHAPES = [(192, 32), (64, 96), (16, 512), (1536, 544), (64, 768), (512, 2048), (48, 4096), (256, 1408), (80, 96)]
@@ -74,6 +74,19 @@ def test_a_wrong_order_is_noticed(crew: Crew, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(crews, "_functions", crews._functions.__wrapped__)
     with Crew(crew.threads) as wrong:
         assert not agrees(wrong, matrix(1536, 2048))
+
+
+@pytest.mark.parametrize("rows", range(1, 10))
+@pytest.mark.parametrize("shape", [(1536, 2048), (2048, 768), (256, 1024), (512, 1536), (192, 32)])
+def test_several_rows_have_the_librarys_bits(rows: int, shape: tuple[int, int], crew: Crew) -> None:
+    assert agrees_on_rows(crew, matrix(*shape), rows)
+
+
+def test_a_wrong_order_of_several_rows_is_noticed(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Summed as one row is."""
+    monkeypatch.setattr(crews, "chain_of", lambda columns, rows: row_product.CHAIN)
+    assert not agrees_on_rows(crew, matrix(1536, 2048), 2)
+    assert agrees_on_rows(crew, matrix(1536, 1024), 2)
 
 
 def test_many_products_of_different_shapes(crew: Crew) -> None:

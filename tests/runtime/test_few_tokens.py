@@ -54,7 +54,9 @@ def both_ways(crew: Crew, hidden: torch.Tensor, gains: torch.Tensor, *rest: Any)
     table = activation_table(swiglu)
     assert table is not None
     ways = []
-    for kernel in (TokenExperts(crew, HIDDEN, INNER, table), None):
+    ours = TokenExperts(crew, HIDDEN, INNER, table)
+    ours.most_rows = 3
+    for kernel in (ours, None):
         math: Any = SimpleNamespace(kernel=kernel, forward=forward, forward_each=forward_each)
         ways.append(few_tokens(math, None, hidden, gains, *rest))
     return ways[0], ways[1]
@@ -115,6 +117,7 @@ def test_a_partial_sum_is_of_those_that_are_done(crew: Crew) -> None:
     ours, theirs = (way.partial(2) for way in ways)
     torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
     assert ours[1].count_nonzero() == 0 < ours[0].count_nonzero()
+    assert ways[0].partial(0).shape == hidden.shape and ways[0].partial(0).count_nonzero() == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 40])

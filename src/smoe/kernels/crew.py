@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from smoe.kernels import tasks
 from smoe.kernels.jit import compile_functions, cpu_has
-from smoe.kernels.row_product import TILE, fits
+from smoe.kernels.row_product import TILE, chain_of, fits
 
 
 class Product(NamedTuple):
@@ -44,6 +44,19 @@ class Product(NamedTuple):
     """How many k are summed together before the parts are added up; 0: all."""
 
 
+class Pairs:
+    """Addresses of rows and of where their products go, for machine code; they must outlive the work.
+
+    The last of three comes twice: four at once take less time than two and one.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
+        pairs = [*pairs, pairs[-1]] if len(pairs) == 3 else pairs
+        self.count = len(pairs)
+        self._words = (ctypes.c_int64 * (2 * len(pairs)))(*(address for pair in pairs for address in pair))
+        self.address = ctypes.addressof(self._words)
+
+
 UNIT = 256
 """Outputs in a unit: 1 MB of weights at K = 2048, some 60 us. Of smaller ones too much that is fetched ahead is taken
 by another thread."""
@@ -59,11 +72,15 @@ _PROOF_OUTPUTS = 1 << 16
 
 
 class Crew:
-    """The calling thread and `threads - 1` helpers. Used by one thread at a time."""
+    """The calling thread and `threads - 1` helpers. Used by one thread at a time.
 
-    def __init__(self, threads: int) -> None:
+    `several`: knows how to multiply several rows at once, too.
+    """
+
+    def __init__(self, threads: int, several: bool = False) -> None:
         self.threads = threads
-        self._work, self._serve = _functions()
+        self.several = several
+        self._work, self._serve = _functions(several)
         self._block = (ctypes.c_int64 * (tasks.HEADER + tasks.MOST_TASKS * tasks.FIELDS))()
         self._address = ctypes.addressof(self._block)
         self._block[tasks.PATIENCE] = _SPIN_CYCLES
@@ -103,6 +120,14 @@ class Crew:
             units += -(-rows // size)
             weights += rows * columns
         self.run(fields, units, is_long=weights >= WAKING_WEIGHTS)
+
+    def multiply_rows(self, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
+        """out [M, N] = x [M, K] @ matrix, in the library's order for M rows."""
+        columns, outputs = matrix.shape
+        pairs = Pairs([(x[row].data_ptr(), out[row].data_ptr()) for row in range(len(x))])
+        fields = [0, outputs, LONE_UNIT, tasks.ROWS, self.at_once, 0, self.nowhere, pairs.address]
+        fields += [matrix.data_ptr(), 0, pairs.count, columns, chain_of(columns, len(x))]
+        self.run(fields, -(-outputs // LONE_UNIT), is_long=columns * outputs >= WAKING_WEIGHTS)
 
     def share(self, function: int, arguments: Sequence[int], units: int, is_long: bool) -> None:
         """Have machine code at the address `function` called as `function(arguments, unit)` for every unit, by anybody.
@@ -154,10 +179,10 @@ class Crew:
 
 
 @functools.cache
-def _functions() -> tuple[Callable[..., None], Callable[..., None]]:
+def _functions(several: bool) -> tuple[Callable[..., None], Callable[..., None]]:
     """Machine code, made once a process."""
     pointer, number = ctypes.c_void_p, ctypes.c_longlong
-    work, serve = compile_functions(tasks.source(), {"work": (pointer, number), "serve": (pointer,)})
+    work, serve = compile_functions(tasks.source(several), {"work": (pointer, number), "serve": (pointer,)})
     return work, serve
 
 
@@ -180,6 +205,27 @@ def part_that_agrees(crew: Crew, matrix: torch.Tensor, bias: torch.Tensor | None
     threads, columns = torch.get_num_threads(), matrix.shape[0]
     parts = [columns] if threads == 1 or columns % (threads * TILE) else [columns, columns // threads]
     return next((part for part in parts if _agrees(crew, matrix, bias, part, {threads})), None)
+
+
+def agrees_on_rows(crew: Crew, matrix: torch.Tensor, rows: int) -> bool:
+    """Whether the kernel's bits of so many rows at once are the library's on this matrix [K, N], on any threads.
+
+    The crew must know how to multiply several.
+    """
+    columns, outputs = matrix.shape
+    generator, threads = torch.Generator().manual_seed(0), torch.get_num_threads()
+    ours = torch.empty(rows, outputs, dtype=matrix.dtype)
+    try:
+        for _ in range(-(-_PROOF_OUTPUTS // (rows * outputs))):
+            x = torch.randn(rows, columns, generator=generator).to(matrix.dtype)
+            crew.multiply_rows(x, matrix, ours)
+            for count in {1, threads}:
+                torch.set_num_threads(count)
+                if not torch.equal(ours, x @ matrix):
+                    return False
+    finally:
+        torch.set_num_threads(threads)
+    return True
 
 
 def _agrees(crew: Crew, matrix: torch.Tensor, bias: torch.Tensor | None, part: int, counts: set[int]) -> bool:

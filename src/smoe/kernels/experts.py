@@ -1,4 +1,4 @@
-"""Tokens through their experts, a row each, in one piece of machine code: products, activation, weighted sum.
+"""Tokens through their experts in one piece of machine code: products, activation, weighted sum.
 
     up 0 | up 1 | ... | gate 0 | down 0 | gate 1 | down 1 | ... | sum
 
@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 
 from smoe.kernels import tasks
-from smoe.kernels.crew import LONE_UNIT, UNIT, WAKING_WEIGHTS, Crew
+from smoe.kernels.crew import LONE_UNIT, UNIT, WAKING_WEIGHTS, Crew, Pairs
+from smoe.kernels.row_product import chain_of
 
 MOST_EXPERTS = tasks.MOST_COUNTS
 """At once: each has a count of its own."""
@@ -26,15 +27,14 @@ _SUM_UNIT = 512
 
 
 class Expert(NamedTuple):
-    """Where one expert's matrices lie, and which row of the outputs is its own."""
+    """Where one expert's matrices lie, and whose it is."""
 
-    row: int
     up: torch.Tensor
     """[H, 2I], rows in memory along H."""
     down: torch.Tensor
     """[I, H]"""
-    token: int = 0
-    """Whose hidden state it gets."""
+    places: Sequence[tuple[int, int]]
+    """(token, row of the outputs) of each that has chosen it, in the library's order."""
 
 
 class Sums(NamedTuple):
@@ -52,57 +52,112 @@ class TokenExperts:
     """The experts of one shape: `hidden` H, `inner` I, activation by `table` (bf16 [65536])."""
 
     def __init__(self, crew: Crew, hidden: int, inner: int, table: torch.Tensor) -> None:
-        self._crew = crew
-        self._hidden = hidden
-        self._inner = inner
+        self.crew = crew
+        self.hidden = hidden
+        self.inner = inner
         self.table = table
+        self.most_rows = 1
+        """Tokens of one expert that it may take: more where the library's bits of several rows are its own."""
+        self.wide = torch.empty(0, 2 * inner, dtype=torch.bfloat16)
+        self.gated = torch.empty(0, inner, dtype=torch.bfloat16)
         self._reserve(8)
 
-    def _reserve(self, experts: int) -> None:
-        self._wide = torch.empty(experts, 2 * self._inner, dtype=torch.bfloat16)
-        self._gated = torch.empty(experts, self._inner, dtype=torch.bfloat16)
+    def _reserve(self, rows: int) -> None:
+        if rows > self.wide.shape[0]:
+            self.wide = torch.empty(rows, 2 * self.inner, dtype=torch.bfloat16)
+            self.gated = torch.empty(rows, self.inner, dtype=torch.bfloat16)
 
     def forward(self, x: torch.Tensor, experts: Sequence[Expert], rows: torch.Tensor, sums: Sums | None = None) -> None:
-        """x [T, H], each expert's token -> its row of `rows` [n, H]; at most `MOST_EXPERTS` of them.
+        """x [T, H], each expert's tokens -> their rows of `rows` [n, H]; at most `MOST_EXPERTS` of them.
 
         With `sums` also `out`: each token's rows times their gains, added up in ascending order. All tensors are bf16
         and lie in one piece.
         """
-        if len(experts) > self._wide.shape[0]:
-            self._reserve(len(experts))
-        crew, hidden, inner = self._crew, self._hidden, self._inner
-        size = UNIT if len(experts) > 1 else LONE_UNIT
-        ups, downs = -(-2 * inner // size), -(-hidden // size)
-        at_once, nowhere, progress = crew.at_once, crew.nowhere, crew.word(tasks.PROGRESS)
-        tokens, table, out = x.data_ptr(), self.table.data_ptr(), rows.data_ptr()
-        wide, gated = self._wide.data_ptr(), self._gated.data_ptr()
-        fields: list[int] = []
-        unit = 0
+        self._reserve(sum(len(expert.places) for expert in experts))
+        work = _Work(self, x, rows, UNIT if len(experts) > 1 else LONE_UNIT)
         for n, expert in enumerate(experts):
-            fields += (unit, 2 * inner, size, tasks.PRODUCT, at_once, 0, progress + 8 * n)
-            fields += (
-                tokens + 2 * hidden * expert.token,
-                expert.up.data_ptr(),
-                wide + 4 * inner * n,
+            work.ups(n, expert)
+        for n, expert in enumerate(experts):
+            work.downs(n, expert)
+        if sums is not None:
+            work.sums(sums)
+        is_long = 3 * self.inner * self.hidden * len(experts) >= WAKING_WEIGHTS
+        self.crew.run(work.fields, work.units, is_long, counts=len(experts))
+
+
+class _Work:
+    """The tasks of one call, and the memory that they refer to."""
+
+    def __init__(self, shape: TokenExperts, x: torch.Tensor, rows: torch.Tensor, size: int) -> None:
+        self.fields: list[int] = []
+        self.units = 0
+        self._shape = shape
+        self._size = size
+        self._progress = shape.crew.word(tasks.PROGRESS)
+        self._x, self._rows = x.data_ptr(), rows.data_ptr()
+        self._wide, self._gated = shape.wide.data_ptr(), shape.gated.data_ptr()
+        self._scratch = 0
+        self._first: list[int] = []
+        """Of every expert, its first row in the scratch."""
+        self._kept: list[object] = []
+
+    def ups(self, n: int, expert: Expert) -> None:
+        hidden, inner, crew = self._shape.hidden, self._shape.inner, self._shape.crew
+        self._first.append(self._scratch)
+        wide = self._wide + 4 * inner * self._scratch
+        pairs = [(self._x + 2 * hidden * t, wide + 4 * inner * i) for i, (t, _) in enumerate(expert.places)]
+        self._product(pairs, expert.up, hidden, 2 * inner, crew.at_once, 0, self._progress + 8 * n)
+        self._scratch += len(pairs)
+
+    def downs(self, n: int, expert: Expert) -> None:
+        hidden, inner, crew = self._shape.hidden, self._shape.inner, self._shape.crew
+        count, first = self._progress + 8 * n, self._first[n]
+        wide, gated = self._wide + 4 * inner * first, self._gated + 2 * inner * first
+        ups, rows = -(-2 * inner // self._size), len(expert.places)
+        for i in range(rows):
+            self.fields += (self.units, inner, inner, tasks.GATE, count, ups, count, wide + 4 * inner * i)
+            self.fields += (self._shape.table.data_ptr(), gated + 2 * inner * i, inner, 0, 0)
+            self.units += 1
+        pairs = [(gated + 2 * inner * i, self._rows + 2 * hidden * row) for i, (_, row) in enumerate(expert.places)]
+        self._product(pairs, expert.down, inner, hidden, count, ups + rows, crew.nowhere)
+
+    def _product(
+        self,
+        pairs: Sequence[tuple[int, int]],
+        matrix: torch.Tensor,
+        columns: int,
+        outputs: int,
+        wait_at: int,
+        wait_for: int,
+        count_at: int,
+    ) -> None:
+        kind = tasks.PRODUCT if len(pairs) == 1 else tasks.ROWS
+        self.fields += (self.units, outputs, self._size, kind, wait_at, wait_for, count_at)
+        if kind == tasks.PRODUCT:
+            ((x, out),) = pairs
+            self.fields += (x, matrix.data_ptr(), out, 0, columns, columns)
+        else:
+            addresses = Pairs(pairs)
+            self._kept.append(addresses)
+            self.fields += (
+                addresses.address,
+                matrix.data_ptr(),
                 0,
-                hidden,
-                hidden,
+                addresses.count,
+                columns,
+                chain_of(columns, len(pairs)),
             )
-            unit += ups
-        for n, expert in enumerate(experts):
-            count, row, mid = progress + 8 * n, wide + 4 * inner * n, gated + 2 * inner * n
-            fields += (unit, inner, inner, tasks.GATE, count, ups, count, row, table, mid, inner, 0, 0)
-            fields += (unit + 1, hidden, size, tasks.PRODUCT, count, ups + 1, nowhere)
-            fields += (mid, expert.down.data_ptr(), out + 2 * hidden * expert.row, 0, inner, inner)
-            unit += 1 + downs
-        gains = (ctypes.c_float * len(sums.gains))(*sums.gains) if sums is not None else None
-        if sums is not None and gains is not None:
-            before = unit
-            for token, (first, count) in enumerate(sums.spans):
-                if count:
-                    fields += (unit, hidden, _SUM_UNIT, tasks.COMBINE, crew.finished, before, nowhere)
-                    fields += (out + 2 * hidden * first, ctypes.addressof(gains) + 4 * first)
-                    fields += (sums.out.data_ptr() + 2 * hidden * token, count, hidden, 0)
-                    unit += -(-hidden // _SUM_UNIT)
-        is_long = 3 * inner * hidden * len(experts) >= WAKING_WEIGHTS
-        crew.run(fields, unit, is_long, counts=len(experts))
+        self.units += -(-outputs // self._size)
+
+    def sums(self, sums: Sums) -> None:
+        hidden, before = self._shape.hidden, self.units
+        gains = (ctypes.c_float * len(sums.gains))(*sums.gains)
+        self._kept.append(gains)
+        at, out = ctypes.addressof(gains), sums.out.data_ptr()
+        for token, (first, count) in enumerate(sums.spans):
+            if count:
+                crew = self._shape.crew
+                self.fields += (self.units, hidden, _SUM_UNIT, tasks.COMBINE, crew.finished, before, crew.nowhere)
+                self.fields += (self._rows + 2 * hidden * first, at + 4 * first, out + 2 * hidden * token)
+                self.fields += (count, hidden, 0)
+                self.units += -(-hidden // _SUM_UNIT)

@@ -11,9 +11,10 @@ as it would for many rows. Here 16 weight rows are transposed in registers inste
 
 Grade E0 asks for the library's own bits, and a sum's bits are its order. oneDNN's (brgemm, AVX-512 BF16), found by
 trying: for every output one running sum over k in steps of two, begun anew every 512 k; the chains' sums are added as
-they come. Where outputs are few and k many, each of its threads sums a part of the k, and the parts are added at the
-end. The same instruction is used here in the same order, so the bits agree. Whether they do on the machine at hand is
-proven at load on the model's own weights (`crew.agrees`); where they do not, torch computes.
+they come. Several rows are summed 1024 k at a time where there are more than 1024. Where outputs are few and k many,
+each of its threads sums a part of the k, and the parts are added at the end. The same instruction is used here in the
+same order, so the bits agree. Whether they do on the machine at hand is proven at load on the model's own weights
+(`crew.py`); where they do not, torch computes.
 
 The next 16 rows are fetched into the second cache level while these are computed: a row of 768 is too short for the
 hardware to see a pattern in it, and this doubles its rate. Figures in docs/log.md.
@@ -30,7 +31,7 @@ LANES = 16
 TILE = 32
 """k taken in one step: bf16 numbers of one register."""
 CHAIN = 512
-"""k after which the running sum begins anew."""
+"""k after which the running sum of a single row begins anew."""
 _LEAST_WEIGHTS = 16**3
 """torch gives products with no more multiplications than this to another library than oneDNN."""
 
@@ -42,63 +43,41 @@ def fits(matrix: torch.Tensor) -> bool:
     return is_rows and columns % TILE == 0 and rows % LANES == 0 and rows * columns > _LEAST_WEIGHTS
 
 
-def source() -> str:
-    """The kernel in LLVM's language: `row_product(x, w, out, bias, begin, end, K, part)`, outputs begin ... end - 1.
+def chain_of(columns: int, rows: int) -> int:
+    """k after which the library begins a running sum anew, where it multiplies `rows` rows of K = `columns` numbers."""
+    return 2 * CHAIN if rows > 1 and columns > 2 * CHAIN else CHAIN
 
-    Strips of 16 outputs, parts of so many k, chains of 512 k, tiles of 32 k. `bias` may be null; the library adds it
-    before it rounds.
+
+def source(several: bool) -> str:
+    """The kernel in LLVM's language, for one row, and with `several` for two and for four at once.
+
+    `row_product(x, w, out, bias, begin, end, K, part, length)` computes the outputs begin ... end - 1 of one row:
+    strips of 16, parts of so many k, chains of `length`, tiles of 32 k. `bias` may be null; the library adds it before
+    it rounds. `row_product_2` and `_4` have one pointer in place of x and out, to (x, out) of every row, and no bias.
     """
-    transposing, pairs = transposed([f"%r{i}" for i in range(LANES)], "i32")
-    dots, total = _dots(pairs)
-    return f"""
+    return _INSTRUCTIONS + _one_row() + (_some_rows(2) + _some_rows(4) if several else "")
+
+
+_INSTRUCTIONS = """
 declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
 declare <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float>)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare i64 @llvm.smin.i64(i64, i64)
+attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" }
+"""
 
+
+def _one_row() -> str:
+    return f"""
 define internal void @row_product(
-    ptr noalias %x, ptr noalias %w, ptr noalias %out, ptr noalias %bias, i64 %begin, i64 %end, i64 %K, i64 %part) #0 {{
+    ptr noalias %x0, ptr noalias %w, ptr noalias %out0, ptr noalias %bias, i64 %begin, i64 %end, i64 %K, i64 %part,
+    i64 %length) #0 {{
 entry:
   %has.bias = icmp ne ptr %bias, null
   %ahead = mul i64 %K, {LANES}
   %any = icmp slt i64 %begin, %end
   br i1 %any, label %strip, label %done
-strip:
-  %n = phi i64 [%begin, %entry], [%n.next, %strip.end]
-  %row0 = mul i64 %n, %K
-{joined(f"  %row{i} = add i64 %row{i - 1}, %K" for i in range(1, LANES))}
-  br label %piece
-piece:
-  %p = phi i64 [0, %strip], [%p.next, %piece.end]
-  %total = phi <16 x float> [zeroinitializer, %strip], [%total.next, %piece.end]
-  %p.next = add i64 %p, %part
-  %p.end = call i64 @llvm.smin.i64(i64 %p.next, i64 %K)
-  br label %chain
-chain:
-  %c = phi i64 [%p, %piece], [%c.next, %chain.end]
-  %sum = phi <16 x float> [zeroinitializer, %piece], [%sum.next, %chain.end]
-  %c.next = add i64 %c, {CHAIN}
-  %c.end = call i64 @llvm.smin.i64(i64 %c.next, i64 %p.end)
-  br label %tile
-tile:
-  %k = phi i64 [%c, %chain], [%k.next, %tile]
-  %acc = phi <16 x float> [zeroinitializer, %chain], [{total}, %tile]
-{joined(_load(i) for i in range(LANES))}
-{joined(transposing)}
-{joined(dots)}
-  %k.next = add i64 %k, {TILE}
-  %k.more = icmp slt i64 %k.next, %c.end
-  br i1 %k.more, label %tile, label %chain.end
-chain.end:
-  %sum.next = fadd <16 x float> {total}, %sum
-  %c.more = icmp slt i64 %c.next, %p.end
-  br i1 %c.more, label %chain, label %piece.end
-piece.end:
-  %p.first = icmp eq i64 %p, 0
-  %p.sum = fadd <16 x float> %total, %sum.next
-  %total.next = select i1 %p.first, <16 x float> %sum.next, <16 x float> %p.sum
-  %p.more = icmp slt i64 %p.next, %K
-  br i1 %p.more, label %piece, label %strip.sum
+{_sums(1)}
 strip.sum:
   br i1 %has.bias, label %strip.bias, label %strip.end
 strip.bias:
@@ -107,21 +86,103 @@ strip.bias:
   %bias.low = zext <16 x i16> %bias.half to <16 x i32>
   %bias.bits = shl <16 x i32> %bias.low, {filled("i32 16")}
   %bias.float = bitcast <16 x i32> %bias.bits to <16 x float>
-  %biased = fadd <16 x float> %total.next, %bias.float
+  %biased = fadd <16 x float> %total.next.0, %bias.float
   br label %strip.end
 strip.end:
-  %result = phi <16 x float> [%total.next, %strip.sum], [%biased, %strip.bias]
-  %rounded = call <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float> %result)
-  %to = getelementptr i16, ptr %out, i64 %n
-  store <16 x bfloat> %rounded, ptr %to, align 2
+  %result.0 = phi <16 x float> [%total.next.0, %strip.sum], [%biased, %strip.bias]
+{_end(["%result.0"])}
+"""
+
+
+def _some_rows(rows: int) -> str:
+    """Weights are transposed once for all rows, which takes longer than multiplying."""
+    pointers = [f"{name}{r}" for r in range(rows) for name in ("x", "out")]
+    loads = [
+        f"  %{name}.at = getelementptr ptr, ptr %pairs, i64 {n}\n  %{name} = load ptr, ptr %{name}.at"
+        for n, name in enumerate(pointers)
+    ]
+    return f"""
+define internal void @row_product_{rows}(
+    ptr noalias %pairs, ptr noalias %w, i64 %begin, i64 %end, i64 %K, i64 %part, i64 %length) #0 {{
+entry:
+{joined(loads)}
+  %ahead = mul i64 %K, {LANES}
+  %any = icmp slt i64 %begin, %end
+  br i1 %any, label %strip, label %done
+{_sums(rows)}
+strip.sum:
+  br label %strip.end
+strip.end:
+{_end([f"%total.next.{r}" for r in range(rows)])}
+"""
+
+
+def _sums(rows: int) -> str:
+    """From a strip's first number to its sums, one register a row: `%total.next.0` and so on."""
+    transposing, pairs = transposed([f"%r{i}" for i in range(LANES)], "i32")
+    each, zero = range(rows), "<16 x float> [zeroinitializer"
+    dots = [line for r in each for line in _dots(pairs, r)]
+    last = [f"%d{r}.{len(pairs) - 1}" for r in each]
+    return f"""\
+strip:
+  %n = phi i64 [%begin, %entry], [%n.next, %strip.end]
+  %row0 = mul i64 %n, %K
+{joined(f"  %row{i} = add i64 %row{i - 1}, %K" for i in range(1, LANES))}
+  br label %piece
+piece:
+  %p = phi i64 [0, %strip], [%p.next, %piece.end]
+{joined(f"  %total.{r} = phi {zero}, %strip], [%total.next.{r}, %piece.end]" for r in each)}
+  %p.next = add i64 %p, %part
+  %p.end = call i64 @llvm.smin.i64(i64 %p.next, i64 %K)
+  br label %chain
+chain:
+  %c = phi i64 [%p, %piece], [%c.next, %chain.end]
+{joined(f"  %sum.{r} = phi {zero}, %piece], [%sum.next.{r}, %chain.end]" for r in each)}
+  %c.next = add i64 %c, %length
+  %c.end = call i64 @llvm.smin.i64(i64 %c.next, i64 %p.end)
+  br label %tile
+tile:
+  %k = phi i64 [%c, %chain], [%k.next, %tile]
+{joined(f"  %acc.{r} = phi {zero}, %chain], [{last[r]}, %tile]" for r in each)}
+{joined(_load(i) for i in range(LANES))}
+{joined(transposing)}
+{joined(dots)}
+  %k.next = add i64 %k, {TILE}
+  %k.more = icmp slt i64 %k.next, %c.end
+  br i1 %k.more, label %tile, label %chain.end
+chain.end:
+{joined(f"  %sum.next.{r} = fadd <16 x float> {last[r]}, %sum.{r}" for r in each)}
+  %c.more = icmp slt i64 %c.next, %p.end
+  br i1 %c.more, label %chain, label %piece.end
+piece.end:
+  %p.first = icmp eq i64 %p, 0
+{joined(f"  %p.sum.{r} = fadd <16 x float> %total.{r}, %sum.next.{r}" for r in each)}
+{joined(_first_or_sum(r) for r in each)}
+  %p.more = icmp slt i64 %p.next, %K
+  br i1 %p.more, label %piece, label %strip.sum"""
+
+
+def _first_or_sum(r: int) -> str:
+    return f"  %total.next.{r} = select i1 %p.first, <16 x float> %sum.next.{r}, <16 x float> %p.sum.{r}"
+
+
+def _end(results: list[str]) -> str:
+    """A strip's results, rounded; then the next strip."""
+    stores = [
+        f"""\
+  %rounded.{r} = call <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float> {result})
+  %to.{r} = getelementptr i16, ptr %out{r}, i64 %n
+  store <16 x bfloat> %rounded.{r}, ptr %to.{r}, align 2"""
+        for r, result in enumerate(results)
+    ]
+    return f"""\
+{joined(stores)}
   %n.next = add i64 %n, {LANES}
   %n.more = icmp slt i64 %n.next, %end
   br i1 %n.more, label %strip, label %done
 done:
   ret void
-}}
-attributes #0 = {{ nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" }}
-"""
+}}"""
 
 
 def _load(i: int) -> str:
@@ -134,19 +195,20 @@ def _load(i: int) -> str:
   call void @llvm.prefetch.p0(ptr %q{i}, i32 0, i32 2, i32 1)"""
 
 
-def _dots(pairs: list[str]) -> tuple[list[str], str]:
-    """16 steps of the running sum; returns the lines and the name of its last value."""
-    lines, acc = [], "%acc"
+def _dots(pairs: list[str], r: int) -> list[str]:
+    """16 steps of row r's running sum."""
+    lines, acc = [], f"%acc.{r}"
     for j, pair in enumerate(pairs):
+        name = f"{r}.{j}"
         lines.append(f"""\
-  %xo{j} = add i64 %k, {2 * j}
-  %xp{j} = getelementptr i16, ptr %x, i64 %xo{j}
-  %xs{j} = load i32, ptr %xp{j}, align 2
-  %xi{j} = insertelement <16 x i32> poison, i32 %xs{j}, i64 0
-  %xv{j} = shufflevector <16 x i32> %xi{j}, <16 x i32> poison, <16 x i32> zeroinitializer
-  %xb{j} = bitcast <16 x i32> %xv{j} to <32 x bfloat>
-  %wb{j} = bitcast <16 x i32> {pair} to <32 x bfloat>
-  %d{j} = call <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(
-      <16 x float> {acc}, <32 x bfloat> %xb{j}, <32 x bfloat> %wb{j})""")
-        acc = f"%d{j}"
-    return lines, acc
+  %xo{name} = add i64 %k, {2 * j}
+  %xp{name} = getelementptr i16, ptr %x{r}, i64 %xo{name}
+  %xs{name} = load i32, ptr %xp{name}, align 2
+  %xi{name} = insertelement <16 x i32> poison, i32 %xs{name}, i64 0
+  %xv{name} = shufflevector <16 x i32> %xi{name}, <16 x i32> poison, <16 x i32> zeroinitializer
+  %xb{name} = bitcast <16 x i32> %xv{name} to <32 x bfloat>
+  %wb{name} = bitcast <16 x i32> {pair} to <32 x bfloat>
+  %d{name} = call <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(
+      <16 x float> {acc}, <32 x bfloat> %xb{name}, <32 x bfloat> %wb{name})""")
+        acc = f"%d{name}"
+    return lines

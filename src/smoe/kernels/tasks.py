@@ -16,6 +16,7 @@ Tasks wait only for earlier ones, whose units somebody has already taken: nobody
 
     kind       a       b        c      d      e    f     computes
     PRODUCT    x       matrix   out    bias   K    part  row_product.py
+    ROWS       pairs   matrix          rows   K    chain row_product.py, of several rows: (x, out) of each
     GATE       wide    table    inner  I                 elementwise.py
     COMBINE    rows    gains    out    count  H          elementwise.py
     CALL       address arguments                         some other function(arguments, unit)
@@ -31,13 +32,18 @@ MOST_COUNTS = 128
 HEADER = PROGRESS + MOST_COUNTS
 FIELDS = 13
 MOST_TASKS = 1024
-PRODUCT, GATE, COMBINE, CALL = 0, 1, 2, 3
+PRODUCT, GATE, COMBINE, CALL, ROWS = 0, 1, 2, 3, 4
+_STRIP = 32
+"""Outputs for which all rows are computed before the next: their weights stay in the second cache level meanwhile."""
 _LOWER = (1 << 32) - 1
 
 
-def source() -> str:
-    """Everything in LLVM's language; `work(block, units)` and `serve(block)` are called from outside."""
-    return row_product.source() + elementwise.source() + _UNIT + _TAKE + _WORK + _SERVE
+def source(several: bool) -> str:
+    """Everything in LLVM's language; `work(block, units)` and `serve(block)` are called from outside.
+
+    The kind ROWS comes with `several` only: it takes as long to compile as all the rest.
+    """
+    return row_product.source(several) + elementwise.source() + _unit(several) + _TAKE + _WORK + _SERVE
 
 
 def _word(name: str, index: int) -> str:
@@ -54,7 +60,55 @@ def _fields(names: str, kind: str, first: int = 0) -> str:
 
 _ARGUMENTS = FIELDS - 6
 
-_UNIT = f"""
+
+def _rows() -> str:
+    """Several rows, strip by strip: four at once, then two, then one."""
+    return f"""\
+rows:
+  %strip = phi i64 [%begin, %entry], [%strip.next, %strip.end]
+  %strip.next = add i64 %strip, {_STRIP}
+  %until = call i64 @llvm.smin.i64(i64 %strip.next, i64 %end)
+  br label %some
+some:
+  %r = phi i64 [0, %rows], [%r.four, %four], [%r.two, %two], [%r.one, %one]
+  %left = sub i64 %d, %r
+  %pair = mul i64 %r, 2
+  %at = getelementptr ptr, ptr %a, i64 %pair
+  %is.four = icmp sge i64 %left, 4
+  br i1 %is.four, label %four, label %fewer
+four:
+  call void @row_product_4(ptr %at, ptr %b, i64 %strip, i64 %until, i64 %e, i64 %e, i64 %f)
+  %r.four = add i64 %r, 4
+  br label %some
+fewer:
+  %is.two = icmp sge i64 %left, 2
+  br i1 %is.two, label %two, label %last
+two:
+  call void @row_product_2(ptr %at, ptr %b, i64 %strip, i64 %until, i64 %e, i64 %e, i64 %f)
+  %r.two = add i64 %r, 2
+  br label %some
+last:
+  %is.one = icmp eq i64 %left, 1
+  br i1 %is.one, label %one, label %strip.end
+one:
+  %x = load ptr, ptr %at
+  %out.at = getelementptr ptr, ptr %at, i64 1
+  %out = load ptr, ptr %out.at
+  call void @row_product(ptr %x, ptr %b, ptr %out, ptr null, i64 %strip, i64 %until, i64 %e, i64 %e, i64 %f)
+  %r.one = add i64 %r, 1
+  br label %some
+strip.end:
+  %strip.more = icmp slt i64 %strip.next, %end
+  br i1 %strip.more, label %rows, label %done
+done:
+  ret void"""
+
+
+def _unit(several: bool) -> str:
+    """One unit of one task."""
+    labels = {GATE: "gate", COMBINE: "combine", CALL: "call"} | ({ROWS: "rows"} if several else {})
+    cases = "  ".join(f"i64 {kind}, label %{label}" for kind, label in labels.items())
+    return f"""
 declare void @llvm.x86.sse2.pause()
 declare i64 @llvm.readcyclecounter()
 
@@ -63,11 +117,13 @@ entry:
 {_fields("a b c", "ptr", _ARGUMENTS)}
 {_fields("d e f", "i64", _ARGUMENTS + 3)}
 {_fields("kind", "i64", 3)}
-  switch i64 %kind, label %product [ i64 {GATE}, label %gate  i64 {COMBINE}, label %combine  i64 {CALL}, label %call ]
+  switch i64 %kind, label %product [ {cases} ]
 product:
   %bias = inttoptr i64 %d to ptr
-  call void @row_product(ptr %a, ptr %b, ptr %c, ptr %bias, i64 %begin, i64 %end, i64 %e, i64 %f)
+  call void @row_product(
+    ptr %a, ptr %b, ptr %c, ptr %bias, i64 %begin, i64 %end, i64 %e, i64 %f, i64 {row_product.CHAIN})
   ret void
+{_rows() if several else ""}
 gate:
   call void @gate(ptr %a, ptr %b, ptr %c, i64 %d, i64 %begin, i64 %end)
   ret void
@@ -79,6 +135,7 @@ call:
   ret void
 }}
 """
+
 
 _TAKE = f"""
 define internal void @take(ptr %block) {{

@@ -1,8 +1,8 @@
 """Few tokens through the experts of a layer: operation by operation with the library, or in one piece with our kernel.
 
 Both keep every expert's output apart and add them up at the end in ascending expert order, whatever the order of
-arrival, so a result never depends on residency. An expert that several of the tokens have chosen is always the
-library's: the bits of a product of several rows are not those of one row.
+arrival, so a result never depends on residency. The library sums several rows in another order than one; where the
+kernel has that order too, it takes an expert that several of the tokens have chosen.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import Protocol
 
 import torch
 
-from smoe.kernels.crew import Crew
+from smoe.kernels.crew import Crew, agrees_on_rows
 from smoe.kernels.experts import MOST_EXPERTS, Expert, Sums, TokenExperts
 from smoe.runtime.expert_math import ExpertMath, Weights
 from smoe.runtime.team import Team
 
 _PROOF_EXPERTS = 8
+_MOST_ROWS = 4
+"""Tokens of one expert for which the kernel is faster than the library."""
 
 Routes = Sequence[Sequence[int]]
 """Of every expert in the order of the plan, its flat positions t * K + k in the choice [T, K]."""
@@ -67,7 +69,13 @@ def proven_kernel(math: ExpertMath, crew: Crew, weights: Weights) -> TokenExpert
     theirs = _OneByOperations(math, None, x, gains, routes, order)
     for way in (ours, theirs):
         way.compute(0, [weights] * _PROOF_EXPERTS)
-    return kernel if torch.equal(ours.total(), theirs.total()) else None
+    if not torch.equal(ours.total(), theirs.total()):
+        return None
+    if crew.several and all(
+        agrees_on_rows(crew, matrix, rows) for matrix in (weights.up, weights.down) for rows in (2, _MOST_ROWS)
+    ):
+        kernel.most_rows = _MOST_ROWS
+    return kernel
 
 
 class _OneByOperations:
@@ -180,37 +188,35 @@ class _InOnePiece:
         self._open = len(routes)
 
     def compute(self, first: int, weights: Sequence[Weights]) -> None:
-        single: list[Expert] = []
+        ours: list[Expert] = []
         for places, one in zip(self._places[first:], weights, strict=False):
-            if len(places) == 1:
-                ((token, row),) = places
-                single.append(Expert(row, one.up, one.down, token))
+            if len(places) <= self._kernel.most_rows:
+                ours.append(Expert(one.up, one.down, places))
             else:
                 tokens, rows = (list(part) for part in zip(*places, strict=True))
                 self._rows[rows] = self._math.forward(self._hidden[tokens], one)
-        self._end(len(weights), single)
+        self._end(len(weights), ours)
 
     def put(self, n: int, rows: torch.Tensor) -> None:
         self._rows[[row for _, row in self._places[n]]] = rows
         self._end(1, [])
 
-    def _end(self, count: int, single: list[Expert]) -> None:
-        """`count` experts are done once the `single` ones are; the sum follows the last."""
+    def _end(self, count: int, ours: list[Expert]) -> None:
+        """`count` experts are done once `ours` are; the sum follows the last."""
         self._open -= count
-        while len(single) > MOST_EXPERTS:
-            self._kernel.forward(self._hidden, single[:MOST_EXPERTS], self._rows)
-            single = single[MOST_EXPERTS:]
-        if single or not self._open:
-            self._kernel.forward(self._hidden, single, self._rows, None if self._open else self._sums)
+        while len(ours) > MOST_EXPERTS:
+            self._kernel.forward(self._hidden, ours[:MOST_EXPERTS], self._rows)
+            ours = ours[MOST_EXPERTS:]
+        if ours or not self._open:
+            self._kernel.forward(self._hidden, ours, self._rows, None if self._open else self._sums)
 
     def partial(self, count: int) -> torch.Tensor:
         places = [place for places in self._places[:count] for place in places]
         rows = [row for _, row in places]
         gains = torch.tensor([self._gains[row] for row in rows]).unsqueeze(1)
-        total = torch.zeros(self._hidden.shape)
-        return total.index_add_(0, torch.tensor([t for t, _ in places]), self._rows[rows] * gains).to(
-            self._hidden.dtype
-        )
+        tokens = torch.tensor([token for token, _ in places], dtype=torch.long)
+        total = torch.zeros(self._hidden.shape).index_add_(0, tokens, self._rows[rows] * gains)
+        return total.to(self._hidden.dtype)
 
     def total(self) -> torch.Tensor:
         return self._out
