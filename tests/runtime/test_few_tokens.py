@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from smoe.kernels.crew import Crew
 from smoe.kernels.elementwise import activation_table
-from smoe.kernels.experts import MOST_EXPERTS, TokenExperts
+from smoe.kernels.experts import MOST_EXPERTS, MOST_TOKENS, TokenExperts
 from smoe.policy.planner import routes_by_copy
 from smoe.routing import Phase, Routing
 from smoe.runtime.expert_math import Weights
@@ -120,8 +120,8 @@ def test_a_partial_sum_is_of_those_that_are_done(crew: Crew) -> None:
     assert ways[0].partial(0).shape == hidden.shape and ways[0].partial(0).count_nonzero() == 0
 
 
-@pytest.mark.parametrize("tokens", [1, 40])
-def test_more_experts_than_the_kernel_takes_at_once(tokens: int, crew: Crew) -> None:
+@pytest.mark.parametrize("tokens", [1, 40, MOST_TOKENS, MOST_TOKENS + 1])
+def test_more_experts_or_tokens_than_the_kernel_takes_at_once(tokens: int, crew: Crew) -> None:
     width = -(-(MOST_EXPERTS + 30) // tokens)
     hidden, gains = torch.randn(tokens, HIDDEN).bfloat16(), torch.rand(tokens, width)
     routes = [[n] for n in range(tokens * width)]

@@ -23,6 +23,10 @@ from smoe.kernels.row_product import chain_of
 
 MOST_EXPERTS = tasks.MOST_COUNTS
 """At once: each has a count of its own."""
+MOST_ROWS = 4
+"""Tokens of one expert: for more the library, which has them all in its registers at once, is faster."""
+MOST_TOKENS = tasks.MOST_TASKS - MOST_EXPERTS * (MOST_ROWS + 2)
+"""At once: each has a sum, an expert has two products and a gate for every row."""
 _SUM_UNIT = 512
 
 

@@ -13,13 +13,11 @@ from typing import Protocol
 import torch
 
 from smoe.kernels.crew import Crew, agrees_on_rows
-from smoe.kernels.experts import MOST_EXPERTS, Expert, Sums, TokenExperts
+from smoe.kernels.experts import MOST_EXPERTS, MOST_ROWS, MOST_TOKENS, Expert, Sums, TokenExperts
 from smoe.runtime.expert_math import ExpertMath, Weights
 from smoe.runtime.team import Team
 
 _PROOF_EXPERTS = 8
-_MOST_ROWS = 4
-"""Tokens of one expert for which the kernel is faster than the library."""
 
 Routes = Sequence[Sequence[int]]
 """Of every expert in the order of the plan, its flat positions t * K + k in the choice [T, K]."""
@@ -50,7 +48,7 @@ def few_tokens(
     ascending: Sequence[int],
 ) -> FewTokens:
     """hidden [T, H], top_k_weights [T, K]; `ascending`: the experts' numbers in the sum's order."""
-    if math.kernel is not None:
+    if math.kernel is not None and hidden.shape[0] <= MOST_TOKENS:
         return _InOnePiece(math, math.kernel, hidden, top_k_weights, routes, ascending)
     if hidden.shape[0] == 1:
         return _OneByOperations(math, team, hidden, top_k_weights, routes, ascending)
@@ -72,9 +70,9 @@ def proven_kernel(math: ExpertMath, crew: Crew, weights: Weights) -> TokenExpert
     if not torch.equal(ours.total(), theirs.total()):
         return None
     if crew.several and all(
-        agrees_on_rows(crew, matrix, rows) for matrix in (weights.up, weights.down) for rows in (2, _MOST_ROWS)
+        agrees_on_rows(crew, matrix, rows) for matrix in (weights.up, weights.down) for rows in (2, MOST_ROWS)
     ):
-        kernel.most_rows = _MOST_ROWS
+        kernel.most_rows = MOST_ROWS
     return kernel
 
 
