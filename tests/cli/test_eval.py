@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -58,11 +59,46 @@ def test_eval_goes_on_and_says_when_it_cannot(run, checkpoint, text, tmp_path):
         (("--plot", "price.bmp"), "must end in .png"),
         (("--plot", "/nowhere/price.png"), "there is no folder"),
         (("--alpha", 0.3), "sets alpha itself"),
+        (("--tasks", "piqa", "--questions", "q.jsonl"), "both say what is asked"),
+        (("--task-folder", "mine"), "belongs to --tasks"),
+        (("--tasks", "piqa", "--most-questions", 0), "at least 1"),
     ],
 )
 def test_bad_options_are_refused_before_the_model_is_loaded(run, checkpoint, arguments, words):
     ran = run("eval", checkpoint, *arguments)
     assert ran.code == 2 and words in " ".join(ran.err.split())
+
+
+def test_tasks_without_the_harness_say_what_to_install(run, checkpoint, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "smoe.eval.harness", raising=False)
+    ran = run("eval", checkpoint, "--tasks", "piqa")
+    assert ran.code == 2 and "pip install 'smoe[lm-eval]'" in " ".join(ran.err.split())
+
+
+def test_questions_too_long_are_left_out_and_said(run, checkpoint, text, tmp_path):
+    questions = tmp_path / "questions.jsonl"
+    long = "once upon a time " * 40
+    questions.write_text("".join(json.dumps({"prompt": p, "answer": "x"}) + "\n" for p in ("once", long)))
+    asked = (
+        "eval",
+        checkpoint,
+        "--memory",
+        "2700KiB",
+        "--context",
+        64,
+        "--alphas",
+        "0",
+        "--text",
+        text,
+        "--tokens",
+        20,
+    )
+    ran = run(*asked, "--questions", questions)
+    assert ran.json["questions"] == 1 and "1 questions do not fit the context of 64 tokens" in ran.err
+    questions.write_text(json.dumps({"prompt": long, "answer": "x"}) + "\n")
+    refused = run(*asked, "--questions", questions)
+    assert refused.code == 2 and "no question fits the context of 64 tokens; raise --context" in refused.err
 
 
 def test_a_text_without_anything_to_predict_is_refused(run, checkpoint, tmp_path):

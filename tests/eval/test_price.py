@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from smoe.errors import ConfigError
 from smoe.eval import stepwise
 from smoe.eval.price import Change, Price, largest_within, price_of, sweep
+from smoe.eval.questions import read_questions
 from smoe.eval.stepwise import Quality
-from smoe.eval.texts import Question, is_right, read_documents, read_questions
+from smoe.eval.texts import read_documents
 from tests import oracle
 
 DOCUMENTS = [list(range(3, 40)), list(range(60, 20, -1))]
@@ -38,7 +39,7 @@ class Words:
 
 
 def run(model: PreTrainedModel, alphas: list[float], folder: Path, **circumstances: Any) -> list[Any]:
-    return sweep(model, Words(), alphas, DOCUMENTS, [], folder, circumstances, lambda _: lambda __: None)
+    return sweep(model, Words(), alphas, DOCUMENTS, None, folder, circumstances, lambda _: lambda __: None)
 
 
 def test_alpha_zero_has_the_perplexity_of_transformers(
@@ -126,14 +127,7 @@ def test_accuracy_is_compared_question_by_question() -> None:
 
 def test_the_demos_own_texts() -> None:
     assert len(read_documents(None)) == 30
-    questions = read_questions(None)
-    assert len(questions) == 300
-    assert is_right(f" The {questions[0].answers[0].upper()}.\nand more", questions[0])
-    assert not is_right("something else", questions[0])
-
-
-def test_aliases_are_right_too() -> None:
-    assert is_right("two", Question("?", ("2", "two")))
+    assert len(read_questions(None)) == 300
 
 
 @pytest.mark.parametrize(
@@ -152,15 +146,6 @@ def test_bad_texts_are_refused(name: str, content: str | None, message: str, tmp
         path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_documents(path)
-
-
-def test_questions_without_answers_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "q.jsonl"
-    path.write_text('{"prompt": "a", "answer": null}\n{"prompt": "b", "answer": 2}\n')
-    assert read_questions(path) == [Question("b", ("2",))]
-    path.write_text('{"prompt": "a", "answer": null}\n')
-    with pytest.raises(ConfigError, match="no question"):
-        read_questions(path)
 
 
 def test_the_largest_alpha_within_a_price() -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from smoe.cli.options import Debug, EngineOptions, Model, check_plot
+from smoe.errors import ConfigError
 
 EPILOG = """Examples:
 
@@ -16,6 +17,12 @@ smoe eval --memory 24MiB
 smoe eval ./my-moe --memory 8GiB --text book.txt --alphas 0,0.2,0.4 --plot price.png
 
 smoe eval ./my-moe --memory 8GiB --questions qa.jsonl --out results     (goes on where it was interrupted)
+
+smoe eval ./my-moe --memory 8GiB --tasks arc_easy,piqa --most-questions 50
+
+A question is a line {"prompt": ..., "answer": ...}. With "format": "short" (the default) the first line of the output
+is the answer, with "number" its last number, with "letter" its first lone capital. With "choices" the likeliest of
+them counts ("answer" is its letter), per character with "format": "cloze"; with "suffix" what makes that likeliest.
 
 The table goes to stderr; stdout gets one line of JSON. Alpha 0 is the model itself.
 """
@@ -30,9 +37,19 @@ def command(
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of it, at most.")] = 2000,
     questions: Annotated[
-        Path | None, typer.Option(help="Questions: .jsonl with 'prompt' and 'answer'. Default for the demo: its own.")
+        Path | None,
+        typer.Option(
+            help="Questions: .jsonl with 'prompt', 'answer', 'choices' (below). Default for the demo: its own."
+        ),
     ] = None,
-    most_questions: Annotated[int, typer.Option("--most-questions", help="Questions asked, at most; 0: none.")] = 100,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Tasks of lm_eval in place of questions, separated by commas (pip install 'smoe[lm-eval]')."),
+    ] = None,
+    task_folder: Annotated[Path | None, typer.Option(help="Where lm_eval finds tasks of your own.")] = None,
+    most_questions: Annotated[
+        int, typer.Option("--most-questions", help="Questions asked, of each task, at most; 0: none.")
+    ] = 100,
     out: Annotated[Path | None, typer.Option(help="Keep results here, and go on from what is there.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw quality and time against alpha: .png, .svg or .pdf.")] = None,
     debug: Debug = False,
@@ -48,7 +65,14 @@ def command(
     thresholds = _thresholds(alphas)
     if plot is not None:
         check_plot(plot)
-    material = Material(text, tokens, questions, most_questions)
+    if tasks is not None and questions is not None:
+        raise ConfigError("--tasks and --questions both say what is asked; give one of them")
+    if task_folder is not None and tasks is None:
+        raise ConfigError("--task-folder belongs to --tasks; add that, or leave it out")
+    if tasks is not None and most_questions < 1:
+        raise ConfigError(f"--most-questions is {most_questions}; --tasks needs at least 1")
+    names = tuple(name.strip() for name in tasks.split(",") if name.strip()) if tasks is not None else ()
+    material = Material(text, tokens, questions, most_questions, names, task_folder)
     prices, circumstances = measured(engine, model, thresholds, material, out)
     print_table(prices)
     print_json(circumstances | {"prices": [price.as_json() for price in prices]})
@@ -61,7 +85,6 @@ def command(
 
 def _thresholds(given: str) -> list[float]:
     from smoe.config import configure
-    from smoe.errors import ConfigError
 
     try:
         found = [float(part) for part in given.split(",")]

@@ -15,7 +15,9 @@ from smoe.cli.options import EngineOptions, substituting
 from smoe.cli.session import loaded, tokenizer_of
 from smoe.errors import ConfigError
 from smoe.eval.price import Change, Price, sweep
-from smoe.eval.texts import read_documents, read_questions
+from smoe.eval.questions import Question, Questions, fitting, read_questions
+from smoe.eval.stepwise import Exam
+from smoe.eval.texts import read_documents
 
 _TABLE_WIDTH = 80
 _HEADS = (
@@ -47,6 +49,10 @@ class Material:
     questions: Path | None = None
     """None: the demo's own for the demo, none for other models."""
     most_questions: int = 0
+    tasks: tuple[str, ...] = ()
+    """Of the evaluation harness, in place of questions; so many of each."""
+    task_folder: Path | None = None
+    """Where tasks of the user's own are described."""
     least_tokens: int = 2
     """With fewer of them there is nothing to say."""
 
@@ -75,13 +81,16 @@ def _measure(
     if material.tokens < least:
         raise ConfigError(f"--tokens is {material.tokens}; at least {least} are needed")
     texts = read_documents(material.text)
-    asked = read_questions(material.questions)[:most] if most and (material.questions or model == "demo") else []
+    harness = _harness(material) if material.tasks else None
+    has_questions = harness is None and most > 0 and (material.questions is not None or model == "demo")
+    asked = read_questions(material.questions)[:most] if has_questions else []
     config = replace(substituting(options), alpha=max(thresholds))  # so that the router's rule is proven
     tokenizer = tokenizer_of(model, options.revision)
     with loaded(model, config, options.revision) as ready:
         offload: Any = ready.offload
         documents = _cut(tokenizer, texts, material.tokens, offload.context_tokens)
         tokens = sum(map(len, documents))
+        asked = _fitting(asked, tokenizer, offload.context_tokens)
         if tokens < least:
             raise ConfigError(f"the text has {tokens} tokens, and at least {least} are needed; give more with --text")
         circumstances = {
@@ -97,10 +106,31 @@ def _measure(
             "text_tokens": tokens - len(documents),
             "questions_from": str(material.questions) if material.questions else "the demo" if asked else None,
             "questions": len(asked),
+            "tasks": list(material.tasks),
+            "most_questions": most,
         }
-        with _Bars(thresholds, tokens, len(asked)) as bars:
-            prices = sweep(ready, tokenizer, thresholds, documents, asked, folder, circumstances, bars.start)
+        exam: Exam | None = harness or (Questions(asked) if asked else None)
+        with _Bars(thresholds, tokens, len(asked) or most * len(material.tasks)) as bars:
+            prices = sweep(ready, tokenizer, thresholds, documents, exam, folder, circumstances, bars.start)
         return prices, circumstances
+
+
+def _harness(material: Material) -> Exam:
+    try:
+        from smoe.eval.harness import Harness
+    except ImportError as error:
+        raise ConfigError(f"--tasks needs the evaluation harness: pip install 'smoe[lm-eval]' ({error})") from error
+    return Harness(material.tasks, material.task_folder, material.most_questions)
+
+
+def _fitting(asked: list[Question], tokenizer: Any, context_tokens: int) -> list[Question]:
+    """The questions that the context has room for; says how many it has not."""
+    possible = fitting(asked, tokenizer, context_tokens)
+    if asked and not possible:
+        raise ConfigError(f"no question fits the context of {context_tokens} tokens; raise --context")
+    if len(possible) < len(asked):
+        note(f"{len(asked) - len(possible)} questions do not fit the context of {context_tokens} tokens: not asked")
+    return possible
 
 
 def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[list[int]]:

@@ -16,8 +16,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
-from smoe.eval.stepwise import ExactDistributions, Quality, Tick, measure
-from smoe.eval.texts import Question
+from smoe.eval.questions import Tick
+from smoe.eval.stepwise import ExactDistributions, Exam, Quality, measure
 
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
@@ -67,7 +67,7 @@ def sweep(
     tokenizer: Any,
     alphas: Sequence[float],
     documents: Sequence[Sequence[int]],
-    questions: Sequence[Question],
+    exam: Exam | None,
     folder: Path,
     circumstances: dict[str, Any],
     on_alpha: Callable[[float], Tick],
@@ -80,7 +80,7 @@ def sweep(
     exact = ExactDistributions(folder / "exact.npy", tokens, vocabulary, is_written=results.get(0.0) is not None)
     for alpha in sorted({0.0, *alphas}):
         if results.get(alpha) is None:
-            results.put(measure(model, tokenizer, alpha, documents, questions, exact, on_alpha(alpha)))
+            results.put(measure(model, tokenizer, alpha, documents, exam, exact, on_alpha(alpha)))
     base = results.get(0.0)
     assert base is not None
     found = [results.get(alpha) for alpha in sorted({0.0, *alphas})]

@@ -16,16 +16,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from smoe.eval.texts import Question, is_right
+from smoe.eval.questions import Tick
 from smoe.runtime.engine import Engine
 from smoe.runtime.forced import forced
 
 BLOCK_TOKENS = 64
 """Neighbouring tokens are alike, so confidence is computed from blocks of so many."""
-_MOST_ANSWER_TOKENS = 12
 
-Tick = Callable[[int], None]
-"""Hears how many tokens have been done."""
+Exam = Callable[[PreTrainedModel, Any, Tick], list[bool]]
+"""Asks (model, tokenizer, tick) its questions, always the same, and says for each whether the answer was right."""
 
 
 @dataclass
@@ -82,7 +81,7 @@ def measure(
     tokenizer: Any,
     alpha: float,
     documents: Sequence[Sequence[int]],
-    questions: Sequence[Question],
+    exam: Exam | None,
     exact: ExactDistributions,
     tick: Tick,
 ) -> Quality:
@@ -116,8 +115,8 @@ def measure(
         exact.flush()
     else:
         quality.kl, quality.top1_agreement = kl / quality.tokens, agreed / quality.tokens
-    for question in questions:
-        quality.right.append(is_right(answer(model, tokenizer, question.prompt, tick), question))
+    if exam is not None:
+        quality.right = exam(model, tokenizer, tick)
     counters = engine.stats()
     quality.median_seconds = median(seconds) if seconds else 0.0
     quality.hit_ratio = counters.hit_ratio
@@ -125,20 +124,3 @@ def measure(
     quality.low_score = counters.low_score / max(1, counters.routes)
     quality.bytes_per_token = counters.bytes_read / max(1, counters.forward_passes)
     return quality
-
-
-def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, tick: Tick) -> str:
-    """The greedy continuation up to the end of its first line, prompt included read token by token."""
-    ids = tokenizer(prompt)["input_ids"]
-    cache = model.offload.new_cache()  # type: ignore[operator]
-    said: list[int] = []
-    for number in range(len(ids) + _MOST_ANSWER_TOKENS):
-        token = ids[number] if number < len(ids) else said[-1]
-        ((logits, _),) = forced(model, [token], cache)
-        tick(1)
-        if number >= len(ids) - 1:
-            said.append(int(logits.argmax()))
-            text = tokenizer.decode(said, skip_special_tokens=True)
-            if said[-1] == tokenizer.eos_token_id or "\n" in text.lstrip("\n"):
-                break
-    return str(tokenizer.decode(said, skip_special_tokens=True))

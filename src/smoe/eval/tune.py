@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from smoe.config import EMULATED
 from smoe.errors import ConfigError
-from smoe.eval.stepwise import Tick
+from smoe.eval.questions import Tick
 from smoe.hardware import profile_path
 from smoe.metrics import Counters
 from smoe.policy.trial import TURN, TURNS

@@ -1,0 +1,97 @@
+"""Tasks of the Language Model Evaluation Harness (`lm_eval`), answered token by token.
+
+The harness would feed contexts and answers in wide batches, in which every expert comes in and none is replaced. Here
+its requests are answered as in generation, so that a threshold costs what it costs its users. Needs `lm_eval`, which is
+optional: `pip install 'smoe[lm-eval]'`. Tasks bring their own data, which the harness downloads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+from transformers import PreTrainedModel
+
+from smoe.errors import ConfigError
+from smoe.eval.questions import Reader, Tick, answer
+
+_METRICS = ("exact_match", "acc", "em")
+"""Those that say of a single answer whether it is right; the first that a task has."""
+_ANSWER_TOKENS = 256
+
+
+class StepwiseLM(LM):  # type: ignore[misc]
+    """The harness's view of a model: log likelihoods and continuations of its requests."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, tick: Tick) -> None:
+        super().__init__()
+        self._model = model
+        self._tokenizer = tokenizer
+        self._tick = tick
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        reader = Reader(self._model, self._tokenizer, self._tick)
+        start = self._tokenizer.bos_token or self._tokenizer.eos_token or ""
+        return [reader.likelihood(context or start, continuation) for context, continuation in _arguments(requests)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Text beyond the context is cut into pieces, each predicted from its own first token on."""
+        reader = Reader(self._model, self._tokenizer, self._tick)
+        most = self._model.offload.context_tokens  # type: ignore[union-attr]
+        found = []
+        for (text,) in _arguments(requests):
+            ids = list(self._tokenizer(text)["input_ids"])
+            pieces = [ids[begin : begin + most] for begin in range(0, len(ids) - 1, most - 1)]
+            found.append(sum(reader.likelihood_of(piece[:1], piece[1:])[0] for piece in pieces))
+        return found
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        found = []
+        for context, options in _arguments(requests):
+            stops = options.get("until") or []
+            stops = [stops] if isinstance(stops, str) else list(stops)
+            most = int(options.get("max_gen_toks", _ANSWER_TOKENS))
+            said = answer(self._model, self._tokenizer, context, most, stops, self._tick)
+            found.append(min((said.split(stop)[0] for stop in stops if stop), key=len, default=said))
+        return found
+
+
+class Harness:
+    """An exam made of the harness's tasks, at most `most` questions of each."""
+
+    def __init__(self, tasks: Sequence[str], folder: Path | None, most: int) -> None:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default of a task
+        self._tasks = list(tasks)
+        self._most = most
+        self._manager = TaskManager(include_path=str(folder) if folder is not None else None)
+        unknown = [name for name in tasks if name not in self._manager.all_tasks]
+        if unknown:
+            raise ConfigError(f"the evaluation harness has no task {unknown[0]!r}; lm_eval ls tasks lists them")
+
+    def __call__(self, model: PreTrainedModel, tokenizer: Any, tick: Tick) -> list[bool]:
+        """For each question, task after task, whether it was answered rightly."""
+        found = simple_evaluate(
+            StepwiseLM(model, tokenizer, tick),
+            tasks=self._tasks,
+            limit=self._most,
+            task_manager=self._manager,
+            bootstrap_iters=0,
+            log_samples=True,
+        )
+        right: list[bool] = []
+        for task, samples in sorted(found["samples"].items()):
+            for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
+                metric = next((name for name in _METRICS if name in sample), None)
+                if metric is None:
+                    raise ConfigError(f"the task {task!r} does not say of an answer whether it is right; take another")
+                right.append(bool(sample[metric]))
+        return right
+
+
+def _arguments(requests: Sequence[Any]) -> list[tuple[Any, ...]]:
+    return [request.args for request in requests]

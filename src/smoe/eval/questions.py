@@ -1,0 +1,233 @@
+"""Questions with known answers: read from lines of JSON, asked token by token, scored.
+
+How a question is asked and scored is its `format`:
+
+    short      prompt                                the first line is one of the answers
+    letter     prompt, options inside                the first lone capital letter
+    number     prompt                                the last number of the output
+    choice     prompt, then each of the choices      the likeliest choice
+    cloze      the same; or the `suffix` after each  the likeliest per character; or the suffix likeliest
+
+Nothing of a data set is ever executed, so `code` cannot be scored here.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from smoe.errors import ConfigError
+from smoe.eval.texts import records
+from smoe.models.files import DEMO_FOLDER
+from smoe.runtime.forced import forced
+from smoe.runtime.kv_cache import RowCache
+
+Tick = Callable[[int], None]
+"""Hears how many tokens have been done."""
+
+FORMATS = ("short", "letter", "number", "choice", "cloze")
+_ANSWER_TOKENS = {"short": 12, "letter": 12, "number": 256}
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_LETTER = re.compile(r"(?<![A-Za-z])[A-Z](?![A-Za-z])")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt whose right answer is known."""
+
+    prompt: str
+    answers: tuple[str, ...]
+    """Each of them is right; with choices, the letter of the right one (A is the first)."""
+    format: str = "short"
+    choices: tuple[str, ...] = ()
+    suffix: str = ""
+    """What follows a choice, where that is scored instead of the choice."""
+
+    @property
+    def longest(self) -> str:
+        """The most text that asking feeds to the model, answers of its own aside."""
+        endings = [f" {choice}{self.suffix}" for choice in self.choices]
+        return self.prompt + max(endings, key=len, default="")
+
+
+def read_questions(path: Path | None) -> list[Question]:
+    """Questions of a `.jsonl` file with `prompt`, `answer` and where needed `format`, `choices`, `suffix`, `aliases`.
+
+    None: the demo's. Lines without an answer are left out.
+    """
+    path = path or DEMO_FOLDER / "questions.jsonl"
+    found = [_question(record, path) for record in records(path) if record.get("answer") is not None]
+    if not found:
+        raise ConfigError(f"{path} has no question with an answer")
+    return found
+
+
+def _question(record: dict[str, Any], path: Path) -> Question:
+    prompt, choices = record.get("prompt"), tuple(map(str, record.get("choices") or ()))
+    kind = record.get("format") or ("choice" if choices else "short")
+    if not isinstance(prompt, str):
+        raise ConfigError(f"a line of {path} has no 'prompt'")
+    if kind not in FORMATS:
+        raise ConfigError(
+            f"{path} has questions of the format {kind!r}; those that can be scored: {', '.join(FORMATS)}"
+        )
+    answer = str(record["answer"])
+    if kind in ("choice", "cloze") and answer not in string.ascii_uppercase[: len(choices)]:
+        raise ConfigError(
+            f"a line of {path} has {len(choices)} choices and the answer {answer!r}; the answer must be the letter of "
+            "a choice, A for the first"
+        )
+    answers = (answer, *map(str, record.get("aliases") or ()))
+    return Question(prompt, answers, kind, choices, str(record.get("suffix") or ""))
+
+
+class Questions:
+    """An exam of questions one after the other."""
+
+    def __init__(self, questions: Sequence[Question]) -> None:
+        self._questions = questions
+
+    def __call__(self, model: PreTrainedModel, tokenizer: Any, tick: Tick) -> list[bool]:
+        return [ask(model, tokenizer, question, tick) for question in self._questions]
+
+
+def fitting(questions: Sequence[Question], tokenizer: Any, context_tokens: int) -> list[Question]:
+    """Those that leave room for an answer in the context."""
+
+    def needed(question: Question) -> int:
+        return len(tokenizer(question.longest)["input_ids"]) + _ANSWER_TOKENS.get(question.format, 0)
+
+    return [question for question in questions if needed(question) <= context_tokens]
+
+
+def ask(model: PreTrainedModel, tokenizer: Any, question: Question, tick: Tick) -> bool:
+    """Whether the model's answer is right."""
+    if question.choices:
+        return string.ascii_uppercase[_choose(model, tokenizer, question, tick)] == question.answers[0]
+    end = "\n\n" if question.format == "number" else "\n"
+    said = answer(model, tokenizer, question.prompt, _ANSWER_TOKENS[question.format], [end], tick)
+    return is_right(said, question)
+
+
+def is_right(text: str, question: Question) -> bool:
+    """Whether what a model has said is an answer.
+
+    A short one but for case, punctuation and articles, on its first line.
+    """
+    if question.format == "number":
+        numbers = [_value(found) for found in _NUMBER.findall(text)]
+        return bool(numbers) and numbers[-1] in [_value(right) for right in question.answers]
+    if question.format == "letter":
+        letter = _LETTER.search(text)
+        return letter is not None and letter[0] in question.answers
+    return _normal(text) in {_normal(right) for right in question.answers}
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", "").rstrip("."))
+
+
+def _normal(said: str) -> str:
+    line = said.strip().split("\n")[0].lower()
+    words = line.translate(str.maketrans("", "", string.punctuation)).split()
+    return " ".join(word for word in words if word not in {"a", "an", "the"})
+
+
+def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, most: int, stops: Sequence[str], tick: Tick) -> str:
+    """The greedy continuation, at most `most` tokens, until one of `stops` comes after its first word."""
+    ids = tokenizer(prompt)["input_ids"]
+    cache = model.offload.new_cache()  # type: ignore[operator]
+    said: list[int] = []
+    for number in range(min(len(ids) + most, cache.capacity_tokens)):
+        token = ids[number] if number < len(ids) else said[-1]
+        ((logits, _),) = forced(model, [token], cache)
+        tick(1)
+        if number >= len(ids) - 1:
+            said.append(int(logits.argmax()))
+            text = tokenizer.decode(said, skip_special_tokens=True).lstrip("\n")
+            if said[-1] == tokenizer.eos_token_id or any(stop in text for stop in stops):
+                break
+    return str(tokenizer.decode(said, skip_special_tokens=True))
+
+
+def _choose(model: PreTrainedModel, tokenizer: Any, question: Question, tick: Tick) -> int:
+    """The number of the likeliest choice."""
+    scores = []
+    reader = Reader(model, tokenizer, tick)
+    for choice in question.choices:
+        if question.suffix:
+            scores.append(reader.likelihood(f"{question.prompt} {choice}", question.suffix)[0])
+        else:
+            nats, _ = reader.likelihood(question.prompt, f" {choice}")
+            scores.append(nats / len(choice) if question.format == "cloze" else nats)
+    return max(range(len(scores)), key=scores.__getitem__)
+
+
+class Reader:
+    """Log likelihoods of continuations, token by token; what two contexts have in common is read once."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, tick: Tick) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._tick = tick
+        self._cache: RowCache = model.offload.new_cache()  # type: ignore[operator]
+        self._read: list[int] = []
+        """What the cache holds."""
+        self._kept: tuple[int, torch.Tensor] = (0, torch.empty(0))
+        """So many tokens of it, and the log probabilities [V] of what follows them."""
+
+    def likelihood(self, context: str, continuation: str) -> tuple[float, bool]:
+        """(log probability of `continuation` after `context`, whether every token of it was the likeliest)"""
+        before, whole = self._ids(context), self._ids(context + continuation)
+        if whole[: len(before)] != before or len(whole) == len(before):  # where a token spans the border
+            whole = before + self._tokenizer(continuation, add_special_tokens=False)["input_ids"]
+        return self.likelihood_of(before or whole[:1], whole[len(before) or 1 :])
+
+    def likelihood_of(self, before: Sequence[int], after: Sequence[int]) -> tuple[float, bool]:
+        """The same for tokens; `before` has at least one."""
+        nats, is_likeliest = 0.0, True
+        log_p = self._after(before)
+        for token, following in zip(after, [*after[1:], None], strict=True):
+            nats += float(log_p[token])
+            is_likeliest = is_likeliest and int(log_p.argmax()) == token
+            if following is not None:
+                log_p = self._feed([token])
+        return nats, is_likeliest
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text)["input_ids"]) if text else []
+
+    def _after(self, before: Sequence[int]) -> torch.Tensor:
+        """Log probabilities [V] of what follows these tokens, which alone are in the cache then."""
+        pairs = enumerate(zip(before, self._read, strict=False))
+        shared = next((n for n, (wanted, had) in pairs if wanted != had), min(len(before), len(self._read)))
+        if not self._cache.can_rewind and shared < len(self._read):
+            self._cache, self._read, shared = self._model.offload.new_cache(), [], 0  # type: ignore[operator]
+        if shared == len(before) == self._kept[0]:
+            self._forget_from(shared)
+            return self._kept[1]
+        self._forget_from(min(shared, len(before) - 1))
+        log_p = self._feed(before[len(self._read) :])
+        self._kept = len(before), log_p
+        return log_p
+
+    def _forget_from(self, length: int) -> None:
+        if length < len(self._read):
+            self._cache.rewind(length)
+            del self._read[length:]
+
+    def _feed(self, ids: Sequence[int]) -> torch.Tensor:
+        """Log probabilities [V] of what follows the last of `ids`."""
+        last = torch.empty(0)
+        for token, (logits, _) in zip(ids, forced(self._model, ids, self._cache), strict=True):
+            self._read.append(token)
+            self._tick(1)
+            last = logits
+        return last.float().log_softmax(-1)
