@@ -29,6 +29,20 @@ from smoe.kernels.jit import compile_functions, cpu_has
 from smoe.kernels.row_product import TILE, chain_of, fits
 
 
+UNIT = 256
+"""Outputs in a unit: 1 MB of weights at K = 2048, some 60 us. Of smaller ones too much that is fetched ahead is taken
+by another thread."""
+LONE_UNIT = 128
+"""Of a single product, of which the last unit would else be waited for."""
+_SPIN_CYCLES = 20_000
+"""How long a helper looks out for work before it sleeps: some 10 us. Longer takes from the readers what it gives us."""
+WAKING_WEIGHTS = 1 << 20
+"""Fewer weights are multiplied before a sleeper would be awake."""
+_CLOSING_SECONDS = 0.001
+_PROOF_OUTPUTS = 1 << 16
+"""A wrong order shows in about one output of 5000, so this many miss it once in half a million times."""
+
+
 class Product(NamedTuple):
     """out is to become x @ matrix, plus the bias where there is one."""
 
@@ -55,20 +69,6 @@ class Pairs:
         self.count = len(pairs)
         self._words = (ctypes.c_int64 * (2 * len(pairs)))(*(address for pair in pairs for address in pair))
         self.address = ctypes.addressof(self._words)
-
-
-UNIT = 256
-"""Outputs in a unit: 1 MB of weights at K = 2048, some 60 us. Of smaller ones too much that is fetched ahead is taken
-by another thread."""
-LONE_UNIT = 128
-"""Of a single product, of which the last unit would else be waited for."""
-_SPIN_CYCLES = 20_000
-"""How long a helper looks out for work before it sleeps: some 10 us. Longer takes from the readers what it gives us."""
-WAKING_WEIGHTS = 1 << 20
-"""Fewer weights are multiplied before a sleeper would be awake."""
-_CLOSING_SECONDS = 0.001
-_PROOF_OUTPUTS = 1 << 16
-"""A wrong order shows in about one output of 5000, so this many miss it once in half a million times."""
 
 
 class Crew:
