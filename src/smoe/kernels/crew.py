@@ -28,7 +28,6 @@ from smoe.kernels import tasks
 from smoe.kernels.jit import compile_functions, cpu_has
 from smoe.kernels.row_product import TILE, chain_of, fits
 
-
 UNIT = 256
 """Outputs in a unit: 1 MB of weights at K = 2048, some 60 us. Of smaller ones too much that is fetched ahead is taken
 by another thread."""
