@@ -77,12 +77,10 @@ class TokenExperts:
         With `sums` also `out`: each token's rows times their gains, added up in ascending order. All tensors are bf16
         and lie in one piece.
         """
-        self._reserve(sum(len(expert.places) for expert in experts))
-        work = _Work(self, x, rows, UNIT if len(experts) > 1 else LONE_UNIT)
-        for n, expert in enumerate(experts):
-            work.ups(n, expert)
-        for n, expert in enumerate(experts):
-            work.downs(n, expert)
+        self._reserve(sum([len(expert.places) for expert in experts]))
+        work = _Work(self, x, rows, experts)
+        work.ups()
+        work.downs()
         if sums is not None:
             work.sums(sums)
         is_long = 3 * self.inner * self.hidden * len(experts) >= WAKING_WEIGHTS
@@ -90,78 +88,78 @@ class TokenExperts:
 
 
 class _Work:
-    """The tasks of one call, and the memory that they refer to."""
+    """The tasks of one call, and the memory that they refer to.
 
-    def __init__(self, shape: TokenExperts, x: torch.Tensor, rows: torch.Tensor, size: int) -> None:
+    An expert's first product, its gates and its second one count what they have done at a word of its own.
+    """
+
+    def __init__(self, shape: TokenExperts, x: torch.Tensor, rows: torch.Tensor, experts: Sequence[Expert]) -> None:
         self.fields: list[int] = []
         self.units = 0
         self._shape = shape
-        self._size = size
-        self._progress = shape.crew.word(tasks.PROGRESS)
+        self._experts = experts
+        self._size = UNIT if len(experts) > 1 else LONE_UNIT
+        self._ups = -(-2 * shape.inner // self._size)
+        """Units of a first product."""
+        self._counts = shape.crew.word(tasks.PROGRESS)
         self._x, self._rows = x.data_ptr(), rows.data_ptr()
-        self._wide, self._gated = shape.wide.data_ptr(), shape.gated.data_ptr()
-        self._scratch = 0
-        self._first: list[int] = []
-        """Of every expert, its first row in the scratch."""
         self._kept: list[object] = []
 
-    def ups(self, n: int, expert: Expert) -> None:
-        hidden, inner, crew = self._shape.hidden, self._shape.inner, self._shape.crew
-        self._first.append(self._scratch)
-        wide = self._wide + 4 * inner * self._scratch
-        pairs = [(self._x + 2 * hidden * t, wide + 4 * inner * i) for i, (t, _) in enumerate(expert.places)]
-        self._product(pairs, expert.up, hidden, 2 * inner, crew.at_once, 0, self._progress + 8 * n)
-        self._scratch += len(pairs)
+    def ups(self) -> None:
+        """The first products, into the scratch: row after row, expert after expert."""
+        shape, fields, size, x = self._shape, self.fields, self._size, self._x
+        hidden, inner, at_once = shape.hidden, shape.inner, shape.crew.at_once
+        unit, wide, count = 0, shape.wide.data_ptr(), self._counts
+        for up, _, places in self._experts:
+            if len(places) == 1:
+                fields += (unit, 2 * inner, size, tasks.PRODUCT, at_once, 0, count, x + 2 * hidden * places[0][0])
+                fields += (up.data_ptr(), wide, 0, hidden, hidden)
+            else:
+                pairs = [(x + 2 * hidden * token, wide + 4 * inner * i) for i, (token, _) in enumerate(places)]
+                fields += (unit, 2 * inner, size, tasks.ROWS, at_once, 0, count, *self._several(pairs, up))
+            unit += self._ups
+            wide += 4 * inner * len(places)
+            count += 8
+        self.units = unit
 
-    def downs(self, n: int, expert: Expert) -> None:
-        hidden, inner, crew = self._shape.hidden, self._shape.inner, self._shape.crew
-        count, first = self._progress + 8 * n, self._first[n]
-        wide, gated = self._wide + 4 * inner * first, self._gated + 2 * inner * first
-        ups, rows = -(-2 * inner // self._size), len(expert.places)
-        for i in range(rows):
-            self.fields += (self.units, inner, inner, tasks.GATE, count, ups, count, wide + 4 * inner * i)
-            self.fields += (self._shape.table.data_ptr(), gated + 2 * inner * i, inner, 0, 0)
-            self.units += 1
-        pairs = [(gated + 2 * inner * i, self._rows + 2 * hidden * row) for i, (_, row) in enumerate(expert.places)]
-        self._product(pairs, expert.down, inner, hidden, count, ups + rows, crew.nowhere)
+    def downs(self) -> None:
+        """Gates and second products."""
+        shape, fields, size, out = self._shape, self.fields, self._size, self._rows
+        hidden, inner, ups, nowhere = shape.hidden, shape.inner, self._ups, shape.crew.nowhere
+        table, downs = shape.table.data_ptr(), -(-hidden // size)
+        unit, wide, gated, count = self.units, shape.wide.data_ptr(), shape.gated.data_ptr(), self._counts
+        for _, down, places in self._experts:
+            first = gated
+            for _ in places:
+                fields += (unit, inner, inner, tasks.GATE, count, ups, count, wide, table, gated, inner, 0, 0)
+                unit += 1
+                wide += 4 * inner
+                gated += 2 * inner
+            need = ups + len(places)
+            if len(places) == 1:
+                fields += (unit, hidden, size, tasks.PRODUCT, count, need, nowhere, first, down.data_ptr())
+                fields += (out + 2 * hidden * places[0][1], 0, inner, inner)
+            else:
+                pairs = [(first + 2 * inner * i, out + 2 * hidden * row) for i, (_, row) in enumerate(places)]
+                fields += (unit, hidden, size, tasks.ROWS, count, need, nowhere, *self._several(pairs, down))
+            unit += downs
+            count += 8
+        self.units = unit
 
-    def _product(
-        self,
-        pairs: Sequence[tuple[int, int]],
-        matrix: torch.Tensor,
-        columns: int,
-        outputs: int,
-        wait_at: int,
-        wait_for: int,
-        count_at: int,
-    ) -> None:
-        kind = tasks.PRODUCT if len(pairs) == 1 else tasks.ROWS
-        self.fields += (self.units, outputs, self._size, kind, wait_at, wait_for, count_at)
-        if kind == tasks.PRODUCT:
-            ((x, out),) = pairs
-            self.fields += (x, matrix.data_ptr(), out, 0, columns, columns)
-        else:
-            addresses = Pairs(pairs)
-            self._kept.append(addresses)
-            self.fields += (
-                addresses.address,
-                matrix.data_ptr(),
-                0,
-                addresses.count,
-                columns,
-                chain_of(columns, len(pairs)),
-            )
-        self.units += -(-outputs // self._size)
+    def _several(self, pairs: Sequence[tuple[int, int]], matrix: torch.Tensor) -> tuple[int, ...]:
+        """The arguments of a product of several rows."""
+        addresses, columns = Pairs(pairs), matrix.shape[0]
+        self._kept.append(addresses)
+        return addresses.address, matrix.data_ptr(), 0, addresses.count, columns, chain_of(columns, len(pairs))
 
     def sums(self, sums: Sums) -> None:
-        hidden, before = self._shape.hidden, self.units
+        """Every token's rows, once all products are there."""
+        crew, hidden, out, before = self._shape.crew, self._shape.hidden, self._rows, self.units
         gains = (ctypes.c_float * len(sums.gains))(*sums.gains)
         self._kept.append(gains)
-        at, out = ctypes.addressof(gains), sums.out.data_ptr()
         for token, (first, count) in enumerate(sums.spans):
             if count:
-                crew = self._shape.crew
                 self.fields += (self.units, hidden, _SUM_UNIT, tasks.COMBINE, crew.finished, before, crew.nowhere)
-                self.fields += (self._rows + 2 * hidden * first, at + 4 * first, out + 2 * hidden * token)
-                self.fields += (count, hidden, 0)
+                self.fields += (out + 2 * hidden * first, ctypes.addressof(gains) + 4 * first)
+                self.fields += (sums.out.data_ptr() + 2 * hidden * token, count, hidden, 0)
                 self.units += -(-hidden // _SUM_UNIT)

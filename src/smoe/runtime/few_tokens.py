@@ -175,7 +175,7 @@ class _InOnePiece:
         tokens, width = top_k_weights.shape
         given = top_k_weights.flatten().tolist()
         ordered = _by_token(tokens, width, routes, ascending)
-        row_of = {route: row for row, route in enumerate(route for token in ordered for route in token)}
+        row_of = {route: row for row, route in enumerate([route for token in ordered for route in token])}
         self._places = [[(route // width, row_of[route]) for route in some] for some in routes]
         """Of every expert, its routes in their order: (token, row of the outputs)."""
         self._gains = [given[route] for route in row_of]
@@ -222,6 +222,8 @@ class _InOnePiece:
 
 def _by_token(tokens: int, width: int, routes: Routes, ascending: Sequence[int]) -> list[list[int]]:
     """Of every token, its routes in the order of the sum."""
+    if tokens == 1:
+        return [[route for n in ascending for route in routes[n]]]
     found: list[list[int]] = [[] for _ in range(tokens)]
     for n in ascending:
         for route in routes[n]:
