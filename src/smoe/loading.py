@@ -29,6 +29,7 @@ from smoe.models.files import fetch
 from smoe.models.packed import packed_store
 from smoe.planning import SAFETENSORS_NAMES, Blueprint, blueprint
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes
+from smoe.runtime.engine import collect_closed
 from smoe.threshold import threshold_of
 from smoe.units import parse_bytes
 
@@ -67,6 +68,7 @@ def load(
     on_ledger: Callable[[Ledger], None] | None = None,
 ) -> PreTrainedModel:
     """`from_pretrained` for a finished configuration; `on_ledger` hears the budget before anything large is read."""
+    collect_closed()
     device = choose_device(config)
     profile = read_profile(config.profile) if config.device == EMULATED else None
     if device.type == "cpu" and profile is None and config.balance not in ("auto", "none"):

@@ -181,3 +181,19 @@ def test_closing_gives_the_slots_memory_back(toy: Callable[..., Path]) -> None:
     assert memory() is not None
     model.offload.close()
     assert memory() is None
+
+
+def test_a_load_gives_the_weights_of_closed_models_back_first(toy: Callable[..., Path], open_model: Open) -> None:
+    """They lie in circles: without looking for them, a second model of gigabytes would be loaded beside the first."""
+    gc.disable()
+    try:
+        folder = toy("qwen3_moe")
+        model = oracle.open_model(folder, "half")
+        gone = weakref.ref(model)
+        model.offload.close()
+        del model
+        assert gone() is not None, "no circles: this test tests nothing"
+        open_model(folder, "half")
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -194,6 +194,7 @@ def ablate(
                 turns[step.name].append(_turn(step, model, rows))
             finally:
                 model.offload.close()  # type: ignore[operator]
+                del model  # the next one needs its memory
     return [Line(step, turns[step.name]) for step in steps if turns[step.name]]
 
 

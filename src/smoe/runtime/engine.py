@@ -6,6 +6,7 @@ context do not survive a fork) and is told so.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import weakref
@@ -48,6 +49,21 @@ class Listener(Protocol):
     ) -> None:
         """One layer of a pass over `sequences` rows of equal length, row after row: logits [T, E] or None where nobody
         listens to the router, top_k_index [T, K] with the index E at padding, top_k_weights [T, K]."""
+
+
+_closed: list[int] = []
+"""One entry for each engine that was closed since `collect_closed`."""
+
+
+def collect_closed() -> None:
+    """Give the other weights of models back whose engines are closed and that nobody holds any more.
+
+    Models lie in circles with their engines, and Python may look for those much later. Costs nothing where none was
+    closed.
+    """
+    if _closed:
+        _closed.clear()
+        gc.collect()
 
 
 class Engine:
@@ -170,6 +186,7 @@ class Engine:
                 self._transfers.close()
             self.executor.arrivals.forget()
             self._arena.close()
+            _closed.append(id(self))
 
     def __enter__(self) -> Engine:
         return self
