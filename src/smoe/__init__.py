@@ -26,6 +26,10 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "from_pretrained"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name == "from_pretrained":
         from smoe.loading import from_pretrained

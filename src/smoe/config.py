@@ -6,6 +6,7 @@ What is found at run time (free bytes, slots) is a new value in the ledger and n
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 from smoe.errors import ConfigError
@@ -170,7 +171,9 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
     known = {field.name for field in fields(EngineConfig)}
     unknown = sorted(switches.keys() - known)
     if unknown:
-        raise ConfigError(f"unknown setting {unknown[0]!r}; known settings are: {', '.join(sorted(known))}")
+        near = get_close_matches(unknown[0], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"unknown setting {unknown[0]!r}; {hint}known settings are: {', '.join(sorted(known))}")
     given = {name: value for name, value in switches.items() if value is not None}
     if "alpha" in given:
         given = {"alpha_as_priced": False} | given

@@ -168,10 +168,12 @@ def measure(folder: Path, expert_bytes: int, say: Callable[[str], None]) -> Prof
 def measure_memory(seconds: float, memory: torch.Tensor | None = None) -> float:
     """Bytes per second of reading RAM on torch's threads; the best of many passes, as a limit should be.
 
-    Reads `memory` (uint8) where it is large enough, so that nothing is allocated beside a budget.
+    Reads `memory` (uint8) where it is large enough, so that nothing is allocated beside a budget; else 64 MiB of its
+    own.
     """
     if memory is None or memory.numel() < _ENOUGH_MEMORY_BYTES:
-        memory = Arena(1, _MEMORY_BYTES, torch.device("cpu")).bytes
+        own_bytes = _MEMORY_BYTES if memory is None else _ENOUGH_MEMORY_BYTES
+        memory = Arena(1, own_bytes, torch.device("cpu")).bytes
         memory.fill_(1)  # pages never written to would all be one and the same page of zeros
     words = memory[:_MEMORY_BYTES].view(torch.int64)
     return words.numel() * 8 / _best(lambda: words.sum(), seconds)

@@ -39,25 +39,26 @@ class PricedAlpha:
 
     def __str__(self) -> str:
         return (
-            f"perplexity {100 * self.low:+.1f} .. {100 * self.high:+.1f} % (interval of 95 %; {self.tokens} tokens of "
+            f"perplexity {100 * self.low:+.2f} .. {100 * self.high:+.2f} % (interval of 95 %; {self.tokens} tokens of "
             f"{self.text}, {self.resident_share:.0%} of the experts resident)"
         )
 
 
 def threshold_of(folder: Path, resident_share: float) -> tuple[float, str]:
     """The alpha for the model in `folder` with so many experts resident, and where it comes from."""
-    found = [priced for priced in (_read(_own_path(folder)), _read(folder / FILE_NAME)) if priced is not None]
-    for priced in found:
-        if resident_share >= priced.resident_share:
-            return priced.alpha, f"as priced: {priced}"
-    how = "smoe tune --max-perplexity-increase 1% finds what it bears"
-    if found:
-        least = min(priced.resident_share for priced in found)
-        return DEFAULT_ALPHA, (
-            f"the usual one: this model was priced with {least:.0%} of its experts resident, and there are "
-            f"{resident_share:.0%}; {how}"
-        )
-    return DEFAULT_ALPHA, f"the usual one: this model has not been priced; {how}"
+    own, brought = _read(_own_path(folder)), _read(folder / FILE_NAME)
+    most = 1.0 if own is None else own.alpha  # nobody gets more than they have found to be worth it
+    for priced, whose in ((own, "as you priced it"), (brought, "by the price that the model brings")):
+        if priced is not None and resident_share >= priced.resident_share and priced.alpha <= most:
+            return priced.alpha, f"{whose}: {priced}"
+    alpha, how = min(DEFAULT_ALPHA, most), "smoe tune --max-perplexity-increase 1% finds what it bears"
+    known = own or brought
+    if known is None:
+        return alpha, f"the usual one: this model has not been priced; {how}"
+    return alpha, (
+        f"the usual one at most: {'your' if known is own else 'its'} price is for {known.resident_share:.0%} of the "
+        f"experts resident, and there are {resident_share:.0%}; {how}"
+    )
 
 
 def remember(folder: Path, priced: PricedAlpha) -> Path:

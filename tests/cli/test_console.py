@@ -44,7 +44,7 @@ def test_lines_say_what_is_known(capsys):
 
 TEXT = "once upon a time there was a cat " * 8
 COMMANDS = {
-    "eval": (("--alphas", "0,0.6", "--tokens", 12), "price: alpha 0.6 (2 of 2), 5 of 13 tokens, "),
+    "eval": (("--alphas", "0,0.6", "--tokens", 12), "price: alpha 0.6 (2 of 2), 18 of 26 tokens, "),
     "tune": (("--context", 128), "tune: measuring, 5 of "),
     "bench": (("--quick",), "bench: 16 + 64 tokens, batch 1, 1 of 2 cells, "),
     "pack": (None, "pack: packing, "),

@@ -95,7 +95,7 @@ def test_questions_too_long_are_left_out_and_said(run, checkpoint, text, tmp_pat
         20,
     )
     ran = run(*asked, "--questions", questions)
-    assert ran.json["questions"] == 1 and "1 questions do not fit the context of 64 tokens" in ran.err
+    assert ran.json["questions"] == 1 and "1 of 2 questions leave no room for an answer in 64 tokens" in ran.err
     questions.write_text(json.dumps({"prompt": long, "answer": "x"}) + "\n")
     refused = run(*asked, "--questions", questions)
     assert refused.code == 2 and "no question fits the context of 64 tokens; raise --context" in refused.err

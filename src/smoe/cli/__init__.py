@@ -46,13 +46,19 @@ for _module in (generate, chat, plan, doctor, bench, eval, tune, pack, verify, r
     )(with_options(_module.command))
 
 
-@app.callback()
-def _global(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
         print(f"smoe {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def _global(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """What comes before the command."""
 
 
 def main() -> None:
@@ -67,5 +73,15 @@ def main() -> None:
         complain(error)
         sys.exit(2)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us has left; so do we, quietly
+        _let_go_of_stdout()  # whoever read us has left; so do we, quietly
         sys.exit(1)
+    except OSError as error:
+        if os.environ.get("SMOE_DEBUG", "0") not in ("", "0"):
+            raise
+        _let_go_of_stdout()  # what it still holds may be what failed
+        print(f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _let_go_of_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -42,6 +42,8 @@ def command(engine: EngineOptions, sampling: SamplingOptions, model: Model = "de
             if message == _RESET:
                 chat.reset()
                 note("forgotten")
+            elif message.startswith("/") and " " not in message:
+                note(f"there is no {message}; {_RESET} forgets the conversation, {_QUIT} leaves")
             elif message:
                 _answer(chat, message)
 

@@ -20,9 +20,18 @@ smoe eval ./my-moe --memory 8GiB --questions qa.jsonl --out results     (goes on
 
 smoe eval ./my-moe --memory 8GiB --tasks arc_easy,piqa --most-questions 50
 
-A question is a line {"prompt": ..., "answer": ...}. With "format": "short" (the default) the first line of the output
-is the answer, with "number" its last number, with "letter" its first lone capital. With "choices" the likeliest of
-them counts ("answer" is its letter), per character with "format": "cloze"; with "suffix" what makes that likeliest.
+A line of questions, by how the answer is scored ("short" is the default):
+
+{"prompt": "The sky is", "answer": "blue"} - the first line of the output
+
+{"prompt": "3 + 4 =", "answer": "7", "format": "number"} - the last number
+
+{"prompt": "... A or B?", "answer": "B", "format": "letter"} - the first capital
+
+{"prompt": "Who?", "choices": ["he", "she"], "answer": "B"} - likeliest choice
+
+With "format": "cloze" the likeliest per character; with a "suffix" beside
+the choices, the one that makes the suffix likeliest. A is the first choice.
 
 The table goes to stderr; stdout gets one line of JSON. Alpha 0 is the model itself.
 """
@@ -44,7 +53,9 @@ def command(
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option(help="Tasks of lm_eval in place of questions, separated by commas (pip install 'smoe[lm-eval]')."),
+        typer.Option(
+            help="Tasks of lm_eval in place of questions, separated by commas (pip install 'smoe\\[lm-eval]')."
+        ),
     ] = None,
     task_folder: Annotated[Path | None, typer.Option(help="Where lm_eval finds tasks of your own.")] = None,
     most_questions: Annotated[

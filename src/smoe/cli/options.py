@@ -109,8 +109,8 @@ class EngineOptions:
         float | None,
         typer.Option(
             help="LOSSY above 0: replace missing experts of low score by resident ones (0.3 is usual). Without a "
-            "preset it means --preset smoe with this alpha. [default of --preset smoe: what the model was priced for "
-            "(smoe tune), else 0.3]",
+            "preset it means --preset smoe with this alpha. Default of --preset smoe: what the model was priced for "
+            "(smoe tune), else 0.3.",
             rich_help_panel=_ENGINE,
         ),
     ] = None
@@ -124,6 +124,10 @@ class EngineOptions:
 
         An alpha without a preset means the smoe preset with that alpha: what `smoe eval` prices.
         """
+        if self.alpha and self.preset == "smoe-exact":
+            raise ConfigError(
+                f"--preset smoe-exact is exact, --alpha {self.alpha:g} is not; use --preset smoe, or leave one out"
+            )
         if self.profile is not None and self.device != EMULATED:
             raise ConfigError("--profile says whose times --device emulated acts; add that, or leave --profile out")
         return configure(
@@ -165,6 +169,8 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"--plot is {str(path)!r}; it must end in .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--plot is {str(path)!r}; there is no folder {path.absolute().parent}")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ConfigError(f"--plot is {str(path)!r}, which cannot be written")
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def _print(result: Forecast) -> None:
     console.print("\n[bold]what other budgets buy[/bold]")
     choices = Table(**_STYLE)
     moved = "loaded per token" if result.is_acted else "read per token"
-    for heading in ("budget", "experts in memory", moved, "floor per token", "tokens/s at most", ""):
+    for heading in ("budget", "experts in memory", moved, "floor per token", "tokens/s", ""):
         choices.add_column(heading, justify="right" if heading else "left")
     for choice in result.choices:
         is_chosen = choice.ledger.budget_bytes == result.ledger.budget_bytes

@@ -34,8 +34,6 @@ _HEADS = (
 )
 _LEGEND = """change: interval of 95 % of the difference from alpha 0; KL, top 1: next token's
 distribution and likeliest token against alpha 0's; hits: experts in memory"""
-_LEAST_SAMPLES = 10
-"""Blocks of tokens, or questions: fewer say nothing about the uncertainty."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,8 @@ def measured(
     engine: EngineOptions, model: str, thresholds: list[float], material: Material, out: Path | None
 ) -> tuple[list[Price], dict[str, Any]]:
     """The price of every threshold, and the circumstances; after an interrupt, says what was kept and ends."""
+    if out is not None:
+        _make_folder(out)
     try:
         with tempfile.TemporaryDirectory() as scratch:
             return _measure(engine, model, thresholds, material, out or Path(scratch))
@@ -72,6 +72,16 @@ def measured(
         )
         note(f"interrupted; {kept}")
         raise typer.Exit(130) from None
+
+
+def _make_folder(out: Path) -> None:
+    """Complain before hours of work about what would fail after the first of them."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out is {str(out)!r}, where no results can be kept: {error.strerror}") from error
 
 
 def _measure(
@@ -110,8 +120,8 @@ def _measure(
             "most_questions": most,
         }
         exam: Exam | None = harness or (Questions(asked) if asked else None)
-        with _Bars(thresholds, tokens, len(asked) or most * len(material.tasks)) as bars:
-            prices = sweep(ready, tokenizer, thresholds, documents, exam, folder, circumstances, bars.start)
+        with _Bar(thresholds, tokens, len(asked) or most * len(material.tasks)) as bar:
+            prices = sweep(ready, tokenizer, thresholds, documents, exam, folder, circumstances, bar.start)
         return prices, circumstances
 
 
@@ -129,7 +139,8 @@ def _fitting(asked: list[Question], tokenizer: Any, context_tokens: int) -> list
     if asked and not possible:
         raise ConfigError(f"no question fits the context of {context_tokens} tokens; raise --context")
     if len(possible) < len(asked):
-        note(f"{len(asked) - len(possible)} questions do not fit the context of {context_tokens} tokens: not asked")
+        left_out = len(asked) - len(possible)
+        note(f"{left_out} of {len(asked)} questions leave no room for an answer in {context_tokens} tokens: not asked")
     return possible
 
 
@@ -146,25 +157,27 @@ def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[li
     return documents
 
 
-class _Bars:
-    """A bar for every threshold; the length of answers is not known before, so it is a guess."""
+class _Bar:
+    """One bar over all thresholds; the length of answers is not known before, so it is a guess."""
 
     def __init__(self, thresholds: list[float], text_tokens: int, questions: int) -> None:
         self._progress = progress("price", "tokens")
         self._alphas = sorted({0.0, *thresholds})
-        self._expected = text_tokens + questions * 40
+        self._each = text_tokens + questions * 40
 
-    def __enter__(self) -> _Bars:
+    def __enter__(self) -> _Bar:
         self._bars = self._progress.__enter__()
+        self._task = self._bars.add_task("pricing", total=len(self._alphas) * self._each, amount="")
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._progress.__exit__(*exc)
 
     def start(self, alpha: float) -> Any:
-        title = f"alpha {alpha:g} ({self._alphas.index(alpha) + 1} of {len(self._alphas)})"
-        task = self._bars.add_task(title, total=self._expected, amount="")
-        return lambda count: self._bars.update(task, advance=count)
+        number = self._alphas.index(alpha)
+        title = f"alpha {alpha:g} ({number + 1} of {len(self._alphas)})"
+        self._bars.update(self._task, description=title, completed=number * self._each)
+        return lambda count: self._bars.update(self._task, advance=count)
 
 
 def print_table(prices: list[Price]) -> None:
@@ -184,21 +197,21 @@ def _row(price: Price) -> list[str]:
     return [
         f"{quality.alpha:g}",
         f"{quality.perplexity:.2f}",
-        _interval(price.perplexity, len(quality.block_nats)),
+        _interval(price.perplexity, price.has_enough_tokens),
         f"{quality.kl:.4f}",
         f"{100 * quality.top1_agreement:.1f}",
         f"{100 * quality.accuracy:.1f}" if quality.accuracy is not None else "-",
-        _interval(price.accuracy, len(quality.right)),
+        _interval(price.accuracy, price.has_enough_questions),
         f"{100 * quality.substituted:.1f}",
         f"{100 * quality.hit_ratio:.1f}",
         _milliseconds(quality.median_seconds),
     ]
 
 
-def _interval(change: Change | None, samples: int) -> str:
+def _interval(change: Change | None, is_enough: bool) -> str:
     if change is None:
         return "-"
-    return f"{_signed(100 * change.low)}..{_signed(100 * change.high)}" if samples >= _LEAST_SAMPLES else "too few"
+    return f"{_signed(100 * change.low)}..{_signed(100 * change.high)}" if is_enough else "too few"
 
 
 def _signed(value: float) -> str:

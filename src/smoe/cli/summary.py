@@ -39,8 +39,9 @@ def _per_token(report: RunReport) -> str:
     generation = report.generation
     if generation.tpot_median_seconds is None or generation.tokens_per_second is None:
         return ""
+    together = f"for {len(generation.answers)} at once " if len(generation.answers) > 1 else ""
     return (
-        f"{_seconds(generation.tpot_median_seconds)} median, {_seconds(generation.tpot_p95_seconds)} p95 "
+        f"{_seconds(generation.tpot_median_seconds)} median, {_seconds(generation.tpot_p95_seconds)} p95 {together}"
         f"= {format_rate(generation.tokens_per_second)}"
     )
 

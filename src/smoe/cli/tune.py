@@ -31,6 +31,8 @@ smoe eval ./my-moe --memory 8GiB says what a threshold costs in full.
 
 ALPHAS = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
 _PRICED_TOKENS = 2000
+_MOST_ALLOWED = 0.5
+"""Who asks for more has left out the per cent sign."""
 _LEAST_PRICED_TOKENS = 640
 """Ten blocks: fewer say nothing about the uncertainty."""
 
@@ -65,19 +67,29 @@ def command(
     rises by no more, at the upper bound of its interval of 95 %. It is remembered for this model wherever as many
     experts are resident, or more; --preset smoe uses it.
     """
+    from smoe.cli.console import note
     from smoe.units import parse_seconds, parse_share
 
     if max_perplexity_increase is not None:
         if tpot is not None:
             raise ConfigError("--tpot and --max-perplexity-increase both choose alpha; give one of them")
         allowed = parse_share(max_perplexity_increase)
+        if allowed > _MOST_ALLOWED:
+            raise ConfigError(
+                f"--max-perplexity-increase {max_perplexity_increase} means {allowed:.0%}; give at most "
+                f"{_MOST_ALLOWED:.0%}, such as 1% or 0.01"
+            )
         _price(model, engine, text, _PRICED_TOKENS if tokens is None else tokens, out, allowed, json)
         return
     for name, value in (("--tokens", tokens), ("--out", out)):
         if value is not None:
             raise ConfigError(f"{name} belongs to --max-perplexity-increase; add that, or leave it out")
     budget = parse_seconds(tpot) if tpot is not None else None
-    _tune(model, substituting(engine), engine.revision, text, budget, json)
+    try:
+        _tune(model, substituting(engine), engine.revision, text, budget, json)
+    except KeyboardInterrupt:
+        note("interrupted; nothing was kept")
+        raise typer.Exit(130) from None
 
 
 def _price(
@@ -90,6 +102,7 @@ def _price(
     from smoe.models.files import fetch
     from smoe.threshold import PricedAlpha, remember
     from smoe.threshold import as_json as as_stored
+    from smoe.units import format_seconds
 
     material = Material(text, tokens, least_tokens=_LEAST_PRICED_TOKENS)
     prices, circumstances = measured(engine, model, ALPHAS, material, out)
@@ -105,6 +118,12 @@ def _price(
     )
     print_table(prices)
     note(f"remembered for --preset smoe in {remember(fetch(model, engine.revision), priced)}")
+    before, after = prices[0].quality.median_seconds, chosen.quality.median_seconds
+    if priced.alpha > 0 and after >= before:
+        note(
+            f"but it saves nothing here: {format_seconds(after)} a token, {format_seconds(before)} without; where "
+            "experts are small or all in memory, there is nothing to save"
+        )
     if as_json:
         print_json(circumstances | as_stored(priced) | {"prices": [price.as_json() for price in prices]})
     else:

@@ -21,7 +21,8 @@ def draw(prices: Sequence[Price], title: str, path: Path) -> None:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     loss, speed = figure.subplots(1, 2)
     low, middle, high = ([100 * getattr(p.perplexity, name) for p in prices] for name in ("low", "value", "high"))
-    loss.fill_between(alphas, low, high, color=_LOSS, alpha=0.2, linewidth=0, label="95 % interval")
+    if all(price.has_enough_tokens for price in prices):
+        loss.fill_between(alphas, low, high, color=_LOSS, alpha=0.2, linewidth=0, label="95 % interval")
     loss.plot(alphas, middle, color=_LOSS, marker="o", markersize=3, label="perplexity")
     loss.axhline(0, color="grey", linewidth=0.8)
     loss.set(xlabel="alpha", ylabel="change of perplexity, %", title="what it costs")

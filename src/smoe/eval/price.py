@@ -21,6 +21,8 @@ from smoe.eval.stepwise import ExactDistributions, Exam, Quality, measure
 
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
+_LEAST_SAMPLES = 10
+"""Blocks of tokens, or questions: fewer say nothing about the uncertainty."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,16 @@ class Price:
     accuracy: Change | None
     """Absolute: -0.01 is one point less; None without questions."""
 
+    @property
+    def has_enough_tokens(self) -> bool:
+        """Whether the interval of the perplexity says anything."""
+        return len(self.quality.block_nats) >= _LEAST_SAMPLES
+
+    @property
+    def has_enough_questions(self) -> bool:
+        """Whether the interval of the accuracy says anything."""
+        return len(self.quality.right) >= _LEAST_SAMPLES
+
     def as_json(self) -> dict[str, Any]:
         quality = self.quality
         return {
@@ -49,11 +61,13 @@ class Price:
             "tokens": quality.tokens,
             "perplexity": quality.perplexity,
             "perplexity_change": asdict(self.perplexity),
+            "has_enough_tokens": self.has_enough_tokens,
             "kl_nats": quality.kl,
             "top1_agreement": quality.top1_agreement,
             "accuracy": quality.accuracy,
             "accuracy_change": asdict(self.accuracy) if self.accuracy else None,
             "questions": len(quality.right),
+            "has_enough_questions": self.has_enough_questions,
             "seconds_per_token": quality.median_seconds,
             "hit_ratio": quality.hit_ratio,
             "substituted_share": quality.substituted,
@@ -103,6 +117,8 @@ def price_of(quality: Quality, base: Quality) -> Price:
     if not base.right:
         return Price(quality, perplexity, None)
     right = np.array(quality.right, dtype=float) - np.array(base.right, dtype=float)
+    if quality is not base and not right.any():  # what has not happened in n trials may have a chance of 3 in n
+        return Price(quality, perplexity, Change(0.0, max(-1.0, -3 / len(right)), min(1.0, 3 / len(right))))
     return Price(quality, perplexity, _interval(lambda rows: float(right[rows].mean()), len(right)))
 
 

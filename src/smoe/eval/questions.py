@@ -34,6 +34,8 @@ Tick = Callable[[int], None]
 
 FORMATS = ("short", "letter", "number", "choice", "cloze")
 _ANSWER_TOKENS = {"short": 12, "letter": 12, "number": 256}
+_LEAST_ANSWER_TOKENS = 12
+"""Room in the context without which a question is not asked."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _LETTER = re.compile(r"(?<![A-Za-z])[A-Z](?![A-Za-z])")
 
@@ -102,7 +104,7 @@ def fitting(questions: Sequence[Question], tokenizer: Any, context_tokens: int) 
     """Those that leave room for an answer in the context."""
 
     def needed(question: Question) -> int:
-        return len(tokenizer(question.longest)["input_ids"]) + _ANSWER_TOKENS.get(question.format, 0)
+        return len(tokenizer(question.longest)["input_ids"]) + (0 if question.choices else _LEAST_ANSWER_TOKENS)
 
     return [question for question in questions if needed(question) <= context_tokens]
 
