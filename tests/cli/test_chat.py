@@ -39,6 +39,11 @@ def test_reset_forgets(say, checkpoint):
     assert first == second
 
 
+def test_an_unknown_command_is_not_for_the_model(say, checkpoint):
+    ran = say(checkpoint, "/help", "One", "/quit")
+    assert "there is no /help; /reset forgets the conversation" in ran.err and "0 of 3 tokens were known" in ran.err
+
+
 def test_a_full_context_is_said_and_survived(say, checkpoint):
     ran = say(checkpoint, "x" * 40, "/reset", "One", more=("--context", 32))
     assert ran.code == 0 and "the prompt has 40 tokens" in ran.err and "makes room" in ran.err

@@ -69,6 +69,15 @@ def test_bad_options_are_refused_before_the_model_is_loaded(run, checkpoint, arg
     assert ran.code == 2 and words in " ".join(ran.err.split())
 
 
+def test_results_that_could_not_be_kept_are_refused_first(run, checkpoint, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", "/proc/nowhere"):
+        ran = run("eval", checkpoint, "--out", out)
+        assert ran.code == 2 and "where no results can be kept" in " ".join(ran.err.split()) and "budget" not in ran.err
+    ran = run("eval", checkpoint, "--plot", tmp_path)
+    assert ran.code == 2 and "must end in" in ran.err
+
+
 def test_tasks_without_the_harness_say_what_to_install(run, checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "smoe.eval.harness", raising=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import smoe
 from smoe.cli import generate as command
 from tests import zoo
 
@@ -283,3 +284,21 @@ def test_a_network_that_fails_is_a_model_error(monkeypatch, failure):
     monkeypatch.setattr(HfApi, "model_info", fail)
     with pytest.raises(ModelError, match="check the name, the network"):
         fetch("no-such-owner/no-such-model", None)
+
+
+def test_the_version_is_told(run):
+    ran = run("--version")
+    assert (ran.code, ran.out) == (0, f"smoe {smoe.__version__}\n")
+
+
+def test_an_exact_preset_with_an_alpha_is_refused(run, checkpoint):
+    ran = run("generate", checkpoint, "-p", "x", "--preset", "smoe-exact", "--alpha", 0.3)
+    assert ran.code == 2 and "smoe-exact is exact" in ran.err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_one_line(checkpoint):
+    line = [sys.executable, "-m", "smoe", "plan", str(checkpoint)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == "error: No space left on device"

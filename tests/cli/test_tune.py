@@ -291,3 +291,12 @@ def test_a_text_too_short_to_price_on_is_refused(run, checkpoint, tmp_path):
     path.write_text("once upon a time")
     ran = run("tune", checkpoint, *COMMON, "--text", path, "--max-perplexity-increase", "1%")
     assert ran.code == 2 and "at least 640 are needed; give more with --text" in ran.err
+
+
+def test_an_interrupt_is_said(run, checkpoint, text, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "measure_times", interrupt)
+    ran = run("tune", checkpoint, *COMMON, "--text", text)
+    assert ran.code == 130 and "interrupted; nothing was kept" in ran.err
