@@ -27,8 +27,9 @@ def draw(prices: Sequence[Price], title: str, path: Path) -> None:
     loss.axhline(0, color="grey", linewidth=0.8)
     loss.set(xlabel="alpha", ylabel="change of perplexity, %", title="what it costs")
     loss.legend(frameon=False, loc="upper left")
-    speed.plot(alphas, [1e3 * p.quality.median_seconds for p in prices], color=_SPEED, marker="o", markersize=3)
-    speed.set(xlabel="alpha", ylabel="ms a token (median)", title="what it buys", ylim=(0, None))
+    times = [1e3 * p.quality.median_seconds for p in prices]
+    speed.plot(alphas, times, color=_SPEED, marker="o", markersize=3)
+    speed.set(xlabel="alpha", ylabel="ms a token (median)", title="what it buys", ylim=(0, 1.15 * max(times) or 1))
     hits = speed.twinx()
     hits.plot(alphas, [100 * p.quality.hit_ratio for p in prices], color="grey", linestyle="--")
     hits.set(ylabel="experts in memory, % (dashed)", ylim=(0, 100))
