@@ -244,10 +244,12 @@ def priced_text(tmp_path, monkeypatch):
     return path
 
 
-def test_a_price_is_found_remembered_and_used_where_it_holds(run, checkpoint, priced_text):
+def test_a_price_is_found_remembered_and_used_where_it_holds(run, checkpoint, priced_text, monkeypatch):
+    monkeypatch.setattr("smoe.eval.stepwise.median", lambda _: 1.0)
     asked = ("tune", checkpoint, *COMMON, "--text", priced_text, "--tokens", 60)
     ran = run(*asked, "--max-perplexity-increase", "50%", "--json")
     assert ran.code == 0, ran.err
+    assert "but it saves nothing here: 1 s a token, 1 s without" in ran.err
     within = [p["alpha"] for p in ran.json["prices"] if p["perplexity_change"]["high"] <= 0.5]
     assert ran.json["alpha"] == max(within) > 0.3 and ran.json["tokens"] == ran.json["text_tokens"]
     ask = ("generate", checkpoint, "--context", 128, "--preset", "smoe", "-p", "once", "--max-new-tokens", 2, "--json")

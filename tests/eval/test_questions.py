@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from smoe.errors import ConfigError
-from smoe.eval.questions import Question, Questions, Reader, ask, fitting, is_right, read_questions
+from smoe.errors import ConfigError, ContextError
+from smoe.eval.questions import Question, Questions, Reader, answer, ask, fitting, is_right, read_questions
 from smoe.models.files import DEMO_FOLDER
 from tests import oracle
 
@@ -165,6 +165,14 @@ def test_what_leaves_no_room_for_an_answer_is_not_asked() -> None:
     choice = Question("x" * 20, ("A",), "choice", ("y" * 11, "z"))
     assert fitting([short, long, choice], Letters(), 32) == [short, choice]
     assert fitting([choice], Letters(), 31) == []
+
+
+def test_a_prompt_is_never_cut_in_silence(folder: Path, open_model: Callable[..., PreTrainedModel]) -> None:
+    model = open_model(folder, "half")
+    room = model.offload.context_tokens
+    assert answer(model, Letters(), "x" * (room - 1), 8, ["!"], quiet)
+    with pytest.raises(ContextError, match=f"{room} tokens leaves no room for an answer in a context of {room}"):
+        answer(model, Letters(), "x" * room, 8, ["!"], quiet)
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the evaluation sets are not here")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from smoe.errors import ConfigError
+from smoe.errors import ConfigError, ContextError
 from smoe.eval.texts import records
 from smoe.models.files import DEMO_FOLDER
 from smoe.runtime.forced import forced
@@ -143,9 +143,17 @@ def _normal(said: str) -> str:
 
 
 def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, most: int, stops: Sequence[str], tick: Tick) -> str:
-    """The greedy continuation, at most `most` tokens, until one of `stops` comes after its first word."""
+    """The greedy continuation, at most `most` tokens, until one of `stops` comes after its first word.
+
+    Raises `ContextError` for a prompt that fills the context.
+    """
     ids = tokenizer(prompt)["input_ids"]
     cache = model.offload.new_cache()  # type: ignore[operator]
+    if len(ids) >= cache.capacity_tokens:
+        raise ContextError(
+            f"a question of {len(ids)} tokens leaves no room for an answer in a context of {cache.capacity_tokens}; "
+            "raise --context"
+        )
     said: list[int] = []
     for number in range(min(len(ids) + most, cache.capacity_tokens)):
         token = ids[number] if number < len(ids) else said[-1]

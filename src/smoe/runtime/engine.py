@@ -51,8 +51,8 @@ class Listener(Protocol):
         listens to the router, top_k_index [T, K] with the index E at padding, top_k_weights [T, K]."""
 
 
-_closed: list[int] = []
-"""One entry for each engine that was closed since `collect_closed`."""
+_closed: list[bool] = []
+"""Not empty where an engine was closed since `collect_closed`."""
 
 
 def collect_closed() -> None:
@@ -186,7 +186,7 @@ class Engine:
                 self._transfers.close()
             self.executor.arrivals.forget()
             self._arena.close()
-            _closed.append(id(self))
+            _closed.append(True)
 
     def __enter__(self) -> Engine:
         return self
