@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from smoe.floor import Rates, StepBytes, floor_of, measured_step, uniform_step
+from smoe.cli.summary import _rows
+from smoe.floor import Rates, StepBytes, floor_of, measured_step, step_at
 from smoe.metrics import Counters
+from smoe.report import RunReport
+from smoe.runtime.generation import Answer, Generation
 
 
 def test_slowest_tier_is_the_floor():
@@ -41,6 +44,32 @@ def test_no_decode_step_no_floor():
 
 
 @pytest.mark.parametrize(("share", "disk"), [(0.0, 800), (0.25, 600), (1.0, 0)])
-def test_uniform_routing_misses_what_is_not_resident(share, disk):
-    step = uniform_step(expert_bytes_per_token=800, dense_bytes=200, resident_share=share)
+def test_what_is_not_found_in_memory_is_read(share, disk):
+    step = step_at(expert_bytes_per_token=800, dense_bytes=200, hit_ratio=share)
     assert (step.disk, step.memory, step.link) == (disk, 1000, 0)
+
+
+def report(step_seconds: list[float], bytes_per_step: float, disk_rate: float) -> RunReport:
+    """A run whose steps took these times, reading this much in each."""
+    times = [0.0]
+    for seconds in step_seconds:
+        times.append(times[-1] + seconds)
+    decode = Counters(forward_passes=len(step_seconds), forward_seconds=times[-1])
+    generation = Generation([Answer(1)], -1.0, times, times[-1], decode, decode, False, [])
+    rates = Rates(memory=1e12, disk=disk_rate, source="a test")
+    floor = floor_of(StepBytes(memory=1.0, disk=bytes_per_step), rates)
+    return RunReport(generation, 0.5, bytes_per_step, 1, 1, None, floor, rates, {}, 0.0, None, {})
+
+
+def test_the_limit_is_of_the_mean_step():
+    """A cold start reads much and the median step little: mean bytes over a median time came to 177 %."""
+    cold = report([1.0, 0.1, 0.1], bytes_per_step=4e8, disk_rate=1e9)
+    assert cold.floor_share == pytest.approx(0.4 / 0.4) and not cold.beats_rates
+
+
+def test_never_above_the_limit_without_a_reason():
+    """Bytes that came from a cache were faster than the rate that was measured."""
+    cached = report([0.1, 0.1], bytes_per_step=4e8, disk_rate=1e9)
+    assert cached.floor_share == 1.0 and cached.beats_rates
+    (line,) = [text for name, text in _rows(cached) if name == "hardware limit"]
+    assert "%" not in line and "this run had more" in line

@@ -32,6 +32,9 @@ class EngineConfig:
 
     memory_bytes: int | None = None
     """Device memory for weights, workspace, KV cache, staging and slots; None: what is free less a margin."""
+    resident_share: float | None = None
+    """In place of `memory_bytes`: the share of the routed experts that stays in device memory, above 0 and at most 1;
+    the budget is then what that takes."""
     host_memory_bytes: int | None = None
     """Pinned host memory on a GPU machine; None: what is free less a margin. Unused on a CPU."""
     context_tokens: int | None = None
@@ -104,6 +107,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _at_least("memory_bytes", self.memory_bytes, 1)
+        _check_share(self.resident_share, self.memory_bytes)
         _at_least("host_memory_bytes", self.host_memory_bytes, 1)
         _at_least("context_tokens", self.context_tokens, 1)
         _at_least("max_sequences", self.max_sequences, 1)
@@ -178,6 +182,18 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
     if "alpha" in given:
         given = {"alpha_as_priced": False} | given
     return replace(EngineConfig(**PRESETS[preset]), **given)
+
+
+def _check_share(share: float | None, memory_bytes: int | None) -> None:
+    if share is None:
+        return
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise ConfigError(f"resident_share is {share!r}; it must be a number above 0 and at most 1")
+    if memory_bytes is not None:
+        raise ConfigError(
+            f"a budget of {memory_bytes} bytes and a share of {share:g} of the experts both say how much stays in "
+            "memory; give one of --memory and --resident"
+        )
 
 
 def _at_least(name: str, value: Any, bound: int) -> None:

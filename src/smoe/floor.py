@@ -84,14 +84,9 @@ def measured_step(decode: Counters, expert_bytes: int, dense_bytes: int, has_lin
     )
 
 
-def uniform_step(
-    expert_bytes_per_token: int, dense_bytes: int, resident_share: float, has_link: bool = False
-) -> StepBytes:
-    """Bytes per decode step of one sequence where every expert is equally likely: the hit ratio is the resident share.
-
-    Real routing repeats itself, so a real cache does better; this is the planner's cautious side.
-    """
-    missed = expert_bytes_per_token * (1 - resident_share)
+def step_at(expert_bytes_per_token: int, dense_bytes: int, hit_ratio: float, has_link: bool = False) -> StepBytes:
+    """Bytes per decode step of one sequence whose experts are found in memory with the frequency `hit_ratio`."""
+    missed = expert_bytes_per_token * (1 - hit_ratio)
     return StepBytes(memory=expert_bytes_per_token + dense_bytes, disk=missed, link=missed if has_link else 0.0)
 
 

@@ -1,34 +1,45 @@
 """What a budget buys, forecast from a model's config.json: the table of `smoe plan`.
 
-The floor assumes that every expert is equally likely (hit ratio = resident share). Real routing repeats itself, so a
-run does better than this floor suggests; it is the planner's cautious side. For an emulated device it is the floor of
-the machine whose times are acted, with every expert in its host tier.
+Two kinds of routing bound what a run will do. *Uniform*: every expert is equally likely, so a cache hits as often as
+its share of the experts says; bytes are moved and computed one after the other. *Typical*: experts repeat themselves as
+in recorded texts (`TYPICAL_HITS`), and moving bytes hides behind computing. A run lies between the two, or is held up
+by something that is not counted here. For an emulated device the rates are those of the machine whose times are acted,
+with every expert in its host tier.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from smoe.config import EMULATED, EngineConfig
-from smoe.floor import Floor, Rates, StepBytes, floor_of, uniform_step
+from smoe.floor import Floor, Rates, StepBytes, floor_of, step_at
 from smoe.hardware import acted_rates, load_profile, measure_small_disk, quick_rates
 from smoe.loading import choose_device, make_ledger
 from smoe.memory.emulation import DeviceProfile, read_profile
+from smoe.memory.free import free_device_bytes, less_margin
 from smoe.planning import Blueprint, blueprint
-from smoe.policy.budget import Ledger, allocate, full_bytes, minimum_bytes
+from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_bytes
 
+TYPICAL_HITS = ((0.0, 0.0), (0.04, 0.13), (0.1, 0.29), (0.2, 0.48), (0.4, 0.70), (0.6, 0.85), (1.0, 1.0))
+"""(share of the experts in memory, share of a token's experts found there) with the default eviction: means over the
+recorded texts of docs/evictions.md."""
+LAYER_SECONDS = 0.8e-3
+"""What a decoder layer takes beside moving its bytes, on the CPUs that were measured: small operations and Python
+(docs/log.md)."""
 _SHARES = (0.1, 0.25, 0.5, 0.75)
 """Budgets between the smallest and the full one that the table shows, by share of experts in memory."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One budget and what it buys."""
+class Case:
+    """What one kind of routing makes a token move, and the time that this takes at least."""
 
-    ledger: Ledger
     step: StepBytes
     floor: Floor | None
 
@@ -36,6 +47,38 @@ class Choice:
     def bytes_per_token(self) -> float:
         """What a token has to bring in: from the disk, or over the link alone where experts wait in a host tier."""
         return self.step.disk or self.step.link
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One budget and what it buys."""
+
+    ledger: Ledger
+    uniform: Case
+    typical: Case
+    layers_seconds: float
+    """What all layers of a token take beside moving bytes."""
+
+    @property
+    def tokens_per_second(self) -> tuple[float, float] | None:
+        """From uniform routing without any overlap to typical routing with perfect overlap; None without a rate."""
+        low, high = self.uniform.floor, self.typical.floor
+        if low is None or high is None:
+            return None
+        return (
+            1 / (low.serial_seconds + self.layers_seconds),
+            1 / max(high.disk_seconds, high.link_seconds, high.memory_seconds + self.layers_seconds),
+        )
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The budget that this machine should give the model."""
+
+    choice: Choice
+    free_bytes: int
+    source: str
+    """Where the figure of free memory comes from."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +95,13 @@ class Forecast:
     rates: Rates
     is_acted: bool
     """For an emulated device: rates of its profile, experts from its host tier."""
+    recommendation: Recommendation | None
+    """None where the machine has too little memory for the model."""
     remarks: list[str]
 
     def as_json(self) -> dict[str, Any]:
         """What `smoe plan --json` prints."""
-        plan, ledger, floor = self.blueprint, self.ledger, self.chosen.floor
+        plan, ledger, floor = self.blueprint, self.ledger, self.chosen.uniform.floor
         return {
             "model": self.model,
             "model_type": plan.config.model_type,
@@ -75,13 +120,16 @@ class Forecast:
             "experts_bytes": plan.experts_bytes,
             "dense_bytes": plan.anatomy.weights_bytes,
             "expert_bytes_per_token": plan.expert_bytes_per_token,
-            "bytes_per_token": self.chosen.bytes_per_token,
+            "bytes_per_token": self.chosen.uniform.bytes_per_token,
+            "typical_bytes_per_token": self.chosen.typical.bytes_per_token,
+            "tokens_per_second": _range(self.chosen),
             "minimum_memory_bytes": minimum_bytes(ledger.demand),
             "full_memory_bytes": full_bytes(ledger.demand),
             "floor_seconds_per_token": floor.overlapped_seconds if floor else None,
             "floor_serial_seconds_per_token": floor.serial_seconds if floor else None,
             "floor_bound_by": floor.bound_by if floor else None,
-            "assumption": "uniform routing: hit ratio = resident share",
+            "assumption": "from uniform routing (hit ratio = resident share) to typical routing (recorded texts)",
+            "recommended": _as_json(self.recommendation),
             "rates": {
                 "memory_bytes_per_second": self.rates.memory,
                 "disk_bytes_per_second": self.rates.disk,
@@ -101,10 +149,13 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     plan = blueprint(model, config, revision)
     ledger, reason = make_ledger(plan, config, device)
     rates, is_acted = _rates(device, plan.expert_bytes, profile), profile is not None
-    chosen = _choice(plan, ledger, rates, device, is_acted)
-    others = [_choice(plan, other, rates, device, is_acted) for other in _alternatives(ledger)]
-    choices = sorted([chosen, *others], key=lambda choice: choice.ledger.budget_bytes)
-    return Forecast(model, plan, ledger, reason, chosen, choices, rates, is_acted, _remarks(rates, is_acted))
+    foretell = functools.partial(_choice, plan, rates=rates, device=device, is_acted=is_acted)
+    chosen = foretell(ledger)
+    choices = sorted([chosen, *map(foretell, _alternatives(ledger))], key=lambda choice: choice.ledger.budget_bytes)
+    recommended = None if is_acted else _recommend(ledger.demand, device, foretell)
+    return Forecast(
+        model, plan, ledger, reason, chosen, choices, rates, is_acted, recommended, _remarks(rates, is_acted)
+    )
 
 
 def _alternatives(chosen: Ledger) -> list[Ledger]:
@@ -119,12 +170,67 @@ def _alternatives(chosen: Ledger) -> list[Ledger]:
     return [allocate(size, demand) for size in sorted(sizes - {chosen.budget_bytes})]
 
 
+def _recommend(demand: Demand, device: torch.device, foretell: Callable[[Ledger], Choice]) -> Recommendation | None:
+    """As much as is free less a margin, and never more than the whole model; in a round number."""
+    free, source = free_device_bytes(device)
+    room, full = less_margin(free), round_up(full_bytes(demand))
+    budget = full if full <= room else round_down(room)
+    if budget < minimum_bytes(demand):
+        return None
+    return Recommendation(foretell(allocate(budget, demand)), free, source)
+
+
+def round_down(nbytes: int) -> int:
+    """The largest size that is not above it and that people would type: whole units, quarters below four of them."""
+    return nbytes // _step(nbytes) * _step(nbytes)
+
+
+def round_up(nbytes: int) -> int:
+    """The smallest such size that is not below it."""
+    return -(-nbytes // _step(nbytes)) * _step(nbytes)
+
+
+def _step(nbytes: int) -> int:
+    unit = next((unit for unit in (1 << 30, 1 << 20) if nbytes >= unit), 1)
+    return unit if nbytes >= 4 * unit else max(1, unit // 4)
+
+
+def typical_hit_ratio(resident_share: float) -> float:
+    """`TYPICAL_HITS`, with straight lines between the points."""
+    for (low, at_low), (high, at_high) in itertools.pairwise(TYPICAL_HITS):
+        if resident_share <= high:
+            return at_low + (at_high - at_low) * (resident_share - low) / (high - low)
+    return 1.0
+
+
 def _choice(plan: Blueprint, ledger: Ledger, rates: Rates, device: torch.device, is_acted: bool) -> Choice:
     has_link = is_acted or device.type == "cuda"
-    step = uniform_step(plan.expert_bytes_per_token, dense_bytes_read(plan), ledger.resident_share, has_link)
-    if is_acted:
-        step = replace(step, disk=0.0)
-    return Choice(ledger, step, floor_of(step, rates))
+
+    def case(hit_ratio: float) -> Case:
+        step = step_at(plan.expert_bytes_per_token, dense_bytes_read(plan), hit_ratio, has_link)
+        step = replace(step, disk=0.0) if is_acted else step
+        return Case(step, floor_of(step, rates))
+
+    share = ledger.resident_share
+    layers = LAYER_SECONDS * int(plan.config.get_text_config().num_hidden_layers) if not has_link else 0.0
+    return Choice(ledger, case(share), case(typical_hit_ratio(share)), layers)
+
+
+def _range(choice: Choice) -> dict[str, float] | None:
+    speeds = choice.tokens_per_second
+    return None if speeds is None else {"uniform": speeds[0], "typical": speeds[1]}
+
+
+def _as_json(recommended: Recommendation | None) -> dict[str, Any] | None:
+    if recommended is None:
+        return None
+    ledger = recommended.choice.ledger
+    return {
+        "memory_budget_bytes": ledger.budget_bytes,
+        "resident_share": ledger.resident_share,
+        "tokens_per_second": _range(recommended.choice),
+        "free_bytes": recommended.free_bytes,
+    }
 
 
 def dense_bytes_read(plan: Blueprint) -> int:
@@ -146,10 +252,13 @@ def _rates(device: torch.device, expert_bytes: int, profile: DeviceProfile | Non
 
 
 def _remarks(rates: Rates, is_acted: bool) -> list[str]:
-    remarks = ["the floor assumes that every expert is equally likely; real routing repeats itself and reads less"]
+    remarks = [
+        "from every expert equally likely and nothing at the same time, to experts as in recorded texts and everything "
+        "at the same time"
+    ]
     figures = f"rates from {rates.source}"
     if is_acted:
-        return [*remarks, f"{figures}: the floor is that machine's, with every expert in its RAM (--host-memory)"]
+        return [*remarks, f"{figures}: speeds are that machine's, with every expert in its RAM (--host-memory)"]
     if load_profile() is None:
         figures += "; smoe doctor measures them properly"
     return [*remarks, figures]

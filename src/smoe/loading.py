@@ -28,10 +28,10 @@ from smoe.models.experts import without_expert_weights
 from smoe.models.files import fetch
 from smoe.models.packed import packed_store
 from smoe.planning import SAFETENSORS_NAMES, Blueprint, blueprint
-from smoe.policy.budget import Demand, Ledger, allocate, full_bytes
+from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes
 from smoe.runtime.engine import collect_closed
 from smoe.threshold import threshold_of
-from smoe.units import parse_bytes
+from smoe.units import parse_bytes, parse_share
 
 _CUDA_ALIGNMENT = 256
 """What torch's own allocator gives on a GPU; its matrix kernels are slow, or choose others, at odd addresses."""
@@ -43,6 +43,7 @@ def from_pretrained(
     model: str | Path = "demo",
     *,
     memory: str | int | None = None,
+    resident: str | float | None = None,
     host_memory: str | int | None = None,
     preset: str = "exact",
     revision: str | None = None,
@@ -51,11 +52,14 @@ def from_pretrained(
     """Load a Mixture-of-Experts model whose experts stay on disk until they are needed.
 
     Returns the ordinary transformers model object; `model.offload` is the `Engine` behind it. `memory` is the budget
-    ("8GiB", bytes; None: what is free less a margin). `switches` are fields of `EngineConfig`, over those of `preset`.
+    ("8GiB", bytes; None: what is free less a margin); `resident` ("40%", 0.4) asks for as much as keeps that share of
+    the routed experts in memory instead. `switches` are fields of `EngineConfig`, over those of `preset`.
 
     Raises `ConfigError` for bad settings, `BudgetError` (with the ledger) for a budget that cannot work, `ModelError`
     and its kinds for models that cannot be served exactly.
     """
+    if resident is not None:
+        switches["resident_share"] = parse_share(resident) if isinstance(resident, str) else resident
     sizes = {"memory_bytes": memory, "host_memory_bytes": host_memory}
     switches |= {name: parse_bytes(size) for name, size in sizes.items() if size is not None}
     return load(model, configure(preset, **switches), revision)
@@ -129,6 +133,9 @@ def make_ledger(
     demand = plan.demand(config) if store is None else demand_of(plan, config, device, store)
     if config.memory_bytes is not None:
         return allocate(config.memory_bytes, demand), "as asked"
+    if config.resident_share is not None:
+        budget = budget_for_share(config.resident_share, demand)
+        return allocate(budget, demand), f"for {config.resident_share:.3g} of the experts"
     free, source = free_device_bytes(device)
     budget = min(less_margin(free), full_bytes(demand))
     whole = ", and the whole model fits" if budget == full_bytes(demand) else ""

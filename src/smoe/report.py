@@ -52,9 +52,23 @@ class RunReport:
 
     @property
     def floor_share(self) -> float | None:
-        """Floor over measured time per token: 1 is the hardware's limit."""
-        measured = self.generation.tpot_median_seconds
-        return self.floor.overlapped_seconds / measured if self.floor is not None and measured else None
+        """Floor over the mean time of a step, 1 at most: the hardware's limit. The bytes of the floor are means too, as
+        are the shares of the time."""
+        ratio = self._floor_ratio
+        return min(1.0, ratio) if ratio is not None else None
+
+    @property
+    def beats_rates(self) -> bool:
+        """Whether the run was faster than the floor, so that its rates were measured too low: in the processor's cache,
+        or in a quieter hour, there was more."""
+        ratio = self._floor_ratio
+        return ratio is not None and ratio > 1.0
+
+    @property
+    def _floor_ratio(self) -> float | None:
+        steps = self.generation.decode_counters.forward_passes
+        measured = self.generation.decode_seconds / steps if steps else 0.0
+        return self.floor.overlapped_seconds / measured if self.floor is not None and measured > 0 else None
 
     def as_json(self) -> dict[str, Any]:
         """What `smoe generate --json` prints, without circumstances."""
@@ -76,6 +90,7 @@ class RunReport:
             "floor_seconds_per_token": self.floor.overlapped_seconds if self.floor else None,
             "floor_serial_seconds_per_token": self.floor.serial_seconds if self.floor else None,
             "floor_share": self.floor_share,
+            "beats_rates": self.beats_rates,
             "floor_bound_by": self.floor.bound_by if self.floor else None,
             "rates_source": self.rates.source,
             "time_shares": self.time_shares,

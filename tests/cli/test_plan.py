@@ -4,7 +4,10 @@ import shutil
 
 import pytest
 
+from smoe import from_pretrained
+from smoe.forecast import LAYER_SECONDS, typical_hit_ratio
 from smoe.memory.emulation import read_profile
+from smoe.units import parse_share
 
 FIELDS = {
     "bytes",
@@ -62,7 +65,7 @@ def test_the_table_names_every_part(run, config_only):
     assert ran.code == 0
     for words in ("non-expert weights", "expert slots", "what other budgets buy", "this budget", "4 a token"):
         assert words in ran.out
-    assert "equally likely" in ran.err
+    assert "equally likely" in ran.err and "recorded texts" in ran.err
     assert any(line.split()[-2:] == ["this", "budget"] for line in ran.out.splitlines())
     assert not any(line.split() == ["tokens/s"] for line in ran.out.splitlines()), "a row is one line"
 
@@ -87,6 +90,63 @@ def test_an_emulated_device_is_planned_by_its_profile(run, config_only):
     assert value["floor_bound_by"] == "link"
     ran = run(*asked)
     assert "loaded" in ran.out and "read per token" not in ran.out
-    assert ", acted: the floor is that machine's, with every expert in its RAM" in ran.err and "doctor" not in ran.err
+    assert ", acted: speeds are that machine's, with every expert in its RAM" in ran.err and "doctor" not in ran.err
     refused = run(*asked[:-1], "no-such-card")
     assert refused.code == 2 and "no device profile 'no-such-card'" in refused.err
+
+
+def test_speeds_are_a_range_from_uniform_to_typical_routing(run, config_only):
+    """By hand: uniform routing reads (1 - share) of a token's experts and then computes; typical routing reads less,
+    and at the same time. Would catch a forecast below what a run then does, and one single figure."""
+    value = run("plan", config_only, "--memory", "2700KiB", "--context", 128, "--json").json
+    share, used, layers = value["resident_share"], value["expert_bytes_per_token"], 4 * LAYER_SECONDS
+    assert 0 < share < 0.9
+    memory = (used + value["dense_bytes"]) / 20e9
+    uniform, typical = (1 - share) * used / 1e8, (1 - typical_hit_ratio(share)) * used / 1e8
+    assert value["typical_bytes_per_token"] == pytest.approx(typical * 1e8)
+    assert value["typical_bytes_per_token"] < value["bytes_per_token"]
+    speeds = value["tokens_per_second"]
+    assert speeds["uniform"] == pytest.approx(1 / (uniform + memory + layers), rel=0.05)
+    assert speeds["typical"] == pytest.approx(1 / max(typical, memory + layers), rel=0.05)
+
+
+def test_one_line_recommends_a_budget_that_works(run, config_only, monkeypatch):
+    """With plenty of memory the whole model, rounded up; with little what is free less a margin, rounded down."""
+    for free, whole in ((64 << 30, True), ((256 << 20) + 3_000_000, False)):
+        monkeypatch.setattr("smoe.forecast.free_device_bytes", lambda device, free=free: (free, "a test"))
+        asked = ("plan", config_only, "--context", 128, "--memory", "4MiB")
+        found, text = run(*asked, "--json").json, run(*asked).out
+        recommended = found["recommended"]
+        assert (recommended["resident_share"] == 1) is whole and recommended["tokens_per_second"]["uniform"] > 0
+        assert recommended["memory_budget_bytes"] <= free and recommended["free_bytes"] == free
+        (line,) = [line for line in text.splitlines() if "free here: --memory" in line]
+        size = line.split("--memory ")[1].split(",")[0]
+        again = run("plan", config_only, "--context", 128, "--memory", size, "--json")
+        assert again.code == 0 and again.json["memory_budget_bytes"] == recommended["memory_budget_bytes"]
+    monkeypatch.setattr("smoe.forecast.free_device_bytes", lambda device: (300 << 20, "a test"))
+    monkeypatch.setattr("smoe.forecast.less_margin", lambda free: 1 << 20)
+    assert run(*asked, "--json").json["recommended"] is None and "too little free memory" in run(*asked).out
+
+
+@pytest.mark.parametrize("share", ["55%", "0.75", "100%"])
+def test_a_share_of_the_experts_in_place_of_a_budget(run, config_only, checkpoint, share):
+    """The same everywhere: would catch a command whose context leaves another residency."""
+    asked = parse_share(share)
+    planned = run("plan", config_only, "--resident", share, "--json").json
+    assert 0 <= planned["resident_share"] - asked < 1 / planned["experts"]
+    for context in (32, 128):
+        with from_pretrained(checkpoint, resident=share, context_tokens=context).offload as offload:
+            assert offload.ledger.resident_share == planned["resident_share"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--resident", "40%", "--memory", "4MiB"), "give one of --memory and --resident"),
+        (("--resident", "1%"), "one token of a layer uses 4"),
+        (("--resident", "140%"), "not a share"),
+    ],
+)
+def test_a_share_that_cannot_be_is_refused(run, config_only, options, words):
+    ran = run("plan", config_only, *options)
+    assert ran.code == 2 and words in " ".join(ran.err.split())

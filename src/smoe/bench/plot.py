@@ -18,6 +18,15 @@ _PARTS = (
 )
 
 
+MECHANISMS = {
+    "CE": "eviction by score",
+    "CR": "substitution by score",
+    "Pre": "prefetch",
+    "BA": "balance of link and CPU",
+}
+"""The papers' abbreviations, which the names of steps are made of."""
+
+
 def draw(steps: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """Write the picture of an ablation's steps, as its JSON has them, to `path` (.png, .svg or .pdf).
 
@@ -36,8 +45,17 @@ def draw(steps: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
         time.barh(names, widths, left=left, color=colour, label=label)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for n, step in enumerate(steps):
-        time.text(left[n], n, f" {1e3 * step['seconds_per_token']:.1f}", va="center", fontsize=8)
-    time.set(xlabel="ms a token", xlim=(0, 1.12 * max(left)))
+        rounds = [1e3 * seconds for seconds in step["seconds_per_token_by_round"]]
+        if len(rounds) > 1:
+            time.plot(
+                [min(rounds), max(rounds)],
+                [n, n],
+                color="black",
+                linewidth=1.2,
+                label=_once("fastest to slowest round", n),
+            )
+        time.text(max([left[n], *rounds]), n, f" {1e3 * step['seconds_per_token']:.1f}", va="center", fontsize=8)
+    time.set(xlabel="ms a token", xlim=(0, 1.15 * max(left)))
     time.invert_yaxis()
     missing.barh(names, [100 * (1 - (step["hit_ratio"] or 0.0)) for step in steps], color="#d9d4c8", label="missing")
     loaded = [100 * (1 - (s["hit_ratio"] or 0.0) - (s["host_computed_share"] or 0.0)) for s in steps]
@@ -45,6 +63,21 @@ def draw(steps: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     missing.set(xlabel="experts of a token, %")
     for axes in (time, missing):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=4)
+    figure.legend(
+        loc="outside lower center", frameon=False, fontsize=8, ncols=5, title=_caption(steps), title_fontsize=8
+    )
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
+
+
+def _once(label: str, number: int) -> str:
+    """A name in the legend for the first of several lines of a kind."""
+    return label if number == 0 else ""
+
+
+def _caption(steps: Sequence[Mapping[str, Any]]) -> str:
+    """What the abbreviations mean, and how many rounds stand behind a bar."""
+    words = {word for step in steps for word in step["name"].replace("(", " ").replace(")", " ").split()}
+    meant = [f"{short}: {long}" for short, long in MECHANISMS.items() if short in words]
+    rounds = min(len(step["seconds_per_token_by_round"]) for step in steps)
+    return "; ".join([*meant, "one round: no spread is known" if rounds == 1 else f"medians of {rounds} rounds"])

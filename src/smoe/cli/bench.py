@@ -130,10 +130,11 @@ def _ablate(
         raise KeyboardInterrupt
     _print_ablation(lines, has_device, config.device == EMULATED)
     if plot is not None:
-        on = f", {config.profile} acted" if config.device == EMULATED else ""
+        share = lines[0].turns[0].resident_share
+        on = f", {Path(config.profile).stem} acted" if config.device == EMULATED else ""
         draw(
             [line.as_json() for line in lines],
-            f"{Path(model).name}, {options.memory or 'free memory'}, batch {batch}{on}",
+            f"{Path(model).name}, {share:.0%} of the experts resident, batch {batch}{on}",
             plot,
         )
     circumstances = {

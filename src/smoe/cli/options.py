@@ -19,7 +19,7 @@ from smoe.config import DEFAULT_ALPHA, DTYPES, EMULATED, KERNELS, PRESETS, Engin
 from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE
 from smoe.policy.registry import ONLINE_EVICTION, POOLS, PREFETCH
-from smoe.units import parse_bytes
+from smoe.units import parse_bytes, parse_share
 
 _MEMORY = "Memory"
 _ENGINE = "Engine"
@@ -38,6 +38,12 @@ class EngineOptions:
     memory: Annotated[
         str | None,
         typer.Option(help="The budget, e.g. 8GiB. Default: what is free less a margin.", rich_help_panel=_MEMORY),
+    ] = None
+    resident: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead: as much as keeps this share of the experts in memory, e.g. 40%.", rich_help_panel=_MEMORY
+        ),
     ] = None
     host_memory: Annotated[
         str | None,
@@ -133,6 +139,7 @@ class EngineOptions:
         return configure(
             "smoe" if self.alpha and self.preset == "exact" else self.preset,
             memory_bytes=parse_bytes(self.memory) if self.memory is not None else None,
+            resident_share=parse_share(self.resident) if self.resident is not None else None,
             host_memory_bytes=parse_bytes(self.host_memory) if self.host_memory is not None else None,
             context_tokens=self.context,
             max_sequences=self.max_sequences if self.max_sequences is not None else sequences,

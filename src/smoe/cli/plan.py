@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from smoe.cli.options import Debug, EngineOptions, Json, Model
-from smoe.units import format_bytes, format_rate, format_seconds
+from smoe.policy.budget import minimum_bytes
+from smoe.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from smoe.forecast import Forecast
+    from smoe.forecast import Choice, Forecast
 
 EPILOG = """Examples:
 
@@ -25,8 +26,9 @@ Of a hub model only config.json is fetched. Run smoe doctor once for measured ra
 def command(engine: EngineOptions, model: Model = "demo", json: Json = False, debug: Debug = False) -> None:
     """Tell from a model's config.json alone what it needs and what a memory budget buys.
 
-    Bytes by role, expert slots, the share of experts that stay in memory, and the floor of the time per token on this
-    machine if every expert is equally likely; with --device emulated, on the machine of the profile.
+    Bytes by role, expert slots, the share of experts that stay in memory, and the speed to expect on this machine: from
+    that of experts all equally likely to that of experts which repeat themselves as in recorded texts. The last line
+    recommends a budget. With --device emulated, speeds are those of the machine of the profile.
     """
     from smoe.cli.console import print_json
     from smoe.forecast import forecast
@@ -57,20 +59,20 @@ def _print(result: Forecast) -> None:
     console.print("\n[bold]what other budgets buy[/bold]")
     choices = Table(**_STYLE)
     moved = "loaded per token" if result.is_acted else "read per token"
-    for heading in ("budget", "experts in memory", moved, "floor per token", "tokens/s", ""):
+    for heading in ("budget", "experts in memory", moved, "tokens/s", ""):
         choices.add_column(heading, justify="right" if heading else "left")
     for choice in result.choices:
         is_chosen = choice.ledger.budget_bytes == result.ledger.budget_bytes
         choices.add_row(
             format_bytes(choice.ledger.budget_bytes),
             f"{choice.ledger.cache_slots} ({choice.ledger.resident_share:.0%})",
-            format_bytes(choice.bytes_per_token),
-            format_seconds(choice.floor.overlapped_seconds) if choice.floor else "?",
-            _rate(1 / choice.floor.overlapped_seconds) if choice.floor else "?",
+            _bytes(choice),
+            _speeds(choice),
             "this budget" if is_chosen else "",
             style="bold" if is_chosen else None,
         )
     console.print(choices)
+    console.print(f"\n{_recommended(result)}", soft_wrap=True)
     for line in result.remarks:
         note(line)
 
@@ -78,9 +80,42 @@ def _print(result: Forecast) -> None:
 _STYLE: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "dim"}
 
 
-def _rate(tokens_per_second: float) -> str:
+def _bytes(choice: Choice) -> str:
+    """From typical to uniform routing; one figure where they are the same."""
+    least, most = format_bytes(choice.typical.bytes_per_token), format_bytes(choice.uniform.bytes_per_token)
+    return most if least == most else f"{least} - {most}"
+
+
+def _speeds(choice: Choice) -> str:
     """Without the unit, which stands in the head: a row fits a line of 80 columns."""
-    return format_rate(tokens_per_second).removesuffix(" tokens/s")
+    if choice.tokens_per_second is None:
+        return "?"
+    low, high = (format_rate(speed).removesuffix(" tokens/s") for speed in choice.tokens_per_second)
+    return low if low == high else f"{low} - {high}"
+
+
+def _recommended(result: Forecast) -> str:
+    """One line: what to type on this machine, and what to expect."""
+    if result.is_acted:
+        return "A profile is a test bench: the budget to act is yours to choose."
+    found = result.recommendation
+    if found is None:
+        least = format_bytes(minimum_bytes(result.ledger.demand))
+        return f"[bold]This machine has too little free memory[/bold]: {least} is the least that works."
+    ledger = found.choice.ledger
+    whole = "all experts" if ledger.resident_share == 1 else f"{ledger.resident_share:.0%} of the experts"
+    return (
+        f"[bold]{format_bytes(found.free_bytes)} free here: --memory {_size_to_type(ledger.budget_bytes)}[/bold], "
+        f"expect {_speeds(found.choice)} tokens/s ({whole} in memory)"
+    )
+
+
+def _size_to_type(nbytes: int) -> str:
+    """`12GiB`, `2.25GiB`: what `--memory` reads."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:g}{name}"
+    return str(nbytes)
 
 
 def _size(result: Forecast) -> str:

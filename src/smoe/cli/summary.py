@@ -84,9 +84,10 @@ def _limit(report: RunReport) -> str:
     if report.floor is None or report.floor_share is None:
         return ""
     floor = format_seconds(report.floor.overlapped_seconds)
-    return (
-        f"{report.floor_share:.0%} reached: {report.floor.bound_by} alone needs {floor} a token ({report.rates.source})"
-    )
+    needs = f"{report.floor.bound_by} alone needs {floor} a token ({report.rates.source})"
+    if report.beats_rates:
+        return f"reached, and more: {needs}; this run had more, as from the processor's cache or in a quieter hour"
+    return f"{report.floor_share:.0%} reached: {needs}"
 
 
 def waiting(report: RunReport) -> str:

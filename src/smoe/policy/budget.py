@@ -7,6 +7,7 @@ cache slots. The minimum number of cache slots is the top-k of the widest layer.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from smoe.errors import BudgetError
@@ -82,11 +83,27 @@ class Ledger:
 def allocate(budget_bytes: int, demand: Demand) -> Ledger:
     """Divide the budget; raises `BudgetError` with the ledger and the smallest budget that would work."""
     slots = max(0, budget_bytes - demand.fixed_bytes) // demand.slot_bytes
-    staging = min(MAX_STAGING_SLOTS, max(MIN_STAGING_SLOTS, int(slots * STAGING_SHARE)))
+    staging = _staging(slots)
     cache = min(slots - staging, demand.total_experts)
     if cache < demand.top_k:
         raise BudgetError(_refusal(budget_bytes, demand))
     return Ledger(budget_bytes, demand, cache, staging)
+
+
+def budget_for_share(share: float, demand: Demand) -> int:
+    """The smallest budget that keeps `share` (above 0, at most 1) of all routed experts in cache slots.
+
+    Raises `BudgetError` for a share that is less than the experts of one token.
+    """
+    wanted = math.ceil(share * demand.total_experts - 1e-9)
+    if wanted < demand.top_k:
+        raise BudgetError(
+            f"{share:.3g} of {demand.total_experts} experts are {wanted}; one token of a layer uses {demand.top_k}: "
+            f"ask for {demand.top_k / demand.total_experts:.1%} or more"
+        )
+    possible = range(wanted + MIN_STAGING_SLOTS, wanted + MAX_STAGING_SLOTS + 1)
+    slots = next(slots for slots in possible if slots - _staging(slots) >= wanted)
+    return demand.fixed_bytes + slots * demand.slot_bytes
 
 
 def minimum_bytes(demand: Demand) -> int:
@@ -97,6 +114,11 @@ def minimum_bytes(demand: Demand) -> int:
 def full_bytes(demand: Demand) -> int:
     """The budget with which every expert is resident."""
     return demand.fixed_bytes + (demand.total_experts + MAX_STAGING_SLOTS) * demand.slot_bytes
+
+
+def _staging(slots: int) -> int:
+    """How many of all slots only let experts pass."""
+    return min(MAX_STAGING_SLOTS, max(MIN_STAGING_SLOTS, int(slots * STAGING_SHARE)))
 
 
 def _refusal(budget_bytes: int, demand: Demand) -> str:
