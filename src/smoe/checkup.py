@@ -69,7 +69,9 @@ def _kernel() -> Finding | None:
     if is_supported():
         return Finding("good", "bf16 experts are multiplied by smoe's own kernel (AVX-512 BF16)")
     if max_cpu_isa() != "all":
-        return Finding("good", f"smoe's own CPU kernels are limited by SMOE_MAX_CPU_ISA={max_cpu_isa()}: torch multiplies")
+        return Finding(
+            "good", f"smoe's own CPU kernels are limited by SMOE_MAX_CPU_ISA={max_cpu_isa()}: torch multiplies"
+        )
     if not is_available():
         return Finding("better", "smoe's own CPU kernels cannot be compiled", "pip install llvmlite")
     return Finding("good", "this CPU has no AVX-512 BF16: torch multiplies, at about half the memory's rate")
