@@ -15,13 +15,30 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as library_logging
 
-from smoe.kernels.crew import Crew, agrees, is_supported
-from tests import oracle, zoo
+from smoe.kernels import crew as crews
+from smoe.kernels.crew import Crew
+from tests import machine, oracle, zoo
 
 torch.set_num_threads(1)
 library_logging.disable_progress_bar()
 
 Toy = Callable[..., Path]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--disagree",
+        action="append",
+        default=[],
+        choices=list(machine.PROOFS),
+        help="as on a machine on which this kernel of ours gives other bits than torch (may be given several times)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before the tests are imported: some hold the proofs by name."""
+    machine.disagreeing.update(config.getoption("--disagree"))
+    machine.disagree(pytest.MonkeyPatch(), *machine.disagreeing)
 
 
 @pytest.fixture(scope="session")
@@ -41,11 +58,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 @pytest.fixture(params=[1, 3], ids=["alone", "crew"])
 def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
     """Our kernel, where this machine can run it and torch sums in the order that it knows."""
-    if not is_supported():
-        pytest.skip("this CPU has no bf16 dot products, or llvmlite is missing")
+    machine.needs_machine_code()
     with Crew(request.param, several=True) as crew:
-        if not agrees(crew, torch.randn(512, 2048).bfloat16().t()):
-            pytest.skip("torch sums bf16 products in another order on this CPU: smoe leaves them to torch here")
+        machine.needs(crews.agrees(crew, torch.randn(512, 2048).bfloat16().t()), "the order of torch's bf16 products")
         yield crew
 
 

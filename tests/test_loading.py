@@ -82,6 +82,15 @@ def swapped(bind: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_every_family_loads_in_every_dtype(
+    family: str, dtype: torch.dtype, toy: Callable[..., Path], open_model: Open
+) -> None:
+    """Some keep routers or norms in float32, which the budget must know before they are loaded."""
+    open_model(toy(family, dtype=dtype), "minimum")
+
+
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_the_proof_at_load_refuses_wrong_arithmetic(
     family: str, toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ import psutil
 import torch
 from huggingface_hub import constants
 
+from smoe.config import max_cpu_isa
 from smoe.errors import ConfigError
 from smoe.hardware import Profile
 from smoe.kernels.crew import is_supported
@@ -67,6 +68,10 @@ def _kernel() -> Finding | None:
         return None
     if is_supported():
         return Finding("good", "bf16 experts are multiplied by smoe's own kernel (AVX-512 BF16)")
+    if max_cpu_isa() != "all":
+        return Finding(
+            "good", f"smoe's own CPU kernels are limited by SMOE_MAX_CPU_ISA={max_cpu_isa()}: torch multiplies"
+        )
     if not is_available():
         return Finding("better", "smoe's own CPU kernels cannot be compiled", "pip install llvmlite")
     return Finding("good", "this CPU has no AVX-512 BF16: torch multiplies, at about half the memory's rate")

@@ -5,6 +5,7 @@ What is found at run time (free bytes, slots) is a new value in the ledger and n
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
@@ -20,6 +21,19 @@ DIRECT_IO = ("auto", "on", "off")
 KERNELS = ("auto", "own", "torch")
 SUBSTITUTES = ("replace", "drop")
 SUBSTITUTE_WEIGHTS = ("own", "inherited")
+CPU_ISA = ("none", "avx2", "avx512", "avx512_bf16", "all")
+"""Values of `SMOE_MAX_CPU_ISA`, each with what the one before it has."""
+
+
+def max_cpu_isa() -> str:
+    """The vector extensions that smoe's own CPU kernels may use: the environment's `SMOE_MAX_CPU_ISA`, else all.
+
+    For comparisons and tests; torch, oneDNN and MKL have such limits of their own. Raises `ConfigError` for a value
+    that is none of `CPU_ISA`.
+    """
+    value = os.environ.get("SMOE_MAX_CPU_ISA", "").strip().lower() or "all"
+    _one_of("the environment's SMOE_MAX_CPU_ISA", value, CPU_ISA)
+    return value
 
 
 DEFAULT_ALPHA = 0.3
@@ -170,6 +184,7 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
 
     An alpha that is given is meant as it is, whatever the model has been priced for.
     """
+    max_cpu_isa()  # what cannot be understood is refused also where nothing would ask
     if preset not in PRESETS:
         raise ConfigError(f"unknown preset {preset!r}; choose one of: {', '.join(sorted(PRESETS))}")
     known = {field.name for field in fields(EngineConfig)}

@@ -81,7 +81,7 @@ def blueprint(model: str | Path, config: EngineConfig, revision: str | None = No
     _refuse_quantised(model_config)
     context_tokens = choose_context(model_config, config)
     dtype = choose_dtype(model_config, config)
-    shell = meta_model(model_config)
+    shell = meta_model(model_config, dtype)
     sites = find_sites(shell)
     try:
         anatomy = examine(shell, sites, dtype)

@@ -1,23 +1,47 @@
+"""`smoe verify` finds whatever is not the library's bits, and says where."""
+
 from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeRMSNorm
 
+from smoe import from_pretrained
+from smoe.cli import session
+from smoe.config import configure
 from smoe.memory.movers import Filler
+from smoe.runtime import attention, kv_cache
+from smoe.verify import Report, reference_of, verify
+from tests import zoo
+from tests.cli.conftest import Run
 from tests.toy import save_toy
 
 
 def test_every_layer_is_equal(run, checkpoint):
     ran = run("verify", checkpoint, "--memory", "64MiB")
-    assert ran.code == 0 and ran.out.count("equal") >= 12 and "exact:" in ran.out
+    assert ran.code == 0 and ran.out.count("equal") >= 16 and "exact:" in ran.out
     assert "differs" not in ran.out
+    assert ran.out.rstrip().endswith("not compared: several sequences at once, prompts read in chunks")
 
 
 def test_json(run, checkpoint):
     value = run("verify", checkpoint, "--memory", "64MiB", "--json").json
-    assert value["is_exact"] and len(value["layers"]) == 4 * 3
-    assert {layer["phase"] for layer in value["layers"]} == {"prefill", "decode"}
+    assert value["is_exact"] and value["not_compared"] == []
+    seen = {(entry["phase"], entry["tokens"], entry["position"]) for entry in value["layers"]}
+    assert seen == {("decode", 1, 0), ("prefill", 32, 0), ("decode", 1, 32), ("decode", 1, 33)}
+    parts = {entry["part"] for entry in value["layers"] if entry["layer"] == 3}
+    around = {"mlp", "mlp.gate", "mlp.shared_expert", "mlp.shared_expert_gate"}
+    assert parts == {"experts", "input_layernorm", "self_attn", "post_attention_layernorm"} | around
+    shared = {entry["part"] for entry in value["layers"] if entry["layer"] is None}
+    assert shared == {"KV cache", "model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"}
+    assert len(value["layers"]) == 4 * (4 * len(parts) + len(shared))
 
 
 @pytest.mark.parametrize("memory", ["3600KiB", "64MiB"])
@@ -35,9 +59,10 @@ def test_one_wrong_bit_on_the_way_to_a_slot_is_found(run, checkpoint, monkeypatc
     monkeypatch.setattr(Filler, "fill", flip_one_bit)
     ran = run("verify", checkpoint, "--memory", memory, "--json")
     assert ran.code == 1 and not ran.json["is_exact"]
-    assert {layer["layer"] for layer in ran.json["layers"] if not layer["is_equal"]} == {2}
+    assert wrong(ran.json) == {(2, "experts"), (2, "mlp")}
     shown = run("verify", checkpoint, "--memory", memory)
-    assert shown.code == 1 and "differs by" in shown.out and "not exact" in shown.out
+    assert shown.code == 1 and "experts differs by" in shown.out
+    assert "not exact: experts of layer 2, mlp of layer 2" in shown.out
 
 
 def test_nan_in_an_expert_is_named(run, tmp_path):
@@ -46,7 +71,8 @@ def test_nan_in_an_expert_is_named(run, tmp_path):
     weights["model.layers.1.mlp.experts.4.down_proj.weight"][0, 0] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     ran = run("verify", folder, "--memory", "64MiB")
-    assert ran.code == 1 and "NaN" in ran.out and "layer   0  prefill    32 tokens     8 of 8 experts  equal" in ran.out
+    assert ran.code == 1 and "NaN or infinity in its weights or inputs: experts" in ran.out
+    assert "layer    0  prefill    32 tokens after    0  equal  (input_layernorm" in ran.out
 
 
 def test_a_layer_that_does_not_fit_is_refused_with_sizes(run, checkpoint, monkeypatch):
@@ -55,12 +81,137 @@ def test_a_layer_that_does_not_fit_is_refused_with_sizes(run, checkpoint, monkey
     assert ran.code == 2 and "one layer's experts" in ran.err and "97.7 KiB are free" in ran.err
 
 
-def test_the_engine_is_left_as_it_was(checkpoint):
-    from smoe import from_pretrained
-    from smoe.config import configure
-    from smoe.verify import reference_of, verify
+def wrong(report: dict[str, Any]) -> set[tuple[int | None, str]]:
+    return {(entry["layer"], entry["part"]) for entry in report["layers"] if not entry["is_equal"]}
 
+
+def off_by_one_ulp(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """As a kernel that sums in another order: one number is the next one, where a single token is computed."""
+
+    def broken(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = forward(x, *args, **kwargs)
+        y = answer[0] if isinstance(answer, tuple) else answer
+        if x.numel() == x.shape[-1]:
+            y.view(torch.int16).flatten()[3] += 1
+        return answer
+
+    return broken
+
+
+class WrongQuery:
+    """In the place of our attention."""
+
+    def serves(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        return query.shape[2] == 1
+
+    def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        out = scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=True).transpose(1, 2)
+        out.contiguous().view(torch.int16).flatten()[5] += 1
+        return out
+
+
+def wrong_attention(model: PreTrainedModel) -> None:
+    attention._behind_the_name()
+    model.model.layers[1].self_attn.one_query = WrongQuery()
+
+
+def wrong_module(path: str) -> Callable[[PreTrainedModel], None]:
+    def put(model: PreTrainedModel) -> None:
+        module = model.get_submodule(path)
+        module.forward = off_by_one_ulp(module.forward)
+
+    return put
+
+
+def wrong_cache(model: PreTrainedModel) -> None:
+    update = kv_cache._Positioned.update
+
+    def late(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **more: Any) -> Any:
+        known, weighed = update(self, keys, values, *args, **more)
+        return known, weighed.roll(1, 2)
+
+    kv_cache._Positioned.update = late
+
+
+BLOCK = (0, "mlp")
+BROKEN: list[tuple[Callable[[PreTrainedModel], None], set[tuple[int | None, str]]]] = [
+    (wrong_module("model.layers.2.input_layernorm"), {(2, "input_layernorm")}),
+    (wrong_module("model.layers.1.self_attn.o_proj"), {(1, "self_attn")}),
+    (wrong_attention, {(1, "self_attn")}),
+    (wrong_module("model.layers.0.mlp.gate"), {(0, "mlp.gate")}),  # its logits, which nobody uses: not the weights
+    (wrong_module("model.layers.0.mlp.shared_expert.up_proj"), {(0, "mlp.shared_expert"), BLOCK}),
+    (wrong_module("model.norm"), {(None, "model.norm")}),
+    (wrong_module("lm_head"), {(None, "lm_head")}),
+    (wrong_cache, {(layer, "self_attn") for layer in range(4)}),
+]
+
+
+@pytest.mark.parametrize(("broken", "places"), BROKEN)
+def test_a_wrong_kernel_is_named(
+    broken: Callable[[PreTrainedModel], None],
+    places: set[tuple[int | None, str]],
+    run: Run,
+    toy: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever stands in the place of a module of the library's: its layer and part, and nothing else."""
+
+    def load_broken(*args: Any) -> PreTrainedModel:
+        model = session_load(*args)
+        broken(model)
+        return model
+
+    session_load = session.load
+    monkeypatch.setattr(session, "load", load_broken)
+    monkeypatch.setattr(kv_cache._Positioned, "update", kv_cache._Positioned.update)  # put back at the end
+    ran = run("verify", toy("qwen2_moe", dtype=torch.bfloat16), "--memory", "64MiB", "--context", 64, "--json")
+    assert ran.code == 1
+    assert wrong(ran.json) == places
+
+
+def test_a_part_that_depends_on_the_engines_threads_is_named(
+    toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours runs with the engine's setting, the library's with all threads."""
+    monkeypatch.setattr(Qwen2MoeRMSNorm, "forward", lambda self, x: x * torch.get_num_threads())
+    folder = toy("qwen2_moe")
+    model = open_model(folder, "full")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert not checked(model, folder).bad
+        model.offload.executor.leaves_little = True
+        bad = checked(model, folder).bad
+    finally:
+        torch.set_num_threads(before)
+    assert {one.phase for one in bad} == {"decode"}
+    norms = {"input_layernorm", "post_attention_layernorm"}
+    expected = {(layer, name) for layer in range(4) for name in norms} | {(None, "model.norm")}
+    assert {(one.layer, one.part) for one in bad} == expected
+
+
+def checked(model: PreTrainedModel, folder: Path) -> Report:
+    return verify(model, reference_of(str(folder), configure(), None, 3), torch.tensor([[1, 2, 3]]), lambda _: None)
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_every_part_of_every_family_is_compared(
+    family: str, toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]
+) -> None:
+    """By our kernels where they agree; would catch a part that is never asked, and a cache that differs in shape."""
+    folder = toy(family, dtype=torch.bfloat16)
+    model = open_model(folder, "minimum", kernels="own")
+    report = checked(model, folder)
+    assert not report.bad
+    assert report.not_compared == []
+    layers = {comparison.layer for comparison in report.comparisons if comparison.part == "experts"}
+    assert sorted(layers) == sorted(zoo.sparse_layers(model))
+
+
+def test_the_engine_is_left_as_it_was(checkpoint):
     model = from_pretrained(checkpoint, memory="64MiB")
-    verify(model, reference_of(str(checkpoint), configure(), None), torch.tensor([[1, 2, 3]]), lambda _: None)
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    checked(model, checkpoint)
     assert "run_experts" not in vars(model.offload)
+    assert hooks == [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
     model.offload.close()

@@ -16,6 +16,7 @@ from smoe.kernels import crew as crews
 from smoe.kernels import jit, row_product
 from smoe.kernels.crew import Crew, Product, agrees, agrees_on_rows, part_that_agrees
 from smoe.kernels.row_product import fits
+from tests import machine
 
 SHAPES = [(192, 32), (64, 96), (16, 512), (1536, 544), (64, 768), (512, 2048), (48, 4096), (256, 1408), (80, 96)]
 """[N, K]: below, at and above one chain of 512 k and one unit of 64 outputs, whole ones and remainders."""
@@ -33,30 +34,39 @@ def product(rows: int, columns: int, seed: int = 0) -> Product:
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_the_bits_are_the_librarys(rows: int, columns: int, crew: Crew) -> None:
-    assert agrees(crew, matrix(rows, columns))
+    machine.needs(agrees(crew, matrix(rows, columns)), f"torch's order for weights [{rows}, {columns}]")
 
 
 def test_a_bias_is_added_as_the_library_adds_it(crew: Crew) -> None:
     for rows, columns in ((1536, 2048), (64, 768), (192, 192)):
-        assert agrees(crew, matrix(rows, columns), torch.randn(rows).bfloat16())
+        bias = torch.randn(rows).bfloat16()
+        machine.needs(agrees(crew, matrix(rows, columns), bias), f"torch's order for a bias of {rows}")
     assert not agrees(crew, matrix(64, 768), torch.randn(64))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_sums_that_the_library_cuts_into_parts(threads: int, crew: Crew) -> None:
-    """A router's: few outputs, of many numbers each."""
+    """A router's: few outputs, of many numbers each. Whatever part is found gives the library's bits."""
+    w = matrix(64, 2048)
+    x = torch.randn(500, 1, 2048, generator=torch.Generator().manual_seed(1)).bfloat16()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        part = part_that_agrees(crew, matrix(64, 2048))
+        part = part_that_agrees(crew, w)
+        theirs = [row @ w for row in x]
     finally:
         torch.set_num_threads(before)
     if threads <= 2:
-        assert part == 2048 // threads
+        machine.needs(part == 2048 // threads, f"the parts into which torch cuts sums on {threads} threads")
+    if part is not None:
+        ours = [torch.empty(1, 64).bfloat16() for _ in x]
+        crew.multiply([Product(row, w, out, part=part) for row, out in zip(x, ours, strict=True)])
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_odd_addresses_and_extreme_values(crew: Crew) -> None:
     rows, columns = 64, 544
+    machine.needs_products(crew, (rows, columns))
     bank = torch.randn(rows * columns + 5).bfloat16()
     for begin in range(5):  # addresses two bytes apart
         assert agrees(crew, bank[begin : begin + rows * columns].view(rows, columns).t())
@@ -70,6 +80,7 @@ def test_odd_addresses_and_extreme_values(crew: Crew) -> None:
 
 def test_a_wrong_order_is_noticed(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof itself: a kernel whose chains are twice as long differs in the last bit of few outputs."""
+    machine.needs_products(crew, (1536, 2048))
     monkeypatch.setattr(row_product, "CHAIN", 1024)
     monkeypatch.setattr(crews, "_functions", crews._functions.__wrapped__)
     with Crew(crew.threads) as wrong:
@@ -79,11 +90,12 @@ def test_a_wrong_order_is_noticed(crew: Crew, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("rows", range(1, 10))
 @pytest.mark.parametrize("shape", [(1536, 2048), (2048, 768), (256, 1024), (512, 1536), (192, 32)])
 def test_several_rows_have_the_librarys_bits(rows: int, shape: tuple[int, int], crew: Crew) -> None:
-    assert agrees_on_rows(crew, matrix(*shape), rows)
+    machine.needs(agrees_on_rows(crew, matrix(*shape), rows), f"torch's order for {rows} rows and weights {shape}")
 
 
 def test_a_wrong_order_of_several_rows_is_noticed(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     """Summed as one row is."""
+    machine.needs_products(crew, (1536, 2048), (1536, 1024), rows=[2])
     monkeypatch.setattr(crews, "chain_of", lambda columns, rows: row_product.CHAIN)
     assert not agrees_on_rows(crew, matrix(1536, 2048), 2)
     assert agrees_on_rows(crew, matrix(1536, 1024), 2)
@@ -91,6 +103,7 @@ def test_a_wrong_order_of_several_rows_is_noticed(crew: Crew, monkeypatch: pytes
 
 def test_many_products_of_different_shapes(crew: Crew) -> None:
     """One after the other without a pause, and with pauses in which the helpers go to sleep."""
+    machine.needs_products(crew, *SHAPES)
     batches = [[product(*SHAPES[(n + k) % len(SHAPES)], seed=n) for k in range(n % 7 + 1)] for n in range(40)]
     for n, batch in enumerate(batches):
         crew.multiply(batch)
@@ -103,6 +116,7 @@ def test_many_products_of_different_shapes(crew: Crew) -> None:
 
 
 def test_more_products_than_the_block_holds(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.needs_products(crew, (80, 96))
     monkeypatch.setattr(crews.tasks, "MOST_TASKS", 3)
     batch = [product(80, 96, seed=n) for n in range(8)]
     crew.multiply(batch)
@@ -110,8 +124,7 @@ def test_more_products_than_the_block_holds(crew: Crew, monkeypatch: pytest.Monk
 
 
 def test_closing_ends_the_helpers() -> None:
-    if not crews.is_supported():
-        pytest.skip("no kernel on this CPU")
+    machine.needs_machine_code()
     before = threading.active_count()
     with Crew(4) as crew:
         assert threading.active_count() == before + 3
@@ -133,6 +146,24 @@ def test_closing_ends_the_helpers() -> None:
 )
 def test_other_matrices_are_left_to_the_library(w: torch.Tensor) -> None:
     assert not fits(w)
+
+
+@pytest.mark.parametrize(("isa", "kept"), [("none", 0), ("avx2", 1), ("AVX512", 2), ("avx512_bf16", 3), ("all", 3)])
+def test_the_kernels_can_be_kept_from_vector_extensions(isa: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the CPU does not have, no setting gives it."""
+    wanted = ("avx2", "avx512f", "avx512bf16")
+    monkeypatch.delenv("SMOE_MAX_CPU_ISA", raising=False)
+    has = [jit.cpu_has(feature) for feature in wanted]
+    monkeypatch.setenv("SMOE_MAX_CPU_ISA", isa)
+    assert [jit.cpu_has(feature) for feature in wanted] == [n < kept and there for n, there in enumerate(has)]
+    assert crews.is_supported() is (kept == 3 and all(has[1:]))
+
+
+def test_code_is_made_for_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.needs(jit.is_available(), "a compiler")
+    monkeypatch.setenv("SMOE_MAX_CPU_ISA", "avx2")
+    features = jit._features().flatten().split(",")
+    assert not any(feature.startswith(("+avx512", "+avx10", "+amx")) for feature in features)
 
 
 def test_without_the_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional
 from smoe.kernels.crew import Crew
 from smoe.kernels.elementwise import activation_table, is_table_of
 from smoe.kernels.experts import Expert, Sums, TokenExperts
+from tests import machine
 
 
 def swiglu(wide: torch.Tensor) -> torch.Tensor:
@@ -54,6 +55,7 @@ def test_the_bits_are_the_librarys(
 ) -> None:
     """In several parts, in any order, as experts arrive; the sum ascends whatever the order."""
     hidden, inner = shape
+    machine.needs_products(crew, (2 * inner, hidden), (hidden, inner))
     table = activation_table(swiglu)
     assert table is not None
     kernel, experts = TokenExperts(crew, hidden, inner, table), some_experts(count, hidden, inner, seed)
@@ -113,6 +115,7 @@ def test_others_are_left_to_the_library(name: str) -> None:
 def test_no_unit_begins_before_what_it_needs(crew: Crew) -> None:
     """One long unit, then those that wait for it, again and again: whoever does not wait reads the last token's."""
     hidden, inner = 16384, 64
+    machine.needs_products(crew, (2 * inner, hidden), (hidden, inner))
     table = activation_table(swiglu)
     assert table is not None
     kernel, [(up, down)] = TokenExperts(crew, hidden, inner, table), some_experts(1, hidden, inner, 0)

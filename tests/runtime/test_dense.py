@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from smoe.kernels.crew import Crew
+from smoe.kernels.crew import Crew, part_that_agrees
 from smoe.runtime import dense
-from tests import oracle
+from tests import machine, oracle
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +28,7 @@ def test_only_plain_linear_layers_change(crew: Crew) -> None:
     class Other(nn.Linear):
         pass
 
+    machine.needs_products(crew, (96, 64), (128, 64))
     layers = [nn.Linear(64, 96, False), nn.Linear(64, 128), Other(64, 96, False), nn.Linear(64, 97, False)]
     model = nn.ModuleList(layers).bfloat16().requires_grad_(False)
     assert dense.speed_up(model, crew, {}) == pytest.approx((96 + 128) / (96 + 128 + 97))
@@ -59,6 +60,7 @@ def test_a_routers_weight_is_an_ordinary_parameter_beside(crew: Crew) -> None:
     router, rows = Router(), torch.randn(5, 64).bfloat16()
     state, theirs = router.state_dict(), [router(rows[:1]), router(rows), router(rows[0])]
     before = router.weight.float()
+    machine.needs(part_that_agrees(crew, router.weight.t()) is not None, "torch's order for a small router")
     dense.speed_up(router, crew, {router: True})
     called: list[int] = []
     multiply, crew.multiply = crew.multiply, lambda products: called.append(len(products)) or multiply(products)  # type: ignore[method-assign,func-returns-value,assignment]
@@ -72,7 +74,7 @@ def test_a_routers_weight_is_an_ordinary_parameter_beside(crew: Crew) -> None:
 
 
 class Counting(nn.Module):
-    """A router whose bits depend on the number of threads."""
+    """A router whose bits depend on the number of threads, or on nothing: it has no sums."""
 
     def __init__(self, depends: bool) -> None:
         super().__init__()
@@ -80,7 +82,7 @@ class Counting(nn.Module):
         self.depends = depends
 
     def forward(self, x: torch.Tensor, more: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-        return x, nn.functional.linear(x, self.weight) + (torch.get_num_threads() if self.depends else 0) + more
+        return x, x * self.weight[0] + (torch.get_num_threads() if self.depends else 0) + more
 
 
 def test_what_is_left_keeps_its_bits_on_one_thread(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,16 +91,17 @@ def test_what_is_left_keeps_its_bits_on_one_thread(crew: Crew, monkeypatch: pyte
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        cut, whole, unasked, linear = Counting(True), Counting(False), Counting(True), nn.Linear(64, 32, bias=False)
+        cut, whole, unasked, linear = Counting(True), Counting(False), Counting(True), nn.Linear(2048, 64, bias=False)
         dense._keep_bits([linear.requires_grad_(False)], {cut: True})
         dense._keep_bits([], {whole: True})
         dense._keep_bits([], {unasked: False})
-        x = torch.randn(1, 64)
-        expected = cut(x)[1]
+        x, rows = torch.randn(1, 64), torch.randn(500, 1, 2048)
+        expected, linears = cut(x)[1], [linear(row) for row in rows]
         torch.set_num_threads(1)  # as within a step
         assert torch.equal(cut(x)[1], expected)
-        assert torch.equal(unasked(x, more=1.0)[1], nn.functional.linear(x, unasked.weight) + 2 + 1.0)
-        assert [("forward" in m.__dict__) for m in (cut, whole, unasked, linear)] == [True, False, True, False]
+        assert torch.equal(unasked(x, more=1.0)[1], x * unasked.weight[0] + 2 + 1.0)
+        assert all(torch.equal(linear(row), theirs) for row, theirs in zip(rows, linears, strict=True))
+        assert [("forward" in m.__dict__) for m in (cut, whole, unasked)] == [True, False, True]
     finally:
         torch.set_num_threads(before)
 
@@ -109,20 +112,20 @@ INNER = {"mixtral": "intermediate_size", "olmoe": "intermediate_size", "granitem
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "deepseek_v3", "mixtral", "olmoe", "granitemoe", "dots1"])
 @pytest.mark.parametrize("budget", ["full", "minimum"])
 def test_whole_models_are_exact(
-    family: str, budget: str, crew: Crew, toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]
+    family: str, budget: str, toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]
 ) -> None:
-    """Experts and the rest by our kernel, greedy decoding, every logit."""
+    """Experts and the rest by our kernel where it agrees, greedy decoding, every logit."""
     wide = {"hidden_size": 256, INNER.get(family, "moe_intermediate_size"): 64}
     folder = toy(family, dtype=torch.bfloat16, **wide)
     model = open_model(folder, budget, kernels="own")
-    assert model.offload.executor.math.crew is not None, "experts were left to the library"
-    linears = [m for m in model.modules() if type(m) is nn.Linear]
-    assert any("forward" in m.__dict__ for m in linears), "the other layers were left to the library"
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    machine.needs(model.offload.executor.math.crew is not None, "torch's order for these experts")
+    linears = [m for m in model.modules() if type(m) is nn.Linear]
+    machine.needs(any("forward" in m.__dict__ for m in linears), "torch's order for the other layers")
 
 
 def test_two_threads_are_exact_where_the_library_cuts_sums(
-    crew: Crew, toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]
+    toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]
 ) -> None:
     """A router of real size, whose bits depend on the library's number of threads, and attention heads that fit."""
     wide = {"hidden_size": 2048, "num_experts": 64, "moe_intermediate_size": 128, "head_dim": 64}
@@ -131,17 +134,17 @@ def test_two_threads_are_exact_where_the_library_cuts_sums(
     torch.set_num_threads(2)
     try:
         model = open_model(folder, "full", kernels="own")
-        assert model.offload.executor.leaves_little
         oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
-        router = model.get_submodule(model.offload.anatomy.routers[min(model.offload.anatomy.routers)])
-        reference = oracle.reference(folder).get_submodule(model.offload.anatomy.routers[0])
+        path = model.offload.anatomy.routers[min(model.offload.anatomy.routers)]
+        router, reference = model.get_submodule(path), oracle.reference(folder).get_submodule(path)
         rows = torch.randn(2000, 1, 2048).bfloat16()
-        torch.set_num_threads(1)  # as within a step
-        ours = [nn.functional.linear(row, router.weight) for row in rows]
-        torch.set_num_threads(2)
-        assert all(
-            torch.equal(y, nn.functional.linear(row, reference.weight)) for y, row in zip(ours, rows, strict=True)
-        )
+        theirs = [reference(row) for row in rows]
+        if model.offload.executor.leaves_little:
+            torch.set_num_threads(1)  # as within a step
+        ours = [router(row) for row in rows]
+        for answer, expected in zip(ours, theirs, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(answer, expected, strict=True))
+        machine.needs(model.offload.executor.leaves_little, "nearly all products of a token by our kernels")
     finally:
         torch.set_num_threads(before)
 

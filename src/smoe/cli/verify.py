@@ -9,7 +9,7 @@ import typer
 from smoe.cli.options import Debug, EngineOptions, Json, Model
 
 if TYPE_CHECKING:
-    from smoe.verify import Comparison
+    from smoe.verify import Comparison, Report
 
 EPILOG = """Examples:
 
@@ -17,7 +17,7 @@ smoe verify
 
 smoe verify ./my-moe --memory 8GiB
 
-Exit code 0: every layer is equal bit by bit. 1: a layer differs, or its weights hold NaN or infinity. 2: not checked.
+Exit code 0: every part is equal bit by bit. 1: one differs, or its weights hold NaN or infinity. 2: not checked.
 """
 
 _DIFFERS = 1
@@ -31,78 +31,115 @@ def command(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Check exactness layer by layer against the transformers library, without the whole model in memory.
+    """Check exactness part by part against the transformers library, without the whole model in memory.
 
-    Each layer's experts are computed twice from the same input: by smoe inside its budget, and by the library's own
-    loop on experts read by safetensors. The results must be equal bit by bit.
+    One token alone, a prompt and two tokens after it run inside the budget. Everything in every layer (attention,
+    norms, router, shared experts, experts read by safetensors) is computed twice from the same input: as smoe runs it,
+    and by the library's own modules. The results must be equal bit by bit.
     """
     from smoe.cli.console import print_json
 
-    found = _verify(model, engine, tokens, seed, is_quiet=json)
-    bad = [comparison for comparison in found if not comparison.is_good]
+    report = _verify(model, engine, tokens, seed, is_quiet=json)
     if json:
-        print_json({"model": model, "is_exact": not bad, "seed": seed, "layers": [_entry(c) for c in found]})
+        layers = [_entry(comparison) for comparison in report.comparisons]
+        verdict = {"model": model, "is_exact": not report.bad, "seed": seed}
+        print_json(verdict | {"layers": layers, "not_compared": report.not_compared})
     else:
-        _print_verdict(found, bad)
-    if bad:
+        _print_verdict(report)
+    if report.bad:
         raise typer.Exit(_DIFFERS)
 
 
-def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet: bool) -> list[Comparison]:
+def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet: bool) -> Report:
     import torch
 
     from smoe.cli.console import progress
     from smoe.cli.session import loaded
-    from smoe.verify import DECODE_STEPS, reference_of, verify
+    from smoe.verify import EXPERTS, PASSES, reference_of, verify
 
     config = engine.config()
-    reference = reference_of(model, config, engine.revision)
+    reference = reference_of(model, config, engine.revision, tokens)
     with loaded(model, config, engine.revision) as ready, progress("verify") as bars:
-        passes = len(reference.sites) * (1 + DECODE_STEPS)
-        task = bars.add_task("comparing layers", total=passes, amount="")
+        task = bars.add_task("comparing layers", total=len(reference.sites) * PASSES, amount="")
         vocabulary = int(ready.config.get_text_config().vocab_size)
         ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(seed))
+        lines = _Lines(is_quiet)
 
         def show(comparison: Comparison) -> None:
-            bars.update(task, advance=1, amount=f"layer {comparison.layer}, {comparison.phase}")
-            if not is_quiet:
-                _print_layer(comparison)
+            lines.add(comparison)
+            if comparison.part == EXPERTS:
+                bars.update(task, advance=1, amount=f"layer {comparison.layer}, {comparison.phase}")
 
-        return verify(ready, reference, ids, show)
+        report = verify(ready, reference, ids, show)
+        lines.end()
+        return report
 
 
-def _print_layer(comparison: Comparison) -> None:
+class _Lines:
+    """One line for what belongs to a layer in a pass."""
+
+    def __init__(self, is_quiet: bool) -> None:
+        self._is_quiet = is_quiet
+        self._line: list[Comparison] = []
+
+    def add(self, comparison: Comparison) -> None:
+        def place(one: Comparison) -> tuple[int | None, int, int]:
+            return one.layer, one.position, one.tokens
+
+        if self._line and place(self._line[0]) != place(comparison):
+            self.end()
+        self._line.append(comparison)
+
+    def end(self) -> None:
+        """Print what there is."""
+        if self._line and not self._is_quiet:
+            _print_line(self._line)
+        self._line = []
+
+
+def _print_line(line: list[Comparison]) -> None:
     from smoe.cli.console import output
 
+    first = line[0]
     verdict = "[green]equal[/green]"
-    if not comparison.is_finite:
-        verdict = "[bold red]NaN or infinity in its weights or inputs[/bold red]"
-    elif not comparison.is_equal:
-        verdict = f"[bold red]differs by {comparison.largest_difference:.3g}[/bold red]"
+    differing = [f"{one.part} differs by {one.largest_difference:.3g}" for one in line if not one.is_equal]
+    if not all(one.is_finite for one in line):
+        broken = ", ".join(one.part for one in line if not one.is_finite)
+        verdict = f"[bold red]NaN or infinity in its weights or inputs: {broken}[/bold red]"
+    elif differing:
+        verdict = f"[bold red]{', '.join(differing)}[/bold red]"
+    place = "all layers" if first.layer is None else f"layer {first.layer:>4}"
     output().print(
-        f"layer {comparison.layer:>3}  {comparison.phase:<7}  {comparison.tokens:>4} tokens  "
-        f"{comparison.used:>4} of {comparison.experts} experts  {verdict}",
+        f"{place}  {first.phase:<7}  {first.tokens:>4} tokens after {first.position:>4}  {verdict}  ({_names(line)})",
         soft_wrap=True,
     )
 
 
-def _print_verdict(found: list[Comparison], bad: list[Comparison]) -> None:
+def _names(line: list[Comparison]) -> str:
+    return ", ".join(one.part if one.used is None else f"{one.used} of {one.experts} {one.part}" for one in line)
+
+
+def _print_verdict(report: Report) -> None:
     from smoe.cli.console import output
 
-    layers = len({comparison.layer for comparison in found})
+    bad, found = report.bad, report.comparisons
+    layers = len({comparison.layer for comparison in found} - {None})
     if bad:
-        worst = ", ".join(str(n) for n in sorted({comparison.layer for comparison in bad}))
+        places = {f"{one.part} of layer {one.layer}" if one.layer is not None else one.part: None for one in bad}
         output().print(
-            f"[bold red]not exact:[/bold red] layers {worst} of {layers}; download the checkpoint again, and "
-            "report it if that does not help",
+            f"[bold red]not exact:[/bold red] {', '.join(places)} ({layers} layers in all). --kernels torch tells "
+            "whether smoe's own kernels are the cause; where experts differ, download the checkpoint again; report it "
+            "if neither helps",
             soft_wrap=True,
         )
     else:
         output().print(
             f"[bold green]exact:[/bold green] {layers} layers, {len(found)} comparisons, every bit equal to the "
-            "library's own loop",
+            "library's own modules and loop",
             soft_wrap=True,
         )
+    left = [*report.not_compared, "several sequences at once, prompts read in chunks"]
+    output().print(f"not compared: {', '.join(left)}", soft_wrap=True)
 
 
 def _entry(comparison: Comparison) -> dict[str, Any]:

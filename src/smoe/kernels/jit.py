@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from smoe.config import CPU_ISA, max_cpu_isa
+
 try:
     import llvmlite.binding as llvm
 except ImportError:  # the kernels are an acceleration: without them everything still works
@@ -20,12 +22,28 @@ def is_available() -> bool:
     return llvm is not None
 
 
+_FIRST_ISA = (("amx", "all"), ("avx10", "all"), ("avx512bf16", "avx512_bf16"), ("avx512fp16", "all"),
+              ("avx512", "avx512"), ("avx", "avx2"))  # fmt: skip
+"""How LLVM's names of extensions begin, and the first of `CPU_ISA` that has them; the first that fits counts."""
+
+
 def cpu_has(*features: str) -> bool:
-    """Whether this CPU, and the operating system on it, has all the instruction sets named as LLVM names them."""
-    if llvm is None:
+    """Whether this CPU, and the operating system on it, has all the instruction sets named as LLVM names them, and
+    `SMOE_MAX_CPU_ISA` allows them."""
+    if max_cpu_isa() == "none" or llvm is None:
         return False
-    found = llvm.get_host_cpu_features()
+    found = _features()
     return all(found.get(feature, False) for feature in features)
+
+
+def _features() -> Any:
+    """LLVM's map of this CPU's extensions, without those above `SMOE_MAX_CPU_ISA`."""
+    found, most = llvm.get_host_cpu_features(), CPU_ISA.index(max_cpu_isa())
+    for feature in found:
+        first = next((isa for begins, isa in _FIRST_ISA if feature.startswith(begins)), "none")
+        if CPU_ISA.index(first) > most:
+            found[feature] = False
+    return found
 
 
 def compile_functions(source: str, signatures: Mapping[str, Sequence[type]]) -> list[Callable[..., None]]:
@@ -36,7 +54,7 @@ def compile_functions(source: str, signatures: Mapping[str, Sequence[type]]) -> 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+        cpu=llvm.get_host_cpu_name(), features=_features().flatten(), opt=3
     )
     module = llvm.parse_assembly(source)
     module.verify()

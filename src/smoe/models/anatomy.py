@@ -7,6 +7,7 @@ adds tomorrow are covered the day they come, as far as their shell can run witho
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -128,10 +129,13 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _weights_bytes(model: PreTrainedModel, sites: list[ExpertsSite], dtype: torch.dtype) -> int:
     experts = {f"{site.name}.{part.name}" for site in sites for part in site.parts}
+    wide = "|".join(model._get_dtype_plan(dtype)) or "$^"  # what the library's loader keeps in float32
     total = 0
     for name, parameter in model.named_parameters():  # tied parameters come once
         if name not in experts:
-            total += int(parameter.numel()) * dtype.itemsize
+            is_wide = re.search(rf"(^|\.)({wide})($|\.)", name) is not None
+            item = 4 if is_wide else int(parameter.element_size())
+            total += int(parameter.numel()) * item
     for buffer in model.buffers():
         total += int(buffer.numel()) * max(4, int(buffer.element_size()))
     return total

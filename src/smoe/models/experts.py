@@ -35,11 +35,14 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "_apply_gate") and hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
-def meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The model's structure without any weights (meta device), experts in eager form."""
+def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model's structure without any weights (meta device), experts in eager form.
+
+    Some families have weights that stay in float32 in a model of another dtype: they do here, too.
+    """
     config._experts_implementation = "eager"
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
 
 
