@@ -19,6 +19,7 @@ from smoe.loading import choose_device, make_ledger
 from smoe.memory.emulation import DeviceProfile, read_profile
 from smoe.planning import Blueprint, blueprint
 from smoe.policy.budget import Ledger, allocate, full_bytes, minimum_bytes
+from smoe.units import identifier
 
 _SHARES = (0.1, 0.25, 0.5, 0.75)
 """Budgets between the smallest and the full one that the table shows, by share of experts in memory."""
@@ -67,7 +68,7 @@ class Forecast:
             "context_tokens": plan.context_tokens,
             "memory_budget_bytes": ledger.budget_bytes,
             "memory_budget_reason": self.reason,
-            "bytes": ledger.entries(),
+            "bytes": {identifier(name): count for name, count in ledger.entries().items()},
             "slots": ledger.cache_slots,
             "staging_slots": ledger.staging_slots,
             "resident_share": ledger.resident_share,

@@ -36,9 +36,9 @@ def command(
     Each layer's experts are computed twice from the same input: by smoe inside its budget, and by the library's own
     loop on experts read by safetensors. The results must be equal bit by bit.
     """
-    from smoe.cli.console import print_json
+    from smoe.cli.console import is_quiet, print_json
 
-    found = _verify(model, engine, tokens, seed, is_quiet=json)
+    found = _verify(model, engine, tokens, seed, is_quiet=json or is_quiet())
     bad = [comparison for comparison in found if not comparison.is_good]
     if json:
         print_json({"model": model, "is_exact": not bad, "seed": seed, "layers": [_entry(c) for c in found]})
