@@ -8,6 +8,7 @@ Importing this package loads nothing heavy; torch and transformers come with the
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if "torch" not in sys.modules:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Every number of rows is a kernel of its own to oneDNN, which would keep 1024 of them, about a megabyte each.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # a library is silent until its user asks
 
 if TYPE_CHECKING:
     from smoe.loading import from_pretrained

@@ -6,6 +6,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Literal
 
 import psutil
@@ -38,13 +39,16 @@ class Finding:
 
 
 def models_folder(asked: Path | None) -> Path:
-    """The folder whose disk is measured: the one asked for, else the hub's cache or what exists above it."""
+    """The folder whose disk is measured: the one asked for, else the hub's cache or what exists above it.
+
+    Where none of these can be written, that of temporary files.
+    """
     if asked is not None:
         if not asked.is_dir():
             raise ConfigError(f"there is no folder {asked}")
         return asked
     cache = Path(constants.HF_HUB_CACHE)
-    return next(p for p in [cache, *cache.parents] if p.is_dir() and os.access(p, os.W_OK))
+    return next((p for p in [cache, *cache.parents] if p.is_dir() and os.access(p, os.W_OK)), Path(gettempdir()))
 
 
 def examine(profile: Profile, folder: Path) -> list[Finding]:

@@ -25,6 +25,7 @@ from smoe.memory.emulation import DeviceProfile, read_profile
 from smoe.memory.free import free_device_bytes, less_margin
 from smoe.planning import Blueprint, blueprint
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_bytes
+from smoe.units import identifier
 
 TYPICAL_HITS = ((0.0, 0.0), (0.04, 0.13), (0.1, 0.29), (0.2, 0.48), (0.4, 0.70), (0.6, 0.85), (1.0, 1.0))
 """(share of the experts in memory, share of a token's experts found there) with the default eviction: means over the
@@ -112,7 +113,7 @@ class Forecast:
             "context_tokens": plan.context_tokens,
             "memory_budget_bytes": ledger.budget_bytes,
             "memory_budget_reason": self.reason,
-            "bytes": ledger.entries(),
+            "bytes": {identifier(name): count for name, count in ledger.entries().items()},
             "slots": ledger.cache_slots,
             "staging_slots": ledger.staging_slots,
             "resident_share": ledger.resident_share,

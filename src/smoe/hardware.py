@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +32,7 @@ from smoe.memory.device import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.emulation import DeviceProfile
 from smoe.memory.store import Read, page_ceil
+from smoe.user_cache import cache_folder, keep
 
 _MEMORY_BYTES = 256 * 2**20
 """Far beyond every cache of a core; large server caches are shared, so a run does not own them either."""
@@ -80,15 +80,7 @@ def acted_rates(profile: DeviceProfile) -> Rates:
 
 def profile_path() -> Path:
     """Where the profile lies: `smoe/profile.json` in the user's cache folder."""
-    if os.environ.get("XDG_CACHE_HOME"):
-        base = Path(os.environ["XDG_CACHE_HOME"])
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", str(Path.home() / "AppData" / "Local")))
-    else:
-        base = Path.home() / ".cache"
-    return base / "smoe" / "profile.json"
+    return cache_folder() / "profile.json"
 
 
 def load_profile() -> Profile | None:
@@ -103,13 +95,8 @@ def load_profile() -> Profile | None:
 
 
 def save_profile(profile: Profile) -> Path:
-    """Store it for later commands; appears whole or not at all."""
-    path = profile_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".partial-{os.getpid()}")
-    partial.write_text(json.dumps(asdict(profile), indent=2) + "\n", encoding="utf8")
-    partial.replace(path)
-    return path
+    """Store it for later commands; appears whole or not at all. Raises `OSError`."""
+    return keep(profile_path(), asdict(profile))
 
 
 def describe_machine() -> dict[str, Any]:

@@ -17,6 +17,7 @@ from smoe.memory.emulation import Emulation
 from smoe.metrics import Counters
 from smoe.runtime.engine import Engine
 from smoe.runtime.generation import Generation
+from smoe.units import identifier
 
 DISK, LINK, HOST, EXPERTS, DENSE, AHEAD, PYTHON = (
     "disk",
@@ -93,7 +94,7 @@ class RunReport:
             "beats_rates": self.beats_rates,
             "floor_bound_by": self.floor.bound_by if self.floor else None,
             "rates_source": self.rates.source,
-            "time_shares": self.time_shares,
+            "time_shares": {identifier(name): share for name, share in self.time_shares.items()},
             "alpha": self.alpha,
             "routes": self.routes,
             "emulated": self.bench,

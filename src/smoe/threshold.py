@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from smoe.config import DEFAULT_ALPHA
-from smoe.hardware import profile_path
+from smoe.user_cache import cache_folder, keep
 
 FILE_NAME = "smoe-alpha.json"
 """In a model's folder."""
@@ -62,13 +61,8 @@ def threshold_of(folder: Path, resident_share: float) -> tuple[float, str]:
 
 
 def remember(folder: Path, priced: PricedAlpha) -> Path:
-    """Keep a price in the user's cache, whole or not at all; returns where."""
-    path = _own_path(folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".partial-{os.getpid()}")
-    partial.write_text(json.dumps(as_json(priced), indent=2) + "\n", encoding="utf8")
-    partial.replace(path)
-    return path
+    """Keep a price in the user's cache, whole or not at all; returns where. Raises `OSError`."""
+    return keep(_own_path(folder), as_json(priced))
 
 
 def as_json(priced: PricedAlpha) -> dict[str, Any]:
@@ -90,4 +84,4 @@ def _read(path: Path) -> PricedAlpha | None:
 
 def _own_path(folder: Path) -> Path:
     key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-    return profile_path().parent / "priced" / f"{key}.json"
+    return cache_folder() / "priced" / f"{key}.json"

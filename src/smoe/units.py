@@ -1,4 +1,4 @@
-"""Byte counts and durations as people type and read them.
+"""Byte counts and durations as people type and read them, and what people call things as programs name them.
 
 Inside the program every quantity is a plain number with its unit in its name (`capacity_bytes`,
 `copy_seconds`); GB and GiB exist only here, at the border to people.
@@ -73,6 +73,12 @@ def format_rate(tokens_per_second: float) -> str:
 def format_bytes_rate(bytes_per_second: float) -> str:
     """A rate for a reader (`2.41 GB/s`)."""
     return f"{bytes_per_second / 1e9:.3g} GB/s"
+
+
+def identifier(name: str) -> str:
+    """A name for people as a key for programs (`the CPU's experts` -> `cpu_experts`, `KV cache` -> `kv_cache`)."""
+    words = re.sub(r"[^a-z0-9]+", " ", name.lower().replace("'s", "")).split()
+    return "_".join(words[1:] if words[:1] == ["the"] else words)
 
 
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*")

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 
 import pytest
+import torch
 
 from tests.toy import TEMPLATE, save_toy
 
@@ -40,8 +42,71 @@ def test_reset_forgets(say, checkpoint):
 
 
 def test_an_unknown_command_is_not_for_the_model(say, checkpoint):
-    ran = say(checkpoint, "/help", "One", "/quit")
-    assert "there is no /help; /reset forgets the conversation" in ran.err and "0 of 3 tokens were known" in ran.err
+    ran = say(checkpoint, "/hlep", "One", "/quit")
+    assert "there is no /hlep; /help lists" in ran.err and "0 of 3 tokens were known" in ran.err
+
+
+def test_commands_are_listed_at_the_start_and_by_help(say, checkpoint):
+    first = say(checkpoint, "/quit").err
+    again = say(checkpoint, "/help", "/quit").err
+    for word in ("/help", "/settings", "/reset", "/quit", "Ctrl-C"):
+        assert first.count(word) >= 1 and again.count(word) > first.count(word)
+
+
+@pytest.fixture
+def sampled(tmp_path):
+    """A toy that wants to be sampled from."""
+    folder = save_toy(tmp_path / "sampled")
+    own = {"do_sample": True, "temperature": 1.7, "top_p": 0.9, "top_k": 30, "repetition_penalty": 1.2, "min_p": 0.01}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    return folder
+
+
+def test_settings_are_the_models_unless_given(say, sampled):
+    said = " ".join(say(sampled, "/settings", "/quit", more=("--top-k", 7, "--seed", 5)).err.split())
+    for words in ("temperature 1.7 (the model's)", "top_p 0.9 (the model's)", "top_k 7 (given)", "seed 5 (given)"):
+        assert words in said
+    for words in ("repetition_penalty 1.2 (the model's)", "min_p 0.01 (the model's)", "0 of 256 tokens"):
+        assert words in said
+    greedy = " ".join(say(sampled, "/settings", "/quit", more=("--temperature", 0)).err.split())
+    assert "always the most likely token" in greedy and "temperature 1.7" not in greedy
+
+
+def test_a_conversation_is_that_of_transformers(say, sampled):
+    """The same draws as the library's own loop with the model's own generation config."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    answers = say(sampled, "Hello", "/quit", more=("--seed", 11)).out
+    model = AutoModelForCausalLM.from_pretrained(sampled, dtype="auto", experts_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(sampled)
+    ids = tokenizer("Hello", return_tensors="pt")["input_ids"]
+    torch.manual_seed(11)
+    theirs = model.generate(ids, max_new_tokens=8)[0, ids.shape[1] :]
+    assert answers == tokenizer.decode(theirs, skip_special_tokens=True) + "\n"
+
+
+def test_a_seed_repeats_a_conversation(say, sampled):
+    talk = ("Hello", "/reset", "Hello", "/quit")
+    first, again, other = (say(sampled, *talk, more=("--seed", seed)).out for seed in (3, 3, 4))
+    assert first == again != other
+    one, two = first.splitlines()
+    assert one != two, "asked again, the model may answer otherwise"
+    assert say(sampled, *talk).out != say(sampled, *talk).out
+
+
+def test_options_are_checked(run, checkpoint):
+    for option, value in (("--top-k", -1), ("--repetition-penalty", 0), ("--temperature", -1), ("--top-p", 2)):
+        ran = run("chat", checkpoint, "--memory", "64MiB", option, value)
+        assert ran.code == 2 and option in ran.err and "Traceback" not in ran.err
+
+
+def test_a_closed_stdin_is_one_message(run, checkpoint, monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    for stdin in (None, closed):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        ran = run("chat", checkpoint, "--memory", "64MiB")
+        assert ran.code == 2 and "stdin is closed" in ran.err and "budget" not in ran.err
 
 
 def test_a_full_context_is_said_and_survived(say, checkpoint):

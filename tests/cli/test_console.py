@@ -68,6 +68,31 @@ def test_long_commands_speak_to_a_log(run, tmp_path, monkeypatch, name):
     assert not set(ran.err) & {"\x1b", "\r"}
 
 
+def test_a_terminal_is_told_the_time_left(capsys, monkeypatch):
+    """By what has been done since the start, and less with every second, also where a step takes minutes."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    clock = Clock()
+    with progress("bench", "cells", clock) as bars:
+        task = bars.add_task("16 + 64 tokens", total=8, amount="")
+        clock.seconds = 100
+        bars.update(task, completed=2)
+        bars.refresh()
+        clock.seconds = 160
+        bars.refresh()
+    shown = capsys.readouterr().err
+    assert "5 min left" in shown and "4 min left" in shown and "6 min left" not in shown
+
+
+def test_what_was_there_before_does_not_shorten_the_time_left(capsys):
+    clock = Clock()
+    with progress("eval", "tokens", clock) as bars:
+        task = bars.add_task("alpha 0.6", total=700, amount="", skipped=600)
+        clock.seconds = 20
+        bars.update(task, completed=610)
+    assert capsys.readouterr().err == "eval: alpha 0.6, 610 of 700 tokens, 3 min left\n"
+
+
 def test_a_terminal_gets_bars(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # what the library takes for a terminal
     monkeypatch.setattr("smoe.cli.console._LINE_SECONDS", 0)

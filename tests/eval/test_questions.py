@@ -214,3 +214,37 @@ def test_tasks_of_the_harness(tmp_path: Path, open_model: Callable[..., PreTrain
     assert sum(ours) == pytest.approx(sum(right[5:]), abs=1)
     with pytest.raises(ConfigError, match="no task 'nowhere'"):
         Harness(["nowhere"], tmp_path, 5)
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Path:
+    """The embedded model with other files about where a text ends; the rest is linked."""
+    for path in DEMO_FOLDER.iterdir():
+        if path.name not in ("tokenizer_config.json", "generation_config.json", "config.json"):
+            (tmp_path / path.name).symlink_to(path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("ends", [0, [0], [5, 0]], ids=str)
+def test_the_generation_config_says_where_an_answer_ends(
+    demo: Path, open_model: Callable[..., PreTrainedModel], ends: Any
+) -> None:
+    """A tokenizer that names no end token, and a list of them."""
+    from transformers import AutoTokenizer
+
+    for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
+        content = json.loads((DEMO_FOLDER / name).read_text())
+        content.pop("eos_token", None)
+        content.pop("eos_token_id", None)
+        (demo / name).write_text(json.dumps(content | ({"eos_token_id": ends} if "generation" in name else {})))
+    tokenizer = AutoTokenizer.from_pretrained(demo)
+    assert tokenizer.eos_token_id is None
+    model = open_model(demo, "full", context_tokens=512)
+    count: list[int] = []
+    asked = read_questions(None)[:12]
+    right = Questions(asked)(model, tokenizer, count.append)
+    whole = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+    usual = open_model(DEMO_FOLDER, "full", context_tokens=512)
+    counted: list[int] = []
+    assert right == Questions(asked)(usual, whole, counted.append) and any(right)
+    assert len(count) == len(counted), "an answer goes on after its end"

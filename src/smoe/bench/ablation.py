@@ -22,6 +22,7 @@ from smoe.metrics import Counters
 from smoe.runtime.forced import forced_rows
 
 PROMPT_TOKENS, WARM_TOKENS, TIMED_TOKENS = 64, 48, 64
+"""The last unless a user asks for more, or fewer."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def ablate(
     open_model: Callable[[EngineConfig], PreTrainedModel],
     on_turn: Callable[[Step], None],
 ) -> list[Line]:
-    """Measure all steps; `rows` are the tokens of the texts of a batch, at least `PROMPT + WARM + TIMED` of each.
+    """Measure all steps; `rows` are the tokens of the texts of a batch. What follows `PROMPT + WARM` of each is timed.
 
     Lossy steps take the alpha of `config` where it has one, else what the model was priced for, else the usual one.
     After an interrupt: the turns that had ended.
@@ -216,7 +217,7 @@ def _turn(step: Step, model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> 
     for _ in forced_rows(model, [row[PROMPT_TOKENS:warm] for row in rows], cache):
         pass
     before = engine.stats()
-    timed = [row[warm : warm + TIMED_TOKENS] for row in rows]
+    timed = [row[warm:] for row in rows]
     seconds = [took for _, took in forced_rows(model, timed, cache)]
     return Turn(
         step, first, serial, seconds, engine.stats() - before, engine.ledger.resident_share, engine.config.alpha

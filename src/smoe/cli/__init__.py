@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 
 from smoe import __version__
 from smoe.cli import bench, chat, doctor, eval, generate, pack, plan, record, replay, tune, verify
+from smoe.cli.console import complain, print_json_error
+from smoe.cli.interrupts import listening
 from smoe.cli.options import with_options
 from smoe.errors import SmoeError
 
@@ -22,6 +25,9 @@ smoe plan Qwen/Qwen3-30B-A3B --memory 8GiB
 smoe generate ./my-moe --memory 8GiB -p "The capital of France is"
 
 Every command explains itself: smoe COMMAND --help
+
+Exit codes: 0 done, 1 not exact (smoe verify), 2 an error, 130 ended by Ctrl-C,
+143 by SIGTERM; after both, what there is so far is shown and kept.
 """
 
 
@@ -62,25 +68,51 @@ def _global(
 
 
 def main() -> None:
-    """The `smoe` command: an error that smoe foresees is one message on stderr and exit code 2."""
-    try:
-        app(prog_name="smoe")
-    except SmoeError as error:
-        if os.environ.get("SMOE_DEBUG", "0") not in ("", "0"):
-            raise
-        from smoe.cli.console import complain
+    """The `smoe` command: an error that smoe foresees is one message on stderr and exit code 2.
 
-        complain(error)
-        sys.exit(2)
+    With --json, every error is an object on stdout besides.
+    """
+    _open_missing_streams()
+    as_json = "--json" in sys.argv[1:]
+    try:
+        with listening():
+            code = app(prog_name="smoe", standalone_mode=not as_json)
     except BrokenPipeError:
         _let_go_of_stdout()  # whoever read us has left; so do we, quietly
-        sys.exit(1)
-    except OSError as error:
+        code = 1
+    except Exception as error:
+        if as_json:
+            with suppress(OSError):  # stdout may be what failed
+                print_json_error(error)
         if os.environ.get("SMOE_DEBUG", "0") not in ("", "0"):
             raise
+        code = _explain(error)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _explain(error: Exception) -> int:
+    """Say what has gone wrong and give the exit code; raises it again where nobody has foreseen it."""
+    if isinstance(error, SmoeError):
+        complain(error)
+    elif isinstance(error, OSError):
         _let_go_of_stdout()  # what it still holds may be what failed
         print(f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
-        sys.exit(2)
+    elif hasattr(error, "exit_code") and hasattr(error, "show"):  # a mistyped command line
+        error.show()
+        return int(error.exit_code)
+    else:
+        raise error
+    return 2
+
+
+def _open_missing_streams() -> None:
+    """A closed stdout or stderr (`>&-`) takes what is written and forgets it; a narrow one shows what it can."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf8"))
+        elif (stream.encoding or "").lower().replace("-", "") != "utf8" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
 
 
 def _let_go_of_stdout() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from smoe.cli.options import Debug, EngineOptions, Model, check_plot
+from smoe.cli.options import Debug, EngineOptions, Json, Model, check_plot
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,7 +28,8 @@ smoe bench ./my-moe --memory 8GiB --ablation smoe     (what each mechanism of th
 
 smoe bench ./my-moe --memory 8GiB --ablation smoe --device emulated --profile rtx-4060-ti
 
-The table goes to stderr; stdout gets one line of JSON. Quote it with its machine and budget.
+The table goes to stderr; stdout, where it is no terminal, gets one line of JSON (--json: always). Quote it with its
+machine and budget.
 """
 
 _PHYSICS = """Prefill brings every expert of a layer in once for all prompt tokens: bound by arithmetic, or by the disk.
@@ -46,6 +47,8 @@ def command(
     seed: Annotated[int, typer.Option(help="For the prompts.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="For --ablation: draw it into this file (.png, .svg).")] = None,
     batch: Annotated[int | None, typer.Option(help="For --ablation: sequences together. [default: 1]")] = None,
+    tokens: Annotated[int | None, typer.Option(help="For --ablation: tokens timed a turn. [default: 64]")] = None,
+    json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Measure the papers' cells: 16 or 128 prompt tokens, 64 or 256 new ones, batch 1 and 3.
@@ -53,15 +56,18 @@ def command(
     Ends with one line of JSON on stdout: machine, versions, model, budget, and every cell's figures.
     """
     from smoe.bench.cells import CELLS, QUICK_CELLS, fitting
-    from smoe.cli.console import errors, note, print_json
+    from smoe.cli.console import errors, gives_json, is_quiet, print_json, warn
+    from smoe.cli.interrupts import exit_code
     from smoe.cli.session import loaded, tokenizer_of
 
-    given = {"--text": text, "--rounds": rounds, "--batch": batch, "--plot": plot}
+    given = {"--text": text, "--rounds": rounds, "--batch": batch, "--plot": plot, "--tokens": tokens}
     _check(given, ablation, quick, engine.preset)
     if ablation is not None:
-        _ablate(model, engine, ablation, text, 2 if rounds is None else rounds, 1 if batch is None else batch, plot)
+        amounts = (2 if rounds is None else rounds, 1 if batch is None else batch, tokens)
+        _ablate(model, engine, ablation, text, amounts, plot, json)
         return
-    errors().print(_PHYSICS, soft_wrap=True)
+    if not is_quiet():
+        errors().print(_PHYSICS, soft_wrap=True)
     cells = QUICK_CELLS if quick else CELLS
     config = _config(model, engine, cells)
     with loaded(model, config, engine.revision) as ready:
@@ -69,12 +75,14 @@ def command(
         offload: Any = ready.offload
         possible = fitting(cells, offload.context_tokens)
         if len(possible) < len(cells):
-            note(f"{len(cells) - len(possible)} cells need more than the context of {offload.context_tokens} tokens")
+            warn(f"{len(cells) - len(possible)} cells need more than the context of {offload.context_tokens} tokens")
         measurements = _measure(ready, tokenizer, possible, seed)
-        _print_table(measurements)
-        print_json(_circumstances(ready, model, seed) | {"cells": [m.as_json() for m in measurements]})
+        if not (gives_json(json) and is_quiet()):
+            _print_table(measurements)
+        if gives_json(json):
+            print_json(_circumstances(ready, model, seed) | {"cells": [m.as_json() for m in measurements]})
     if len(measurements) < len(possible):
-        raise typer.Exit(130)
+        raise typer.Exit(exit_code())
 
 
 def _check(given: dict[str, Any], ablation: str | None, quick: bool, preset: str) -> None:
@@ -93,13 +101,21 @@ def _check(given: dict[str, Any], ablation: str | None, quick: bool, preset: str
 
 
 def _ablate(
-    model: str, options: EngineOptions, name: str, text: Path | None, rounds: int, batch: int, plot: Path | None
+    model: str,
+    options: EngineOptions,
+    name: str,
+    text: Path | None,
+    amounts: tuple[int, int, int | None],
+    plot: Path | None,
+    as_json: bool,
 ) -> None:
+    """`amounts`: rounds, batch, tokens timed a turn."""
     from dataclasses import replace
 
     from smoe.bench.ablation import ABLATIONS, DEVICE_ABLATIONS, TIMED_TOKENS, ablate
     from smoe.bench.plot import draw
-    from smoe.cli.console import print_json, progress
+    from smoe.cli.console import gives_json, is_quiet, print_json, progress
+    from smoe.cli.interrupts import exit_code
     from smoe.config import EMULATED
     from smoe.errors import ConfigError
     from smoe.hardware import describe_machine, describe_versions
@@ -107,12 +123,13 @@ def _ablate(
 
     if name not in ABLATIONS:
         raise ConfigError(f"--ablation is {name!r}; choose one of: {', '.join(ABLATIONS)}")
-    if rounds < 1 or batch < 1:
-        raise ConfigError(f"--rounds is {rounds} and --batch is {batch}; both must be at least 1")
+    rounds, batch, tokens = amounts[0], amounts[1], TIMED_TOKENS if amounts[2] is None else amounts[2]
+    if min(rounds, batch, tokens) < 1:
+        raise ConfigError(f"--rounds is {rounds}, --batch {batch}, --tokens {tokens}; each must be at least 1")
     config = options.config(batch)
     has_device = config.device == EMULATED or choose_device(config).type != "cpu"
     steps = (DEVICE_ABLATIONS if has_device else ABLATIONS)[name]
-    rows = _rows_of_text(model, options, text, batch)
+    rows = _rows_of_text(model, options, text, batch, tokens)
     if config.context_tokens is None:
         config = replace(config, context_tokens=len(rows[0]))
     with progress("bench", "turns") as bars:
@@ -128,7 +145,8 @@ def _ablate(
         )
     if not lines:
         raise KeyboardInterrupt
-    _print_ablation(lines, has_device, config.device == EMULATED)
+    if not (gives_json(as_json) and is_quiet()):
+        _print_ablation(lines, has_device, config.device == EMULATED)
     if plot is not None:
         share = lines[0].turns[0].resident_share
         on = f", {Path(config.profile).stem} acted" if config.device == EMULATED else ""
@@ -147,26 +165,30 @@ def _ablate(
         "context_tokens": config.context_tokens,
         "resident_share": lines[0].turns[0].resident_share,
         "rounds": rounds,
-        "tokens": TIMED_TOKENS,
+        "tokens": tokens,
     }
     machine = {"machine": describe_machine(), "versions": describe_versions()}
-    print_json(circumstances | machine | {"steps": [line.as_json() for line in lines]})
+    if gives_json(as_json):
+        print_json(circumstances | machine | {"steps": [line.as_json() for line in lines]})
     if sum(len(line.turns) for line in lines) < rounds * len(steps):
-        raise typer.Exit(130)
+        raise typer.Exit(exit_code())
 
 
-def _rows_of_text(model: str, options: EngineOptions, text: Path | None, batch: int) -> list[list[int]]:
+def _rows_of_text(model: str, options: EngineOptions, text: Path | None, batch: int, tokens: int) -> list[list[int]]:
     """Stretches of the text, one for each sequence of the batch, in tokens."""
-    from smoe.bench.ablation import PROMPT_TOKENS, TIMED_TOKENS, WARM_TOKENS
+    from smoe.bench.ablation import PROMPT_TOKENS, WARM_TOKENS
     from smoe.cli.session import tokenizer_of
     from smoe.errors import ConfigError
     from smoe.eval.texts import read_documents
 
-    needed = PROMPT_TOKENS + WARM_TOKENS + TIMED_TOKENS
+    needed = PROMPT_TOKENS + WARM_TOKENS + tokens
     tokenizer = tokenizer_of(model, options.revision)
     ids = [token for document in read_documents(text) for token in tokenizer(document)["input_ids"]]
     if len(ids) < needed * batch:
-        raise ConfigError(f"the text has {len(ids)} tokens; {needed * batch} are needed: give a longer one with --text")
+        raise ConfigError(
+            f"the text has {len(ids)} tokens; {needed * batch} are needed: give a longer one with --text, "
+            "or fewer --tokens"
+        )
     return [ids[n * needed : (n + 1) * needed] for n in range(batch)]
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from smoe.cli.options import Debug, EngineOptions, Model, SamplingOptions
-from smoe.errors import ContextError
+import typer
+
+from smoe.cli.options import ChatSamplingOptions, Debug, EngineOptions, Model, check_text
+from smoe.errors import ConfigError, ContextError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from smoe.runtime.chat import Chat
+    from smoe.runtime.generation import Sampling
 
 EPILOG = """Examples:
 
@@ -17,72 +22,149 @@ smoe chat
 
 smoe chat Qwen/Qwen3-30B-A3B --memory 8GiB --context 8192 --temperature 0.7
 
-In the conversation: /reset forgets it, /quit leaves, Ctrl-C stops an answer, Ctrl-D leaves.
+smoe chat ./my-moe --memory 8GiB --temperature 0     (always the most likely token)
+
+In the conversation: /help lists the commands, /settings shows how tokens are chosen, /reset forgets the conversation,
+/quit leaves, Ctrl-C stops an answer, Ctrl-D leaves.
 """
 
-_QUIT, _RESET = "/quit", "/reset"
+_QUIT = "/quit"
+_COMMANDS = {
+    "/help": "lists these commands",
+    "/settings": "shows how tokens are chosen, and how much of the context is used",
+    "/reset": "forgets the conversation",
+    _QUIT: "leaves, as Ctrl-D does",
+    "Ctrl-C": "stops an answer",
+}
+_MOST_NEW_TOKENS = 512
+"""Of an answer, where neither user nor model says."""
 
 
-def command(engine: EngineOptions, sampling: SamplingOptions, model: Model = "demo", debug: Debug = False) -> None:
+def command(engine: EngineOptions, sampling: ChatSamplingOptions, model: Model = "demo", debug: Debug = False) -> None:
     """Talk with a model. What has been said is not computed again.
 
-    The model's own chat template is used; a model without one continues the text instead.
+    The model's own chat template and its own sampling settings are used (/settings shows them; options go before
+    them). A model without a template continues the text instead.
     """
-    from smoe.cli.console import note
-    from smoe.cli.generate import to_sampling
+    from smoe.cli.console import note, stdin
+    from smoe.cli.interrupts import exit_code, was_terminated
     from smoe.cli.session import loaded, tokenizer_of
     from smoe.runtime.chat import Chat
 
+    if stdin() is None:
+        raise ConfigError("smoe chat reads what you say from stdin, and stdin is closed; run it in a terminal or pipe")
+    _sampling(sampling, None)  # bad values are refused before the model is loaded
     with loaded(model, engine.config(), engine.revision) as ready:
-        chat = Chat(ready, tokenizer_of(model, engine.revision), to_sampling(sampling))
+        chosen = _sampling(sampling, ready)
+        chat = Chat(ready, tokenizer_of(model, engine.revision), chosen)
         if not chat.has_template:
             note("this model has no chat template: it continues the text rather than answering it")
-        note(f"{_RESET} forgets the conversation, {_QUIT} leaves, Ctrl-C stops an answer")
-        while (message := _ask()) not in (None, _QUIT):
-            if message == _RESET:
+        _help()
+        while not was_terminated() and (message := _ask()) not in (None, _QUIT):
+            if message == "/help":
+                _help(is_asked=True)
+            elif message == "/settings":
+                _show_settings(ready, chat, chosen, sampling)
+            elif message == "/reset":
                 chat.reset()
-                note("forgotten")
+                note("forgotten", is_asked=True)
             elif message.startswith("/") and " " not in message:
-                note(f"there is no {message}; {_RESET} forgets the conversation, {_QUIT} leaves")
+                note(f"there is no {message}; /help lists what there is", is_asked=True)
             elif message:
                 _answer(chat, message)
+    if was_terminated():
+        raise typer.Exit(exit_code())
+
+
+def _sampling(options: ChatSamplingOptions, model: PreTrainedModel | None) -> Sampling:
+    """The generator's own form of the options; what nobody has given is the model's."""
+    import secrets
+
+    from smoe.runtime.generation import Sampling
+
+    own = model.generation_config.max_new_tokens if model is not None else None
+    given = options.max_new_tokens
+    return Sampling(
+        max_new_tokens=given if given is not None else own or _MOST_NEW_TOKENS,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        repetition_penalty=options.repetition_penalty,
+        seed=options.seed if options.seed is not None else secrets.randbelow(10**6),
+        stop=tuple(options.stop or ()),
+    )
+
+
+def _help(*, is_asked: bool = False) -> None:
+    """What can be typed besides words for the model."""
+    from smoe.cli.console import note
+
+    note("\n".join(f"{name:<11}{meaning}" for name, meaning in _COMMANDS.items()), is_asked=is_asked)
+
+
+def _show_settings(model: PreTrainedModel, chat: Chat, sampling: Sampling, options: ChatSamplingOptions) -> None:
+    """How tokens are chosen and why so, and what the conversation takes."""
+    from smoe.cli.console import note
+    from smoe.runtime.generation import choices_of
+
+    choices = choices_of(model, sampling)
+    lines = [f"{name} {value:g} ({whose})" for name, (value, whose) in choices.items()]
+    if "temperature" in choices:
+        lines.append(f"seed {sampling.seed} ({'given' if options.seed is not None else 'drawn; --seed repeats it'})")
+    else:
+        lines.insert(0, "always the most likely token; --temperature 0.7 would sample")
+    engine = model.offload
+    lines.append(f"at most {sampling.max_new_tokens} new tokens an answer (--max-new-tokens)")
+    lines.append(f"{chat.tokens} of {engine.context_tokens} tokens of context used (--context)")  # type: ignore[union-attr]
+    note("\n".join(lines), is_asked=True)
 
 
 def _ask() -> str | None:
     """The next line; None at the end of the input."""
+    from smoe.cli.console import complain, note
+    from smoe.cli.interrupts import was_terminated
+
     while True:
         try:
             if sys.stdin.isatty() and sys.stdout.isatty():
-                return input("> ").strip()
-            line = sys.stdin.readline()
-            return line.strip() if line else None
+                line = input("> ")
+            elif not (line := sys.stdin.readline()):
+                return None
+            check_text(line, "the message")
+            return line.strip()
         except EOFError:
             return None
+        except ConfigError as error:
+            complain(error)
         except KeyboardInterrupt:
-            from smoe.cli.console import note
-
-            note(f"\n{_QUIT} or Ctrl-D leaves")
+            if was_terminated():
+                return None
+            note(f"\n{_QUIT} or Ctrl-D leaves", is_asked=True)
 
 
 def _answer(chat: Chat, message: str) -> None:
-    from smoe.cli.console import complain, note
+    from smoe.cli.console import complain, note, warn
     from smoe.units import format_rate, format_seconds
 
     try:
         generation = chat.say(message, _write)
     except ContextError as error:
         complain(error)
-        note(f"{_RESET} makes room")
+        note("/reset makes room", is_asked=True)
         return
     print(flush=True)
     words = ["stopped"] if generation.was_interrupted else []
+    is_cut = generation.answers[0].finish_reason == "length"
+    if is_cut and not generation.notes:
+        words.append(f"cut after {generation.new_tokens} tokens (--max-new-tokens)")
     if generation.ttft_seconds is not None:
         words.append(f"first token after {format_seconds(generation.ttft_seconds)}")
     if generation.tokens_per_second is not None:
         words.append(format_rate(generation.tokens_per_second))
     words.append(f"{chat.reused_tokens} of {generation.prompt_tokens} tokens were known")
-    for text in [", ".join(words), *generation.notes]:
-        note(text)
+    note(", ".join(words))
+    for text in generation.notes if is_cut else ():
+        warn(text)
 
 
 def _write(row: int, text: str) -> None:

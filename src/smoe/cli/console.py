@@ -1,4 +1,7 @@
-"""What people see: everything but a command's own output goes to stderr; colours only where a terminal shows them."""
+"""What people see: everything but a command's own output goes to stderr; colours only where a terminal shows them.
+
+A quiet command gives its result, warnings and errors, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from smoe.errors import BudgetError, ContextError, NotMoEError, SmoeError
 from smoe.units import format_bytes, format_remaining
@@ -24,6 +28,24 @@ _HINTS = {
     ContextError: "the context is part of the budget: see smoe plan MODEL --context N.",
     NotMoEError: "models with experts are, for example, Qwen/Qwen3-30B-A3B and mistralai/Mixtral-8x7B-v0.1.",
 }
+
+_is_quiet = False
+
+
+@contextmanager
+def speaking(*, quietly: bool) -> Iterator[None]:
+    """Inside, notes, bars and summaries are shown, or not."""
+    global _is_quiet
+    before, _is_quiet = _is_quiet, quietly
+    try:
+        yield
+    finally:
+        _is_quiet = before
+
+
+def is_quiet() -> bool:
+    """Whether only results, warnings and errors are wanted."""
+    return _is_quiet
 
 
 def errors() -> Console:
@@ -38,19 +60,45 @@ def output() -> Console:
 
 def print_json(value: Any) -> None:
     """One JSON object, one line, on stdout."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+    is_plain = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
+    sys.stdout.write(json.dumps(value, ensure_ascii=is_plain, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
-def note(text: str) -> None:
-    """A quiet word to the user."""
-    errors().print(f"[dim]{escape(text)}[/dim]", soft_wrap=True)
+def print_json_error(error: BaseException) -> None:
+    """An error for the program that asked for JSON."""
+    print_json({"error": {"type": type(error).__name__, "message": words_of(error)}})
+
+
+def stdin() -> TextIO | None:
+    """Stdin, or None where it is closed. Bytes that are no text come as surrogates: `check_text` refuses them."""
+    if sys.stdin is None or sys.stdin.closed:
+        return None
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    return sys.stdin
+
+
+def gives_json(is_asked: bool) -> bool:
+    """Whether a command whose tables go to stderr writes its JSON: into files and pipes; into a terminal if asked."""
+    return is_asked or not sys.stdout.isatty()
+
+
+def note(text: str, *, is_asked: bool = False) -> None:
+    """A quiet word to the user; a quiet command only says what it was asked."""
+    if is_asked or not _is_quiet:
+        errors().print(f"[dim]{escape(text)}[/dim]", soft_wrap=True)
+
+
+def warn(text: str) -> None:
+    """What the user must know, also of a quiet command."""
+    errors().print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
 
 
 def complain(error: SmoeError) -> None:
     """One message, and a hint where there is one."""
     console = errors()
-    console.print(f"[bold red]error:[/bold red] {escape(_message(error))}", soft_wrap=True)
+    console.print(f"[bold red]error:[/bold red] {escape(words_of(error))}", soft_wrap=True)
     for kind, hint in _HINTS.items():
         if isinstance(error, kind):
             console.print(f"[bold]hint:[/bold] {escape(hint)}", soft_wrap=True)
@@ -60,16 +108,47 @@ def complain(error: SmoeError) -> None:
 def progress(command: str = "", unit: str = "", clock: Callable[[], float] = monotonic) -> Iterator[Progress]:
     """Bars on stderr that disappear when done; where stderr is not a terminal, a plain line now and then instead.
 
-    Lines begin with the command and count in `unit`, unless the task has an `amount` of its own.
+    Both tell the time left. Lines begin with the command and count in `unit`, unless the task has an `amount` of its
+    own. A task's field `skipped` is what of its `completed` was done before: no measure of the speed.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeElapsedColumn())
     console = errors()
-    with (
-        Progress(*columns, console=console, transient=True, get_time=clock)
-        if console.is_terminal
-        else _Lines(command, unit, console, clock)
-    ) as bars:
+    if _is_quiet:
+        bars = Progress(console=console, disable=True)
+    elif console.is_terminal:
+        texts = TextColumn("{task.description}"), TextColumn("{task.fields[amount]}")
+        columns = (texts[0], BarColumn(24), texts[1], TimeElapsedColumn(), _TimeLeft())
+        bars = Progress(*columns, console=console, transient=True, get_time=clock)
+    else:
+        bars = _Lines(command, unit, console, clock)
+    with bars:
         yield bars
+
+
+def _seconds_left(task: Task, elapsed: float) -> float | None:
+    """What a task still takes if `elapsed` seconds have brought it to where it is; None where nobody can know."""
+    done = task.completed - task.fields.get("skipped", 0)
+    if task.total is None or done <= 0 or task.completed >= task.total:
+        return None
+    return float(elapsed * (task.total - task.completed) / done)
+
+
+class _TimeLeft(ProgressColumn):
+    """The time left in a bar's line: guessed at every advance, and less with every second between two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._advances: dict[TaskID, tuple[float, float]] = {}
+        """What was completed, and after how many seconds."""
+
+    def render(self, task: Task) -> Text:
+        elapsed = task.elapsed or 0.0
+        if self._advances.get(task.id, (-1.0, 0.0))[0] != task.completed:
+            self._advances[task.id] = task.completed, elapsed
+        advanced = self._advances[task.id][1]
+        left = _seconds_left(task, advanced)
+        if left is None:
+            return Text("")
+        return Text(f"{format_remaining(max(0.0, left - (elapsed - advanced)))} left", style="dim")
 
 
 class _Lines(Progress):
@@ -93,8 +172,9 @@ class _Lines(Progress):
             yield task.fields["amount"]
         elif task.total is not None:
             yield f"{max(0, task.completed):,.0f} of {task.total:,.0f} {self._unit}".rstrip()
-        if task.total is not None and 0 < task.completed < task.total:
-            yield f"{format_remaining((task.elapsed or 0.0) * (task.total / task.completed - 1))} left"
+        left = _seconds_left(task, task.elapsed or 0.0)
+        if left is not None:
+            yield f"{format_remaining(left)} left"
 
 
 class Patience:
@@ -130,8 +210,9 @@ class Patience:
                     bars.update(task, completed=done, total=total, amount=shown)
 
 
-def _message(error: SmoeError) -> str:
+def words_of(error: BaseException) -> str:
     """The error's own words, without the error number that an OSError puts first."""
-    if isinstance(error, OSError) and len(error.args) == 2:
-        return str(error.args[1])
-    return str(error)
+    if isinstance(error, OSError) and len(error.args) >= 2:
+        return f"{error.args[1]}: {error.filename}" if error.filename else str(error.args[1])
+    format_message = getattr(error, "format_message", None)  # of a mistyped command line
+    return str(format_message() if format_message is not None else error)

@@ -19,7 +19,8 @@ smoe doctor
 
 smoe doctor --folder /mnt/models --expert-size 9MiB
 
-Takes about ten seconds; run it while nothing else is busy. The profile is kept for smoe plan and for summaries.
+Takes about ten seconds; run it while nothing else is busy. The profile is kept for smoe plan and for summaries,
+in smoe/profile.json of the user's cache folder (XDG_CACHE_HOME says where that is).
 """
 
 _MARKS = {"good": "[green]ok  [/green]", "better": "[yellow]hint[/yellow]", "bad": "[red]bad [/red]"}
@@ -40,18 +41,22 @@ def command(
     """
     from smoe.checkup import examine, models_folder
     from smoe.cli.console import note, print_json
+    from smoe.cli.keeping import Keeping
     from smoe.hardware import save_profile
     from smoe.units import parse_bytes
 
     where = models_folder(folder)
-    profile = _measure(where, parse_bytes(expert_size), threads)
+    read_bytes = parse_bytes(expert_size)
+    keeping = Keeping()
+    profile = _measure(where, read_bytes, threads)
     findings = examine(profile, where)
-    path = save_profile(profile)
+    path = keeping.keep(lambda: save_profile(profile))
     if json:
         print_json(_as_json(profile, findings, path))
     else:
         _print(profile, findings)
-        note(f"profile stored in {path}")
+        if path is not None:
+            note(f"profile stored in {path}")
 
 
 def _measure(folder: Path, expert_bytes: int, threads: int | None) -> Profile:
@@ -103,7 +108,8 @@ def _rows(profile: Profile) -> list[tuple[str, str]]:
     return rows
 
 
-def _as_json(profile: Profile, findings: list[Finding], path: Path) -> dict[str, object]:
+def _as_json(profile: Profile, findings: list[Finding], path: Path | None) -> dict[str, object]:
     from dataclasses import asdict
 
-    return asdict(profile) | {"profile_path": str(path), "findings": [asdict(finding) for finding in findings]}
+    stored = {"profile_path": str(path) if path is not None else None}
+    return asdict(profile) | stored | {"findings": [asdict(finding) for finding in findings]}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from smoe.cli.options import Debug, EngineOptions, Model, check_plot
+from smoe.cli.options import Debug, EngineOptions, Json, Model, check_plot
 from smoe.errors import ConfigError
 
 EPILOG = """Examples:
@@ -33,7 +33,8 @@ A line of questions, by how the answer is scored ("short" is the default):
 With "format": "cloze" the likeliest per character; with a "suffix" beside
 the choices, the one that makes the suffix likeliest. A is the first choice.
 
-The table goes to stderr; stdout gets one line of JSON. Alpha 0 is the model itself.
+The table goes to stderr; stdout, where it is no terminal, gets one line of JSON (--json: always). Alpha 0 is the
+model itself. Ctrl-C and SIGTERM keep the thresholds that are done, and say where.
 """
 
 
@@ -63,6 +64,7 @@ def command(
     ] = 100,
     out: Annotated[Path | None, typer.Option(help="Keep results here, and go on from what is there.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw quality and time against alpha: .png, .svg or .pdf.")] = None,
+    json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Price the substitution of experts: perplexity, divergence, accuracy and time per token for each threshold.
@@ -70,7 +72,7 @@ def command(
     Token by token, as in generation, with the cache in its true state; every threshold on the same tokens, with the
     interval of 95 % of the difference from the exact model.
     """
-    from smoe.cli.console import note, print_json
+    from smoe.cli.console import gives_json, is_quiet, note, print_json
     from smoe.cli.prices import Material, measured, print_table
 
     thresholds = _thresholds(alphas)
@@ -85,8 +87,11 @@ def command(
     names = tuple(name.strip() for name in tasks.split(",") if name.strip()) if tasks is not None else ()
     material = Material(text, tokens, questions, most_questions, names, task_folder)
     prices, circumstances = measured(engine, model, thresholds, material, out)
-    print_table(prices)
-    print_json(circumstances | {"prices": [price.as_json() for price in prices]})
+    writes_json = gives_json(json)
+    if not (writes_json and is_quiet()):
+        print_table(prices)
+    if writes_json:
+        print_json(circumstances | {"prices": [price.as_json() for price in prices]})
     if plot is not None:
         from smoe.eval.plot import draw
 

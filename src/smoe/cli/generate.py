@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from smoe.cli.options import Debug, EngineOptions, Json, Model, PromptOptions, SamplingOptions, substituting
+from smoe.cli.options import Debug, EngineOptions, Json, Model, PromptOptions, SamplingOptions, check_text, substituting
 from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,13 +31,12 @@ cat question.txt | smoe generate mistralai/Mixtral-8x7B-v0.1 --memory 12GiB --st
 
 smoe generate -p "One day" -p "In the garden" --json
 
-The text goes to stdout, all else to stderr. Ctrl-C ends the text early and still prints the summary.
+The text goes to stdout, all else to stderr (--quiet: only warnings). Ctrl-C and SIGTERM end the text early and still
+print the summary.
 """
 
 DEMO_PROMPT = "Once upon a time"
 _SHORT_PROMPT = 500
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
 
 
 def command(
@@ -57,31 +56,33 @@ def command(
     The text streams to stdout as it comes. A summary on stderr tells how fast it was, what had to be read, and how
     close that is to what this machine can do.
     """
-    from smoe.cli.console import print_json
+    from smoe.cli.console import is_quiet, print_json
+    from smoe.cli.interrupts import exit_code
 
     seconds = _seconds(tpot, engine)
     texts = read_prompts(prompts, model)
     report = _run(model, texts, engine, to_sampling(sampling), seconds, streams=not json)
     if json:
         print_json(_identity(model, sampling) | report.as_json())
-    else:
+    elif not is_quiet():
         from smoe.cli.summary import print_summary
 
         print_summary(report)
     if report.generation.was_interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(exit_code())
 
 
 def read_prompts(options: PromptOptions, model: str) -> list[str]:
     """The prompts of the command line, files and stdin, in this order; the demo has one of its own."""
+    from smoe.cli.console import note, stdin
+
     texts = list(options.prompt or [])
     texts += [_read(name) for name in options.prompt_file or []]
-    if not texts and not sys.stdin.isatty():
-        piped = sys.stdin.read()
-        texts = [piped] if piped else []
+    piped = stdin()
+    if not texts and piped is not None and not piped.isatty():
+        texts = [text for text in [piped.read()] if text]
+        check_text("".join(texts), "stdin")
     if not texts and model == "demo":
-        from smoe.cli.console import note
-
         note(f'no prompt was given; taking "{DEMO_PROMPT}" (see --prompt)')
         texts = [DEMO_PROMPT]
     if not texts:
@@ -136,7 +137,7 @@ def _meet(seconds: float, model: str, preset: str, ready: PreTrainedModel) -> No
 def _run(
     model: str, texts: list[str], engine: EngineOptions, sampling: Sampling, tpot: float | None, streams: bool
 ) -> RunReport:
-    from smoe.cli.console import Patience, note
+    from smoe.cli.console import Patience, note, warn
     from smoe.cli.session import loaded, tokenizer_of
     from smoe.report import report_on
     from smoe.runtime.generation import generate
@@ -160,7 +161,7 @@ def _run(
         if streams:
             _finish(generation.answers if len(texts) > 1 else [])
         for text in generation.notes:
-            note(text)
+            warn(text)
         return report_on(generation, ready)
 
 
@@ -170,8 +171,10 @@ def _identity(model: str, sampling: SamplingOptions) -> dict[str, object]:
 
 def _show_prompt(texts: list[str]) -> None:
     """On a terminal, a short prompt in front of its continuation; never on stdout, which is the text alone."""
-    from smoe.cli.console import errors
+    from smoe.cli.console import errors, is_quiet
 
+    if is_quiet():
+        return
     if len(texts) == 1 and len(texts[0]) <= _SHORT_PROMPT and sys.stdout.isatty() and sys.stderr.isatty():
         errors().print(texts[0], style="dim", end="", markup=False, soft_wrap=True)
 
@@ -209,7 +212,14 @@ def _finish(answers: list[Answer]) -> None:
 
 def _read(name: str) -> str:
     if name == "-":
-        return sys.stdin.read()
+        from smoe.cli.console import stdin
+
+        piped = stdin()
+        if piped is None:
+            raise ConfigError("--prompt-file - reads stdin, and stdin is closed; give a file, or -p")
+        text = piped.read()
+        check_text(text, "stdin")
+        return text
     try:
         return Path(name).read_text(encoding="utf8")
     except (OSError, UnicodeDecodeError) as error:

@@ -15,6 +15,9 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from smoe.cli.console import speaking
+from smoe.cli.interrupts import ending_in_order
+from smoe.cli.logs import logged
 from smoe.config import DEFAULT_ALPHA, DTYPES, EMULATED, KERNELS, PRESETS, EngineConfig, configure
 from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE
@@ -29,6 +32,13 @@ _PROMPT = "Prompt"
 Model = Annotated[str, typer.Argument(help="'demo', a folder with config.json and safetensors, or a hub id.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error (also: SMOE_DEBUG=1).")]
+_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result, warnings and errors.")]
+_Verbose = Annotated[
+    int,
+    typer.Option("--verbose", "-v", count=True, help="Show the log; -vv: all of it (also: SMOE_LOG=info or debug)."),
+]
+_EVERYWHERE: dict[str, tuple[Any, Any]] = {"quiet": (_Quiet, False), "verbose": (_Verbose, 0)}
+"""Options of every command: annotation, default."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +180,16 @@ def substituting(options: EngineOptions, sequences: int = 1) -> EngineConfig:
     return config if config.alpha > 0 else replace(config, alpha=DEFAULT_ALPHA)
 
 
+def check_text(text: str, source: str) -> None:
+    """Refuse what an operating system hands on though it is no text: bytes that are not UTF-8."""
+    try:
+        text.encode("utf8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{source} has bytes that are not UTF-8, the first after {text[: error.start][-20:]!r}; write it as UTF-8"
+        ) from error
+
+
 def check_plot(path: Path) -> None:
     """Refuse before hours of work what could not be drawn after them."""
     if path.suffix not in (".png", ".svg", ".pdf"):
@@ -197,6 +217,40 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True)
+class ChatSamplingOptions:
+    """How tokens of a conversation are chosen; what is not given is the model's own (its generation_config.json)."""
+
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of an answer, at most. [default: the model's, else 512]", rich_help_panel=_SAMPLING),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0: always the most likely token. [default: the model's]", rich_help_panel=_SAMPLING),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from this much probability. [default: the model's]", rich_help_panel=_SAMPLING),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(help="Sample from so many tokens; 0: from all. [default: the model's]", rich_help_panel=_SAMPLING),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(help="Above 1: fewer repetitions. [default: the model's]", rich_help_panel=_SAMPLING),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(help="The same conversation again. [default: another every time]", rich_help_panel=_SAMPLING),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End an answer before this string. Repeatable.", rich_help_panel=_SAMPLING),
+    ] = None
+
+
+@dataclass(frozen=True)
 class PromptOptions:
     """Where prompts come from."""
 
@@ -220,16 +274,25 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             parameters += _parameters_of(groups[name])
         else:
             parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+    for name, (annotation, default) in _EVERYWHERE.items():
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
 
     @functools.wraps(command)
     def spread(**given: Any) -> None:
         if given.get("debug"):
             os.environ["SMOE_DEBUG"] = "1"
-        for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-            if isinstance(given[name], EngineOptions):
-                given[name].config()  # bad values are refused before anything heavy is imported
-        command(**given)
+        is_quiet, verbosity = given.pop("quiet"), given.pop("verbose")
+        with speaking(quietly=is_quiet), logged(verbosity), ending_in_order(as_json=given.get("json", False)):
+            for name in ("prompt", "stop"):
+                for text in given.get(name) or ():
+                    check_text(text, f"--{name}")
+            for name, group in groups.items():
+                given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+                if isinstance(given[name], EngineOptions):
+                    given[name].config()  # bad values are refused before anything heavy is imported
+            command(**given)
 
     spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

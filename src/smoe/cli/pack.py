@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,8 +20,6 @@ smoe pack mistralai/Mixtral-8x7B-v0.1 --dtype bfloat16
 The packed file lies beside the checkpoint and is found by itself. Delete it at any time; nothing else depends on it.
 """
 
-_TERMINATED = 143
-"""Exit code after SIGTERM, as shells have it."""
 _DTYPE_HELP = "auto (the checkpoint's own), bfloat16, float16, float32."
 
 
@@ -41,7 +37,6 @@ def command(
     """
     from smoe.cli.console import note
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # so that what is half written is taken away
     path, was_there = _pack(model, dtype, revision, force)
     if was_there:
         note("packed already, from these very weights (--force packs again)")

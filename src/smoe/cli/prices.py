@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.table import Table
 
-from smoe.cli.console import errors, note, progress
+from smoe.cli.console import errors, note, progress, warn
 from smoe.cli.options import EngineOptions, substituting
 from smoe.cli.session import loaded, tokenizer_of
 from smoe.errors import ConfigError
-from smoe.eval.price import Change, Price, sweep
+from smoe.eval.price import RESULTS, Change, Price, sweep
 from smoe.eval.questions import Question, Questions, fitting, read_questions
 from smoe.eval.stepwise import Exam
 from smoe.eval.texts import read_documents
@@ -58,20 +58,35 @@ class Material:
 def measured(
     engine: EngineOptions, model: str, thresholds: list[float], material: Material, out: Path | None
 ) -> tuple[list[Price], dict[str, Any]]:
-    """The price of every threshold, and the circumstances; after an interrupt, says what was kept and ends."""
+    """The price of every threshold, and the circumstances.
+
+    Cut short, the thresholds that were done are kept, without `out` in a folder for temporary files, and a word says
+    where; an interrupt is raised again with it.
+    """
     if out is not None:
         _make_folder(out)
+    folder = out or Path(tempfile.mkdtemp(prefix="smoe-eval-"))
+    is_done = False
     try:
-        with tempfile.TemporaryDirectory() as scratch:
-            return _measure(engine, model, thresholds, material, out or Path(scratch))
+        found = _measure(engine, model, thresholds, material, folder)
+        is_done = True
+        return found
     except KeyboardInterrupt:
-        kept = (
-            f"what was measured is in {out}; the same command goes on from there"
-            if out
-            else "nothing was kept; --out would keep it"
-        )
-        note(f"interrupted; {kept}")
-        raise typer.Exit(130) from None
+        raise KeyboardInterrupt(f"interrupted; {_what_is_kept(folder, out)}") from None
+    except Exception:
+        if (folder / RESULTS).exists():
+            warn(_what_is_kept(folder, out))
+        raise
+    finally:
+        if out is None and (is_done or not (folder / RESULTS).exists()):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _what_is_kept(folder: Path, out: Path | None) -> str:
+    if not (folder / RESULTS).exists():
+        return "no threshold was done, so there is nothing to keep"
+    how = "the same command" if out is not None else f"the same command with --out {folder}"
+    return f"what was measured is in {folder}; {how} goes on from there"
 
 
 def _make_folder(out: Path) -> None:
@@ -140,7 +155,7 @@ def _fitting(asked: list[Question], tokenizer: Any, context_tokens: int) -> list
         raise ConfigError(f"no question fits the context of {context_tokens} tokens; raise --context")
     if len(possible) < len(asked):
         left_out = len(asked) - len(possible)
-        note(f"{left_out} of {len(asked)} questions leave no room for an answer in {context_tokens} tokens: not asked")
+        warn(f"{left_out} of {len(asked)} questions leave no room for an answer in {context_tokens} tokens: not asked")
     return possible
 
 
@@ -164,6 +179,7 @@ class _Bar:
         self._progress = progress("price", "tokens")
         self._alphas = sorted({0.0, *thresholds})
         self._each = text_tokens + questions * 40
+        self._started = 0
 
     def __enter__(self) -> _Bar:
         self._bars = self._progress.__enter__()
@@ -176,7 +192,10 @@ class _Bar:
     def start(self, alpha: float) -> Any:
         number = self._alphas.index(alpha)
         title = f"alpha {alpha:g} ({number + 1} of {len(self._alphas)})"
-        self._bars.update(self._task, description=title, completed=number * self._each)
+        # whatever else came before was measured in an earlier run, and took no time of this one
+        skipped = (number - self._started) * self._each
+        self._started += 1
+        self._bars.update(self._task, description=title, completed=number * self._each, skipped=skipped)
         return lambda count: self._bars.update(self._task, advance=count)
 
 
@@ -197,11 +216,11 @@ def _row(price: Price) -> list[str]:
     return [
         f"{quality.alpha:g}",
         f"{quality.perplexity:.2f}",
-        _interval(price.perplexity, price.has_enough_tokens),
+        _interval(None if price.is_base else price.perplexity, price.has_enough_tokens),
         f"{quality.kl:.4f}",
         f"{100 * quality.top1_agreement:.1f}",
         f"{100 * quality.accuracy:.1f}" if quality.accuracy is not None else "-",
-        _interval(price.accuracy, price.has_enough_questions),
+        _interval(None if price.is_base else price.accuracy, price.has_enough_questions),
         f"{100 * quality.substituted:.1f}",
         f"{100 * quality.hit_ratio:.1f}",
         _milliseconds(quality.median_seconds),

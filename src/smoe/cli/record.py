@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from smoe.cli.generate import DEMO_PROMPT, INTERRUPTED, to_sampling
+from smoe.cli.generate import DEMO_PROMPT, to_sampling
 from smoe.cli.options import Debug, EngineOptions, Json, Model, SamplingOptions
 from smoe.errors import ConfigError
 
@@ -26,7 +26,8 @@ smoe record ./my-moe --memory 8GiB --out book.trace --text book.txt --tokens 500
 
 smoe replay demo.trace --resident 40%
 
-docs/traces.md says what is in the file and how to read it with NumPy. Ctrl-C keeps the steps that have ended.
+docs/traces.md says what is in the file and how to read it with NumPy. Ctrl-C and SIGTERM keep the steps that
+have ended.
 """
 
 
@@ -56,6 +57,7 @@ def command(
     read as generation would write it, one token a step.
     """
     from smoe.cli.console import note, print_json
+    from smoe.cli.interrupts import exit_code
     from smoe.eval.texts import read_documents
     from smoe.units import format_bytes
 
@@ -72,7 +74,7 @@ def command(
         note(f"{interrupted}{found['steps']} steps, {sequences}, {format_bytes(found['bytes'])}")
         print(path)
     if found["was_interrupted"]:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(exit_code())
 
 
 def _destination(out: Path, model: str, force: bool) -> Path:
@@ -166,13 +168,13 @@ def _most_tokens(batch: Batch, sampling: Sampling, engine: Engine) -> int:
 
 def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[list[int]]:
     """Token ids of the documents, each cut at the context (which is said), all together at `tokens`."""
-    from smoe.cli.console import note
+    from smoe.cli.console import warn
 
     documents: list[list[int]] = []
     for number, text in enumerate(texts, start=1):
         ids = tokenizer(text)["input_ids"]
         if min(len(ids), tokens) > context:
-            note(f"document {number} has {len(ids)} tokens; it is cut at the context of {context} (see --context)")
+            warn(f"document {number} has {len(ids)} tokens; it is cut at the context of {context} (see --context)")
         documents.append(ids[: min(context, tokens)])
         tokens -= len(documents[-1])
         if tokens < 1:
@@ -196,14 +198,14 @@ def _read(model: Any, documents: list[list[int]], recorder: Recorder) -> bool:
 
 def _generate(model: Any, tokenizer: Any, batches: list[Batch], sampling: Sampling, recorder: Recorder) -> bool:
     """Every batch continued; False where the user has had enough."""
-    from smoe.cli.console import note
+    from smoe.cli.console import warn
     from smoe.runtime.generation import generate_batch
 
     for batch in batches:
         recorder.first_sequence = recorder.sequences
         generation = generate_batch(model, tokenizer, batch, sampling)
         for text in generation.notes:
-            note(text)
+            warn(text)
         if generation.was_interrupted:
             return False
     return True

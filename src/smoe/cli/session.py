@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,8 @@ from smoe.models.files import fetch
 from smoe.policy.budget import Ledger
 from smoe.units import format_bytes
 
+_log = logging.getLogger(__name__)
+
 
 @contextmanager
 def loaded(model: str, config: EngineConfig, revision: str | None) -> Iterator[PreTrainedModel]:
@@ -29,9 +32,12 @@ def loaded(model: str, config: EngineConfig, revision: str | None) -> Iterator[P
     finally:
         watch.stop()
     engine: Any = ready.offload
+    _log.info("%s is loaded: %s", model, describe(engine.ledger, engine.budget_reason))
+    _log.debug("%s", engine.config)
     try:
         note(describe(engine.ledger, engine.budget_reason))
         if engine.alpha_reason is not None:
+            _log.info("alpha %g, %s", engine.config.alpha, engine.alpha_reason)
             note(f"alpha {engine.config.alpha:g}, {engine.alpha_reason}")
         yield ready
     finally:

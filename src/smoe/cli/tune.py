@@ -67,7 +67,6 @@ def command(
     rises by no more, at the upper bound of its interval of 95 %. It is remembered for this model wherever as many
     experts are resident, or more; --preset smoe uses it.
     """
-    from smoe.cli.console import note
     from smoe.units import parse_seconds, parse_share
 
     if max_perplexity_increase is not None:
@@ -88,8 +87,7 @@ def command(
     try:
         _tune(model, substituting(engine), engine.revision, text, budget, json)
     except KeyboardInterrupt:
-        note("interrupted; nothing was kept")
-        raise typer.Exit(130) from None
+        raise KeyboardInterrupt("interrupted; nothing was kept") from None
 
 
 def _price(
@@ -97,6 +95,7 @@ def _price(
 ) -> None:
     """Price, choose and remember."""
     from smoe.cli.console import note, print_json
+    from smoe.cli.keeping import Keeping
     from smoe.cli.prices import Material, measured, print_table
     from smoe.eval.price import largest_within
     from smoe.models.files import fetch
@@ -105,6 +104,7 @@ def _price(
     from smoe.units import format_seconds
 
     material = Material(text, tokens, least_tokens=_LEAST_PRICED_TOKENS)
+    keeping = Keeping()
     prices, circumstances = measured(engine, model, ALPHAS, material, out)
     chosen = largest_within(prices, allowed)
     priced = PricedAlpha(
@@ -117,7 +117,10 @@ def _price(
         text=circumstances["text"],
     )
     print_table(prices)
-    note(f"remembered for --preset smoe in {remember(fetch(model, engine.revision), priced)}")
+    folder = fetch(model, engine.revision)
+    path = keeping.keep(lambda: remember(folder, priced))
+    if path is not None:
+        note(f"remembered for --preset smoe in {path}")
     before, after = prices[0].quality.median_seconds, chosen.quality.median_seconds
     if priced.alpha > 0 and after >= before:
         note(
@@ -134,7 +137,8 @@ def _tune(
     model: str, config: EngineConfig, revision: str | None, text: Path | None, budget: float | None, as_json: bool
 ) -> None:
     """Measure, remember, show, and choose where there is a budget."""
-    from smoe.cli.console import note
+    from smoe.cli.console import note, warn
+    from smoe.cli.keeping import Keeping
     from smoe.cli.session import loaded, tokenizer_of
     from smoe.eval.texts import read_documents
     from smoe.eval.tune import store
@@ -144,8 +148,11 @@ def _tune(
     with loaded(model, config, revision) as ready:
         offload: Any = ready.offload
         ids = [token for document in texts for token in tokenizer(document)["input_ids"]][: offload.context_tokens]
+        keeping = Keeping()
         tuning = _measure(ready, model, ids)
-        note(f"remembered for smoe generate --tpot in {store(tuning)}")
+        path = keeping.keep(lambda: store(tuning))
+        if path is not None:
+            note(f"remembered for smoe generate --tpot in {path}")
         if not as_json:
             _print_table(tuning)
         if tuning.bytes_per_second is not None:
@@ -154,7 +161,7 @@ def _tune(
             note(_flat(tuning))
         choice = _choose(ready, tuning, budget, ids) if budget is not None else None
     if choice is not None and choice.is_within_noise:
-        note(_unsure(tuning, choice))
+        warn(_unsure(tuning, choice))
     if as_json:
         _print_json(tuning, choice)
     elif choice is not None:

@@ -37,9 +37,9 @@ def command(
     norms, router, shared experts, experts read by safetensors) is computed twice from the same input: as smoe runs it,
     and by the library's own modules. The results must be equal bit by bit.
     """
-    from smoe.cli.console import print_json
+    from smoe.cli.console import is_quiet, print_json
 
-    report = _verify(model, engine, tokens, seed, is_quiet=json)
+    report = _verify(model, engine, tokens, seed, is_quiet=json or is_quiet())
     if json:
         layers = [_entry(comparison) for comparison in report.comparisons]
         verdict = {"model": model, "is_exact": not report.bad, "seed": seed}

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
 from smoe.eval.questions import Reader, Tick, answer
+from smoe.runtime.generation import end_tokens
 
 _METRICS = ("exact_match", "acc", "em")
 """Those that say of a single answer whether it is right; the first that a task has."""
@@ -36,8 +37,13 @@ class StepwiseLM(LM):  # type: ignore[misc]
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         reader = Reader(self._model, self._tokenizer, self._tick)
-        start = self._tokenizer.bos_token or self._tokenizer.eos_token or ""
+        start = self._tokenizer.bos_token or self._tokenizer.eos_token or self._end()
         return [reader.likelihood(context or start, continuation) for context, continuation in _arguments(requests)]
+
+    def _end(self) -> str:
+        """The end token's text where the tokenizer names none: what stands before a text that begins with nothing."""
+        ends = sorted(end_tokens(self._model, self._tokenizer))
+        return str(self._tokenizer.decode(ends[:1]))
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Text beyond the context is cut into pieces, each predicted from its own first token on."""

@@ -7,6 +7,7 @@ resampling blocks of tokens (and questions) together for both.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,10 +20,15 @@ from smoe.errors import ConfigError
 from smoe.eval.questions import Tick
 from smoe.eval.stepwise import ExactDistributions, Exam, Quality, measure
 
+_log = logging.getLogger(__name__)
+
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
 _LEAST_SAMPLES = 10
 """Blocks of tokens, or questions: fewer say nothing about the uncertainty."""
+
+RESULTS = "quality.json"
+"""The file that has what was measured, after the first threshold; beside it lie the exact model's distributions."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,14 @@ class Price:
 
     quality: Quality
     perplexity: Change
-    """Relative: 0.01 is one per cent more."""
+    """Relative: 0.01 is one per cent more; of alpha 0 itself, nothing."""
     accuracy: Change | None
     """Absolute: -0.01 is one point less; None without questions."""
+
+    @property
+    def is_base(self) -> bool:
+        """Whether this is what all others are compared with: an interval against itself says nothing."""
+        return self.quality.alpha == 0
 
     @property
     def has_enough_tokens(self) -> bool:
@@ -60,12 +71,12 @@ class Price:
             "alpha": quality.alpha,
             "tokens": quality.tokens,
             "perplexity": quality.perplexity,
-            "perplexity_change": asdict(self.perplexity),
+            "perplexity_change": None if self.is_base else asdict(self.perplexity),
             "has_enough_tokens": self.has_enough_tokens,
             "kl_nats": quality.kl,
             "top1_agreement": quality.top1_agreement,
             "accuracy": quality.accuracy,
-            "accuracy_change": asdict(self.accuracy) if self.accuracy else None,
+            "accuracy_change": asdict(self.accuracy) if self.accuracy and not self.is_base else None,
             "questions": len(quality.right),
             "has_enough_questions": self.has_enough_questions,
             "seconds_per_token": quality.median_seconds,
@@ -88,13 +99,16 @@ def sweep(
 ) -> list[Price]:
     """Measure every threshold, 0 first; what `folder` holds from an earlier run in the same circumstances is kept."""
     folder.mkdir(parents=True, exist_ok=True)
-    results = _Results(folder / "quality.json", circumstances)
+    results = _Results(folder / RESULTS, circumstances)
     tokens = sum(len(ids) - 1 for ids in documents)
     vocabulary = model.config.get_text_config().vocab_size
     exact = ExactDistributions(folder / "exact.npy", tokens, vocabulary, is_written=results.get(0.0) is not None)
     for alpha in sorted({0.0, *alphas}):
         if results.get(alpha) is None:
             results.put(measure(model, tokenizer, alpha, documents, exam, exact, on_alpha(alpha)))
+            _log.info("alpha %g is measured and kept in %s", alpha, folder)
+        else:
+            _log.info("alpha %g was measured before", alpha)
     base = results.get(0.0)
     assert base is not None
     found = [results.get(alpha) for alpha in sorted({0.0, *alphas})]

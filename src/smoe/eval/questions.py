@@ -27,6 +27,7 @@ from smoe.errors import ConfigError, ContextError
 from smoe.eval.texts import records
 from smoe.models.files import DEMO_FOLDER
 from smoe.runtime.forced import forced
+from smoe.runtime.generation import end_tokens
 from smoe.runtime.kv_cache import RowCache
 
 Tick = Callable[[int], None]
@@ -155,6 +156,7 @@ def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, most: int, stops
             "raise --context"
         )
     said: list[int] = []
+    ends = end_tokens(model, tokenizer)
     for number in range(min(len(ids) + most, cache.capacity_tokens)):
         token = ids[number] if number < len(ids) else said[-1]
         ((logits, _),) = forced(model, [token], cache)
@@ -162,7 +164,7 @@ def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, most: int, stops
         if number >= len(ids) - 1:
             said.append(int(logits.argmax()))
             text = tokenizer.decode(said, skip_special_tokens=True).lstrip("\n")
-            if said[-1] == tokenizer.eos_token_id or any(stop in text for stop in stops):
+            if said[-1] in ends or any(stop in text for stop in stops):
                 break
     return str(tokenizer.decode(said, skip_special_tokens=True))
 

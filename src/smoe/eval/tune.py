@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from transformers import PreTrainedModel
 from smoe.config import EMULATED
 from smoe.errors import ConfigError
 from smoe.eval.questions import Tick
-from smoe.hardware import profile_path
 from smoe.metrics import Counters
 from smoe.policy.trial import TURN, TURNS
 from smoe.policy.tuning import (
@@ -38,6 +36,7 @@ from smoe.policy.tuning import (
 from smoe.runtime.engine import Engine
 from smoe.runtime.forced import forced
 from smoe.units import format_bytes, format_bytes_rate, format_seconds
+from smoe.user_cache import cache_folder, keep
 
 _ROUNDS = 3
 _WARM_TOKENS = TURNS * TURN + 8
@@ -275,13 +274,8 @@ def turn_tokens() -> int:
 
 
 def store(tuning: Tuning) -> Path:
-    """Remember a tuning for `generate --tpot`; returns where."""
-    path = _path(tuning.circumstances)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".partial-{os.getpid()}")
-    partial.write_text(json.dumps({"format": _FORMAT} | asdict(tuning), indent=2) + "\n", encoding="utf8")
-    partial.replace(path)
-    return path
+    """Remember a tuning for `generate --tpot`; returns where. Raises `OSError`."""
+    return keep(_path(tuning.circumstances), {"format": _FORMAT} | asdict(tuning))
 
 
 def recall(circumstances: dict[str, Any]) -> Tuning:
@@ -322,4 +316,4 @@ def circumstances_of(model: str, engine: Engine) -> dict[str, Any]:
 
 def _path(circumstances: dict[str, Any]) -> Path:
     key = hashlib.sha256(json.dumps(circumstances, sort_keys=True).encode()).hexdigest()[:16]
-    return profile_path().parent / "tuned" / f"{key}.json"
+    return cache_folder() / "tuned" / f"{key}.json"

@@ -7,6 +7,7 @@ model's layers can forget) and only what is new is computed. Without a chat temp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -18,7 +19,7 @@ from smoe.runtime.text import OnText
 
 
 class Chat:
-    """One conversation with one model."""
+    """One conversation with one model. Turn n draws with the n-th seed from that of `sampling` on."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, sampling: Sampling) -> None:
         self._model = model
@@ -31,6 +32,7 @@ class Chat:
         self._text = ""
         """What the template made of the conversation so far, and the last answer."""
         self._cache: RowCache | None = None
+        self._turns = 0
         self.reused_tokens = 0
         """Of the last turn's tokens, those that the cache had already."""
 
@@ -39,19 +41,26 @@ class Chat:
         """Whether turns are told apart; else the text is simply continued."""
         return self._tokenizer.chat_template is not None
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the conversation so far."""
+        return len(self._ids)
+
     def say(self, message: str, on_text: OnText | None = None) -> Generation:
         """One turn. An interrupted answer stays in the conversation as far as it came; a failed turn leaves none."""
         text, ids = self._next_turn(message)
         cache = self._cache_for(ids)
         batch = pad([ids], 0)
-        generation = generate_batch(self._model, self._tokenizer, batch, self._sampling, on_text, cache)
+        sampling = replace(self._sampling, seed=self._sampling.seed + self._turns)
+        generation = generate_batch(self._model, self._tokenizer, batch, sampling, on_text, cache)
+        self._turns += 1
         answer = generation.answers[0]
         self._ids, self._text = ids + answer.token_ids, text + answer.text
         self._messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.text.strip()}]
         return generation
 
     def reset(self) -> None:
-        """Forget the conversation."""
+        """Forget the conversation. The seed goes on: asked again, the model may answer otherwise."""
         self._messages.clear()
         self._ids, self._text = [], ""
         self._cache = None

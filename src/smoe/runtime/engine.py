@@ -33,6 +33,7 @@ from smoe.routing import Phase, Routing
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.kv_cache import RowCache
 from smoe.runtime.substitution import Scored
+from smoe.units import identifier
 
 
 class Listener(Protocol):
@@ -298,7 +299,7 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         """The budget's entries and what they buy, for programs."""
         return {
-            "bytes": self.ledger.entries(),
+            "bytes": {identifier(name): count for name, count in self.ledger.entries().items()},
             "memory_budget_bytes": self.ledger.budget_bytes,
             "slots": self.ledger.cache_slots,
             "staging_slots": self.ledger.staging_slots,

@@ -6,6 +6,7 @@ strings, and the refusals before any compute. An interrupt (Ctrl-C) ends a gener
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,16 +22,21 @@ from smoe.runtime.engine import Engine
 from smoe.runtime.kv_cache import RowCache
 from smoe.runtime.text import OnText, TextStream
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen and when to stop. Greedy by default; the checkpoint's own sampling defaults are
-    not used."""
+    """How the next token is chosen and when to stop. Greedy by default, whatever the checkpoint's own defaults are;
+    None leaves a choice to the checkpoint's generation config, as the library does."""
 
     max_new_tokens: int = 128
-    temperature: float = 0.0
+    temperature: float | None = 0.0
     """0: the most likely token."""
-    top_p: float = 1.0
+    top_p: float | None = 1.0
+    top_k: int | None = 0
+    """0: all tokens."""
+    repetition_penalty: float | None = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
     """Strings that end the text; they are not part of it."""
@@ -39,8 +45,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _check(self.max_new_tokens >= 1, f"--max-new-tokens is {self.max_new_tokens}; it must be at least 1")
-        _check(self.temperature >= 0, f"--temperature is {self.temperature}; it must be 0 (greedy) or more")
-        _check(0 < self.top_p <= 1, f"--top-p is {self.top_p}; it must be above 0 and at most 1")
+        heat, top_p, top_k, penalty = self.temperature, self.top_p, self.top_k, self.repetition_penalty
+        _check(heat is None or heat >= 0, f"--temperature is {heat}; it must be 0 (greedy) or more")
+        _check(top_p is None or 0 < top_p <= 1, f"--top-p is {top_p}; it must be above 0 and at most 1")
+        _check(top_k is None or top_k >= 0, f"--top-k is {top_k}; it must be 0 (all) or more")
+        _check(penalty is None or penalty > 0, f"--repetition-penalty is {penalty}; it must be above 0 (1: none)")
         _check(all(self.stop), "--stop was given an empty string")
 
 
@@ -189,6 +198,14 @@ def generate_batch(
     ended = engine.now()
     listener.flush(was_interrupted)
     after = engine.stats()
+    _log.info(
+        "%d new tokens for %d in the prompts of %d sequences in %.3f s%s",
+        sum(len(answer.token_ids) for answer in listener.answers),
+        batch.prompt_tokens,
+        len(listener.answers),
+        ended - started,
+        ", interrupted" if was_interrupted else "",
+    )
     return Generation(
         answers=listener.answers,
         started=started,
@@ -230,16 +247,11 @@ def _room(engine: Engine, batch: Batch, wanted: int) -> tuple[int, list[str]]:
 
 
 def _generation_config(model: PreTrainedModel, tokenizer: Any, sampling: Sampling, new_tokens: int) -> GenerationConfig:
-    """Every field that the checkpoint's own generation config could otherwise fill in is set here."""
+    """What is left None here, the library fills in: from the checkpoint's generation config, else with its defaults."""
     ends = sorted(end_tokens(model, tokenizer))
     config = GenerationConfig(
         max_new_tokens=new_tokens,
-        do_sample=sampling.temperature > 0,
-        temperature=sampling.temperature or 1.0,
-        top_p=sampling.top_p,
-        top_k=0 if sampling.temperature > 0 else 50,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
+        **_choice(sampling),
         pad_token_id=pad_token(tokenizer),
         eos_token_id=ends or None,
         num_beams=1,
@@ -248,6 +260,47 @@ def _generation_config(model: PreTrainedModel, tokenizer: Any, sampling: Samplin
     if sampling.ignores_end:
         config.min_new_tokens = new_tokens
     return config
+
+
+def _choice(sampling: Sampling) -> dict[str, Any]:
+    """How a token is chosen, in the library's words."""
+    given = {
+        "temperature": sampling.temperature or None,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "repetition_penalty": sampling.repetition_penalty,
+    }
+    if sampling.temperature is None:  # who narrows a choice wants one
+        return given | ({"do_sample": True} if sampling.top_p is not None or sampling.top_k is not None else {})
+    if sampling.temperature > 0:
+        given |= {"do_sample": True}
+    else:  # the library's defaults, or it would warn of settings without a use
+        given |= {"do_sample": False, "temperature": 1.0, "top_k": 50}
+    is_all_given = None not in (sampling.top_p, sampling.top_k, sampling.repetition_penalty)
+    return given | ({"no_repeat_ngram_size": 0} if is_all_given else {})
+
+
+_USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
+"""What the library takes where nobody says anything."""
+_RARE = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size")
+
+
+def choices_of(model: PreTrainedModel, sampling: Sampling) -> dict[str, tuple[Any, str]]:
+    """(value, whose it is: given, the model's, usual) of everything that decides which token is chosen."""
+    given, own = _choice(sampling), model.generation_config
+    if not (given.get("do_sample") if "do_sample" in given else own.do_sample):
+        names: tuple[str, ...] = ("repetition_penalty",)
+    else:
+        names = (*_USUAL, *_RARE)
+    found = {}
+    for name in names:
+        if given.get(name) is not None:
+            found[name] = given[name], "given"
+        elif getattr(own, name, None) is not None:
+            found[name] = getattr(own, name), "the model's"
+        elif name in _USUAL:
+            found[name] = _USUAL[name], "usual"
+    return found
 
 
 class _Listener(StoppingCriteria):  # type: ignore[misc]

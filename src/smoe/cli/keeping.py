@@ -1,0 +1,36 @@
+"""Remembering what a command has measured; where that cannot be: a warning before the work, and the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from smoe.cli.console import warn
+from smoe.user_cache import PLACE, cache_folder, check_writable
+
+
+class Keeping:
+    """Made before a long measurement: says at once where its result will be shown but not remembered."""
+
+    def __init__(self) -> None:
+        self._is_said = False
+        try:
+            check_writable()
+        except OSError as error:
+            self._say("will not be", error)
+
+    def keep(self, save: Callable[[], Path]) -> Path | None:
+        """Where `save` has put a result; None where it could not."""
+        try:
+            return save()
+        except OSError as error:
+            self._say("was not", error)
+            return None
+
+    def _say(self, verb: str, error: OSError) -> None:
+        if not self._is_said:
+            warn(
+                f"the result {verb} remembered: {cache_folder()} cannot be written ({error.strerror or error}); set "
+                f"{PLACE} to a folder that can"
+            )
+        self._is_said = True

@@ -1,0 +1,53 @@
+"""The user's cache folder, where measurements are kept from one command to the next: profile, prices, tunings.
+
+It is never needed: where it cannot be written, what was measured is shown and not remembered.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PLACE = "XDG_CACHE_HOME"
+"""The environment variable that says where the folder lies, on every system."""
+
+_log = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """`smoe` in the folder that the user, or else the system, has for caches; it need not exist."""
+    if os.environ.get(PLACE):
+        base = Path(os.environ[PLACE])
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", str(Path.home() / "AppData" / "Local")))
+    else:
+        base = Path.home() / ".cache"
+    return base / "smoe"
+
+
+def check_writable() -> None:
+    """Raises `OSError` where nothing can be kept: told before a minute of measuring, not after it."""
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def keep(path: Path, content: dict[str, Any]) -> Path:
+    """Write an object to a file of the folder, whole or not at all; returns the path. Raises `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".partial-{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    _log.info("kept %s", path)
+    return path

@@ -1,0 +1,133 @@
+"""What programs read: one JSON object on stdout, errors too, with keys that are names.
+
+Would catch a message where a program expects an object, a key with spaces, an object nobody asked for in a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+TEXT = "once upon a time there was a cat " * 8
+SMALL = ("--memory", "2700KiB", "--context", 128)
+BAD: dict[str, tuple[object, ...]] = {
+    "generate": ("-p", "x", "--memory", "plenty"),
+    "plan": ("--memory", "plenty"),
+    "bench": ("--memory", "plenty"),
+    "eval": ("--alphas", "a,b"),
+    "tune": ("--tpot", "fast"),
+    "verify": ("--eviction", "belady"),
+    "record": ("--out", "/nowhere/x.trace"),
+    "replay": ("--slots", 4),
+    "doctor": ("--folder", "/nowhere"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_an_error_is_an_object_for_programs(run, checkpoint, tmp_path, name):
+    model = {"doctor": (), "replay": (tmp_path / "none.trace",)}.get(name, (checkpoint,))
+    ran = run(name, *model, *BAD[name], "--json")
+    assert ran.code == 2 and ran.json.keys() == {"error"}
+    assert ran.json["error"]["type"] in ("ConfigError", "TraceError") and len(ran.json["error"]["message"]) > 10
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize("arguments", [("--no-such-option",), ("--rounds", "many"), ()])
+def test_a_mistyped_line_is_an_object_too(run, checkpoint, arguments):
+    ran = run("bench" if arguments else "replay", *((checkpoint, *arguments) if arguments else ()), "--json")
+    assert ran.code == 2 and ran.json["error"]["type"] and ran.json["error"]["message"]
+
+
+def test_a_surprise_is_an_object_and_keeps_its_traceback(run, checkpoint, monkeypatch, capsys):
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("who would have thought")
+
+    monkeypatch.setattr("smoe.forecast.forecast", fail)
+    with pytest.raises(ZeroDivisionError):
+        run("plan", checkpoint, "--json")
+    value = json.loads(capsys.readouterr().out)
+    assert value == {"error": {"type": "ZeroDivisionError", "message": "who would have thought"}}
+
+
+def keys_of(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from keys_of(part)
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
+        monkeypatch.setattr(f"smoe.bench.ablation.{name}", tokens)
+    monkeypatch.setattr("smoe.eval.tune._WARM_TOKENS", 4)
+    monkeypatch.setattr("smoe.eval.tune._TIMED_TOKENS", 6)
+    monkeypatch.setattr("smoe.cli.tune._LEAST_PRICED_TOKENS", 40)
+    monkeypatch.setattr("smoe.hardware.measure_disk", lambda *args, **named: (0.3e9, False))
+    monkeypatch.setattr("smoe.hardware.measure_experts", lambda *args, **named: 4e9)
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": TEXT}) + "\n")
+    return text
+
+
+def test_every_key_is_a_name(run, checkpoint, quick, tmp_path):
+    trace = tmp_path / "one.trace"
+    beside = ("--device", "emulated", "--profile", "rtx-4060-ti", "--balance", "optimal")
+    asked: list[tuple[object, ...]] = [
+        ("generate", checkpoint, *SMALL, "-p", "once", "--max-new-tokens", 6),
+        ("generate", checkpoint, *SMALL, "-p", "once", "--max-new-tokens", 6, *beside),
+        ("generate", checkpoint, *SMALL, "-p", "once", "--max-new-tokens", 6, "--alpha", 0.9),
+        ("plan", checkpoint, *SMALL),
+        ("bench", checkpoint, "--memory", "4MiB", "--quick"),
+        ("bench", checkpoint, *SMALL, "--ablation", "smoe", "--rounds", 1, "--text", quick),
+        ("eval", checkpoint, *SMALL, "--alphas", "0,0.6", "--tokens", 20, "--text", quick),
+        ("tune", checkpoint, *SMALL, "--text", quick, "--tpot", "10s"),
+        ("tune", checkpoint, *SMALL, "--text", quick, "--tokens", 60, "--max-perplexity-increase", "50%"),
+        ("verify", checkpoint, *SMALL),
+        ("record", checkpoint, *SMALL, "--out", trace, "-p", "once", "--max-new-tokens", 6),
+        ("replay", trace, "--resident", "40%"),
+        ("doctor", "--folder", tmp_path),
+    ]
+    for line in asked:
+        ran = run(*line, "--json")
+        assert ran.code == 0, (line, ran.err)
+        bad = sorted({key for key in keys_of(ran.json) if not (key.isidentifier() and key == key.lower())})
+        assert not bad, (line[0], bad)
+
+
+@pytest.mark.parametrize("name", ["bench", "eval"])
+def test_a_terminal_gets_the_table_alone(run, checkpoint, quick, monkeypatch, name):
+    eval_options = ("--alphas", "0", "--tokens", 20, "--text", quick, "--context", 128)
+    asked = (name, checkpoint, "--memory", "4MiB", *(("--quick",) if name == "bench" else eval_options))
+    assert run(*asked).json["memory_budget_bytes"] == 4 << 20
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run(*asked).out == ""
+    assert run(*asked, "--json").json["memory_budget_bytes"] == 4 << 20
+
+
+def test_a_row_of_the_exact_model_has_no_interval_against_itself(run, checkpoint, quick, tmp_path):
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "once upon a", "answer": "time"}\n' * 12)
+    asked = ("eval", checkpoint, *SMALL, "--alphas", "0,0.9", "--tokens", 20, "--text", quick)
+    ran = run(*asked, "--questions", questions)
+    exact, lossy = ran.json["prices"]
+    assert exact["perplexity_change"] is None is exact["accuracy_change"]
+    assert lossy["perplexity_change"].keys() == lossy["accuracy_change"].keys() == {"value", "low", "high"}
+    (row,) = [line.split() for line in ran.err.splitlines() if line.split()[:1] == ["0"]]
+    assert row[2] == row[6] == "-"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no bytes in arguments")
+def test_a_byte_that_is_no_text_is_said(run, checkpoint, monkeypatch):
+    for option in ("--prompt", "--stop"):
+        ran = run("generate", checkpoint, "-p", "x", option, os.fsdecode(b"caf\xe9"), "--json")
+        assert ran.code == 2 and ran.json["error"]["type"] == "ConfigError"
+        assert option in ran.json["error"]["message"] and "UTF-8" in ran.json["error"]["message"]
+    ran = run("record", checkpoint, "--out", "x.trace", "-p", os.fsdecode(b"caf\xe9"))
+    assert ran.code == 2 and "UTF-8" in ran.err
+    assert sys.argv[0] == "smoe"
