@@ -24,7 +24,7 @@ from smoe.memory.emulation import Emulation, read_profile
 from smoe.memory.free import free_device_bytes, less_margin
 from smoe.memory.safetensors_index import index_checkpoint
 from smoe.memory.store import MATRIX_ALIGNMENT, ExpertStore, LayerExperts, page_ceil
-from smoe.models.expert_index import index_experts
+from smoe.models.expert_index import index_experts, stored_as
 from smoe.models.experts import without_expert_weights
 from smoe.models.files import fetch, local_folder, naming
 from smoe.models.generation_file import check_generation
@@ -218,7 +218,8 @@ def _aligned_copy(tensor: torch.Tensor, address: int) -> torch.Tensor:
 def _refuse_nan(model: PreTrainedModel, folder: Path) -> None:
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter.sum())) and not bool(torch.isfinite(parameter).all()):
-            raise CheckpointError(f"{name!r} in {folder} holds NaN or infinity; download the checkpoint again")
+            where = stored_as(model, name, index_checkpoint(folder))
+            raise CheckpointError(f"{where} holds NaN or infinity ({folder}); download the checkpoint again")
 
 
 @contextmanager

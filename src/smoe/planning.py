@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from smoe.config import EngineConfig
-from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from smoe.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
 from smoe.memory.store import PAGE, page_ceil
 from smoe.models.anatomy import Anatomy, examine
 from smoe.models.experts import ExpertsSite, find_sites, meta_model
@@ -96,7 +96,7 @@ def read_config(model: str | Path, revision: str | None) -> PretrainedConfig:
     """A model's configuration, from disk or the hub; no code of the repository is run."""
     folder = config_folder(model, revision)
     register_local_families(check_config(folder))
-    with naming(f"cannot read the configuration {folder / 'config.json'}"):
+    with naming(f"cannot read the configuration {folder / 'config.json'}", ModelError):
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     return config
 
@@ -130,7 +130,7 @@ def choose_context(model_config: PretrainedConfig, config: EngineConfig) -> int:
         return min(DEFAULT_CONTEXT_TOKENS, limit or DEFAULT_CONTEXT_TOKENS)
     if limit is not None and config.context_tokens > limit:
         raise ConfigError(
-            f"--context {config.context_tokens} is more than the {limit} positions the model was made for"
+            f"--context {config.context_tokens} is more than the {limit} positions the model was made for by its config.json"
         )
     return config.context_tokens
 

@@ -147,7 +147,9 @@ def run_case(number: int, seed: int, base: Path, name: str, expected: list[Any],
     try:
         shutil.copytree(base, folder, dirs_exist_ok=True)
         mutation = mutate(folder, rng)
-        found = _in_child(lambda: judge(folder, expected, (str(folder), mutation.file)), folder.parent / f"{number}.out", limit)
+        found = _in_child(
+            lambda: judge(folder, expected, (str(folder), mutation.file)), folder.parent / f"{number}.out", limit
+        )
     finally:
         shutil.rmtree(folder)
         for outside in folder.parent.glob(f"outside-{folder.name}*"):

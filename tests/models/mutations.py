@@ -43,7 +43,29 @@ def _strange_values(rng: random.Random) -> list[Any]:
     deep: Any = 1
     for _ in range(rng.choice([10, 400])):
         deep = [deep]
-    small = [None, True, False, "", "x", "é" * 50, -1, 0, 1, 2, 3, 7, 65, 1.5, 1e-30, [], {}, [1], [None], {"a": 1}, deep]
+    small = [
+        None,
+        True,
+        False,
+        "",
+        "x",
+        "é" * 50,
+        -1,
+        0,
+        1,
+        2,
+        3,
+        7,
+        65,
+        1.5,
+        1e-30,
+        [],
+        {},
+        [1],
+        [None],
+        {"a": 1},
+        deep,
+    ]
     return [*small, 10**6, 10**9, 10**18, 10**40, -(10**9), float("nan"), float("inf"), "bfloat16", "../x", ["a", "b"]]
 
 
@@ -86,7 +108,7 @@ def _json_text(folder: Path, rng: random.Random) -> Mutation:
     path = folder / file
     data = path.read_bytes()
     key = rng.choice(list(tree))
-    twice = b'{%s: %s, %s' % (json.dumps(key).encode(), rng.choice([b"1", b"{}", b'"x"']), data.lstrip()[1:])
+    twice = b"{%s: %s, %s" % (json.dumps(key).encode(), rng.choice([b"1", b"{}", b'"x"']), data.lstrip()[1:])
     ways: dict[str, bytes] = {
         "truncated": data[: rng.randrange(len(data))],
         "empty": b"",
@@ -176,7 +198,10 @@ def _header_entry(folder: Path, rng: random.Random) -> Mutation:
             ("data_offsets", [float(begin), float(end)]),
             ("data_offsets", [0, end - begin]),
             ("data_offsets", rng.choice(_strange_values(rng))),
-            ("dtype", rng.choice(["F32", "F16", "BF16", "F64", "I16", "U16", "I64", "bf16", "BF17", "F8_E4M3", "", "C64"])),
+            (
+                "dtype",
+                rng.choice(["F32", "F16", "BF16", "F64", "I16", "U16", "I64", "bf16", "BF17", "F8_E4M3", "", "C64"]),
+            ),
             ("dtype", rng.choice(_strange_values(rng))),
             ("shape", shape[::-1]),
             ("shape", shape[::-1]),
@@ -198,7 +223,9 @@ def _header_entry(folder: Path, rng: random.Random) -> Mutation:
     else:
         entry[field] = value
     _write(path, header, data)
-    return Mutation("header entry", path.name, key, f"{field} {shape if field == 'shape' else ''} -> {repr(value)[:60]}")
+    return Mutation(
+        "header entry", path.name, key, f"{field} {shape if field == 'shape' else ''} -> {repr(value)[:60]}"
+    )
 
 
 def _header_keys(folder: Path, rng: random.Random) -> Mutation:
@@ -260,7 +287,11 @@ def _file_length(folder: Path, rng: random.Random) -> Mutation:
     return Mutation("file length", path.name, "", f"{way} {kept if way == 'cut' else ''}")
 
 
-_NOT_FINITE = {"F32": (0x7F800000, 0x7FC00000, 0xFF800000), "BF16": (0x7F80, 0x7FC0, 0xFF80), "F16": (0x7C00, 0x7E00, 0xFC00)}
+_NOT_FINITE = {
+    "F32": (0x7F800000, 0x7FC00000, 0xFF800000),
+    "BF16": (0x7F80, 0x7FC0, 0xFF80),
+    "F16": (0x7C00, 0x7E00, 0xFC00),
+}
 
 
 def _not_finite(folder: Path, rng: random.Random) -> Mutation:
@@ -285,15 +316,32 @@ def _index(folder: Path, rng: random.Random) -> Mutation:
     path = folder / INDEX
     if not path.exists():
         shard = SINGLE
-        tree: Any = {"metadata": {}, "weight_map": dict.fromkeys((k for k in _parts(folder / SINGLE)[0] if k[0] != "_"), shard)}
+        tree: Any = {
+            "metadata": {},
+            "weight_map": dict.fromkeys((k for k in _parts(folder / SINGLE)[0] if k[0] != "_"), shard),
+        }
     else:
         tree = json.loads(path.read_text())
     key = rng.choice(list(tree["weight_map"]))
     name = tree["weight_map"][key]
     outside = folder.parent / f"outside-{folder.name}.safetensors"
     outside.write_bytes((folder / name).read_bytes())
-    values = ["nothing.safetensors", f"../{outside.name}", str(outside), ".", "", "..", "/", "/dev/zero", f"./{name}", 3, None]
-    value = rng.choice([*values, [name], {"a": name}, "x" * 5000, "a\0b", CONFIG, INDEX, "é.safetensors", "sub/../" + name])
+    values = [
+        "nothing.safetensors",
+        f"../{outside.name}",
+        str(outside),
+        ".",
+        "",
+        "..",
+        "/",
+        "/dev/zero",
+        f"./{name}",
+        3,
+        None,
+    ]
+    value = rng.choice(
+        [*values, [name], {"a": name}, "x" * 5000, "a\0b", CONFIG, INDEX, "é.safetensors", "sub/../" + name]
+    )
     everywhere = rng.random() < 0.3
     for each in tree["weight_map"] if everywhere else [key]:
         tree["weight_map"][each] = value

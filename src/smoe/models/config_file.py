@@ -15,7 +15,12 @@ from smoe.memory.checkpoint_json import read_object
 MAX_LAYERS = 1024
 MAX_EXPERTS = 2**16
 """Several times those of the largest models known; more in a file means that it is damaged."""
-_BOUNDS = ((re.compile(r"n(um)?_(\w+_)?layers?"), MAX_LAYERS), (re.compile(r"(\w+_)?num_(\w+_)?experts?"), MAX_EXPERTS))
+_SIZES = r"hidden_size|vocab_size|(\w+_)?intermediate_size|(\w+_)?head_dim|num_(\w+_)?(heads|per_tok)"
+_BOUNDS = (
+    (re.compile(r"n(um)?_(\w+_)?layers?"), MAX_LAYERS),
+    (re.compile(r"(\w+_)?num_(\w+_)?experts?"), MAX_EXPERTS),
+    (re.compile(_SIZES), 2**40),
+)
 _DEPTH = 50
 
 
@@ -47,5 +52,5 @@ def _check_sizes(value: Any, path: Path, depth: int) -> None:
 
 def _check_size(key: str, value: Any, path: Path) -> None:
     for names, most in _BOUNDS:
-        if names.fullmatch(key) and isinstance(value, (int, float)) and value > most:
-            raise CheckpointError(f"{path}: {key!r} is {value!r:.80}, no model has more than {most}; download it again")
+        if names.fullmatch(key) and isinstance(value, (int, float)) and not 0 <= value <= most:
+            raise CheckpointError(f"{path}: {key!r} is {value!r:.80}, it must be from 0 to {most}; download it again")

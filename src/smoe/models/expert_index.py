@@ -63,6 +63,18 @@ def index_experts(
     return layers
 
 
+def stored_as(model: PreTrainedModel, name: str, tensors: Mapping[str, StoredTensor]) -> str:
+    """Where a parameter of the library's name comes from: file and key, for an error; else that name."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    state = model.state_dict()
+    for key, tensor in tensors.items():
+        if rename_source_key(key, renamings, converters, model.base_model_prefix, state)[0] == name:
+            return f"{key!r} in {tensor.path}"
+    return repr(name)
+
+
 def _check_dense(key: str, tensor: StoredTensor, parameter: torch.Tensor) -> None:
     if tensor.shape != tuple(parameter.shape):
         raise CheckpointError(

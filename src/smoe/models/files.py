@@ -58,7 +58,11 @@ def _checked(folder: Path) -> Path:
     """A folder of a model; its small files are ordinary ones, or opening them might never return."""
     if not (folder / "config.json").exists():
         gguf = next(folder.glob("*.gguf"), None)
-        why = f" but {gguf.name}; {_reads(gguf)}" if gguf else "; give the folder that holds a model's config and safetensors"
+        why = (
+            f" but {gguf.name}; {_reads(gguf)}"
+            if gguf
+            else "; give the folder that holds a model's config and safetensors"
+        )
         raise CheckpointError(f"{folder} has no config.json{why}")
     for path in folder.iterdir():
         if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.is_file():

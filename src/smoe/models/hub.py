@@ -142,4 +142,6 @@ def _asking(model: str) -> Iterator[None]:
         raise
     except Exception as error:  # the network stack below the hub has error kinds of its own
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(f"{model!r} is neither a folder here nor a model that the hub gives: {lines[0]}{HINT}") from error
+        raise ModelError(
+            f"{model!r} is neither a folder here nor a model that the hub gives: {lines[0]}{HINT}"
+        ) from error
