@@ -24,7 +24,7 @@ from smoe.errors import (
     SmoeError,
     UnsupportedModelError,
 )
-from smoe.models import files
+from smoe.models import files, hub
 from tests import oracle, zoo
 
 Open = Callable[..., PreTrainedModel]
@@ -233,6 +233,7 @@ def test_a_download_that_does_not_fit_the_disk(monkeypatch: pytest.MonkeyPatch, 
             raise LocalEntryNotFoundError("not here")
         raise AssertionError("the download was started")
 
+    monkeypatch.setattr(hub, "unreachable", lambda: None)
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     with pytest.raises(errors.DiskSpaceError, match="downloading big/moe"):

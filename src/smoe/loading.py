@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as library_logging
@@ -22,10 +23,11 @@ from smoe.memory.device import Arena
 from smoe.memory.emulation import Emulation, read_profile
 from smoe.memory.free import free_device_bytes, less_margin
 from smoe.memory.safetensors_index import index_checkpoint
-from smoe.memory.store import ExpertStore, LayerExperts, page_ceil
-from smoe.models.expert_index import index_experts
+from smoe.memory.store import MATRIX_ALIGNMENT, ExpertStore, LayerExperts, page_ceil
+from smoe.models.expert_index import index_experts, stored_as
 from smoe.models.experts import without_expert_weights
-from smoe.models.files import fetch
+from smoe.models.files import fetch, local_folder, naming
+from smoe.models.generation_file import check_generation
 from smoe.models.packed import packed_store
 from smoe.planning import SAFETENSORS_NAMES, Blueprint, blueprint
 from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes
@@ -83,10 +85,13 @@ def load(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     plan = blueprint(model, config, revision)
+    folder = local_folder(model)
+    checkpoint = None if folder is None else checkpoint_experts(folder, plan)  # a damaged file first, not its sizes
     if config.memory_bytes is not None:  # what cannot work even in the best case is refused before a download
         allocate(config.memory_bytes, plan.demand(config, page_ceil(plan.expert_bytes)))
-    folder = fetch(model, revision)
-    checkpoint = checkpoint_experts(folder, plan)
+    if folder is None or checkpoint is None:
+        folder = fetch(model, revision)
+        checkpoint = checkpoint_experts(folder, plan)
     store = open_store(folder, plan, checkpoint, device)
     ledger, reason = make_ledger(plan, config, device, store)
     if on_ledger is not None:
@@ -114,7 +119,7 @@ def load(
 
 def checkpoint_experts(folder: Path, plan: Blueprint) -> dict[int, LayerExperts]:
     """Where the checkpoint itself, packed file or not, keeps its experts."""
-    return index_experts(plan.shell, plan.sites, index_checkpoint(folder))
+    return index_experts(folder, plan.shell, plan.sites, index_checkpoint(folder))
 
 
 def open_store(
@@ -170,7 +175,8 @@ def choose_device(config: EngineConfig) -> torch.device:
 def _load_dense(folder: Path, plan: Blueprint, device: torch.device) -> PreTrainedModel:
     """The model by the library's own loader, without its experts."""
     plan.config._experts_implementation = "eager"
-    with without_expert_weights(plan.shell), _quiet_library():
+    check_generation(folder)
+    with without_expert_weights(plan.shell), _quiet_library(), naming(f"cannot load the weights in {folder}"):
         loaded, info = AutoModelForCausalLM.from_pretrained(
             folder,
             config=plan.config,
@@ -190,26 +196,37 @@ def _load_dense(folder: Path, plan: Blueprint, device: torch.device) -> PreTrain
             f"{folder} lacks {len(missing)} weights, {missing[0]!r} first; the checkpoint is incomplete"
         )
     _refuse_nan(loaded, folder)
-    if plan.dtype is torch.bfloat16 and device.type == "cpu":
+    if device.type == "cpu":
         _move_to_own_memory(loaded)
     model: PreTrainedModel = loaded.to(device).eval().requires_grad_(False)
     return model
 
 
 def _move_to_own_memory(model: PreTrainedModel) -> None:
-    """Copy the weights out of the library's file mapping: pages that cannot be dropped, matrices at cache lines.
+    """Copy the weights out of the library's file mapping: a mapped file that is cut short kills the process, one that is
+    overwritten changes the model, and mapped pages can be dropped.
 
-    A mapped matrix lies where the file's header puts it, which costs a seventh of its speed (docs/log.md). Only bf16:
-    the bits of fp32 products depend on the address, and grade E0 means the library's own bits.
+    bf16 matrices go to cache lines: where the header puts them they cost a seventh of their speed (docs/log.md). The
+    bits of other products depend on the address within a cache line, and grade E0 means the library's own bits: they
+    stay where they were within theirs.
     """
-    for parameter in model.parameters():  # tied parameters come once and stay tied
-        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    for tensor in [*model.parameters(), *model.buffers()]:  # tied ones come once and stay tied
+        tensor.data = _aligned_copy(tensor.data, 0 if tensor.dtype is torch.bfloat16 else tensor.data_ptr())
+
+
+def _aligned_copy(tensor: torch.Tensor, address: int) -> torch.Tensor:
+    """A contiguous copy at an address that leaves the same remainder as `address` modulo the cache line."""
+    memory = np.empty(tensor.nbytes + MATRIX_ALIGNMENT, dtype=np.uint8)
+    begin = (address - memory.ctypes.data) % MATRIX_ALIGNMENT
+    copy = torch.from_numpy(memory[begin : begin + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)
 
 
 def _refuse_nan(model: PreTrainedModel, folder: Path) -> None:
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter.sum())) and not bool(torch.isfinite(parameter).all()):
-            raise CheckpointError(f"{name!r} in {folder} holds NaN or infinity; download the checkpoint again")
+            where = stored_as(model, name, index_checkpoint(folder))
+            raise CheckpointError(f"{where} holds NaN or infinity ({folder}); download the checkpoint again")
 
 
 @contextmanager

@@ -5,7 +5,6 @@ Nothing is downloaded but the config, nothing is loaded: the model's empty shell
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,12 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from smoe.config import EngineConfig
-from smoe.errors import ConfigError, ModelError, UnsupportedModelError
+from smoe.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
 from smoe.memory.store import PAGE, page_ceil
 from smoe.models.anatomy import Anatomy, examine
 from smoe.models.experts import ExpertsSite, find_sites, meta_model
-from smoe.models.files import HUB_HINT, local_folder
+from smoe.models.config_file import check_config
+from smoe.models.files import config_folder, naming
 from smoe.models.registration import register_local_families
 from smoe.models.workspace import workspace_bytes
 from smoe.policy.budget import Demand
@@ -77,43 +77,28 @@ class Blueprint:
 
 def blueprint(model: str | Path, config: EngineConfig, revision: str | None = None) -> Blueprint:
     """Read a model's configuration and look at its empty shell."""
-    model_config = read_config(model, revision)
+    folder = config_folder(model, revision)
+    path, model_config = folder / "config.json", read_config(folder, None)
     _refuse_quantised(model_config)
-    context_tokens = choose_context(model_config, config)
-    dtype = choose_dtype(model_config, config)
-    shell = meta_model(model_config, dtype)
+    with naming(f"{path} describes no model that can be built"):
+        context_tokens = choose_context(model_config, config)
+        dtype = choose_dtype(model_config, config)
+        shell = meta_model(model_config, dtype)
     sites = find_sites(shell)
-    try:
+    unclear = f"the structure of {model_config.model_type!r} could not be followed by {path}, so it is refused"
+    with naming(unclear, UnsupportedModelError):
         anatomy = examine(shell, sites, dtype)
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
-        raise UnsupportedModelError(
-            f"the structure of {model_config.model_type!r} could not be followed ({type(error).__name__}: {error}); "
-            "its exactness cannot be proven, so it is refused"
-        ) from error
+    _check_anatomy(anatomy, sites, path)
     return Blueprint(model_config, shell, sites, anatomy, dtype, context_tokens)
 
 
 def read_config(model: str | Path, revision: str | None) -> PretrainedConfig:
     """A model's configuration, from disk or the hub; no code of the repository is run."""
-    folder = local_folder(model)
-    register_local_families(None if folder is None else _model_type(folder))
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            folder or str(model), revision=revision, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"cannot read the configuration of {model}: {reason}{'' if folder else HUB_HINT}") from error
+    folder = config_folder(model, revision)
+    register_local_families(check_config(folder))
+    with naming(f"cannot read the configuration {folder / 'config.json'}", ModelError):
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     return config
-
-
-def _model_type(folder: Path) -> str:
-    """What a folder's config.json calls its family; empty where it cannot be read, which the library then reports."""
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf8"))
-    except (OSError, ValueError):
-        return ""
-    return str(found.get("model_type", "")) if isinstance(found, dict) else ""
 
 
 def choose_dtype(model_config: PretrainedConfig, config: EngineConfig) -> torch.dtype:
@@ -145,9 +130,19 @@ def choose_context(model_config: PretrainedConfig, config: EngineConfig) -> int:
         return min(DEFAULT_CONTEXT_TOKENS, limit or DEFAULT_CONTEXT_TOKENS)
     if limit is not None and config.context_tokens > limit:
         raise ConfigError(
-            f"--context {config.context_tokens} is more than the {limit} positions the model was made for"
+            f"--context {config.context_tokens} is more than the {limit} positions the model was made for by its config.json"
         )
     return config.context_tokens
+
+
+def _check_anatomy(anatomy: Anatomy, sites: list[ExpertsSite], path: Path) -> None:
+    """Raise `CheckpointError` where a token would use no experts, or more than there are."""
+    for site in sites:
+        top_k = anatomy.top_k.get(site.layer)
+        if top_k is None or not 1 <= top_k <= site.experts:
+            raise CheckpointError(
+                f"{path}: a token would use {top_k} of {site.experts} experts in layer {site.layer}; download it again"
+            )
 
 
 def _expert_elements(site: ExpertsSite) -> int:

@@ -276,11 +276,13 @@ def test_a_network_that_fails_is_a_model_error(monkeypatch, failure):
     from huggingface_hub import HfApi
 
     from smoe.errors import ModelError
+    from smoe.models import hub
     from smoe.models.files import fetch
 
     def fail(*args: object, **named: object) -> None:
         raise failure
 
+    monkeypatch.setattr(hub, "unreachable", lambda: None)
     monkeypatch.setattr(HfApi, "model_info", fail)
     with pytest.raises(ModelError, match="check the name, the network"):
         fetch("no-such-owner/no-such-model", None)

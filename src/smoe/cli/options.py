@@ -292,12 +292,22 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
                 given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
                 if isinstance(given[name], EngineOptions):
                     given[name].config()  # bad values are refused before anything heavy is imported
+            if "model" in hints:
+                _refuse_unknown(given)
             command(**given)
 
     spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     del spread.__wrapped__
     return spread
+
+
+def _refuse_unknown(given: dict[str, Any]) -> None:
+    """A model that cannot be had is refused before anything heavy is imported, too."""
+    from smoe.models.files import refuse_unknown
+
+    revisions = [value.revision for value in given.values() if isinstance(value, EngineOptions)]
+    refuse_unknown(given["model"], revisions[0] if revisions else given.get("revision"))
 
 
 def _parameters_of(group: Any) -> list[inspect.Parameter]:

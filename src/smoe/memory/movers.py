@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from smoe.errors import CheckpointError
 from smoe.memory.device import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.host import HostTier
@@ -16,6 +20,22 @@ from smoe.memory.store import ExpertStore, Placement
 from smoe.memory.transfer import Ticket
 
 _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+_BITS = {2: np.uint16, 4: np.uint32}
+_INFINITY = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
+"""The bits of infinity; NaNs have more, and with the sign bit set so have their negatives."""
+
+
+def is_finite(bits: npt.NDArray[np.unsignedinteger[Any]], dtype: str) -> bool:
+    """Whether weights, given as the unsigned integers that their bits are, hold neither NaN nor infinity.
+
+    Two maxima, no copy: seen as unsigned, whatever is negative and not finite is at the top; seen as signed, whatever
+    is positive and not finite. 0.25 ms for an expert of 9.4 MB, with the interpreter lock released (docs/log.md).
+    """
+    infinity, sign = _INFINITY[dtype], 1 << (8 * bits.itemsize - 1)
+    signed = bits.view(np.int16 if bits.itemsize == 2 else np.int32)
+    return not bits.size or (int(bits.max()) < infinity | sign and int(signed.max()) < infinity)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -27,23 +47,46 @@ class Filler:
     """Reads an expert from disk into a buffer in slot layout, through a staging buffer of its own where one is needed.
 
     Not one buffer a thread: a demand load passes between two chunks of a prefetch, on the prefetch's own thread.
+    The first time an expert comes, its weights are looked through for NaN and infinity, which a router would hide.
     """
 
     def __init__(self, store: ExpertStore, reader: DiskReader) -> None:
         self._store = store
         self._reader = reader
         self._idle: deque[Arena] = deque()
+        self._seen: set[tuple[int, int]] = set()
+        reader.expect(store.identities())
 
     def fill(self, layer: int, expert: int, buffer: memoryview, between: Callable[[], None] | None) -> int:
-        """Bytes read from disk."""
+        """Bytes read from disk. Raises `TransferError` or `CheckpointError`; the buffer then holds nothing of use."""
         placement = self._store.placement(layer, expert)
         if not placement.pieces:
-            return self._read(placement, buffer, between)
-        staging = self._staging()
-        try:
-            return self._assemble(placement, staging, torch.frombuffer(buffer, dtype=torch.uint8), between)
-        finally:
-            self._idle.append(staging)
+            came = self._read(placement, buffer, between)
+        else:
+            staging = self._staging()
+            try:
+                came = self._assemble(placement, staging, torch.frombuffer(buffer, dtype=torch.uint8), between)
+            finally:
+                self._idle.append(staging)
+        if (layer, expert) not in self._seen:
+            self._check_finite(layer, expert, placement, buffer)
+            self._seen.add((layer, expert))
+        return came
+
+    def _check_finite(self, layer: int, expert: int, placement: Placement, buffer: memoryview) -> None:
+        for part in self._store.layers[layer].parts:
+            weights = np.frombuffer(
+                buffer, _BITS[self._store.item_bytes], math.prod(part.shape), placement.parts[part.name]
+            )
+            if is_finite(weights, self._store.dtype):
+                continue
+            infinity = _INFINITY[self._store.dtype]
+            element = int(np.argmax((weights & infinity) == infinity))
+            tensor = self._store.tensor_at(layer, expert, part.name, element)
+            raise CheckpointError(
+                f"{tensor.path}: {tensor.key!r} ({part.name} of expert {expert} in layer {layer}) holds NaN or infinity "
+                f"in {self._store.dtype}; download the checkpoint again"
+            )
 
     def _read(self, placement: Placement, buffer: memoryview, between: Callable[[], None] | None) -> int:
         return sum(
@@ -61,7 +104,7 @@ class Filler:
                 between()
             came += self._reader.read(piece.read, staging.buffer(0))
             dtype = torch_dtype(piece.dtype)
-            source = staging.view(0, piece.source, (piece.nbytes // dtype.itemsize,), dtype)
+            source = _elements_at(staging, piece.source, piece.nbytes, dtype)
             length = source.numel() * target_dtype.itemsize
             slot[piece.target : piece.target + length].view(target_dtype).copy_(source)
         return came
@@ -71,6 +114,13 @@ class Filler:
             return self._idle.pop()
         except IndexError:
             return Arena(1, self._store.staging_buffer_bytes, torch.device("cpu"))
+
+
+def _elements_at(staging: Arena, begin: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """The elements in a staging buffer, wherever they begin: a file may put them at odd offsets."""
+    if begin % dtype.itemsize == 0:
+        return staging.view(0, begin, (nbytes // dtype.itemsize,), dtype)
+    return staging.tensor(0)[begin : begin + nbytes].clone().view(dtype)
 
 
 class SlotMover:

@@ -6,20 +6,39 @@ from the end of the header. Reading the headers ourselves gives byte ranges, whi
 
 from __future__ import annotations
 
-import json
+import os
 import struct
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 from smoe.errors import CheckpointError
+from smoe.memory.checkpoint_json import check_regular, parse_object, read_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _MAX_HEADER_BYTES = 100 * 2**20
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2}
-ITEM_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E8M0": 1}
+ITEM_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1}
+ITEM_BYTES |= {"U64": 8, "U32": 4, "U16": 2, "C64": 8}
+_PACKED_DTYPES = ("F4", "F6_E2M3", "F6_E3M2")
+"""Elements of less than a byte; how many bytes they take is left to the library."""
+
+
+class FileIdentity(NamedTuple):
+    """Which file it was, in which state: a file written since then has another identity."""
+
+    device: int
+    inode: int
+    nbytes: int
+    modified_ns: int
+
+
+def identity_of(descriptor: int) -> FileIdentity:
+    """The identity of an open file."""
+    found = os.fstat(descriptor)
+    return FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -31,6 +50,10 @@ class StoredTensor:
     nbytes: int
     dtype: str
     shape: tuple[int, ...]
+    key: str = ""
+    """Its name in the file; a row of a fused tensor has that tensor's."""
+    identity: FileIdentity | None = None
+    """The file as it was when its header was read."""
 
 
 def index_checkpoint(folder: Path) -> dict[str, StoredTensor]:
@@ -52,7 +75,7 @@ def index_checkpoint(folder: Path) -> dict[str, StoredTensor]:
 def shard_paths(folder: Path) -> list[Path]:
     """The checkpoint's safetensors files, each of which exists."""
     index = folder / INDEX_FILE
-    if index.exists():
+    if index.is_symlink() or index.exists():
         names = sorted(set(_weight_map(index).values()))
     elif (folder / SINGLE_FILE).exists():
         names = [SINGLE_FILE]
@@ -64,59 +87,94 @@ def shard_paths(folder: Path) -> list[Path]:
     absent = [path.name for path in paths if not path.exists()]
     if absent:
         raise CheckpointError(f"{folder} lacks {len(absent)} of {len(paths)} shards, {absent[0]} first; download again")
+    for path in paths:
+        check_regular(path)
     return paths
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file, checked against the file's size."""
-    size = path.stat().st_size
+    check_regular(path)
     with path.open("rb") as file:
+        identity = identity_of(file.fileno())
+        size = identity.nbytes
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             raise CheckpointError(f"{path} is not a safetensors file, or is truncated ({size} bytes)")
-        try:
-            header = json.loads(file.read(length))
-            if not isinstance(header, dict):
-                raise ValueError("it is no JSON object")
-        except ValueError as error:
-            raise CheckpointError(f"{path} has a corrupt header: {error}") from error
-    header.pop("__metadata__", None)
-    tensors = {key: _stored(path, key, entry, 8 + length) for key, entry in header.items()}
-    end = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0)
-    if end > size:
-        raise CheckpointError(f"{path} is truncated: {size} bytes of {end}; download it again")
+        header = parse_object(file.read(length), path)
+    _check_metadata(path, header.pop("__metadata__", None))
+    tensors = {key: _stored(path, key, entry, 8 + length, identity) for key, entry in header.items()}
+    _check_order(path, tensors, 8 + length, size)
     return tensors
 
 
-def _stored(path: Path, key: str, entry: dict[str, Any], base: int) -> StoredTensor:
+def _check_metadata(path: Path, metadata: Any) -> None:
+    """Names and texts, as the library's reader asks."""
+    is_text = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    if metadata is not None and not is_text:
+        raise CheckpointError(f"{path} has a corrupt header: '__metadata__' holds more than texts; download it again")
+
+
+def _check_order(path: Path, tensors: dict[str, StoredTensor], base: int, size: int) -> None:
+    """The tensors fill the file one after the other, without gap or overlap: what the library's reader asks."""
+    end, before = base, "the header"
+    for key, tensor in sorted(tensors.items(), key=lambda entry: (entry[1].offset, entry[1].nbytes)):
+        if tensor.offset != end:
+            kind = "overlaps" if tensor.offset < end else "leaves a gap after"
+            raise CheckpointError(f"{path} has a corrupt entry for {key!r}: it {kind} {before}; download it again")
+        end, before = end + tensor.nbytes, repr(key)
+    if end > size:
+        raise CheckpointError(f"{path} is truncated: {size} bytes of {end}, in {before}; download it again")
+    if end < size:
+        raise CheckpointError(f"{path} has {size - end} bytes behind its last tensor {before}; download it again")
+
+
+def _stored(path: Path, key: str, entry: Any, base: int, identity: FileIdentity) -> StoredTensor:
     try:
-        begin, end = (int(n) for n in entry["data_offsets"])
-        shape = tuple(int(n) for n in entry["shape"])
-        dtype = str(entry["dtype"])
+        begin, end = (_count(n) for n in entry["data_offsets"])
+        shape = tuple(_count(n) for n in entry["shape"])
+        dtype = entry["dtype"]
         nbytes = end - begin
-        if not 0 <= begin <= end or any(n < 0 for n in shape):
-            raise ValueError("a negative size or offset")
+        if nbytes < 0:
+            raise ValueError("it ends before it begins")
+        if not isinstance(dtype, str) or dtype not in (*ITEM_BYTES, *_PACKED_DTYPES):
+            raise ValueError(f"there is no dtype {dtype!r}")
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} has a corrupt entry for {key!r}") from error
+        raise CheckpointError(f"{path} has a corrupt entry for {key!r}: {error}; download it again") from error
     expected = ITEM_BYTES.get(dtype, 0)
     for n in shape:
         expected *= n
     if dtype in ITEM_BYTES and expected != nbytes:
         raise CheckpointError(f"{path}: {key!r} is {dtype}{list(shape)} = {expected} bytes, but {nbytes} are stored")
-    return StoredTensor(path, base + begin, nbytes, dtype, shape)
+    return StoredTensor(path, base + begin, nbytes, dtype, shape, key, identity)
+
+
+def _count(value: Any) -> int:
+    """A size or an offset: a whole number that no file is too small for by its type alone."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r:.40} is no size")
+    return value
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf8"))["weight_map"]
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError("empty weight_map")
-        if not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError("a shard's name is no text")
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index} is corrupt ({error}); download it again") from error
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} is corrupt: 'weight_map' names no weights; download it again")
+    for key, name in weight_map.items():
+        if not isinstance(name, str) or not _is_inside(name):
+            raise CheckpointError(
+                f"{index} is corrupt: it keeps {key!r} in {name!r:.80}, which is no file of this folder; "
+                "download it again"
+            )
     return weight_map
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a shard's name stays in the checkpoint's folder. (Such a name may be a link: the hub's cache has them.)"""
+    path = PurePosixPath(name)
+    is_plain = 0 < len(name) < 256 and name.isprintable() and "\\" not in name
+    return is_plain and not path.is_absolute() and ".." not in path.parts and path.suffix == ".safetensors"
 
 
 def _declared_keys(folder: Path) -> set[str]:

@@ -17,13 +17,15 @@ tensors or one row of a fused tensor. Two ways to fill a slot:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from smoe.errors import CheckpointError
-from smoe.memory.safetensors_index import ITEM_BYTES, StoredTensor
+from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor
 
+EXPERT_DTYPES = ("BF16", "F16", "F32")
+"""As safetensors names them: what experts may be stored in, and what slots may hold."""
 PAGE = 4096
 """Alignment of buffers, offsets and lengths for `O_DIRECT`; devices with smaller sectors accept it too."""
 
@@ -142,16 +144,25 @@ class ExpertStore:
         layers = self.layers.values()
         return sorted({t.path for layer in layers for parts in layer.sources for ts in parts.values() for t in ts})
 
+    def tensor_at(self, layer: int, expert: int, part: str, element: int) -> StoredTensor:
+        """The stored tensor that holds an element of a part, counted row by row."""
+        for tensor in self.layers[layer].sources[expert][part]:
+            if element < _elements(tensor.shape):
+                return tensor
+            element -= _elements(tensor.shape)
+        raise IndexError(element)
+
+    def identities(self) -> dict[Path, FileIdentity]:
+        """The files that hold experts, as they were when they were indexed."""
+        layers = self.layers.values()
+        tensors = (t for layer in layers for parts in layer.sources for ts in parts.values() for t in ts)
+        return {tensor.path: tensor.identity for tensor in tensors if tensor.identity is not None}
+
     def _check_shapes(self) -> None:
         for n, experts in self.layers.items():
             for expert, sources in enumerate(experts.sources):
                 for part in experts.parts:
-                    stored = sum(_elements(t.shape) for t in sources.get(part.name, ()))
-                    if stored != _elements(part.shape):
-                        raise CheckpointError(
-                            f"layer {n}, expert {expert}: {part.name} should have {_elements(part.shape)} elements "
-                            f"{list(part.shape)}, the checkpoint has {stored}; it does not match its config.json"
-                        )
+                    _check_part(f"layer {n}, expert {expert}", part, sources.get(part.name, ()))
 
     def _layout(self, experts: LayerExperts, parts: Mapping[str, int]) -> int:
         return self._layouts.setdefault((experts.parts, *parts.items()), len(self._layouts))
@@ -188,6 +199,28 @@ class ExpertStore:
         return Placement((), parts, tuple(pieces), target, self._layout(experts, parts), buffer_bytes)
 
 
+def _check_part(whose: str, part: Part, tensors: Sequence[StoredTensor]) -> None:
+    """Raise `CheckpointError` unless the tensors, one below the other, are the part: element counts alone would let a
+    transposed matrix pass."""
+    for tensor in tensors:
+        if tensor.dtype not in EXPERT_DTYPES:
+            raise CheckpointError(
+                f"{tensor.path}: {tensor.key!r} ({whose}: {part.name}) is {tensor.dtype}; smoe reads experts in "
+                f"{', '.join(EXPERT_DTYPES)}"
+            )
+        if len(tensor.shape) != len(part.shape) or tensor.shape[1:] != part.shape[1:]:
+            raise CheckpointError(
+                f"{tensor.path}: {tensor.key!r} has the shape {list(tensor.shape)}, but {whose}: "
+                f"{part.name} is {list(part.shape)} by config.json; download the checkpoint again"
+            )
+    rows, wanted = sum(tensor.shape[0] for tensor in tensors), part.shape[0]
+    if rows != wanted:
+        where = f"{tensors[0].path}: {tensors[0].key!r} and what belongs to it are" if tensors else "the checkpoint has"
+        raise CheckpointError(
+            f"{where} {rows} rows, but {whose}: {part.name} has {wanted} by config.json; download it again"
+        )
+
+
 def _pieces(tensor: StoredTensor, target: int, item_bytes: int) -> list[Piece]:
     """A tensor in pieces of at most `STAGED_BYTES`: a reading thread's buffer stays small, whatever the expert."""
     pieces: list[Piece] = []
@@ -203,7 +236,7 @@ def _pieces(tensor: StoredTensor, target: int, item_bytes: int) -> list[Piece]:
 def row_of(tensor: StoredTensor, row: int) -> StoredTensor:
     """Row `row` of a fused tensor [E, ...] as a stored tensor of its own."""
     nbytes = tensor.nbytes // tensor.shape[0]
-    return StoredTensor(tensor.path, tensor.offset + row * nbytes, nbytes, tensor.dtype, tensor.shape[1:])
+    return replace(tensor, offset=tensor.offset + row * nbytes, nbytes=nbytes, shape=tensor.shape[1:])
 
 
 def _elements(shape: Sequence[int]) -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -20,22 +22,31 @@ from smoe.memory.store import LayerExperts, row_of
 from smoe.models.experts import ExpertsSite
 
 _MERGING = ("MergeModulelist", "Concatenate")
+_FLOATS = ("BF16", "F16", "F32", "F64")
 
 
 def index_experts(
-    model: PreTrainedModel, sites: Sequence[ExpertsSite], tensors: Mapping[str, StoredTensor]
+    folder: Path, model: PreTrainedModel, sites: Sequence[ExpertsSite], tensors: Mapping[str, StoredTensor]
 ) -> dict[int, LayerExperts]:
-    """The stored pieces of every expert by layer. `model` may be on the meta device; it must still have its experts."""
+    """The stored pieces of every expert by layer. `model` may be on the meta device; it must still have its experts.
+
+    Raises `CheckpointError` where the checkpoint and the model disagree, about experts or other weights, in what there is
+    and in its shape: before the library would make up what is missing, however large.
+    """
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     converter_of = {pattern: c for c in converters for pattern in c.source_patterns}
     state = model.state_dict()
     wanted = {f"{site.name}.{part.name}": (site, part.name) for site in sites for part in site.parts}
+    reached: set[str] = set()
     found: dict[tuple[int, str], dict[int, list[tuple[int, StoredTensor]]]] = defaultdict(lambda: defaultdict(list))
     for key, tensor in tensors.items():
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        reached.add(target)
         if target not in wanted:
+            if pattern is None and target in state:
+                _check_dense(key, tensor, state[target])
             continue
         site, part = wanted[target]
         pieces = found[site.layer, part]
@@ -45,14 +56,60 @@ def index_experts(
         else:
             converter = converter_of[pattern]
             _check_operations(converter, key)
-            pieces[_expert_number(key, site)].append((converter.source_patterns.index(pattern), tensor))
-    return {site.layer: _layer(site, found) for site in sites}
+            pieces[_expert_number(key, tensor, site)].append((converter.source_patterns.index(pattern), tensor))
+    layers = {site.layer: _layer(folder, site, found) for site in sites}
+    if not any(len(converter.target_patterns) > 1 for converter in converters):  # what such a one reaches is not told
+        _check_whole(folder, model, reached)
+    return layers
+
+
+def stored_as(model: PreTrainedModel, name: str, tensors: Mapping[str, StoredTensor]) -> str:
+    """Where a parameter of the library's name comes from: file and key, for an error; else that name."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    state = model.state_dict()
+    for key, tensor in tensors.items():
+        if rename_source_key(key, renamings, converters, model.base_model_prefix, state)[0] == name:
+            return f"{key!r} in {tensor.path}"
+    return repr(name)
+
+
+def _check_dense(key: str, tensor: StoredTensor, parameter: torch.Tensor) -> None:
+    if tensor.shape != tuple(parameter.shape):
+        raise CheckpointError(
+            f"{key!r} in {tensor.path} has the shape {list(tensor.shape)}, another shape than its config.json says: "
+            f"{list(parameter.shape)}; download the checkpoint again"
+        )
+    if parameter.is_floating_point() and tensor.dtype not in _FLOATS:
+        raise CheckpointError(
+            f"{key!r} in {tensor.path} is {tensor.dtype}, not a floating-point number; smoe reads {', '.join(_FLOATS)}"
+        )
+
+
+def _check_whole(folder: Path, model: PreTrainedModel, reached: Set[str]) -> None:
+    """Every parameter has a stored tensor, or shares its memory with one that has."""
+    names_of: dict[torch.nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of[parameter].append(name)
+    optional = "|".join(model._keys_to_ignore_on_load_missing or ())
+    missing = [
+        names[0]
+        for names in names_of.values()
+        if not reached.intersection(names) and not (optional and re.search(optional, names[0]))
+    ]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} weights, {missing[0]!r} first, which its config.json asks for; the "
+            "checkpoint is incomplete"
+        )
 
 
 def _fused_experts(site: ExpertsSite, key: str, tensor: StoredTensor) -> int:
     if not tensor.shape or tensor.shape[0] != site.experts:
         raise CheckpointError(
-            f"{key!r} should have {site.experts} experts in its first dimension, it is {tensor.shape}"
+            f"{key!r} in {tensor.path} should have {site.experts} experts in its first dimension, its shape is "
+            f"{list(tensor.shape)}"
         )
     return site.experts
 
@@ -65,17 +122,29 @@ def _check_operations(converter: WeightConverter, key: str) -> None:
         )
 
 
-def _expert_number(key: str, site: ExpertsSite) -> int:
+def _expert_number(key: str, tensor: StoredTensor, site: ExpertsSite) -> int:
     match = re.search(r"experts\.(\d+)\.", key)
     if match is None:
         raise UnsupportedModelError(f"no expert number in the checkpoint key {key!r}")
     if int(match[1]) >= site.experts:
-        raise CheckpointError(f"{key!r} is one expert too many: config.json says {site.experts} a layer")
+        raise CheckpointError(
+            f"{key!r} in {tensor.path} is one expert too many: config.json says {site.experts} a layer"
+        )
     return int(match[1])
 
 
+def _check_like(pieces: Sequence[StoredTensor]) -> None:
+    """Matrices that the library puts below each other, gate and up, are of one shape."""
+    for piece in pieces[1:]:
+        if piece.shape != pieces[0].shape:
+            raise CheckpointError(
+                f"{piece.path}: {piece.key!r} has the shape {list(piece.shape)}, {pieces[0].key!r} beside it has "
+                f"{list(pieces[0].shape)}; download the checkpoint again"
+            )
+
+
 def _layer(
-    site: ExpertsSite, found: Mapping[tuple[int, str], Mapping[int, list[tuple[int, StoredTensor]]]]
+    folder: Path, site: ExpertsSite, found: Mapping[tuple[int, str], Mapping[int, list[tuple[int, StoredTensor]]]]
 ) -> LayerExperts:
     sources: list[dict[str, tuple[StoredTensor, ...]]] = []
     for expert in range(site.experts):
@@ -84,9 +153,10 @@ def _layer(
             entries = found.get((site.layer, part.name), {}).get(expert)
             if not entries:
                 raise CheckpointError(
-                    f"the checkpoint has no {part.name} for expert {expert} of layer {site.layer} ({site.name}); "
-                    "it is incomplete, or quantised in a form that smoe does not read"
+                    f"{folder} has no {part.name} for expert {expert} of layer {site.layer} ({site.name}), which its "
+                    "config.json asks for; it is incomplete, or quantised in a form that smoe does not read"
                 )
             pieces[part.name] = tuple(tensor for _, tensor in sorted(entries, key=lambda entry: entry[0]))
+            _check_like(pieces[part.name])
         sources.append(pieces)
     return LayerExperts(site.layer, site.parts, sources)

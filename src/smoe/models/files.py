@@ -6,63 +6,117 @@ Nothing is downloaded before its size is known to fit the disk, and nothing of a
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 
-from smoe.errors import CheckpointError, DiskSpaceError, ModelError
+from smoe.errors import CheckpointError, DiskSpaceError, ModelError, SmoeError
+from smoe.models import hub
 from smoe.units import format_bytes
 
 DEMO = "demo"
 """The name of the embedded demonstration model."""
 DEMO_FOLDER = Path(__file__).parent.parent / "demo"
-_WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja"]
 _SPARE_BYTES = 2**30
-HUB_HINT = "; check the name, the network, and for gated models that you are logged in (hf auth login)"
-"""What to do where the hub does not give a model."""
+_WEIGHT_FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".json")
+_GIVE = "give a model folder, a hub id such as Qwen/Qwen3-30B-A3B, or 'demo'"
 
 
 def local_folder(model: str | Path) -> Path | None:
-    """The folder of a model that is on disk already, else None; raises where a path was meant and nothing is there."""
+    """The folder of a model that is on disk already, else None: `model` is then a hub id by its form.
+
+    Raises `ModelError` where a path was meant and no model is there, with what would work instead.
+    """
     if str(model) == DEMO:
         if not (DEMO_FOLDER / "config.json").exists():
             raise ModelError(f"the embedded model is missing from {DEMO_FOLDER}; reinstall smoe")
         return DEMO_FOLDER
-    path = Path(model).expanduser()
+    path = _path_of(model)
     if path.is_dir():
-        if not (path / "config.json").exists():
-            raise CheckpointError(
-                f"{path} has no config.json; give the folder that holds a model's config and safetensors"
-            )
-        return path
-    if path.is_absolute() or str(model).startswith(("./", "../", "~")) or str(model).count("/") > 1:
-        raise ModelError(
-            f"there is no folder {path}; give a model folder, a hub id such as Qwen/Qwen3-30B-A3B, or 'demo'"
-        )
+        return _checked(path)
+    if path.exists() or path.is_symlink():
+        raise ModelError(_no_folder(path))
+    if path.suffix.lower() in _WEIGHT_FILES:
+        raise ModelError(f"there is no file {path}{_near(path)}; {_reads(path)}")
+    is_written_as_path = path.is_absolute() or str(model).startswith(("./", "../", "~")) or str(model).endswith("/")
+    if is_written_as_path or not hub.is_id(str(model)) or (len(path.parts) == 2 and _near(path)):
+        raise ModelError(f"there is no folder {model}{_near(path)}; {_GIVE}")
     return None
+
+
+def _path_of(model: str | Path) -> Path:
+    try:
+        path = Path(model).expanduser()
+        path.is_dir()  # a name that no file system takes fails here
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{str(model)!r:.200} is no path: {error}; {_GIVE}") from error
+    return path
+
+
+def _checked(folder: Path) -> Path:
+    """A folder of a model; its small files are ordinary ones, or opening them might never return."""
+    if not (folder / "config.json").exists():
+        gguf = next(folder.glob("*.gguf"), None)
+        why = (
+            f" but {gguf.name}; {_reads(gguf)}"
+            if gguf
+            else "; give the folder that holds a model's config and safetensors"
+        )
+        raise CheckpointError(f"{folder} has no config.json{why}")
+    for path in folder.iterdir():
+        if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.is_file():
+            raise CheckpointError(f"{path} is not an ordinary file; download the checkpoint again")
+    return folder
+
+
+def _no_folder(path: Path) -> str:
+    """What to say of a path that is something else than a folder."""
+    if path.is_symlink() and not path.exists():
+        return f"{path} is a link that leads nowhere; {_GIVE}"
+    return f"{path} is a file, not a model folder; {_reads(path)}"
+
+
+def _reads(path: Path) -> str:
+    """What would work instead of a file."""
+    if path.suffix.lower() == ".gguf":
+        return "smoe does not read GGUF yet: give the folder, or the hub id, of the model's safetensors release"
+    beside = path.absolute().parent
+    if (beside / "config.json").exists():
+        return f"give its folder: {beside}"
+    return "give the folder that holds the model's config.json and safetensors, a hub id, or 'demo'"
+
+
+def _near(path: Path) -> str:
+    """Names beside `path` that it may have been meant to be; empty where there are none."""
+    try:
+        names = [each.name for each in path.parent.iterdir()]
+    except OSError:
+        parent = next((each for each in path.parents if each.is_dir()), None)
+        return f" (there is {parent}, but no {path.parent})" if parent not in (None, Path()) else ""
+    close = [str(path.parent / name) for name in get_close_matches(path.name, names, n=3, cutoff=0.7)]
+    return f" (near it: {', '.join(close)})" if close else ""
+
+
+def config_folder(model: str | Path, revision: str | None) -> Path:
+    """A folder with a model's config.json: its own, or for a hub id one into which nothing else was downloaded."""
+    return local_folder(model) or hub.config_folder(str(model), revision)
 
 
 def fetch(model: str | Path, revision: str | None) -> Path:
     """The folder of a model, downloaded from the hub if need be."""
-    folder = local_folder(model)
+    folder = local_folder(model) or hub.cached(str(model), revision)
     if folder is not None:
         return folder
-    from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    size = hub.size_bytes(str(model), revision)
+    check_disk(hub.cache_folder(), size, f"downloading {model}")
+    return hub.download(str(model), revision)
 
-    try:
-        return Path(snapshot_download(str(model), revision=revision, allow_patterns=_WANTED, local_files_only=True))
-    except LocalEntryNotFoundError:
-        pass
-    try:
-        info = HfApi().model_info(str(model), revision=revision, files_metadata=True)
-        size = sum(f.size or 0 for f in info.siblings or () if Path(f.rfilename).match("*.safetensors"))
-        check_disk(Path(constants.HF_HUB_CACHE), size, f"downloading {model}")
-        return Path(snapshot_download(str(model), revision=revision, allow_patterns=_WANTED))
-    except DiskSpaceError:
-        raise
-    except Exception as error:  # the network stack below the hub has error kinds of its own
-        raise ModelError(
-            f"{model!r} is neither a folder here nor a model that the hub gives: {_first_line(error)}{HUB_HINT}"
-        ) from error
+
+def refuse_unknown(model: str, revision: str | None) -> None:
+    """Raise `ModelError` for a model that cannot be had: before anything heavy is imported, and within seconds."""
+    if local_folder(model) is None and not hub.has_config(model, revision):
+        hub.check_reachable(model)
 
 
 def check_disk(where: Path, needed_bytes: int, purpose: str) -> None:
@@ -76,5 +130,27 @@ def check_disk(where: Path, needed_bytes: int, purpose: str) -> None:
         )
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+@contextmanager
+def naming(what: str, error: type[ModelError] = CheckpointError) -> Iterator[None]:
+    """Inside, whatever a library raises over a checkpoint's contents becomes an `error` that begins with `what`.
+
+    The libraries promise no kinds of errors for files that are damaged; the tokenizers' parser may even panic, which
+    is no `Exception`.
+    """
+    try:
+        yield
+    except SmoeError:
+        raise
+    except Exception as caught:
+        raise error(f"{what}: {reason_of(caught)}") from caught
+    except BaseException as caught:
+        if type(caught).__name__ != "PanicException":
+            raise
+        raise error(f"{what}: {reason_of(caught)}") from caught
+
+
+def reason_of(error: BaseException) -> str:
+    """Kind and first words of an error, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[:2])
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

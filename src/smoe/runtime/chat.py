@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from smoe.models.files import naming
 from smoe.runtime.engine import Engine
 from smoe.runtime.generation import Generation, Sampling, end_tokens, generate_batch, pad
 from smoe.runtime.kv_cache import RowCache
@@ -69,7 +70,8 @@ class Chat:
         """The conversation with one more message: its text, where there is a template, and its tokens."""
         if self.has_template:
             turns = [*self._messages, {"role": "user", "content": message}]
-            text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            with naming(f"the chat template in {self._tokenizer.name_or_path} cannot be used"):
+                text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
             return text, self._tokens_of(text)
         if not self._ids:
             return "", list(self._tokenizer(message)["input_ids"])

@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from smoe.errors import ConfigError, ContextError, ModelError
+from smoe.errors import CheckpointError, ConfigError, ContextError, ModelError
 from smoe.metrics import Counters
 from smoe.runtime.engine import Engine
 from smoe.runtime.kv_cache import RowCache
@@ -177,6 +177,7 @@ def generate_batch(
     """`generate` for prompts in token ids. A `cache` holds the beginning of the (one) prompt already and is
     extended."""
     engine: Engine = model.offload  # type: ignore[assignment]
+    _check_tokens(model, tokenizer, batch)
     new_tokens, notes = _room(engine, batch, sampling.max_new_tokens)
     ends = set() if sampling.ignores_end else end_tokens(model, tokenizer)
     listener = _Listener(engine, tokenizer, batch, sampling, ends, on_text)
@@ -223,6 +224,15 @@ def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
     own = getattr(model.generation_config, "eos_token_id", None)
     own = tokenizer.eos_token_id if own is None else own
     return set(own) if isinstance(own, (list, tuple)) else set() if own is None else {int(own)}
+
+
+def _check_tokens(model: PreTrainedModel, tokenizer: Any, batch: Batch) -> None:
+    largest, vocabulary = int(batch.input_ids.max()), int(model.config.get_text_config().vocab_size)
+    if largest >= vocabulary:
+        raise CheckpointError(
+            f"the tokenizer in {tokenizer.name_or_path} makes token {largest} of a text, but the model's config.json "
+            f"has a 'vocab_size' of {vocabulary}: the two belong to different models"
+        )
 
 
 def _room(engine: Engine, batch: Batch, wanted: int) -> tuple[int, list[str]]:
@@ -363,8 +373,8 @@ class _RefuseNaN(LogitsProcessor):  # type: ignore[misc]
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if bool(torch.isnan(scores).any()):
             raise ModelError(
-                f"the model computed NaN after {input_ids.shape[1]} tokens; its weights are damaged (check with "
-                "smoe verify) or its dtype is too narrow (try --dtype bfloat16 or float32)"
+                f"the model computed NaN after {input_ids.shape[1]} tokens; its weights or its config.json are "
+                "damaged (check with smoe verify) or its dtype is too narrow (try --dtype bfloat16 or float32)"
             )
         return scores
 

@@ -1,0 +1,41 @@
+"""JSON as a checkpoint's files hold it: plain UTF-8 of a bounded size, and the file's name in every error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from smoe.errors import CheckpointError
+
+_MAX_BYTES = 100 * 2**20
+"""What safetensors allows a header; an index of a million tensors has as much."""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds. Raises `CheckpointError` for a file that is none, or is too large."""
+    check_regular(path)
+    size = path.stat().st_size
+    if size > _MAX_BYTES:
+        raise CheckpointError(f"{path} has {size} bytes, which no file of its kind has; download it again")
+    return parse_object(path.read_bytes(), path)
+
+
+def parse_object(data: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object in `data`, which comes from `path`."""
+    try:
+        found = json.loads(data.decode("utf-8"))
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is corrupt: it is nested too deeply; download it again") from error
+    except ValueError as error:  # a decoding error, too, and a number of thousands of digits
+        raise CheckpointError(f"{path} is corrupt: {error}; download it again") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is corrupt: it is no JSON object; download it again")
+    return found
+
+
+def check_regular(path: Path) -> None:
+    """Raise `CheckpointError` unless `path` is, or leads to, an ordinary file: opening others may never return."""
+    if not path.is_file():
+        what = "is not an ordinary file" if path.exists() else "is missing, or a link that leads nowhere"
+        raise CheckpointError(f"{path} {what}; download the checkpoint again")
