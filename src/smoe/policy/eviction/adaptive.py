@@ -1,0 +1,208 @@
+"""Whichever of four rules misses least at present: the default of exact serving.
+
+No single rule is good everywhere. A decode token walks through all layers, so LRU hits next to nothing where slots
+are fewer than layers x top-k: a cyclic scan. LFU never forgets what was used for a topic that is over. Counts over a
+window (`score.py` where no scores are heard) forget at once what is good for longer. Counts that fade, by half in
+`HALF_LIFE` tokens (LRFU: D. Lee et al., IEEE Transactions on Computers 50(12), 2001), were the best on every text that
+was tried (docs/evictions.md), so they lead at first; the others are there for what was not tried.
+
+Who leads is found out on line: from time to time, for a trial of some steps, a shadow cache of keys for each of the
+others starts from what the real cache holds and is charged the same uses at the same size. The real cache is the
+leader's own shadow. Only a clear win changes the leader. Nothing but the routing and the set of residents counts,
+neither a clock nor the order in which loads arrive.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container
+from math import inf
+
+import numpy as np
+
+from smoe.expert import EXACT, Copy
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.eviction.score import WINDOW
+from smoe.routing import Phase, Routing
+
+RULES = ("lru", "lfu", "window", "fading")
+"""What residents may be ranked by: a row of values each; the resident with the lowest value goes first."""
+_LAST_USE, _USES, _RECENT_USES, _FADING_USES = range(len(RULES))
+
+HALF_LIFE = 64
+"""Tokens after which a use counts half, in fading counts. 32 to 256 differ by less than 2 % on text."""
+_RESCALE = 512
+"""Half-lives after which fading counts are divided by so many doublings: exact, and far from what float64 holds."""
+
+TRIAL_STEPS = (32, 128)
+"""The fewest and the most steps of a trial; between them it ends when ..."""
+TURNOVERS = 4
+"""... the leader has missed so many times what the cache holds, and the shadows' contents are their own."""
+CLEAR = 4.0
+"""It ends before if another rule has saved so many times the square root of the leader's misses: no chance is like
+that."""
+REST = 3
+"""Steps between two trials, as a multiple of the last one's, but never more than the longest trial: shadows run in a
+quarter of all steps, and in up to half of them where so little is missed that they cost next to nothing."""
+MARGIN = 0.01
+"""Another rule must miss less by this share to take the lead."""
+
+
+class Adaptive(Eviction):
+    """The best of `RULES`, as shadow caches advise. O(L x E) a question, and in a trial for each layer that misses."""
+
+    name = "auto"
+
+    def __init__(self) -> None:
+        self._values = np.zeros((len(RULES), 0, 0))
+        """[rules, L, E]"""
+        self._is_resident = np.zeros((0, 0), dtype=bool)
+        self._held = 0
+        self._leader = _FADING_USES
+        self._weight = 1.0
+        """What a use adds to a fading count; as it grows, all earlier uses fade alike."""
+        self._recent: dict[int, deque[np.ndarray]] = {}
+        """Experts used in each of the last steps of a layer."""
+        self._clock = 0
+        """Routings heard."""
+        self._steps = 0
+        """Passes over the layers, as far as their numbers tell."""
+        self._layer = -1
+        """The layer heard last."""
+        self._is_full = False
+        """Whether anything has ever been given up: until then there is nothing to choose."""
+        self._trial: _Trial | None = None
+        self._next_trial = 0
+
+    @property
+    def leader(self) -> str:
+        """The rule by which residents are forgotten at present, one of `RULES`."""
+        return RULES[self._leader]
+
+    def insert(self, copy: Copy) -> None:
+        self._fit(copy[0], copy[1] + 1)
+        self._is_resident[copy[0], copy[1]] = True
+        self._held += 1
+
+    def remove(self, copy: Copy) -> None:
+        self._is_resident[copy[0], copy[1]] = False
+        self._held -= 1
+        self._is_full = True
+
+    def observe(self, routing: Routing) -> None:
+        layer, experts = routing.layer, routing.experts
+        self._fit(layer, experts)
+        if layer <= self._layer:
+            self._begin_step()
+        self._layer = layer
+        self._clock += 1
+        rows = [[expert for expert in row if expert != experts] for row in routing.top_k_index]
+        used = np.array(rows[0] if len(rows) == 1 else sorted(set().union(*rows)), dtype=np.intp)
+        last_use, uses, _, fading = self._values[:, layer]
+        last_use[used] = self._clock
+        uses[used] += 1
+        if routing.phase is Phase.DECODE:
+            fading[used] += self._weight
+            self._remember(layer, used)
+            if self._trial is not None:
+                self._trial.charge(self._values, self._is_resident, used + layer * self._values.shape[2])
+            return
+        for row in rows:  # each of a prompt's tokens stands for a step
+            fading[row] += self._weight
+            self._remember(layer, np.array(row, dtype=np.intp))
+
+    def victims(self, count: int, shield: Container[Copy]) -> list[Copy]:
+        values, width = self._values[self._leader].reshape(-1), self._values.shape[2]
+        resident = self._is_resident.reshape(-1)
+        asked = min(count, self._held)
+        while asked > 0:
+            places = (divmod(place, width) for place in _lowest(values, resident, asked).tolist())
+            found = [copy for copy in ((*place, EXACT) for place in places) if copy not in shield]
+            if len(found) >= count or asked == self._held:
+                return found[:count]
+            asked = min(self._held, 2 * asked + len(RULES))
+        return []
+
+    def _remember(self, layer: int, used: np.ndarray) -> None:
+        """Count the uses of one step, and those of the step that leaves the window no longer."""
+        if not len(used):
+            return
+        steps, values = self._recent.setdefault(layer, deque()), self._values[_RECENT_USES, layer]
+        steps.append(used)
+        values[used] += 1
+        if len(steps) > WINDOW + 1:
+            values[steps.popleft()] -= 1
+
+    def _begin_step(self) -> None:
+        """A token has passed through all layers: older uses fade, a trial may begin or end."""
+        self._steps += 1
+        if self._steps % (HALF_LIFE * _RESCALE) == 0:
+            self._values[_FADING_USES] *= 2.0**-_RESCALE
+        self._weight = 2.0 ** (self._steps % (HALF_LIFE * _RESCALE) / HALF_LIFE)
+        trial = self._trial
+        if trial is None:
+            if self._is_full and self._steps >= self._next_trial and self._held:
+                self._trial = _Trial(self._leader, self._is_resident.reshape(-1), self._steps)
+        elif trial.is_over(self._steps):
+            winner = trial.winner()
+            rest = REST if winner == self._leader else 1  # a new leader is looked at again soon
+            self._leader, self._trial = winner, None
+            self._next_trial = self._steps + min(rest * (self._steps - trial.began), TRIAL_STEPS[1])
+
+    def _fit(self, layer: int, experts: int) -> None:
+        """Make room for a layer and an expert seen for the first time."""
+        layers, width = self._is_resident.shape
+        if layer < layers and experts <= width:
+            return
+        more = ((0, max(0, layer + 1 - layers)), (0, max(0, experts - width)))
+        self._values = np.pad(self._values, ((0, 0), *more))
+        self._is_resident = np.pad(self._is_resident, more)
+        self._trial = None
+
+
+class _Trial:
+    """What each rule would have missed since the trial began."""
+
+    def __init__(self, leader: int, resident: np.ndarray, began: int) -> None:
+        self.began = began
+        self._leader = leader
+        self._slots = int(resident.sum())
+        self._misses = [0] * len(RULES)
+        self._shadows = {rule: resident.copy() for rule in range(len(RULES)) if rule != leader}
+
+    def charge(self, values: np.ndarray, resident: np.ndarray, used: np.ndarray) -> None:
+        """One layer of one decode step uses the experts at the places `used`; `resident` is the real cache."""
+        self._misses[self._leader] += len(used) - int(np.count_nonzero(resident.reshape(-1)[used]))
+        for rule, shadow in self._shadows.items():
+            missing = len(used) - int(np.count_nonzero(shadow[used]))
+            if not missing:
+                continue
+            self._misses[rule] += missing
+            shadow[used] = False  # not to be given up for each other
+            others = self._slots - (len(used) - missing)
+            surplus = min(others, others + len(used) - self._slots)
+            if surplus > 0:
+                shadow[_lowest(values[rule].reshape(-1), shadow, surplus)] = False
+            shadow[used[: self._slots]] = True
+
+    def is_over(self, step: int) -> bool:
+        least, most = TRIAL_STEPS
+        steps, misses = step - self.began, self._misses[self._leader]
+        return (
+            steps >= most
+            or (steps >= least and misses >= TURNOVERS * self._slots)
+            or misses - min(self._misses) > CLEAR * misses**0.5
+        )
+
+    def winner(self) -> int:
+        """The rule to follow now: the leader, unless another has clearly missed less."""
+        best = min(range(len(RULES)), key=lambda rule: (self._misses[rule], rule))
+        return best if self._misses[best] < (1 - MARGIN) * self._misses[self._leader] else self._leader
+
+
+def _lowest(values: np.ndarray, among: np.ndarray, count: int) -> np.ndarray:
+    """The places of the `count` lowest of `values` where `among` is true, lowest first, the first of equals first."""
+    candidates = np.where(among, values, inf)
+    bound = np.partition(candidates, count - 1)[count - 1]
+    places = np.flatnonzero(candidates <= bound) if bound < inf else np.flatnonzero(among)
+    return places[np.argsort(candidates[places], kind="stable")][:count]
