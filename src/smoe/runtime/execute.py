@@ -26,7 +26,7 @@ from smoe.memory.transfer import Ticket
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan
-from smoe.policy.planner import LAST_TOKENS, layer_share, observation, plan_layer, plan_prefetch
+from smoe.policy.planner import last_rows, layer_share, observation, plan_layer, plan_prefetch
 from smoe.policy.residency import ExpertsAtHand, SlotTable
 from smoe.policy.selection import substitute
 from smoe.policy.trial import Shadow, Trial
@@ -129,15 +129,17 @@ class LayerExecutor:
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
         scored: Scored | None = None,
+        sequences: int = 1,
     ) -> torch.Tensor:
         """The experts' share of a layer: hidden [T, H], top_k_index [T, K], top_k_weights [T, K] -> [T, H].
 
+        The T rows are `sequences` of equal length, one after the other.
         An error (a failed read, an interrupt) leaves the tables consistent; only this request is lost.
         """
         try:
             if self.math.emulation is not None:
                 self.math.emulation.reach_experts(hidden.shape[0])
-            output = self._serve(layer, phase, hidden, top_k_index, top_k_weights, scored)
+            output = self._serve(layer, phase, hidden, top_k_index, top_k_weights, scored, sequences)
             if self.math.emulation is not None:
                 self.math.emulation.leave_experts()
             return output
@@ -153,11 +155,13 @@ class LayerExecutor:
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
         scored: Scored | None,
+        sequences: int,
     ) -> torch.Tensor:
         started = self.now()
         rows = top_k_index.tolist()  # the one wait for the device in a layer: everything after depends on it
-        choice = None if scored is None else scored.choice_of(LAST_TOKENS if phase is Phase.PREFILL else None)
-        routing = Routing(layer, phase, self._store.layers[layer].experts, rows, choice)
+        routing = Routing(layer, phase, self._store.layers[layer].experts, rows, None, sequences)
+        if scored is not None:
+            routing = routing._replace(scores=scored.choice_of(last_rows(routing) if phase is Phase.PREFILL else None))
         if self.trace is not None:
             self.trace.append(routing)
         self.arrivals.collect()
