@@ -223,7 +223,7 @@ def test_each_sequence_of_a_batch_has_its_own_end() -> None:
 
 
 def test_padding_is_no_last_token() -> None:
-    """On the left (prompts of different lengths), on the right (a caller's mask), and a sequence that is nothing else."""
+    """On the left (prompts of different lengths), on the right (a caller's mask), and a sequence of nothing else."""
     none = [EXPERTS] * 2
     rows = [[none, [0, 1], [0, 2]], [[1, 2], [1, 3], none], [none, none, none]]
     routing = Routing(0, Phase.PREFILL, EXPERTS, [row for part in rows for row in part], None, sequences=3)

@@ -27,7 +27,7 @@ from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
 
 LAST_TOKENS = 32
-"""How many of a prompt's last tokens decide which experts stay after prefill: so many of each, as each goes on alone."""
+"""How many of a prompt's last tokens decide which experts stay after prefill; in a batch so many of each prompt."""
 
 
 def plan_layer(
@@ -73,6 +73,12 @@ def observation(routing: Routing) -> Routing:
     if routing.phase is Phase.DECODE:
         return routing
     return routing._replace(top_k_index=[routing.top_k_index[row] for row in last_rows(routing)], sequences=1)
+
+
+def real_rows(routing: Routing) -> list[int] | None:
+    """Rows that are no padding, nor of a sequence that has ended; None: all."""
+    rows = [row for row, chosen in enumerate(routing.top_k_index) if min(chosen) != routing.experts]
+    return None if len(rows) == len(routing.top_k_index) else rows
 
 
 def last_rows(routing: Routing) -> list[int]:
