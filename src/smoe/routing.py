@@ -33,4 +33,7 @@ class Routing(NamedTuple):
     """[T, K] expert indices, the model's own choice."""
     scores: Sequence[Sequence[float]] | None = None
     """[T, E] choice scores of all experts (after softmax or sigmoid and the choice bias; minus infinity where masked),
-    in a prefill of its last tokens only; None where no policy needs them."""
+    in a prefill of the sequences' last tokens only (`policy/planner.py`: `last_rows`); None where no policy needs
+    them."""
+    sequences: int = 1
+    """How many sequences of equal length, padding included, the rows are, one after the other."""

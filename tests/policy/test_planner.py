@@ -210,6 +210,26 @@ def test_an_eviction_policy_learns_from_the_end_of_a_prompt_and_from_every_decod
     assert observation(step) is step
 
 
+def test_each_sequence_of_a_batch_has_its_own_end() -> None:
+    """Three prompts in one step: what stays, and what policies hear, is the end of each, not that of the last."""
+    early, late = [[0, 1]] * 8, [[2, 3]] * LAST_TOKENS
+    rows = [*early, *late, *early, *([[4, 3]] * LAST_TOKENS), *early, *([[5, 3]] * LAST_TOKENS)]
+    routing = Routing(0, Phase.PREFILL, EXPERTS, rows, None, sequences=3)
+    heard = observation(routing).top_k_index
+    assert heard == [[2, 3], [4, 3], [5, 3]] * LAST_TOKENS, "token by token, as a batch decodes"
+    executor = Executor(12, 2, make_eviction("lru"))
+    served(executor, routing, share=4)
+    assert sorted(copy[1] for copy in executor.table.cached()) == [2, 3, 4, 5]
+
+
+def test_padding_is_no_last_token() -> None:
+    """On the left (prompts of different lengths), on the right (a caller's mask), and a sequence of nothing else."""
+    none = [EXPERTS] * 2
+    rows = [[none, [0, 1], [0, 2]], [[1, 2], [1, 3], none], [none, none, none]]
+    routing = Routing(0, Phase.PREFILL, EXPERTS, [row for part in rows for row in part], None, sequences=3)
+    assert observation(routing).top_k_index == [[0, 1], [1, 2], [0, 2], [1, 3]]
+
+
 def test_padding_alone_plans_nothing() -> None:
     for phase in Phase:
         for rows in ([[EXPERTS] * 2], [[EXPERTS] * 2] * 3):

@@ -12,6 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from smoe.expert import EXACT
+from smoe.policy.plan import Load, Reason
+from smoe.policy.residency import ExpertsAtHand, ExpertsUnderWay, SlotTable
 from smoe.policy.selection import NOTHING, Replacement, Selection, applied, substitute
 from smoe.routing import Phase, Routing
 
@@ -153,3 +156,38 @@ def test_alpha_zero_all_experts_chosen_and_padding_are_left_alone() -> None:
     padding = Routing(0, Phase.DECODE, 4, [[4, 4], [0, 1]], [[0.25] * 4, [0.4, 0.3, 0.29, 0.0]])
     found = substitute(padding, {0, 2}, 0.5, share=False, drop=False).replacements
     assert found == [Replacement(1, 1, 1, 2)]
+
+
+def test_what_is_ready_goes_before_what_is_under_way() -> None:
+    """Expert 3 is being read for a guess: taking it means waiting, and 4 of lower like score is here."""
+    routing = routing_of([[0.50, 0.40, 0.38, 0.36, 0.34, 0.0, 0.0, 0.0]], top_k=3)
+    at_hand = {0, 1, 3, 4}
+    taken = substitute(routing, at_hand, 0.3, share=True, drop=False, under_way={3})
+    assert taken.replacements == [Replacement(0, 2, 2, 4)]
+    assert substitute(routing, at_hand, 0.3, share=True, drop=False).replacements == [Replacement(0, 2, 2, 3)]
+    assert substitute(routing, {0, 1, 3}, 0.3, share=True, drop=False, under_way={3}).replacements == [
+        Replacement(0, 2, 2, 3)
+    ], "under way it still costs no load"
+
+
+def test_what_a_batch_waits_for_anyway_costs_no_wait_of_its_own() -> None:
+    """Expert 4 is under way and top-score for token 0, so token 1 may have it too, before ready 6 of lower score."""
+    scores = [
+        [0.45, 0.02, 0.02, 0.02, 0.40, 0.02, 0.02, 0.02],
+        [0.50, 0.00, 0.00, 0.00, 0.11, 0.12, 0.10, 0.00],
+    ]
+    routing = routing_of(scores, top_k=2)
+    for share in (False, True):
+        taken = substitute(routing, {0, 4, 6}, 0.3, share=share, drop=False, under_way={4})
+        assert taken.replacements == [Replacement(1, 1, 5, 4)]
+
+
+def test_the_table_says_what_is_under_way() -> None:
+    table = SlotTable(2, 2)
+    for expert, slot, keep in ((3, 0, True), (5, 2, False)):
+        table.begin(Load((1, expert, EXACT), slot, None, keep, Reason.PREFETCH, 0))
+    table.arrive((1, 3, EXACT))
+    at_hand, under_way = ExpertsAtHand(1, table), ExpertsUnderWay(1, table)
+    assert [expert for expert in range(8) if expert in at_hand] == [3, 5]
+    assert [expert for expert in range(8) if expert in under_way] == [5]
+    assert 5 not in ExpertsUnderWay(0, table)

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.metrics import Counters
-from smoe.policy.planner import observation, plan_layer
+from smoe.policy.planner import LAST_TOKENS, observation, plan_layer
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
@@ -93,6 +93,40 @@ def test_replay_of_a_batch(budget: str, toy: Callable[..., Path], open_model: Op
     assert widest > 4
     ledger = engine.ledger
     assert events(simulated(trace, ledger.cache_slots, ledger.staging_slots, "lru")) == events(engine.stats())
+
+
+def test_replay_of_a_batch_of_long_prompts(toy: Callable[..., Path], open_model: Open) -> None:
+    """What stays of each prompt, by what each one ends with, in engine and simulator alike."""
+    model = open_model(toy("qwen2_moe"), "fifth", max_sequences=3, eviction="score")
+    engine, prompts = model.offload, torch.cat([oracle.PROMPT, oracle.PROMPT.flip(1)], dim=1)
+    with engine.recording() as trace:
+        oracle.greedy(model, torch.cat([prompts, prompts.flip(1), prompts.roll(5, 1)]), 10)
+    ledger = engine.ledger
+    assert events(simulated(trace, ledger.cache_slots, ledger.staging_slots, "score")) == events(engine.stats())
+
+
+def test_policies_hear_the_end_of_every_prompt(toy: Callable[..., Path], open_model: Open) -> None:
+    """Three prompts read together and one by one: the last tokens of each, with the scores that belong to them."""
+    model = open_model(toy("mixtral"), "half", max_sequences=3, eviction="score")
+    engine, prompts = model.offload, torch.cat([oracle.PROMPT, oracle.PROMPT.flip(1)], dim=1)
+    prompts = torch.cat([prompts, prompts.flip(1), prompts.roll(5, 1)])  # longer than LAST_TOKENS
+    alone: list[list[Routing]] = []
+    with engine.recording() as trace:
+        model(prompts)
+    for prompt in prompts:
+        with engine.recording() as single:
+            model(prompt.unsqueeze(0))
+        alone.append(single[:])
+    for layer, routing in enumerate(trace):
+        assert routing.sequences == 3 and routing.scores is not None
+        assert len(routing.scores) == 3 * LAST_TOKENS
+        heard = observation(routing)
+        for number in range(3):
+            expected = observation(alone[number][layer])
+            same = [a == b for a, b in zip(heard.top_k_index[number::3], expected.top_k_index, strict=True)]
+            assert sum(same) > 0.9 * LAST_TOKENS, "but for a choice that rounding decides"
+            ours, theirs = torch.tensor(heard.scores[number::3]), torch.tensor(expected.scores)
+            assert ((ours - theirs).abs() < 1e-3).float().mean() > 0.9
 
 
 def test_recording_is_what_the_router_said(toy: Callable[..., Path], open_model: Open) -> None:

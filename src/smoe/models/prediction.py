@@ -13,11 +13,14 @@ output is its residual plus its block's output, bit by bit; for the others the n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel
 
 from smoe.models.experts import ExpertsSite
@@ -45,35 +48,43 @@ class NextGate:
         self._following = dict(itertools.pairwise(site.layer for site in sites))
         self._experts = {site.layer: site.experts for site in sites}
         self._routers = {layer: modules[name] for layer, name in gates.items()}
+        self._parts = {layer: list(router.modules()) for layer, router in self._routers.items()}
         self._rules = rules
         self._what = what
         self.alpha = 0.0
         """The substitution threshold that the layers will be served with."""
 
     def __call__(
-        self, layer: int, hidden: torch.Tensor, partial: torch.Tensor | None = None
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        partial: torch.Tensor | None = None,
+        rows: Sequence[int] | None = None,
     ) -> tuple[int, list[int]] | None:
         after = self._following.get(layer)
-        if after is None:
+        if after is None or _has_any_global_hook():
             return None
         router, experts = self._routers.get(after), self._experts[after]
         if router is None:  # a long prompt uses nearly every expert, whatever the router would say
             return (after, list(range(experts))) if hidden.shape[0] >= experts else None
-        return after, self.ranked(after, router(hidden))
+        with _unheard(self._parts[after]):
+            output = router(hidden)
+        return after, self.ranked(after, output, rows)
 
-    def ranked(self, layer: int, output: tuple[Any, ...]) -> list[int]:
-        """The experts worth a load by a router's output, best first.
+    def ranked(self, layer: int, output: tuple[Any, ...], rows: Sequence[int] | None = None) -> list[int]:
+        """The experts worth a load by a router's output for these rows (None: all), best first.
 
-        Where low-score experts may be substituted, only those predicted to be top-score (SMoE, second version); else,
-        or where all that will be chosen are asked for (first version), those chosen.
+        The best are those of the highest weight, or score, for any row; ties go by number. Where low-score experts may
+        be substituted, only those predicted to be top-score (SMoE, second version); else, or where all that will be
+        chosen are asked for (first version), those chosen.
         """
+        if rows is not None:
+            output = tuple(value[list(rows)] if isinstance(value, torch.Tensor) else value for value in output)
         index = _chosen(output)
         is_selective = self.alpha > 0 and self._what == "top-score"
         if is_selective and index.shape[1] < self._experts[layer]:
             return self._top_score(self._rules[layer], in_order(output)[0], index)
-        if index.shape[0] == 1:
-            return list(index[0].tolist())
-        return list(torch.unique(index).tolist())
+        return _best_first(index, _weights(output, index))
 
     def _top_score(self, rule: ScoringRule, logits: torch.Tensor, index: torch.Tensor) -> list[int]:
         """Experts that are top-score for some token, highest score first."""
@@ -81,10 +92,7 @@ class NextGate:
         bound = choice.topk(index.shape[1] + 1, dim=-1).values[:, -1:]
         scores = choice.gather(-1, index)
         kept = scores >= (1 + self.alpha) * bound
-        best: dict[int, float] = {}
-        for expert, score in zip(index[kept].tolist(), scores[kept].tolist(), strict=True):
-            best[expert] = max(score, best.get(expert, score))
-        return sorted(best, key=lambda expert: (-best[expert], expert))
+        return _best_first(index[kept], scores[kept])
 
 
 class LookAhead:
@@ -128,16 +136,20 @@ class LookAhead:
         self._next_gate.alpha = alpha
 
     def __call__(
-        self, layer: int, hidden: torch.Tensor, partial: torch.Tensor | None = None
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        partial: torch.Tensor | None = None,
+        rows: Sequence[int] | None = None,
     ) -> tuple[int, list[int]] | None:
         here, there = self._stations.get(layer), self._stations.get(layer + 1)
         if partial is None or here is None or there is None or not here.is_proven or there.number != here.number + 1:
-            return self._next_gate(layer, hidden)
+            return self._next_gate(layer, hidden, None, rows)
         kwargs = self._kwargs.get(there.kind)
-        if kwargs is None or not _is_rewritable(kwargs):
-            return self._next_gate(layer, hidden)
+        if kwargs is None or not _is_rewritable(kwargs) or _has_any_global_hook():
+            return self._next_gate(layer, hidden, None, rows)
         self.peeks += 1
-        return there.layer, self._next_gate.ranked(there.layer, there.peek(here.output_of(partial), kwargs))
+        return there.layer, self._next_gate.ranked(there.layer, there.peek(here.output_of(partial), kwargs), rows)
 
     def _let_go(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The pass is over: its KV cache must not live longer for our sake."""
@@ -146,8 +158,6 @@ class LookAhead:
     def _note_arguments(self, station: _Station) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden = args[0] if args else kwargs["hidden_states"]
-            if station.is_peeking:
-                return
             station.begin(is_single=hidden.shape[-2] == 1)
             if station is self._first:
                 self._kwargs.clear()  # masks and positions of the pass before
@@ -189,9 +199,11 @@ class _Station:
         self.decoder = modules[".".join(path[:depth])]
         self.is_proven: bool | None = None
         """Whether the layer's output is its residual plus its block's output; None: not seen yet."""
-        self.is_peeking = False
+        self._is_peeking = False
         self._block = modules[".".join(path[:-1])]
         self._experts = modules[site.name]
+        self._router = modules[router]
+        self._parts = list(self.decoder.modules())
         self._replay: torch.Tensor | None = None
         self._is_single = False
         self._given: torch.Tensor | None = None
@@ -199,7 +211,6 @@ class _Station:
         self._residual: torch.Tensor | None = None
         self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._memo: dict[nn.Module, _Remembered] = {}
-        modules[router].register_forward_hook(self._leave)
         for child in self.decoder.children():
             if child is not self._block:
                 child.register_forward_hook(self._note_child)
@@ -231,7 +242,8 @@ class _Station:
         assert self._given is not None and self._residual is not None
         self._replay = partial
         try:
-            output = self._block(self._given)
+            with _unheard(self._parts):
+                output = self._block(self._given)
         finally:
             self._replay = None
         ahead: torch.Tensor = self._residual + (output[0] if isinstance(output, tuple) else output)
@@ -239,26 +251,23 @@ class _Station:
 
     def peek(self, hidden: torch.Tensor, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """What the router says if the layer's input is `hidden`."""
-        self.is_peeking = True
+        self._is_peeking = True
         try:
-            self.decoder(hidden, **kwargs)
+            with _unheard(self._parts), _leaving(self._router):
+                self.decoder(hidden, **kwargs)
         except _PeekedError as peeked:
             return peeked.output
         finally:
-            self.is_peeking = False
+            self._is_peeking = False
         raise AssertionError("the layer ended without asking its router")
-
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        if self.is_peeking:
-            raise _PeekedError(output)
 
     def _note_child(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The child whose output is the block's input stands between it and the residual: a norm."""
-        if self._is_single and not self.is_peeking and args and isinstance(output, torch.Tensor):
+        if self._is_single and args and isinstance(output, torch.Tensor):
             self._inputs[output.data_ptr()] = (args[0], output)
 
     def _note_block(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not self._is_single or self.is_peeking or self._replay is not None or not args:
+        if not self._is_single or not args:
             return
         self._given = args[0]
         pair = self._inputs.get(args[0].data_ptr())
@@ -267,7 +276,7 @@ class _Station:
             self.is_proven = False
 
     def _note_block_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._is_single and self.is_proven is None and self._replay is None and not self.is_peeking:
+        if self._is_single and self.is_proven is None:
             self._given_out = output[0] if isinstance(output, tuple) else output
 
     def _prove(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -283,14 +292,16 @@ class _Station:
     def _remembering(self, child: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The block runs twice on one input; its shared experts and router need not.
 
-        A remembered output that somebody has written to since is computed anew.
+        A remembered output that somebody has written to since is computed anew, and so is one of a module that others
+        listen inside: its parts must be heard in the true pass.
         """
+        inside = list(child.modules())[1:]
 
         def remembered(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_single or self.is_peeking or args or kwargs:
+            if not self._is_single or self._is_peeking or args or kwargs:
                 return forward(x, *args, **kwargs)
             known = self._memo.get(child)
-            if known is not None and known.answers(x):
+            if known is not None and known.answers(x) and not any(map(_is_heard, inside)):
                 return known.output
             output = forward(x)
             if isinstance(output, torch.Tensor) and not output.is_inference():
@@ -300,10 +311,58 @@ class _Station:
         return remembered
 
 
+@contextmanager
+def _unheard(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, no hook of these modules fires, whoever has put it there: a prediction is no pass of the model.
+
+    Users count calls by hooks, the library records router logits by them, and our own tell a pass's course.
+    """
+    kept = [(module, module._forward_hooks, module._forward_pre_hooks) for module in modules if _is_heard(module)]
+    try:
+        for module, _, _ in kept:
+            module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
+        yield
+    finally:
+        for module, hooks, pre_hooks in kept:
+            module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
+
+
+def _is_heard(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+@contextmanager
+def _leaving(router: nn.Module) -> Iterator[None]:
+    """Inside, whoever asks the router gets its answer as a `_PeekedError`."""
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        raise _PeekedError(output)
+
+    handle = router.register_forward_hook(leave)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def _is_rewritable(kwargs: Mapping[str, Any]) -> bool:
     """Whether running a layer ahead leaves nothing behind: our cache, with layers that address by position."""
     caches = [kwargs[name] for name in ("past_key_values", "past_key_value") if kwargs.get(name) is not None]
     return bool(caches) and all(isinstance(cache, RowCache) and cache.can_rewind for cache in caches)
+
+
+def _best_first(index: torch.Tensor, scores: torch.Tensor) -> list[int]:
+    """The experts in `index`, that of the highest of `scores` (of the same shape) first; ties by number."""
+    best: dict[int, float] = {}
+    for expert, score in zip(index.reshape(-1).tolist(), scores.reshape(-1).tolist(), strict=True):
+        best[expert] = max(score, best.get(expert, score))
+    return sorted(best, key=lambda expert: (-best[expert], expert))
+
+
+def _weights(output: Sequence[Any], index: torch.Tensor) -> torch.Tensor:
+    """The routing weights in a router's output, [T, K] as `index`; where it has none, its own order stands for them."""
+    found = [x for x in output if isinstance(x, torch.Tensor) and x.is_floating_point() and x.shape == index.shape]
+    return found[-1] if found else torch.arange(0, -index.shape[1], -1).expand_as(index)
 
 
 def _chosen(output: Sequence[Any]) -> torch.Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from smoe.errors import BudgetError
 from smoe.expert import EXACT, Copy
@@ -26,7 +27,7 @@ from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
 
 LAST_TOKENS = 32
-"""How many of a prompt's last tokens decide which experts stay after prefill."""
+"""How many of a prompt's last tokens decide which experts stay after prefill; in a batch so many of each prompt."""
 
 
 def plan_layer(
@@ -71,8 +72,28 @@ def observation(routing: Routing) -> Routing:
     """What an eviction policy learns from a step: all of a decode step, the last tokens of a prefill."""
     if routing.phase is Phase.DECODE:
         return routing
-    scores = None if routing.scores is None else routing.scores[-LAST_TOKENS:]
-    return routing._replace(top_k_index=routing.top_k_index[-LAST_TOKENS:], scores=scores)
+    return routing._replace(top_k_index=[routing.top_k_index[row] for row in last_rows(routing)], sequences=1)
+
+
+def real_rows(routing: Routing) -> list[int] | None:
+    """Rows that are no padding, nor of a sequence that has ended; None: all."""
+    rows = [row for row, chosen in enumerate(routing.top_k_index) if min(chosen) != routing.experts]
+    return None if len(rows) == len(routing.top_k_index) else rows
+
+
+def last_rows(routing: Routing) -> list[int]:
+    """Rows of the last `LAST_TOKENS` tokens of every sequence, padding left out.
+
+    Oldest first and the sequences in turn, as if they had been decoded together: a policy that weighs the newest rows
+    most, or has room for a few, then treats all sequences alike.
+    """
+    rows, padding = routing.top_k_index, routing.experts
+    length = len(rows) // routing.sequences
+    ends = []
+    for first in range(0, len(rows), length):
+        backwards = (row for row in range(first + length - 1, first - 1, -1) if min(rows[row]) != padding)
+        ends.append(list(islice(backwards, LAST_TOKENS)))
+    return [end[back] for back in range(LAST_TOKENS - 1, -1, -1) for end in ends if back < len(end)]
 
 
 def routes_by_copy(routing: Routing) -> dict[Copy, tuple[int, ...]]:
@@ -218,7 +239,7 @@ def _kept(routing: Routing, candidates: Sequence[Copy], residency: SlotTable, la
     room = min(len(residency.free_cache), layer_share - resident)
     if room <= 0:
         return set()
-    last_uses = Counter(expert for row in routing.top_k_index[-LAST_TOKENS:] for expert in row)
+    last_uses = Counter(expert for row in last_rows(routing) for expert in routing.top_k_index[row])
     return set(sorted(candidates, key=lambda copy: (-last_uses[copy[1]], copy))[:room])
 
 

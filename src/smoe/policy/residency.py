@@ -119,3 +119,16 @@ class ExpertsAtHand:
     def __contains__(self, expert: object) -> bool:
         copy = (self._layer, expert, EXACT)
         return copy in self._table.ready or copy in self._table.inflight
+
+
+class ExpertsUnderWay:
+    """Of the experts at hand, those that have to be waited for."""
+
+    __slots__ = ("_layer", "_table")
+
+    def __init__(self, layer: int, table: SlotTable) -> None:
+        self._layer = layer
+        self._table = table
+
+    def __contains__(self, expert: object) -> bool:
+        return (self._layer, expert, EXACT) in self._table.inflight

@@ -21,7 +21,7 @@ resident low-score experts too, and would count rank k+1 itself among the active
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -57,8 +57,19 @@ class Selection(NamedTuple):
 NOTHING = Selection([], 0, 0, 0)
 
 
-def substitute(routing: Routing, resident: Container[int], alpha: float, *, share: bool, drop: bool) -> Selection:
+def substitute(
+    routing: Routing,
+    resident: Container[int],
+    alpha: float,
+    *,
+    share: bool,
+    drop: bool,
+    under_way: Container[int] = (),
+) -> Selection:
     """Replace what is low-score and missing; `resident` are the experts of this layer that cost no load.
+
+    Of these some may be `under_way`. A chosen one stays all the same; a substitute that would have to be waited for,
+    and for no other reason, comes after all that are ready.
 
     `share`: in a batch, what has to be loaded for one token serves the others too, and a substitute that serves more
     tokens goes before one of higher score (first version, section 5.4). `drop`: leave missing low-score experts out
@@ -74,9 +85,10 @@ def substitute(routing: Routing, resident: Container[int], alpha: float, *, shar
         [entry for entry in token.low if entry.expert not in top and entry.expert not in resident] for token in tokens
     ]
     like = [_like(row, token) if entries else [] for row, token, entries in zip(scores, tokens, missing, strict=True)]
-    replaced = _replace(tokens, missing, like, lambda expert: expert in resident or expert in top, None, drop)
+    here = _Here(resident, top, under_way)
+    replaced = _replace(tokens, missing, like, here, None, drop)
     if share and len(tokens) > 1 and replaced and not drop:
-        replaced = _replace_again(tokens, missing, like, replaced, lambda expert: expert in resident or expert in top)
+        replaced = _replace_again(tokens, missing, like, replaced, here)
     return Selection(
         replaced,
         sum(len(token.low) for token in tokens),
@@ -115,7 +127,21 @@ class _Token(NamedTuple):
     """Ascending by score, then by expert."""
 
 
-_Here = Callable[[int], bool]
+class _Here(NamedTuple):
+    """What may serve without a load of its own."""
+
+    resident: Container[int]
+    coming: Container[int]
+    """Loaded for other tokens: the layer waits for these in any case."""
+    under_way: Container[int]
+
+    def has(self, expert: int) -> bool:
+        return expert in self.resident or expert in self.coming
+
+    def is_late(self, expert: int) -> bool:
+        return expert in self.under_way and expert not in self.coming
+
+
 _Like = tuple[float, int]
 """(minus the score, expert)"""
 
@@ -144,7 +170,7 @@ def _replace(
     tokens: Sequence[_Token],
     missing: Sequence[Sequence[_Low]],
     like: Sequence[Sequence[_Like]],
-    is_here: _Here,
+    here: _Here,
     serving: Counter[int] | None,
     drop: bool,
 ) -> list[Replacement]:
@@ -158,7 +184,7 @@ def _replace(
             dropped = entries[: len(entries) - keep]
             replaced += [Replacement(number, entry.choice, entry.expert, None) for entry in dropped]
         elif entries:
-            pairs = zip(entries, _substitutes(like[number], is_here, serving), strict=False)
+            pairs = zip(entries, _substitutes(like[number], here, serving), strict=False)
             replaced += [Replacement(number, entry.choice, entry.expert, expert) for entry, expert in pairs]
     return replaced
 
@@ -170,9 +196,10 @@ def _like(scores: Sequence[float], token: _Token) -> list[_Like]:
     return sorted(entry for entry in found if entry[1] not in active)
 
 
-def _substitutes(like: Sequence[_Like], is_here: _Here, serving: Counter[int] | None) -> list[int]:
-    """Those that cost no load of their own; where `serving` counts, what serves more tokens goes first."""
-    found = [expert for _, expert in like if is_here(expert)]
+def _substitutes(like: Sequence[_Like], here: _Here, serving: Counter[int] | None) -> list[int]:
+    """Those that cost no load of their own, what is late last; where `serving` counts, what serves more tokens goes
+    before all."""
+    found = sorted((expert for _, expert in like if here.has(expert)), key=here.is_late)
     return found if serving is None else sorted(found, key=lambda expert: -serving[expert])
 
 
@@ -181,7 +208,7 @@ def _replace_again(
     missing: Sequence[Sequence[_Low]],
     like: Sequence[Sequence[_Like]],
     replaced: Sequence[Replacement],
-    is_here: _Here,
+    here: _Here,
 ) -> list[Replacement]:
     """With what the first round leaves to be loaded counted as present: it serves every token that chose it, and those
     that need a substitute. Nothing more is loaded than after the first round."""
@@ -190,4 +217,5 @@ def _replace_again(
     still = [[entry for entry in entries if entry.expert not in loaded] for entries in missing]
     gone = {(number, entry.expert) for number, entries in enumerate(still) for entry in entries}
     serving = Counter(e for number, token in enumerate(tokens) for e in token.active if (number, e) not in gone)
-    return _replace(tokens, still, like, lambda expert: expert in loaded or is_here(expert), serving, False)
+    coming = loaded.union(expert for token in tokens for expert in token.top)
+    return _replace(tokens, still, like, here._replace(coming=coming), serving, False)

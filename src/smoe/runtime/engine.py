@@ -242,7 +242,7 @@ class Engine:
         if self.listener is not None:
             self.listener(layer, self._phase, self._sequences, logits, top_k_index, top_k_weights)
         scored = Scored(rule, rule.scores(logits)) if rule is not None and logits is not None else None
-        return self.executor.run(layer, self._phase, hidden, top_k_index, top_k_weights, scored)
+        return self.executor.run(layer, self._phase, hidden, top_k_index, top_k_weights, scored, self._sequences)
 
     def note_logits(self, layer: int, logits: torch.Tensor) -> None:
         """A router has spoken: [T, E] of the layer whose experts are asked next."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -26,8 +27,8 @@ from smoe.memory.transfer import Ticket
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan
-from smoe.policy.planner import LAST_TOKENS, layer_share, observation, plan_layer, plan_prefetch
-from smoe.policy.residency import ExpertsAtHand, SlotTable
+from smoe.policy.planner import last_rows, layer_share, observation, plan_layer, plan_prefetch, real_rows
+from smoe.policy.residency import ExpertsAtHand, ExpertsUnderWay, SlotTable
 from smoe.policy.selection import substitute
 from smoe.policy.trial import Shadow, Trial
 from smoe.routing import Phase, Routing
@@ -47,10 +48,10 @@ class Predictor(Protocol):
     """Whether it looks ahead through what the resident experts have given, and so is asked only once they are done."""
 
     def __call__(
-        self, layer: int, hidden: torch.Tensor, partial: torch.Tensor | None
+        self, layer: int, hidden: torch.Tensor, partial: torch.Tensor | None, rows: Sequence[int] | None
     ) -> tuple[int, Sequence[int]] | None:
-        """(layer, router input [T, H], experts' output so far [T, H]) -> (next layer, its experts, best first), or
-        None."""
+        """(layer, router input [T, H], experts' output so far [T, H], rows that want something (None: all)) -> (next
+        layer, its experts, best first), or None."""
 
 
 class LayerExecutor:
@@ -129,15 +130,17 @@ class LayerExecutor:
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
         scored: Scored | None = None,
+        sequences: int = 1,
     ) -> torch.Tensor:
         """The experts' share of a layer: hidden [T, H], top_k_index [T, K], top_k_weights [T, K] -> [T, H].
 
+        The T rows are `sequences` of equal length, one after the other.
         An error (a failed read, an interrupt) leaves the tables consistent; only this request is lost.
         """
         try:
             if self.math.emulation is not None:
                 self.math.emulation.reach_experts(hidden.shape[0])
-            output = self._serve(layer, phase, hidden, top_k_index, top_k_weights, scored)
+            output = self._serve(layer, phase, hidden, top_k_index, top_k_weights, scored, sequences)
             if self.math.emulation is not None:
                 self.math.emulation.leave_experts()
             return output
@@ -153,22 +156,24 @@ class LayerExecutor:
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
         scored: Scored | None,
+        sequences: int,
     ) -> torch.Tensor:
         started = self.now()
         rows = top_k_index.tolist()  # the one wait for the device in a layer: everything after depends on it
-        choice = None if scored is None else scored.choice_of(LAST_TOKENS if phase is Phase.PREFILL else None)
-        routing = Routing(layer, phase, self._store.layers[layer].experts, rows, choice)
+        routing = Routing(layer, phase, self._store.layers[layer].experts, rows, None, sequences)
+        if scored is not None:
+            routing = routing._replace(scores=scored.choice_of(last_rows(routing) if phase is Phase.PREFILL else None))
         if self.trace is not None:
             self.trace.append(routing)
         self.arrivals.collect()
         if self.substitution is not None and scored is not None and phase is Phase.DECODE:
             routing, top_k_index, top_k_weights = self._select(routing, top_k_index, top_k_weights, scored)
-        plan = self._plan(routing)
-        self._prefetch(phase, hidden, None, plan)
+        plan, real = self._plan(routing), real_rows(routing)
+        self._prefetch(phase, hidden, None, plan, real)
         self.counters.plan_seconds += self.now() - started
         if phase is Phase.PREFILL:
             return self.math.prefill(plan, hidden, top_k_weights)
-        output = self.math.decode(plan, hidden, top_k_weights, lambda partial: self._look_ahead(plan, hidden, partial))
+        output = self.math.decode(plan, hidden, top_k_weights, partial(self._look_ahead, plan, hidden, real))
         self._measure_shadow()
         return output
 
@@ -186,8 +191,8 @@ class LayerExecutor:
         """Low-score experts that are missing give way to resident ones of like score."""
         asked, counters = self.substitution, self.counters
         assert asked is not None
-        here = ExpertsAtHand(routing.layer, self.table)
-        selection = substitute(routing, here, asked.alpha, share=asked.share, drop=asked.drop)
+        here, under_way = ExpertsAtHand(routing.layer, self.table), ExpertsUnderWay(routing.layer, self.table)
+        selection = substitute(routing, here, asked.alpha, share=asked.share, drop=asked.drop, under_way=under_way)
         counters.routes += sum(len(row) for row in routing.top_k_index)
         counters.low_score += selection.low_score
         counters.low_score_missing += selection.low_score_missing
@@ -210,7 +215,14 @@ class LayerExecutor:
         self.arrivals.adopt(plan)
         return plan
 
-    def _prefetch(self, phase: Phase, hidden: torch.Tensor, partial: torch.Tensor | None, plan: LayerPlan) -> None:
+    def _prefetch(
+        self,
+        phase: Phase,
+        hidden: torch.Tensor,
+        partial: torch.Tensor | None,
+        plan: LayerPlan,
+        rows: Sequence[int] | None,
+    ) -> None:
         """Ask the predictor, where its time is now: before the experts, or, with `partial`, after the resident ones."""
         predictor = self._predictors.get(phase)
         if predictor is None or predictor.needs_partial is (partial is None) or not self._has_room(phase, plan):
@@ -219,12 +231,14 @@ class LayerExecutor:
         if hidden.shape[0] == 1:
             torch.set_num_threads(1)  # a second thread would wait for a core that the readers are using
         began = time.perf_counter()
-        predicted = predictor(plan.layer, hidden, partial)
+        predicted = predictor(plan.layer, hidden, partial, rows)
         torch.set_num_threads(threads)
         if self.math.emulation is not None and phase is Phase.DECODE and partial is None:
             self.math.emulation.ask_gate(began)
         if predicted is not None:
-            self.arrivals.prefetch(plan_prefetch(predicted[0], predicted[1], self.table, plan).loads)
+            layer, experts = predicted
+            wanted = sorted(experts) if phase is Phase.PREFILL else experts  # a prefill takes them in ascending order
+            self.arrivals.prefetch(plan_prefetch(layer, wanted, self.table, plan).loads)
 
     def _has_room(self, phase: Phase, plan: LayerPlan) -> bool:
         """Whether a prefetch has somewhere to go and something to bring, and pays at present."""
@@ -232,7 +246,9 @@ class LayerExecutor:
             return False
         return phase is Phase.PREFILL or self.trial is None or self.trial.is_on
 
-    def _look_ahead(self, plan: LayerPlan, hidden: torch.Tensor, partial: Callable[[], torch.Tensor]) -> None:
+    def _look_ahead(
+        self, plan: LayerPlan, hidden: torch.Tensor, rows: Sequence[int] | None, output: Callable[[], torch.Tensor]
+    ) -> None:
         """In the shadow of what the layer waits for: the next layer's router, on the experts' output so far."""
         predictor = self._predictors.get(Phase.DECODE)
         if predictor is None or not predictor.needs_partial or not self.may_peek:
@@ -244,7 +260,7 @@ class LayerExecutor:
         if not self.shadow.fits(len(self._awaited)):
             return
         began = time.perf_counter()
-        self._prefetch(Phase.DECODE, hidden, partial(), plan)
+        self._prefetch(Phase.DECODE, hidden, output(), plan, rows)
         if self.math.emulation is not None:
             self.math.emulation.look_ahead(began, hidden.shape[0])
         seconds = self.now() - asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,9 +40,9 @@ class Scored(NamedTuple):
     scores: torch.Tensor
     """[T, E]"""
 
-    def choice_of(self, last: int | None) -> list[list[float]]:
-        """Choice scores of the last tokens, or of all."""
-        scores = self.scores if last is None else self.scores[-last:]
+    def choice_of(self, tokens: Sequence[int] | None) -> list[list[float]]:
+        """Choice scores of these tokens, or of all."""
+        scores = self.scores if tokens is None else self.scores[list(tokens)]
         rows: list[list[float]] = self.rule.choice(scores).tolist()
         return rows
 

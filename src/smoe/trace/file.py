@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from smoe.errors import ConfigError, DiskSpaceError, TraceError
-from smoe.policy.planner import LAST_TOKENS
+from smoe.policy.planner import last_rows
 from smoe.routing import Phase, Routing
 from smoe.trace.record import PHASES, TracedLayer, TraceHeader
 from smoe.units import format_bytes
@@ -183,16 +183,18 @@ class _Routings(Sequence[Routing]):
         rows = self._rows[self._bounds[numbers] : self._bounds[numbers + 1]]
         layer, phase = self._layers[int(rows["layer"][0])], PHASES[rows["phase"][0]]
         index: list[list[int]] = rows["top_k_index"][:, : layer.top_k].tolist()
-        return Routing(layer.layer, phase, layer.experts, index, self._scores(layer, phase, rows["router_logits"]))
+        sequences = int(rows["sequence"][-1]) - int(rows["sequence"][0]) + 1
+        routing = Routing(layer.layer, phase, layer.experts, index, None, sequences)
+        return routing._replace(scores=self._scores(layer, routing, rows["router_logits"]))
 
-    def _scores(self, layer: TracedLayer, phase: Phase, logits: np.ndarray) -> list[list[float]] | None:
+    def _scores(self, layer: TracedLayer, routing: Routing, logits: np.ndarray) -> list[list[float]] | None:
         """Choice scores of a step, as in the engine: of a prefill only its last tokens'."""
         rule = self._rules.get(layer.layer)
         if rule is None:
             return None
         import torch
 
-        last = logits[-LAST_TOKENS:] if phase is Phase.PREFILL else logits
+        last = logits[last_rows(routing)] if routing.phase is Phase.PREFILL else logits
         scores = rule.scores(torch.from_numpy(last[:, : layer.experts].copy()))
         found: list[list[float]] = rule.choice(scores).tolist()
         return found
