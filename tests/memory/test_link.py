@@ -7,6 +7,7 @@ slot overwritten before the kernel that reads it, one copy's time booked for ano
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from smoe.memory.disk import CHUNK_BYTES
 from smoe.memory.link import OUTSTANDING, CudaLink
 from smoe.memory.transfer import State, Ticket, Transfers
 from smoe.policy.plan import Load, Reason
-from tests.memory.fake_streams import PATIENCE_SECONDS, FakeStreams
+from tests.memory.fake_streams import FakeStreams
 
 CHUNKS = 4
 NBYTES = CHUNKS * CHUNK_BYTES
@@ -65,11 +66,14 @@ def open_transfers(mover: ArenaMover, streams: FakeStreams, threads: int) -> Ite
     each = Transfers(mover, threads, lambda: float(clock()))
     yield each
     streams.finish_computing()
-    for thread in (each._tokens.put(False) or thread for thread in each._threads):
-        while thread.is_alive():
-            streams.advance(10 * MS_PER_CHUNK)
-            thread.join(0.001)
-    each.close()
+    closing = threading.Thread(target=each.close)
+    closing.start()
+    for _ in range(2000):
+        streams.advance(10 * MS_PER_CHUNK)
+        closing.join(0.005)
+        if not closing.is_alive():
+            return
+    raise AssertionError("a reading thread does not end")
 
 
 @pytest.fixture
@@ -92,8 +96,6 @@ def prefetch(expert: int) -> Load:
 
 def wait_over(streams: FakeStreams, *tickets: Ticket) -> None:
     """The clock is where it has to be; the reading thread needs a moment of real time to see it."""
-    with streams.moved:
-        streams.moved.wait_for(lambda: all(ticket.is_over for ticket in tickets), 0.05)
     for _ in range(1000):
         if all(ticket.is_over for ticket in tickets):
             return
@@ -226,9 +228,6 @@ def test_a_copy_s_time_is_its_own(streams: FakeStreams, link: CudaLink, two_read
     streams.advance(50.0)
     streams.finish_computing()
     wait_over_pumping(streams, first, second)
-    for _ in range(100):
-        if len(link._timed) == 2:
-            break
     assert list(link.measured()) == [pytest.approx(CHUNKS * MS_PER_CHUNK / 1e3)] * 2
     assert list(link.measured()) == []
 
@@ -241,7 +240,3 @@ def test_a_device_that_fails_after_the_order_is_an_error(streams: FakeStreams, t
     wait_over(streams, ticket)
     assert ticket.state is State.FAILED and "lost" in str(ticket.error)
     streams.failure = None
-
-
-def test_patience_outlasts_a_busy_machine() -> None:
-    assert PATIENCE_SECONDS >= 10
