@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from smoe.memory.link import Link
+from smoe.memory.transfer import Ticket
 
 PATIENCE_SECONDS = 20
 
@@ -155,3 +159,22 @@ class PumpedStreams(FakeStreams):
     def _run(self) -> None:
         while not self._is_over.wait(0.0002):
             self.advance(self._step_ms)
+
+
+class ArenaMover:
+    """Host experts to slots over a link, as `HostMover` does, without a disk: expert n is the row n of `sources`."""
+
+    def __init__(self, link: Link, sources: torch.Tensor, slots: torch.Tensor) -> None:
+        self._link = link
+        self.sources = sources
+        self.slots = slots
+
+    def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
+        self._link.copy(self.sources[ticket.load.copy[1]], self.slots[ticket.load.slot], ticket, between)
+        return 0
+
+    def mark_free(self) -> Any:
+        return self._link.mark_free()
+
+    def close(self) -> None:
+        self._link.close()

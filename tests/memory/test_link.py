@@ -1,15 +1,14 @@
 """The link to a GPU, on queues whose clock stands still until the test moves it.
 
 Would catch: a ticket that is over when its copy is only enqueued, a demand load behind every chunk of a prefetch, a
-slot overwritten before the kernel that reads it, one copy's time booked for another, computing held up by a wrong guess.
+slot overwritten before the kernel that reads it, one copy's time booked for another.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,31 +18,11 @@ from smoe.memory.disk import CHUNK_BYTES
 from smoe.memory.link import OUTSTANDING, CudaLink
 from smoe.memory.transfer import State, Ticket, Transfers
 from smoe.policy.plan import Load, Reason
-from tests.memory.fake_streams import FakeStreams
+from tests.memory.fake_streams import ArenaMover, FakeStreams
 
 CHUNKS = 4
 NBYTES = CHUNKS * CHUNK_BYTES
 MS_PER_CHUNK = 1.0
-
-
-class ArenaMover:
-    """Host experts to slots over the link, as `HostMover` does, without a disk."""
-
-    def __init__(self, link: CudaLink) -> None:
-        self._link = link
-        self.sources = torch.arange(1, 5, dtype=torch.uint8).unsqueeze(1).expand(4, NBYTES).contiguous()
-        self.slots = torch.zeros(4, NBYTES, dtype=torch.uint8)
-
-    def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
-        expert = ticket.load.copy[1]
-        self._link.copy(self.sources[expert], self.slots[ticket.load.slot], ticket, between)
-        return 0
-
-    def mark_free(self) -> Any:
-        return self._link.mark_free()
-
-    def close(self) -> None:
-        self._link.close()
 
 
 @pytest.fixture
@@ -58,7 +37,8 @@ def link(streams: FakeStreams) -> CudaLink:
 
 @pytest.fixture
 def mover(link: CudaLink) -> ArenaMover:
-    return ArenaMover(link)
+    sources = torch.arange(1, 5, dtype=torch.uint8).unsqueeze(1).expand(4, NBYTES).contiguous()
+    return ArenaMover(link, sources, torch.zeros(4, NBYTES, dtype=torch.uint8))
 
 
 def open_transfers(mover: ArenaMover, streams: FakeStreams, threads: int) -> Iterator[Transfers]:
