@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -20,7 +20,9 @@ from smoe.memory.free import free_device_bytes, less_margin
 from smoe.memory.host import HostTier
 from smoe.memory.link import CudaLink, EmulatedLink, Link
 from smoe.memory.movers import Filler, HostMover, SlotMover
+from smoe.memory.page_lock import CudaRegistry
 from smoe.memory.store import ExpertStore, LayerExperts
+from smoe.memory.streams import CudaStreams
 from smoe.memory.transfer import Mover, Transfers
 from smoe.models.experts import ExpertsSite
 from smoe.models.prediction import LookAhead, NextGate
@@ -59,9 +61,11 @@ def assemble(
     arena: Arena,
     checkpoint: Mapping[int, LayerExperts],
     emulation: Emulation | None,
+    on_host_tier: Callable[[int], None] | None = None,
 ) -> PreTrainedModel:
     """Put an engine behind `model`, whose experts were left out; the same object comes back.
 
+    `on_host_tier` hears how many bytes of host memory are about to be backed and locked for a GPU: that takes a while.
     Raises `UnsupportedModelError` where the experts, or a rule that is needed, cannot be proven, and `ConfigError` for
     switches that this machine or family cannot have.
     """
@@ -70,7 +74,7 @@ def assemble(
     table = SlotTable(ledger.cache_slots, ledger.staging_slots)
     clock = time.perf_counter if emulation is None else emulation.now
     with ExitStack() as made:  # closed, last first, where a later step fails
-        tiers = _tiers(store, arena, table, config, emulation)
+        tiers = _tiers(store, arena, table, config, emulation, on_host_tier)
         transfers = Transfers(tiers.mover, config.io_threads, clock)
         made.callback(transfers.close)
         executor = _executor(model, plan, store, arena, table, transfers, predictors, clock)
@@ -171,7 +175,9 @@ def _beside(
     if executor.device.type != "cpu" and not all(layer.is_movable for layer in math.values()):
         raise ConfigError(f"--balance {method}: this family's experts end in a norm that only the device has; use none")
     threads = 1 if emulation is not None else torch.get_num_threads()
-    executor.math.host_experts = HostExperts(tiers.host, tiers.filler, store, math, threads, emulation)
+    host_experts = executor.math.host_experts = HostExperts(tiers.host, tiers.filler, store, math, threads, emulation)
+    if emulation is None and config.kernels != "torch" and plan.dtype is torch.bfloat16 and is_supported():
+        host_experts.multiply_by(Crew(threads))  # an acted device is timed with the library's products: docs/log.md
     fixed = None
     if config.reproducible and config.alpha > 0 and method != "host":
         if emulation is None:
@@ -269,7 +275,12 @@ class _Tiers(NamedTuple):
 
 
 def _tiers(
-    store: ExpertStore, arena: Arena, table: SlotTable, config: EngineConfig, emulation: Emulation | None
+    store: ExpertStore,
+    arena: Arena,
+    table: SlotTable,
+    config: EngineConfig,
+    emulation: Emulation | None,
+    on_host_tier: Callable[[int], None] | None,
 ) -> _Tiers:
     free, _ = free_device_bytes(torch.device("cpu"))
     if arena.device.type == "cpu" and emulation is None:
@@ -281,8 +292,11 @@ def _tiers(
     slots = min(len(store.keys()), max(least, budget // store.slot_bytes))
     reader = DiskReader(_reads_directly(config, store, free - slots * store.slot_bytes))
     filler = Filler(store, reader)
-    host = HostTier(slots, store.slot_bytes, lambda copy: copy in table.ready)
-    link: Link = CudaLink(arena.device) if emulation is None else EmulatedLink(emulation)
+    registry = CudaRegistry(arena.device) if emulation is None else None
+    if registry is not None and on_host_tier is not None:
+        on_host_tier(slots * store.slot_bytes)
+    host = HostTier(slots, store.slot_bytes, lambda copy: copy in table.ready, registry)
+    link: Link = CudaLink(CudaStreams(arena.device)) if emulation is None else EmulatedLink(emulation)
     return _Tiers(HostMover(filler, reader, host, arena, link), filler, host, link)
 
 

@@ -19,7 +19,7 @@ from transformers.utils import logging as library_logging
 from smoe.assembly import assemble
 from smoe.config import EMULATED, EngineConfig, configure
 from smoe.errors import CheckpointError, ConfigError
-from smoe.memory.device import Arena
+from smoe.memory.device import Arena, forget_peak
 from smoe.memory.emulation import Emulation, read_profile
 from smoe.memory.free import free_device_bytes, less_margin
 from smoe.memory.safetensors_index import index_checkpoint
@@ -72,8 +72,10 @@ def load(
     config: EngineConfig,
     revision: str | None = None,
     on_ledger: Callable[[Ledger], None] | None = None,
+    on_host_tier: Callable[[int], None] | None = None,
 ) -> PreTrainedModel:
-    """`from_pretrained` for a finished configuration; `on_ledger` hears the budget before anything large is read."""
+    """`from_pretrained` for a finished configuration; `on_ledger` hears the budget before anything large is read, and
+    `on_host_tier` the bytes of host memory that are about to be locked beside a GPU."""
     collect_closed()
     device = choose_device(config)
     profile = read_profile(config.profile) if config.device == EMULATED else None
@@ -100,6 +102,7 @@ def load(
     if config.alpha_as_priced:
         alpha, alpha_reason = threshold_of(folder, ledger.resident_share)
         config = replace(config, alpha=alpha, alpha_as_priced=False)
+    forget_peak(device)
     arena = Arena(ledger.cache_slots + ledger.staging_slots, store.slot_bytes, device)
     try:
         arena.touch()  # slower than the disk, and free beside the loading of the other weights
@@ -109,7 +112,7 @@ def load(
         if profile is not None:
             layer_bytes = ledger.demand.weights_bytes / len(plan.sites)
             emulation = Emulation(profile, config.dilation, layer_bytes, store.expert_bytes)
-        ready = assemble(loaded, plan, config, ledger, reason, store, arena, checkpoint, emulation)
+        ready = assemble(loaded, plan, config, ledger, reason, store, arena, checkpoint, emulation, on_host_tier)
         ready.offload.alpha_reason = alpha_reason  # type: ignore[union-attr]
         return ready
     except BaseException:

@@ -52,6 +52,8 @@ class Counters:
     """Time that the CPU spent on them."""
     host_wait_seconds: float = 0.0
     """Of the forward time: waiting for what the CPU computes beside the device."""
+    device_wait_seconds: float = 0.0
+    """Of the forward time: the host waited for a GPU to reach a layer's router and say what it chose."""
     look_aheads: int = 0
     """Layers of decode steps that looked ahead; the others had no time for it, or nothing to wait for."""
     look_ahead_seconds: float = 0.0
@@ -72,7 +74,8 @@ class Counters:
     @property
     def dense_seconds(self) -> float:
         """Forward time outside the experts: attention, norms, router, shared experts, logits."""
-        return max(0.0, self.forward_seconds - self.elsewhere_seconds - self.compute_seconds - self.plan_seconds)
+        ours = self.elsewhere_seconds + self.compute_seconds + self.plan_seconds + self.device_wait_seconds
+        return max(0.0, self.forward_seconds - ours)
 
     def copy(self) -> Counters:
         return replace(self)

@@ -19,9 +19,10 @@ from smoe.runtime.engine import Engine
 from smoe.runtime.generation import Generation
 from smoe.units import identifier
 
-DISK, LINK, HOST, EXPERTS, DENSE, AHEAD, PYTHON = (
+DISK, LINK, DEVICE, HOST, EXPERTS, DENSE, AHEAD, PYTHON = (
     "disk",
     "link",
+    "the GPU",
     "the CPU's experts",
     "experts",
     "the other layers",
@@ -182,6 +183,7 @@ def time_shares(generation: Generation, has_link: bool) -> dict[str, float]:
     outside = max(0.0, whole - decode.forward_seconds)
     parts = {
         LINK if has_link else DISK: decode.wait_seconds,
+        **({DEVICE: decode.device_wait_seconds} if decode.device_wait_seconds else {}),
         HOST: decode.host_wait_seconds,
         EXPERTS: decode.compute_seconds,
         DENSE: decode.dense_seconds,

@@ -32,7 +32,7 @@ def loaded(model: str, config: EngineConfig, revision: str | None) -> Iterator[P
     transformers.logging.set_verbosity_error()
     watch = _Watch(f"loading {model}")
     try:
-        ready = load(model, config, revision, watch.start)
+        ready = load(model, config, revision, watch.start, watch.expect)
     finally:
         watch.stop()
     engine: Any = ready.offload
@@ -92,6 +92,10 @@ class _Watch:
         self._before = self._process.memory_info().rss
         self._expected = ledger.demand.weights_bytes + ledger.entries()["staging"] + ledger.entries()["expert slots"]
         self._bar.start()
+
+    def expect(self, nbytes: int) -> None:
+        """So much host memory comes on top: the tier beside a GPU, backed and locked before anything runs."""
+        self._expected += nbytes
 
     def stop(self) -> None:
         self._bar.stop()

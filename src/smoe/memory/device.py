@@ -6,10 +6,12 @@ slower to touch than the disk is to read, so it is touched when it is made. On a
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -30,7 +32,7 @@ class Arena:
         self.slot_bytes = slot_bytes
         self.device = device
         self._map: mmap.mmap | None = None
-        self._toucher: threading.Thread | None = None
+        self._touchers: list[threading.Thread] = []
         self._is_closing = False
         if device.type == "cpu":
             self._map = mmap.mmap(-1, slots * slot_bytes)
@@ -44,28 +46,34 @@ class Arena:
     def nbytes(self) -> int:
         return self.slots * self.slot_bytes
 
-    def touch(self) -> None:
-        """Have the operating system back every page, in a thread of its own; contents are left alone.
+    def touch(self, threads: int = 1) -> None:
+        """Have the operating system back every page, in threads of its own; contents are left alone.
 
         Pages that a read reaches first are backed by the read, only more slowly.
         """
-        if self._map is not None and _POPULATE_WRITE is not None:
-            self._toucher = threading.Thread(target=self._populate, name="smoe-touch", daemon=True)
-            self._toucher.start()
+        if self._map is None or _POPULATE_WRITE is None:
+            return
+        steps = range(0, self.nbytes, _POPULATE_BYTES)
+        shares = [steps[n::threads] for n in range(min(threads, len(steps)))]
+        self._touchers = [
+            threading.Thread(target=self._populate, args=(share,), name="smoe-touch", daemon=True) for share in shares
+        ]
+        for toucher in self._touchers:
+            toucher.start()
 
     def wait_touched(self, seconds: float | None) -> None:
         """Wait until every page is backed, at most `seconds` (None: as long as it takes)."""
-        if self._toucher is not None:
-            self._toucher.join(seconds)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        for toucher in self._touchers:
+            toucher.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
-    def _populate(self) -> None:
-        assert self._map is not None and _POPULATE_WRITE is not None
-        for begin in range(0, self.nbytes, _POPULATE_BYTES):
+    def _populate(self, steps: range) -> None:
+        assert _POPULATE_WRITE is not None
+        begins_at, madvise = self.bytes.data_ptr(), _madvise()
+        for begin in steps:
             if self._is_closing:
                 return
-            try:
-                self._map.madvise(_POPULATE_WRITE, begin, min(_POPULATE_BYTES, self.nbytes - begin))
-            except OSError:
+            if madvise(begins_at + begin, min(_POPULATE_BYTES, self.nbytes - begin), _POPULATE_WRITE):
                 return  # a kernel before 5.14
 
     def buffer(self, slot: int) -> memoryview:
@@ -87,12 +95,25 @@ class Arena:
     def close(self) -> None:
         """Give the memory back; views must not be used any more."""
         self._is_closing = True
-        if self._toucher is not None:
-            self._toucher.join()
+        self.wait_touched(None)
         self.bytes = torch.empty(0, dtype=torch.uint8)
         if self._map is not None:
             self._view.release()
             self._map = None  # unmapped when the last tensor on it is gone
+
+
+def forget_peak(device: torch.device) -> None:
+    """Measure the most memory that is allocated on a GPU from now on, not since the process began."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _madvise() -> Callable[[int, int, int], int]:
+    """The system's own: Python's holds the interpreter lock, and so every other thread, until all pages are there."""
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    call: Callable[[int, int, int], int] = function
+    return call
 
 
 def _ask_for_huge_pages(memory: mmap.mmap) -> None:

@@ -1,4 +1,5 @@
-"""The host tier of a machine whose device has a memory of its own: an arena, pinned for a GPU, that caches the disk.
+"""The host tier of a machine whose device has a memory of its own: an arena, locked in RAM for a GPU, that caches the
+disk.
 
 Inclusive where all experts fit; smaller, it forgets first what the device holds anyway (a copy there needs none
 here), then what was used longest ago. Machines without a GPU have no such tier: there the device arena already is
@@ -8,14 +9,15 @@ host memory.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from smoe.expert import Copy
 from smoe.memory.device import Arena
+from smoe.memory.page_lock import PageRegistry, lock_pages
 
 
 class Lease(NamedTuple):
@@ -24,53 +26,73 @@ class Lease(NamedTuple):
     copy: Copy
     slot: int
     is_hit: bool
+    """Whether the expert is there; else whoever has the lease fills the slot and says so."""
 
 
 class HostTier:
-    """Pinned slots. Used by several reading threads; every method takes the lock."""
+    """Used by several reading threads; every method takes the lock.
 
-    def __init__(self, slots: int, slot_bytes: int, is_on_device: Callable[[Copy], bool]) -> None:
+    A lease lasts until the device, or the CPU, has read the last byte: links return when a copy has ended. A copy may
+    be leased several times at once, and is evictable when the last lease is given back.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        slot_bytes: int,
+        is_on_device: Callable[[Copy], bool],
+        registry: PageRegistry | None = None,
+    ) -> None:
         self.arena = Arena(slots, slot_bytes, torch.device("cpu"))
         self._is_on_device = is_on_device
+        self._registry = registry
         self._lock = threading.Condition()
         self._slots: OrderedDict[Copy, int] = OrderedDict()
-        self._leased: set[Copy] = set()
+        self._leased: Counter[Copy] = Counter()
+        self._filling: set[Copy] = set()
         self._free = list(range(slots))
-        self._copying: dict[int, Any] = {}
-        self._is_pinned = _pin(self.arena)
+        self._locked = [] if registry is None else lock_pages(self.arena, registry)
+        """Addresses of what the driver has locked."""
 
     def lease(self, copy: Copy) -> Lease:
-        """Where `copy` is, or a slot to fill; waits where every slot is leased."""
+        """Where `copy` is, or a slot to fill; waits where every slot is leased, or another thread is filling it."""
         with self._lock:
-            if copy in self._slots:
-                self._slots.move_to_end(copy)
-                self._leased.add(copy)
-                return Lease(copy, self._slots[copy], True)
-            slot = self._take()
-            while slot is None:
+            while True:
+                if copy in self._slots and copy not in self._filling:
+                    self._slots.move_to_end(copy)
+                    self._leased[copy] += 1
+                    return Lease(copy, self._slots[copy], True)
+                slot = None if copy in self._filling else self._take()
+                if slot is not None:
+                    self._slots[copy] = slot
+                    self._filling.add(copy)
+                    self._leased[copy] += 1
+                    return Lease(copy, slot, False)
                 self._lock.wait()
-                slot = self._take()
-            self._slots[copy] = slot
-            self._leased.add(copy)
-            event = self._copying.pop(slot, None)
-        if event is not None:
-            event.synchronize()  # the old contents may still be on their way to the device
-        return Lease(copy, slot, False)
 
-    def give_back(self, lease: Lease, event: Any, is_valid: bool) -> None:
-        """End a lease; `event` fires when the slot's bytes have reached the device."""
+    def note_filled(self, lease: Lease) -> None:
+        """The expert is in the slot of a lease that was no hit."""
         with self._lock:
-            self._leased.discard(lease.copy)
-            if is_valid:
-                self._copying[lease.slot] = event
-            else:
+            self._filling.discard(lease.copy)
+            self._lock.notify_all()
+
+    def give_back(self, lease: Lease) -> None:
+        """End a lease; a slot that was to be filled and was not is free again."""
+        with self._lock:
+            self._leased[lease.copy] -= 1
+            if not self._leased[lease.copy]:
+                del self._leased[lease.copy]
+            if not lease.is_hit and lease.copy in self._filling:
+                self._filling.discard(lease.copy)
                 self._free.append(self._slots.pop(lease.copy))
-            self._lock.notify()
+            self._lock.notify_all()
 
     def close(self) -> None:
         with self._lock:
-            if self._is_pinned:
-                torch.cuda.cudart().cudaHostUnregister(self.arena.bytes.data_ptr())
+            for address in self._locked:
+                assert self._registry is not None
+                self._registry.unregister(address)
+            self._locked = []
             self.arena.close()
 
     def _take(self) -> int | None:
@@ -79,11 +101,3 @@ class HostTier:
         evictable = [copy for copy in self._slots if copy not in self._leased]
         victim = next((copy for copy in evictable if self._is_on_device(copy)), next(iter(evictable), None))
         return None if victim is None else self._slots.pop(victim)
-
-
-def _pin(arena: Arena) -> bool:
-    """Page-lock the arena for asynchronous copies; False where the driver refuses (copies then block)."""
-    if not torch.cuda.is_available():
-        return False
-    result = torch.cuda.cudart().cudaHostRegister(arena.bytes.data_ptr(), arena.nbytes, 0)
-    return int(result) == 0

@@ -1,6 +1,18 @@
-"""From the host tier to the device, chunk by chunk, so that something more urgent waits for one chunk at most.
+"""From the host tier to the device, chunk by chunk, so that something more urgent waits for two chunks at most.
 
-Two links: a copy stream of a GPU, and an emulated one (`emulation.py`). Both measure what a copy takes.
+Two links: a copy stream of a GPU, and an emulated one (`emulation.py`). Both measure what a copy takes, and of both
+`copy` returns when the bytes have reached the device, so a ticket is over when its expert is there, never before. What
+differs is when the computing thread may go on. On a GPU the device itself can wait, so the ticket is *ordered* as soon
+as the last chunk is enqueued; a demand load is enqueued whole and at once, a prefetch with no more than `OUTSTANDING`
+chunks in the queue:
+
+    reading thread   | chunk 1, chunk 2 | wait for 1 | chunk 3 | order | wait for 2, 3 | over
+    copy stream           | chunk 1 ........ | chunk 2 ........ | chunk 3 ........ |
+    demand, elsewhere                 ^ submitted here: enqueued behind chunk 2, and chunk 3 behind it
+    computing thread                                   join returns ^  hold, launch ...
+    compute stream                                                     waits for the end of 3 | kernels
+
+An emulated copy is never ordered ahead of its end: `join` returns when it is over.
 """
 
 from __future__ import annotations
@@ -9,12 +21,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 
 from smoe.memory.disk import CHUNK_BYTES
 from smoe.memory.emulation import Emulation
+from smoe.memory.streams import Event, Streams
+from smoe.memory.transfer import Ticket
+
+OUTSTANDING = 2
+"""Chunks of a prefetch in the device's queue: one that is being copied, and one so that the link never idles."""
 
 _Between = Callable[[], None] | None
 
@@ -22,49 +40,76 @@ _Between = Callable[[], None] | None
 class Link(Protocol):
     """Carries one expert's bytes; called by the reading threads, several at a time."""
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, free_event: Any, between: _Between) -> Any:
-        """Copy all of `source` (uint8 [n]) once `free_event` has come; returns the event of arrival, None if it has."""
+    def copy(self, source: torch.Tensor, target: torch.Tensor, ticket: Ticket, between: _Between) -> None:
+        """Copy all of `source` (uint8 [n]) once the ticket's `free_event` has come, and return when it is copied.
+
+        Calls `between` between two chunks, and `ticket.order` where the device can wait for the rest by itself.
+        """
 
     def mark_free(self) -> Any:
         """An event after which slots given up so far may be overwritten; None where that is now."""
 
     def measured(self) -> Iterator[float]:
-        """Seconds of every copy that has ended since the last call."""
+        """Seconds of every copy that has ended since the last call, without what it waited for others."""
 
     def close(self) -> None: ...
 
 
 class CudaLink:
-    """A stream beside the computing one. The host never waits; events order the two."""
+    """A stream beside the computing one. Reading threads wait for their copies, the computing thread never does."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=64)
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._enqueuing = threading.Lock()
+        self._timed: deque[float] = deque(maxlen=64)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, free_event: Any, between: _Between) -> Any:
-        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(free_event)
-            began.record(self._stream)
-            for begin, end in _chunks(source.numel(), between):
-                target[begin:end].copy_(source[begin:end], non_blocking=True)
-            ended.record(self._stream)
-        self._timed.append((began, ended))
-        return ended
+    def copy(self, source: torch.Tensor, target: torch.Tensor, ticket: Ticket, between: _Between) -> None:
+        flying: deque[tuple[Event, Event]] = deque()
+        seconds, begin, nbytes = 0.0, 0, source.numel()
+        try:
+            while begin < nbytes:
+                if begin and between is not None and not ticket.is_wanted:
+                    if len(flying) == OUTSTANDING:
+                        seconds += _settle(flying.popleft())
+                    between()
+                end = nbytes if between is None or ticket.is_wanted else min(begin + CHUNK_BYTES, nbytes)
+                free_event = ticket.free_event if begin == 0 else None
+                flying.append(self._enqueue(source[begin:end], target[begin:end], free_event))
+                begin = end
+            _, ended = flying[-1]
+            ticket.order(lambda: self._streams.hold_computing(ended))
+            while flying:
+                seconds += _settle(flying.popleft())
+        except BaseException:
+            for _, ended in flying:  # nobody else may have the two buffers before the device has let go of them
+                with suppress(Exception):
+                    ended.synchronize()
+            raise
+        self._timed.append(seconds)
+
+    def _enqueue(self, source: torch.Tensor, target: torch.Tensor, free_event: Any) -> tuple[Event, Event]:
+        """A copy and its two marks, with nothing of another thread's between them."""
+        with self._enqueuing:
+            if free_event is not None:
+                self._streams.hold_copying(free_event)
+            return self._streams.copy(source, target)
 
     def mark_free(self) -> Any:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return self._streams.mark_computing()
 
     def measured(self) -> Iterator[float]:
-        while self._timed and self._timed[0][1].query():
-            began, ended = self._timed.popleft()
-            yield began.elapsed_time(ended) / 1e3
+        while self._timed:
+            yield self._timed.popleft()
 
     def close(self) -> None:
-        self._stream.synchronize()
+        self._streams.finish_copying()
+
+
+def _settle(marks: tuple[Event, Event]) -> float:
+    """Wait for one chunk: the seconds that the device took for it."""
+    began, ended = marks
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
 
 
 class EmulatedLink:
@@ -75,7 +120,7 @@ class EmulatedLink:
         self._one_at_a_time = threading.Lock()
         self._timed: deque[float] = deque(maxlen=64)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, free_event: Any, between: _Between) -> Any:
+    def copy(self, source: torch.Tensor, target: torch.Tensor, ticket: Ticket | None, between: _Between) -> None:
         profile, total = self._emulation.profile, 0.0
         for begin, end in _chunks(source.numel(), between):
             with self._one_at_a_time:

@@ -154,17 +154,16 @@ class HostMover:
 
     def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
         layer, expert, _ = ticket.load.copy
-        came, event = 0, None
+        came = 0
         lease = self._host.lease(ticket.load.copy)
         try:
             if not lease.is_hit:
                 came = self._filler.fill(layer, expert, self._host.arena.buffer(lease.slot), between)
+                self._host.note_filled(lease)
             source, target = self._host.arena.tensor(lease.slot), self._arena.tensor(ticket.load.slot)
-            event = ticket.ready_event = self._link.copy(source, target, ticket.free_event, between)
-        except BaseException:
-            self._host.give_back(lease, None, is_valid=False)
-            raise
-        self._host.give_back(lease, event, is_valid=True)
+            self._link.copy(source, target, ticket, between)
+        finally:
+            self._host.give_back(lease)
         return came
 
     def mark_free(self) -> Any:

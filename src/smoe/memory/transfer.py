@@ -1,15 +1,25 @@
 """Bringing experts in: reading threads, two queues, tickets.
 
 Demand loads go before prefetches, in the order of submission; a prefetch that is under way lets demand loads pass
-between two chunks, so a demand load waits for at most one chunk. A ticket is waited for by the computing thread; an
-error of the reading thread surfaces there.
+between two chunks, so a demand load waits for one chunk (on a GPU for two, see `link.py`). A ticket is waited for by
+the computing thread; an error of the reading thread surfaces there.
+
+What a ticket says is true of the bytes, whatever carries them:
+
+    submit         reading thread takes it    last chunk enqueued      bytes are there
+      | QUEUED ......... | RUNNING .................. | ordered ............. | DONE, is_over, `ended`
+      |                  | busy_seconds, `awaited`, the balancer's `running`: until here ^
+    join, on a GPU                                    ^ returns: `hold` lets the device wait for the rest
+    join, elsewhere                                                           ^ returns
 
 Order on a GPU, from the point of view of one slot:
 
     compute stream   ... last kernel on the old expert | e0 ............... | wait e1, first kernel on the new one
     copy stream                                        | wait e0, chunk, chunk, e1 |
 
-e0 is recorded when the load is submitted, e1 after its last chunk; the host never waits for either.
+e0 is recorded when the load is submitted, e1 after its last chunk. The computing thread waits for neither; the device
+waits for e1 only where an expert is used before it has come (`runtime/arrivals.py`). A slot that is given up while it
+is still being filled (a wrong guess, at a prefill) may be loaded again at once: one stream does all copies, in order.
 """
 
 from __future__ import annotations
@@ -40,16 +50,20 @@ class State(Enum):
 class Ticket:
     """One load under way."""
 
-    __slots__ = ("_done", "ended", "error", "free_event", "load", "ready_event", "state")
+    __slots__ = ("_done", "_is_open", "ended", "error", "free_event", "hold", "is_wanted", "load", "state")
 
     def __init__(self, load: Load, free_event: Any) -> None:
         self.load = load
         self.state = State.QUEUED
         self.error: BaseException | None = None
         self.free_event = free_event
-        self.ready_event: Any = None
+        self.hold: Callable[[], None] | None = None
+        """Where the device can wait for the end of the load: have what it computes from now on do so."""
+        self.is_wanted = False
+        """Whether it is being waited for, so that nothing should go before it any more."""
         self.ended = 0.0
         """When the load was over, by the clock of the transfers."""
+        self._is_open = False
         self._done = threading.Lock()
         self._done.acquire()
 
@@ -58,13 +72,26 @@ class Ticket:
         return self.state in (State.DONE, State.FAILED, State.CANCELLED)
 
     def join(self) -> None:
-        """Block until the load is over; whether it ended well is in `state` and `error`."""
+        """Block until the load is over, or nothing is left but for the device to wait: then `hold` is set.
+
+        Whether it ended well is in `state` and `error`, once it is over.
+        """
         self._done.acquire()
         self._done.release()
+
+    def order(self, hold: Callable[[], None]) -> None:
+        """All of the load is in the device's queue; by its reading thread, before `finish`."""
+        self.hold = hold
+        self._open()
 
     def finish(self, state: State, error: BaseException | None = None) -> None:
         self.error = error
         self.state = state
+        if not self._is_open:
+            self._open()
+
+    def _open(self) -> None:
+        self._is_open = True
         self._done.release()
 
 
@@ -72,7 +99,7 @@ class Mover(Protocol):
     """Carries one expert into its slot; called by reading threads."""
 
     def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
-        """Returns the bytes read from disk; sets `ticket.ready_event` where the device works asynchronously."""
+        """Returns the bytes read from disk, when the expert is in its slot; may call `ticket.order` before that."""
 
     def mark_free(self) -> Any:
         """An event after which the slots given up so far may be overwritten (None on a CPU)."""
@@ -111,7 +138,8 @@ class Transfers:
         return ticket
 
     def urge(self, ticket: Ticket) -> None:
-        """A queued prefetch is being waited for: it goes before everything else."""
+        """A prefetch is being waited for: it goes before everything else, as far as it has not begun."""
+        ticket.is_wanted = True
         if _withdraw(ticket, self._prefetch):
             self._demand.appendleft(ticket)
             self._tokens.put(True)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
 from smoe.expert import Copy
 from smoe.memory.device import Arena
 from smoe.memory.store import ExpertStore
@@ -52,6 +50,8 @@ class Arrivals:
         self._weights: list[Weights | None] = [None] * (table.cache_slots + table.staging_slots)
         self._views: dict[tuple[int, int], Weights] = {}
         self._queue: deque[Load] = deque()
+        self._flowing: list[Ticket] = []
+        """Taken in while their bytes are still on their way: the device waits for them, nobody else needs to."""
 
     @property
     def slots(self) -> int:
@@ -61,7 +61,7 @@ class Arrivals:
     @property
     def running(self) -> float:
         """Loads that the link still has to do for what runs now: half of each is taken to be done."""
-        return sum(0.5 for ticket in self.tickets.values() if ticket.state is State.RUNNING)
+        return sum(0.5 for ticket in (*self.tickets.values(), *self._flowing) if ticket.state is State.RUNNING)
 
     def awaited(self, plan: LayerPlan) -> list[Ticket]:
         """The loads that the plan's serves are still waiting for."""
@@ -122,33 +122,45 @@ class Arrivals:
         return weights
 
     def _arrive(self, copy: Copy) -> Weights:
-        """Wait for a copy that is under way and take it in."""
+        """Take in a copy that is under way: wait for it, or have the device wait where it can."""
         ticket = self.tickets[copy]
         if not ticket.is_over:
             self.transfers.urge(ticket)
             started = self._clock()
             ticket.join()
             self.counters.wait_seconds += self._clock() - started
+        if not ticket.is_over:
+            assert ticket.hold is not None
+            ticket.hold()
         self._close(copy, ticket)
         if ticket.error is not None:
             raise ticket.error
         return self.ready(copy)
 
     def _close(self, copy: Copy, ticket: Ticket) -> None:
-        """Book the end of a load."""
+        """Book the end of a load, or that the device alone waits for it."""
         del self.tickets[copy]
-        if ticket.state is not State.DONE:
+        if ticket.state in (State.FAILED, State.CANCELLED):
             self._promoted.discard(copy)
             self.table.fail(copy)
             return
         self.table.arrive(copy)
         if ticket.load.keep:
             self.eviction.insert(copy)
-        if ticket.ready_event is not None:  # on a GPU: the device waits, not the host
-            torch.cuda.current_stream(self._arena.device).wait_event(ticket.ready_event)
+        if not ticket.is_over:
+            self._flowing.append(ticket)
 
     def collect(self) -> None:
-        """Take in the prefetches that have ended since the last layer; a failed one is tried again on demand."""
+        """Take in the prefetches that have ended since the last layer; a failed one is tried again on demand.
+
+        Nobody waits for them: they are on the device. A copy that the device was told to wait for, and that failed
+        after all, is an error of whatever has been computed with it.
+        """
+        if self._flowing:
+            for ticket in self._flowing:
+                if ticket.error is not None:
+                    raise ticket.error
+            self._flowing = [ticket for ticket in self._flowing if not ticket.is_over]
         if self.tickets:
             for copy, ticket in list(self.tickets.items()):
                 if ticket.is_over:
@@ -171,7 +183,7 @@ class Arrivals:
                 if not self.transfers.cancel(ticket) and not ticket.is_over:
                     if routing.phase is Phase.DECODE:
                         continue
-                    ticket.join()
+                    ticket.join()  # what is loaded into the slot next is copied behind it
                 self._close(copy, ticket)
             if copy in table.ready:
                 table.release(copy)
@@ -179,6 +191,10 @@ class Arrivals:
     def recover(self) -> None:
         """After an error or an interrupt, wherever it struck: nothing is under way, only what is ready is kept."""
         self.transfers.drain()
+        for ticket in self._flowing:
+            if ticket.error is not None:
+                self.table.ready.pop(ticket.load.copy, None)
+        self._flowing.clear()
         self._queue.clear()
         self.tickets.clear()
         self._promoted.clear()

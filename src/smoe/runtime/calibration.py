@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from smoe.expert import EXACT
 from smoe.memory.emulation import Emulation
 from smoe.memory.link import Link
+from smoe.memory.streams import Fetched
 from smoe.runtime.engine import Engine
 
 _STEPS = 4
@@ -46,7 +47,7 @@ def _host_seconds(model: PreTrainedModel, engine: Engine, guess: float) -> float
     layer = min(engine.store.layers)
     row = torch.zeros(1, engine.executor.math.hidden_size(layer), dtype=next(model.parameters()).dtype)
     for expert in range(min(_STEPS, engine.store.layers[layer].experts)):
-        host_experts.submit((layer, expert, EXACT), row).result()
+        host_experts.submit((layer, expert, EXACT), Fetched(row), [0]).result()
     return _BESIDE_OTHERS * max(seconds for seconds, _ in host_experts.measured())
 
 

@@ -276,8 +276,9 @@ class Engine:
     def peak_memory_bytes(self) -> int:
         """Bytes of the budget in use at most.
 
-        On a GPU the allocator's own peak. On a CPU what is really allocated for slots, weights and caches, and the
-        reserve for activations; a cgroup proves the sum from outside (`bench/limits.py`).
+        On a GPU the allocator's own peak since a model was last loaded there (`memory/device.py`). On a CPU what is
+        really allocated for slots, weights and caches, and the reserve for activations; a cgroup proves the sum from
+        outside (`bench/limits.py`).
         """
         if self._arena.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._arena.device))

@@ -14,6 +14,7 @@ and E0 on a CPU).
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
@@ -37,6 +38,9 @@ from smoe.runtime.expert_math import ExpertMath
 from smoe.runtime.host_experts import Balancer
 from smoe.runtime.layer_math import LayerMath
 from smoe.runtime.substitution import Scored, Substitution, substitution_of, with_substitutes
+
+_SHADOWS = 8
+"""Layers whose loads may be over only after the host has gone on: no more are kept in mind."""
 
 
 class Predictor(Protocol):
@@ -84,9 +88,8 @@ class LayerExecutor:
         """Whether our kernels have nearly all products of one token, so that the library needs one thread only."""
         self.shadow = Shadow()
         """Whether there is time to look ahead."""
-        self._awaited: list[Ticket] = []
-        """What the running layer still waited for when its resident experts were done."""
-        self._residents_done = 0.0
+        self._awaited: deque[tuple[list[Ticket], float]] = deque(maxlen=_SHADOWS)
+        """Of the last layers, what each still waited for when its resident experts were done, and when that was."""
         self._store = store
         self._arena = arena
         self._predictors = predictors
@@ -113,6 +116,7 @@ class LayerExecutor:
         if self.math.emulation is not None:
             self.math.emulation.late_seconds = 0.0
         self.shadow = Shadow()
+        self._awaited.clear()
         self.arrivals.start_anew(eviction)
         self.trial = Trial() if self.trial is not None else None
 
@@ -163,6 +167,10 @@ class LayerExecutor:
         routing = Routing(layer, phase, self._store.layers[layer].experts, rows, None, sequences)
         if scored is not None:
             routing = routing._replace(scores=scored.choice_of(last_rows(routing) if phase is Phase.PREFILL else None))
+        if self.device.type != "cpu":  # until here the device was computing: not our Python
+            heard = self.now()
+            self.counters.device_wait_seconds += heard - started
+            started = heard
         if self.trace is not None:
             self.trace.append(routing)
         self.arrivals.collect()
@@ -180,7 +188,7 @@ class LayerExecutor:
     def _recover(self) -> None:
         if self.math.host_experts is not None:
             self.math.host_experts.drain()
-        self._awaited = []
+        self._awaited.clear()
         self.arrivals.recover()
 
     # -- planning -----------------------------------------------------------------------------------------------------
@@ -255,9 +263,10 @@ class LayerExecutor:
             return
         if not self._has_room(Phase.DECODE, plan):
             return
-        self._awaited = self.arrivals.awaited(plan)
-        self._residents_done = asked = self.now()
-        if not self.shadow.fits(len(self._awaited)):
+        awaited, asked = self.arrivals.awaited(plan), self.now()
+        if awaited:
+            self._awaited.append((awaited, asked))
+        if not self.shadow.fits(len(awaited)):
             return
         began = time.perf_counter()
         self._prefetch(Phase.DECODE, hidden, output(), plan, rows)
@@ -269,11 +278,14 @@ class LayerExecutor:
         self.counters.look_ahead_seconds += seconds
 
     def _measure_shadow(self) -> None:
-        """How long the layer's loads took after the resident experts were done, now that all are over."""
-        if self._awaited:
-            seconds = max(ticket.ended for ticket in self._awaited) - self._residents_done
-            self.shadow.note_wait(len(self._awaited), max(0.0, seconds))
-            self._awaited = []
+        """How long a layer's loads took after its resident experts were done, once all are over.
+
+        On a GPU that is some layers later: the device waits for them while the host goes on.
+        """
+        while self._awaited and all(ticket.is_over for ticket in self._awaited[0][0]):
+            tickets, residents_done = self._awaited.popleft()
+            seconds = max(ticket.ended for ticket in tickets) - residents_done
+            self.shadow.note_wait(len(tickets), max(0.0, seconds))
 
     def _count(self, plan: LayerPlan, phase: Phase) -> None:
         counters = self.counters

@@ -14,6 +14,7 @@ import torch
 
 from smoe.kernels.crew import Crew, agrees_on_rows
 from smoe.kernels.experts import MOST_EXPERTS, MOST_ROWS, MOST_TOKENS, Expert, Sums, TokenExperts
+from smoe.memory.streams import on_device
 from smoe.runtime.expert_math import ExpertMath, Weights
 from smoe.runtime.team import Team
 
@@ -55,6 +56,13 @@ def few_tokens(
     return _SeveralByOperations(math, hidden, top_k_weights, routes, ascending)
 
 
+def routes_on_device(routes: Routes, width: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of every expert, its routes [n] and their tokens [n] where the device computes: one transfer for all of them."""
+    flat = on_device([route for some in routes for route in some], device)
+    counts = [len(some) for some in routes]
+    return list(zip(flat.split(counts), (flat // width).split(counts), strict=True))
+
+
 def proven_kernel(math: ExpertMath, crew: Crew, weights: Weights) -> TokenExperts | None:
     """The kernel that takes one token through these experts, if it gives the library's bits on this one of them."""
     kernel = math.kernel_of(crew)
@@ -92,7 +100,8 @@ class _OneByOperations:
         self._team = team
         self._hidden = hidden
         self._ascending = ascending
-        self._gains = top_k_weights[0, [route for (route,) in routes]].unsqueeze(1)
+        taken = on_device([route for (route,) in routes], hidden.device)
+        self._gains = top_k_weights[0].index_select(0, taken).unsqueeze(1)
         self._stacked = hidden.new_empty(len(routes), hidden.shape[1])
 
     def compute(self, first: int, weights: Sequence[Weights]) -> None:
@@ -131,16 +140,16 @@ class _SeveralByOperations:
         self._hidden = hidden
         self._gains = top_k_weights.reshape(-1, 1)
         self._ascending = ascending
-        self._routes = [torch.tensor(list(some), device=hidden.device) for some in routes]
-        self._tokens = [some // top_k_weights.shape[1] for some in self._routes]
+        self._routes = routes_on_device(routes, top_k_weights.shape[1], hidden.device)
+        """Of every expert, its routes and their tokens."""
         self._outputs: list[torch.Tensor | None] = [None] * len(routes)
 
     def compute(self, first: int, weights: Sequence[Weights]) -> None:
         for n, one in enumerate(weights, start=first):
-            self.put(n, self._math.forward(self._hidden[self._tokens[n]], one))
+            self.put(n, self._math.forward(self._hidden[self._routes[n][1]], one))
 
     def put(self, n: int, rows: torch.Tensor) -> None:
-        self._outputs[n] = (rows * self._gains[self._routes[n]]).to(self._hidden.dtype)
+        self._outputs[n] = (rows * self._gains[self._routes[n][0]]).to(self._hidden.dtype)
 
     def partial(self, count: int) -> torch.Tensor:
         return self.total()  # of those that there are
@@ -150,7 +159,7 @@ class _SeveralByOperations:
         for n in self._ascending:
             output = self._outputs[n]
             if output is not None:
-                total.index_add_(0, self._tokens[n], output)
+                total.index_add_(0, self._routes[n][1], output)
         return total
 
 

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 
 import torch
 
-from smoe.expert import Copy
+from smoe.expert import EXACT, Copy
+from smoe.kernels.crew import Crew
 from smoe.memory.emulation import Emulation
 from smoe.memory.host import HostTier
 from smoe.memory.link import Link
 from smoe.memory.movers import Filler
 from smoe.memory.store import ExpertStore
+from smoe.memory.streams import Fetched
 from smoe.policy.balance import Balance, Costs, RecentCosts
-from smoe.runtime.expert_math import ExpertMath
+from smoe.runtime.expert_math import ExpertMath, Weights
 
 
 class HostExperts:
@@ -44,15 +47,33 @@ class HostExperts:
         self._timed: deque[tuple[float, int]] = deque(maxlen=64)
         self.busy_seconds = 0.0
         """Time spent computing."""
+        self._crew: Crew | None = None
+        """Where set, our kernel multiplies single rows."""
         self._under_way: set[Future[torch.Tensor]] = set()
         self._worker = ThreadPoolExecutor(1, "smoe-host-experts", self._begin)
 
-    def submit(self, copy: Copy, x: torch.Tensor) -> Future[torch.Tensor]:
-        """Compute an expert for the rows x [n, H] (on any device); the result [n, H] is on the CPU.
+    def multiply_by(self, crew: Crew) -> bool:
+        """From now on single rows are multiplied by our kernel; False where its bits are not the library's.
 
-        Its reading from disk, where that is needed, comes first and may fail: the error is the result's.
+        Compared on an expert of every shape, before anything is submitted. The crew is closed with this, used or not.
         """
-        future = self._worker.submit(self._compute, copy, x.to("cpu"))
+        self._crew = crew
+        shapes = {(math.hidden, math.inner): layer for layer, math in self._math.items()}
+        for layer in shapes.values():
+            with self._held((layer, 0, EXACT)) as weights:
+                if not self._math[layer].agrees(crew, weights):
+                    return False
+        for math in self._math.values():
+            math.multiply = crew.multiply
+        return True
+
+    def submit(self, copy: Copy, hidden: Fetched, tokens: Sequence[int]) -> Future[torch.Tensor]:
+        """Compute an expert for some rows of hidden [T, H]; the result [n, H] is on the CPU.
+
+        Never blocks: what is still on its way from the device is waited for by the CPU's thread. Reading the expert
+        from disk, where that is needed, comes first and may fail: the error is the result's.
+        """
+        future = self._worker.submit(self._compute, copy, hidden, tokens)
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
         return future
@@ -77,32 +98,39 @@ class HostExperts:
 
     def close(self) -> None:
         self._worker.shutdown(cancel_futures=True)
+        if self._crew is not None:
+            self._crew.close()
 
     def _begin(self) -> None:
         torch.set_num_threads(self._threads)
         torch.set_grad_enabled(False)
 
-    def _compute(self, copy: Copy, x: torch.Tensor) -> torch.Tensor:
-        layer, expert, _ = copy
-        lease = self._host.lease(copy)
-        is_valid = lease.is_hit
-        try:
-            if not lease.is_hit:
-                self._filler.fill(layer, expert, self._host.arena.buffer(lease.slot), None)
-                is_valid = True
+    def _compute(self, copy: Copy, hidden: Fetched, tokens: Sequence[int]) -> torch.Tensor:
+        with self._held(copy) as weights:
+            x = hidden.wait()[list(tokens)]
             began = time.perf_counter()
-            parts = self._store.placement(layer, expert).parts
-            weights = self._math[layer].bind(self._host.arena, lease.slot, parts)
-            out = self._math[layer].forward(x, weights)
+            out = self._math[copy[0]].forward(x, weights)
             if self._emulation is not None:
                 self._emulation.compute_on_host(began, x.shape[0])
             dilation = 1.0 if self._emulation is None else self._emulation.dilation
             seconds = (time.perf_counter() - began) / dilation
             self.busy_seconds += seconds
             self._timed.append((seconds, x.shape[0]))
-            return out
+            return out.pin_memory() if hidden.is_from_device else out
+
+    @contextmanager
+    def _held(self, copy: Copy) -> Iterator[Weights]:
+        """An expert's weights in the host tier, read from disk where they are not there; kept until the end."""
+        layer, expert, _ = copy
+        lease = self._host.lease(copy)
+        try:
+            if not lease.is_hit:
+                self._filler.fill(layer, expert, self._host.arena.buffer(lease.slot), None)
+                self._host.note_filled(lease)
+            parts = self._store.placement(layer, expert).parts
+            yield self._math[layer].bind(self._host.arena, lease.slot, parts)
         finally:
-            self._host.give_back(lease, None, is_valid=is_valid)
+            self._host.give_back(lease)
 
 
 class Balancer:

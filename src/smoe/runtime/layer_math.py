@@ -19,10 +19,11 @@ from smoe.kernels.experts import TokenExperts
 from smoe.memory.device import Arena
 from smoe.memory.emulation import Emulation
 from smoe.memory.store import ExpertStore
+from smoe.memory.streams import Fetched
 from smoe.policy.plan import LayerPlan, Serve
 from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.expert_math import ExpertMath, library_products
-from smoe.runtime.few_tokens import few_tokens, proven_kernel
+from smoe.runtime.few_tokens import few_tokens, proven_kernel, routes_on_device
 from smoe.runtime.host_experts import HostExperts
 from smoe.runtime.team import Team
 
@@ -122,9 +123,13 @@ class LayerMath:
         """What the CPU computes beside the device begins now."""
         if self.host_experts is None:
             return {}
-        given = (serve for serve in plan.serves if serve.on_host)
+        given = [serve for serve in plan.serves if serve.on_host]
+        if not given:
+            return {}
+        rows = Fetched(hidden)  # once for all of them, and nobody waits for it here: the device gets its work next
         return {
-            serve.copy: self.host_experts.submit(serve.copy, self._rows(serve, hidden, width)[0]) for serve in given
+            serve.copy: self.host_experts.submit(serve.copy, rows, [route // width for route in serve.routes])
+            for serve in given
         }
 
     def _few_tokens(
@@ -165,20 +170,22 @@ class LayerMath:
         started = self._now()
         result = from_host[serve.copy].result()
         self._arrivals.counters.host_wait_seconds += self._now() - started
-        return result.to(self._arena.device)
+        return result.to(self._arena.device, non_blocking=True)
 
     def prefill(self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Many tokens: experts in ascending order, each read once, loads of this and the next layer running ahead."""
         math, total = self._experts[plan.layer], torch.zeros_like(hidden)
         flat_weights = top_k_weights.reshape(-1, 1)
+        given = routes_on_device([serve.routes for serve in plan.serves], top_k_weights.shape[1], self._arena.device)
         counters = self._arrivals.counters
         started, before = self._now(), counters.elsewhere_seconds
         for computed, serve in enumerate(plan.serves, start=1):
             weights = self._arrivals.weights_of(serve)
-            x, route = self._rows(serve, hidden, top_k_weights.shape[1])
+            route, tokens = given[computed - 1]
+            x = hidden[tokens]
             began = time.perf_counter()
             y = (math.forward(x, weights) * flat_weights[route]).to(hidden.dtype)
-            total.index_add_(0, self._tokens(serve, top_k_weights.shape[1]), y)
+            total.index_add_(0, tokens, y)
             self._act([x.shape[0]], began)
             self._arrivals.served(serve, computed)
         counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
@@ -188,10 +195,3 @@ class LayerMath:
         """On an emulated device: experts computed since `began` take the device's time."""
         if self.emulation is not None:
             self.emulation.compute_experts(began, rows)
-
-    def _tokens(self, serve: Serve, width: int) -> torch.Tensor:
-        return torch.tensor([route // width for route in serve.routes], device=self._arena.device)
-
-    def _rows(self, serve: Serve, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs of one expert [n, H] and its flat routes [n]."""
-        return hidden[self._tokens(serve, width)], torch.tensor(serve.routes, device=self._arena.device)
