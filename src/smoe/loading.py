@@ -29,7 +29,7 @@ from smoe.models.files import fetch
 from smoe.models.packed import packed_store
 from smoe.planning import SAFETENSORS_NAMES, Blueprint, blueprint
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes
-from smoe.runtime.engine import collect_closed
+from smoe.runtime.lifetime import collect_dropped
 from smoe.threshold import threshold_of
 from smoe.units import parse_bytes
 
@@ -51,13 +51,16 @@ def from_pretrained(
     """Load a Mixture-of-Experts model whose experts stay on disk until they are needed.
 
     Returns the ordinary transformers model object; `model.offload` is the `Engine` behind it. `memory` is the budget
-    ("8GiB", bytes; None: what is free less a margin). `switches` are fields of `EngineConfig`, over those of `preset`.
+    ("8GiB", bytes; None: what is free less a margin). `switches` are fields of `EngineConfig`, over those of `preset`;
+    `dtype` and `device` may be torch's own objects.
 
     Raises `ConfigError` for bad settings, `BudgetError` (with the ledger) for a budget that cannot work, `ModelError`
     and its kinds for models that cannot be served exactly.
     """
     sizes = {"memory_bytes": memory, "host_memory_bytes": host_memory}
     switches |= {name: parse_bytes(size) for name, size in sizes.items() if size is not None}
+    torch_s_own = {name: given for name, given in switches.items() if isinstance(given, (torch.dtype, torch.device))}
+    switches |= {name: str(given).removeprefix("torch.") for name, given in torch_s_own.items()}
     return load(model, configure(preset, **switches), revision)
 
 
@@ -68,7 +71,7 @@ def load(
     on_ledger: Callable[[Ledger], None] | None = None,
 ) -> PreTrainedModel:
     """`from_pretrained` for a finished configuration; `on_ledger` hears the budget before anything large is read."""
-    collect_closed()
+    collect_dropped()
     device = choose_device(config)
     profile = read_profile(config.profile) if config.device == EMULATED else None
     if device.type == "cpu" and profile is None and config.balance not in ("auto", "none"):

@@ -49,6 +49,8 @@ class NextGate:
         self._what = what
         self.alpha = 0.0
         """The substitution threshold that the layers will be served with."""
+        self.silent: torch.Tensor | None = None
+        """[T], True at positions that ask for no expert; None where all do."""
 
     def __call__(
         self, layer: int, hidden: torch.Tensor, partial: torch.Tensor | None = None
@@ -67,6 +69,8 @@ class NextGate:
         Where low-score experts may be substituted, only those predicted to be top-score (SMoE, second version); else,
         or where all that will be chosen are asked for (first version), those chosen.
         """
+        if self.silent is not None:
+            output = tuple(x[~self.silent] if isinstance(x, torch.Tensor) else x for x in output)
         index = _chosen(output)
         is_selective = self.alpha > 0 and self._what == "top-score"
         if is_selective and index.shape[1] < self._experts[layer]:
@@ -126,6 +130,15 @@ class LookAhead:
     @alpha.setter
     def alpha(self, alpha: float) -> None:
         self._next_gate.alpha = alpha
+
+    @property
+    def silent(self) -> torch.Tensor | None:
+        """[T], True at positions that ask for no expert; None where all do."""
+        return self._next_gate.silent
+
+    @silent.setter
+    def silent(self, silent: torch.Tensor | None) -> None:
+        self._next_gate.silent = silent
 
     def __call__(
         self, layer: int, hidden: torch.Tensor, partial: torch.Tensor | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -36,6 +37,7 @@ from smoe.runtime.expert_math import ExpertMath
 from smoe.runtime.host_experts import Balancer
 from smoe.runtime.layer_math import LayerMath
 from smoe.runtime.substitution import Scored, Substitution, substitution_of, with_substitutes
+from smoe.runtime.threads import threads
 
 
 class Predictor(Protocol):
@@ -43,6 +45,8 @@ class Predictor(Protocol):
 
     alpha: float
     """The substitution threshold that the layers are served with."""
+    silent: torch.Tensor | None
+    """[T], True at positions that ask for no expert; None where all do."""
     needs_partial: bool
     """Whether it looks ahead through what the resident experts have given, and so is asked only once they are done."""
 
@@ -79,6 +83,8 @@ class LayerExecutor:
         """Where set, says which missing experts the CPU computes."""
         self.may_peek = True
         """Whether this pass may run another layer's attention: not where the caller listens to the layers."""
+        self.silent: torch.Tensor | None = None
+        """[T] of this pass, True at positions that ask for no expert; None where all do."""
         self.leaves_little = False
         """Whether our kernels have nearly all products of one token, so that the library needs one thread only."""
         self.shadow = Shadow()
@@ -142,7 +148,7 @@ class LayerExecutor:
                 self.math.emulation.leave_experts()
             return output
         except BaseException:
-            self._recover()
+            self.recover()
             raise
 
     def _serve(
@@ -172,7 +178,8 @@ class LayerExecutor:
         self._measure_shadow()
         return output
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
+        """After an error anywhere in a pass: nothing is under way, and the tables agree."""
         if self.math.host_experts is not None:
             self.math.host_experts.drain()
         self._awaited = []
@@ -188,7 +195,7 @@ class LayerExecutor:
         assert asked is not None
         here = ExpertsAtHand(routing.layer, self.table)
         selection = substitute(routing, here, asked.alpha, share=asked.share, drop=asked.drop)
-        counters.routes += sum(len(row) for row in routing.top_k_index)
+        counters.routes += sum(expert != routing.experts for row in routing.top_k_index for expert in row)
         counters.low_score += selection.low_score
         counters.low_score_missing += selection.low_score_missing
         counters.top_score_missing += selection.top_score_missing
@@ -215,12 +222,10 @@ class LayerExecutor:
         predictor = self._predictors.get(phase)
         if predictor is None or predictor.needs_partial is (partial is None) or not self._has_room(phase, plan):
             return
-        threads = torch.get_num_threads()
-        if hidden.shape[0] == 1:
-            torch.set_num_threads(1)  # a second thread would wait for a core that the readers are using
+        predictor.silent = self.silent
         began = time.perf_counter()
-        predicted = predictor(plan.layer, hidden, partial)
-        torch.set_num_threads(threads)
+        with threads(1) if hidden.shape[0] == 1 else nullcontext():  # a second would wait for a core that readers use
+            predicted = predictor(plan.layer, hidden, partial)
         if self.math.emulation is not None and phase is Phase.DECODE and partial is None:
             self.math.emulation.ask_gate(began)
         if predicted is not None:

@@ -39,13 +39,12 @@ class HostExperts:
         self._filler = filler
         self._store = store
         self._math = math
-        self._threads = threads
         self._emulation = emulation
         self._timed: deque[tuple[float, int]] = deque(maxlen=64)
         self.busy_seconds = 0.0
         """Time spent computing."""
         self._under_way: set[Future[torch.Tensor]] = set()
-        self._worker = ThreadPoolExecutor(1, "smoe-host-experts", self._begin)
+        self._worker = ThreadPoolExecutor(1, "smoe-host-experts", _begin, (threads,))  # must not hold us
 
     def submit(self, copy: Copy, x: torch.Tensor) -> Future[torch.Tensor]:
         """Compute an expert for the rows x [n, H] (on any device); the result [n, H] is on the CPU.
@@ -78,10 +77,6 @@ class HostExperts:
     def close(self) -> None:
         self._worker.shutdown(cancel_futures=True)
 
-    def _begin(self) -> None:
-        torch.set_num_threads(self._threads)
-        torch.set_grad_enabled(False)
-
     def _compute(self, copy: Copy, x: torch.Tensor) -> torch.Tensor:
         layer, expert, _ = copy
         lease = self._host.lease(copy)
@@ -103,6 +98,11 @@ class HostExperts:
             return out
         finally:
             self._host.give_back(lease, None, is_valid=is_valid)
+
+
+def _begin(threads: int) -> None:
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
 
 
 class Balancer:
