@@ -5,6 +5,7 @@ What is found at run time (free bytes, slots) is a new value in the ledger and n
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -58,7 +59,7 @@ class EngineConfig:
     prefill_tokens: int = 2048
     """Tokens of all sequences in one step; longer prompts are read in chunks (their grade then is E1, not E0)."""
     threads: int | None = None
-    """Computing threads; None: what torch chose."""
+    """Computing threads; None: what torch has when the model is loaded. Every request computes with as many."""
     io_threads: int = 2
     """Reading threads; one or two saturate a disk with requests of 4 MB."""
     dtype: str = "auto"
@@ -105,6 +106,8 @@ class EngineConfig:
     share_substitutes: bool = True
     """In a batch, prefer substitutes that serve several of its sequences."""
 
+    turn_timeout_seconds: float | None = None
+    """How long a request waits for one of another thread to end, from 0 (not at all); None: as long as it takes."""
     reproducible: bool = False
     """The same text every time, also where experts are substituted: what is resident then never depends on timing, for
     which decode goes without prefetch. Exact serving is reproducible anyway."""
@@ -141,6 +144,7 @@ class EngineConfig:
         _one_of("substitute_weights", self.substitute_weights, SUBSTITUTE_WEIGHTS)
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)) or not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha is {self.alpha!r}; it must be a number from 0 (exact) to 1")
+        _seconds_or_none("turn_timeout_seconds", self.turn_timeout_seconds)
         if self.dilation is not None and not self.dilation >= 1:
             raise ConfigError(f"dilation is {self.dilation!r}; it must be a number of at least 1")
         if self.device == "cpu" and self.balance not in ("auto", "none"):
@@ -214,6 +218,15 @@ def _check_share(share: float | None, memory_bytes: int | None) -> None:
 def _at_least(name: str, value: Any, bound: int) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < bound):
         raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {bound}")
+
+
+def _seconds_or_none(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ConfigError(
+            f"{name} is {value!r}; it must be a number of seconds of at least 0, or None to wait for ever"
+        )
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

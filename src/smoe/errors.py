@@ -11,7 +11,9 @@
     |-- TransferError          reading an expert failed while generating
     |-- DiskSpaceError         not enough free disk for what was asked
     |-- TraceError             a routing trace cannot be read or written
-    `-- EngineStateError       closed, forked, or used with a foreign cache
+    |-- EngineStateError       closed, forked, used with a foreign cache, or asked for what a live model cannot do
+    |-- EngineBusyError        another request is running, and waiting for it has a bound
+    `-- GenerationCancelledError  the running request was cancelled, or its engine closed
 
 Each message says what was given, what is allowed, and what to change.
 """
@@ -64,4 +66,12 @@ class TraceError(SmoeError, ValueError):
 
 
 class EngineStateError(SmoeError, RuntimeError):
-    """The engine is closed, was forked, or was given a cache that is not its own."""
+    """The engine is closed, was forked, was given a cache that is not its own, or cannot do this to a live model."""
+
+
+class EngineBusyError(SmoeError, TimeoutError):
+    """It was another request's turn for longer than this one was to wait; nothing was computed."""
+
+
+class GenerationCancelledError(SmoeError, RuntimeError):
+    """Somebody cancelled this request, or closed its engine; after a cancellation the engine stays usable."""

@@ -31,7 +31,7 @@ from smoe.models.generation_file import check_generation
 from smoe.models.packed import packed_store
 from smoe.planning import SAFETENSORS_NAMES, Blueprint, blueprint
 from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes
-from smoe.runtime.engine import collect_closed
+from smoe.runtime.lifetime import collect_dropped
 from smoe.threshold import threshold_of
 from smoe.units import parse_bytes, parse_share
 
@@ -55,7 +55,8 @@ def from_pretrained(
 
     Returns the ordinary transformers model object; `model.offload` is the `Engine` behind it. `memory` is the budget
     ("8GiB", bytes; None: what is free less a margin); `resident` ("40%", 0.4) asks for as much as keeps that share of
-    the routed experts in memory instead. `switches` are fields of `EngineConfig`, over those of `preset`.
+    the routed experts in memory instead. `switches` are fields of `EngineConfig`, over those of `preset`; `dtype` and
+    `device` may be torch's own objects.
 
     Raises `ConfigError` for bad settings, `BudgetError` (with the ledger) for a budget that cannot work, `ModelError`
     and its kinds for models that cannot be served exactly.
@@ -64,6 +65,8 @@ def from_pretrained(
         switches["resident_share"] = parse_share(resident) if isinstance(resident, str) else resident
     sizes = {"memory_bytes": memory, "host_memory_bytes": host_memory}
     switches |= {name: parse_bytes(size) for name, size in sizes.items() if size is not None}
+    torch_s_own = {name: given for name, given in switches.items() if isinstance(given, (torch.dtype, torch.device))}
+    switches |= {name: str(given).removeprefix("torch.") for name, given in torch_s_own.items()}
     return load(model, configure(preset, **switches), revision)
 
 
@@ -76,7 +79,7 @@ def load(
 ) -> PreTrainedModel:
     """`from_pretrained` for a finished configuration; `on_ledger` hears the budget before anything large is read, and
     `on_host_tier` the bytes of host memory that are about to be locked beside a GPU."""
-    collect_closed()
+    collect_dropped()
     device = choose_device(config)
     profile = read_profile(config.profile) if config.device == EMULATED else None
     if device.type == "cpu" and profile is None and config.balance not in ("auto", "none"):

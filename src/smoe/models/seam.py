@@ -1,8 +1,9 @@
-"""The seam to transformers: three instance attributes of an ordinary model object.
+"""The seam to transformers: instance attributes of an ordinary model object.
 
 * every experts module's `forward` asks the engine;
 * the model's `forward` opens a pass (turn, position, phase, padding) and sees to it that the KV cache is ours;
-* the model's `generate` takes its turn and reads long prompts in chunks.
+* the model's `generate` takes its turn, reads long prompts in chunks and hears which rows have ended;
+* what would wreck the model is refused (`guards.py`).
 
 (What computes faster with the same bits is put on single modules: `runtime/dense.py`, `runtime/attention.py`.)
 
@@ -23,7 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from smoe.errors import EngineStateError
+from smoe.models.ended_rows import EndedRows
 from smoe.models.experts import ExpertsSite
+from smoe.models.guards import guard, uncompiled
 from smoe.models.scoring import in_order
 from smoe.runtime.engine import Engine
 from smoe.runtime.kv_cache import RowCache
@@ -38,10 +41,13 @@ def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine, lis
     modules = dict(model.named_modules())
     for site in sites:
         modules[site.name].forward = _experts_forward(engine, site.layer)  # type: ignore[method-assign]
-    model.forward = _model_forward(model, engine)  # type: ignore[method-assign]
-    model.generate = _generate(model, engine)  # type: ignore[method-assign]
-    model._prepare_cache_for_generation = _prepare_cache(engine)  # type: ignore[method-assign]
+    ended = EndedRows()
+    model.forward = uncompiled(_model_forward(model, engine))  # type: ignore[method-assign]
+    model.generate = _generate(model, engine, ended)  # type: ignore[method-assign]
+    model._prepare_cache_for_generation = _prepare_cache(engine, ended)  # type: ignore[method-assign]
+    model._get_stopping_criteria = ended.listening(model._get_stopping_criteria)  # type: ignore[method-assign]
     model.offload = engine  # type: ignore[assignment]
+    guard(model)
 
 
 def hear_routers(model: PreTrainedModel, engine: Engine, listen: Mapping[int, str]) -> list[RemovableHandle]:
@@ -76,10 +82,11 @@ def _model_forward(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]
         if given is None:
             return original(**kwargs)  # the library says what is missing
         rows, tokens = given.shape[:2]
-        cache = _our_cache(kwargs, engine, model, rows)
-        engine.executor.may_peek = not any(_asks_for(name, kwargs, model) for name in _LISTENING)
-        with engine.forward_pass(tokens, rows, _padding(kwargs.get("attention_mask"), tokens), cache):
-            return original(**kwargs)
+        with engine.turn():  # before a cache is made: whoever has the turn has the budget
+            cache = _our_cache(kwargs, engine, model, rows)
+            engine.executor.may_peek = not any(_asks_for(name, kwargs, model) for name in _LISTENING)
+            with engine.forward_pass(tokens, rows, _padding(kwargs.get("attention_mask"), tokens), cache):
+                return original(**kwargs)
 
     return forward
 
@@ -114,7 +121,7 @@ def _padding(attention_mask: Any, tokens: int) -> torch.Tensor | None:
     return padding if bool(padding.any()) else None
 
 
-def _generate(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]:
+def _generate(model: PreTrainedModel, engine: Engine, ended: EndedRows) -> Callable[..., Any]:
     original = model.generate
 
     @functools.wraps(original)
@@ -124,19 +131,19 @@ def _generate(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]:
             chunk = max(1, engine.config.prefill_tokens // prompt.shape[0])  # what the workspace was planned for
             if prompt.shape[1] > chunk:
                 kwargs.setdefault("prefill_chunk_size", chunk)
-        with engine.lock:
-            engine.check_usable()
+        with engine.turn(), ended.heard(is_plain=kwargs.get("custom_generate") is None):
             return original(inputs, *args, **kwargs)
 
     return generate
 
 
-def _prepare_cache(engine: Engine) -> Callable[..., None]:
+def _prepare_cache(engine: Engine, ended: EndedRows) -> Callable[..., None]:
     def prepare(generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, *rest: Any) -> None:
         if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
             return  # the model's forward checks whose cache it is
         copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        model_kwargs["past_key_values"] = engine.new_cache(batch_size * copies)
+        cache = model_kwargs["past_key_values"] = engine.new_cache(batch_size * copies)
+        ended.note_cache(cache, generation_config, mode)
 
     return prepare
 

@@ -1,17 +1,16 @@
 """The engine behind one model: its budget, its slots, its threads. Users know it as `model.offload`.
 
-One thread generates at a time; another waits for its turn. A forked child may not use it (threads and, on a GPU, the
-context do not survive a fork) and is told so.
+One thread generates at a time; another waits for its turn (`turns.py`). A forked child may not use it (threads and, on
+a GPU, the context do not survive a fork) and is told so. An engine that is dropped without `close()` gives its memory
+and threads back when Python collects it.
 """
 
 from __future__ import annotations
 
-import gc
 import os
-import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -32,8 +31,11 @@ from smoe.policy.registry import make_pools
 from smoe.routing import Phase, Routing
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.kv_cache import RowCache
+from smoe.runtime.lifetime import Held
 from smoe.runtime.substitution import Scored
-from smoe.units import identifier
+from smoe.runtime.threads import threads
+from smoe.runtime.turns import Turns
+from smoe.units import format_bytes, identifier
 
 
 class Listener(Protocol):
@@ -50,21 +52,6 @@ class Listener(Protocol):
     ) -> None:
         """One layer of a pass over `sequences` rows of equal length, row after row: logits [T, E] or None where nobody
         listens to the router, top_k_index [T, K] with the index E at padding, top_k_weights [T, K]."""
-
-
-_closed: list[bool] = []
-"""Not empty where an engine was closed since `collect_closed`."""
-
-
-def collect_closed() -> None:
-    """Give the other weights of models back whose engines are closed and that nobody holds any more.
-
-    Models lie in circles with their engines, and Python may look for those much later. Costs nothing where none was
-    closed.
-    """
-    if _closed:
-        _closed.clear()
-        gc.collect()
 
 
 class Engine:
@@ -96,7 +83,9 @@ class Engine:
         """Where a preset's alpha comes from; None where it was given."""
         self.context_tokens = context_tokens
         """Positions reserved for every sequence."""
-        self.lock = threading.RLock()
+        self._turns = Turns()
+        self._threads = torch.get_num_threads()
+        """Computing threads: what our kernels have been compared on."""
         self.executor = executor
         self._model_config = model_config
         self.rules = rules
@@ -107,13 +96,18 @@ class Engine:
         self._arena = arena
         self._transfers = transfers
         self._process = os.getpid()
+        self._is_closing = False
         self._is_closed = False
+        self._is_in_pass = False
         self._phase = Phase.PREFILL
         self._sequences = 1
-        self._padding: torch.Tensor | None = None
+        self._silent: torch.Tensor | None = None
+        """[T] of this pass, True at positions that ask for no expert; None where all do."""
         self._caches: list[weakref.ref[RowCache]] = []
         self._dense_bytes = dense_bytes
         self._peak_cache_bytes = 0
+        helpers = [each for each in (executor.math.team, executor.math.crew) if each is not None]
+        self._held = Held(self, transfers, arena, helpers)
 
     # -- for users ----------------------------------------------------------------------------------------------------
 
@@ -134,15 +128,16 @@ class Engine:
     def new_cache(self, sequences: int = 1) -> RowCache:
         """A KV cache inside the budget: `context_tokens * max_sequences` positions shared by `sequences` rows.
 
-        Where older caches leave no room for it, they lose theirs, oldest first.
+        Where older caches leave no room for it, they lose theirs, oldest first; so it waits for its turn.
         """
-        reserved = self.context_tokens * self.config.max_sequences
-        cache = RowCache(self._model_config, sequences, reserved // sequences)
-        live = [c for c in (ref() for ref in self._caches) if c is not None and c.reserved_tokens]
-        while live and sum(c.reserved_tokens for c in live) + cache.reserved_tokens > reserved:
-            live.pop(0).retire()
-        self._caches = [weakref.ref(c) for c in [*live, cache]]
-        return cache
+        with self.turn():
+            reserved = self.context_tokens * self.config.max_sequences
+            cache = RowCache(self._model_config, sequences, reserved // sequences)
+            live = [c for c in (ref() for ref in self._caches) if c is not None and c.reserved_tokens]
+            while live and sum(c.reserved_tokens for c in live) + cache.reserved_tokens > reserved:
+                live.pop(0).retire()
+            self._caches = [weakref.ref(c) for c in [*live, cache]]
+            return cache
 
     def use_alpha(self, alpha: float) -> None:
         """Substitute by another threshold from now on, from a cold cache and with counters at zero.
@@ -151,8 +146,8 @@ class Engine:
         """
         if alpha > 0 and not self.rules:
             raise ConfigError("load the model with an alpha above 0, or with --eviction score, to substitute experts")
-        with self.lock:
-            self.check_usable()
+        with self.turn():
+            self._refuse_in_pass("use_alpha")
             self.config = replace(self.config, alpha=alpha)
             self.executor.substitute_by(self.config)
             self.executor.start_anew(self.fresh_eviction())
@@ -176,18 +171,39 @@ class Engine:
         finally:
             self.executor.trace = None
 
-    def close(self) -> None:
-        """Stop the threads and give the memory back. The model cannot be used afterwards. Idempotent."""
-        with self.lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            if self._process == os.getpid():
-                self.executor.math.close()
-                self._transfers.close()
-            self.executor.arrivals.forget()
-            self._arena.close()
-            _closed.append(True)
+    def cancel(self) -> bool:
+        """End the running request, from any thread: at its next layer it raises `GenerationCancelledError`.
+
+        The engine stays usable, and requests that wait for their turn have it next. False where nothing was running.
+        """
+        return self._turns.cancel("this request was cancelled by model.offload.cancel()")
+
+    def close(self, timeout_seconds: float | None = None) -> None:
+        """Cancel what is running, stop the threads and give the memory back. Idempotent; afterwards nothing works.
+
+        What another thread is running ends at its next layer, and is waited for: where `timeout_seconds` are not
+        enough, `EngineBusyError` is raised and it closes the engine itself when it ends. Called inside a request of
+        the same thread (a hook, a stopping criterion, a signal's handler) it takes effect when that ends.
+        """
+        if self._is_closed:
+            return
+        self._is_closing = True
+        if self._process != os.getpid():
+            self._shut_down()  # whoever had the turn is not here
+            return
+        self._turns.cancel("this request was cancelled because its model was closed")
+        if not self._turns.is_mine:
+            with self._turns.taken(timeout_seconds, "close(timeout_seconds=...)"):
+                self._shut_down()
+
+    def _shut_down(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._process == os.getpid():
+            self.executor.math.close()
+        self._held.release()
+        self.executor.arrivals.forget()
 
     def __enter__(self) -> Engine:
         return self
@@ -195,49 +211,102 @@ class Engine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        ledger, config, counters = self.ledger, self.config, self.stats()
+        state = "closed" if self._is_closing else "running" if self._turns.is_running else "ready"
+        served = f"{counters.tokens} tokens in {counters.forward_passes} passes"
+        exact = "exact" if not config.is_lossy else f"alpha {config.alpha:g} (lossy)"
+        return (
+            f"smoe engine, {state}: {format_bytes(ledger.budget_bytes)} ({self.budget_reason}), "
+            f"{ledger.cache_slots} of {ledger.demand.total_experts} experts resident ({ledger.resident_share:.0%})\n"
+            f"eviction {config.eviction}, prefetch {config.prefetch}, {exact}; context {self.context_tokens} tokens x "
+            f"{config.max_sequences}; {self._threads} threads on {self._arena.device}\n"
+            f"so far {served}, hit ratio {counters.hit_ratio:.0%}, {format_bytes(counters.bytes_read)} read"
+        )
+
     # -- for the seam -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Around everything that computes or makes a cache: one thread at a time, on the engine's number of threads.
+
+        Raises `EngineBusyError` after waiting for `turn_timeout_seconds`, `EngineStateError` where it is closed.
+        """
+        if self._turns.is_mine and self._process == os.getpid():
+            yield  # also while it is closing: the pass says so
+            return
+        self._check_usable()
+        with self._turns.taken(self.config.turn_timeout_seconds, "turn_timeout_seconds"):
+            try:
+                self._check_usable()
+                with threads(self._threads):
+                    yield
+            finally:
+                if self._is_closing:
+                    self._shut_down()
 
     @contextmanager
     def forward_pass(
         self, tokens: int, rows: int, padding: torch.Tensor | None, cache: RowCache | None
     ) -> Iterator[None]:
-        """Around one forward pass of the model: `tokens` new positions in each of `rows` sequences.
+        """Around one forward pass of the model, within a turn: `tokens` new positions in each of `rows` sequences.
 
-        `padding` [rows, tokens] is True where a position is padding; such rows are computed by no expert.
+        `padding` [rows, tokens] is True where a position is padding; such rows are computed by no expert. Raises
+        `GenerationCancelledError` where the turn was cancelled, here or from `run_experts`.
         """
-        with self.lock:
-            self.check_usable()
+        self._refuse_in_pass("the model")
+        self._is_in_pass = True
+        try:
             if cache is not None:
                 cache.begin(tokens, rows)
             self._phase = Phase.DECODE if tokens == 1 else Phase.PREFILL
             self._sequences = rows
-            self._padding = padding.reshape(-1) if padding is not None else None
+            self._note_silent(tokens, padding, cache)
             if self.executor.math.emulation is not None:
                 self.executor.math.emulation.begin_pass()
-            counters, started = self.executor.counters, self.now()
-            with torch.no_grad(), self._threads(tokens * rows):
-                yield
+            started = self.now()
+            try:
+                self._turns.check()
+                with torch.no_grad(), self._threads_for(tokens * rows):
+                    yield
+            except BaseException:
+                self.executor.recover()  # no read is left under way
+                raise
             if cache is not None:
                 cache.commit()
                 self._check_caches()
-            counters.forward_passes += 1
-            counters.tokens += tokens * rows - (int(self._padding.sum()) if self._padding is not None else 0)
-            seconds = self.now() - started
-            counters.forward_seconds += seconds
-            if self.executor.trial is not None:
-                guesses = counters.prefetches, counters.prefetches_used
-                if self._phase is Phase.DECODE:
-                    self.executor.trial.note(seconds, *guesses)
-                else:
-                    self.executor.trial.pass_over(*guesses)
+            self._count_pass(tokens * rows, self.now() - started)
+        finally:
+            self._is_in_pass = False
+
+    def _note_silent(self, tokens: int, padding: torch.Tensor | None, cache: RowCache | None) -> None:
+        """Which positions of the pass ask for no expert: padding, and rows whose text has ended."""
+        silent = padding
+        if cache is not None and cache.ended is not None:
+            ended = cache.ended.unsqueeze(1).expand(-1, tokens)
+            silent = ended if padding is None else ended | padding
+        self._silent = None if silent is None else silent.reshape(-1)
+
+    def _count_pass(self, positions: int, seconds: float) -> None:
+        counters, trial = self.executor.counters, self.executor.trial
+        counters.forward_passes += 1
+        counters.tokens += positions - (int(self._silent.sum()) if self._silent is not None else 0)
+        counters.forward_seconds += seconds
+        if trial is not None:
+            guesses = counters.prefetches, counters.prefetches_used
+            if self._phase is Phase.DECODE:
+                trial.note(seconds, *guesses)
+            else:
+                trial.pass_over(*guesses)
 
     def run_experts(
         self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """The experts' forward of one layer, in the library's own shapes."""
-        if self._padding is not None:
+        self._turns.check()
+        if self._silent is not None:
             experts = self.store.layers[layer].experts
-            top_k_index = top_k_index.masked_fill(self._padding.unsqueeze(1), experts)
+            top_k_index = top_k_index.masked_fill(self._silent.unsqueeze(1), experts)
         logits, rule = self._logits.pop(layer, None), self.rules.get(layer)
         if self.listener is not None:
             self.listener(layer, self._phase, self._sequences, logits, top_k_index, top_k_weights)
@@ -248,30 +317,25 @@ class Engine:
         """A router has spoken: [T, E] of the layer whose experts are asked next."""
         self._logits[layer] = logits
 
-    @contextmanager
-    def _threads(self, positions: int) -> Iterator[None]:
+    def _threads_for(self, positions: int) -> AbstractContextManager[None]:
         """What is left to the library of one token computes on one thread, where our kernels have the large products.
 
         Sharing such short work out takes longer than doing it, and the library's threads, once awake, hold up ours.
         Our kernels' bits have been compared with the library's on one thread and on all; a product that is left and
         depends on it stays on all (`runtime/dense.py`).
         """
-        if positions > 1 or not self.executor.leaves_little:
-            yield
-            return
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
+        return nullcontext() if positions > 1 or not self.executor.leaves_little else threads(1)
 
-    def check_usable(self) -> None:
+    def _check_usable(self) -> None:
         """Raise where the engine is closed or belongs to the parent of a forked process."""
-        if self._is_closed:
+        if self._is_closing:
             raise EngineStateError("this model was closed; load it again with smoe.from_pretrained")
         if self._process != os.getpid():
             raise EngineStateError("this model was loaded before a fork; load it in the child process instead")
+
+    def _refuse_in_pass(self, what: str) -> None:
+        if self._is_in_pass:
+            raise EngineStateError(f"{what} cannot be called inside a forward pass (a hook?) of the same model")
 
     def peak_memory_bytes(self) -> int:
         """Bytes of the budget in use at most.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -38,6 +39,7 @@ from smoe.runtime.expert_math import ExpertMath
 from smoe.runtime.host_experts import Balancer
 from smoe.runtime.layer_math import LayerMath
 from smoe.runtime.substitution import Scored, Substitution, substitution_of, with_substitutes
+from smoe.runtime.threads import threads
 
 _SHADOWS = 8
 """Layers whose loads may be over only after the host has gone on: no more are kept in mind."""
@@ -149,7 +151,7 @@ class LayerExecutor:
                 self.math.emulation.leave_experts()
             return output
         except BaseException:
-            self._recover()
+            self.recover()
             raise
 
     def _serve(
@@ -185,7 +187,8 @@ class LayerExecutor:
         self._measure_shadow()
         return output
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
+        """After an error anywhere in a pass: nothing is under way, and the tables agree."""
         if self.math.host_experts is not None:
             self.math.host_experts.drain()
         self._awaited.clear()
@@ -201,7 +204,7 @@ class LayerExecutor:
         assert asked is not None
         here, under_way = ExpertsAtHand(routing.layer, self.table), ExpertsUnderWay(routing.layer, self.table)
         selection = substitute(routing, here, asked.alpha, share=asked.share, drop=asked.drop, under_way=under_way)
-        counters.routes += sum(len(row) for row in routing.top_k_index)
+        counters.routes += sum(expert != routing.experts for row in routing.top_k_index for expert in row)
         counters.low_score += selection.low_score
         counters.low_score_missing += selection.low_score_missing
         counters.top_score_missing += selection.top_score_missing
@@ -235,12 +238,9 @@ class LayerExecutor:
         predictor = self._predictors.get(phase)
         if predictor is None or predictor.needs_partial is (partial is None) or not self._has_room(phase, plan):
             return
-        threads = torch.get_num_threads()
-        if hidden.shape[0] == 1:
-            torch.set_num_threads(1)  # a second thread would wait for a core that the readers are using
         began = time.perf_counter()
-        predicted = predictor(plan.layer, hidden, partial, rows)
-        torch.set_num_threads(threads)
+        with threads(1) if hidden.shape[0] == 1 else nullcontext():  # a second would wait for a core that readers use
+            predicted = predictor(plan.layer, hidden, partial, rows)
         if self.math.emulation is not None and phase is Phase.DECODE and partial is None:
             self.math.emulation.ask_gate(began)
         if predicted is not None:

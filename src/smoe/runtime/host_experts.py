@@ -42,7 +42,6 @@ class HostExperts:
         self._filler = filler
         self._store = store
         self._math = math
-        self._threads = threads
         self._emulation = emulation
         self._timed: deque[tuple[float, int]] = deque(maxlen=64)
         self.busy_seconds = 0.0
@@ -50,7 +49,7 @@ class HostExperts:
         self._crew: Crew | None = None
         """Where set, our kernel multiplies single rows."""
         self._under_way: set[Future[torch.Tensor]] = set()
-        self._worker = ThreadPoolExecutor(1, "smoe-host-experts", self._begin)
+        self._worker = ThreadPoolExecutor(1, "smoe-host-experts", _begin, (threads,))  # must not hold us
 
     def multiply_by(self, crew: Crew) -> bool:
         """From now on single rows are multiplied by our kernel; False where its bits are not the library's.
@@ -101,10 +100,6 @@ class HostExperts:
         if self._crew is not None:
             self._crew.close()
 
-    def _begin(self) -> None:
-        torch.set_num_threads(self._threads)
-        torch.set_grad_enabled(False)
-
     def _compute(self, copy: Copy, hidden: Fetched, tokens: Sequence[int]) -> torch.Tensor:
         with self._held(copy) as weights:
             x = hidden.wait()[list(tokens)]
@@ -131,6 +126,11 @@ class HostExperts:
             yield self._math[layer].bind(self._host.arena, lease.slot, parts)
         finally:
             self._host.give_back(lease)
+
+
+def _begin(threads: int) -> None:
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
 
 
 class Balancer:

@@ -30,16 +30,15 @@ class RowCache(DynamicCache):
         self.capacity_tokens = capacity_tokens
         self.length = 0
         """Committed tokens of every row."""
+        self.ended: torch.Tensor | None = None
+        """[rows], True where a row's text has ended and nobody looks at what it computes; None: nowhere."""
         self._pending = 0
         self._is_retired = False
         self.layers = [_positioned(layer, self) for layer in self.layers]
 
     def begin(self, tokens: int, rows: int) -> None:
         """A forward pass over `tokens` new positions of `rows` rows starts."""
-        if self._is_retired:
-            raise EngineStateError(
-                "this cache gave its place in the budget to a newer one; keep one cache, or raise --context"
-            )
+        self.check_kept()
         if self._pending and not self.can_rewind:
             raise EngineStateError("a pass that failed has left recurrent layers halfway; start a new cache")
         if rows != self.rows:
@@ -53,6 +52,7 @@ class RowCache(DynamicCache):
 
     def commit(self) -> None:
         """The pass has ended well: its positions count from now on."""
+        self.check_kept()
         self.length += self._pending
         self._pending = 0
 
@@ -89,6 +89,17 @@ class RowCache(DynamicCache):
             if isinstance(layer, _Storage):
                 layer._store = None
 
+    def check_kept(self) -> None:
+        """Raise where the memory was given back."""
+        if self._is_retired:
+            raise EngineStateError(
+                "this cache gave its place in the budget to a newer one; keep one cache, or raise --context"
+            )
+
+    def end_rows(self, done: torch.Tensor) -> None:
+        """From now on the rows where `done` [rows] is True ask for no experts."""
+        self.ended = done if self.ended is None else self.ended | done
+
     @property
     def reserved_tokens(self) -> int:
         """Tokens this cache claims from the budget."""
@@ -110,6 +121,7 @@ class _Storage:
     def _write(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Write [rows, heads, q, d] at the owner's positions; returns the storages and the end position."""
         owner = self._owner
+        owner.check_kept()  # retired in the middle of a pass, it would begin anew with zeros
         if self._store is None:
             self._store = tuple(  # type: ignore[assignment]
                 torch.zeros(t.shape[0], t.shape[1], owner.capacity_tokens, t.shape[3], dtype=t.dtype, device=t.device)

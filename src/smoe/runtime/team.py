@@ -86,5 +86,5 @@ class _Helper:
                 job()
             except BaseException as error:
                 self._error = error
-            self._job = None
+            self._job = job = None  # it holds the model
             self._done.release()

@@ -1,0 +1,103 @@
+"""Whose turn it is: one thread at a time uses an engine, the others wait, and anybody can end what is running.
+
+    thread A   | turn: generate: pass, pass, pass ...              | done
+    thread B        | waits ............. says so in the log ..... | turn: ...
+    thread C                  | cancel(): A's next layer raises
+
+No lock is held during a turn, only a note of who has it: an interrupt (Ctrl-C) anywhere can then be undone by a
+`finally`, which a lock that was just being taken cannot.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from smoe.errors import EngineBusyError, GenerationCancelledError
+
+PATIENCE_SECONDS = 2.0
+"""Who waits longer says so in the log."""
+_LOOK_AGAIN_SECONDS = 1.0
+"""An interrupt may lose the word that a turn has ended; whoever waits looks for himself after this."""
+
+_log = logging.getLogger(__name__)
+
+
+class Turns:
+    """The turns of one engine. Within a turn its thread may begin another: that belongs to the first."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._holder: int | None = None
+        self._began = 0.0
+        self._why_cancelled: str | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is anybody's turn."""
+        return self._holder is not None
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether it is the calling thread's turn."""
+        return self._holder == threading.get_ident()
+
+    @contextmanager
+    def taken(self, timeout_seconds: float | None, bound: str) -> Iterator[None]:
+        """Inside, it is the calling thread's turn.
+
+        Raises `EngineBusyError` after waiting `timeout_seconds` (None: for ever); `bound` is what the user calls them.
+        """
+        if self.is_mine:
+            yield
+            return
+        try:
+            self._wait(timeout_seconds, bound)
+            yield
+        finally:
+            if self.is_mine:
+                self._holder = None
+                with self._changed:
+                    self._changed.notify()
+
+    def cancel(self, why: str) -> bool:
+        """From its next layer on, the turn that is running raises; whether there was one. May be called by anybody."""
+        with self._changed:
+            if self._holder is None:
+                return False
+            self._why_cancelled = why
+            return True
+
+    def check(self) -> None:
+        """Raise `GenerationCancelledError` where the running turn was cancelled."""
+        if self._why_cancelled is not None:
+            raise GenerationCancelledError(self._why_cancelled)
+
+    def _wait(self, timeout_seconds: float | None, bound: str) -> None:
+        asked = time.monotonic()
+        end = None if timeout_seconds is None else asked + timeout_seconds
+        is_patient = True
+        with self._changed:
+            while self._holder is not None:
+                now = time.monotonic()
+                if end is not None and now >= end:
+                    raise EngineBusyError(
+                        f"another request has been running for {now - self._began:.1f} s, and this one was to wait "
+                        f"{timeout_seconds:g} s at most ({bound}); try again later, end the other with "
+                        "model.offload.cancel(), or wait longer"
+                    )
+                if is_patient and now - asked >= PATIENCE_SECONDS:
+                    is_patient = False
+                    _log.warning(
+                        "waiting for this model: another request has been running for %.1f s; model.offload.cancel() "
+                        "ends it, turn_timeout_seconds bounds the wait",
+                        now - self._began,
+                    )
+                left = _LOOK_AGAIN_SECONDS if end is None else min(_LOOK_AGAIN_SECONDS, end - now)
+                self._changed.wait(min(left, PATIENCE_SECONDS) if is_patient else left)
+            self._began = time.monotonic()
+            self._why_cancelled = None
+            self._holder = threading.get_ident()
