@@ -14,7 +14,10 @@ import pytest
 import torch
 
 from bench.gpu import __main__ as gpu
+from bench.gpu import link, parts
 from bench.gpu.parts import PARTS, Bench
+from smoe.models.files import fetch
+from tests.memory.fake_streams import PumpedStreams
 
 SMALL = ("environment", "tests", "link", "wide_model")
 
@@ -32,6 +35,29 @@ def test_every_part_runs_small(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert all(row["relative_error"]["cpu"] <= 1e-5 for row in figures["rows"])
     if name.startswith("decode"):
         assert all(row["tpot_seconds"] > 0 and row["ttft_seconds"] > 0 for row in figures["rows"])
+
+
+def test_the_wide_model_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((fetch("demo", None) / "config.json").read_text())
+    monkeypatch.setattr(parts, "WIDE_HIDDEN", config["hidden_size"])
+    monkeypatch.setattr(parts, "WIDE_EXPERT", config["moe_intermediate_size"])
+    folder = Bench(tmp_path, is_dry=False).wide()
+    written = (folder / "config.json").stat().st_mtime_ns
+    assert Bench(tmp_path, is_dry=False).wide() == folder
+    assert (folder / "config.json").stat().st_mtime_ns == written
+
+
+def test_the_link_is_measured_through_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "CudaStreams", lambda _: PumpedStreams(bytes_per_ms=2**24))
+    monkeypatch.setattr(link.torch.cuda, "synchronize", lambda _: None)
+    source = torch.randint(0, 255, (5 << 20,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    rates = link._our_rates(torch.device("cpu"), source, target)
+    assert len(rates) == 8 and all(rate > 0 for rate in rates.values())
+    assert torch.equal(source, target)
+    target.zero_()
+    assert link._rate(torch.device("cpu"), link._copies(source, target, 1 << 20), source.numel()) > 0
+    assert torch.equal(source, target)
 
 
 def test_the_parts_fit_into_their_time() -> None:
@@ -68,18 +94,18 @@ if name == "bad":
 """
 
 
-def run(tmp_path: Path, parts: dict[str, int], total: float = 100) -> int:
-    return gpu.run_missing(parts, tmp_path, [sys.executable, "-c", WORKER, str(tmp_path)], total)
+def run(tmp_path: Path, limits: dict[str, int], total: float = 100) -> int:
+    return gpu.run_missing(limits, tmp_path, [sys.executable, "-c", WORKER, str(tmp_path)], total)
 
 
 def test_a_part_with_a_file_is_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = {"first": 30, "bad": 30, "last": 30}
-    assert run(tmp_path, parts) == 1
+    limits = {"first": 30, "bad": 30, "last": 30}
+    assert run(tmp_path, limits) == 1
     assert json.loads(capsys.readouterr().out)["failed"] == ["bad"]
-    assert run(tmp_path, parts) == 1
+    assert run(tmp_path, limits) == 1
     assert (tmp_path / "began").read_text().split() == ["first", "bad", "last", "bad"]
     (tmp_path / "bad.json").write_text("{}")
-    assert run(tmp_path, parts) == 0
+    assert run(tmp_path, limits) == 0
 
 
 def test_a_part_ends_with_its_time_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
