@@ -8,12 +8,17 @@ TORCH  ?= torch==2.13.0
 MEMORY ?= 20MiB
 PROMPT ?= Once upon a time there was a little girl named Lily.
 
-.PHONY: demo test lint env clean help
+# `make gpu` installs nothing: it takes a Python that has torch for CUDA, transformers and the like.
+GPU_PYTHON ?= python3
+GPU_OUT    ?= runs/gpu
+
+.PHONY: demo test lint env clean help gpu
 
 help:
 	@echo "make demo   install into $(VENV) and generate text with the embedded model in $(MEMORY)"
 	@echo "make test   run the test suite"
 	@echo "make lint   ruff and mypy"
+	@echo "make gpu    everything that needs a GPU, by $(GPU_PYTHON), into $(GPU_OUT); goes on where it was cut off"
 
 env: $(VENV)/.installed
 
@@ -34,6 +39,9 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+gpu:
+	PYTHONPATH=src HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m bench.gpu --out $(GPU_OUT)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -141,10 +141,13 @@ def test_a_gpu_may_round_and_a_cpu_may_not(dtype: torch.dtype) -> None:
     assert not is_same(right.flip(0), right, allowed)
 
 
-def test_32_bits_are_held_to_e2(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_32_bits_are_held_to_e2() -> None:
     assert rounding(torch.float32, GPU) == 1e-5
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True, raising=False)
-    assert 1e-3 < rounding(torch.float32, GPU) < 1e-2, "the caller has asked for fewer bits"
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        assert 1e-3 < rounding(torch.float32, GPU) < 1e-2, "the caller has asked for fewer bits"
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def test_the_proof_at_load_allows_a_gpu_its_rounding(

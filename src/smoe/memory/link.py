@@ -58,8 +58,9 @@ class Link(Protocol):
 class CudaLink:
     """A stream beside the computing one. Reading threads wait for their copies, the computing thread never does."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._streams = streams
+        self._chunk_bytes = chunk_bytes
         self._enqueuing = threading.Lock()
         self._timed: deque[float] = deque(maxlen=64)
 
@@ -72,7 +73,7 @@ class CudaLink:
                     if len(flying) == OUTSTANDING:
                         seconds += _settle(flying.popleft())
                     between()
-                end = nbytes if between is None or ticket.is_wanted else min(begin + CHUNK_BYTES, nbytes)
+                end = nbytes if between is None or ticket.is_wanted else min(begin + self._chunk_bytes, nbytes)
                 free_event = ticket.free_event if begin == 0 else None
                 flying.append(self._enqueue(source[begin:end], target[begin:end], free_event))
                 begin = end

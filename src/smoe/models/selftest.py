@@ -55,9 +55,17 @@ def rounding(dtype: torch.dtype, device: torch.device) -> float:
     """
     if device.type == "cpu":
         return 0.0
-    if dtype is torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
+    if dtype is torch.float32 and not _has_tf32():
         return FP32_ROUNDING
     return _ROUNDINGS * (_TF32_EPS if dtype is torch.float32 else torch.finfo(dtype).eps)
+
+
+def _has_tf32() -> bool:
+    matmul = torch.backends.cuda.matmul
+    try:
+        return bool(matmul.allow_tf32)
+    except RuntimeError:  # set by torch's newer switch, after which the older may not be read
+        return bool(matmul.fp32_precision == "tf32")
 
 
 def is_same(ours: torch.Tensor, theirs: torch.Tensor, rounding: float) -> bool:
