@@ -12,11 +12,12 @@ PROMPT ?= Once upon a time there was a little girl named Lily.
 GPU_PYTHON ?= python3
 GPU_OUT    ?= runs/gpu
 
-.PHONY: demo test lint env clean help gpu
+.PHONY: demo test test-limited lint env clean help gpu
 
 help:
 	@echo "make demo   install into $(VENV) and generate text with the embedded model in $(MEMORY)"
 	@echo "make test   run the test suite"
+	@echo "make test-limited   once more what hangs on the CPU, as on machines with less than this one"
 	@echo "make lint   ruff and mypy"
 	@echo "make gpu    everything that needs a GPU, by $(GPU_PYTHON), into $(GPU_OUT); goes on where it was cut off"
 
@@ -34,6 +35,19 @@ demo: env
 
 test: env
 	$(BIN)/python -m pytest
+
+# What hangs on the CPU: the kernels, and that whole models are exact with what of them is adopted.
+LIMITED := tests/kernels tests/runtime/test_dense.py tests/runtime/test_attention.py tests/runtime/test_norm.py \
+           tests/runtime/test_few_tokens.py
+EXACT   := tests/runtime/test_exactness.py tests/cli/test_verify.py
+AVX2    := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 SMOE_MAX_CPU_ISA=avx2
+CORE    := ONEDNN_MAX_CPU_ISA=AVX512_CORE
+
+test-limited: env
+	$(AVX2) $(BIN)/python -m pytest -m "not slow" $(LIMITED) $(EXACT)
+	$(CORE) $(BIN)/python -m pytest -m "not slow" $(LIMITED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" tests/kernels tests/runtime/test_dense.py tests/test_demo.py
+	$(BIN)/python -m pytest -m "not slow" --disagree attention tests/runtime/test_dense.py tests/cli/test_verify.py
 
 lint: env
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import PreTrainedModel
 from transformers.utils import logging as library_logging
 
@@ -21,6 +22,8 @@ from tests import machine, oracle, zoo
 
 torch.set_num_threads(1)
 library_logging.disable_progress_bar()
+settings.register_profile("untimed", deadline=None)  # a busy machine is no error
+settings.load_profile("untimed")
 
 Toy = Callable[..., Path]
 

@@ -177,13 +177,15 @@ class _Comparing:
         """Inside, every call of a part is followed by the library's."""
         ours = self.engine.run_experts
 
-        def experts(layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        def run_experts(
+            layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        ) -> torch.Tensor:
             self._is_serving = True
             try:
-                result = ours(layer, hidden, index, weights)
+                result = ours(layer, hidden, top_k_index, top_k_weights)
             finally:
                 self._is_serving = False
-            self._compare_experts(layer, hidden, index, weights, result)
+            self._compare_experts(layer, hidden, top_k_index, top_k_weights, result)
             return result
 
         with ExitStack() as made:
@@ -194,7 +196,7 @@ class _Comparing:
                 made.callback(module.register_forward_hook(self._follow(part), with_kwargs=True).remove)
             for layer, site in self._reference.sites.items():
                 self._twin.get_submodule(site.name).forward = self._library_experts(layer)  # type: ignore[method-assign]
-            self.engine.run_experts = experts  # type: ignore[method-assign]
+            self.engine.run_experts = run_experts  # type: ignore[method-assign]
             made.callback(delattr, self.engine, "run_experts")  # the method of the class is back
             yield
 

@@ -67,6 +67,7 @@ def test_a_profile_of_another_machine_is_not_used(run, tmp_path, quick_measureme
     assert hardware.load_profile() is None
 
 
+@pytest.mark.slow
 def test_an_ablation_takes_every_step_on_the_same_text(run, checkpoint, tmp_path, monkeypatch):
     for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
         monkeypatch.setattr(f"smoe.bench.ablation.{name}", tokens)
@@ -82,6 +83,7 @@ def test_an_ablation_takes_every_step_on_the_same_text(run, checkpoint, tmp_path
     assert steps[0]["prefetch_precision"] is None and "LRU on demand" in ran.err
 
 
+@pytest.mark.slow
 def test_beside_a_device_the_cpu_computes_too(run, checkpoint, tmp_path, monkeypatch):
     for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
         monkeypatch.setattr(f"smoe.bench.ablation.{name}", tokens)

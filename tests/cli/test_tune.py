@@ -173,6 +173,7 @@ def test_generate_takes_the_alpha_for_the_disk_as_it_is_now(run, checkpoint, tex
     assert refused.code == 2 and "at alpha 0.6, where experts are read at 1 GB/s; give more --memory" in refused.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switches", [("--memory", "64MiB"), ("--memory", "2700KiB", "--device", "emulated")])
 def test_what_does_not_hang_on_the_disk_is_not_rescaled(run, checkpoint, text, switches):
     ran = run("tune", checkpoint, *switches, "--context", 128, "--text", text, "--tpot", "10s", "--json")

@@ -124,6 +124,7 @@ def test_whole_models_are_exact(
     machine.needs(any("forward" in m.__dict__ for m in linears), "torch's order for the other layers")
 
 
+@pytest.mark.slow
 def test_two_threads_are_exact_where_the_library_cuts_sums(
     toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]
 ) -> None:

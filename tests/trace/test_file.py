@@ -9,6 +9,7 @@ import os
 import re
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,12 +181,13 @@ def test_a_file_that_is_there_stays(written: Callable[[int], Path]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-@pytest.mark.parametrize("steps", [1, 10_000])
-def test_a_full_disk(steps: int, tmp_path: Path) -> None:
-    """Noticed while writing, or at the latest when the buffer is written out at the end."""
+@pytest.mark.parametrize(("name", "steps"), [("a model", 1), ("a model", 10_000), ("a model" * 100_000, 0)])
+def test_a_full_disk(name: str, steps: int, tmp_path: Path) -> None:
+    """Noticed at the header (where it is larger than the buffer), while writing, or when the buffer is written out."""
+    header = replace(HEADER, model=name)
     path = tmp_path / "a.trace"
     path.with_name(f"a.trace.partial-{os.getpid()}").symlink_to("/dev/full")
-    with pytest.raises(DiskSpaceError, match="was full"), TraceWriter(path, HEADER) as writer:
+    with pytest.raises(DiskSpaceError, match="was full"), TraceWriter(path, header) as writer:
         for _ in range(steps):
             writer.append(HEADER.blank_rows(HEADER.layers[0], 1))
             writer.keep()

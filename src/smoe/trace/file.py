@@ -66,6 +66,13 @@ class TraceWriter:
         self._start = _page_ceil(_HEAD.size + len(text))
         with self._writing():
             self._file = self._partial.open("wb")
+        try:
+            self._begin(text)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _begin(self, text: bytes) -> None:
         with self._writing():
             self._file.write((_HEAD.pack(MAGIC, VERSION, len(text), _UNFINISHED) + text).ljust(self._start, b"\0"))
 
