@@ -5,6 +5,7 @@ import json
 import pytest
 
 from smoe import hardware
+from smoe.bench import ablation
 from smoe.bench.ablation import ABLATIONS, DEVICE_ABLATIONS
 
 
@@ -130,7 +131,6 @@ def test_a_step_has_the_same_name_with_and_without_a_device(name):
 
 
 def test_an_interrupted_ablation_shows_what_it_has(run, checkpoint, tmp_path, monkeypatch):
-    from smoe.bench import ablation
 
     turns, original = [], ablation._turn
 
@@ -155,6 +155,8 @@ def test_an_interrupted_ablation_shows_what_it_has(run, checkpoint, tmp_path, mo
     [
         (("--ablation", "unknown"), "choose one of: smoe"),
         (("--ablation", "smoe", "--rounds", 0), "at least 1"),
+        (("--ablation", "smoe", "--tokens", 0), "at least 1"),
+        (("--quick", "--tokens", 9), "--tokens belongs to --ablation"),
         (("--ablation", "smoe", "--plot", "/nowhere/x.png"), "no folder"),
         (("--ablation", "smoe", "--plot", "x.gif"), ".png, .svg or .pdf"),
         (("--ablation", "smoe", "--quick"), "--quick"),
@@ -165,3 +167,18 @@ def test_an_interrupted_ablation_shows_what_it_has(run, checkpoint, tmp_path, mo
 def test_a_bad_ablation_is_refused(run, checkpoint, arguments, words):
     ran = run("bench", checkpoint, *arguments)
     assert ran.code == 2 and words in ran.err
+
+
+def test_an_ablation_times_as_many_tokens_as_asked(run, checkpoint, tmp_path, monkeypatch):
+    for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
+        monkeypatch.setattr(f"smoe.bench.ablation.{name}", tokens)
+    monkeypatch.setitem(ABLATIONS, "smoe", ABLATIONS["smoe"][:1])
+    text = tmp_path / "text.txt"
+    text.write_text("once upon a time there was a cat " * 8)
+    timed = []
+    mean = ablation.mean
+    monkeypatch.setattr(ablation, "mean", lambda seconds: timed.append(len(seconds)) or mean(seconds))
+    asked = ("bench", checkpoint, "--memory", "2700KiB", "--ablation", "smoe", "--text", text, "--rounds", 1)
+    assert run(*asked, "--tokens", 9).json["tokens"] == 9 and set(timed) == {9}
+    refused = run(*asked, "--tokens", 900)
+    assert refused.code == 2 and "fewer --tokens" in refused.err

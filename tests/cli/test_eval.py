@@ -118,14 +118,31 @@ def test_a_text_without_anything_to_predict_is_refused(run, checkpoint, tmp_path
 
 
 def test_an_interrupt_says_what_is_kept(run, checkpoint, text, tmp_path, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
+    from smoe.eval import price
 
-    monkeypatch.setattr("smoe.eval.price.measure", interrupt)
+    measure = price.measure
+
+    def interrupt(model, tokenizer, alpha, *more):
+        if alpha >= first:
+            raise KeyboardInterrupt
+        return measure(model, tokenizer, alpha, *more)
+
+    monkeypatch.setattr(price, "measure", interrupt)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     common = ("eval", checkpoint, "--memory", "2700KiB", "--context", 128, "--text", text, "--tokens", 40)
+    first = 0.1
     ran = run(*common, "--out", tmp_path / "out")
-    assert ran.code == 130 and "goes on from there" in " ".join(ran.err.split())
-    assert "--out would" in run(*common).err
+    assert ran.code == 130 and f"is in {tmp_path / 'out'}; the same command goes on" in " ".join(ran.err.split())
+    ran = run(*common, "--json")
+    (kept,) = tmp_path.glob("smoe-eval-*")
+    assert (
+        ran.json["error"]["type"] == "Interrupted"
+        and f"--out {kept} goes on from there" in ran.json["error"]["message"]
+    )
+    assert [entry["alpha"] for entry in json.loads((kept / "quality.json").read_text())["qualities"]] == [0]
+    first = 0
+    ran = run(*common)
+    assert ran.code == 130 and "nothing to keep" in ran.err and list(tmp_path.glob("smoe-eval-*")) == [kept]
 
 
 def test_generate_says_what_was_replaced(run, checkpoint):

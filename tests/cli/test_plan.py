@@ -57,7 +57,7 @@ def test_everything_fits_in_the_full_budget_and_nothing_below_the_minimum(run, c
     assert full["resident_share"] == 1 and full["bytes_per_token"] == 0 and full["floor_bound_by"] == "memory"
     assert run("plan", config_only, "--memory", value["minimum_memory_bytes"], "--json").code == 0
     refused = run("plan", config_only, "--memory", value["minimum_memory_bytes"] - 1, "--json")
-    assert (refused.code, refused.out) == (2, "") and "KV cache" in refused.err
+    assert (refused.code, refused.json["error"]["type"]) == (2, "BudgetError") and "KV cache" in refused.err
 
 
 def test_the_table_names_every_part(run, config_only):

@@ -26,8 +26,8 @@ smoe generate ./my-moe --memory 8GiB -p "The capital of France is"
 
 Every command explains itself: smoe COMMAND --help
 
-Exit codes: 0 done, 1 not exact (smoe verify), 2 an error, 130 ended by Ctrl-C,
-143 by SIGTERM; after both, what there is so far is shown and kept.
+Exit codes: 0 done, 1 not exact (smoe verify), 2 an error, 130 after Ctrl-C,
+143 after SIGTERM; what there is by then is shown and kept.
 """
 
 

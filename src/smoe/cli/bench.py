@@ -28,8 +28,8 @@ smoe bench ./my-moe --memory 8GiB --ablation smoe     (what each mechanism of th
 
 smoe bench ./my-moe --memory 8GiB --ablation smoe --device emulated --profile rtx-4060-ti
 
-The table goes to stderr; stdout, where it is no terminal, gets one line of JSON (--json: always). Quote it with its
-machine and budget.
+The table goes to stderr; one line of JSON to stdout, unless that is a
+terminal (--json: always). Quote it with its machine and budget.
 """
 
 _PHYSICS = """Prefill brings every expert of a layer in once for all prompt tokens: bound by arithmetic, or by the disk.
@@ -43,17 +43,17 @@ def command(
     quick: Annotated[bool, typer.Option("--quick", help="Only 16 prompt and 64 new tokens, batch 1 and 3.")] = False,
     ablation: Annotated[str | None, typer.Option(help="Mechanisms of a paper one by one instead: smoe.")] = None,
     text: Annotated[Path | None, typer.Option(help="For --ablation: text to read. Default: stories.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="For --ablation: turns of every step. [default: 2]")] = None,
+    rounds: Annotated[int | None, typer.Option(help="For --ablation: turns of every step. \\[default: 2]")] = None,
     seed: Annotated[int, typer.Option(help="For the prompts.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="For --ablation: draw it into this file (.png, .svg).")] = None,
-    batch: Annotated[int | None, typer.Option(help="For --ablation: sequences together. [default: 1]")] = None,
-    tokens: Annotated[int | None, typer.Option(help="For --ablation: tokens timed a turn. [default: 64]")] = None,
+    batch: Annotated[int | None, typer.Option(help="For --ablation: sequences together. \\[default: 1]")] = None,
+    tokens: Annotated[int | None, typer.Option(help="For --ablation: tokens timed a turn. \\[default: 64]")] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Measure the papers' cells: 16 or 128 prompt tokens, 64 or 256 new ones, batch 1 and 3.
 
-    Ends with one line of JSON on stdout: machine, versions, model, budget, and every cell's figures.
+    The JSON has machine, versions, model, budget, and every cell's figures.
     """
     from smoe.bench.cells import CELLS, QUICK_CELLS, fitting
     from smoe.cli.console import errors, gives_json, is_quiet, print_json, warn

@@ -22,10 +22,11 @@ smoe chat
 
 smoe chat Qwen/Qwen3-30B-A3B --memory 8GiB --context 8192 --temperature 0.7
 
-smoe chat ./my-moe --memory 8GiB --temperature 0     (always the most likely token)
+smoe chat ./my-moe --memory 8GiB --temperature 0     (the likeliest token)
 
-In the conversation: /help lists the commands, /settings shows how tokens are chosen, /reset forgets the conversation,
-/quit leaves, Ctrl-C stops an answer, Ctrl-D leaves.
+In the conversation: /help lists the commands, /settings shows how tokens are
+chosen, /reset forgets the conversation, /quit leaves, Ctrl-C stops an answer,
+Ctrl-D leaves.
 """
 
 _QUIT = "/quit"

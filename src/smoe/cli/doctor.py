@@ -19,8 +19,9 @@ smoe doctor
 
 smoe doctor --folder /mnt/models --expert-size 9MiB
 
-Takes about ten seconds; run it while nothing else is busy. The profile is kept for smoe plan and for summaries,
-in smoe/profile.json of the user's cache folder (XDG_CACHE_HOME says where that is).
+Takes about ten seconds; run it while nothing else is busy. The profile is
+kept for smoe plan and for summaries, in smoe/profile.json of the user's cache
+folder (XDG_CACHE_HOME says where that is).
 """
 
 _MARKS = {"good": "[green]ok  [/green]", "better": "[yellow]hint[/yellow]", "bad": "[red]bad [/red]"}
@@ -28,7 +29,7 @@ _MARKS = {"good": "[green]ok  [/green]", "better": "[yellow]hint[/yellow]", "bad
 
 def command(
     folder: Annotated[
-        Path | None, typer.Option(help="Where models lie: the disk to measure. [default: the hub's cache]")
+        Path | None, typer.Option(help="Where models lie: the disk to measure. \\[default: the hub's cache]")
     ] = None,
     expert_size: Annotated[str, typer.Option(help="Size of one read, as big as one expert.")] = "8MiB",
     threads: Annotated[int | None, typer.Option(help="Computing threads to measure with.", min=1)] = None,

@@ -33,8 +33,9 @@ A line of questions, by how the answer is scored ("short" is the default):
 With "format": "cloze" the likeliest per character; with a "suffix" beside
 the choices, the one that makes the suffix likeliest. A is the first choice.
 
-The table goes to stderr; stdout, where it is no terminal, gets one line of JSON (--json: always). Alpha 0 is the
-model itself. Ctrl-C and SIGTERM keep the thresholds that are done, and say where.
+The table goes to stderr; one line of JSON to stdout, unless that is a
+terminal (--json: always). Alpha 0 is the model itself. Ctrl-C and SIGTERM
+keep the thresholds that are done, and say where.
 """
 
 

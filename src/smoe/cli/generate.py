@@ -31,8 +31,8 @@ cat question.txt | smoe generate mistralai/Mixtral-8x7B-v0.1 --memory 12GiB --st
 
 smoe generate -p "One day" -p "In the garden" --json
 
-The text goes to stdout, all else to stderr (--quiet: only warnings). Ctrl-C and SIGTERM end the text early and still
-print the summary.
+The text goes to stdout, all else to stderr (--quiet: only warnings). Ctrl-C
+and SIGTERM end the text early and still print the summary.
 """
 
 DEMO_PROMPT = "Once upon a time"

@@ -35,7 +35,13 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result, warnings and errors.")]
 _Verbose = Annotated[
     int,
-    typer.Option("--verbose", "-v", count=True, help="Show the log; -vv: all of it (also: SMOE_LOG=info or debug)."),
+    typer.Option(
+        "--verbose",
+        "-v",
+        count=True,
+        show_default=False,
+        help="Show the log; -vv: all of it (also: SMOE_LOG=info or debug).",
+    ),
 ]
 _EVERYWHERE: dict[str, tuple[Any, Any]] = {"quiet": (_Quiet, False), "verbose": (_Verbose, 0)}
 """Options of every command: annotation, default."""
@@ -62,17 +68,17 @@ class EngineOptions:
     context: Annotated[
         int | None,
         typer.Option(
-            help="Positions reserved for every sequence. [default: 4096, or the model's own]", rich_help_panel=_MEMORY
+            help="Positions reserved for every sequence. \\[default: 4096, or the model's own]", rich_help_panel=_MEMORY
         ),
     ] = None
     max_sequences: Annotated[
         int | None,
-        typer.Option(help="Sequences that run together. [default: the number of prompts]", rich_help_panel=_MEMORY),
+        typer.Option(help="Sequences that run together. \\[default: the number of prompts]", rich_help_panel=_MEMORY),
     ] = None
     device: Annotated[
         str | None,
         typer.Option(
-            help="cpu, cuda, cuda:1, emulated (a test bench). [default: the first GPU]", rich_help_panel=_ENGINE
+            help="cpu, cuda, cuda:1, emulated (a test bench). \\[default: the first GPU]", rich_help_panel=_ENGINE
         ),
     ] = None
     threads: Annotated[int | None, typer.Option(help="Computing threads.", rich_help_panel=_ENGINE)] = None
@@ -222,27 +228,31 @@ class ChatSamplingOptions:
 
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens of an answer, at most. [default: the model's, else 512]", rich_help_panel=_SAMPLING),
+        typer.Option(
+            help="Tokens of an answer, at most. \\[default: the model's, else 512]", rich_help_panel=_SAMPLING
+        ),
     ] = None
     temperature: Annotated[
         float | None,
-        typer.Option(help="0: always the most likely token. [default: the model's]", rich_help_panel=_SAMPLING),
+        typer.Option(help="0: always the most likely token. \\[default: the model's]", rich_help_panel=_SAMPLING),
     ] = None
     top_p: Annotated[
         float | None,
-        typer.Option(help="Sample from this much probability. [default: the model's]", rich_help_panel=_SAMPLING),
+        typer.Option(help="Sample from this much probability. \\[default: the model's]", rich_help_panel=_SAMPLING),
     ] = None
     top_k: Annotated[
         int | None,
-        typer.Option(help="Sample from so many tokens; 0: from all. [default: the model's]", rich_help_panel=_SAMPLING),
+        typer.Option(
+            help="Sample from so many tokens; 0: from all. \\[default: the model's]", rich_help_panel=_SAMPLING
+        ),
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(help="Above 1: fewer repetitions. [default: the model's]", rich_help_panel=_SAMPLING),
+        typer.Option(help="Above 1: fewer repetitions. \\[default: the model's]", rich_help_panel=_SAMPLING),
     ] = None
     seed: Annotated[
         int | None,
-        typer.Option(help="The same conversation again. [default: another every time]", rich_help_panel=_SAMPLING),
+        typer.Option(help="The same conversation again. \\[default: another every time]", rich_help_panel=_SAMPLING),
     ] = None
     stop: Annotated[
         list[str] | None,

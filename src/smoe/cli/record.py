@@ -26,8 +26,8 @@ smoe record ./my-moe --memory 8GiB --out book.trace --text book.txt --tokens 500
 
 smoe replay demo.trace --resident 40%
 
-docs/traces.md says what is in the file and how to read it with NumPy. Ctrl-C and SIGTERM keep the steps that
-have ended.
+docs/traces.md says what is in the file and how to read it with NumPy. Ctrl-C
+and SIGTERM keep the steps that have ended.
 """
 
 

@@ -46,7 +46,7 @@ def command(
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Text to measure on: .txt or .jsonl. Default: stories.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="With --max-perplexity-increase: tokens of the text, at most. [default: 2000]")
+        int | None, typer.Option(help="With --max-perplexity-increase: tokens of the text, at most. \\[default: 2000]")
     ] = None,
     out: Annotated[
         Path | None,
