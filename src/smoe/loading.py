@@ -196,8 +196,8 @@ def _load_dense(folder: Path, plan: Blueprint, device: torch.device) -> PreTrain
 
 
 def _move_to_own_memory(model: PreTrainedModel) -> None:
-    """Copy the weights out of the library's file mapping: a mapped file that is cut short kills the process, one that is
-    overwritten changes the model, and mapped pages can be dropped.
+    """Copy the weights out of the library's file mapping: a mapped file that is cut short kills the process, one that
+    is overwritten changes the model, and mapped pages can be dropped.
 
     bf16 matrices go to cache lines: where the header puts them they cost a seventh of their speed (docs/log.md). The
     bits of other products depend on the address within a cache line, and grade E0 means the library's own bits: they

@@ -171,7 +171,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a shard's name stays in the checkpoint's folder. (Such a name may be a link: the hub's cache has them.)"""
+    """Whether a shard's name stays in the checkpoint's folder. (The file may be a link: the hub's cache has such.)"""
     path = PurePosixPath(name)
     is_plain = 0 < len(name) < 256 and name.isprintable() and "\\" not in name
     return is_plain and not path.is_absolute() and ".." not in path.parts and path.suffix == ".safetensors"
