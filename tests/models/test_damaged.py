@@ -115,7 +115,7 @@ def test_tensors_at_odd_offsets(shift: int, dtype: torch.dtype, toy: Toy, open_m
 
 SIZES = {
     "num_hidden_layers": [10**9, 10**18, -1, 3.5, "four", None, [4], 400],
-    "num_experts": [10**9, -8, 0, 9],
+    "num_local_experts": [10**9, -8, 0, 9, 7],
     "num_experts_per_tok": [0, -2, 9, 10**9],
     "vocab_size": [10**12, 10**30, 0, -1],
     "hidden_size": [10**12, 63, 0],

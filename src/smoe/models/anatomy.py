@@ -128,10 +128,13 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _weights_bytes(model: PreTrainedModel, sites: list[ExpertsSite], dtype: torch.dtype) -> int:
     experts = {f"{site.name}.{part.name}" for site in sites for part in site.parts}
+    wide = set(model._keep_in_fp32_modules_strict or ())  # what the loader keeps in fp32
+    wide |= set(model._keep_in_fp32_modules or ()) if dtype is torch.float16 else set()
     total = 0
     for name, parameter in model.named_parameters():  # tied parameters come once
         if name not in experts:
-            total += int(parameter.numel()) * dtype.itemsize
+            is_wide = any(pattern in name for pattern in wide)
+            total += int(parameter.numel()) * (max(4, dtype.itemsize) if is_wide else dtype.itemsize)
     for buffer in model.buffers():
         total += int(buffer.numel()) * max(4, int(buffer.element_size()))
     return total
