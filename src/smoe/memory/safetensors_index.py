@@ -41,6 +41,15 @@ def identity_of(descriptor: int) -> FileIdentity:
     return FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
+def check_identity(path: Path, descriptor: int, expected: FileIdentity) -> None:
+    """Raise `CheckpointError` where an open file is not, or no longer, what it was when it was indexed."""
+    if identity_of(descriptor) != expected:
+        raise CheckpointError(
+            f"{path} was written or replaced while the model was loaded; what is read from it now belongs to other "
+            "weights: load the model again"
+        )
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor of a checkpoint: its bytes are `path[offset : offset + nbytes]`, row-major."""
