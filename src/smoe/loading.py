@@ -209,15 +209,22 @@ def _load_dense(folder: Path, plan: Blueprint, device: torch.device) -> PreTrain
 
 
 def _move_to_own_memory(model: PreTrainedModel) -> None:
-    """Copy the weights out of the library's file mapping: a mapped file that is cut short kills the process, one that is
-    overwritten changes the model, and mapped pages can be dropped.
+    """Copy the weights out of the library's file mapping: a mapped file that is cut short kills the process, one that
+    is overwritten changes the model, and mapped pages can be dropped.
 
     bf16 matrices go to cache lines: where the header puts them they cost a seventh of their speed (docs/log.md). The
     bits of other products depend on the address within a cache line, and grade E0 means the library's own bits: they
     stay where they were within theirs.
     """
-    for tensor in [*model.parameters(), *model.buffers()]:  # tied ones come once and stay tied
-        tensor.data = _aligned_copy(tensor.data, 0 if tensor.dtype is torch.bfloat16 else tensor.data_ptr())
+    for parameter in model.parameters():  # tied parameters come once and stay tied
+        parameter.data = _own(parameter.data)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = _own(buffer)  # a new object: the old one is a view, which keeps its base
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return _aligned_copy(tensor, 0 if tensor.dtype is torch.bfloat16 else tensor.data_ptr())
 
 
 def _aligned_copy(tensor: torch.Tensor, address: int) -> torch.Tensor:

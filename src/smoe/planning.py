@@ -16,8 +16,8 @@ from smoe.config import EngineConfig
 from smoe.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
 from smoe.memory.store import PAGE, page_ceil
 from smoe.models.anatomy import Anatomy, examine
-from smoe.models.experts import ExpertsSite, find_sites, meta_model
 from smoe.models.config_file import check_config
+from smoe.models.experts import ExpertsSite, find_sites, meta_model
 from smoe.models.files import config_folder, naming
 from smoe.models.registration import register_local_families
 from smoe.models.workspace import workspace_bytes
@@ -130,7 +130,8 @@ def choose_context(model_config: PretrainedConfig, config: EngineConfig) -> int:
         return min(DEFAULT_CONTEXT_TOKENS, limit or DEFAULT_CONTEXT_TOKENS)
     if limit is not None and config.context_tokens > limit:
         raise ConfigError(
-            f"--context {config.context_tokens} is more than the {limit} positions the model was made for by its config.json"
+            f"--context {config.context_tokens} is more than the {limit} positions the model was made for by its "
+            "config.json"
         )
     return config.context_tokens
 

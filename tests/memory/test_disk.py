@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from smoe.errors import TransferError
+from smoe.errors import CheckpointError, TransferError
 from smoe.memory import disk
 from smoe.memory.device import Arena
 from smoe.memory.disk import DiskReader
+from smoe.memory.safetensors_index import identity_of
 from smoe.memory.store import PAGE, Read
 
 SIZE = 20 * PAGE + 123
@@ -180,3 +181,45 @@ def test_files_are_closed(path: Path, buffer: memoryview) -> None:
     assert not source.is_direct
     if before:
         assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+@pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_what_passes_by_itself_is_tried_again(
+    is_direct: bool, number: int, path: Path, buffer: memoryview, reader: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bounded number of times: a signal, or a full queue, costs no request; for ever it is an error."""
+    original, left = os.preadv, [disk.TRIES - 1]
+
+    def fail_first(*arguments: Any) -> int:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(number, "not now")
+        return original(*arguments)
+
+    monkeypatch.setattr(os, "preadv", fail_first)
+    monkeypatch.setattr(disk.time, "sleep", lambda seconds: None)
+    source = reader(is_direct)
+    assert source.read(whole(path), buffer) >= 20 * PAGE and left == [0]
+    assert bytes(buffer[: 20 * PAGE]) == DATA[: 20 * PAGE]
+    left[0] = disk.TRIES
+    with pytest.raises(TransferError, match="not now"):
+        source.read(whole(path), buffer)
+
+
+def test_a_file_written_during_a_read_is_noticed(
+    path: Path, buffer: memoryview, reader: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes that came may be half old, half new."""
+    source, original = reader(False), os.preadv
+    with path.open("rb") as file:
+        source.expect({path: identity_of(file.fileno())})
+    source.read(whole(path), buffer)
+
+    def write_meanwhile(*arguments: Any) -> int:
+        path.write_bytes(DATA[::-1])
+        return original(*arguments)
+
+    monkeypatch.setattr(os, "preadv", write_meanwhile)
+    with pytest.raises(CheckpointError, match=r"data\.bin was written or replaced"):
+        source.read(whole(path), buffer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,21 @@ BROKEN: dict[str, bytes] = {
     "beyond the end": with_header(entry(data_offsets=[1000, 1048])),
     "negative shape": with_header(entry(shape=[-3, -4])),
     "truncated data": with_header(entry(), b"\0" * 47),
+    "more data": with_header(entry(), b"\0" * 49),
+    "deep": with_header(b'{"a":' * 100_000),
+    "deep lists": with_header(b"[" * 100_000 + b"]" * 100_000),
+    "a number of thousands of digits": with_header(b'{"a": ' + b"9" * 6000 + b"}"),
+    "UTF-16": with_header(entry().decode().encode("utf-16")),
+    "no dtype of the format": with_header(entry(dtype="F33"), b"\0" * 48),
+    "dtype is a list": with_header(entry(dtype=["F32"]), b"\0" * 48),
+    "offsets are fractions": with_header(entry(data_offsets=[0.0, 48.0]), b"\0" * 48),
+    "offsets are infinite": with_header(entry(data_offsets=[0, float("inf")]), b"\0" * 48),
+    "shape of fractions": with_header(entry(shape=[3.5, 4]), b"\0" * 48),
+    "shape of truths": with_header(entry(shape=[True, 12]), b"\0" * 48),
+    "shape beyond counting": with_header(entry(shape=[2**64, 0], data_offsets=[0, 0]), b""),
+    "metadata is a list": with_header(b'{"__metadata__": [1], ' + entry()[1:], b"\0" * 48),
+    "overlap": with_header(entry()[:-1] + b", " + entry().replace(b'"a"', b'"b"')[1:], b"\0" * 48),
+    "gap": with_header(entry(data_offsets=[8, 56]), b"\0" * 56),
 }
 
 
@@ -146,6 +162,35 @@ def break_map_is_a_list(folder: Path) -> None:
     write_index(folder, ["a"])
 
 
+def break_map_deeply(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_bytes(b"[" * 100_000)
+
+
+def break_map_leads_out(folder: Path) -> None:
+    (folder.parent / "two.safetensors").write_bytes((folder / "two.safetensors").read_bytes())
+    write_index(folder, {"a": "one.safetensors", "b": "../two.safetensors"})
+
+
+def break_map_is_absolute(folder: Path) -> None:
+    write_index(folder, {"a": "one.safetensors", "b": str(folder / "two.safetensors")})
+
+
+def break_shard_is_a_folder(folder: Path) -> None:
+    (folder / "two.safetensors").unlink()
+    (folder / "two.safetensors").mkdir()
+
+
+def break_shard_is_a_pipe(folder: Path) -> None:
+    """Opening it would wait for ever."""
+    (folder / "two.safetensors").unlink()
+    os.mkfifo(folder / "two.safetensors")
+
+
+def break_index_is_a_loop(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model.safetensors.index.json").symlink_to("model.safetensors.index.json")
+
+
 def break_map_of_numbers(folder: Path) -> None:
     write_index(folder, {"a": 1, "b": "two.safetensors"})
 
@@ -159,6 +204,12 @@ def break_map_of_numbers(folder: Path) -> None:
         (break_empty_map, "index.json"),
         (break_map_is_a_list, "index.json"),
         (break_map_of_numbers, "index.json"),
+        (break_map_deeply, "index.json"),
+        (break_map_leads_out, "index.json.*'b'"),
+        (break_map_is_absolute, "index.json.*'b'"),
+        (break_shard_is_a_folder, "two.safetensors"),
+        (break_shard_is_a_pipe, "two.safetensors"),
+        (break_index_is_a_loop, "index.json"),
     ],
 )
 def test_a_broken_index_is_named(damage: Callable[[Path], None], named: str, sharded: Path) -> None:

@@ -30,6 +30,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -202,8 +203,8 @@ def _read(report: Path) -> str:
     return text
 
 
-def fuzz(count: int, seed: int, workers: int, limit: float = LIMIT_SECONDS, only: int | None = None) -> list[Outcome]:
-    """`count` cases; the same seed gives the same ones."""
+def fuzz(numbers: range, seed: int, workers: int, limit: float = LIMIT_SECONDS) -> Iterator[Outcome]:
+    """The cases of these numbers, as they end; the same seed and number give the same case."""
     torch.set_num_threads(1)
     library_logging.disable_progress_bar()
     library_logging.set_verbosity_error()
@@ -218,7 +219,7 @@ def fuzz(count: int, seed: int, workers: int, limit: float = LIMIT_SECONDS, only
             return run_case(number, seed, bases[name], name, expected[name], limit)
 
         with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(case, range(count) if only is None else [only]))
+            yield from pool.map(case, numbers)
 
 
 def main() -> None:
@@ -226,16 +227,17 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--only", type=int, help="one case, by its number")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--all", action="store_true", help="print the good cases too")
     asked = parser.parse_args()
-    found = fuzz(asked.count, asked.seed, asked.workers, only=asked.only)
-    for each in found:
+    counts: Counter[str] = Counter()
+    for each in fuzz(range(asked.first, asked.first + asked.count), asked.seed, asked.workers):
+        counts[each["outcome"]] += 1
+        counts["without key"] += not each["names_key"]
         if asked.all or each["outcome"] not in GOOD:
-            print(json.dumps(each, ensure_ascii=False))
-    counts = Counter(each["outcome"] for each in found)
-    keyless = sum(not each["names_key"] for each in found)
-    print(json.dumps({"seed": asked.seed, "cases": len(found), **counts, "errors_without_key": keyless}))
+            print(json.dumps(each, ensure_ascii=False), flush=True)
+    keyless = counts.pop("without key")
+    print(json.dumps({"seed": asked.seed, "cases": counts.total(), **counts, "errors_without_key": keyless}))
     sys.exit(0 if counts.keys() <= set(GOOD) else 1)
 
 

@@ -1,7 +1,7 @@
-"""Ways to damage a checkpoint, drawn by a seeded generator: what downloads, disks, editors and other programs do to files.
+"""Ways to damage a checkpoint, drawn by a seeded generator: what downloads, disks, editors and other programs do.
 
-Every mutation is a function of a folder and a generator. It changes the folder's files in place and says which file, and
-where it can, which key, an error should name.
+Every mutation is a function of a folder and a generator. It changes the folder's files in place and says which file,
+and where it can, which key, an error should name.
 """
 
 from __future__ import annotations

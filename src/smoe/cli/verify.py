@@ -17,7 +17,7 @@ smoe verify
 
 smoe verify ./my-moe --memory 8GiB
 
-Exit code 0: every part is equal bit by bit. 1: one differs, or its weights hold NaN or infinity. 2: not checked.
+Exit code 0: every part is equal bit by bit. 1: one differs. 2: not checked to the end, as where weights hold NaN.
 """
 
 _DIFFERS = 1

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from smoe.errors import CheckpointError, TransferError
-from smoe.memory.safetensors_index import FileIdentity, identity_of
+from smoe.memory.safetensors_index import FileIdentity, check_identity
 from smoe.memory.store import Read
 
 CHUNK_BYTES = 4 * 2**20
@@ -94,11 +94,8 @@ class DiskReader:
 
     def _check_identity(self, path: Path, descriptor: int) -> None:
         expected = self._identities.get(path)
-        if expected is not None and identity_of(descriptor) != expected:
-            raise CheckpointError(
-                f"{path} was written or replaced while the model was loaded; what is read from it now belongs to other "
-                "weights: load the model again"
-            )
+        if expected is not None:
+            check_identity(path, descriptor, expected)
 
     def _open(self, path: Path) -> tuple[int, bool]:
         known = self._files.get(path)

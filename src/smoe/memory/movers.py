@@ -84,8 +84,8 @@ class Filler:
             element = int(np.argmax((weights & infinity) == infinity))
             tensor = self._store.tensor_at(layer, expert, part.name, element)
             raise CheckpointError(
-                f"{tensor.path}: {tensor.key!r} ({part.name} of expert {expert} in layer {layer}) holds NaN or infinity "
-                f"in {self._store.dtype}; download the checkpoint again"
+                f"{tensor.path}: {tensor.key!r} ({part.name} of expert {expert} in layer {layer}) holds NaN or "
+                f"infinity in {self._store.dtype}; download the checkpoint again"
             )
 
     def _read(self, placement: Placement, buffer: memoryview, between: Callable[[], None] | None) -> int:

@@ -41,6 +41,15 @@ def identity_of(descriptor: int) -> FileIdentity:
     return FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
+def check_identity(path: Path, descriptor: int, expected: FileIdentity) -> None:
+    """Raise `CheckpointError` where an open file is not, or no longer, what it was when it was indexed."""
+    if identity_of(descriptor) != expected:
+        raise CheckpointError(
+            f"{path} was written or replaced while the model was loaded; what is read from it now belongs to other "
+            "weights: load the model again"
+        )
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor of a checkpoint: its bytes are `path[offset : offset + nbytes]`, row-major."""
@@ -171,7 +180,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a shard's name stays in the checkpoint's folder. (Such a name may be a link: the hub's cache has them.)"""
+    """Whether a shard's name stays in the checkpoint's folder. (The file may be a link: the hub's cache has such.)"""
     path = PurePosixPath(name)
     is_plain = 0 < len(name) < 256 and name.isprintable() and "\\" not in name
     return is_plain and not path.is_absolute() and ".." not in path.parts and path.suffix == ".safetensors"

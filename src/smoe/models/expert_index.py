@@ -30,8 +30,8 @@ def index_experts(
 ) -> dict[int, LayerExperts]:
     """The stored pieces of every expert by layer. `model` may be on the meta device; it must still have its experts.
 
-    Raises `CheckpointError` where the checkpoint and the model disagree, about experts or other weights, in what there is
-    and in its shape: before the library would make up what is missing, however large.
+    Raises `CheckpointError` where the checkpoint and the model disagree, about experts or other weights, in what there
+    is and in its shape: before the library would make up what is missing, however large.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
@@ -96,7 +96,7 @@ def _check_whole(folder: Path, model: PreTrainedModel, reached: Set[str]) -> Non
     missing = [
         names[0]
         for names in names_of.values()
-        if not reached.intersection(names) and not (optional and re.search(optional, names[0]))
+        if reached.isdisjoint(names) and not (optional and re.search(optional, names[0]))
     ]
     if missing:
         raise CheckpointError(

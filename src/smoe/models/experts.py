@@ -57,7 +57,10 @@ def find_sites(model: PreTrainedModel) -> list[ExpertsSite]:
                 f"{kind!r} keeps its experts in {undecorated[0]!r}, in a form that transformers does not expose to "
                 "other implementations; exactness cannot be proven, so it is refused. The README lists what works"
             )
-        raise NotMoEError(f"{kind!r} has no routed experts: it is a dense model; transformers alone serves it as well")
+        where = f" by the config.json in {model.config.name_or_path}" if model.config.name_or_path else ""
+        raise NotMoEError(
+            f"{kind!r} has no routed experts{where}: it is a dense model; transformers alone serves it as well"
+        )
     layers = [site.layer for site in sites]
     if len(set(layers)) != len(layers):
         raise UnsupportedModelError(f"{model.config.model_type!r} has several experts modules in one layer")

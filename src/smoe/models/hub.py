@@ -87,8 +87,8 @@ def check_reachable(model: str) -> None:
     reason = unreachable()
     if reason is not None:
         raise ModelError(
-            f"{model!r} is neither a folder here nor in the hub's cache ({cache_folder()}), and {reason}; give a folder, "
-            "or run this once where there is a network" + HINT
+            f"{model!r} is neither a folder here nor in the hub's cache ({cache_folder()}), and {reason}; give a "
+            "folder, or run this once where there is a network" + HINT
         )
 
 

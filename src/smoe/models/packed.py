@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from smoe.errors import CheckpointError
-from smoe.memory.safetensors_index import ITEM_BYTES, StoredTensor, shard_paths
+from smoe.memory.checkpoint_json import check_regular, parse_object
+from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor, identity_of, shard_paths
 from smoe.memory.store import ExpertStore, LayerExperts, page_ceil
 from smoe.models.experts import ExpertsSite
 from smoe.models.files import check_disk
@@ -46,20 +47,21 @@ def packed_store(
     path = pack_path(folder, dtype)
     if not path.exists():
         return None
-    header, start = _read_header(path)
+    check_regular(path)
+    header, start, identity = _read_header(path)
     expected = _header(folder, sites, dtype)
     if header != expected:
         raise CheckpointError(
             f"{path} was packed from other weights, or by another version; delete it, or run smoe pack again"
         )
-    stride = header["stride"]
+    stride = header["stride"]  # ours, as the headers are equal
     experts = sum(site.experts for site in sites)
-    if path.stat().st_size != start + experts * stride:
+    if identity.nbytes != start + experts * stride:
         raise CheckpointError(f"{path} is truncated; delete it, or run smoe pack again")
     layers: dict[int, LayerExperts] = {}
     offset = start
     for site in sites:
-        layers[site.layer] = _packed_layer(path, site, dtype, offset, stride)
+        layers[site.layer] = _packed_layer(path, identity, site, dtype, offset, stride)
         offset += site.experts * stride
     return ExpertStore(layers, dtype, alignment)
 
@@ -100,14 +102,17 @@ def _expert_bytes(experts: LayerExperts, expert: int, dtype: str) -> bytes:
     return b"".join(parameters[part.name].contiguous().view(torch.uint8).numpy().tobytes() for part in experts.parts)
 
 
-def _packed_layer(path: Path, site: ExpertsSite, dtype: str, offset: int, stride: int) -> LayerExperts:
+def _packed_layer(
+    path: Path, identity: FileIdentity, site: ExpertsSite, dtype: str, offset: int, stride: int
+) -> LayerExperts:
     sources = []
     for expert in range(site.experts):
         place = offset + expert * stride
         pieces: dict[str, tuple[StoredTensor, ...]] = {}
         for part in site.parts:
             nbytes = _part_bytes(part.shape, dtype)
-            pieces[part.name] = (StoredTensor(path, place, nbytes, dtype, part.shape),)
+            key = f"{site.name}.{part.name}[{expert}]"
+            pieces[part.name] = (StoredTensor(path, place, nbytes, dtype, part.shape, key, identity),)
             place += nbytes
         sources.append(pieces)
     return LayerExperts(site.layer, site.parts, sources)
@@ -139,13 +144,15 @@ def _header_bytes(header: dict[str, Any]) -> bytes:
     return data + bytes(page_ceil(len(data)) - len(data))
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+def _read_header(path: Path) -> tuple[dict[str, Any], int, FileIdentity]:
+    """The header, where the experts begin, and the file as it was."""
     with path.open("rb") as file:
+        identity = identity_of(file.fileno())
         start = file.read(16)
         length = struct.unpack("<Q", start[8:])[0] if len(start) == 16 else 0
         text = file.read(length) if start[:8] == MAGIC and length < 1 << 26 else b""
     try:
-        header: dict[str, Any] = json.loads(text)
-    except ValueError as error:
+        header = parse_object(text, path)
+    except CheckpointError as error:
         raise CheckpointError(f"{path} is not a packed expert file; delete it, or run smoe pack again") from error
-    return header, page_ceil(16 + length)
+    return header, page_ceil(16 + length), identity

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from smoe.memory.safetensors_index import StoredTensor, read_header
+from smoe.memory.safetensors_index import StoredTensor, check_identity, read_header
 from smoe.memory.store import LayerExperts
 
 
@@ -28,6 +28,9 @@ def reference_parameters(experts: LayerExperts, chosen: Sequence[int], dtype: to
 
 def _tensor(piece: StoredTensor) -> torch.Tensor:
     """A stored tensor, or a row of one, by key through safetensors."""
+    if piece.identity is not None:
+        with piece.path.open("rb") as file:
+            check_identity(piece.path, file.fileno(), piece.identity)
     for key, tensor in _header(piece.path, piece.path.stat().st_mtime_ns).items():
         if tensor.offset <= piece.offset and piece.offset + piece.nbytes <= tensor.offset + tensor.nbytes:
             with safe_open(piece.path, framework="pt") as file:

@@ -1,0 +1,137 @@
+"""What a model's name leads to: a folder, the hub, or one line that says what was tried and what would work."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smoe import cli
+from smoe.errors import ModelError
+from smoe.models import files, hub
+
+HUB_ID = "Qwen/Qwen3-30B-A3B"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a model's folder, files of others, and a folder of models."""
+    (tmp_path / "my-moe").mkdir()
+    (tmp_path / "my-moe" / "config.json").write_text("{}")
+    (tmp_path / "my-moe" / "model.safetensors").touch()
+    (tmp_path / "gguf-only").mkdir()
+    for name in ("big.gguf", "notes.txt", "gguf-only/big.Q4.gguf"):
+        (tmp_path / name).touch()
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "mixtral-8x7b").mkdir()
+    (tmp_path / "broken").symlink_to("nowhere")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("big.gguf", "does not read GGUF yet"),
+        ("./big.gguf", "does not read GGUF yet"),
+        ("other.gguf", "no file other.gguf"),
+        ("/models/other.gguf", "no file /models/other.gguf"),
+        ("owner/other.gguf", "does not read GGUF yet"),
+        ("gguf-only", "does not read GGUF yet"),
+        ("my-moe/model.safetensors", "give its folder: .*my-moe"),
+        ("my-moe/config.json", "give its folder: .*my-moe"),
+        ("model.safetensors", "no file model.safetensors"),
+        ("notes.txt", "is a file, not a model folder"),
+        ("my-mo", "no folder my-mo .near it: my-moe."),
+        ("models/mixtral-8x7", "near it: models/mixtral-8x7b"),
+        ("./nothing", "no folder ./nothing"),
+        ("nothing/at/all", "no folder nothing/at/all"),
+        ("models", "no config.json"),
+        ("broken", "leads nowhere"),
+        ("gpt2", "no folder gpt2"),
+        ("", "no config.json"),
+        ("a\0b", "hub id"),
+        ("x" * 5000, "hub id"),
+        ("owner/name with spaces", "hub id"),
+        ("~nobody-of-this-name/model", "hub id"),
+    ],
+)
+def test_what_is_no_model_is_said_without_the_hub(
+    model: str, said: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch a GGUF file read as JSON, and a mistyped folder asked of the hub."""
+
+    def ask(*_: Any) -> Any:
+        raise AssertionError("the hub was asked")
+
+    for name in ("cached", "has_config", "unreachable", "config_folder"):
+        monkeypatch.setattr(hub, name, ask)
+    for call in (files.local_folder, lambda model: files.fetch(model, None), lambda m: files.refuse_unknown(m, None)):
+        with pytest.raises(ModelError, match=said) as error:
+            call(model)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("model", [HUB_ID, "mistralai/Mixtral-8x7B-v0.1", "owner/model.v2"])
+def test_a_hub_id_is_one(model: str, here: Path) -> None:
+    assert files.local_folder(model) is None
+
+
+def no_route(*_: Any, **__: Any) -> Any:
+    raise OSError(101, "Network is unreachable")
+
+
+def never(*_: Any, **__: Any) -> Any:
+    threading.Event().wait(30)
+
+
+@pytest.mark.parametrize(
+    ("connect", "said"),
+    [(no_route, "Network is unreachable"), (never, "no answer in 0.05 s"), (None, "HF_HUB_OFFLINE")],
+)
+@pytest.mark.parametrize("command", ["plan", "generate", "chat", "pack", "verify", "record"])
+def test_without_a_network_one_line_says_so(
+    command: str,
+    connect: Callable[..., Any] | None,
+    said: str,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every command, before anything is asked of the hub's client, which would try again and again."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", connect is None)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here / "cache"))
+    monkeypatch.setattr(hub, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.delenv("HF_HUB_ETAG_TIMEOUT", raising=False)
+    more = {"record": ["--out", "x.trace", "-p", "a"], "generate": ["-p", "a"]}.get(command, [])
+    monkeypatch.setattr("sys.argv", ["smoe", command, HUB_ID, *more])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    shown = " ".join(capsys.readouterr().err.split())
+    assert left.value.code == 2 and shown.count("error:") == 1
+    assert said in shown and HUB_ID in shown and "cache" in shown and "Retrying" not in shown
+
+
+def test_a_proxy_is_the_first_hop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind one, the hub's own address may never answer."""
+    for name in ("NO_PROXY", "no_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("https_proxy", raising=False)
+    assert hub._first_hop("https://huggingface.co") == ("huggingface.co", 443)
+    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+    assert hub._first_hop("https://huggingface.co") == ("proxy.example", 3128)
+
+
+def test_a_cached_configuration_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(hub, "_cached_config", lambda model, revision: tmp_path / "config.json")
+    monkeypatch.setattr(hub, "unreachable", lambda: "no network")
+    assert files.config_folder(HUB_ID, None) == tmp_path
+    files.refuse_unknown(HUB_ID, None)
