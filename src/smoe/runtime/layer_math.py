@@ -7,6 +7,7 @@ computes beside the device is started first and fetched last.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeAlias
@@ -26,7 +27,8 @@ from smoe.runtime.few_tokens import few_tokens, proven_kernel
 from smoe.runtime.host_experts import HostExperts
 from smoe.runtime.team import Team
 
-_FromHost: TypeAlias = Mapping[Copy, "Future[torch.Tensor]"]
+_HANDED_OVER = 4
+"""Experts of a prompt that the CPU has been given and has not given back."""
 LookAhead: TypeAlias = Callable[[Callable[[], torch.Tensor]], None]
 """Called when the resident experts are done and others are not, with what gives their output so far [T, H]."""
 
@@ -132,7 +134,7 @@ class LayerMath:
         plan: LayerPlan,
         hidden: torch.Tensor,
         top_k_weights: torch.Tensor,
-        from_host: _FromHost,
+        from_host: dict[Copy, Future[torch.Tensor]],
         look_ahead: LookAhead,
     ) -> torch.Tensor:
         """[T, H] through all their experts -> [T, H]."""
@@ -161,25 +163,39 @@ class LayerMath:
             self._arrivals.served(serve, n + 1)
         return tokens.total()
 
-    def _from_host(self, from_host: _FromHost, serve: Serve) -> torch.Tensor:
+    def _hand_over(
+        self, serves: deque[Serve], from_host: dict[Copy, Future[torch.Tensor]], hidden: torch.Tensor, width: int
+    ) -> None:
+        """A prompt's experts go to the CPU a few at a time: their rows are copies of what the workspace holds."""
+        while serves and len(from_host) < _HANDED_OVER:
+            assert self.host_experts is not None
+            serve = serves.popleft()
+            from_host[serve.copy] = self.host_experts.submit(serve.copy, self._rows(serve, hidden, width)[0])
+
+    def _from_host(self, from_host: dict[Copy, Future[torch.Tensor]], serve: Serve) -> torch.Tensor:
         started = self._now()
-        result = from_host[serve.copy].result()
+        result = from_host.pop(serve.copy).result()
         self._arrivals.counters.host_wait_seconds += self._now() - started
         return result.to(self._arena.device)
 
     def prefill(self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Many tokens: experts in ascending order, each read once, loads of this and the next layer running ahead."""
         math, total = self._experts[plan.layer], torch.zeros_like(hidden)
-        flat_weights = top_k_weights.reshape(-1, 1)
+        flat_weights, width = top_k_weights.reshape(-1, 1), top_k_weights.shape[1]
         counters = self._arrivals.counters
         started, before = self._now(), counters.elsewhere_seconds
+        for_host = deque(serve for serve in plan.serves if serve.on_host)
+        from_host: dict[Copy, Future[torch.Tensor]] = {}
         for computed, serve in enumerate(plan.serves, start=1):
-            weights = self._arrivals.weights_of(serve)
-            x, route = self._rows(serve, hidden, top_k_weights.shape[1])
+            self._hand_over(for_host, from_host, hidden, width)
+            weights = None if serve.on_host else self._arrivals.weights_of(serve)
+            x, route = self._rows(serve, hidden, width)
             began = time.perf_counter()
-            y = (math.forward(x, weights) * flat_weights[route]).to(hidden.dtype)
-            total.index_add_(0, self._tokens(serve, top_k_weights.shape[1]), y)
-            self._act([x.shape[0]], began)
+            y = self._from_host(from_host, serve) if weights is None else math.forward(x, weights)
+            y = (y * flat_weights[route]).to(hidden.dtype)
+            total.index_add_(0, self._tokens(serve, width), y)
+            if weights is not None:
+                self._act([x.shape[0]], began)
             self._arrivals.served(serve, computed)
         counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
         return total
