@@ -101,6 +101,7 @@ def assemble(
         if emulation is not None and tiers.link is not None and config.dilation is None:
             calibrate(model, emulation, tiers.link)
         executor.balancer = balancer  # not before: a calibration measures the device
+        executor.prefill_balance, executor.prefill_keep = _balances_prompts(config, emulation), config.prefill_keep
         executor.start_anew(engine.fresh_eviction())
         executor.trial = Trial() if config.prefetch == "auto" else None
         executor.substitute_by(config)
@@ -186,8 +187,15 @@ def _beside(
                 "use --balance none or host"
             )
         profile, nbytes = emulation.profile, store.expert_bytes
-        fixed = Costs(profile.link_seconds(nbytes), profile.host_seconds(nbytes, 1))
+        many = 64
+        token = profile.host_seconds(nbytes, many) / many
+        fixed = Costs(profile.link_seconds(nbytes), profile.host_seconds(nbytes, 1), token=token)
     return Balancer(method, config.balance_order, tiers.link, executor.math.host_experts, fixed)
+
+
+def _balances_prompts(config: EngineConfig, emulation: Emulation | None) -> bool:
+    """Measured times must not decide what becomes resident where that decides what is computed."""
+    return config.prefill_balance and not (config.reproducible and config.alpha > 0 and emulation is None)
 
 
 def _choose_arithmetic(model: PreTrainedModel, plan: Blueprint, config: EngineConfig, executor: LayerExecutor) -> None:

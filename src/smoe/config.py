@@ -13,6 +13,7 @@ from typing import Any
 
 from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE, BALANCE_ORDER
+from smoe.policy.planner import PREFILL_KEEP
 from smoe.policy.registry import ONLINE_EVICTION, POOLS, PREFETCH, PREFETCH_WHAT, SCORED_EVICTION
 
 EMULATED = "emulated"
@@ -87,6 +88,12 @@ class EngineConfig:
     a layer's result has grade E2."""
     balance_order: str = "score"
     """Which of them are loaded first."""
+    prefill_balance: bool = True
+    """Where the CPU computes missing experts, it also computes those of a prompt's that have few tokens, as many as
+    shorten the layer."""
+    prefill_keep: str = "last-uses"
+    """Which experts of a prompt stay in the cache: those that its last tokens use most, in each layer; or those that
+    the eviction policy ranks above residents, in whichever layer."""
     direct_io: str = "auto"
     """Bypass the page cache; auto: unless free RAM beside the budget holds the whole model."""
 
@@ -138,6 +145,7 @@ class EngineConfig:
         _one_of("prefetch_what", self.prefetch_what, PREFETCH_WHAT)
         _one_of("balance", self.balance, BALANCE)
         _one_of("balance_order", self.balance_order, BALANCE_ORDER)
+        _one_of("prefill_keep", self.prefill_keep, PREFILL_KEEP)
         _one_of("direct_io", self.direct_io, DIRECT_IO)
         _one_of("kernels", self.kernels, KERNELS)
         _one_of("substitutes", self.substitutes, SUBSTITUTES)

@@ -48,6 +48,8 @@ class Counters:
     """On an emulated device: reported time by which this machine was slower than the profile it acts."""
     host_computed: int = 0
     """Of the decode uses, experts that the CPU computed beside the device."""
+    prefill_host_computed: int = 0
+    """Of the prefill uses, likewise."""
     host_seconds: float = 0.0
     """Time that the CPU spent on them."""
     host_wait_seconds: float = 0.0

@@ -129,3 +129,11 @@ class EvictionContract:
         events: list[Event] = [("insert", (0, 0, EXACT)), ("insert", (0, 1, EXACT)), step]
         eviction, resident = make(name, events)
         assert set(eviction.victims(10, ())) == resident
+
+    @given(events=histories())
+    def test_worth_agrees_with_victims(self, name: str, events: list[Event]) -> None:
+        """A resident that goes first is worth no more than one that stays; a circle of swaps."""
+        eviction, _ = make(name, events)
+        worth = [eviction.worth(copy) for copy in eviction.victims(len(COPIES), ())]
+        assert worth == sorted(worth)
+        assert [eviction.worth(copy) for copy in COPIES] == [eviction.worth(copy) for copy in COPIES]

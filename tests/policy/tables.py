@@ -46,6 +46,8 @@ class Executor:
         self.in_slot: dict[int, Copy] = {}
         """What the bytes of a slot are, or are becoming: the slots' real contents."""
         self.loaded: list[Copy] = []
+        self.later: dict[Copy, Promotion] = {}
+        self.waiting: set[Copy] = set()
 
     def begin(self, load: Load) -> None:
         self.table.begin(load)
@@ -67,6 +69,12 @@ class Executor:
                 self.eviction.remove(promotion.victim)
             self.eviction.insert(promotion.copy)
 
+    def _exchange(self, copy: Copy) -> None:
+        """What stays once it has served, in the place of a resident that nobody waits for any more."""
+        promotion = self.later.pop(copy)
+        assert promotion.victim not in self.waiting, f"{promotion.victim} is evicted before it is computed"
+        self.promote([promotion])
+
     def drop_stale(self, routing: Routing) -> None:
         """What was prefetched and is not wanted leaves before the plan is made; what was under way has ended by
         then.
@@ -78,7 +86,9 @@ class Executor:
 
     def carry_out(self, plan: LayerPlan, prefetch: PrefetchPlan | None = None) -> None:
         """Serve by serve; every expert that is missing arrives as late as it can."""
-        self.promote(plan.promotions)
+        self.promote([promotion for promotion in plan.promotions if not promotion.after])
+        self.later = {promotion.copy: promotion for promotion in plan.promotions if promotion.after}
+        self.waiting = {serve.copy for serve in plan.serves}
         queue = [*plan.loads, *(prefetch.loads if prefetch else ())]
         self._issue(queue, 0)
         for computed, serve in enumerate(plan.serves, start=1):
@@ -89,11 +99,17 @@ class Executor:
 
     def _serve(self, serve: Serve) -> None:
         table, copy = self.table, serve.copy
+        self.waiting.discard(copy)
+        if serve.on_host:
+            assert copy not in table.ready and copy not in table.inflight, "computed twice"
+            return
         assert copy in table.ready or copy in table.inflight, f"{copy} would be waited for for ever"
         assert serve.loads or copy in table.ready, f"{copy} was said to be ready"
         if copy in table.inflight:
             self.arrive(copy)
         assert self.in_slot[table.ready[copy]] == copy, f"slot of {copy} was overwritten before it was computed"
+        if copy in self.later:
+            self._exchange(copy)
         if copy in table.staged:
             table.release(copy)
 

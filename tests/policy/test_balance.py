@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smoe.expert import EXACT
-from smoe.policy.balance import BALANCERS, RECENT, Balance, Costs, RecentCosts, optimal, paper
+from smoe.policy.balance import BALANCERS, FLAT, RECENT, Balance, Costs, RecentCosts, optimal, paper
 from smoe.policy.plan import Serve
 from smoe.routing import Phase, Routing
 
@@ -90,4 +90,6 @@ def test_costs_are_the_mean_of_the_last_measurements() -> None:
         recent.note_load(float(n))
     recent.note_host(5.0)
     expected = sum(range(RECENT, 2 * RECENT)) / RECENT
-    assert recent.costs(0.5) == Costs(expected, 5.0, 0.5 * expected)
+    assert recent.costs(0.5) == Costs(expected, 5.0, 0.5 * expected, 5.0 / FLAT)
+    recent.note_token(0.25)
+    assert recent.costs(0.5) == Costs(expected, 5.0, 0.5 * expected, 0.25)

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smoe.errors import BudgetError
-from smoe.expert import EXACT
+from smoe.expert import EXACT, Copy
+from smoe.policy.balance import Balance, Costs
 from smoe.policy.plan import LayerPlan, PrefetchPlan, Reason
 from smoe.policy.planner import LAST_TOKENS, observation, plan_layer, plan_prefetch, routes_by_copy
 from smoe.policy.registry import ONLINE_EVICTION, make_eviction
@@ -42,14 +43,14 @@ def assert_plan_is_sound(plan: LayerPlan, routing: Routing, executor: Executor) 
     table = executor.table
     assert_plan_serves(plan, routing)
     assert_loads_can_start(plan)
-    assert plan.hits == len(plan.serves) - len(plan.loads)
+    assert plan.hits == len(plan.serves) - len(plan.loads) - sum(serve.on_host for serve in plan.serves)
     wanted, before = set(used(routing)), set(table.cached())
     early_victims = {load.victim for load in plan.loads if load.victim is not None and load.after == 0}
-    early_victims |= {promotion.victim for promotion in plan.promotions if promotion.victim is not None}
+    early_victims |= {p.victim for p in plan.promotions if p.victim is not None and not p.after}
     assert not early_victims & wanted, "a resident that this layer uses is evicted before it is computed"
     assert early_victims <= before
     if routing.phase is Phase.PREFILL:
-        assert not early_victims and all(load.victim is None for load in plan.loads), "prefill evicts nothing"
+        assert not early_victims and all(load.victim is None for load in plan.loads), "before they are served"
     assert all(load.reason is Reason.DEMAND for load in plan.loads)
 
 
@@ -63,16 +64,35 @@ def assert_prefetch_is_modest(prefetch: PrefetchPlan, plan: LayerPlan, executor:
     assert not set(copies) & (table.ready.keys() | table.inflight.keys())
 
 
-def run(steps: list[tuple[Routing, list[int]]], cache: int, staging: int, name: str, looks_ahead: bool) -> Executor:
+def assert_prefill_kept_the_best(before: set[Copy], routing: Routing, executor: Executor) -> None:
+    """No layer has fewer residents than before, and who left is used less by the last tokens than who came."""
+    after = set(executor.table.cached())
+    lost, gained = before - after, after - before
+    assert {copy[0] for copy in lost | gained} <= {routing.layer}
+    assert len(lost) <= len(gained)
+    heard = observation(routing).top_k_index
+    uses = {copy: sum(copy[1] in row for row in heard) for copy in lost | gained}
+    assert all(any(uses[new] > uses[old] for new in gained) for old in lost)
+
+
+def run(
+    steps: list[tuple[Routing, list[int]]],
+    cache: int,
+    staging: int,
+    name: str,
+    looks_ahead: bool,
+    keep: str = "last-uses",
+    balance: Balance | None = None,
+) -> Executor:
     executor = Executor(cache, staging, make_eviction(name))
     for routing, predicted in steps:
         executor.drop_stale(routing)
         executor.eviction.observe(observation(routing))
         residents = set(executor.table.cached())
-        plan = plan_layer(routing, executor.table, executor.eviction, max(1, cache // LAYERS))
+        plan = plan_layer(routing, executor.table, executor.eviction, max(1, cache // LAYERS), balance, keep)
         assert_plan_is_sound(plan, routing, executor)
-        executor.promote(plan.promotions)
-        promoted = plan._replace(promotions=[])
+        executor.promote([promotion for promotion in plan.promotions if not promotion.after])
+        promoted = plan._replace(promotions=[promotion for promotion in plan.promotions if promotion.after])
         prefetch = None
         if looks_ahead:
             following = (routing.layer + 1) % LAYERS
@@ -81,7 +101,10 @@ def run(steps: list[tuple[Routing, list[int]]], cache: int, staging: int, name: 
         loaded = len(executor.loaded)
         executor.carry_out(promoted, prefetch)
         if routing.phase is Phase.PREFILL:
-            assert residents <= set(executor.table.cached()), "prefill lost a cache resident"
+            if keep == "last-uses":
+                assert_prefill_kept_the_best(residents, routing, executor)
+            else:
+                assert len(residents) <= len(set(executor.table.cached())), "prefill lost a cache slot"
             assert len(set(executor.loaded[loaded:])) == len(executor.loaded[loaded:]), "prefill reads an expert once"
         assert set(executor.table.cached()) == set(executor.eviction.victims(99, ()))
         assert len(executor.table.free_staging) >= 1, "no staging slot is left for the next layer"
@@ -101,6 +124,18 @@ def test_any_sequence_with_look_ahead(
 ) -> None:
     """Right and wrong guesses before decode and prefill alike: never a deadlock, never a wrong slot."""
     run(steps, cache, staging, name, looks_ahead=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    steps=steps, cache=cache_sizes, staging=staging_sizes, name=policies, looks_ahead=st.booleans(), host=st.booleans()
+)
+def test_any_sequence_kept_by_the_eviction_policy(
+    steps: list[tuple[Routing, list[int]]], cache: int, staging: int, name: str, looks_ahead: bool, host: bool
+) -> None:
+    """And with a CPU beside the device that takes as long as the link."""
+    balance = Balance("optimal", "score", Costs(1.0, 1.0, 0.0, 0.5)) if host else None
+    run(steps, cache, staging, name, looks_ahead, "eviction", balance)
 
 
 @settings(max_examples=60, deadline=None)
@@ -203,6 +238,61 @@ def test_prefill_keeps_what_the_last_tokens_use() -> None:
     assert sorted(executor.table.cached()) == [(0, 2, EXACT), (0, 3, EXACT)]
 
 
+def test_a_second_prompt_takes_the_places_of_the_first() -> None:
+    """The layer is full: what the new prompt ends with stays instead of what it does not use, or no longer."""
+    executor = Executor(6, 2, make_eviction("lru"))
+    served(executor, Routing(0, Phase.PREFILL, EXPERTS, [[0, 1]] * 4), share=2)
+    served(executor, Routing(1, Phase.PREFILL, EXPERTS, [[0, 1]] * 4), share=2)
+    served(executor, Routing(0, Phase.PREFILL, EXPERTS, [[0, 1]] * 9 + [[4, 5]] * LAST_TOKENS), share=2)
+    assert sorted(executor.table.cached()) == [(0, 4, EXACT), (0, 5, EXACT), (1, 0, EXACT), (1, 1, EXACT)]
+
+
+def test_who_has_not_served_yet_does_not_give_way() -> None:
+    """Experts are taken in ascending order: 1 is computed after 0 has come and gone."""
+    executor = Executor(6, 2, make_eviction("lru"))
+    served(executor, Routing(0, Phase.PREFILL, EXPERTS, [[1, 1]] * 4), share=1)
+    served(executor, Routing(0, Phase.PREFILL, EXPERTS, [[1, 1]] + [[0, 0]] * LAST_TOKENS), share=1)
+    assert list(executor.table.cached()) == [(0, 1, EXACT)]
+    served(executor, Routing(0, Phase.PREFILL, EXPERTS, [[0, 0]] * LAST_TOKENS), share=1)
+    assert list(executor.table.cached()) == [(0, 0, EXACT)], "not used at all: it need not have served"
+
+
+def test_the_eviction_policy_may_decide_what_stays() -> None:
+    """Expert 0 has been used by more steps than the resident of another layer, so it takes that one's slot."""
+    eviction = make_eviction("lfu")
+    executor = Executor(2, 2, eviction)
+    served(executor, decode(1, 2, 3))
+    for _ in range(3):
+        eviction.observe(decode(0, 0, 5))
+    prompt = Routing(0, Phase.PREFILL, EXPERTS, [[0, 4]] * 4)
+    eviction.observe(observation(prompt))
+    plan = plan_layer(prompt, executor.table, eviction, 1, None, "eviction")
+    executor.carry_out(plan)
+    assert sorted(executor.table.cached()) == [(0, 0, EXACT), (1, 3, EXACT)]
+
+
+def test_the_cpu_takes_a_prompts_experts_of_few_tokens() -> None:
+    """Loads take 4 each; three experts for 9, 2 and 1 tokens that cost the CPU 1 a token, or 1.5 at least."""
+    rows = [[0, 0]] * 9 + [[1, 1]] * 2 + [[2, 2]]
+    costs = Costs(load=4.0, host=1.5, token=0.5)
+    table, eviction = SlotTable(2, 2), make_eviction("lru")
+    table.free_cache.clear()  # nothing stays
+    plan = plan_layer(Routing(0, Phase.PREFILL, EXPERTS, rows), table, eviction, 1, Balance("host", "score", costs))
+    assert [serve.copy[1] for serve in plan.serves] == [0, 1, 2], "served in ascending order all the same"
+    assert [serve.copy[1] for serve in plan.serves if serve.on_host] == [1, 2]
+    assert [load.copy[1] for load in plan.loads] == [0] and plan.hits == 0
+
+
+def test_what_stays_is_loaded_though_the_cpu_is_faster() -> None:
+    executor = Executor(1, 2, make_eviction("lru"))
+    costs = Costs(load=9.0, host=1.0, token=0.1)
+    prompt = Routing(0, Phase.PREFILL, EXPERTS, [[0, 1], [0, 2]])
+    plan = plan_layer(prompt, executor.table, executor.eviction, 1, Balance("optimal", "score", costs))
+    assert [load.copy[1] for load in plan.loads] == [0]
+    executor.carry_out(plan)
+    assert list(executor.table.cached()) == [(0, 0, EXACT)]
+
+
 def test_an_eviction_policy_learns_from_the_end_of_a_prompt_and_from_every_decode_step() -> None:
     rows = [[0, 1]] * 5 + [[2, 3]] * LAST_TOKENS
     assert observation(Routing(0, Phase.PREFILL, EXPERTS, rows)).top_k_index == [[2, 3]] * LAST_TOKENS
@@ -216,7 +306,7 @@ def test_each_sequence_of_a_batch_has_its_own_end() -> None:
     rows = [*early, *late, *early, *([[4, 3]] * LAST_TOKENS), *early, *([[5, 3]] * LAST_TOKENS)]
     routing = Routing(0, Phase.PREFILL, EXPERTS, rows, None, sequences=3)
     heard = observation(routing).top_k_index
-    assert heard == [[2, 3], [4, 3], [5, 3]] * LAST_TOKENS, "token by token, as a batch decodes"
+    assert heard == [[2, 3], [4, 3], [5, 3]] * (LAST_TOKENS // 3), "token by token, as a batch decodes"
     executor = Executor(12, 2, make_eviction("lru"))
     served(executor, routing, share=4)
     assert sorted(copy[1] for copy in executor.table.cached()) == [2, 3, 4, 5]

@@ -21,6 +21,7 @@ from smoe.config import configure
 from smoe.errors import ConfigError, TransferError
 from smoe.memory.emulation import Emulation
 from smoe.memory.movers import Filler
+from smoe.policy.balance import Costs
 from smoe.policy.trial import Trial
 from smoe.routing import Phase
 from smoe.runtime.expert_math import ExpertMath
@@ -47,6 +48,26 @@ def test_every_division_of_work_is_exact(family: str, balance: str, toy: Callabl
         assert counters.host_computed == decode_misses, "in decode nothing is loaded"
     else:
         assert counters.host_computed > 0
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
+def test_a_prompt_is_shared_out_and_exact(family: str, toy: Callable[..., Path], open_model: Open) -> None:
+    """The CPU computes a prompt's experts of few tokens, each at its place in the sum: grade E0."""
+    folder = toy(family)
+    model = open_model(folder, "fifth", **BENCH, balance="optimal")
+    executor = model.offload.executor
+    assert executor.prefill_balance
+    balancer = executor.balancer
+    balancer._fixed = Costs(load=1.0, host=1.0, token=0.1)  # whatever this machine's are
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    shared = model.offload.stats()
+    assert 0 < shared.prefill_host_computed < shared.prefill_uses
+    alone = open_model(folder, "fifth", **BENCH, balance="optimal", prefill_balance=False)
+    oracle.greedy(alone)
+    assert alone.offload.stats().prefill_host_computed == 0 < alone.offload.stats().host_computed
+    without = open_model(folder, "fifth", **BENCH, balance="none")
+    oracle.greedy(without)
+    assert without.offload.stats().prefill_host_computed == 0
 
 
 @pytest.mark.parametrize("order", ["score", "tokens"])

@@ -11,11 +11,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from smoe.expert import Copy
 from smoe.policy.plan import Serve
 from smoe.routing import Routing
 
 RECENT = 16
 """Measured loads and CPU computations that a cost is the mean of (the papers' p, of which they give no value)."""
+
+
+FLAT = 8
+"""Tokens for which the CPU takes as long as for one: it waits for the weights (docs/papers/smoe.md)."""
 
 
 class Costs(NamedTuple):
@@ -27,6 +32,8 @@ class Costs(NamedTuple):
     """Computed by the CPU; with the order "tokens", for each token."""
     under_way: float = 0.0
     """What the link still has to do before it can begin."""
+    token: float = 0.0
+    """Computed by the CPU, for each of many tokens."""
 
 
 class RecentCosts:
@@ -35,6 +42,7 @@ class RecentCosts:
     def __init__(self) -> None:
         self._load: deque[float] = deque(maxlen=RECENT)
         self._host: deque[float] = deque(maxlen=RECENT)
+        self._token: deque[float] = deque(maxlen=RECENT)
 
     def note_load(self, seconds: float) -> None:
         self._load.append(seconds)
@@ -42,12 +50,18 @@ class RecentCosts:
     def note_host(self, seconds: float) -> None:
         self._host.append(seconds)
 
+    def note_token(self, seconds: float) -> None:
+        """The share of one token in an expert computed for more than `FLAT` of them."""
+        self._token.append(seconds)
+
     def costs(self, under_way: float) -> Costs:
         """`under_way` counts loads. What has not been measured yet is taken to cost as much as the other way."""
         load = sum(self._load) / len(self._load) if self._load else None
         host = sum(self._host) / len(self._host) if self._host else None
         load = load if load is not None else host if host is not None else 1.0
-        return Costs(load, host if host is not None else load, under_way * load)
+        host = host if host is not None else load
+        token = sum(self._token) / len(self._token) if self._token else host / FLAT
+        return Costs(load, host, under_way * load, token)
 
 
 def paper(host: Sequence[float], costs: Costs) -> int:
@@ -112,6 +126,18 @@ class Balance(NamedTuple):
         tokens = [len(serve.routes) if self.order == "tokens" else 1 for serve in ranked]
         loaded = BALANCERS[self.method]([self.costs.host * count for count in tokens], self.costs)
         return ranked[:loaded], [serve._replace(on_host=True) for serve in ranked[loaded:]]
+
+    def split_prompt(self, missing: Sequence[Serve], ahead: int) -> set[Copy]:
+        """Of a prompt's experts those that the CPU computes: of the fewest tokens, and as many as shorten the layer.
+
+        `ahead` loads come in any case. The best split, whatever the method: only the CPU's time grows with the tokens
+        (first version, section 5.6), and never to load would leave the device idle for the whole prompt.
+        """
+        ranked = sorted(missing, key=lambda serve: (-len(serve.routes), serve.copy))
+        host = [max(self.costs.host, self.costs.token * len(serve.routes)) for serve in ranked]
+        under_way = self.costs.under_way + ahead * self.costs.load
+        loaded = optimal(host, self.costs._replace(under_way=under_way))
+        return {serve.copy for serve in ranked[loaded:]}
 
 
 def _importance(serve: Serve, routing: Routing, order: str) -> tuple[float, ...]:

@@ -50,7 +50,7 @@ class Serve(NamedTuple):
 
 
 class Promotion(NamedTuple):
-    """A prefetched copy turned out to be wanted: its staging slot becomes a cache slot.
+    """A copy in a staging slot stays: its slot becomes a cache slot, at once or when it has served.
 
     Slots are interchangeable, so nothing is copied: the slot of `victim` (or a free cache slot, where
     victim is None) becomes the staging slot instead.
@@ -58,6 +58,8 @@ class Promotion(NamedTuple):
 
     copy: Copy
     victim: Copy | None
+    after: int = 0
+    """Serves of the plan that must have been computed before; above 0 the copy is the last of them."""
 
 
 class LayerPlan(NamedTuple):

@@ -7,16 +7,19 @@ so that computing hides reading. A missing expert takes a free cache slot, else 
 wants more experts than there are slots, later loads reuse the slots of experts computed before them (waves). Beside a
 device with a memory of its own, the CPU may compute some of the missing ones where they lie (`policy/balance.py`).
 
-Prefill. Experts in ascending order, each brought in once. What fits the layer's fair share of free cache slots stays,
-the experts that the prompt's last tokens use first; the rest streams through the staging slots, and nothing that
-decoding keeps is evicted.
+Prefill. Experts in ascending order, each brought in once, streaming through the staging slots. What fits the layer's
+fair share of free cache slots stays, the experts that the prompts' last tokens use first; beyond it such an expert
+takes, once it has served, the slot of a resident of its layer that they use less. So a long prompt changes who is
+resident in a layer, never how many. Asked to, the eviction policy's order decides instead. Beside a device with a
+memory of its own, the CPU may compute those that pass through and have few tokens.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from smoe.errors import BudgetError
 from smoe.expert import EXACT, Copy
@@ -26,23 +29,35 @@ from smoe.policy.plan import LayerPlan, Load, PrefetchPlan, Promotion, Reason, S
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
 
+PREFILL_KEEP = ("last-uses", "eviction")
+"""What decides which experts of a prompt stay in the cache: how often its last tokens use them, within each layer; or
+the eviction policy's own order, over all layers."""
+
 LAST_TOKENS = 32
-"""How many of a prompt's last tokens decide which experts stay after prefill; in a batch so many of each prompt."""
+"""How many last tokens of a prompt, or of the prompts of a batch together, decide which experts stay after prefill.
+
+Shared out they hit a little more than as many of each prompt (docs/log.md), and cost as much for any batch."""
 
 
 def plan_layer(
-    routing: Routing, residency: SlotTable, eviction: Eviction, layer_share: int, balance: Balance | None = None
+    routing: Routing,
+    residency: SlotTable,
+    eviction: Eviction,
+    layer_share: int,
+    balance: Balance | None = None,
+    prefill_keep: str = "last-uses",
 ) -> LayerPlan:
     """Decide one layer of one step.
 
     `layer_share` is the number of cache slots that a prefill may leave filled for this layer; `balance` says which of
-    a decode step's missing experts the CPU computes (None: none). Raises `BudgetError` where not even one expert can
-    be brought in.
+    the step's missing experts the CPU computes (None: none); `prefill_keep` (`PREFILL_KEEP`) what decides which of a
+    prompt's experts stay. Raises `BudgetError` where not even one expert can be brought in.
     """
     routes = routes_by_copy(routing)
     if routing.phase is Phase.DECODE:
         return _plan_decode(routing, routes, residency, eviction, balance)
-    return _plan_prefill(routing, routes, residency, layer_share)
+    staying = _staying(routing, routes, residency, eviction, layer_share, prefill_keep)
+    return _plan_prefill(routing.layer, routes, residency, staying, balance)
 
 
 def layer_share(cache_slots: int, layers: int) -> int:
@@ -82,18 +97,18 @@ def real_rows(routing: Routing) -> list[int] | None:
 
 
 def last_rows(routing: Routing) -> list[int]:
-    """Rows of the last `LAST_TOKENS` tokens of every sequence, padding left out.
+    """Rows of the last tokens of every sequence, padding left out; together `LAST_TOKENS`, and one of each at least.
 
     Oldest first and the sequences in turn, as if they had been decoded together: a policy that weighs the newest rows
     most, or has room for a few, then treats all sequences alike.
     """
     rows, padding = routing.top_k_index, routing.experts
-    length = len(rows) // routing.sequences
+    length, share = len(rows) // routing.sequences, max(1, LAST_TOKENS // routing.sequences)
     ends = []
     for first in range(0, len(rows), length):
         backwards = (row for row in range(first + length - 1, first - 1, -1) if min(rows[row]) != padding)
-        ends.append(list(islice(backwards, LAST_TOKENS)))
-    return [end[back] for back in range(LAST_TOKENS - 1, -1, -1) for end in ends if back < len(end)]
+        ends.append(list(islice(backwards, share)))
+    return [end[back] for back in range(share - 1, -1, -1) for end in ends if back < len(end)]
 
 
 def routes_by_copy(routing: Routing) -> dict[Copy, tuple[int, ...]]:
@@ -208,45 +223,121 @@ def _spare_in_decode(residency: SlotTable) -> list[tuple[int, int]]:
 
 
 def _plan_prefill(
-    routing: Routing, routes: dict[Copy, tuple[int, ...]], residency: SlotTable, layer_share: int
+    layer: int,
+    routes: dict[Copy, tuple[int, ...]],
+    residency: SlotTable,
+    staying: _Staying,
+    balance: Balance | None,
 ) -> LayerPlan:
-    layer, ready, inflight = routing.layer, residency.ready, residency.inflight
+    ready, inflight = residency.ready, residency.inflight
     missing = [copy for copy in routes if copy not in ready and copy not in inflight]
-    staged = [copy for copy in routes if copy in residency.staged]
-    kept = _kept(routing, missing + staged, residency, layer_share)
-    promotions = [Promotion(copy, None) for copy in staged if copy in kept]
-    free = deque(residency.free_cache)
-    for _ in promotions:
-        free.popleft()
     serves = [Serve(copy, positions, copy not in ready) for copy, positions in routes.items()]
-    passing = [copy for copy in routes if copy not in kept and (copy in residency.staged or copy in missing)]
-    slots = _staging_order(serves, passing, residency)
+    if balance is not None:
+        serves = _share_with_host(serves, {copy for copy in missing if not staying.has(copy)}, len(missing), balance)
+    on_host = {serve.copy for serve in serves if serve.on_host}
+    loaded = [copy for copy in missing if copy not in on_host]
+    free = deque(residency.free_cache)
+    promotions = _promotions(serves, residency, staying, free)
+    passing = [copy for copy in routes if copy not in staying.free and (copy in residency.staged or copy in loaded)]
+    slots = _staging_order(serves, passing, residency, staying.instead)
     loads: list[Load] = []
-    for copy in missing:
-        if copy in kept:
+    for copy in loaded:
+        if copy in staying.free:
             loads.append(Load(copy, free.popleft(), None, True, Reason.DEMAND, 0))
             continue
         place = next(slots, None)
         if place is None:
             raise BudgetError(f"layer {layer} of a prefill needs a staging slot; there are {residency.staging_slots}")
         loads.append(Load(copy, place[0], None, False, Reason.DEMAND, place[1]))
-    return LayerPlan(layer, serves, loads, promotions, len(serves) - len(loads), list(slots))
+    return LayerPlan(layer, serves, loads, promotions, len(serves) - len(missing), list(slots))
 
 
-def _kept(routing: Routing, candidates: Sequence[Copy], residency: SlotTable, layer_share: int) -> set[Copy]:
-    """Which experts stay after a prefill: those of the last tokens first, within the layer's share of free slots."""
-    resident = sum(1 for copy in residency.ready if copy[0] == routing.layer and copy not in residency.staged)
-    room = min(len(residency.free_cache), layer_share - resident)
-    if room <= 0:
-        return set()
-    last_uses = Counter(expert for row in last_rows(routing) for expert in routing.top_k_index[row])
-    return set(sorted(candidates, key=lambda copy: (-last_uses[copy[1]], copy))[:room])
+def _promotions(serves: Sequence[Serve], residency: SlotTable, staying: _Staying, free: deque[int]) -> list[Promotion]:
+    """What is prefetched stays at once where a slot is free (uses up `free`); what takes a resident's, once it has
+    served."""
+    promotions: list[Promotion] = []
+    for computed, serve in enumerate(serves, start=1):
+        if serve.copy in staying.instead:
+            promotions.append(Promotion(serve.copy, staying.instead[serve.copy], computed))
+        elif serve.copy in staying.free and serve.copy in residency.staged:
+            free.popleft()
+            promotions.append(Promotion(serve.copy, None))
+    return promotions
 
 
-def _staging_order(serves: Sequence[Serve], passing: Sequence[Copy], residency: SlotTable) -> Iterator[tuple[int, int]]:
+class _Staying(NamedTuple):
+    """The experts of a prefill that are resident afterwards and were not before."""
+
+    free: set[Copy]
+    """Those that go to free cache slots."""
+    instead: dict[Copy, Copy]
+    """Those that take the slot of a resident."""
+
+    def has(self, copy: Copy) -> bool:
+        return copy in self.free or copy in self.instead
+
+
+def _staying(
+    routing: Routing,
+    routes: Mapping[Copy, object],
+    residency: SlotTable,
+    eviction: Eviction,
+    layer_share: int,
+    keep: str,
+) -> _Staying:
+    """Within the layer's share free slots are filled, first by what the last tokens use most. Then residents of less
+    value give way, if their layer does not want them any more when the newcomer has served: by last uses those of this
+    layer, by the eviction policy any."""
+    ready, inflight, staged = residency.ready, residency.inflight, residency.staged
+    last_uses = Counter(
+        (routing.layer, expert, EXACT) for row in last_rows(routing) for expert in routing.top_k_index[row]
+    )
+    newcomers = [copy for copy in routes if copy in staged or (copy not in ready and copy not in inflight)]
+    residents = [copy for copy in ready if copy[0] == routing.layer and copy not in staged]
+    room = max(0, min(len(residency.free_cache), layer_share - len(residents)))
+    value: Callable[[Copy], float] = last_uses.__getitem__
+    newcomers.sort(key=lambda copy: (-value(copy), copy))
+    if keep == "eviction":
+        value = eviction.worth
+        newcomers.sort(key=lambda copy: -value(copy))
+    free, others = set(newcomers[:room]), newcomers[room:]
+    if keep == "eviction":
+        residents = eviction.victims(len(others), ())
+    else:
+        residents.sort(key=lambda copy: (value(copy), copy))
+    return _Staying(free, _pairs(others, residents, routes, value))
+
+
+def _pairs(
+    newcomers: Sequence[Copy], residents: list[Copy], routes: Container[Copy], value: Callable[[Copy], float]
+) -> dict[Copy, Copy]:
+    """Each newcomer, best first, with the least valuable resident that has served before it, or is not used."""
+    instead: dict[Copy, Copy] = {}
+    for copy in newcomers:
+        for resident in residents:
+            if value(resident) >= value(copy):
+                break
+            if resident not in routes or resident < copy:
+                instead[copy] = resident
+                residents.remove(resident)
+                break
+    return instead
+
+
+def _share_with_host(serves: list[Serve], passing: Container[Copy], missing: int, balance: Balance) -> list[Serve]:
+    """The CPU computes some of the experts that would only pass through; what stays has to be loaded anyway."""
+    candidates = [serve for serve in serves if serve.copy in passing]
+    on_host = balance.split_prompt(candidates, missing - len(candidates))
+    return [serve._replace(on_host=True) if serve.copy in on_host else serve for serve in serves]
+
+
+def _staging_order(
+    serves: Sequence[Serve], passing: Sequence[Copy], residency: SlotTable, instead: Mapping[Copy, Copy]
+) -> Iterator[tuple[int, int]]:
     """Staging slots in the order in which they come free while `serves` are computed: (slot, serves computed before).
 
-    First the free ones, then, serve by serve, the slot of each expert that only passes through. Slots handed out here
+    First the free ones, then, serve by serve, the slot of each expert that only passes through, or that of the resident
+    `instead` of which it stays. Slots handed out here
     are given to the passing experts that still miss one, in serve order, so the slots that come free later are known
     too.
     """
@@ -262,5 +353,7 @@ def _staging_order(serves: Sequence[Serve], passing: Sequence[Copy], residency: 
         if not is_staged and not handed_out:
             return  # no slot will ever come free: the caller refuses
         slot = _slot(serve.copy, residency) if is_staged else handed_out.popleft()
+        if serve.copy in instead:
+            slot = residency.ready[instead[serve.copy]]
         handed_out.append(slot)
         yield slot, computed

@@ -68,7 +68,7 @@ class SlotTable:
 
     def promote(self, promotion: Promotion) -> None:
         """Turn the staging slot of a copy into a cache slot; the victim's slot becomes the free staging slot."""
-        copy, victim = promotion
+        copy, victim, _ = promotion
         assert copy in self.staged, f"{copy} is not staged"
         self.staged.discard(copy)
         freed = self.free_cache.popleft() if victim is None else self.ready.pop(victim)

@@ -47,6 +47,8 @@ class Arrivals:
         self._clock = clock
         self._promoted: set[Copy] = set()
         """Copies of the running layer that were prefetched and stay, and that have not served yet."""
+        self._staying: dict[Copy, Promotion] = {}
+        """Copies of the running layer that take a resident's slot once they have served."""
         self._weights: list[Weights | None] = [None] * (table.cache_slots + table.staging_slots)
         self._views: dict[tuple[int, int], Weights] = {}
         self._queue: deque[Load] = deque()
@@ -82,9 +84,11 @@ class Arrivals:
         self._views.clear()
 
     def adopt(self, plan: LayerPlan) -> None:
-        """A layer's plan is to be carried out: its promotions at once, its loads in their order."""
+        """A layer's plan is to be carried out: its promotions at once or in their time, its loads in their order."""
+        self._staying = {promotion.copy: promotion for promotion in plan.promotions if promotion.after}
         for promotion in plan.promotions:
-            self._promote(promotion)
+            if not promotion.after:
+                self._promote(promotion)
         self._queue = deque(plan.loads)
         self.issue(0)
 
@@ -198,6 +202,7 @@ class Arrivals:
         self._queue.clear()
         self.tickets.clear()
         self._promoted.clear()
+        self._staying.clear()
         self.table.settle()
         resident, believed = self.table.ready.keys(), set(self.eviction.victims(len(self._weights), ()))
         for copy in sorted(believed - resident):
@@ -214,7 +219,9 @@ class Arrivals:
         return weights
 
     def served(self, serve: Serve, computed: int) -> None:
-        """A serve has been computed: a passing expert leaves, loads that waited for its slot start."""
+        """A serve has been computed: a passing expert leaves or stays, loads that waited for a slot start."""
+        if serve.copy in self._staying:
+            self._promote(self._staying.pop(serve.copy))
         if serve.copy in self.table.staged:
             self.table.release(serve.copy)
         elif serve.copy in self._promoted:

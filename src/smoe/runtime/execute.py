@@ -84,6 +84,10 @@ class LayerExecutor:
         """Where set, missing low-score experts are replaced."""
         self.balancer: Balancer | None = None
         """Where set, says which missing experts the CPU computes."""
+        self.prefill_balance = True
+        """Whether it does so for prompts too."""
+        self.prefill_keep = "last-uses"
+        """What decides which experts of a prompt stay (`policy/planner.py`)."""
         self.may_peek = True
         """Whether this pass may run another layer's attention: not where the caller listens to the layers."""
         self.leaves_little = False
@@ -220,8 +224,9 @@ class LayerExecutor:
         if self.table.staged:
             self.arrivals.drop_stale(routing)
         self.arrivals.eviction.observe(observation(routing))
-        balance = None if self.balancer is None else self.balancer.balance(self.arrivals.running)
-        plan = plan_layer(routing, self.table, self.arrivals.eviction, self._layer_share, balance)
+        is_shared = self.balancer is not None and (routing.phase is Phase.DECODE or self.prefill_balance)
+        balance = self.balancer.balance(self.arrivals.running) if self.balancer is not None and is_shared else None
+        plan = plan_layer(routing, self.table, self.arrivals.eviction, self._layer_share, balance, self.prefill_keep)
         self._count(plan, routing.phase)
         self.arrivals.adopt(plan)
         return plan
@@ -297,3 +302,4 @@ class LayerExecutor:
         else:
             counters.prefill_uses += len(plan.serves)
             counters.prefill_hits += plan.hits
+            counters.prefill_host_computed += sum(serve.on_host for serve in plan.serves)

@@ -22,7 +22,7 @@ from smoe.memory.link import Link
 from smoe.memory.movers import Filler
 from smoe.memory.store import ExpertStore
 from smoe.memory.streams import Fetched
-from smoe.policy.balance import Balance, Costs, RecentCosts
+from smoe.policy.balance import FLAT, Balance, Costs, RecentCosts
 from smoe.runtime.expert_math import ExpertMath, Weights
 
 
@@ -149,7 +149,10 @@ class Balancer:
         for seconds in self._link.measured():
             self._recent.note_load(seconds)
         for seconds, rows in self._host_experts.measured():
-            self._recent.note_host(seconds / rows if self._order == "tokens" else seconds)
+            if rows > FLAT:
+                self._recent.note_token(seconds / rows)
+            else:
+                self._recent.note_host(seconds / rows if self._order == "tokens" else seconds)
         if self._fixed is not None:
             return Balance(self._method, self._order, self._fixed)
         return Balance(self._method, self._order, self._recent.costs(under_way))

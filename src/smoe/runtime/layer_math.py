@@ -7,6 +7,7 @@ computes beside the device is started first and fetched last.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeAlias
@@ -27,7 +28,8 @@ from smoe.runtime.few_tokens import few_tokens, proven_kernel, routes_on_device
 from smoe.runtime.host_experts import HostExperts
 from smoe.runtime.team import Team
 
-_FromHost: TypeAlias = Mapping[Copy, "Future[torch.Tensor]"]
+_HANDED_OVER = 4
+"""Experts of a prompt that the CPU has been given and has not given back."""
 LookAhead: TypeAlias = Callable[[Callable[[], torch.Tensor]], None]
 """Called when the resident experts are done and others are not, with what gives their output so far [T, H]."""
 
@@ -137,7 +139,7 @@ class LayerMath:
         plan: LayerPlan,
         hidden: torch.Tensor,
         top_k_weights: torch.Tensor,
-        from_host: _FromHost,
+        from_host: dict[Copy, Future[torch.Tensor]],
         look_ahead: LookAhead,
     ) -> torch.Tensor:
         """[T, H] through all their experts -> [T, H]."""
@@ -166,27 +168,41 @@ class LayerMath:
             self._arrivals.served(serve, n + 1)
         return tokens.total()
 
-    def _from_host(self, from_host: _FromHost, serve: Serve) -> torch.Tensor:
+    def _hand_over(
+        self, serves: deque[Serve], from_host: dict[Copy, Future[torch.Tensor]], hidden: Fetched | None, width: int
+    ) -> None:
+        """A prompt's experts go to the CPU a few at a time: what they give is in nobody's workspace."""
+        while serves and len(from_host) < _HANDED_OVER:
+            assert self.host_experts is not None and hidden is not None
+            serve = serves.popleft()
+            tokens = [route // width for route in serve.routes]
+            from_host[serve.copy] = self.host_experts.submit(serve.copy, hidden, tokens)
+
+    def _from_host(self, from_host: dict[Copy, Future[torch.Tensor]], serve: Serve) -> torch.Tensor:
         started = self._now()
-        result = from_host[serve.copy].result()
+        result = from_host.pop(serve.copy).result()
         self._arrivals.counters.host_wait_seconds += self._now() - started
         return result.to(self._arena.device, non_blocking=True)
 
     def prefill(self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Many tokens: experts in ascending order, each read once, loads of this and the next layer running ahead."""
         math, total = self._experts[plan.layer], torch.zeros_like(hidden)
-        flat_weights = top_k_weights.reshape(-1, 1)
-        given = routes_on_device([serve.routes for serve in plan.serves], top_k_weights.shape[1], self._arena.device)
+        flat_weights, width = top_k_weights.reshape(-1, 1), top_k_weights.shape[1]
+        given = routes_on_device([serve.routes for serve in plan.serves], width, self._arena.device)
         counters = self._arrivals.counters
         started, before = self._now(), counters.elsewhere_seconds
+        for_host = deque(serve for serve in plan.serves if serve.on_host)
+        rows = Fetched(hidden) if for_host else None
+        from_host: dict[Copy, Future[torch.Tensor]] = {}
         for computed, serve in enumerate(plan.serves, start=1):
-            weights = self._arrivals.weights_of(serve)
+            self._hand_over(for_host, from_host, rows, width)
+            weights = None if serve.on_host else self._arrivals.weights_of(serve)
             route, tokens = given[computed - 1]
-            x = hidden[tokens]
             began = time.perf_counter()
-            y = (math.forward(x, weights) * flat_weights[route]).to(hidden.dtype)
-            total.index_add_(0, tokens, y)
-            self._act([x.shape[0]], began)
+            y = self._from_host(from_host, serve) if weights is None else math.forward(hidden[tokens], weights)
+            total.index_add_(0, tokens, (y * flat_weights[route]).to(hidden.dtype))
+            if weights is not None:
+                self._act([len(serve.routes)], began)
             self._arrivals.served(serve, computed)
         counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
         return total

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import LayerPlan
+from smoe.policy.plan import LayerPlan, Promotion
 from smoe.policy.planner import layer_share, observation, plan_layer
 from smoe.policy.residency import ExpertsAtHand, SlotTable
 from smoe.policy.selection import applied, substitute
@@ -30,7 +30,12 @@ class ReplayCounts:
 
 
 def replay(
-    trace: Sequence[Routing], cache_slots: int, staging_slots: int, eviction: Eviction, alpha: float = 0.0
+    trace: Sequence[Routing],
+    cache_slots: int,
+    staging_slots: int,
+    eviction: Eviction,
+    alpha: float = 0.0,
+    prefill_keep: str = "last-uses",
 ) -> ReplayCounts:
     """Serve `trace` from an empty cache; only decode steps are counted, prefill steps warm the cache.
 
@@ -45,7 +50,7 @@ def replay(
             at_hand = ExpertsAtHand(routing.layer, table)
             routing = applied(substitute(routing, at_hand, alpha, share=True, drop=False), routing)
         eviction.observe(observation(routing))
-        plan = plan_layer(routing, table, eviction, share)
+        plan = plan_layer(routing, table, eviction, share, None, prefill_keep)
         if routing.phase is Phase.DECODE:
             uses += len(plan.serves)
             misses += len(plan.loads)
@@ -77,18 +82,19 @@ def replay_by_layer(
 
 def carry_out(plan: LayerPlan, table: SlotTable, eviction: Eviction) -> None:
     """Apply a plan with loads that take no time, in exactly the order in which the engine applies it."""
+    promoted = {promotion.copy: promotion for promotion in plan.promotions}
     for promotion in plan.promotions:
-        table.promote(promotion)
-        if promotion.victim is not None:
-            eviction.remove(promotion.victim)
-    promoted = {promotion.copy for promotion in plan.promotions}
+        if not promotion.after:
+            _promote(promotion, table, eviction)
     pending = iter(plan.loads)
     load = next(pending, None)
     for computed, serve in enumerate([None, *plan.serves]):
-        if serve is not None and serve.copy in table.staged:
-            table.release(serve.copy)
-        elif serve is not None and serve.copy in promoted:
+        if serve is not None and serve.copy in promoted:
+            if promoted[serve.copy].after:
+                _promote(promoted[serve.copy], table, eviction)
             eviction.insert(serve.copy)
+        elif serve is not None and serve.copy in table.staged:
+            table.release(serve.copy)
         while load is not None and load.after <= computed:
             table.begin(load)
             table.arrive(load.copy)
@@ -97,3 +103,9 @@ def carry_out(plan: LayerPlan, table: SlotTable, eviction: Eviction) -> None:
             if load.keep:
                 eviction.insert(load.copy)
             load = next(pending, None)
+
+
+def _promote(promotion: Promotion, table: SlotTable, eviction: Eviction) -> None:
+    table.promote(promotion)
+    if promotion.victim is not None:
+        eviction.remove(promotion.victim)

@@ -1,10 +1,13 @@
 """The contract that every eviction policy keeps and `tests/policy/contract.py` checks.
 
-A policy hears four things, in the order in which they happen, and answers one question.
+A policy hears three things, in the order in which they happen, and answers two questions.
 
 * `insert(copy)`, `remove(copy)`: a copy became or ceased to be a cache resident. Never twice in a row.
 * `observe(routing)`: the router of a layer has spoken. Called once for each layer and step, before the plan is
   carried out, whether or not the experts are resident. The only place where statistics change.
+* `worth(copy)`: how much a copy will be missed, resident or not, for a prefill that asks whether what passes through
+  should stay. Pure, and in agreement with `victims`, which begins with the residents of least worth. A policy that
+  knows nothing of copies that are not resident leaves it at 0 for all: then nothing is replaced.
 * `victims(count, shield)`: which `count` residents to forget, best first. Pure: asking changes nothing. All or
   nothing is not required: fewer come back only when fewer residents lie outside the shield. Nothing in the shield
   is ever returned, nothing twice. Ties break by (layer, expert).
@@ -39,6 +42,10 @@ class Eviction(ABC):
     @abstractmethod
     def victims(self, count: int, shield: Container[Copy]) -> list[Copy]:
         """At most `count` residents outside `shield`, least valuable first."""
+
+    def worth(self, copy: Copy) -> float:
+        """How much `copy` will be missed, whether or not it is resident; only the order counts."""
+        return 0.0
 
 
 def used_copies(routing: Routing, precision: int = 0) -> list[Copy]:

@@ -45,6 +45,9 @@ class Belady(Eviction):
         candidates = ((-self._next_use(copy), copy) for copy in self._resident if copy not in shield)
         return [copy for _, copy in heapq.nsmallest(count, candidates)]
 
+    def worth(self, copy: Copy) -> float:
+        return -self._next_use(copy)
+
     def _next_use(self, copy: Copy) -> float:
         uses = self._uses.get(copy, [])
         position = bisect_right(uses, self._now)

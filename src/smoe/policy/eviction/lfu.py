@@ -33,3 +33,6 @@ class LFU(Eviction):
         uses = self._uses
         candidates = ((uses[copy], copy) for copy in self._resident if copy not in shield)
         return [copy for _, copy in heapq.nsmallest(count, candidates)]
+
+    def worth(self, copy: Copy) -> float:
+        return self._uses[copy]

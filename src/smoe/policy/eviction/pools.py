@@ -50,6 +50,9 @@ class LayerPools(Eviction):
                 found += [copy for copy in wanted if copy not in found][: count - len(found)]
         return found
 
+    def worth(self, copy: Copy) -> float:
+        return self._pool(copy[0]).worth(copy)
+
     def _surplus(self) -> list[Copy]:
         lacking = self._share - self._sizes[self._running]
         taken: list[Copy] = []

@@ -73,6 +73,10 @@ class ScoreWindow(Eviction):
                 found.append(copy)
         return found
 
+    def worth(self, copy: Copy) -> float:
+        layers, width = self._means.shape
+        return float(self._means[copy[0], copy[1]]) if copy[0] < layers and copy[1] < width else 0.0
+
     def _fit(self, layer: int, experts: int) -> None:
         """Make room for a layer and an expert seen for the first time."""
         layers, width = self._means.shape
