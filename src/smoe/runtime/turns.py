@@ -63,7 +63,6 @@ class Turns:
         finally:
             self._end()  # again, should an interrupt have struck just there
 
-
     def cancel(self, why: str) -> bool:
         """From its next layer on, the turn that is running raises; whether there was one. May be called by anybody."""
         with self._changed:
