@@ -202,6 +202,7 @@ def test_interrupt_at_any_line(toy: Callable[..., Path], open_model: Open) -> No
     assert_healthy(model, folder)
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_a_prediction_leaves_the_threads(toy: Callable[..., Path], open_model: Open) -> None:
     """A prediction computes on one thread: would catch an engine that goes on with it, slowly and with other bits."""
     files = {sys.modules[f"smoe.{name}"].__file__ or "" for name in ("models.prediction", "runtime.execute")}
