@@ -182,6 +182,7 @@ def test_interrupt_at_any_line(toy: Callable[..., Path], open_model: Open) -> No
             "policy.eviction.lru",
             "memory.transfer",
             "runtime.engine",
+            "runtime.turns",
         )
     }
 
@@ -196,5 +197,28 @@ def test_interrupt_at_any_line(toy: Callable[..., Path], open_model: Open) -> No
         executor.table.check()
         assert not executor.table.inflight and not executor.table.staged, line
         assert set(executor.table.cached()) == residents(executor), line
+        assert not model.offload.cancel(), f"{line}: it is still somebody's turn"
         assert torch.equal(step(), expected), line
     assert_healthy(model, folder)
+
+
+@pytest.mark.slow
+def test_an_interrupt_in_a_prediction_leaves_the_threads(toy: Callable[..., Path], open_model: Open) -> None:
+    """A prediction computes on one thread: would catch an engine that goes on with it, slowly and with other bits."""
+    files = {sys.modules[f"smoe.{name}"].__file__ or "" for name in ("models.prediction", "runtime.execute")}
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        model = open_model(toy("qwen2_moe", num_hidden_layers=2), 6, prefetch="next-gate")
+        model.generate(oracle.PROMPT[:, :4], max_new_tokens=1)
+
+        def step() -> object:
+            return model(oracle.PROMPT[:, :1], use_cache=False)
+
+        lines = reached_lines(files, step)
+        assert any("prediction" in file for file, _ in lines), "nothing was predicted"
+        for line in lines:
+            assert interrupt_at(line, step), line
+            assert torch.get_num_threads() == 2, line
+    finally:
+        torch.set_num_threads(before)

@@ -239,6 +239,7 @@ class Engine:
         with self._turns.taken(self.config.turn_timeout_seconds, "turn_timeout_seconds"):
             try:
                 self._check_usable()
+                self._is_in_pass = False
                 with threads(self._threads):
                     yield
             finally:

@@ -55,13 +55,13 @@ class Turns:
             yield
             return
         try:
-            self._wait(timeout_seconds, bound)
-            yield
+            try:
+                self._wait(timeout_seconds, bound)
+                yield
+            finally:
+                self._end()
         finally:
-            if self.is_mine:
-                self._holder = None
-                with self._changed:
-                    self._changed.notify()
+            self._end()  # again, should an interrupt have struck just there
 
     def cancel(self, why: str) -> bool:
         """From its next layer on, the turn that is running raises; whether there was one. May be called by anybody."""
@@ -75,6 +75,12 @@ class Turns:
         """Raise `GenerationCancelledError` where the running turn was cancelled."""
         if self._why_cancelled is not None:
             raise GenerationCancelledError(self._why_cancelled)
+
+    def _end(self) -> None:
+        if self.is_mine:
+            self._holder = None
+            with self._changed:
+                self._changed.notify()
 
     def _wait(self, timeout_seconds: float | None, bound: str) -> None:
         asked = time.monotonic()

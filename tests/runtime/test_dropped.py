@@ -1,0 +1,134 @@
+"""A model that is dropped without `close()`: loading in the same notebook cell again and again must not grow.
+
+Would catch: a thread that holds its owner, and with it the slots, for ever.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smoe import from_pretrained
+from smoe.policy.plan import Load, Reason
+from smoe.runtime.lifetime import collect_dropped
+from tests import oracle
+
+Toy = Callable[..., Path]
+SWITCHES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "prefetch": {"prefetch": "next-gate", "eviction": "score"},
+    "own kernels": {"threads": 2, "kernels": "own"},
+    "team": {"threads": 2, "kernels": "torch"},
+    "beside a device": {"device": "emulated", "dilation": 1.0, "balance": "optimal", "prefetch": "look-ahead"},
+}
+
+
+def own_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("smoe-")}
+
+
+def wait_for_threads(before: set[threading.Thread]) -> set[threading.Thread]:
+    """A pool's thread is told to end and not waited for."""
+    end = time.monotonic() + 20
+    while own_threads() - before and time.monotonic() < end:
+        time.sleep(0.01)
+    return own_threads() - before
+
+
+@pytest.mark.parametrize("switches", SWITCHES)
+def test_a_dropped_model_gives_memory_and_threads_back(
+    switches: str, toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever threads it has: readers, a crew, a team, the CPU's experts."""
+    if switches == "team":
+        monkeypatch.setattr("smoe.runtime.split.MIN_EXPERT_BYTES", 0)
+        monkeypatch.setattr("smoe.runtime.split._seconds", lambda executor, *_: 1.0 - bool(executor.math.team))
+    before, threads = own_threads(), torch.get_num_threads()
+    try:
+        wide = {"hidden_size": 256, "moe_intermediate_size": 64}
+        model = oracle.open_model(toy("qwen3_moe", dtype=torch.bfloat16, **wide), "half", **SWITCHES[switches])
+        model.generate(oracle.PROMPT, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+        gone = [weakref.ref(each) for each in (model, model.offload, model.offload._arena._map)]
+        if switches == "team":
+            assert model.offload.executor.math.team is not None
+        assert own_threads() - before
+        del model
+        collect_dropped()
+        assert [each() for each in gone] == [None] * 3
+        assert not wait_for_threads(before)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def hold_reads(mover: Any, until: threading.Event) -> None:
+    original = mover.move
+
+    def move(ticket: Any, between: Any) -> int:
+        until.wait(60)
+        return int(original(ticket, between))
+
+    mover.move = move
+
+
+def test_dropped_while_reads_are_under_way(toy: Toy) -> None:
+    """What the reading threads are doing is waited for, by nobody who computes."""
+    before, until = own_threads(), threading.Event()
+    model = oracle.open_model(toy("qwen2_moe"), "fifth")
+    model(oracle.PROMPT)
+    hold_reads(model.offload._transfers._mover, until)
+    model.offload._transfers.submit(Load((0, 0, 0), 0, None, False, Reason.DEMAND, 0))
+    memory = weakref.ref(model.offload._arena._map)
+    del model
+    gc.collect()  # comes back although a read hangs
+    assert memory() is not None, "the slot was taken from under the read"
+    until.set()
+    collect_dropped()
+    assert not wait_for_threads(before)
+    gc.collect()  # the held mover is a circle of this test's own
+    assert memory() is None
+
+
+def test_loading_again_and_again_does_not_grow() -> None:
+    """As in a notebook cell: the name is bound anew, and the model before is dropped only then."""
+    before, arenas = own_threads(), list[Any]()
+    most = 0
+    gc.disable()  # nobody looks for circles but the loads themselves
+    try:
+        model = None
+        for _ in range(4):
+            model = from_pretrained("demo", memory="20MiB", context_tokens=128, prefetch="next-gate")
+            model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
+            arenas.append(weakref.ref(model.offload._arena._map))
+            most = max(most, sum(arena() is not None for arena in arenas))
+        assert most <= 2, "more than the last model and the one before"
+        del model
+        collect_dropped()
+        assert [arena() for arena in arenas] == [None] * 4
+        assert not wait_for_threads(before)
+    finally:
+        gc.enable()
+
+
+def test_a_closed_model_s_threads_are_ended_once(toy: Toy) -> None:
+    """A finaliser that ran after a close would close what another model uses by then."""
+    model = oracle.open_model(toy("mixtral"))
+    model.offload.close()
+    assert not model.offload._held._collected.alive
+
+
+def test_a_held_engine_keeps_its_model_alive_enough(toy: Toy) -> None:
+    """Whoever keeps the engine alone can still ask it and close it."""
+    before = own_threads()
+    engine = oracle.open_model(toy("mixtral")).offload
+    collect_dropped()
+    assert "ready" in repr(engine) and engine.stats().tokens == 0
+    engine.close()
+    assert own_threads() <= before
