@@ -17,6 +17,8 @@ from smoe.floor import Floor, Rates, StepBytes, floor_of, uniform_step
 from smoe.hardware import acted_rates, load_profile, measure_small_disk, quick_rates
 from smoe.loading import choose_device, make_ledger
 from smoe.memory.emulation import DeviceProfile, read_profile
+from smoe.memory.process import beside_budget
+from smoe.models.workspace import reserved_kernel_bytes
 from smoe.planning import Blueprint, blueprint
 from smoe.policy.budget import Ledger, allocate, full_bytes, minimum_bytes
 
@@ -53,6 +55,8 @@ class Forecast:
     is_acted: bool
     """For an emulated device: rates of its profile, experts from its host tier."""
     remarks: list[str]
+    beside_budget: dict[str, int]
+    """What the process takes beside the budget, at most, by name; empty where the budget is a GPU's memory."""
 
     def as_json(self) -> dict[str, Any]:
         """What `smoe plan --json` prints."""
@@ -68,6 +72,7 @@ class Forecast:
             "memory_budget_bytes": ledger.budget_bytes,
             "memory_budget_reason": self.reason,
             "bytes": ledger.entries(),
+            "beside_budget_bytes": self.beside_budget,
             "slots": ledger.cache_slots,
             "staging_slots": ledger.staging_slots,
             "resident_share": ledger.resident_share,
@@ -104,7 +109,8 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     chosen = _choice(plan, ledger, rates, device, is_acted)
     others = [_choice(plan, other, rates, device, is_acted) for other in _alternatives(ledger)]
     choices = sorted([chosen, *others], key=lambda choice: choice.ledger.budget_bytes)
-    return Forecast(model, plan, ledger, reason, chosen, choices, rates, is_acted, _remarks(rates, is_acted))
+    beside = beside_budget(reserved_kernel_bytes(plan.experts_bytes)) if device.type == "cpu" else {}
+    return Forecast(model, plan, ledger, reason, chosen, choices, rates, is_acted, _remarks(rates, is_acted), beside)
 
 
 def _alternatives(chosen: Ledger) -> list[Ledger]:

@@ -21,6 +21,7 @@ from smoe.errors import CheckpointError, ConfigError
 from smoe.memory.device import Arena
 from smoe.memory.emulation import Emulation, read_profile
 from smoe.memory.free import free_device_bytes, less_margin
+from smoe.memory.process import note_start
 from smoe.memory.safetensors_index import index_checkpoint
 from smoe.memory.store import ExpertStore, LayerExperts, page_ceil
 from smoe.models.expert_index import index_experts
@@ -69,6 +70,7 @@ def load(
 ) -> PreTrainedModel:
     """`from_pretrained` for a finished configuration; `on_ledger` hears the budget before anything large is read."""
     collect_closed()
+    note_start()
     device = choose_device(config)
     profile = read_profile(config.profile) if config.device == EMULATED else None
     if device.type == "cpu" and profile is None and config.balance not in ("auto", "none"):

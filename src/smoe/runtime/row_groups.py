@@ -90,5 +90,10 @@ def _is_the_same(shape: Shape, numbers: Sequence[int], dtype: torch.dtype) -> bo
     matrix = functional.pad(torch.cat([weights, weights], 1), (0, columns % 2)).to(dtype).t()
     if not is_transposed:
         matrix = matrix.contiguous()
-    whole = x @ matrix
-    return all(torch.equal(x[:rows] @ matrix, whole[:rows]) for rows in numbers)
+    whole = _multiply(x, matrix)
+    return all(torch.equal(_multiply(x[:rows], matrix), whole[:rows]) for rows in numbers)
+
+
+def _multiply(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """As the library does it, [n, K] @ [K, N]."""
+    return x @ matrix
