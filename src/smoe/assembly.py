@@ -200,6 +200,8 @@ def _balances_prompts(config: EngineConfig, emulation: Emulation | None) -> bool
 
 def _choose_arithmetic(model: PreTrainedModel, plan: Blueprint, config: EngineConfig, executor: LayerExecutor) -> None:
     """Our kernel where it is wanted, gives the library's bits and is faster; several threads where they help."""
+    if plan.dtype is torch.bfloat16 and executor.device.type == "cpu" and config.kernels != "torch":
+        executor.math.fill_up_rows(plan.dtype)
     is_possible = plan.dtype is torch.bfloat16 and executor.device.type == "cpu" and is_supported()
     is_wanted = config.kernels != "torch" and is_possible
     crew = Crew(torch.get_num_threads(), several=config.max_sequences > 1) if is_wanted else None

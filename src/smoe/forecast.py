@@ -23,6 +23,8 @@ from smoe.hardware import acted_rates, load_profile, measure_small_disk, quick_r
 from smoe.loading import choose_device, make_ledger
 from smoe.memory.emulation import DeviceProfile, read_profile
 from smoe.memory.free import free_device_bytes, less_margin
+from smoe.memory.process import beside_budget
+from smoe.models.workspace import reserved_kernel_bytes
 from smoe.planning import Blueprint, blueprint
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_bytes
 from smoe.units import identifier
@@ -99,6 +101,8 @@ class Forecast:
     recommendation: Recommendation | None
     """None where the machine has too little memory for the model."""
     remarks: list[str]
+    beside_budget: dict[str, int]
+    """What the process takes beside the budget, at most, by name; empty where the budget is a GPU's memory."""
 
     def as_json(self) -> dict[str, Any]:
         """What `smoe plan --json` prints."""
@@ -114,6 +118,7 @@ class Forecast:
             "memory_budget_bytes": ledger.budget_bytes,
             "memory_budget_reason": self.reason,
             "bytes": {identifier(name): count for name, count in ledger.entries().items()},
+            "beside_budget_bytes": {identifier(name): count for name, count in self.beside_budget.items()},
             "slots": ledger.cache_slots,
             "staging_slots": ledger.staging_slots,
             "resident_share": ledger.resident_share,
@@ -154,9 +159,9 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     chosen = foretell(ledger)
     choices = sorted([chosen, *map(foretell, _alternatives(ledger))], key=lambda choice: choice.ledger.budget_bytes)
     recommended = None if is_acted else _recommend(ledger.demand, device, foretell)
-    return Forecast(
-        model, plan, ledger, reason, chosen, choices, rates, is_acted, recommended, _remarks(rates, is_acted)
-    )
+    beside = beside_budget(reserved_kernel_bytes(plan.experts_bytes)) if device.type == "cpu" else {}
+    remarks = _remarks(rates, is_acted)
+    return Forecast(model, plan, ledger, reason, chosen, choices, rates, is_acted, recommended, remarks, beside)
 
 
 def _alternatives(chosen: Ledger) -> list[Ledger]:

@@ -22,6 +22,7 @@ from smoe.errors import CheckpointError, ConfigError
 from smoe.memory.device import Arena, forget_peak
 from smoe.memory.emulation import Emulation, read_profile
 from smoe.memory.free import free_device_bytes, less_margin
+from smoe.memory.process import note_start
 from smoe.memory.safetensors_index import index_checkpoint
 from smoe.memory.store import MATRIX_ALIGNMENT, ExpertStore, LayerExperts, page_ceil
 from smoe.models.expert_index import index_experts, stored_as
@@ -80,6 +81,7 @@ def load(
     """`from_pretrained` for a finished configuration; `on_ledger` hears the budget before anything large is read, and
     `on_host_tier` the bytes of host memory that are about to be locked beside a GPU."""
     collect_dropped()
+    note_start()
     device = choose_device(config)
     profile = read_profile(config.profile) if config.device == EMULATED else None
     if device.type == "cpu" and profile is None and config.balance not in ("auto", "none"):

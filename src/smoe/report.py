@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from smoe.floor import Floor, Rates, floor_of, measured_step
 from smoe.hardware import acted_rates, quick_rates
 from smoe.memory.emulation import Emulation
+from smoe.memory.process import ProcessMemory, process_memory
 from smoe.metrics import Counters
 from smoe.runtime.engine import Engine
 from smoe.runtime.generation import Generation
@@ -51,6 +52,8 @@ class RunReport:
     """The emulated device: profile, dilation, and the share of the time by which this machine was late; None: real."""
     routes: dict[str, float]
     """Of the experts chosen in decoding, the shares that were low-score, replaced, and missing by importance."""
+    process: ProcessMemory | None
+    """The whole process line by line; None where the budget is a GPU's memory or the system does not say."""
 
     @property
     def floor_share(self) -> float | None:
@@ -89,6 +92,7 @@ class RunReport:
             "peak_memory_bytes": self.peak_memory_bytes,
             "memory_budget_bytes": self.memory_budget_bytes,
             "process_peak_bytes": self.process_peak_bytes,
+            "process": self.process.as_json() if self.process else None,
             "floor_seconds_per_token": self.floor.overlapped_seconds if self.floor else None,
             "floor_serial_seconds_per_token": self.floor.serial_seconds if self.floor else None,
             "floor_share": self.floor_share,
@@ -136,6 +140,7 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         bench=_bench_of(generation, emulation),
         alpha=engine.config.alpha,
         routes=route_shares(decode),
+        process=process_memory(engine.peak_memory_bytes()) if model.device.type == "cpu" else None,
     )
 
 

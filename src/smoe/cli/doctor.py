@@ -40,22 +40,28 @@ def command(
 
     Floors of the time per token (smoe plan, summaries, smoe bench) are computed from this profile.
     """
+    import smoe.loading  # noqa: F401 - a process with a model has all of these libraries
     from smoe.checkup import examine, models_folder
     from smoe.cli.console import note, print_json
     from smoe.cli.keeping import Keeping
     from smoe.hardware import save_profile
-    from smoe.units import parse_bytes
+    from smoe.memory.process import beside_budget
+    from smoe.units import identifier, parse_bytes
 
     where = models_folder(folder)
+    beside = beside_budget(0)  # before anything is measured, which takes memory too
     read_bytes = parse_bytes(expert_size)
     keeping = Keeping()
     profile = _measure(where, read_bytes, threads)
     findings = examine(profile, where)
     path = keeping.keep(lambda: save_profile(profile))
     if json:
-        print_json(_as_json(profile, findings, path))
+        print_json(
+            _as_json(profile, findings, path)
+            | {"beside_budget_bytes": {identifier(name): count for name, count in beside.items()}}
+        )
     else:
-        _print(profile, findings)
+        _print(profile, findings, beside)
         if path is not None:
             note(f"profile stored in {path}")
 
@@ -73,19 +79,26 @@ def _measure(folder: Path, expert_bytes: int, threads: int | None) -> Profile:
         return measure(folder, expert_bytes, lambda what: bars.update(task, amount=what))
 
 
-def _print(profile: Profile, findings: list[Finding]) -> None:
+def _print(profile: Profile, findings: list[Finding], beside: dict[str, int]) -> None:
     from rich.markup import escape
 
     from smoe.cli.console import output
 
     console = output()
-    for name, value in _rows(profile):
+    for name, value in [*_rows(profile), ("beside the budget", _beside(beside))]:
         console.print(f"[dim]{name:<20}[/dim]{escape(value)}", soft_wrap=True)
     console.print()
     for finding in findings:
         console.print(f"{_MARKS[finding.grade]}  {escape(finding.text)}", soft_wrap=True)
         if finding.advice:
             console.print(f"      [dim]{escape(finding.advice)}[/dim]", soft_wrap=True)
+
+
+def _beside(beside: dict[str, int]) -> str:
+    """What a process with a model on the CPU takes besides."""
+    from smoe.units import format_bytes
+
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in beside.items()) + " at most"
 
 
 def _rows(profile: Profile) -> list[tuple[str, str]]:

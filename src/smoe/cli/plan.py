@@ -55,6 +55,12 @@ def _print(result: Forecast) -> None:
     for name, count in result.ledger.entries().items():
         budget.add_row(name, format_bytes(count))
     budget.add_row("[bold]together[/bold]", f"[bold]{format_bytes(result.ledger.total_bytes)}[/bold]")
+    if result.beside_budget:
+        budget.add_section()
+        for name, count in result.beside_budget.items():
+            budget.add_row(name, format_bytes(count))
+        whole = result.ledger.total_bytes + sum(result.beside_budget.values())
+        budget.add_row("[bold]whole process at most[/bold]", f"[bold]{format_bytes(whole)}[/bold]")
     console.print(budget)
     console.print("\n[bold]what other budgets buy[/bold]")
     choices = Table(**_STYLE)

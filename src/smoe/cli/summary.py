@@ -29,6 +29,7 @@ def _rows(report: RunReport) -> list[tuple[str, str]]:
         ("lossy", _lossy(report)),
         ("test bench", _bench(report)),
         ("memory", _memory(report)),
+        ("whole process", _process(report)),
         ("hardware limit", _limit(report)),
         ("time went to", waiting(report)),
     ]
@@ -73,11 +74,19 @@ def _bench(report: RunReport) -> str:
 
 
 def _memory(report: RunReport) -> str:
-    process = ""
-    if report.process_peak_bytes is not None:
-        process = f"; whole process {format_bytes(report.process_peak_bytes)}"
     budget = format_bytes(report.memory_budget_bytes)
-    return f"{format_bytes(report.peak_memory_bytes)} of the budget of {budget} at most{process}"
+    return f"{format_bytes(report.peak_memory_bytes)} of the budget of {budget} at most"
+
+
+def _process(report: RunReport) -> str:
+    """The operating system's own peak, and what it is made of."""
+    if report.process is None:
+        return "" if report.process_peak_bytes is None else f"{format_bytes(report.process_peak_bytes)} at most"
+    whole, libraries, budget, scratch = (format_bytes(size) for size in report.process)
+    return (
+        f"{whole} at most: interpreter and libraries {libraries}, budget {budget}, the libraries' kernels and scratch "
+        f"{scratch}"
+    )
 
 
 def _limit(report: RunReport) -> str:

@@ -17,9 +17,9 @@ _HIDDEN_COPIES = 10
 _ROUTER_COPIES = 4
 _FLOOR_BYTES = 1 << 20
 KERNEL_CACHE_BYTES = 128 * 2**20
-"""What the CPU library keeps for the shapes it has met: compiled kernels and scratch, about 120 MiB with the 64 kernels
-that `smoe/__init__.py` lets it keep (docs/log.md). Reserved in full for models of 4 GiB and more; a model so small that
-this would dwarf it counts it with the interpreter instead."""
+"""What the CPU library keeps for the shapes it has met: compiled kernels and scratch (docs/log.md). Reserved in full
+for models of 4 GiB and more; for a model so small that this would dwarf it, what is not reserved is a line of the
+process beside the budget (`memory/process.py`)."""
 
 
 def workspace_bytes(
@@ -49,8 +49,12 @@ def workspace_bytes(
         hidden * _HIDDEN_COPIES * item + inner * 4 * item + experts * _ROUTER_COPIES * 4 + width * (hidden + 32)
     )
     logits = rows * int(text.vocab_size) * (2 * item + 8)
-    kernels = min(KERNEL_CACHE_BYTES, experts_bytes // 32)
-    return _FLOOR_BYTES + step + attention + logits + kernels
+    return _FLOOR_BYTES + step + attention + logits + reserved_kernel_bytes(experts_bytes)
+
+
+def reserved_kernel_bytes(experts_bytes: int) -> int:
+    """Of what the CPU library keeps, the part inside the budget, for a model with so many bytes of routed experts."""
+    return min(KERNEL_CACHE_BYTES, experts_bytes // 32)
 
 
 def _inner(text: PretrainedConfig) -> int:

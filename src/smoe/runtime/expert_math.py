@@ -19,6 +19,7 @@ from smoe.kernels.elementwise import activation_table, is_table_of
 from smoe.kernels.experts import TokenExperts
 from smoe.memory.device import Arena
 from smoe.memory.store import Part
+from smoe.runtime.row_groups import Filling, Shape, product
 
 
 def library_products(products: Sequence[Product]) -> None:
@@ -57,8 +58,16 @@ class ExpertMath:
         """What multiplies single rows."""
         self.kernel: TokenExperts | None = None
         """Where set, takes one token through several experts at once."""
+        self.filling: Filling | None = None
+        """Where set, several rows are filled up to one of few numbers."""
         self.up_width = up[1] if self._is_transposed else up[0]
         self.inner, self.hidden = (down[0], down[1]) if self._is_transposed else (down[1], down[0])
+
+    @property
+    def shapes(self) -> tuple[Shape, Shape]:
+        """Of the two matrices."""
+        is_transposed = not self._is_transposed  # the family's word is for its own layout
+        return Shape(self.hidden, self.up_width, is_transposed), Shape(self.inner, self.hidden, is_transposed)
 
     @property
     def is_movable(self) -> bool:
@@ -120,7 +129,7 @@ class ExpertMath:
 
     def _times(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         if x.shape[0] != 1:
-            return x @ matrix
+            return product(x, matrix, self.filling)
         out = x.new_empty(1, matrix.shape[1])
         self.multiply([Product(x.contiguous(), matrix, out)])
         return out

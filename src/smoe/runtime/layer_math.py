@@ -26,6 +26,7 @@ from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.expert_math import ExpertMath, library_products
 from smoe.runtime.few_tokens import few_tokens, proven_kernel, routes_on_device
 from smoe.runtime.host_experts import HostExperts
+from smoe.runtime.row_groups import Filling, Shape, proven_filling
 from smoe.runtime.team import Team
 
 _HANDED_OVER = 4
@@ -98,6 +99,14 @@ class LayerMath:
         for layer, math in self._experts.items():
             math.multiply = library_products if self.crew is None else self.crew.multiply
             math.kernel = None if self.crew is None else self._kernels.get(layer)
+
+    def fill_up_rows(self, dtype: torch.dtype) -> None:
+        """From now on several rows go to the library in few distinct numbers, where its bits stay the same."""
+        found: dict[tuple[Shape, Shape], Filling | None] = {}
+        for math in self._experts.values():
+            if math.shapes not in found:
+                found[math.shapes] = proven_filling(math.shapes, dtype)
+            math.filling = found[math.shapes]
 
     def compute_slots(self, layer: int, hidden: torch.Tensor, count: int) -> torch.Tensor:
         """One token [1, H] through `count` slots, whatever they hold -> [1, H]: for measuring."""

@@ -1,0 +1,82 @@
+"""What the whole process holds, line by line: interpreter and libraries, the budget, and what the libraries keep.
+
+The budget is ours and exact. The rest belongs to others and is measured: anonymous memory before the first model is
+loaded, pages of program files (libraries bring more of them in when they compute), and what remains: compiled kernels
+and scratch, which `smoe/__init__.py` bounds (docs/log.md).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+_STATUS = Path("/proc/self/status")
+LIBRARY_CODE_BYTES = 96 * 2**20
+"""Pages of program files that loading and computing bring in besides those that importing does, at most: 79 MiB with
+torch 2.13 (CPU)."""
+LIBRARY_SCRATCH_BYTES = 64 * 2**20
+"""Kernels that the library keeps, its scratch, and what the allocator holds free, at most: 33 to 45 MiB."""
+
+_before: list[int] = []
+"""Anonymous bytes before the first model was loaded."""
+
+
+class ProcessMemory(NamedTuple):
+    """Bytes at the process's peak; the three parts add up to the whole."""
+
+    whole: int
+    libraries: int
+    """Interpreter, libraries and their code, and what the program held before the first model."""
+    budget: int
+    scratch: int
+    """Kernels and scratch of the libraries."""
+
+    def as_json(self) -> dict[str, int]:
+        return {f"{name}_bytes": size for name, size in self._asdict().items()}
+
+
+def note_start() -> None:
+    """Before a model is loaded; only the first time counts."""
+    held = _status()
+    if not _before and held is not None:
+        _before.append(held["RssAnon"])
+
+
+def libraries_bytes() -> int | None:
+    """What this process holds now, before a model: interpreter and libraries. None where the system does not say."""
+    held = _status()
+    return None if held is None else held["RssAnon"] + held["RssFile"]
+
+
+def process_memory(held_bytes: int) -> ProcessMemory | None:
+    """The process at its peak, of which the budget holds `held_bytes`; None where the system does not say."""
+    now = _status()
+    if now is None or not _before:
+        return None
+    whole = now["VmHWM"]
+    libraries = min(whole, _before[0] + now["RssFile"])
+    budget = min(held_bytes, whole - libraries)
+    return ProcessMemory(whole, libraries, budget, whole - libraries - budget)
+
+
+def beside_budget(reserved_bytes: int) -> dict[str, int]:
+    """What a process on a CPU takes beside the budget, at most, by name, for a plan made in this process.
+
+    `reserved_bytes`: of the library's kernels, the budget holds so much already.
+    """
+    lines = {} if (libraries := libraries_bytes()) is None else {"interpreter and libraries": libraries}
+    lines["their code, once they compute"] = LIBRARY_CODE_BYTES
+    lines["their kernels and scratch"] = max(0, LIBRARY_SCRATCH_BYTES - reserved_bytes)
+    return lines
+
+
+def _status() -> dict[str, int] | None:
+    """Bytes by the system's names; None where it has no such file."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    found = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+    if not {"RssAnon", "RssFile", "VmHWM"} <= found.keys():
+        return None
+    return {name: int(found[name][0]) * 1024 for name in ("RssAnon", "RssFile", "VmHWM")}

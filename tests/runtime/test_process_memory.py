@@ -1,0 +1,40 @@
+"""What the process grows by outside the ledger: in a process of its own, from the first short request on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+MOST_MIB = 64
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system does not say what it holds"),
+]
+
+
+def measured(case: str, **options: object) -> dict:
+    command = [sys.executable, "-m", "bench.process_memory", "--case", case]
+    command += [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    own = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
+    done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True, env=own)
+    return json.loads(done.stdout.splitlines()[-1])["cases"][0]
+
+
+@pytest.mark.parametrize("case", ["demo-20MiB", "demo-48MiB"])
+def test_prompts_grow_the_process_by_little(case):
+    """Would catch a library that keeps a kernel for every number of rows: 245 MiB and 316 MiB."""
+    assert measured(case)["grown_since_first_request_mib"] <= MOST_MIB
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_random_requests_end_where_they_began(dtype):
+    found = measured("demo-soak", soak=40, dtype=dtype)
+    assert found["grown_since_first_request_mib"] <= MOST_MIB
+    assert found["grown_in_the_second_half_mib"] <= 16
