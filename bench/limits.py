@@ -4,9 +4,9 @@
 
 For every budget a fresh process, capped from outside at the budget plus what a bare interpreter with the same libraries
 holds, measures memory and disk, reads prompts of 16 and 128 tokens, decodes forced tokens, and counts from its own
-routing trace what an LRU cache (and Belady's) of its size would have missed. From these:
+routing trace what a cache of its size and policy (and LRU's and Belady's) would have missed. From these:
 
-    t_disk     LRU misses a token x expert bytes / disk rate of this round (better of one and two readers)
+    t_disk     those misses a token x expert bytes / disk rate of this round (better of one and two readers)
     t_memory   (expert bytes used + dense bytes) a token / memory rate of this round
     serial     t_disk + t_memory: a perfect engine that overlaps nothing; floor: the larger of the two
     overlap    (t_disk + t_compute - measured) / min(t_disk, t_compute), with t_compute of our own all-resident run
@@ -109,6 +109,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         missing.clear()
         decode = _decode(model, prefill[1], tokens[144 : 144 + new])
     demand, slots = engine.ledger.demand, engine.ledger.cache_slots
+    own = replay(trace, slots, engine.ledger.staging_slots, engine.fresh_eviction())
     lru = replay(trace, slots, engine.ledger.staging_slots, LRU())
     belady = replay(trace, slots, engine.ledger.staging_slots, Belady([observation(r) for r in trace]))
     engine.close()
@@ -119,6 +120,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "expert_bytes": engine.store.expert_bytes,
         "dense_bytes": demand.weights_bytes,
         "experts_per_token": decode["uses"] / new,
+        "eviction": engine.config.eviction,
+        "own_misses_per_token": own.misses / new,
         "lru_misses_per_token": lru.misses / new,
         "belady_misses_per_token": belady.misses / new,
         "ttft_16_seconds": ttft_16,
@@ -233,7 +236,7 @@ def _judge(row: dict[str, Any], resident: list[dict[str, Any]], layers: int) -> 
     """Add the limits, and how near the run came, to a row."""
     measured, disk = row["decode"]["seconds_per_token"], row["disk_rate"] or float("inf")
     t_memory = (row["experts_per_token"] * row["expert_bytes"] + row["dense_bytes"]) / row["memory_rate"]
-    t_disk = row["lru_misses_per_token"] * row["expert_bytes"] / disk
+    t_disk = row["own_misses_per_token"] * row["expert_bytes"] / disk
     row["floor_share"] = max(t_disk, t_memory) / measured
     row["serial_share"] = (t_disk + t_memory) / measured
     if not resident or row["budget"] == "all":
@@ -271,7 +274,7 @@ def _blind_seconds(row: dict[str, Any], compute: float, expert: float, read: flo
 
 def _print(rows: list[dict[str, Any]]) -> None:
     names = (
-        "budget slots tok/s hit LRU-hit of-serial of-floor of-blind overlap most own TTFT-128 of-bound disk memory peak"
+        "budget slots tok/s hit own-hit of-serial of-floor of-blind overlap most own TTFT-128 of-bound disk memory peak"
     )
     print("".join(f"{name:>11}" for name in names.split()))
     shares = ("blind_share", "overlap", "most_overlap", "own_overlap")
@@ -282,7 +285,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
             str(row["slots"]),
             f"{1 / row['decode']['seconds_per_token']:.2f}",
             f"{row['decode']['hit_ratio']:.3f}",
-            f"{1 - row['lru_misses_per_token'] / used:.3f}",
+            f"{1 - row['own_misses_per_token'] / used:.3f}",
             f"{row['serial_share']:.2f}",
             f"{row['floor_share']:.2f}",
             *(f"{row[name]:.2f}" if name in row else "-" for name in shares),

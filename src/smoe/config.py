@@ -14,7 +14,14 @@ from typing import Any
 from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE, BALANCE_ORDER
 from smoe.policy.planner import PREFILL_KEEP
-from smoe.policy.registry import ONLINE_EVICTION, POOLS, PREFETCH, PREFETCH_WHAT, SCORED_EVICTION
+from smoe.policy.registry import (
+    ONLINE_EVICTION,
+    ORDERLESS_EVICTION,
+    POOLS,
+    PREFETCH,
+    PREFETCH_WHAT,
+    SCORED_EVICTION,
+)
 
 EMULATED = "emulated"
 """The device that is acted on the CPU (`memory/emulation.py`)."""
@@ -72,8 +79,8 @@ class EngineConfig:
     """For the device `emulated`: a profile that comes with the program, or a JSON file."""
     dilation: float | None = None
     """For the device `emulated`: how much slower than reported it really runs; None: as this machine needs."""
-    eviction: str = "lru"
-    """Which resident expert is forgotten first."""
+    eviction: str = "auto"
+    """Which resident expert is forgotten first; auto: by whichever of several rules misses least at present."""
     pools: str = "global"
     """Whose slots a layer may take: anybody's, or those of its own share."""
     prefetch: str = "auto"
@@ -160,10 +167,10 @@ class EngineConfig:
                 f"balance {self.balance} (an option, or part of a preset) needs a device beside the CPU: use --device "
                 "cuda or --device emulated, or another preset"
             )
-        if self.reproducible and self.alpha > 0 and self.eviction not in SCORED_EVICTION:
+        if self.reproducible and self.alpha > 0 and self.eviction not in ORDERLESS_EVICTION:
             raise ConfigError(
                 f"with --reproducible and an alpha above 0, {self.eviction!r} would keep experts by the order in which "
-                f"they arrive; use --eviction {' or '.join(SCORED_EVICTION)}"
+                f"they arrive; use --eviction {' or '.join(ORDERLESS_EVICTION)}"
             )
 
 

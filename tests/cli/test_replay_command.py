@@ -23,7 +23,7 @@ def trace(tmp_path_factory, checkpoint):
     return path
 
 
-@pytest.mark.parametrize("eviction", ["lru", "lfu", "score", "belady"])
+@pytest.mark.parametrize("eviction", ["auto", "lru", "lfu", "score", "belady"])
 def test_figures_are_the_simulators(run, trace, eviction):
     said = run("replay", trace, "--resident", "50%", "--eviction", eviction, "--json").json
     routings = Trace(trace).routings(with_scores=True)

@@ -24,7 +24,7 @@ class TestContract(EvictionContract):
 
 
 def test_the_policies_we_know_are_registered() -> None:
-    assert set(EVICTION) >= {"lru", "lfu", "score", "belady"}
+    assert set(EVICTION) >= {"auto", "lru", "lfu", "score", "belady"}
 
 
 class ListLRU:
@@ -168,7 +168,7 @@ def test_used_copies_are_sorted_unique_and_real() -> None:
 
 
 def test_unknown_policies_are_refused_with_a_list() -> None:
-    with pytest.raises(ConfigError, match="lfu, lru"):
+    with pytest.raises(ConfigError, match="auto, lfu, lru"):
         make_eviction("random")
     with pytest.raises(ConfigError, match="simulator"):
         make_eviction("belady")

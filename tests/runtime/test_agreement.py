@@ -60,7 +60,7 @@ def events(counters: Counters) -> tuple[int, ...]:
     )
 
 
-@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "auto"])
 @pytest.mark.parametrize("budget", ["full", "half", "fifth", "minimum"])
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
 def test_replay_counts_what_the_engine_counted(
@@ -111,7 +111,7 @@ def test_replay_of_a_batch(budget: str, toy: Callable[..., Path], open_model: Op
     )
     assert widest > 4
     ledger = engine.ledger
-    assert events(simulated(trace, ledger.cache_slots, ledger.staging_slots, "lru")) == events(engine.stats())
+    assert events(simulated(trace, ledger.cache_slots, ledger.staging_slots, "auto")) == events(engine.stats())
 
 
 def test_replay_of_a_batch_of_long_prompts(toy: Callable[..., Path], open_model: Open) -> None:

@@ -170,6 +170,7 @@ def test_describe_adds_up(toy: Callable[..., Path], open_model: Open) -> None:
     facts = engine.describe()
     assert sum(facts["bytes"].values()) <= facts["memory_budget_bytes"]
     assert facts["slots"] == 16 and facts["resident_share"] == 0.5
+    assert engine.config.eviction == "auto" and facts["eviction_rule"] == "fading"
     assert engine.peak_memory_bytes() <= facts["memory_budget_bytes"]
 
 

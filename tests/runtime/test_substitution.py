@@ -63,9 +63,9 @@ def test_substitution_spares_loads_and_is_deterministic(
     assert counters.loads < exact.loads
 
 
-@pytest.mark.parametrize("prefetch", ["none", "next-gate"])
+@pytest.mark.parametrize(("prefetch", "eviction"), [("none", "score"), ("next-gate", "score"), ("next-gate", "auto")])
 def test_reproducible_text_does_not_depend_on_timing(
-    prefetch: str, toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+    prefetch: str, eviction: str, toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reads that take a random while, one or two reading threads: the same logits to the last bit."""
     original, chance, runs = SlotMover.move, random.Random(0), []
@@ -76,7 +76,7 @@ def test_reproducible_text_does_not_depend_on_timing(
 
     monkeypatch.setattr(SlotMover, "move", slow)
     for threads in (1, 2, 2):
-        switches = {**LOSSY, "prefetch": prefetch, "reproducible": True, "io_threads": threads}
+        switches = {**LOSSY, "prefetch": prefetch, "eviction": eviction, "reproducible": True, "io_threads": threads}
         model = open_model(toy("deepseek_v2"), "fifth", **switches)
         runs.append(oracle.greedy(model))
         assert model.offload.stats().substituted > 0
@@ -85,8 +85,9 @@ def test_reproducible_text_does_not_depend_on_timing(
 
 
 def test_reproducible_refuses_what_would_not_be() -> None:
-    with pytest.raises(ConfigError, match="--eviction score"):
+    with pytest.raises(ConfigError, match="--eviction auto or score"):
         configure(alpha=0.3, eviction="lru", reproducible=True)
+    configure(alpha=0.3, eviction="auto", reproducible=True)
     configure(alpha=0.0, eviction="lru", reproducible=True)
 
 

@@ -35,7 +35,7 @@ def command(
     trace: Annotated[Path, typer.Argument(help="A file that smoe record has written.")],
     slots: Annotated[int | None, typer.Option(help="Experts that fit in memory.")] = None,
     resident: Annotated[str | None, typer.Option(help="The same as a share of all experts, e.g. 40%.")] = None,
-    eviction: Annotated[str, typer.Option(help=f"Which expert is forgotten first: {', '.join(EVICTION)}.")] = "lru",
+    eviction: Annotated[str, typer.Option(help=f"Which expert is forgotten first: {', '.join(EVICTION)}.")] = "auto",
     alpha: Annotated[
         float, typer.Option(help="Replace missing low-score experts; how the model would go on is not seen.")
     ] = 0.0,

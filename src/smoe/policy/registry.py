@@ -18,11 +18,20 @@ def _score() -> Eviction:
     return ScoreWindow()
 
 
-ONLINE_EVICTION: dict[str, Callable[[], Eviction]] = {"lru": LRU, "lfu": LFU, "score": _score}
+def _adaptive() -> Eviction:
+    from smoe.policy.eviction.adaptive import Adaptive  # NumPy, as above
+
+    return Adaptive()
+
+
+ONLINE_EVICTION: dict[str, Callable[[], Eviction]] = {"auto": _adaptive, "lru": LRU, "lfu": LFU, "score": _score}
 """Policies that can serve live requests."""
 
 SCORED_EVICTION = ("score",)
 """Of these, the ones that need every expert's score."""
+
+ORDERLESS_EVICTION = ("auto", "score")
+"""Of these, the ones that rank by what the routers said alone, whatever order loads arrive in."""
 
 EVICTION: dict[str, Callable[..., Eviction]] = {**ONLINE_EVICTION, "belady": Belady}
 """All policies, the offline ones (that need the future) included: for the simulator."""
@@ -39,8 +48,13 @@ POOLS = ("global", "layer")
 """One pool of slots for all layers, or a share for each."""
 
 
-def make_pools(name: str, pools: str, cache_slots: int, layers: int) -> Eviction:
-    """A fresh online eviction policy over `cache_slots` slots of `layers` layers."""
+def make_pools(name: str, pools: str, cache_slots: int, layers: int, experts: int | None = None) -> Eviction:
+    """A fresh online eviction policy over `cache_slots` slots of `layers` layers.
+
+    Where all the model's `experts` fit, nobody is ever forgotten: `auto` is then the policy that costs least.
+    """
+    if name == "auto" and experts is not None and cache_slots >= experts:
+        return LRU()
     if pools == "global":
         return make_eviction(name)
     return LayerPools(ONLINE_EVICTION[name], max(1, cache_slots // layers))

@@ -155,7 +155,8 @@ class Engine:
     def fresh_eviction(self) -> Eviction:
         """The eviction policy that the configuration asks for, without a memory of anything."""
         config, ledger = self.config, self.ledger
-        return make_pools(config.eviction, config.pools, ledger.cache_slots, len(self.store.layers))
+        layers, experts = len(self.store.layers), len(self.store.keys())
+        return make_pools(config.eviction, config.pools, ledger.cache_slots, layers, experts)
 
     def wait_ready(self) -> None:
         """Wait until the operating system has backed all slots; only measurements need to."""
@@ -370,4 +371,5 @@ class Engine:
             "slots": self.ledger.cache_slots,
             "staging_slots": self.ledger.staging_slots,
             "resident_share": self.ledger.resident_share,
+            "eviction_rule": self.executor.arrivals.eviction.rule,
         }

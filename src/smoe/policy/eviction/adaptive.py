@@ -44,6 +44,8 @@ that."""
 REST = 3
 """Steps between two trials, as a multiple of the last one's, but never more than the longest trial: shadows run in a
 quarter of all steps, and in up to half of them where so little is missed that they cost next to nothing."""
+ALARM_STEPS = 8
+"""A rest ends at once where so many steps have missed clearly more than the trial before: the topic has changed."""
 MARGIN = 0.01
 """Another rule must miss less by this share to take the lead."""
 
@@ -57,7 +59,7 @@ class Adaptive(Eviction):
         self._values = np.zeros((len(RULES), 0, 0))
         """[rules, L, E]"""
         self._is_resident = np.zeros((0, 0), dtype=bool)
-        self._held = 0
+        """[L, E], and the only record of it: an interrupt between two lines leaves nothing that disagrees."""
         self._leader = _FADING_USES
         self._weight = 1.0
         """What a use adds to a fading count; as it grows, all earlier uses fade alike."""
@@ -73,20 +75,22 @@ class Adaptive(Eviction):
         """Whether anything has ever been given up: until then there is nothing to choose."""
         self._trial: _Trial | None = None
         self._next_trial = 0
+        self._usual = inf
+        """Misses of the leader in `ALARM_STEPS` steps, as the last trial had them."""
+        self._missed = 0
+        """Misses of the leader since the last look at them."""
 
     @property
-    def leader(self) -> str:
-        """The rule by which residents are forgotten at present, one of `RULES`."""
+    def rule(self) -> str:
+        """The leader, one of `RULES`."""
         return RULES[self._leader]
 
     def insert(self, copy: Copy) -> None:
         self._fit(copy[0], copy[1] + 1)
         self._is_resident[copy[0], copy[1]] = True
-        self._held += 1
 
     def remove(self, copy: Copy) -> None:
         self._is_resident[copy[0], copy[1]] = False
-        self._held -= 1
         self._is_full = True
 
     def observe(self, routing: Routing) -> None:
@@ -104,8 +108,10 @@ class Adaptive(Eviction):
         if routing.phase is Phase.DECODE:
             fading[used] += self._weight
             self._remember(layer, used)
+            missed = len(used) - int(np.count_nonzero(self._is_resident[layer][used]))
+            self._missed += missed
             if self._trial is not None:
-                self._trial.charge(self._values, self._is_resident, used + layer * self._values.shape[2])
+                self._trial.charge(self._values, used + layer * self._values.shape[2], missed)
             return
         for row in rows:  # each of a prompt's tokens stands for a step
             fading[row] += self._weight
@@ -114,13 +120,14 @@ class Adaptive(Eviction):
     def victims(self, count: int, shield: Container[Copy]) -> list[Copy]:
         values, width = self._values[self._leader].reshape(-1), self._values.shape[2]
         resident = self._is_resident.reshape(-1)
-        asked = min(count, self._held)
+        held = int(np.count_nonzero(resident))
+        asked = min(count, held)
         while asked > 0:
             places = (divmod(place, width) for place in _lowest(values, resident, asked).tolist())
             found = [copy for copy in ((*place, EXACT) for place in places) if copy not in shield]
-            if len(found) >= count or asked == self._held:
+            if len(found) >= count or asked == held:
                 return found[:count]
-            asked = min(self._held, 2 * asked + len(RULES))
+            asked = min(held, 2 * asked + len(RULES))
         return []
 
     def _remember(self, layer: int, used: np.ndarray) -> None:
@@ -139,12 +146,17 @@ class Adaptive(Eviction):
         if self._steps % (HALF_LIFE * _RESCALE) == 0:
             self._values[_FADING_USES] *= 2.0**-_RESCALE
         self._weight = 2.0 ** (self._steps % (HALF_LIFE * _RESCALE) / HALF_LIFE)
+        if self._steps % ALARM_STEPS == 0:
+            if self._missed > self._usual + CLEAR * self._usual**0.5:
+                self._next_trial = self._steps
+            self._missed = 0
         trial = self._trial
         if trial is None:
-            if self._is_full and self._steps >= self._next_trial and self._held:
+            if self._is_full and self._steps >= self._next_trial and self._is_resident.any():
                 self._trial = _Trial(self._leader, self._is_resident.reshape(-1), self._steps)
         elif trial.is_over(self._steps):
             winner = trial.winner()
+            self._usual = trial.misses[winner] * ALARM_STEPS / (self._steps - trial.began)
             rest = REST if winner == self._leader else 1  # a new leader is looked at again soon
             self._leader, self._trial = winner, None
             self._next_trial = self._steps + min(rest * (self._steps - trial.began), TRIAL_STEPS[1])
@@ -167,17 +179,17 @@ class _Trial:
         self.began = began
         self._leader = leader
         self._slots = int(resident.sum())
-        self._misses = [0] * len(RULES)
+        self.misses = [0] * len(RULES)
         self._shadows = {rule: resident.copy() for rule in range(len(RULES)) if rule != leader}
 
-    def charge(self, values: np.ndarray, resident: np.ndarray, used: np.ndarray) -> None:
-        """One layer of one decode step uses the experts at the places `used`; `resident` is the real cache."""
-        self._misses[self._leader] += len(used) - int(np.count_nonzero(resident.reshape(-1)[used]))
+    def charge(self, values: np.ndarray, used: np.ndarray, missed: int) -> None:
+        """One layer of one decode step uses the experts at the places `used`; the leader has `missed` so many."""
+        self.misses[self._leader] += missed
         for rule, shadow in self._shadows.items():
             missing = len(used) - int(np.count_nonzero(shadow[used]))
             if not missing:
                 continue
-            self._misses[rule] += missing
+            self.misses[rule] += missing
             shadow[used] = False  # not to be given up for each other
             others = self._slots - (len(used) - missing)
             surplus = min(others, others + len(used) - self._slots)
@@ -187,17 +199,17 @@ class _Trial:
 
     def is_over(self, step: int) -> bool:
         least, most = TRIAL_STEPS
-        steps, misses = step - self.began, self._misses[self._leader]
+        steps, misses = step - self.began, self.misses[self._leader]
         return (
             steps >= most
             or (steps >= least and misses >= TURNOVERS * self._slots)
-            or misses - min(self._misses) > CLEAR * misses**0.5
+            or misses - min(self.misses) > CLEAR * misses**0.5
         )
 
     def winner(self) -> int:
         """The rule to follow now: the leader, unless another has clearly missed less."""
-        best = min(range(len(RULES)), key=lambda rule: (self._misses[rule], rule))
-        return best if self._misses[best] < (1 - MARGIN) * self._misses[self._leader] else self._leader
+        best = min(range(len(RULES)), key=lambda rule: (self.misses[rule], rule))
+        return best if self.misses[best] < (1 - MARGIN) * self.misses[self._leader] else self._leader
 
 
 def _lowest(values: np.ndarray, among: np.ndarray, count: int) -> np.ndarray:

@@ -27,6 +27,11 @@ class Eviction(ABC):
 
     name: str
 
+    @property
+    def rule(self) -> str:
+        """What ranks the residents at present, for the reader."""
+        return self.name
+
     @abstractmethod
     def insert(self, copy: Copy) -> None:
         """`copy` is a cache resident from now on."""

@@ -29,6 +29,11 @@ class LayerPools(Eviction):
         self._running = 0
         """The layer whose router has spoken last: whoever asks for victims asks for it."""
 
+    @property
+    def rule(self) -> str:
+        """Those of the layers, each once."""
+        return ", ".join(sorted({pool.rule for pool in self._pools.values()}))
+
     def insert(self, copy: Copy) -> None:
         self._pool(copy[0]).insert(copy)
         self._sizes[copy[0]] += 1
