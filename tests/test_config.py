@@ -22,6 +22,14 @@ def test_counts_are_whole_and_positive(name: str, value: Any) -> None:
         EngineConfig(**{name: value})
 
 
+def test_an_unknown_cpu_isa_is_refused_whatever_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMOE_MAX_CPU_ISA", "avx3")
+    with pytest.raises(ConfigError, match="SMOE_MAX_CPU_ISA is 'avx3'; choose one of: none, avx2"):
+        configure()
+    monkeypatch.setenv("SMOE_MAX_CPU_ISA", " AVX2")
+    configure()
+
+
 @pytest.mark.parametrize("name", ["dtype", "eviction", "prefetch", "direct_io"])
 def test_choices_are_listed(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 'nonsense'; choose one of"):

@@ -21,42 +21,40 @@ WIDE = {"hidden_size": 256, "moe_intermediate_size": 64, "head_dim": 64}
 NEW_TOKENS = 6
 
 
+ONE = [{kernel} for kernel in machine.PROOFS]
+SEVERAL = [ALL - {"experts"}, ALL - {"experts", "linears"}, ALL]
+
+
 @pytest.fixture(autouse=True)
-def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """And no timing, which would decline our products."""
+def untimed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No timing, which would decline our products; and the number of threads is put back."""
     monkeypatch.setattr(dense, "_faster", lambda crew, kinds, parts: {k: p for k, p in parts.items() if p})
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def theirs(toy: Callable[..., Path]) -> tuple[Path, oracle.Steps]:
-    folder = toy("qwen3_moe", dtype=torch.bfloat16, **WIDE)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        return folder, oracle.greedy(oracle.reference(folder), new_tokens=NEW_TOKENS)
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(
-    "disagreeing",
-    [*({kernel} for kernel in machine.PROOFS), ALL - {"experts"}, ALL - {"experts", "linears"}, ALL],
-    ids=lambda kernels: "+".join(sorted(kernels)),
+    ("threads", "disagreeing"),
+    [
+        *((1, kernels) for kernels in ONE + SEVERAL),
+        *(pytest.param(2, {kernel}, marks=pytest.mark.slow) for kernel in ("attention", "linears")),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "+".join(sorted(value)),
 )
 def test_whatever_agrees_the_model_is_exact(
-    disagreeing: frozenset[str],
-    theirs: tuple[Path, oracle.Steps],
+    threads: int,
+    disagreeing: set[str],
+    toy: Callable[..., Path],
     open_model: Callable[..., PreTrainedModel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    torch.set_num_threads(threads)
     machine.disagree(monkeypatch, *disagreeing)
-    folder, steps = theirs
+    folder = toy("qwen3_moe", dtype=torch.bfloat16, **WIDE)
     model = open_model(folder, "half", kernels="own")
-    oracle.assert_same_steps(oracle.greedy(model, new_tokens=NEW_TOKENS), steps)
+    theirs = oracle.greedy(oracle.reference(folder), new_tokens=NEW_TOKENS)
+    oracle.assert_same_steps(oracle.greedy(model, new_tokens=NEW_TOKENS), theirs)
     assert not adopted(model) & disagreeing
 
 
