@@ -198,7 +198,7 @@ def _answer(work: Any, report: Path) -> None:
 
 
 def _read(report: Path) -> str:
-    text = report.read_text() if report.exists() else ""
+    text = report.read_text(errors="replace") if report.exists() else ""
     report.unlink(missing_ok=True)
     return text
 
@@ -235,7 +235,7 @@ def main() -> None:
         counts[each["outcome"]] += 1
         counts["without key"] += not each["names_key"]
         if asked.all or each["outcome"] not in GOOD:
-            print(json.dumps(each, ensure_ascii=False), flush=True)
+            print(json.dumps(each), flush=True)
     keyless = counts.pop("without key")
     print(json.dumps({"seed": asked.seed, "cases": counts.total(), **counts, "errors_without_key": keyless}))
     sys.exit(0 if counts.keys() <= set(GOOD) else 1)

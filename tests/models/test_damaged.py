@@ -114,7 +114,7 @@ def test_tensors_at_odd_offsets(shift: int, dtype: torch.dtype, toy: Toy, open_m
 
 
 SIZES = {
-    "num_hidden_layers": [10**9, 10**18, -1, 3.5, "four", None, [4], 400],
+    "num_hidden_layers": [10**9, 10**18, -1, 3.5, "four", None, [4], 2000],
     "num_local_experts": [10**9, -8, 0, 9, 7],
     "num_experts_per_tok": [0, -2, 9, 10**9],
     "vocab_size": [10**12, 10**30, 0, -1],
@@ -272,9 +272,10 @@ def test_nothing_stays_mapped(family: str, dtype: torch.dtype, toy: Toy, open_mo
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="cases run in forked processes")
-def test_a_hundred_mutations() -> None:
+@pytest.mark.slow
+def test_sixty_mutations() -> None:
     """The beginning of the long run: `python -m tests.models.fuzz`."""
-    command = [sys.executable, "-m", "tests.models.fuzz", "--count", "90", "--seed", "1", "--workers", "2"]
+    command = [sys.executable, "-m", "tests.models.fuzz", "--count", "60", "--seed", "1", "--workers", "2"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
-    assert json.loads(ran.stdout.splitlines()[-1])["cases"] == 90
+    assert json.loads(ran.stdout.splitlines()[-1])["cases"] == 60
