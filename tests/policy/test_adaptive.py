@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smoe.expert import EXACT, Copy
+from smoe.expert import EXACT
 from smoe.policy.eviction.adaptive import Adaptive
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.lru import LRU

@@ -130,6 +130,11 @@ class Adaptive(Eviction):
             asked = min(held, 2 * asked + len(RULES))
         return []
 
+    def worth(self, copy: Copy) -> float:
+        """By the leader's rule; 0 for a layer or an expert that was never heard of."""
+        _, layers, width = self._values.shape
+        return float(self._values[self._leader, copy[0], copy[1]]) if copy[0] < layers and copy[1] < width else 0.0
+
     def _remember(self, layer: int, used: np.ndarray) -> None:
         """Count the uses of one step, and those of the step that leaves the window no longer."""
         if not len(used):
