@@ -255,6 +255,16 @@ def test_an_interrupted_turn_stays_in_the_conversation(model, tokenizer):
     assert second.token_ids == _without_memory(model, tokenizer, ids, 6)
 
 
+def test_two_conversations_on_one_model_take_turns(model, tokenizer):
+    """There is room for one cache: would catch a conversation that ends where another has begun."""
+    one, two = (Chat(model, tokenizer, Sampling(max_new_tokens=4)) for _ in range(2))
+    for chat in (one, two):
+        chat.say("One")
+    answer = one.say("Two").answers[0]
+    assert one.reused_tokens == 0
+    assert answer.token_ids == _without_memory(model, tokenizer, one._ids[: -len(answer.token_ids)], 4)
+
+
 def test_a_failed_turn_leaves_the_conversation_as_it_was(model, tokenizer):
     chat = Chat(model, tokenizer, Sampling(max_new_tokens=4))
     chat.say("One")

@@ -94,7 +94,7 @@ class Chat:
     def _cache_for(self, ids: Sequence[int]) -> RowCache:
         """A cache that holds a beginning of `ids`, at least one token short of all of them."""
         cache = self._cache
-        if cache is not None:
+        if cache is not None and cache.reserved_tokens:  # else another conversation or request has taken its place
             common = min(_common_beginning(self._ids[: cache.length], ids), len(ids) - 1)
             if common == cache.length or cache.can_rewind:
                 cache.rewind(common)
