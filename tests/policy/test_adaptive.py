@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smoe.expert import EXACT
+from smoe.expert import EXACT, Copy
 from smoe.policy.eviction.adaptive import RULES, Adaptive
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.lru import LRU
@@ -151,6 +151,7 @@ def test_a_tie_changes_no_leader() -> None:
     assert eviction.rule == Adaptive().rule
 
 
+@settings(deadline=None)
 @given(events=histories(), shield=shield, seed=st.integers(0, 99))
 def test_the_order_of_arrivals_does_not_matter(
     events: list[Event], shield: set[tuple[int, int, int]], seed: int
@@ -196,6 +197,7 @@ def test_counts_fade_for_as_long_as_one_likes() -> None:
     assert eviction.victims(3, ()) == [(0, 2, EXACT), (0, 0, EXACT), (0, 1, EXACT)]
 
 
+@settings(deadline=None)
 @given(events=histories(), shield=shield)
 def test_layers_and_experts_may_turn_up_late(events: list[Event], shield: set[Copy]) -> None:
     """The same answers as a policy that has seen the widest layer first; would catch values that move to others."""
