@@ -6,13 +6,14 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smoe.expert import EXACT
-from smoe.policy.eviction.adaptive import Adaptive
+from smoe.expert import EXACT, Copy
+from smoe.policy.eviction.adaptive import RULES, Adaptive
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.lru import LRU
+from smoe.policy.eviction.score import WINDOW
 from smoe.policy.planner import observation
 from smoe.policy.registry import make_eviction, make_pools
 from smoe.routing import Phase, Routing
@@ -81,17 +82,17 @@ def stream(choice: Choice) -> list[Routing]:
 
 FROZEN: dict[tuple[Choice, int], tuple[int, int, int, int]] = {
     (uniform, 9): (7200, 6711, 6737, 6718),  # +0.1%
-    (uniform, 38): (4660, 4570, 4576, 4621),  # +1.1%
+    (uniform, 38): (4660, 4570, 4576, 4585),  # +0.3%
     (zipf, 9): (7200, 5165, 5184, 5168),  # +0.1%
-    (zipf, 38): (2865, 2131, 2202, 2119),  # -0.6%
-    (zipf, 57): (1698, 1275, 1376, 1277),  # +0.2%
+    (zipf, 38): (2865, 2131, 2202, 2130),  # -0.0%
+    (zipf, 57): (1698, 1275, 1376, 1278),  # +0.2%
     (shifting, 9): (7200, 6159, 5365, 5422),  # +1.1%
     (shifting, 19): (5087, 4843, 3881, 3949),  # +1.8%
     (shifting, 57): (1652, 1807, 1517, 1572),  # +3.6%
     (scan, 9): (7200, 7200, 7200, 7200),  # +0.0%
     (scan, 38): (7200, 6978, 5236, 5353),  # +2.2%
     (scan, 57): (7200, 6312, 3699, 3855),  # +4.2%
-    (drifting, 9): (7200, 6760, 7032, 6661),  # -1.5%
+    (drifting, 9): (7200, 6760, 7032, 6643),  # -1.7%
     (drifting, 38): (620, 4430, 5888, 656),  # +5.8%
     (alternating, 19): (3729, 4801, 5165, 3116),  # -16.4%
     (alternating, 57): (1174, 2133, 2919, 1129),  # -3.8%
@@ -150,6 +151,7 @@ def test_a_tie_changes_no_leader() -> None:
     assert eviction.rule == Adaptive().rule
 
 
+@settings(deadline=None)
 @given(events=histories(), shield=shield, seed=st.integers(0, 99))
 def test_the_order_of_arrivals_does_not_matter(
     events: list[Event], shield: set[tuple[int, int, int]], seed: int
@@ -193,6 +195,32 @@ def test_counts_fade_for_as_long_as_one_likes() -> None:
     for step in range(80_000):
         eviction.observe(Routing(0, Phase.DECODE, 3, [[int(step > 70_000)]]))
     assert eviction.victims(3, ()) == [(0, 2, EXACT), (0, 0, EXACT), (0, 1, EXACT)]
+
+
+@settings(deadline=None)
+@given(events=histories(), shield=shield)
+def test_layers_and_experts_may_turn_up_late(events: list[Event], shield: set[Copy]) -> None:
+    """The same answers as a policy that has seen the widest layer first; would catch values that move to others."""
+    widest = Routing(0, Phase.DECODE, 3 * EXPERTS, [[3 * EXPERTS]])
+    late = make("auto", [Routing(0, Phase.DECODE, 1, [[1]]), *events])[0]
+    early = make("auto", [widest, *events])[0]
+    assert late.victims(len(COPIES), shield) == early.victims(len(COPIES), shield)
+
+
+def test_plain_counts_put_off_are_the_counts() -> None:
+    """Against counting one by one; would catch uses that are counted twice, or a window that is not one."""
+    trace = stream(zipf)
+    eviction = Adaptive()
+    for routing in trace:
+        eviction.observe(routing)
+    eviction._count_all()
+    uses, recent = [0] * LAYERS * EXPERTS, [0] * LAYERS * EXPERTS
+    for number, routing in enumerate(trace):
+        for expert in routing.top_k_index[0]:
+            uses[routing.layer * EXPERTS + expert] += 1
+            recent[routing.layer * EXPERTS + expert] += number >= len(trace) - LAYERS * (WINDOW + 1)
+    assert eviction._values[RULES.index("lfu")].tolist() == uses
+    assert eviction._values[RULES.index("window")].tolist() == recent
 
 
 def test_where_everything_fits_nothing_is_learned() -> None:

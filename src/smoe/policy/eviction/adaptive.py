@@ -41,13 +41,19 @@ TURNOVERS = 4
 CLEAR = 4.0
 """It ends before if another rule has saved so many times the square root of the leader's misses: no chance is like
 that."""
-REST = 3
-"""Steps between two trials, as a multiple of the last one's, but never more than the longest trial: shadows run in a
-quarter of all steps, and in up to half of them where so little is missed that they cost next to nothing."""
+REST = 7
+"""Steps between two trials, as a multiple of the last one's, but never more than ..."""
+REST_STEPS = 256
+"""... so many: shadows run in an eighth of all steps, and in up to a third where so little is missed that they cost
+next to nothing."""
 ALARM_STEPS = 8
 """A rest ends at once where so many steps have missed clearly more than the trial before: the topic has changed."""
 MARGIN = 0.01
 """Another rule must miss less by this share to take the lead."""
+_UNCOUNTED = 4096
+"""Steps of a layer whose plain counts may be put off."""
+_SORTED = 128
+"""So many residents are sorted faster than searched."""
 
 
 class Adaptive(Eviction):
@@ -56,15 +62,19 @@ class Adaptive(Eviction):
     name = "auto"
 
     def __init__(self) -> None:
-        self._values = np.zeros((len(RULES), 0, 0))
-        """[rules, L, E]"""
-        self._is_resident = np.zeros((0, 0), dtype=bool)
-        """[L, E], and the only record of it: an interrupt between two lines leaves nothing that disagrees."""
+        self._width = 0
+        """Experts of the widest layer: expert e of layer l has its value at place l * width + e."""
+        self._values = [np.zeros(0) for _ in RULES]
+        """[L x E] for each rule. Uses and recent uses are up to date only where `_is_counting`."""
+        self._is_resident = np.zeros(0, dtype=bool)
+        """[L x E], and the only record of it: an interrupt between two lines leaves nothing that disagrees."""
         self._leader = _FADING_USES
         self._weight = 1.0
         """What a use adds to a fading count; as it grows, all earlier uses fade alike."""
         self._recent: dict[int, deque[np.ndarray]] = {}
-        """Experts used in each of the last steps of a layer."""
+        """Places used in each of the last steps of a layer."""
+        self._uncounted: list[np.ndarray] = []
+        """Places used in steps that `_USES` does not have yet."""
         self._clock = 0
         """Routings heard."""
         self._steps = 0
@@ -85,41 +95,46 @@ class Adaptive(Eviction):
         """The leader, one of `RULES`."""
         return RULES[self._leader]
 
+    @property
+    def _is_counting(self) -> bool:
+        """Whether somebody looks at plain counts: otherwise they are made up later, all at once."""
+        return self._trial is not None or self._leader in (_USES, _RECENT_USES)
+
     def insert(self, copy: Copy) -> None:
         self._fit(copy[0], copy[1] + 1)
-        self._is_resident[copy[0], copy[1]] = True
+        self._is_resident[copy[0] * self._width + copy[1]] = True
 
     def remove(self, copy: Copy) -> None:
-        self._is_resident[copy[0], copy[1]] = False
+        self._is_resident[copy[0] * self._width + copy[1]] = False
         self._is_full = True
 
     def observe(self, routing: Routing) -> None:
-        layer, experts = routing.layer, routing.experts
+        layer, experts, rows = routing.layer, routing.experts, routing.top_k_index
         self._fit(layer, experts)
         if layer <= self._layer:
             self._begin_step()
         self._layer = layer
         self._clock += 1
-        rows = [[expert for expert in row if expert != experts] for row in routing.top_k_index]
-        used = np.array(rows[0] if len(rows) == 1 else sorted(set().union(*rows)), dtype=np.intp)
-        last_use, uses, _, fading = self._values[:, layer]
-        last_use[used] = self._clock
-        uses[used] += 1
+        first = layer * self._width
+        chosen = [[first + expert for expert in row if expert != experts] for row in rows]
+        used = np.array(chosen[0] if len(chosen) == 1 else sorted(set().union(*chosen)), dtype=np.intp)
+        self._values[_LAST_USE][used] = self._clock
+        fading = self._values[_FADING_USES]
         if routing.phase is Phase.DECODE:
             fading[used] += self._weight
-            self._remember(layer, used)
-            missed = len(used) - int(np.count_nonzero(self._is_resident[layer][used]))
+            self._remember(layer, used, [used])
+            missed = self._is_resident[used].tolist().count(False)
             self._missed += missed
             if self._trial is not None:
-                self._trial.charge(self._values, used + layer * self._values.shape[2], missed)
+                self._trial.charge(self._values, used, missed)
             return
-        for row in rows:  # each of a prompt's tokens stands for a step
-            fading[row] += self._weight
-            self._remember(layer, np.array(row, dtype=np.intp))
+        steps = [np.array(row, dtype=np.intp) for row in chosen]
+        for step in steps:  # each of a prompt's tokens stands for a step
+            fading[step] += self._weight
+        self._remember(layer, used, steps)
 
     def victims(self, count: int, shield: Container[Copy]) -> list[Copy]:
-        values, width = self._values[self._leader].reshape(-1), self._values.shape[2]
-        resident = self._is_resident.reshape(-1)
+        values, resident, width = self._values[self._leader], self._is_resident, self._width
         held = int(np.count_nonzero(resident))
         asked = min(count, held)
         while asked > 0:
@@ -132,18 +147,41 @@ class Adaptive(Eviction):
 
     def worth(self, copy: Copy) -> float:
         """By the leader's rule; 0 for a layer or an expert that was never heard of."""
-        _, layers, width = self._values.shape
-        return float(self._values[self._leader, copy[0], copy[1]]) if copy[0] < layers and copy[1] < width else 0.0
+        place, values = copy[0] * self._width + copy[1], self._values[self._leader]
+        return float(values[place]) if copy[1] < self._width and place < len(values) else 0.0
 
-    def _remember(self, layer: int, used: np.ndarray) -> None:
-        """Count the uses of one step, and those of the step that leaves the window no longer."""
-        if not len(used):
-            return
-        steps, values = self._recent.setdefault(layer, deque()), self._values[_RECENT_USES, layer]
-        steps.append(used)
-        values[used] += 1
-        if len(steps) > WINDOW + 1:
-            values[steps.popleft()] -= 1
+    def _remember(self, layer: int, used: np.ndarray, steps: list[np.ndarray]) -> None:
+        """Note the uses of one step, or of a prompt's `steps`, for the plain counts."""
+        recent = self._recent.get(layer)
+        if recent is None:
+            recent = self._recent[layer] = deque(maxlen=WINDOW + 1)
+        self._uncounted.append(used)
+        is_counting = self._is_counting
+        for step in steps:
+            if not len(step):
+                continue  # padding
+            if is_counting:
+                if len(recent) > WINDOW:
+                    self._values[_RECENT_USES][recent[0]] -= 1
+                self._values[_RECENT_USES][step] += 1
+            recent.append(step)
+        if is_counting or len(self._uncounted) >= _UNCOUNTED:
+            self._count_uses()
+
+    def _count_uses(self) -> None:
+        uncounted, self._uncounted = self._uncounted, []
+        if len(uncounted) == 1:
+            self._values[_USES][uncounted[0]] += 1
+        elif uncounted:
+            self._values[_USES] += np.bincount(np.concatenate(uncounted), minlength=len(self._is_resident))
+
+    def _count_all(self) -> None:
+        """Bring the plain counts up to date."""
+        self._count_uses()
+        steps = [step for recent in self._recent.values() for step in recent]
+        if steps:
+            counts = np.bincount(np.concatenate(steps), minlength=len(self._is_resident))
+            self._values[_RECENT_USES] = counts.astype(np.float64)
 
     def _begin_step(self) -> None:
         """A token has passed through all layers: older uses fade, a trial may begin or end."""
@@ -158,22 +196,29 @@ class Adaptive(Eviction):
         trial = self._trial
         if trial is None:
             if self._is_full and self._steps >= self._next_trial and self._is_resident.any():
-                self._trial = _Trial(self._leader, self._is_resident.reshape(-1), self._steps)
+                self._count_all()
+                self._trial = _Trial(self._leader, self._is_resident, self._steps)
         elif trial.is_over(self._steps):
             winner = trial.winner()
             self._usual = trial.misses[winner] * ALARM_STEPS / (self._steps - trial.began)
             rest = REST if winner == self._leader else 1  # a new leader is looked at again soon
             self._leader, self._trial = winner, None
-            self._next_trial = self._steps + min(rest * (self._steps - trial.began), TRIAL_STEPS[1])
+            self._next_trial = self._steps + min(rest * (self._steps - trial.began), REST_STEPS)
 
     def _fit(self, layer: int, experts: int) -> None:
         """Make room for a layer and an expert seen for the first time."""
-        layers, width = self._is_resident.shape
-        if layer < layers and experts <= width:
+        before = self._width
+        if experts <= before and (layer + 1) * before <= len(self._is_resident):
             return
-        more = ((0, max(0, layer + 1 - layers)), (0, max(0, experts - width)))
-        self._values = np.pad(self._values, ((0, 0), *more))
-        self._is_resident = np.pad(self._is_resident, more)
+        self._count_all()
+        layers = max(layer + 1, len(self._is_resident) // before if before else 0)
+        self._width = width = max(before, experts)
+        place = np.arange(len(self._is_resident))
+        place += place // max(1, before) * (width - before)
+        self._values = [_spread(values, place, layers * width) for values in self._values]
+        self._is_resident = _spread(self._is_resident, place, layers * width)
+        for number, recent in self._recent.items():
+            self._recent[number] = deque((place[step] for step in recent), maxlen=WINDOW + 1)
         self._trial = None
 
 
@@ -187,11 +232,11 @@ class _Trial:
         self.misses = [0] * len(RULES)
         self._shadows = {rule: resident.copy() for rule in range(len(RULES)) if rule != leader}
 
-    def charge(self, values: np.ndarray, used: np.ndarray, missed: int) -> None:
+    def charge(self, values: list[np.ndarray], used: np.ndarray, missed: int) -> None:
         """One layer of one decode step uses the experts at the places `used`; the leader has `missed` so many."""
         self.misses[self._leader] += missed
         for rule, shadow in self._shadows.items():
-            missing = len(used) - int(np.count_nonzero(shadow[used]))
+            missing = shadow[used].tolist().count(False)
             if not missing:
                 continue
             self.misses[rule] += missing
@@ -199,7 +244,7 @@ class _Trial:
             others = self._slots - (len(used) - missing)
             surplus = min(others, others + len(used) - self._slots)
             if surplus > 0:
-                shadow[_lowest(values[rule].reshape(-1), shadow, surplus)] = False
+                shadow[_lowest(values[rule], shadow, surplus)] = False
             shadow[used[: self._slots]] = True
 
     def is_over(self, step: int) -> bool:
@@ -217,9 +262,19 @@ class _Trial:
         return best if self.misses[best] < (1 - MARGIN) * self.misses[self._leader] else self._leader
 
 
+def _spread(old: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
+    """[size] with what was in `old` at `place`, zeros elsewhere."""
+    new = np.zeros(size, dtype=old.dtype)
+    new[place] = old
+    return new
+
+
 def _lowest(values: np.ndarray, among: np.ndarray, count: int) -> np.ndarray:
     """The places of the `count` lowest of `values` where `among` is true, lowest first, the first of equals first."""
-    candidates = np.where(among, values, inf)
-    bound = np.partition(candidates, count - 1)[count - 1]
-    places = np.flatnonzero(candidates <= bound) if bound < inf else np.flatnonzero(among)
-    return places[np.argsort(candidates[places], kind="stable")][:count]
+    places = among.nonzero()[0]
+    left = values.take(places)
+    if len(places) > _SORTED:
+        bound = np.partition(left, count - 1)[count - 1]
+        low = (left <= bound).nonzero()[0]
+        places, left = places[low], left[low]
+    return places[left.argsort(kind="stable")[:count]]
