@@ -19,7 +19,7 @@ def test_the_numbers_are_few_and_close():
 
 @pytest.mark.parametrize("rows", [2, 8, 9, 17, 100, 129])
 def test_rows_come_back_as_if_alone(rows):
-    """Integers, whose sums are exact in any order: would catch rows that are lost, shifted or mixed with the filling."""
+    """Integers, whose sums are exact in any order: would catch rows that are lost, shifted or mixed with zeros."""
     x = torch.randint(-3, 4, (rows, 32)).float()
     matrix = torch.randint(-3, 4, (16, 32)).float().t()
     filling = Filling(128, torch.get_num_threads())
