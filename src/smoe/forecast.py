@@ -29,9 +29,9 @@ from smoe.planning import Blueprint, blueprint
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_bytes
 from smoe.units import identifier
 
-TYPICAL_HITS = ((0.0, 0.0), (0.04, 0.13), (0.1, 0.29), (0.2, 0.48), (0.4, 0.70), (0.6, 0.85), (1.0, 1.0))
+TYPICAL_HITS = ((0.0, 0.0), (0.04, 0.12), (0.1, 0.28), (0.2, 0.47), (0.4, 0.72), (0.6, 0.88), (1.0, 1.0))
 """(share of the experts in memory, share of a token's experts found there) with the default eviction: means over the
-recorded texts of docs/evictions.md."""
+four recorded texts of docs/evictions.md."""
 LAYER_SECONDS = 0.8e-3
 """What a decoder layer takes beside moving its bytes, on the CPUs that were measured: small operations and Python
 (docs/log.md)."""
