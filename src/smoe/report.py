@@ -122,6 +122,8 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
     engine: Engine = model.offload  # type: ignore[assignment]
     decode = generation.decode_counters
     emulation = engine.executor.math.emulation
+    peak = process_peak_bytes()  # before the memory's rate is measured, which may take 64 MiB for a moment
+    process = process_memory(engine.peak_memory_bytes()) if model.device.type == "cpu" else None
     if emulation is not None:
         rates = acted_rates(emulation.profile)
     rates = _with_own_disk_rate(rates or quick_rates(model.device, engine.slot_memory), generation)
@@ -133,14 +135,14 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         bytes_read_per_token=decode.bytes_read / decode.forward_passes if decode.forward_passes else None,
         peak_memory_bytes=engine.peak_memory_bytes(),
         memory_budget_bytes=engine.ledger.budget_bytes,
-        process_peak_bytes=process_peak_bytes(),
+        process_peak_bytes=peak,
         floor=floor_of(step, rates) if step else None,
         rates=rates,
         time_shares=time_shares(generation, has_link),
         bench=_bench_of(generation, emulation),
         alpha=engine.config.alpha,
         routes=route_shares(decode),
-        process=process_memory(engine.peak_memory_bytes()) if model.device.type == "cpu" else None,
+        process=process,
     )
 
 

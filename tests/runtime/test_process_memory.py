@@ -38,3 +38,20 @@ def test_random_requests_end_where_they_began(dtype):
     found = measured("demo-soak", soak=40, dtype=dtype)
     assert found["grown_since_first_request_mib"] <= MOST_MIB
     assert found["grown_in_the_second_half_mib"] <= 16
+
+
+def test_a_run_stays_inside_what_its_plan_says():
+    """Line by line, each in a process of its own."""
+    asked = ["--memory", "20MiB", "--context", "512", "--json"]
+    plan = by_command("plan", "demo", *asked)
+    ran = by_command("generate", "demo", *asked, "-p", "Once upon a time " * 60, "--max-new-tokens", "8")["process"]
+    libraries, code, scratch = plan["beside_budget_bytes"].values()
+    assert ran["libraries_bytes"] <= libraries + code
+    assert ran["budget_bytes"] <= 20 << 20
+    assert ran["scratch_bytes"] <= scratch
+
+
+def by_command(*words: str) -> dict:
+    done = subprocess.run([sys.executable, "-m", "smoe", *words], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0
+    return json.loads(done.stdout)

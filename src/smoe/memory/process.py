@@ -15,7 +15,7 @@ LIBRARY_CODE_BYTES = 96 * 2**20
 """Pages of program files that loading and computing bring in besides those that importing does, at most: 79 MiB with
 torch 2.13 (CPU)."""
 LIBRARY_SCRATCH_BYTES = 64 * 2**20
-"""Kernels that the library keeps, its scratch, and what the allocator holds free, at most: 33 to 45 MiB."""
+"""Kernels that the library keeps, its scratch, and what the allocator holds free, at most: 33 to 53 MiB."""
 
 _before: list[int] = []
 """Anonymous bytes before the first model was loaded."""
