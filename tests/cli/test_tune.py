@@ -215,13 +215,13 @@ def test_bad_times_are_refused(run, checkpoint, arguments, words):
 
 @pytest.mark.parametrize("other", [("--alpha", "0.3"), ("--alpha", "0.3", "--preset", "smoe")])
 def test_two_ways_to_choose_alpha_are_refused_at_once(other):
-    """In a process of its own, where nothing has been imported yet; no model of this name exists."""
+    """In a process of its own, where nothing has been imported yet, and nothing is for this."""
     code = (
         "import sys, smoe.cli\n"
         "try: smoe.cli.main()\n"
         "finally: print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
     )
-    line = [sys.executable, "-c", code, "generate", "./nowhere", "-p", "x", "--tpot", "40ms", *other]
+    line = [sys.executable, "-c", code, "generate", "demo", "-p", "x", "--tpot", "40ms", *other]
     environment = {**os.environ, "PYTHONPATH": str(Path(smoe.__file__).parents[1])}
     done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "set()\n")

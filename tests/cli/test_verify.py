@@ -71,7 +71,7 @@ def test_nan_in_an_expert_is_named(run, tmp_path):
     weights["model.layers.1.mlp.experts.4.down_proj.weight"][0, 0] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     ran = run("verify", folder, "--memory", "64MiB")
-    assert ran.code == 2 and "layer    0  prefill    32 tokens after    0  equal  (input_layernorm" in ran.out
+    assert ran.code == 2 and "layer    0  decode      1 tokens after    0  equal  (input_layernorm" in ran.out
     assert "NaN" in ran.err and "model.layers.1.mlp.experts.4.down_proj.weight" in ran.err
     assert str(folder / "model.safetensors") in ran.err.replace("\n", "")
 
@@ -175,11 +175,9 @@ def test_a_part_that_depends_on_the_engines_threads_is_named(
 ) -> None:
     """Ours runs with the engine's setting, the library's with all threads."""
     monkeypatch.setattr(Qwen2MoeRMSNorm, "forward", lambda self, x: x * torch.get_num_threads())
-    folder = toy("qwen2_moe")
-    model = open_model(folder, "full")
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    folder, before = toy("qwen2_moe"), torch.get_num_threads()
     try:
+        model = open_model(folder, "full", threads=2)
         assert not checked(model, folder).bad
         model.offload.executor.leaves_little = True
         bad = checked(model, folder).bad

@@ -71,7 +71,7 @@ def test_the_computing_thread_never_waits_for_rows(
     for token in range(steps):
         model(torch.tensor([[token + 3], [token + 9], [token + 40]]), past_key_values=cache)
     assert waited == {"smoe-host-experts"}
-    assert len(made) <= steps * len(zoo.sparse_layers(model)) < model.offload.stats().host_computed
+    assert len(made) <= (1 + steps) * len(zoo.sparse_layers(model)) < model.offload.stats().host_computed
 
 
 def test_waiting_for_a_device_is_not_python(
@@ -111,7 +111,8 @@ def test_the_cpu_s_experts_by_our_kernel(toy: Callable[..., Path], open_model: O
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     counters = model.offload.stats()
     assert counters.host_computed > 0
-    assert len(multiplied) == 2 * counters.host_computed, "up and down"
+    products = len(multiplied) - 2 * counters.host_computed  # up and down; a prompt's experts may have one row too
+    assert 0 <= products <= 2 * counters.prefill_host_computed and products % 2 == 0
     assert all(name.startswith("smoe-host-experts") for name in multiplied)
 
 

@@ -37,6 +37,8 @@ def test_every_division_of_work_is_exact(family: str, balance: str, toy: Callabl
     """The CPU acts the device too, so its experts have the same bits: grade E0."""
     folder = toy(family)
     model = open_model(folder, "fifth", **BENCH, balance=balance)
+    if model.offload.executor.balancer is not None:  # costs as measured may favour the link on a busy machine
+        model.offload.executor.balancer._fixed = Costs(load=2e-3, host=1e-3, token=1e-3)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     counters = model.offload.stats()
     model.offload.executor.table.check()
