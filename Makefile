@@ -12,6 +12,9 @@ PROMPT ?= Once upon a time there was a little girl named Lily.
 GPU_PYTHON ?= python3
 GPU_OUT    ?= runs/gpu
 
+# The suite runs on all cores, four at most: a process of it takes up to a gigabyte.
+JOBS   ?= -n auto --maxprocesses 4
+
 .PHONY: demo test test-limited lint env clean help gpu
 
 help:
@@ -34,7 +37,7 @@ demo: env
 	$(BIN)/smoe generate demo --memory $(MEMORY) --context 512 --max-new-tokens 120 --prompt "$(PROMPT)"
 
 test: env
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(JOBS)
 
 # What hangs on the CPU: the kernels, and that whole models are exact with what of them is adopted.
 LIMITED := tests/kernels tests/runtime/test_dense.py tests/runtime/test_attention.py tests/runtime/test_norm.py \
@@ -44,10 +47,10 @@ AVX2    := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 SMOE_MAX_CPU_ISA=avx
 CORE    := ONEDNN_MAX_CPU_ISA=AVX512_CORE
 
 test-limited: env
-	$(AVX2) $(BIN)/python -m pytest -m "not slow" $(LIMITED) $(EXACT)
-	$(CORE) $(BIN)/python -m pytest -m "not slow" $(LIMITED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" tests/kernels tests/runtime/test_dense.py tests/test_demo.py
-	$(BIN)/python -m pytest -m "not slow" --disagree attention tests/runtime/test_dense.py tests/cli/test_verify.py
+	$(AVX2) $(BIN)/python -m pytest $(JOBS) -m "not slow" $(LIMITED) $(EXACT)
+	$(CORE) $(BIN)/python -m pytest $(JOBS) -m "not slow" $(LIMITED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(JOBS) -m "not slow" tests/kernels tests/runtime/test_dense.py tests/test_demo.py
+	$(BIN)/python -m pytest $(JOBS) -m "not slow" --disagree attention tests/runtime/test_dense.py tests/cli/test_verify.py
 
 lint: env
 	$(BIN)/ruff check .

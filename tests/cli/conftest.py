@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,6 +49,7 @@ def one_thread_and_no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+    os.environ.pop("SMOE_DEBUG", None)  # --debug sets it for the process
 
 
 @pytest.fixture

@@ -87,6 +87,7 @@ def no_route(*_: Any, **__: Any) -> Any:
 
 def never(*_: Any, **__: Any) -> Any:
     threading.Event().wait(30)
+    raise OSError("too late for anybody")
 
 
 @pytest.mark.parametrize(
