@@ -81,7 +81,7 @@ def _line(memory: str, pair: dict[str, Any], ratio: float) -> str:
 
 def _run(source: Path, options: argparse.Namespace, memory: str, ids: list[int]) -> dict[str, Any]:
     asked = {
-        "model": str(options.model),
+        "model": str(options.model.resolve()),
         "memory": None if memory == "all" else memory,
         "context": CONTEXT_TOKENS,
         "switches": dict(entry.split("=", 1) for entry in options.set),

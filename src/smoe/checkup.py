@@ -6,7 +6,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import gettempdir
+from tempfile import TemporaryFile, gettempdir
 from typing import Literal
 
 import psutil
@@ -48,7 +48,16 @@ def models_folder(asked: Path | None) -> Path:
             raise ConfigError(f"there is no folder {asked}")
         return asked
     cache = Path(constants.HF_HUB_CACHE)
-    return next((p for p in [cache, *cache.parents] if p.is_dir() and os.access(p, os.W_OK)), Path(gettempdir()))
+    return next((p for p in [cache, *cache.parents] if p.is_dir() and _takes_files(p)), Path(gettempdir()))
+
+
+def _takes_files(folder: Path) -> bool:
+    """Whether a file can really be made there: permissions alone say yes to /proc, and to everything for root."""
+    try:
+        with TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def examine(profile: Profile, folder: Path) -> list[Finding]:

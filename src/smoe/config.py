@@ -22,6 +22,7 @@ from smoe.policy.registry import (
     PREFETCH_WHAT,
     SCORED_EVICTION,
 )
+from smoe.units import format_bytes
 
 EMULATED = "emulated"
 """The device that is acted on the CPU (`memory/emulation.py`)."""
@@ -225,8 +226,8 @@ def _check_share(share: float | None, memory_bytes: int | None) -> None:
         raise ConfigError(f"resident_share is {share!r}; it must be a number above 0 and at most 1")
     if memory_bytes is not None:
         raise ConfigError(
-            f"a budget of {memory_bytes} bytes and a share of {share:g} of the experts both say how much stays in "
-            "memory; give one of --memory and --resident"
+            f"a budget of {format_bytes(memory_bytes)} and {100 * share:.3g}% of the experts both say how much stays "
+            "in memory; give one of --memory and --resident"
         )
 
 

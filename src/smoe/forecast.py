@@ -259,8 +259,8 @@ def _rates(device: torch.device, expert_bytes: int, profile: DeviceProfile | Non
 
 def _remarks(rates: Rates, is_acted: bool) -> list[str]:
     remarks = [
-        "from every expert equally likely and nothing at the same time, to experts as in recorded texts and everything "
-        "at the same time"
+        "tokens/s: from the worst case (every expert equally likely, nothing overlapped)",
+        "to the best (experts repeat as in recorded texts, reads hide behind computing)",
     ]
     figures = f"rates from {rates.source}"
     if is_acted:

@@ -148,7 +148,7 @@ def make_ledger(
         return allocate(config.memory_bytes, demand), "as asked"
     if config.resident_share is not None:
         budget = budget_for_share(config.resident_share, demand)
-        return allocate(budget, demand), f"for {config.resident_share:.3g} of the experts"
+        return allocate(budget, demand), f"for {100 * config.resident_share:.3g}% of the experts"
     free, source = free_device_bytes(device)
     budget = min(less_margin(free), full_bytes(demand))
     whole = ", and the whole model fits" if budget == full_bytes(demand) else ""

@@ -51,6 +51,7 @@ def test_late_copies_change_no_bit(
     assert len(streams.enqueued) >= counters.loads > 0
     if switches.get("prefetch") == "look-ahead":
         assert counters.look_aheads > 0
+    model.offload.executor.recover()  # a guess may still be on its way
     assert not model.offload._transfers._mover._host._leased
 
 

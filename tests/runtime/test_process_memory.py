@@ -35,7 +35,7 @@ def test_prompts_grow_the_process_by_little(case):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_random_requests_end_where_they_began(dtype):
-    found = measured("demo-soak", soak=40, dtype=dtype)
+    found = measured("demo-soak", soak=20, dtype=dtype)
     assert found["grown_since_first_request_mib"] <= MOST_MIB
     assert found["grown_in_the_second_half_mib"] <= 16
 
