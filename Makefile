@@ -48,7 +48,7 @@ CORE    := ONEDNN_MAX_CPU_ISA=AVX512_CORE
 
 test-limited: env
 	$(AVX2) $(BIN)/python -m pytest $(JOBS) -m "not slow" $(LIMITED) $(EXACT)
-	$(CORE) $(BIN)/python -m pytest $(JOBS) -m "not slow" $(LIMITED)
+	$(CORE) $(BIN)/python -m pytest $(JOBS) -m "not slow" tests/kernels tests/runtime/test_few_tokens.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(JOBS) -m "not slow" tests/kernels tests/runtime/test_dense.py tests/test_demo.py
 	$(BIN)/python -m pytest $(JOBS) -m "not slow" --disagree attention tests/runtime/test_dense.py tests/cli/test_verify.py
 
