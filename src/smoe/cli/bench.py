@@ -113,7 +113,6 @@ def _ablate(
     from dataclasses import replace
 
     from smoe.bench.ablation import ABLATIONS, DEVICE_ABLATIONS, TIMED_TOKENS, ablate
-    from smoe.bench.plot import draw
     from smoe.cli.console import gives_json, is_quiet, print_json, progress
     from smoe.cli.interrupts import exit_code
     from smoe.config import EMULATED
@@ -148,13 +147,7 @@ def _ablate(
     if not (gives_json(as_json) and is_quiet()):
         _print_ablation(lines, has_device, config.device == EMULATED)
     if plot is not None:
-        share = lines[0].turns[0].resident_share
-        on = f", {Path(config.profile).stem} acted" if config.device == EMULATED else ""
-        draw(
-            [line.as_json() for line in lines],
-            f"{Path(model).name}, {share:.0%} of the experts resident, batch {batch}{on}",
-            plot,
-        )
+        _draw_ablation(lines, model, batch, config.profile if config.device == EMULATED else None, plot)
     circumstances = {
         "ablation": name,
         "model": model,
@@ -172,6 +165,15 @@ def _ablate(
         print_json(circumstances | machine | {"steps": [line.as_json() for line in lines]})
     if sum(len(line.turns) for line in lines) < rounds * len(steps):
         raise typer.Exit(exit_code())
+
+
+def _draw_ablation(lines: list[Line], model: str, batch: int, profile: str | None, path: Path) -> None:
+    from smoe.bench.plot import draw
+
+    share = lines[0].turns[0].resident_share
+    acted = f", {Path(profile).stem} acted" if profile is not None else ""
+    title = f"{Path(model).name}, {share:.0%} of the experts resident, batch {batch}{acted}"
+    draw([line.as_json() for line in lines], title, path)
 
 
 def _rows_of_text(model: str, options: EngineOptions, text: Path | None, batch: int, tokens: int) -> list[list[int]]:
