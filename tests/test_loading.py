@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,9 @@ from smoe.models.experts import is_experts
 from smoe.policy.budget import full_bytes
 from smoe.runtime.expert_math import ExpertMath
 from tests import oracle, zoo
+from tests.threads import engine_threads
 
 Open = Callable[..., PreTrainedModel]
-
-
-def reading_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("smoe-")}
 
 
 def test_by_default_the_whole_model_fits(toy: Callable[..., Path]) -> None:
@@ -96,11 +92,11 @@ def test_the_proof_at_load_refuses_wrong_arithmetic(
     family: str, toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gate and up swapped, in every family: the self-test must see it, and leave no thread behind."""
-    before = reading_threads()
+    before = engine_threads()
     monkeypatch.setattr(ExpertMath, "bind", swapped(ExpertMath.bind))
     with pytest.raises(UnsupportedModelError, match="self-test failed"):
         open_model(toy(family), "half")
-    assert reading_threads() <= before
+    assert engine_threads() <= before
 
 
 class LateError(Exception):
@@ -134,7 +130,7 @@ def test_a_late_failure_leaves_no_thread_behind(
     def fail(*args: Any, **more: Any) -> Any:
         raise LateError
 
-    before, threads = reading_threads(), torch.get_num_threads()
+    before, threads = engine_threads(), torch.get_num_threads()
     monkeypatch.setattr(step, fail)
     monkeypatch.setattr("smoe.runtime.split.MIN_EXPERT_BYTES", 0)
     if "kernels" in switches:  # toys are too small for the kernel; nothing is computed before the failure
@@ -144,7 +140,7 @@ def test_a_late_failure_leaves_no_thread_behind(
             open_model(toy("mixtral", dtype=torch.bfloat16), "half", threads=2, **switches)
     finally:
         torch.set_num_threads(threads)
-    assert reading_threads() <= before
+    assert engine_threads() <= before
 
 
 def test_threads_are_set(toy: Callable[..., Path], open_model: Open) -> None:

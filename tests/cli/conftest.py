@@ -65,3 +65,18 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return Ran(int(code), *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Measurements that take no time; a text for those that ask for one."""
+    for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
+        monkeypatch.setattr(f"smoe.bench.ablation.{name}", tokens)
+    monkeypatch.setattr("smoe.eval.tune._WARM_TOKENS", 4)
+    monkeypatch.setattr("smoe.eval.tune._TIMED_TOKENS", 6)
+    monkeypatch.setattr("smoe.cli.tune._LEAST_PRICED_TOKENS", 40)
+    monkeypatch.setattr("smoe.hardware.measure_disk", lambda *args, **named: (0.3e9, False))
+    monkeypatch.setattr("smoe.hardware.measure_experts", lambda *args, **named: 4e9)
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": "once upon a time there was a cat " * 8}) + "\n")
+    return text

@@ -61,20 +61,6 @@ def keys_of(value: Any) -> Iterator[str]:
         yield from keys_of(part)
 
 
-@pytest.fixture
-def quick(monkeypatch, tmp_path):
-    for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
-        monkeypatch.setattr(f"smoe.bench.ablation.{name}", tokens)
-    monkeypatch.setattr("smoe.eval.tune._WARM_TOKENS", 4)
-    monkeypatch.setattr("smoe.eval.tune._TIMED_TOKENS", 6)
-    monkeypatch.setattr("smoe.cli.tune._LEAST_PRICED_TOKENS", 40)
-    monkeypatch.setattr("smoe.hardware.measure_disk", lambda *args, **named: (0.3e9, False))
-    monkeypatch.setattr("smoe.hardware.measure_experts", lambda *args, **named: 4e9)
-    text = tmp_path / "text.jsonl"
-    text.write_text(json.dumps({"text": TEXT}) + "\n")
-    return text
-
-
 def test_every_key_is_a_name(run, checkpoint, quick, tmp_path):
     trace = tmp_path / "one.trace"
     beside = ("--device", "emulated", "--profile", "rtx-4060-ti", "--balance", "optimal")

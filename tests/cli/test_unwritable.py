@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from smoe.hardware import profile_path
@@ -14,18 +12,6 @@ def no_place(tmp_path, monkeypatch):
     """A file where the cache's folder should be: fails for root too."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-
-
-@pytest.fixture
-def quick(monkeypatch, tmp_path):
-    monkeypatch.setattr("smoe.eval.tune._WARM_TOKENS", 4)
-    monkeypatch.setattr("smoe.eval.tune._TIMED_TOKENS", 6)
-    monkeypatch.setattr("smoe.cli.tune._LEAST_PRICED_TOKENS", 40)
-    monkeypatch.setattr("smoe.hardware.measure_disk", lambda *args, **named: (0.3e9, False))
-    monkeypatch.setattr("smoe.hardware.measure_experts", lambda *args, **named: 4e9)
-    text = tmp_path / "text.jsonl"
-    text.write_text(json.dumps({"text": "once upon a time there was a cat " * 8}) + "\n")
-    return text
 
 
 def test_doctor_says_so_first_and_shows_what_it_finds(run, tmp_path, quick, monkeypatch):

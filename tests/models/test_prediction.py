@@ -133,12 +133,22 @@ PREDICTING: list[dict[str, Any]] = [
 @pytest.mark.parametrize("switches", PREDICTING, ids=["next gate", "look-ahead", "beside a device"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
 def test_predictions_are_in_no_output(
-    family: str, switches: dict[str, Any], toy: Callable[..., Path], open_model: Open
+    family: str,
+    switches: dict[str, Any],
+    toy: Callable[..., Path],
+    open_model: Open,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Loss, auxiliary loss, router logits and hidden states of the unmodified model, tensor for tensor."""
+    """Loss, auxiliary loss, router logits and hidden states of the unmodified model, tensor for tensor; also where
+    whole layers are run ahead while the library records them."""
+    for mover in (SlotMover, HostMover):
+        monkeypatch.setattr(mover, "move", late(mover.move))
+    monkeypatch.setattr(Shadow, "fits", lambda self, loads: loads > 0)
     folder = toy(family)
-    model, theirs = open_model(folder, "half", **switches), oracle.reference(folder)
+    model, theirs = open_model(folder, "fifth", **switches), oracle.reference(folder)
     oracle.greedy(model, new_tokens=4)  # a look-ahead has its proof
+    predictor = model.offload.executor._predictors[Phase.DECODE]
+    peeks = getattr(predictor, "peeks", 0)
     asked = {"output_router_logits": True, "output_hidden_states": True}
     calls: list[dict[str, Any]] = [{"input_ids": oracle.PROMPT, "labels": oracle.PROMPT, **asked}]
     calls += [{"input_ids": torch.tensor([[token]]), **asked} for token in (5, 9, 23)]
@@ -148,6 +158,8 @@ def test_predictions_are_in_no_output(
             for name, value in expected.items():
                 assert_equal(ours[name], value)
     assert model.offload.stats().prefetches > 0
+    if switches["prefetch"] == "look-ahead":
+        assert predictor.peeks > peeks
 
 
 @pytest.mark.parametrize("switches", PREDICTING, ids=["next gate", "look-ahead", "beside a device"])

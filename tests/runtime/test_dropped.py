@@ -20,6 +20,7 @@ from smoe import from_pretrained
 from smoe.policy.plan import Load, Reason
 from smoe.runtime.lifetime import collect_dropped
 from tests import oracle
+from tests.threads import engine_threads
 
 Toy = Callable[..., Path]
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -31,16 +32,12 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 
 
-def own_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("smoe-")}
-
-
 def wait_for_threads(before: set[threading.Thread]) -> set[threading.Thread]:
     """A pool's thread is told to end and not waited for."""
     end = time.monotonic() + 20
-    while own_threads() - before and time.monotonic() < end:
+    while engine_threads() - before and time.monotonic() < end:
         time.sleep(0.01)
-    return own_threads() - before
+    return engine_threads() - before
 
 
 @pytest.mark.parametrize("switches", SWITCHES)
@@ -51,7 +48,7 @@ def test_a_dropped_model_gives_memory_and_threads_back(
     if switches == "team":
         monkeypatch.setattr("smoe.runtime.split.MIN_EXPERT_BYTES", 0)
         monkeypatch.setattr("smoe.runtime.split._seconds", lambda executor, *_: 1.0 - bool(executor.math.team))
-    before, threads = own_threads(), torch.get_num_threads()
+    before, threads = engine_threads(), torch.get_num_threads()
     try:
         wide = {"hidden_size": 256, "moe_intermediate_size": 64}
         model = oracle.open_model(toy("qwen3_moe", dtype=torch.bfloat16, **wide), "half", **SWITCHES[switches])
@@ -59,7 +56,7 @@ def test_a_dropped_model_gives_memory_and_threads_back(
         gone = [weakref.ref(each) for each in (model, model.offload, model.offload._arena._map)]
         if switches == "team":
             assert model.offload.executor.math.team is not None
-        assert own_threads() - before
+        assert engine_threads() - before
         del model
         collect_dropped()
         assert [each() for each in gone] == [None] * 3
@@ -80,7 +77,7 @@ def hold_reads(mover: Any, until: threading.Event) -> None:
 
 def test_dropped_while_reads_are_under_way(toy: Toy) -> None:
     """What the reading threads are doing is waited for, by nobody who computes."""
-    before, until = own_threads(), threading.Event()
+    before, until = engine_threads(), threading.Event()
     model = oracle.open_model(toy("qwen2_moe"), "fifth")
     model(oracle.PROMPT)
     hold_reads(model.offload._transfers._mover, until)
@@ -98,7 +95,7 @@ def test_dropped_while_reads_are_under_way(toy: Toy) -> None:
 
 def test_loading_again_and_again_does_not_grow() -> None:
     """As in a notebook cell: the name is bound anew, and the model before is dropped only then."""
-    before, arenas = own_threads(), list[Any]()
+    before, arenas = engine_threads(), list[Any]()
     most = 0
     gc.disable()  # nobody looks for circles but the loads themselves
     try:
@@ -126,9 +123,9 @@ def test_a_closed_model_s_threads_are_ended_once(toy: Toy) -> None:
 
 def test_a_held_engine_keeps_its_model_alive_enough(toy: Toy) -> None:
     """Whoever keeps the engine alone can still ask it and close it."""
-    before = own_threads()
+    before = engine_threads()
     engine = oracle.open_model(toy("mixtral")).offload
     collect_dropped()
     assert "ready" in repr(engine) and engine.stats().tokens == 0
     engine.close()
-    assert own_threads() <= before
+    assert engine_threads() <= before

@@ -17,22 +17,19 @@ from smoe.errors import ContextError, EngineStateError
 from smoe.metrics import Counters
 from smoe.runtime.kv_cache import RowCache
 from tests import oracle
+from tests.threads import engine_threads
 
 Open = Callable[..., PreTrainedModel]
 
 
-def reading_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("smoe-")]
-
-
 def test_close_is_idempotent_and_final(toy: Callable[..., Path], open_model: Open) -> None:
-    before = set(reading_threads())
+    before = engine_threads()
     model = open_model(toy("mixtral"))
     model(oracle.PROMPT)
-    assert set(reading_threads()) - before
+    assert engine_threads() - before
     for _ in range(3):
         model.offload.close()
-    assert not set(reading_threads()) - before
+    assert not engine_threads() - before
     for use in (lambda: model(oracle.PROMPT), lambda: model.generate(oracle.PROMPT, max_new_tokens=2)):
         with pytest.raises(EngineStateError, match="closed"):
             use()

@@ -23,6 +23,7 @@ from smoe.errors import ConfigError, EngineBusyError, EngineStateError, Generati
 from smoe.runtime import turns
 from tests import oracle
 from tests.runtime.test_faults import assert_healthy
+from tests.threads import engine_threads
 
 Open = Callable[..., PreTrainedModel]
 Toy = Callable[..., Path]
@@ -254,12 +255,8 @@ def test_who_waits_long_says_so(
 # -- closing ----------------------------------------------------------------------------------------------------------
 
 
-def own_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("smoe-")}
-
-
 def assert_closed(model: PreTrainedModel, before: set[threading.Thread]) -> None:
-    assert own_threads() <= before, "threads were left"
+    assert engine_threads() <= before, "threads were left"
     assert model.offload._arena._map is None, "the slots' memory was kept"
     with pytest.raises(EngineStateError, match="closed"):
         model(oracle.PROMPT)
@@ -267,7 +264,7 @@ def assert_closed(model: PreTrainedModel, before: set[threading.Thread]) -> None
 
 
 def test_close_cancels_what_is_running(toy: Toy) -> None:
-    before = own_threads()
+    before = engine_threads()
     model = oracle.open_model(toy("mixtral"))
     running, waiting = Aside(lambda: None), Aside(lambda: model(OTHER))
     reached, go_on = threading.Event(), threading.Event()
@@ -293,7 +290,7 @@ def test_close_cancels_what_is_running(toy: Toy) -> None:
 
 def test_close_waits_no_longer_than_asked(toy: Toy) -> None:
     """What was running closes the engine when it ends."""
-    before = own_threads()
+    before = engine_threads()
     model = oracle.open_model(toy("mixtral"))
     reached, go_on = threading.Event(), threading.Event()
 
@@ -316,7 +313,7 @@ def test_close_waits_no_longer_than_asked(toy: Toy) -> None:
 @pytest.mark.parametrize("prefetch", ["none", "next-gate"])
 def test_close_inside_a_pass_takes_effect_after_it(layer: int, prefetch: str, toy: Toy) -> None:
     """Called by the thread that computes: a hook, a signal's handler."""
-    before = own_threads()
+    before = engine_threads()
     model = oracle.open_model(toy("qwen2_moe"), "fifth", prefetch=prefetch)
     model(oracle.PROMPT)
     with in_a_pass(model, layer, model.offload.close), pytest.raises(GenerationCancelledError, match="closed"):
@@ -325,7 +322,7 @@ def test_close_inside_a_pass_takes_effect_after_it(layer: int, prefetch: str, to
 
 
 def test_close_after_a_pass_s_last_layer_leaves_its_result(toy: Toy) -> None:
-    before = own_threads()
+    before = engine_threads()
     model = oracle.open_model(toy("mixtral"))
     expected = model(oracle.PROMPT).logits
 
@@ -340,7 +337,7 @@ def test_close_after_a_pass_s_last_layer_leaves_its_result(toy: Toy) -> None:
 @pytest.mark.parametrize("step", [2, 8])
 def test_close_between_two_steps_of_the_same_thread(step: int, toy: Toy) -> None:
     """In the middle it ends the request; after the last token there is nothing left to end."""
-    before = own_threads()
+    before = engine_threads()
     model = oracle.open_model(toy("mixtral"))
     if step < GREEDY["max_new_tokens"]:
         with pytest.raises(GenerationCancelledError, match="closed"):

@@ -84,20 +84,10 @@ def _model_forward(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]
         rows, tokens = given.shape[:2]
         with engine.turn():  # before a cache is made: whoever has the turn has the budget
             cache = _our_cache(kwargs, engine, model, rows)
-            engine.executor.may_peek = not any(_asks_for(name, kwargs, model) for name in _LISTENING)
             with engine.forward_pass(tokens, rows, _padding(kwargs.get("attention_mask"), tokens), cache):
                 return original(**kwargs)
 
     return forward
-
-
-_LISTENING = ("output_router_logits", "output_attentions", "output_hidden_states")
-"""Where the library records what modules say, a look-ahead's run through them would be recorded too."""
-
-
-def _asks_for(name: str, kwargs: dict[str, Any], model: PreTrainedModel) -> bool:
-    given = kwargs.get(name)
-    return bool(getattr(model.config, name, False) if given is None else given)
 
 
 def _our_cache(kwargs: dict[str, Any], engine: Engine, model: PreTrainedModel, rows: int) -> RowCache | None:

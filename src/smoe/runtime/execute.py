@@ -88,8 +88,6 @@ class LayerExecutor:
         """Whether it does so for prompts too."""
         self.prefill_keep = "last-uses"
         """What decides which experts of a prompt stay (`policy/planner.py`)."""
-        self.may_peek = True
-        """Whether this pass may run another layer's attention: not where the caller listens to the layers."""
         self.leaves_little = False
         """Whether our kernels have nearly all products of one token, so that the library needs one thread only."""
         self.shadow = Shadow()
@@ -264,7 +262,7 @@ class LayerExecutor:
     ) -> None:
         """In the shadow of what the layer waits for: the next layer's router, on the experts' output so far."""
         predictor = self._predictors.get(Phase.DECODE)
-        if predictor is None or not predictor.needs_partial or not self.may_peek:
+        if predictor is None or not predictor.needs_partial:
             return
         if not self._has_room(Phase.DECODE, plan):
             return
