@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from smoe import from_pretrained
-from smoe.config import configure
+from smoe.config import EngineConfig, configure
 from smoe.loading import checkpoint_experts, demand_of, open_store
 from smoe.models.registration import register_local_families
 from smoe.planning import blueprint
@@ -67,6 +67,12 @@ def reference_steps(folder: Path, dtype: torch.dtype | str = "auto") -> Steps:
 def demand(folder: Path, **switches: Any) -> Demand:
     """What a checkpoint asks of the budget, with the slot size that its store really needs."""
     config = configure(**{"context_tokens": CONTEXT, **switches})
+    files = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir()))
+    return _demand(folder, config, files)
+
+
+@cache
+def _demand(folder: Path, config: EngineConfig, _files: tuple[tuple[str, int, int], ...]) -> Demand:
     plan = blueprint(folder, config)
     cpu = torch.device("cpu")
     return demand_of(plan, config, cpu, open_store(folder, plan, checkpoint_experts(folder, plan), cpu))

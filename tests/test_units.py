@@ -35,6 +35,12 @@ def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
         parse_bytes(text)
 
 
+@pytest.mark.parametrize("text", ["8", "1.5", " 512 "])
+def test_a_size_without_its_unit_is_asked_for_it(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{text.strip()}GiB or {text.strip()}MiB"):
+        parse_bytes(text)
+
+
 @given(count=st.integers(0, 10**15))
 def test_what_we_print_we_read(count: int) -> None:
     """Within the three digits printed; would catch a unit that is off by 1024."""

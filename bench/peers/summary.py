@@ -103,7 +103,10 @@ def _round_count(rounds: Sequence[Round]) -> str:
 
 def _ratio_lines(by_engine: dict[str, list[Round]], prompts: Sequence[int]) -> list[str]:
     first, *others = by_engine
-    values = {"decode rate": lambda round_: round_.decode_rate}
+    values: dict[str, Callable[[Round], float]] = {
+        "decode rate": lambda round_: round_.decode_rate,
+        "2nd half": lambda round_: round_.late_decode_rate,
+    }
     values |= {f"TTFT {length}": ttft(length) for length in prompts}
     lines = []
     for other in others:

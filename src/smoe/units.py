@@ -22,7 +22,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 def parse_bytes(text: str | int) -> int:
     """`"8GiB"`, `"512M"`, `"2GB"` or a plain number of bytes, as bytes.
 
-    `K`, `M`, `G`, `T` alone mean the binary units, as in `free` and most command lines.
+    `K`, `M`, `G`, `T` alone mean the binary units, as in `free` and most command lines. A plain number below 1024 has
+    lost its unit: `ConfigError`, as for whatever is no size.
     """
     if isinstance(text, int):
         return text
@@ -30,6 +31,8 @@ def parse_bytes(text: str | int) -> int:
     scale = {unit.lower(): factor for unit, factor in _POWERS.items()}.get(match[2].lower()) if match else None
     if match is None or scale is None:
         raise ConfigError(f"{text!r} is not a size; write for example 8GiB, 512MiB, 2GB or a number of bytes")
+    if not match[2] and 0 < float(match[1]) < 1024:
+        raise ConfigError(f"{text!r} has no unit and would be {match[1]} bytes; write {match[1]}GiB or {match[1]}MiB")
     return int(float(match[1]) * scale)
 
 

@@ -166,7 +166,7 @@ def test_table_names_failures_and_ratios() -> None:
     case = [make_round("a", 0, 4.0), make_round("b", 0, 2.0), make_round("a", 1, 4.0), make_round("b", 1, None)]
     text = summary.table(case, ["a", "b"], [16], ModelShape())
     assert "b, pair 1: killed" in text
-    assert "a / b, median of pairs (range): decode rate 2," in text
+    assert "a / b, median of pairs (range): decode rate 2, 2nd half 2," in text
     assert "1 of 2" in text
 
 

@@ -193,7 +193,7 @@ def test_debug_keeps_the_traceback(run, checkpoint, monkeypatch):
 
     with pytest.raises(ConfigError):
         run("generate", checkpoint, "--memory", "plenty", "-p", "x", "--debug")
-    monkeypatch.delenv("SMOE_DEBUG")
+    del os.environ["SMOE_DEBUG"]  # set by --debug; monkeypatch would bring it back
 
 
 def test_ctrl_c_keeps_text_and_summary(run, checkpoint, monkeypatch):

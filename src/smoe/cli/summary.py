@@ -21,8 +21,9 @@ def print_summary(report: RunReport) -> None:
 
 def _rows(report: RunReport) -> list[tuple[str, str]]:
     generation = report.generation
+    ended = "; interrupted" if generation.was_interrupted else ""
     rows = [
-        ("tokens", f"{generation.prompt_tokens} in the prompt, {generation.new_tokens} new"),
+        ("tokens", f"{generation.prompt_tokens} in the prompt, {generation.new_tokens} new{ended}"),
         ("first token", _seconds(generation.ttft_seconds)),
         ("per token", _per_token(report)),
         ("experts", _experts(report)),

@@ -216,13 +216,15 @@ class Engine:
         ledger, config, counters = self.ledger, self.config, self.stats()
         state = "closed" if self._is_closing else "running" if self._turns.is_running else "ready"
         served = f"{counters.tokens} tokens in {counters.forward_passes} passes"
+        if counters.decode_uses:
+            served += f", hit ratio {counters.hit_ratio:.0%}"
         exact = "exact" if not config.is_lossy else f"alpha {config.alpha:g} (lossy)"
         return (
             f"smoe engine, {state}: {format_bytes(ledger.budget_bytes)} ({self.budget_reason}), "
             f"{ledger.cache_slots} of {ledger.demand.total_experts} experts resident ({ledger.resident_share:.0%})\n"
             f"eviction {config.eviction}, prefetch {config.prefetch}, {exact}; context {self.context_tokens} tokens x "
             f"{config.max_sequences}; {self._threads} threads on {self._arena.device}\n"
-            f"so far {served}, hit ratio {counters.hit_ratio:.0%}, {format_bytes(counters.bytes_read)} read"
+            f"so far {served}, {format_bytes(counters.bytes_read)} read"
         )
 
     # -- for the seam -------------------------------------------------------------------------------------------------
