@@ -40,17 +40,17 @@ test: env
 	$(BIN)/python -m pytest $(JOBS)
 
 # What hangs on the CPU: the kernels, and that whole models are exact with what of them is adopted.
-LIMITED := tests/kernels tests/runtime/test_dense.py tests/runtime/test_attention.py tests/runtime/test_norm.py \
-           tests/runtime/test_few_tokens.py
+LIMITED := tests/kernels tests/fastpath/test_linear.py tests/fastpath/test_attention.py tests/fastpath/test_norm.py \
+           tests/compute/test_decode_experts.py
 EXACT   := tests/runtime/test_exactness.py tests/cli/test_verify.py
 AVX2    := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 SMOE_MAX_CPU_ISA=avx2
 CORE    := ONEDNN_MAX_CPU_ISA=AVX512_CORE
 
 test-limited: env
 	$(AVX2) $(BIN)/python -m pytest $(JOBS) -m "not slow" $(LIMITED) $(EXACT)
-	$(CORE) $(BIN)/python -m pytest $(JOBS) -m "not slow" tests/kernels tests/runtime/test_few_tokens.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(JOBS) -m "not slow" tests/kernels tests/runtime/test_dense.py tests/test_demo.py
-	$(BIN)/python -m pytest $(JOBS) -m "not slow" --disagree attention tests/runtime/test_dense.py tests/cli/test_verify.py
+	$(CORE) $(BIN)/python -m pytest $(JOBS) -m "not slow" tests/kernels tests/compute/test_decode_experts.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(JOBS) -m "not slow" tests/kernels tests/fastpath/test_linear.py tests/test_demo.py
+	$(BIN)/python -m pytest $(JOBS) -m "not slow" --disagree attention tests/fastpath/test_linear.py
 
 lint: env
 	$(BIN)/ruff check .

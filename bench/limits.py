@@ -44,6 +44,9 @@ from bench.peers.streams import forced_tokens
 from smoe.policy.eviction.belady import Belady
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.planner import observation
+from smoe.policy.step import Decision
+from smoe.routing import Phase, Routing
+from smoe.runtime.observer import StepObserver
 from smoe.simulator.replay import replay
 from smoe.units import format_bytes, parse_bytes
 
@@ -98,15 +101,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     load_seconds = perf_counter() - started
     engine.wait_ready()
     tokens = _tokens(folder, options.stream, 16 + 2 * 128 + 2 * new)
-    missing = _count_missing(engine)
-    with engine.recording() as trace:
+    missing = _Missing()
+    with engine.recording() as trace, engine.observed_by(missing):
         ttft_16 = _prefill(model, tokens[:16])[0]
         if budget == "all":
             _prefill(model, tokens[16 : 16 + 128])  # the second time everything is resident: pure compute
             _decode(model, _prefill(model, tokens[16 : 16 + 128])[1], tokens[144 : 144 + new])
             trace.clear()
         prefill = _prefill(model, tokens[16 : 16 + 128])
-        missing.clear()
+        missing.counts.clear()
         decode = _decode(model, prefill[1], tokens[144 : 144 + new])
     demand, slots = engine.ledger.demand, engine.ledger.cache_slots
     own = replay(trace, slots, engine.ledger.staging_slots, engine.fresh_eviction())
@@ -127,22 +130,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "ttft_16_seconds": ttft_16,
         "prefill": prefill[2],
         "decode": decode,
-        "missing_by_layer": list(missing),
+        "missing_by_layer": missing.counts,
         "peak_bytes": engine.peak_memory_bytes(),
     }
 
 
-def _count_missing(engine: Any) -> list[int]:
-    """Hears of every decoded layer how many of its experts had to be waited for."""
-    math, heard = engine.executor.math, list[int]()
-    decode = math.decode
+class _Missing(StepObserver):
+    """Of every decoded layer, how many of its experts had to be waited for."""
 
-    def listen(plan: Any, *rest: Any) -> Any:
-        heard.append(sum(1 for serve in plan.serves if serve.loads))
-        return decode(plan, *rest)
+    def __init__(self) -> None:
+        self.counts: list[int] = []
 
-    math.decode = listen
-    return heard
+    def planned(self, routing: Routing, decision: Decision) -> None:
+        if routing.phase is Phase.DECODE:
+            self.counts.append(sum(serve.waits for serve in decision.plan.serves))
 
 
 def _tokens(folder: Path, stream: str, count: int) -> list[int]:

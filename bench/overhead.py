@@ -31,7 +31,7 @@ from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.score import ScoreWindow
 from smoe.policy.planner import observation, plan_layer, plan_prefetch
 from smoe.policy.residency import ExpertsAtHand, SlotTable
-from smoe.policy.selection import applied, substitute
+from smoe.policy.substitution import applied, substitute
 from smoe.routing import Phase, Routing
 from smoe.simulator.replay import carry_out
 
@@ -97,7 +97,7 @@ def prefetch_costs(repeats: int) -> dict[str, float]:
         plan_prefetch(following.layer, following.top_k_index[0], table, plan)
         prefetch.append(perf_counter() - started)
         started = perf_counter()
-        balance.split([serve for serve in plan.serves if serve.loads][:3], following)
+        balance.split([serve for serve in plan.serves if serve.waits][:3], following)
         split.append(perf_counter() - started)
         carry_out(plan, table, eviction)
     return {

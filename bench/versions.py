@@ -117,7 +117,7 @@ def _tokens(options: argparse.Namespace) -> list[int]:
 
 
 def _finish(options: argparse.Namespace, rounds: list[dict[str, Any]]) -> None:
-    from smoe.hardware import describe_machine, describe_versions
+    from smoe.machine.measure import describe_machine, describe_versions
 
     summary = {}
     for memory in options.memory.split(","):

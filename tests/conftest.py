@@ -17,9 +17,9 @@ from hypothesis import settings
 from transformers import PreTrainedModel
 from transformers.utils import logging as library_logging
 
-from smoe.kernels import crew as crews
-from smoe.kernels.crew import Crew
-from tests import machine, oracle, zoo
+from smoe.kernels import spinning_pool
+from smoe.kernels.spinning_pool import SpinningPool
+from tests import oracle, promised, zoo
 
 torch.set_num_threads(1)
 library_logging.disable_progress_bar()
@@ -34,15 +34,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--disagree",
         action="append",
         default=[],
-        choices=list(machine.PROOFS),
+        choices=list(promised.PROOFS),
         help="as on a machine on which this kernel of ours gives other bits than torch (may be given several times)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before the tests are imported: some hold the proofs by name."""
-    machine.disagreeing.update(config.getoption("--disagree"))
-    machine.disagree(pytest.MonkeyPatch(), *machine.disagreeing)
+    promised.disagreeing.update(config.getoption("--disagree"))
+    promised.disagree(pytest.MonkeyPatch(), *promised.disagreeing)
 
 
 def pytest_collection_finish() -> None:
@@ -65,13 +65,15 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return folder
 
 
-@pytest.fixture(params=[1, 3], ids=["alone", "crew"])
-def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+@pytest.fixture(params=[1, 3], ids=["alone", "pool"])
+def pool(request: pytest.FixtureRequest) -> Iterator[SpinningPool]:
     """Our kernel, where this machine can run it and torch sums in the order that it knows."""
-    machine.needs_machine_code()
-    with Crew(request.param, several=True) as crew:
-        machine.needs(crews.agrees(crew, torch.randn(512, 2048).bfloat16().t()), "the order of torch's bf16 products")
-        yield crew
+    promised.needs_machine_code()
+    with SpinningPool(request.param, several=True) as pool:
+        promised.needs(
+            spinning_pool.agrees(pool, torch.randn(512, 2048).bfloat16().t()), "the order of torch's bf16 products"
+        )
+        yield pool
 
 
 @pytest.fixture

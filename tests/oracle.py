@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from smoe import from_pretrained
 from smoe.config import EngineConfig, configure
-from smoe.loading import checkpoint_experts, demand_of, open_store
+from smoe.load.pretrained import checkpoint_experts, demand_of, open_store
 from smoe.models.registration import register_local_families
-from smoe.planning import blueprint
+from smoe.models.spec import read_spec
 from smoe.policy.budget import Demand, full_bytes, minimum_bytes
 
 CONTEXT = 96
@@ -73,7 +73,7 @@ def demand(folder: Path, **switches: Any) -> Demand:
 
 @cache
 def _demand(folder: Path, config: EngineConfig, _files: tuple[tuple[str, int, int], ...]) -> Demand:
-    plan = blueprint(folder, config)
+    plan = read_spec(folder, config)
     cpu = torch.device("cpu")
     return demand_of(plan, config, cpu, open_store(folder, plan, checkpoint_experts(folder, plan), cpu))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from smoe.expert import EXACT
-from smoe.memory.device import Arena
+from smoe.memory.arena import Arena
 from smoe.memory.link import CudaLink
 from smoe.memory.page_lock import CudaRegistry, lock_pages
 from smoe.memory.streams import CudaStreams

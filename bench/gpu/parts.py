@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bench.gpu.link import link_rates
 from bench.widen import widen
-from smoe.bench.ablation import DEVICE_ABLATIONS, PROMPT_TOKENS, TIMED_TOKENS, WARM_TOKENS, ablate
+from smoe.benchmark.ablation import DEVICE_ABLATIONS, PROMPT_TOKENS, TIMED_TOKENS, WARM_TOKENS, ablate
 from smoe.config import EngineConfig, configure
-from smoe.loading import checkpoint_experts, choose_device, demand_of, load, open_store
+from smoe.load.pretrained import checkpoint_experts, choose_device, demand_of, load, open_store
 from smoe.models.files import fetch
-from smoe.planning import blueprint
+from smoe.models.spec import read_spec
 from smoe.policy.budget import full_bytes, minimum_bytes
 
 TEXT = Path(__file__).parent.parent / "text.txt"
@@ -56,7 +56,7 @@ class Bench:
     def at_share(self, model: Path, share: float, **switches: Any) -> EngineConfig:
         """A configuration whose budget has slots for such a share of the experts."""
         config = self.config(**switches)
-        plan, device = blueprint(model, config), choose_device(config)
+        plan, device = read_spec(model, config), choose_device(config)
         needs = demand_of(plan, config, device, open_store(model, plan, checkpoint_experts(model, plan), device))
         slots = max(needs.top_k, round(share * needs.total_experts))
         whole = minimum_bytes(needs) + (slots - needs.top_k) * needs.slot_bytes

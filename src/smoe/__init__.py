@@ -25,7 +25,7 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # a library is silent until its user asks
 
 if TYPE_CHECKING:
-    from smoe.loading import from_pretrained
+    from smoe.load.pretrained import from_pretrained
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "from_pretrained"]
@@ -37,7 +37,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name == "from_pretrained":
-        from smoe.loading import from_pretrained
+        from smoe.load.pretrained import from_pretrained
 
         return from_pretrained
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,10 +25,10 @@ from smoe.policy.registry import (
 from smoe.units import format_bytes
 
 EMULATED = "emulated"
-"""The device that is acted on the CPU (`memory/emulation.py`)."""
+"""The device that is emulated on the CPU (`memory/emulation.py`)."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DIRECT_IO = ("auto", "on", "off")
-KERNELS = ("auto", "own", "torch")
+KERNELS = ("auto", "native", "torch")
 SUBSTITUTES = ("replace", "drop")
 SUBSTITUTE_WEIGHTS = ("own", "inherited")
 CPU_ISA = ("none", "avx2", "avx512", "avx512_bf16", "all")
@@ -74,8 +74,8 @@ class EngineConfig:
     dtype: str = "auto"
     """Element type of weights and activations; auto: the checkpoint's own."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, ...; auto: the first GPU if there is one. `emulated`: a test bench on the CPU that acts
-    the device of `profile`."""
+    """`cpu`, `cuda`, `cuda:1`, ...; auto: the first GPU if there is one. `emulated`: a test bench on the CPU with
+    the times of the device of `profile`."""
     profile: str = "rtx-a6000"
     """For the device `emulated`: a profile that comes with the program, or a JSON file."""
     dilation: float | None = None
@@ -88,6 +88,8 @@ class EngineConfig:
     """What brings experts in before their layer runs in decode; auto: for experts of 1 MiB and more, as long as it is
     found to pay, next-gate on a CPU, and look-ahead on a device beside it, where the next layer's attention costs
     little."""
+    prefetch_trial: bool | None = None
+    """Prefetch in decode only while a clock finds that it pays; None: with `prefetch` auto."""
     prefetch_what: str = "top-score"
     """Which predicted experts are worth a load: those predicted to be top-score by `alpha` (all, where it is 0), or all
     that are predicted to be chosen."""
@@ -113,7 +115,7 @@ class EngineConfig:
     replaced by resident ones with scores above (1 - alpha) times it. 0: never. Lossy where it is not 0; `smoe eval`
     prices it."""
     alpha_as_priced: bool = False
-    """Take the alpha that this model has been priced for (`threshold.py`), and `alpha` only where it has none."""
+    """Take the alpha that this model has been priced for (`load/priced_alpha.py`), `alpha` only where it has none."""
     substitutes: str = "replace"
     """What becomes of a missing low-score expert: replaced by a resident one, or dropped without a replacement."""
     substitute_weights: str = "own"

@@ -45,7 +45,7 @@ class Counters:
     compute_seconds: float = 0.0
     """Of the forward time: computing experts."""
     late_seconds: float = 0.0
-    """On an emulated device: reported time by which this machine was slower than the profile it acts."""
+    """On an emulated device: reported time by which this machine was slower than the profile."""
     host_computed: int = 0
     """Of the decode uses, experts that the CPU computed beside the device."""
     prefill_host_computed: int = 0

@@ -42,9 +42,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_thread_and_no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("SMOE_DEBUG", raising=False)
-    monkeypatch.setattr("smoe.hardware.measure_memory", lambda seconds, memory=None: 20e9)
-    monkeypatch.setattr("smoe.hardware.measure_small_disk", lambda request_bytes: 1e8)
-    monkeypatch.setattr("smoe.forecast.measure_small_disk", lambda request_bytes: 1e8)
+    monkeypatch.setattr("smoe.machine.measure.measure_memory", lambda seconds, memory=None: 20e9)
+    monkeypatch.setattr("smoe.machine.measure.measure_small_disk", lambda request_bytes: 1e8)
+    monkeypatch.setattr("smoe.report.forecast.measure_small_disk", lambda request_bytes: 1e8)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -71,12 +71,12 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Measurements that take no time; a text for those that ask for one."""
     for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
-        monkeypatch.setattr(f"smoe.bench.ablation.{name}", tokens)
+        monkeypatch.setattr(f"smoe.benchmark.ablation.{name}", tokens)
     monkeypatch.setattr("smoe.eval.tune._WARM_TOKENS", 4)
     monkeypatch.setattr("smoe.eval.tune._TIMED_TOKENS", 6)
     monkeypatch.setattr("smoe.cli.tune._LEAST_PRICED_TOKENS", 40)
-    monkeypatch.setattr("smoe.hardware.measure_disk", lambda *args, **named: (0.3e9, False))
-    monkeypatch.setattr("smoe.hardware.measure_experts", lambda *args, **named: 4e9)
+    monkeypatch.setattr("smoe.machine.measure.measure_disk", lambda *args, **named: (0.3e9, False))
+    monkeypatch.setattr("smoe.machine.measure.measure_experts", lambda *args, **named: 4e9)
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": "once upon a time there was a cat " * 8}) + "\n")
     return text

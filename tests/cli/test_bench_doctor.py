@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from smoe import hardware
-from smoe.bench import ablation
-from smoe.bench.ablation import ABLATIONS, DEVICE_ABLATIONS
+from smoe.benchmark import ablation
+from smoe.benchmark.ablation import ABLATIONS, DEVICE_ABLATIONS
+from smoe.machine import measure as hardware
 
 
 def test_bench_ends_with_one_line_of_json(run, checkpoint):
@@ -71,14 +71,14 @@ def test_a_profile_of_another_machine_is_not_used(run, tmp_path, quick_measureme
 @pytest.mark.slow
 def test_an_ablation_takes_every_step_on_the_same_text(run, checkpoint, tmp_path, monkeypatch):
     for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
-        monkeypatch.setattr(f"smoe.bench.ablation.{name}", tokens)
+        monkeypatch.setattr(f"smoe.benchmark.ablation.{name}", tokens)
     text = tmp_path / "text.txt"
     text.write_text("once upon a time there was a cat " * 8)
     ran = run("bench", checkpoint, "--memory", "2700KiB", "--ablation", "smoe", "--text", text, "--rounds", 2)
     assert ran.code == 0, ran.err
     steps = ran.json["steps"]
-    assert [len(step["seconds_per_token_by_round"]) for step in steps] == [2] * 7
-    lossless, lossy = steps[:4], steps[4:]
+    assert [len(step["seconds_per_token_by_round"]) for step in steps] == [2] * len(ABLATIONS["smoe"])
+    lossless, lossy = steps[:-3], steps[-3:]
     assert all(step["substituted_share"] is None for step in lossless)
     assert all(step["substituted_share"] is not None and step["top_score_missing_share"] >= 0 for step in lossy)
     assert steps[0]["prefetch_precision"] is None and "LRU on demand" in ran.err
@@ -87,7 +87,7 @@ def test_an_ablation_takes_every_step_on_the_same_text(run, checkpoint, tmp_path
 @pytest.mark.slow
 def test_beside_a_device_the_cpu_computes_too(run, checkpoint, tmp_path, monkeypatch):
     for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
-        monkeypatch.setattr(f"smoe.bench.ablation.{name}", tokens)
+        monkeypatch.setattr(f"smoe.benchmark.ablation.{name}", tokens)
     text, picture = tmp_path / "text.txt", tmp_path / "smoe.png"
     text.write_text("once upon a time there was a cat " * 16)
     asked = ("--device", "emulated", "--profile", "rtx-4060-ti", "--batch", 2, "--rounds", 1, "--plot", picture)
@@ -108,7 +108,7 @@ def test_beside_a_device_the_cpu_computes_too(run, checkpoint, tmp_path, monkeyp
 
 def test_lossy_steps_have_the_models_alpha_or_the_one_given():
     """Lossless steps stay lossless."""
-    from smoe.bench.ablation import _with
+    from smoe.benchmark.ablation import _with
     from smoe.config import configure
 
     lossless, lossy = (next(s for s in ABLATIONS["smoe"] if s.name == name) for name in ("CE", "CE + CR"))
@@ -141,7 +141,7 @@ def test_an_interrupted_ablation_shows_what_it_has(run, checkpoint, tmp_path, mo
         return original(*args)
 
     for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
-        monkeypatch.setattr(f"smoe.bench.ablation.{name}", tokens)
+        monkeypatch.setattr(f"smoe.benchmark.ablation.{name}", tokens)
     monkeypatch.setattr(ablation, "_turn", turn)
     text = tmp_path / "text.txt"
     text.write_text("once upon a time there was a cat " * 8)
@@ -171,7 +171,7 @@ def test_a_bad_ablation_is_refused(run, checkpoint, arguments, words):
 
 def test_an_ablation_times_as_many_tokens_as_asked(run, checkpoint, tmp_path, monkeypatch):
     for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
-        monkeypatch.setattr(f"smoe.bench.ablation.{name}", tokens)
+        monkeypatch.setattr(f"smoe.benchmark.ablation.{name}", tokens)
     monkeypatch.setitem(ABLATIONS, "smoe", ABLATIONS["smoe"][:1])
     text = tmp_path / "text.txt"
     text.write_text("once upon a time there was a cat " * 8)

@@ -47,7 +47,7 @@ def test_a_surprise_is_an_object_and_keeps_its_traceback(run, checkpoint, monkey
     def fail(*_: object) -> None:
         raise ZeroDivisionError("who would have thought")
 
-    monkeypatch.setattr("smoe.forecast.forecast", fail)
+    monkeypatch.setattr("smoe.report.forecast.forecast", fail)
     with pytest.raises(ZeroDivisionError):
         run("plan", checkpoint, "--json")
     value = json.loads(capsys.readouterr().out)

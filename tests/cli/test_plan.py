@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from smoe import from_pretrained
-from smoe.forecast import LAYER_SECONDS, typical_hit_ratio
 from smoe.memory.emulation import read_profile
+from smoe.report.forecast import LAYER_SECONDS, typical_hit_ratio
 from smoe.units import parse_share
 
 FIELDS = {
@@ -76,21 +76,21 @@ def test_no_config(run, tmp_path):
 
 
 def test_an_emulated_device_is_planned_by_its_profile(run, config_only):
-    """Would catch this machine's rates (1e8 from disk) under a device that is acted."""
+    """Would catch this machine's rates (1e8 from disk) under a device that is emulated."""
     asked = ("plan", config_only, "--memory", "2700KiB", "--context", 128, "--device", "emulated")
     asked += ("--profile", "rtx-4060-ti")
     value, profile = run(*asked, "--json").json, read_profile("rtx-4060-ti")
     rates = value["rates"]
     assert rates["memory_bytes_per_second"] == profile.device_bytes_per_second
     assert rates["link_bytes_per_second"] == profile.link_bytes_per_second and rates["disk_bytes_per_second"] is None
-    assert "4060" in rates["source"] and rates["source"].endswith("acted")
+    assert "4060" in rates["source"] and rates["source"].endswith("emulated")
     missed = (1 - value["resident_share"]) * value["expert_bytes_per_token"]
     assert value["bytes_per_token"] == pytest.approx(missed)
     assert value["floor_seconds_per_token"] == pytest.approx(missed / profile.link_bytes_per_second)
     assert value["floor_bound_by"] == "link"
     ran = run(*asked)
     assert "loaded" in ran.out and "read per token" not in ran.out
-    assert ", acted: speeds are that machine's, with every expert in its RAM" in ran.err and "doctor" not in ran.err
+    assert ", emulated: speeds are that machine's, with every expert in its RAM" in ran.err and "doctor" not in ran.err
     refused = run(*asked[:-1], "no-such-card")
     assert refused.code == 2 and "no device profile 'no-such-card'" in refused.err
 
@@ -113,7 +113,7 @@ def test_speeds_are_a_range_from_uniform_to_typical_routing(run, config_only):
 def test_one_line_recommends_a_budget_that_works(run, config_only, monkeypatch):
     """With plenty of memory the whole model, rounded up; with little what is free less a margin, rounded down."""
     for free, whole in ((64 << 30, True), ((256 << 20) + 3_000_000, False)):
-        monkeypatch.setattr("smoe.forecast.free_device_bytes", lambda device, free=free: (free, "a test"))
+        monkeypatch.setattr("smoe.report.forecast.free_device_bytes", lambda device, free=free: (free, "a test"))
         asked = ("plan", config_only, "--context", 128, "--memory", "4MiB")
         found, text = run(*asked, "--json").json, run(*asked).out
         recommended = found["recommended"]
@@ -123,8 +123,8 @@ def test_one_line_recommends_a_budget_that_works(run, config_only, monkeypatch):
         size = line.split("--memory ")[1].split(",")[0]
         again = run("plan", config_only, "--context", 128, "--memory", size, "--json")
         assert again.code == 0 and again.json["memory_budget_bytes"] == recommended["memory_budget_bytes"]
-    monkeypatch.setattr("smoe.forecast.free_device_bytes", lambda device: (300 << 20, "a test"))
-    monkeypatch.setattr("smoe.forecast.less_margin", lambda free: 1 << 20)
+    monkeypatch.setattr("smoe.report.forecast.free_device_bytes", lambda device: (300 << 20, "a test"))
+    monkeypatch.setattr("smoe.report.forecast.less_margin", lambda free: 1 << 20)
     assert run(*asked, "--json").json["recommended"] is None and "too little free memory" in run(*asked).out
 
 

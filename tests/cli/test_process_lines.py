@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from smoe import hardware
+from smoe.machine import measure as hardware
 from smoe.units import identifier
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say what it holds")
@@ -34,7 +34,7 @@ def test_a_plan_has_a_line_for_each(run, checkpoint):
 
 
 def test_what_the_budget_reserves_is_not_counted_twice():
-    from smoe.memory.process import beside_budget
+    from smoe.machine.process_memory import beside_budget
 
     assert beside_budget(1 << 40)[LINES[-1]] == 0
 

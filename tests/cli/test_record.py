@@ -24,7 +24,7 @@ def test_prompts_one_after_the_other(run, checkpoint, tmp_path):
 
 def test_the_text_is_what_generate_writes(run, checkpoint, tmp_path, monkeypatch):
     """Would catch a recording that changes the answer."""
-    from smoe.runtime import generation
+    from smoe.generation import generate as generation
 
     heard, original = [], generation.generate_batch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smoe.hardware import profile_path
+from smoe.machine.measure import profile_path
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def no_place(tmp_path, monkeypatch):
 
 def test_doctor_says_so_first_and_shows_what_it_finds(run, tmp_path, quick, monkeypatch):
     said = []
-    monkeypatch.setattr("smoe.hardware.measure_memory", lambda *_: said.append(1) or 20e9)
+    monkeypatch.setattr("smoe.machine.measure.measure_memory", lambda *_: said.append(1) or 20e9)
     ran = run("doctor", "--folder", tmp_path)
     assert ran.code == 0 and "20 GB/s" in ran.out and said
     assert "XDG_CACHE_HOME" in ran.err and "profile stored" not in ran.err
@@ -28,7 +28,7 @@ def test_doctor_warns_before_it_measures(run, tmp_path, quick, monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("smoe.hardware.measure_memory", fail)
+    monkeypatch.setattr("smoe.machine.measure.measure_memory", fail)
     ran = run("doctor", "--folder", tmp_path)
     assert ran.code == 130 and "XDG_CACHE_HOME" in ran.err
 
@@ -50,15 +50,15 @@ def test_a_place_lost_meanwhile_is_survived(run, tmp_path, quick, monkeypatch):
         (tmp_path / "cache").write_text("")
         return 20e9
 
-    monkeypatch.setattr("smoe.hardware.measure_memory", measure)
+    monkeypatch.setattr("smoe.machine.measure.measure_memory", measure)
     ran = run("doctor", "--folder", tmp_path)
     assert ran.code == 0 and "20 GB/s" in ran.out and "XDG_CACHE_HOME" in ran.err
 
 
 def test_nowhere_to_measure_a_disk(run, tmp_path, quick, monkeypatch):
     """As in a container whose file systems are all read-only, but for the one of temporary files."""
-    monkeypatch.setattr("smoe.checkup.os.access", lambda path, mode: False)
-    monkeypatch.setattr("smoe.checkup.gettempdir", lambda: str(tmp_path), raising=False)
+    monkeypatch.setattr("smoe.machine.findings.os.access", lambda path, mode: False)
+    monkeypatch.setattr("smoe.machine.findings.gettempdir", lambda: str(tmp_path), raising=False)
     ran = run("doctor")
     assert ran.code == 0 and "20 GB/s" in ran.out
 

@@ -16,9 +16,10 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeRMSNorm
 from smoe import from_pretrained
 from smoe.cli import session
 from smoe.config import configure
+from smoe.fastpath import attention
 from smoe.memory.movers import Filler
-from smoe.runtime import attention, kv_cache
-from smoe.verify import Report, reference_of, verify
+from smoe.models import kv_cache
+from smoe.report.verify import Report, reference_of, verify
 from tests import zoo
 from tests.cli.conftest import Run
 from tests.toy import save_toy
@@ -77,7 +78,7 @@ def test_nan_in_an_expert_is_named(run, tmp_path):
 
 
 def test_a_layer_that_does_not_fit_is_refused_with_sizes(run, checkpoint, monkeypatch):
-    monkeypatch.setattr("smoe.verify.free_device_bytes", lambda device: (100_000, "available RAM"))
+    monkeypatch.setattr("smoe.report.verify.free_device_bytes", lambda device: (100_000, "available RAM"))
     ran = run("verify", checkpoint, "--memory", "64MiB")
     assert ran.code == 2 and "one layer's experts" in ran.err and "97.7 KiB are free" in ran.err
 
@@ -179,7 +180,7 @@ def test_a_part_that_depends_on_the_engines_threads_is_named(
     try:
         model = open_model(folder, "full", threads=2)
         assert not checked(model, folder).bad
-        model.offload.executor.leaves_little = True
+        model.offload._leaves_little = True
         bad = checked(model, folder).bad
     finally:
         torch.set_num_threads(before)
@@ -199,7 +200,7 @@ def test_every_part_of_every_family_is_compared(
 ) -> None:
     """By our kernels where they agree; would catch a part that is never asked, and a cache that differs in shape."""
     folder = toy(family, dtype=torch.bfloat16)
-    model = open_model(folder, "minimum", kernels="own")
+    model = open_model(folder, "minimum", kernels="native")
     report = checked(model, folder)
     assert not report.bad
     assert report.not_compared == []

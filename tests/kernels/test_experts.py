@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from smoe.kernels.crew import Crew
 from smoe.kernels.elementwise import activation_table, is_table_of
 from smoe.kernels.experts import Expert, Sums, TokenExperts
-from tests import machine
+from smoe.kernels.spinning_pool import SpinningPool
+from tests import promised
 
 
 def swiglu(wide: torch.Tensor) -> torch.Tensor:
@@ -51,14 +51,14 @@ def some_experts(count: int, hidden: int, inner: int, seed: int) -> list[tuple[t
     seed=st.integers(0, 1000),
 )
 def test_the_bits_are_the_librarys(
-    count: int, shape: tuple[int, int], parts: int, wide_gains: bool, seed: int, crew: Crew
+    count: int, shape: tuple[int, int], parts: int, wide_gains: bool, seed: int, pool: SpinningPool
 ) -> None:
     """In several parts, in any order, as experts arrive; the sum ascends whatever the order."""
     hidden, inner = shape
-    machine.needs_products(crew, (2 * inner, hidden), (hidden, inner))
+    promised.needs_products(pool, (2 * inner, hidden), (hidden, inner))
     table = activation_table(swiglu)
     assert table is not None
-    kernel, experts = TokenExperts(crew, hidden, inner, table), some_experts(count, hidden, inner, seed)
+    kernel, experts = TokenExperts(pool, hidden, inner, table), some_experts(count, hidden, inner, seed)
     generator = torch.Generator().manual_seed(seed)
     x, gains = torch.randn(1, hidden, generator=generator).bfloat16(), torch.rand(count, generator=generator)
     gains = gains if wide_gains else gains.bfloat16()
@@ -71,13 +71,13 @@ def test_the_bits_are_the_librarys(
     assert torch.equal(out, library(x, experts, gains))
 
 
-def test_a_sum_alone(crew: Crew) -> None:
+def test_a_sum_alone(pool: SpinningPool) -> None:
     """Small numbers too, which the conversion instruction would flush, and minus zero."""
     table = activation_table(swiglu)
     assert table is not None
     rows = torch.tensor([[1e-39, -1e-39, -0.0, 3.0], [1e-40, 1e-39, -0.0, float("inf")]]).bfloat16().repeat(1, 16)
     out, gains = torch.empty(1, 64, dtype=torch.bfloat16), [0.5, 0.25]
-    TokenExperts(crew, 64, 32, table).forward(out, [], rows, Sums(gains, [(0, 2)], out))
+    TokenExperts(pool, 64, 32, table).forward(out, [], rows, Sums(gains, [(0, 2)], out))
     total = torch.zeros(1, 64, dtype=torch.bfloat16)
     for n in range(2):
         total += (rows[n : n + 1] * gains[n]).bfloat16()
@@ -112,13 +112,13 @@ def test_others_are_left_to_the_library(name: str) -> None:
     assert activation_table(apply_gate) is None
 
 
-def test_no_unit_begins_before_what_it_needs(crew: Crew) -> None:
+def test_no_unit_begins_before_what_it_needs(pool: SpinningPool) -> None:
     """One long unit, then those that wait for it, again and again: whoever does not wait reads the last token's."""
     hidden, inner = 16384, 64
-    machine.needs_products(crew, (2 * inner, hidden), (hidden, inner))
+    promised.needs_products(pool, (2 * inner, hidden), (hidden, inner))
     table = activation_table(swiglu)
     assert table is not None
-    kernel, [(up, down)] = TokenExperts(crew, hidden, inner, table), some_experts(1, hidden, inner, 0)
+    kernel, [(up, down)] = TokenExperts(pool, hidden, inner, table), some_experts(1, hidden, inner, 0)
     expert, rows, out = Expert(up.t(), down.t(), [(0, 0)]), *torch.empty(2, 1, hidden, dtype=torch.bfloat16)
     tokens = torch.randn(300, 1, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
     ours = []

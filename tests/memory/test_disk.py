@@ -14,7 +14,7 @@ import torch
 
 from smoe.errors import CheckpointError, TransferError
 from smoe.memory import disk
-from smoe.memory.device import Arena
+from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.safetensors_index import identity_of
 from smoe.memory.store import PAGE, Read

@@ -1,4 +1,4 @@
-"""The emulated device's clock: acted against a clock that the test turns itself.
+"""The emulated device's clock: run against a clock that the test turns itself.
 
 Would catch: a resource that ends before its profile's time, lateness that goes unnoticed, a profile with a typing
 error.

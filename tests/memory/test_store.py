@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from smoe.errors import CheckpointError
 from smoe.expert import EXACT
 from smoe.memory import disk
-from smoe.memory.device import Arena
+from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.movers import Filler, SlotMover, torch_dtype
 from smoe.memory.safetensors_index import ITEM_BYTES, read_header

@@ -42,9 +42,9 @@ from transformers.utils import logging as library_logging
 from smoe import from_pretrained
 from smoe.cli.session import tokenizer_of
 from smoe.errors import SmoeError
+from smoe.generation.chat import Chat
+from smoe.generation.generate import Sampling, generate
 from smoe.models.registration import register_local_families
-from smoe.runtime.chat import Chat
-from smoe.runtime.generation import Sampling, generate
 from tests.models.mutations import mutate
 from tests.toy import TEMPLATE, save_toy
 

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from smoe.config import configure
 from smoe.errors import CheckpointError, DiskSpaceError
-from smoe.loading import checkpoint_experts
+from smoe.load.pretrained import checkpoint_experts
 from smoe.memory.store import PAGE, ExpertStore
 from smoe.models import packed
 from smoe.models.reference import reference_parameters
-from smoe.planning import SAFETENSORS_NAMES, blueprint
+from smoe.models.spec import SAFETENSORS_NAMES, read_spec
 from tests import oracle, zoo
 
 Open = Callable[..., PreTrainedModel]
@@ -34,7 +34,7 @@ def copy_of(folder: Path, target: Path) -> Path:
 
 
 def pack_folder(folder: Path, dtype: str = "auto", progress: Callable[[int, int], None] = lambda *_: None) -> Path:
-    plan = blueprint(folder, configure(dtype=dtype, context_tokens=oracle.CONTEXT))
+    plan = read_spec(folder, configure(dtype=dtype, context_tokens=oracle.CONTEXT))
     store = ExpertStore(checkpoint_experts(folder, plan), SAFETENSORS_NAMES[plan.dtype])
     return packed.pack(folder, plan.sites, store, progress)
 
@@ -180,7 +180,7 @@ def test_the_index_finds_every_expert(family: str, toy: Callable[..., Path]) -> 
     changed.
     """
     folder = toy(family)
-    plan = blueprint(folder, configure(context_tokens=oracle.CONTEXT))
+    plan = read_spec(folder, configure(context_tokens=oracle.CONTEXT))
     index, theirs = checkpoint_experts(folder, plan), dict(oracle.reference(folder).named_parameters())
     for site in plan.sites:
         parameters = reference_parameters(index[site.layer], list(range(site.experts)), torch.float32)
@@ -190,9 +190,9 @@ def test_the_index_finds_every_expert(family: str, toy: Callable[..., Path]) -> 
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
-def test_the_blueprint_knows_the_sizes(family: str, toy: Callable[..., Path]) -> None:
+def test_the_spec_knows_the_sizes(family: str, toy: Callable[..., Path]) -> None:
     """From config.json alone: bytes of experts and of everything else, counted against the real parameters."""
-    plan = blueprint(toy(family), configure(context_tokens=oracle.CONTEXT))
+    plan = read_spec(toy(family), configure(context_tokens=oracle.CONTEXT))
     named: dict[str, Any] = dict(oracle.reference(toy(family)).named_parameters())
     experts = {f"{site.name}.{part.name}" for site in plan.sites for part in site.parts}
     assert plan.experts_bytes == sum(4 * named[name].numel() for name in experts)

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from smoe.cli.session import tokenizer_of
 from smoe.errors import CheckpointError, ModelError
-from smoe.runtime.chat import Chat
-from smoe.runtime.generation import Sampling, generate
+from smoe.generation.chat import Chat
+from smoe.generation.generate import Sampling, generate
 from tests import oracle, zoo
 from tests.models.test_checkpoints import copy_of, pack_folder
 from tests.toy import save_toy

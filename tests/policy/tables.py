@@ -104,7 +104,7 @@ class Executor:
             assert copy not in table.ready and copy not in table.inflight, "computed twice"
             return
         assert copy in table.ready or copy in table.inflight, f"{copy} would be waited for for ever"
-        assert serve.loads or copy in table.ready, f"{copy} was said to be ready"
+        assert serve.waits or copy in table.ready, f"{copy} was said to be ready"
         if copy in table.inflight:
             self.arrive(copy)
         assert self.in_slot[table.ready[copy]] == copy, f"slot of {copy} was overwritten before it was computed"

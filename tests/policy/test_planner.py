@@ -197,7 +197,7 @@ def test_decode_computes_what_is_here_before_it_waits() -> None:
     routing = Routing(0, Phase.DECODE, EXPERTS, [[0, 5], [3, 1]])
     plan = plan_layer(routing, executor.table, executor.eviction, 9)
     assert [serve.copy[1] for serve in plan.serves] == [3, 5, 0, 1]
-    assert [serve.loads for serve in plan.serves] == [False, False, True, True]
+    assert [serve.waits for serve in plan.serves] == [False, False, True, True]
     assert plan.hits == 2
 
 

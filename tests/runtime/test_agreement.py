@@ -15,9 +15,10 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.metrics import Counters
-from smoe.policy.planner import LAST_TOKENS, observation, plan_layer
+from smoe.policy.planner import LAST_TOKENS, observation
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import SlotTable
+from smoe.policy.step import Switches, decide
 from smoe.routing import Phase, Routing
 from smoe.simulator.replay import carry_out, replay
 from tests import oracle, zoo
@@ -32,8 +33,7 @@ def simulated(
     table, eviction, counters = SlotTable(cache_slots, staging_slots), make_eviction(eviction_name), Counters()
     layers = len({routing.layer for routing in trace})
     for routing in trace:
-        eviction.observe(observation(routing))
-        plan = plan_layer(routing, table, eviction, max(1, cache_slots // layers), None, keep)
+        plan = decide(routing, table, eviction, max(1, cache_slots // layers), Switches(prefill_keep=keep)).plan
         counters.loads += len(plan.loads)
         if routing.phase is Phase.DECODE:
             counters.decode_uses += len(plan.serves)

@@ -15,13 +15,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from smoe.compute import decode_experts
 from smoe.errors import UnsupportedModelError
-from smoe.kernels.crew import Crew, is_supported
-from smoe.memory.device import forget_peak
+from smoe.kernels.spinning_pool import SpinningPool, is_supported
+from smoe.load import selftest
+from smoe.load.selftest import is_same, rounding
+from smoe.memory.arena import forget_peak
 from smoe.memory.streams import Fetched
-from smoe.models import selftest
-from smoe.models.selftest import is_same, rounding
-from smoe.runtime import few_tokens, layer_math
+from smoe.runtime import layer as layer_math
 from smoe.runtime.execute import LayerExecutor
 from tests import oracle, zoo
 
@@ -36,8 +37,10 @@ def test_one_transfer_of_routes_a_layer(
 ) -> None:
     model = open_model(toy("qwen3_moe"), "full", **BENCH, max_sequences=rows, balance="none")
     sent: list[int] = []
-    original = few_tokens.on_device
-    monkeypatch.setattr(few_tokens, "on_device", lambda values, device: (sent.append(1), original(values, device))[1])
+    original = decode_experts.on_device
+    monkeypatch.setattr(
+        decode_experts, "on_device", lambda values, device: (sent.append(1), original(values, device))[1]
+    )
     layers = len(zoo.sparse_layers(model))
     cache = model.offload.new_cache(rows)
     model(oracle.PROMPT.expand(rows, -1), past_key_values=cache)
@@ -101,11 +104,11 @@ def test_the_cpu_s_experts_by_our_kernel(toy: Callable[..., Path], open_model: O
         pytest.skip("this CPU has no bf16 dot products, or llvmlite is missing")
     folder = toy("qwen3_moe", dtype=torch.bfloat16, **BIG, moe_intermediate_size=256)
     model = open_model(folder, "fifth", **BENCH, balance="host", kernels="torch")
-    host_experts = model.offload.executor.math.host_experts
-    crew, multiplied = Crew(2), []
-    original = crew.multiply
-    crew.multiply = lambda products: (multiplied.append(threading.current_thread().name), original(products))[1]
-    if not host_experts.multiply_by(crew):
+    host_experts = model.offload.executor.compute.host_experts
+    pool, multiplied = SpinningPool(2), []
+    original = pool.multiply
+    pool.multiply = lambda products: (multiplied.append(threading.current_thread().name), original(products))[1]
+    if not host_experts.multiply_by(pool):
         pytest.skip("torch sums bf16 products in another order on this CPU")
     multiplied.clear()
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
@@ -123,9 +126,9 @@ def test_a_crew_that_does_not_agree_is_not_used(
         pytest.skip("this CPU has no bf16 dot products, or llvmlite is missing")
     folder = toy("qwen3_moe", dtype=torch.bfloat16, **BIG, moe_intermediate_size=256)
     model = open_model(folder, "fifth", **BENCH, balance="host", kernels="torch")
-    host_experts = model.offload.executor.math.host_experts
+    host_experts = model.offload.executor.compute.host_experts
     monkeypatch.setattr(type(next(iter(host_experts._math.values()))), "agrees", lambda *_: False)
-    assert not host_experts.multiply_by(Crew(1))
+    assert not host_experts.multiply_by(SpinningPool(1))
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
 
 

@@ -26,8 +26,8 @@ Toy = Callable[..., Path]
 SWITCHES: dict[str, dict[str, Any]] = {
     "plain": {},
     "prefetch": {"prefetch": "next-gate", "eviction": "score"},
-    "own kernels": {"threads": 2, "kernels": "own"},
-    "team": {"threads": 2, "kernels": "torch"},
+    "own kernels": {"threads": 2, "kernels": "native"},
+    "thread_pool": {"threads": 2, "kernels": "torch"},
     "beside a device": {"device": "emulated", "dilation": 1.0, "balance": "optimal", "prefetch": "look-ahead"},
 }
 
@@ -44,18 +44,18 @@ def wait_for_threads(before: set[threading.Thread]) -> set[threading.Thread]:
 def test_a_dropped_model_gives_memory_and_threads_back(
     switches: str, toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever threads it has: readers, a crew, a team, the CPU's experts."""
-    if switches == "team":
-        monkeypatch.setattr("smoe.runtime.split.MIN_EXPERT_BYTES", 0)
-        monkeypatch.setattr("smoe.runtime.split._seconds", lambda executor, *_: 1.0 - bool(executor.math.team))
+    """Whatever threads it has: readers, a pool, a thread_pool, the CPU's experts."""
+    if switches == "thread_pool":
+        monkeypatch.setattr("smoe.load.choose_kernel.MIN_EXPERT_BYTES", 0)
+        monkeypatch.setattr("smoe.load.choose_kernel._seconds", lambda compute, *_: 1.0 - bool(compute.thread_pool))
     before, threads = engine_threads(), torch.get_num_threads()
     try:
         wide = {"hidden_size": 256, "moe_intermediate_size": 64}
         model = oracle.open_model(toy("qwen3_moe", dtype=torch.bfloat16, **wide), "half", **SWITCHES[switches])
         model.generate(oracle.PROMPT, max_new_tokens=6, min_new_tokens=6, do_sample=False)
         gone = [weakref.ref(each) for each in (model, model.offload, model.offload._arena._map)]
-        if switches == "team":
-            assert model.offload.executor.math.team is not None
+        if switches == "thread_pool":
+            assert model.offload.executor.compute.thread_pool is not None
         assert engine_threads() - before
         del model
         collect_dropped()

@@ -1,4 +1,4 @@
-"""A device beside the CPU, acted: host tier, link, the CPU's own experts and the look-ahead, all at once, and exact.
+"""A device beside the CPU, emulated: host tier, link, the CPU's own experts and the look-ahead, all at once, and exact.
 
 The same code path as on a GPU above the link. Would catch: a host slot given away while it is computed from, a result
 that arrives for the wrong expert, a look-ahead that spoils the KV cache, an error of another thread that nobody hears.
@@ -17,14 +17,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from smoe.compute.expert_math import ExpertMath
 from smoe.config import configure
 from smoe.errors import ConfigError, TransferError
 from smoe.memory.emulation import Emulation
 from smoe.memory.movers import Filler
 from smoe.policy.balance import Costs
+from smoe.policy.prediction import Sight
 from smoe.policy.trial import Trial
 from smoe.routing import Phase
-from smoe.runtime.expert_math import ExpertMath
 from tests import oracle, zoo
 
 Open = Callable[..., PreTrainedModel]
@@ -37,8 +38,8 @@ def test_every_division_of_work_is_exact(family: str, balance: str, toy: Callabl
     """The CPU acts the device too, so its experts have the same bits: grade E0."""
     folder = toy(family)
     model = open_model(folder, "fifth", **BENCH, balance=balance)
-    if model.offload.executor.balancer is not None:  # costs as measured may favour the link on a busy machine
-        model.offload.executor.balancer._fixed = Costs(load=2e-3, host=1e-3, token=1e-3)
+    if model.offload.executor._balancer is not None:  # costs as measured may favour the link on a busy machine
+        model.offload.executor._balancer._fixed = Costs(load=2e-3, host=1e-3, token=1e-3)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     counters = model.offload.stats()
     model.offload.executor.table.check()
@@ -58,8 +59,8 @@ def test_a_prompt_is_shared_out_and_exact(family: str, toy: Callable[..., Path],
     folder = toy(family)
     model = open_model(folder, "fifth", **BENCH, balance="optimal")
     executor = model.offload.executor
-    assert executor.prefill_balance
-    balancer = executor.balancer
+    assert executor._balancer.shares_prompts
+    balancer = executor._balancer
     balancer._fixed = Costs(load=1.0, host=1.0, token=0.1)  # whatever this machine's are
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     shared = model.offload.stats()
@@ -154,19 +155,19 @@ def test_with_all_experts_the_look_ahead_is_the_truth(family: str, toy: Callable
     model = open_model(toy(family), "full", prefetch="look-ahead")
     executor = model.offload.executor
     predictor, said = executor._predictors[Phase.DECODE], {}
-    original = executor.math.decode
+    original = executor.compute.decode
 
     def decode(plan: Any, hidden: torch.Tensor, weights: torch.Tensor, look_ahead: Any) -> torch.Tensor:
         output = original(plan, hidden, weights, look_ahead)
         peeks = predictor.peeks
-        predicted = predictor(plan.layer, hidden, output.clone())
+        predicted = predictor.predict(Sight(plan.layer, hidden, output.clone()))
         if predictor.peeks > peeks:  # else the next gate was asked, which only guesses
             said[predicted[0]] = predicted[1]
         truth.append((plan.layer, sorted(serve.copy[1] for serve in plan.serves)))
         return output
 
     truth: list[tuple[int, list[int]]] = []
-    executor.math.decode = decode
+    executor.compute.decode = decode
     checked = 0
     cache = model.offload.new_cache()
     model(oracle.PROMPT, past_key_values=cache)
@@ -227,7 +228,7 @@ def test_a_balance_without_a_second_unit_is_refused(toy: Callable[..., Path], op
 def test_the_dilation_is_found_by_measuring(toy: Callable[..., Path], open_model: Open) -> None:
     folder = toy("qwen3_moe")
     model = open_model(folder, "half", device="emulated")
-    assert model.offload.executor.math.emulation.dilation >= 1
+    assert model.offload.pacing.dilation >= 1
     assert model.offload.stats().tokens == 0, "calibration is not the user's"
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
 

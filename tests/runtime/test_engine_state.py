@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from smoe.errors import ContextError, EngineStateError
 from smoe.metrics import Counters
-from smoe.runtime.kv_cache import RowCache
+from smoe.models.kv_cache import RowCache
 from tests import oracle
 from tests.threads import engine_threads
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from smoe.compute.expert_math import ExpertMath
 from smoe.errors import TransferError
 from smoe.policy.plan import Reason
 from smoe.routing import Phase
 from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor
-from smoe.runtime.expert_math import ExpertMath
 from tests import oracle
 
 Open = Callable[..., PreTrainedModel]
@@ -205,7 +205,7 @@ def test_interrupt_at_any_line(toy: Callable[..., Path], open_model: Open) -> No
 @pytest.mark.slow
 def test_an_interrupt_in_a_prediction_leaves_the_threads(toy: Callable[..., Path], open_model: Open) -> None:
     """A prediction computes on one thread: would catch an engine that goes on with it, slowly and with other bits."""
-    files = {sys.modules[f"smoe.{name}"].__file__ or "" for name in ("models.prediction", "runtime.execute")}
+    files = {sys.modules[name].__file__ or "" for name in ("smoe.prediction.next_gate", "smoe.runtime.execute")}
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from smoe.runtime.kv_cache import RowCache
+from smoe.models.kv_cache import RowCache
 from tests import oracle
 
 Open = Callable[..., PreTrainedModel]

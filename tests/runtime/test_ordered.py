@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from smoe import assembly
 from smoe.expert import EXACT
+from smoe.load import assembly
 from smoe.memory.link import CudaLink
 from smoe.memory.transfer import State, Ticket
 from smoe.metrics import Counters

@@ -17,9 +17,9 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.errors import EngineStateError, TraceError, UnsupportedModelError
+from smoe.generation.generate import pad
 from smoe.models.scoring import in_order
 from smoe.policy.registry import make_eviction
-from smoe.runtime.generation import pad
 from smoe.simulator.replay import replay
 from smoe.trace.file import Trace
 from smoe.trace.recorder import recording
@@ -85,7 +85,7 @@ def test_after_recording_nobody_listens(toy: Toy, open_model: Open, tmp_path: Pa
         with pytest.raises(EngineStateError, match="already"), recording(model, tmp_path / "b.trace"):
             pass
         raise ZeroDivisionError
-    assert model.offload.listener is None and list(tmp_path.iterdir()) == []
+    assert model.offload.executor.observers == [] and list(tmp_path.iterdir()) == []
     assert not any(module._forward_hooks for module in model.modules())
 
 

@@ -12,8 +12,8 @@ from smoe.cli.options import Debug, EngineOptions, Json, Model, check_plot
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from smoe.bench.ablation import Line
-    from smoe.bench.cells import Cell, Measurement
+    from smoe.benchmark.ablation import Line
+    from smoe.benchmark.cells import Cell, Measurement
     from smoe.config import EngineConfig
 
 EPILOG = """Examples:
@@ -55,7 +55,7 @@ def command(
 
     The JSON has machine, versions, model, budget, and every cell's figures.
     """
-    from smoe.bench.cells import CELLS, QUICK_CELLS, fitting
+    from smoe.benchmark.cells import CELLS, QUICK_CELLS, fitting
     from smoe.cli.console import errors, gives_json, is_quiet, print_json, warn
     from smoe.cli.interrupts import exit_code
     from smoe.cli.session import loaded, tokenizer_of
@@ -112,13 +112,13 @@ def _ablate(
     """`amounts`: rounds, batch, tokens timed a turn."""
     from dataclasses import replace
 
-    from smoe.bench.ablation import ABLATIONS, DEVICE_ABLATIONS, TIMED_TOKENS, ablate
+    from smoe.benchmark.ablation import ABLATIONS, DEVICE_ABLATIONS, TIMED_TOKENS, ablate
     from smoe.cli.console import gives_json, is_quiet, print_json, progress
     from smoe.cli.interrupts import exit_code
     from smoe.config import EMULATED
     from smoe.errors import ConfigError
-    from smoe.hardware import describe_machine, describe_versions
-    from smoe.loading import choose_device, load
+    from smoe.load.pretrained import choose_device, load
+    from smoe.machine.measure import describe_machine, describe_versions
 
     if name not in ABLATIONS:
         raise ConfigError(f"--ablation is {name!r}; choose one of: {', '.join(ABLATIONS)}")
@@ -168,17 +168,17 @@ def _ablate(
 
 
 def _draw_ablation(lines: list[Line], model: str, batch: int, profile: str | None, path: Path) -> None:
-    from smoe.bench.plot import draw
+    from smoe.benchmark.plot import draw
 
     share = lines[0].turns[0].resident_share
-    acted = f", {Path(profile).stem} acted" if profile is not None else ""
-    title = f"{Path(model).name}, {share:.0%} of the experts resident, batch {batch}{acted}"
+    emulated = f", {Path(profile).stem} emulated" if profile is not None else ""
+    title = f"{Path(model).name}, {share:.0%} of the experts resident, batch {batch}{emulated}"
     draw([line.as_json() for line in lines], title, path)
 
 
 def _rows_of_text(model: str, options: EngineOptions, text: Path | None, batch: int, tokens: int) -> list[list[int]]:
     """Stretches of the text, one for each sequence of the batch, in tokens."""
-    from smoe.bench.ablation import PROMPT_TOKENS, WARM_TOKENS
+    from smoe.benchmark.ablation import PROMPT_TOKENS, WARM_TOKENS
     from smoe.cli.session import tokenizer_of
     from smoe.errors import ConfigError
     from smoe.eval.texts import read_documents
@@ -194,7 +194,7 @@ def _rows_of_text(model: str, options: EngineOptions, text: Path | None, batch: 
     return [ids[n * needed : (n + 1) * needed] for n in range(batch)]
 
 
-def _print_ablation(lines: list[Line], has_device: bool, is_acted: bool) -> None:
+def _print_ablation(lines: list[Line], has_device: bool, is_emulated: bool) -> None:
     from rich.table import Table
 
     from smoe.cli.console import errors
@@ -222,11 +222,11 @@ def _print_ablation(lines: list[Line], has_device: bool, is_acted: bool) -> None
             format_seconds(values["wait_seconds_per_token"] + values["host_wait_seconds_per_token"]),
         )
     errors().print(table)
-    errors().print(f"[dim]{_legend(lines, has_device, is_acted)}[/dim]", soft_wrap=True)
+    errors().print(f"[dim]{_legend(lines, has_device, is_emulated)}[/dim]", soft_wrap=True)
 
 
-def _legend(lines: list[Line], has_device: bool, is_acted: bool) -> str:
-    """What the table's words mean, and how far to trust acted times."""
+def _legend(lines: list[Line], has_device: bool, is_emulated: bool) -> str:
+    """What the table's words mean, and how far to trust emulated times."""
     said = [
         f"{lines[0].turns[0].resident_share:.0%} of the experts resident. CE: eviction by score; CR: substitution; "
         "Pre: prefetch; BA: balance of CPU and link.",
@@ -234,10 +234,10 @@ def _legend(lines: list[Line], has_device: bool, is_acted: bool) -> str:
         "waited: for loads and the CPU"
         + ("; on CPU: of the experts used, computed beside the device" if has_device else ""),
     ]
-    if is_acted:
+    if is_emulated:
         late = max(line.share(lambda c: c.late_seconds, lambda c: c.forward_seconds) or 0.0 for line in lines)
         said.append(
-            f"acted times; this machine was late by {late:.0%} at most "
+            f"emulated times; this machine was late by {late:.0%} at most "
             "(above a few per cent the figures are partly its own)"
         )
     return "\n".join(said)
@@ -247,7 +247,7 @@ def _config(model: str, engine: EngineOptions, cells: list[Cell]) -> EngineConfi
     """A context that just holds the cells, unless one was asked for: what it does not take is left for experts."""
     from dataclasses import replace
 
-    from smoe.planning import choose_context, read_config
+    from smoe.models.spec import choose_context, read_config
 
     config = engine.config(max(cell.batch for cell in cells))
     if config.context_tokens is not None:
@@ -257,7 +257,7 @@ def _config(model: str, engine: EngineOptions, cells: list[Cell]) -> EngineConfi
 
 
 def _measure(ready: PreTrainedModel, tokenizer: Any, cells: list[Cell], seed: int) -> list[Measurement]:
-    from smoe.bench.cells import measure_cells
+    from smoe.benchmark.cells import measure_cells
     from smoe.cli.console import progress
 
     with progress("bench", "cells") as bars:
@@ -315,7 +315,7 @@ def _row(measurement: Measurement) -> list[str]:
 def _circumstances(ready: PreTrainedModel, model: str, seed: int) -> dict[str, Any]:
     import torch
 
-    from smoe.hardware import describe_machine, describe_versions
+    from smoe.machine.measure import describe_machine, describe_versions
 
     engine: Any = ready.offload
     circumstances = {

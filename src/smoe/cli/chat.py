@@ -13,8 +13,8 @@ from smoe.errors import ConfigError, ContextError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from smoe.runtime.chat import Chat
-    from smoe.runtime.generation import Sampling
+    from smoe.generation.chat import Chat
+    from smoe.generation.generate import Sampling
 
 EPILOG = """Examples:
 
@@ -50,7 +50,7 @@ def command(engine: EngineOptions, sampling: ChatSamplingOptions, model: Model =
     from smoe.cli.console import note, stdin
     from smoe.cli.interrupts import exit_code, was_terminated
     from smoe.cli.session import loaded, tokenizer_of
-    from smoe.runtime.chat import Chat
+    from smoe.generation.chat import Chat
 
     if stdin() is None:
         raise ConfigError("smoe chat reads what you say from stdin, and stdin is closed; run it in a terminal or pipe")
@@ -81,7 +81,7 @@ def _sampling(options: ChatSamplingOptions, model: PreTrainedModel | None) -> Sa
     """The generator's own form of the options; what nobody has given is the model's."""
     import secrets
 
-    from smoe.runtime.generation import Sampling
+    from smoe.generation.generate import Sampling
 
     own = model.generation_config.max_new_tokens if model is not None else None
     given = options.max_new_tokens
@@ -106,7 +106,7 @@ def _help(*, is_asked: bool = False) -> None:
 def _show_settings(model: PreTrainedModel, chat: Chat, sampling: Sampling, options: ChatSamplingOptions) -> None:
     """How tokens are chosen and why so, and what the conversation takes."""
     from smoe.cli.console import note
-    from smoe.runtime.generation import choices_of
+    from smoe.generation.generate import choices_of
 
     choices = choices_of(model, sampling)
     lines = [f"{name} {value:g} ({whose})" for name, (value, whose) in choices.items()]

@@ -10,8 +10,8 @@ import typer
 from smoe.cli.options import Debug, Json
 
 if TYPE_CHECKING:
-    from smoe.checkup import Finding
-    from smoe.hardware import Profile
+    from smoe.machine.findings import Finding
+    from smoe.machine.measure import Profile
 
 EPILOG = """Examples:
 
@@ -40,12 +40,12 @@ def command(
 
     Floors of the time per token (smoe plan, summaries, smoe bench) are computed from this profile.
     """
-    import smoe.loading  # noqa: F401 - a process with a model has all of these libraries
-    from smoe.checkup import examine, models_folder
+    import smoe.load.pretrained  # noqa: F401 - a process with a model has all of these libraries
     from smoe.cli.console import note, print_json
     from smoe.cli.keeping import Keeping
-    from smoe.hardware import save_profile
-    from smoe.memory.process import beside_budget
+    from smoe.machine.findings import examine, models_folder
+    from smoe.machine.measure import save_profile
+    from smoe.machine.process_memory import beside_budget
     from smoe.units import identifier, parse_bytes
 
     where = models_folder(folder)
@@ -70,7 +70,7 @@ def _measure(folder: Path, expert_bytes: int, threads: int | None) -> Profile:
     import torch
 
     from smoe.cli.console import progress
-    from smoe.hardware import measure
+    from smoe.machine.measure import measure
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -15,9 +15,9 @@ from smoe.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from smoe.report import RunReport
-    from smoe.runtime.generation import Answer, Sampling
-    from smoe.runtime.text import OnText
+    from smoe.generation.detokenizer import OnText
+    from smoe.generation.generate import Answer, Sampling
+    from smoe.report.run import RunReport
 
 EPILOG = """Examples:
 
@@ -92,7 +92,7 @@ def read_prompts(options: PromptOptions, model: str) -> list[str]:
 
 def to_sampling(options: SamplingOptions) -> Sampling:
     """The generator's own form of the options."""
-    from smoe.runtime.generation import Sampling
+    from smoe.generation.generate import Sampling
 
     return Sampling(
         max_new_tokens=options.max_new_tokens,
@@ -139,8 +139,8 @@ def _run(
 ) -> RunReport:
     from smoe.cli.console import Patience, note, warn
     from smoe.cli.session import loaded, tokenizer_of
-    from smoe.report import report_on
-    from smoe.runtime.generation import generate
+    from smoe.generation.generate import generate
+    from smoe.report.run import report_on
 
     config = engine.config(len(texts)) if tpot is None else substituting(engine, len(texts))
     with loaded(model, config, engine.revision) as ready:

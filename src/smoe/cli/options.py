@@ -116,7 +116,7 @@ class EngineOptions:
     profile: Annotated[
         str | None,
         typer.Option(
-            help="With --device emulated, a test bench: whose times are acted, rtx-a6000, rtx-4060-ti or a JSON file.",
+            help="With --device emulated, a test bench: the times of rtx-a6000, rtx-4060-ti or a JSON file.",
             rich_help_panel=_ENGINE,
         ),
     ] = None
@@ -151,7 +151,7 @@ class EngineOptions:
                 f"--preset smoe-exact is exact, --alpha {self.alpha:g} is not; use --preset smoe, or leave one out"
             )
         if self.profile is not None and self.device != EMULATED:
-            raise ConfigError("--profile says whose times --device emulated acts; add that, or leave --profile out")
+            raise ConfigError("--profile says whose times --device emulated takes; add that, or leave --profile out")
         return configure(
             "smoe" if self.alpha and self.preset == "exact" else self.preset,
             memory_bytes=parse_bytes(self.memory) if self.memory is not None else None,

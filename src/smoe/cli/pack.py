@@ -47,22 +47,22 @@ def _pack(model: str, dtype: str, revision: str | None, force: bool) -> tuple[Pa
     from smoe.cli.console import note, progress
     from smoe.config import configure
     from smoe.errors import CheckpointError
-    from smoe.loading import checkpoint_experts
+    from smoe.load.pretrained import checkpoint_experts
     from smoe.memory.store import ExpertStore
     from smoe.models.files import fetch
     from smoe.models.packed import pack, packed_store
-    from smoe.planning import SAFETENSORS_NAMES, blueprint
+    from smoe.models.spec import SAFETENSORS_NAMES, read_spec
     from smoe.units import format_bytes
 
-    plan = blueprint(model, configure(dtype=dtype), revision)
-    folder, name = fetch(model, revision), SAFETENSORS_NAMES[plan.dtype]
+    spec = read_spec(model, configure(dtype=dtype), revision)
+    folder, name = fetch(model, revision), SAFETENSORS_NAMES[spec.dtype]
     try:
-        packed = None if force else packed_store(folder, plan.sites, name)
+        packed = None if force else packed_store(folder, spec.sites, name)
     except CheckpointError:
         packed = None  # of other weights, or cut short: packing again is what is asked for
     if packed is not None:
         return packed.paths()[0], True
-    store = ExpertStore(checkpoint_experts(folder, plan), name)
+    store = ExpertStore(checkpoint_experts(folder, spec), name)
     note(f"{len(store.keys())} experts, {format_bytes(store.total_bytes)}, to {folder}")
     with progress("pack") as bars:
         task = bars.add_task("packing", total=len(store.keys()), amount="")
@@ -71,4 +71,4 @@ def _pack(model: str, dtype: str, revision: str | None, force: bool) -> tuple[Pa
             amount = f"{format_bytes(done * store.expert_bytes)} of {format_bytes(total * store.expert_bytes)}"
             bars.update(task, completed=done, amount=amount)
 
-        return pack(folder, plan.sites, store, show), False
+        return pack(folder, spec.sites, store, show), False

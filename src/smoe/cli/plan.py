@@ -9,7 +9,7 @@ from smoe.policy.budget import minimum_bytes
 from smoe.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from smoe.forecast import Choice, Forecast
+    from smoe.report.forecast import Choice, Forecast
 
 EPILOG = """Examples:
 
@@ -31,7 +31,7 @@ def command(engine: EngineOptions, model: Model = "demo", json: Json = False, de
     recommends a budget. With --device emulated, speeds are those of the machine of the profile.
     """
     from smoe.cli.console import print_json
-    from smoe.forecast import forecast
+    from smoe.report.forecast import forecast
 
     result = forecast(model, engine.config(), engine.revision)
     if json:
@@ -64,7 +64,7 @@ def _print(result: Forecast) -> None:
     console.print(budget)
     console.print("\n[bold]what other budgets buy[/bold]")
     choices = Table(**_STYLE)
-    moved = "loaded per token" if result.is_acted else "read per token"
+    moved = "loaded per token" if result.is_emulated else "read per token"
     for heading in ("budget", "experts in memory", moved, "tokens/s", ""):
         choices.add_column(heading, justify="right" if heading else "left")
     for choice in result.choices:
@@ -102,7 +102,7 @@ def _speeds(choice: Choice) -> str:
 
 def _recommended(result: Forecast) -> str:
     """One line: what to type on this machine, and what to expect."""
-    if result.is_acted:
+    if result.is_emulated:
         return "A profile is a test bench: the budget to act is yours to choose."
     found = result.recommendation
     if found is None:
@@ -125,11 +125,11 @@ def _size_to_type(nbytes: int) -> str:
 
 
 def _size(result: Forecast) -> str:
-    plan = result.blueprint
-    top_k = max(plan.anatomy.top_k.values())
-    layers = len(plan.sites)
+    spec = result.spec
+    top_k = max(spec.anatomy.top_k.values())
+    layers = len(spec.sites)
     return (
-        f"{layers} layers of {max(site.experts for site in plan.sites)} experts of {format_bytes(plan.expert_bytes)}, "
-        f"{top_k} a token; {format_bytes(plan.experts_bytes + plan.anatomy.weights_bytes)} in "
-        f"{str(plan.dtype).removeprefix('torch.')}"
+        f"{layers} layers of {max(site.experts for site in spec.sites)} experts of {format_bytes(spec.expert_bytes)}, "
+        f"{top_k} a token; {format_bytes(spec.experts_bytes + spec.anatomy.weights_bytes)} in "
+        f"{str(spec.dtype).removeprefix('torch.')}"
     )

@@ -12,8 +12,8 @@ from smoe.cli.options import Debug, EngineOptions, Json, Model, SamplingOptions
 from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
+    from smoe.generation.generate import Batch, Sampling
     from smoe.runtime.engine import Engine
-    from smoe.runtime.generation import Batch, Sampling
     from smoe.trace.recorder import Recorder
 
 EPILOG = """Examples:
@@ -147,7 +147,7 @@ def _record(
 def _batches(tokenizer: Any, prompts: list[str], engine: Engine) -> list[Batch]:
     """Prompts that run together; one that is too long is refused before the first one runs."""
     from smoe.errors import ContextError
-    from smoe.runtime.generation import encode
+    from smoe.generation.generate import encode
 
     rows = engine.config.max_sequences
     batches = [encode(tokenizer, prompts[begin : begin + rows]) for begin in range(0, len(prompts), rows)]
@@ -184,7 +184,7 @@ def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[li
 
 def _read(model: Any, documents: list[list[int]], recorder: Recorder) -> bool:
     """Documents token by token; False where the user has had enough."""
-    from smoe.runtime.forced import forced
+    from smoe.generation.teacher_forcing import forced
 
     try:
         for number, ids in enumerate(documents):
@@ -199,7 +199,7 @@ def _read(model: Any, documents: list[list[int]], recorder: Recorder) -> bool:
 def _generate(model: Any, tokenizer: Any, batches: list[Batch], sampling: Sampling, recorder: Recorder) -> bool:
     """Every batch continued; False where the user has had enough."""
     from smoe.cli.console import warn
-    from smoe.runtime.generation import generate_batch
+    from smoe.generation.generate import generate_batch
 
     for batch in batches:
         recorder.first_sequence = recorder.sequences

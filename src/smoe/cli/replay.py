@@ -88,6 +88,7 @@ def _replay(
     import numpy as np
 
     from smoe.policy.budget import MIN_STAGING_SLOTS
+    from smoe.policy.step import Switches
     from smoe.simulator.replay import replay, replay_by_layer
     from smoe.trace.file import Trace
     from smoe.trace.record import PHASES
@@ -96,10 +97,11 @@ def _replay(
     header = trace.header
     room = _slots(header, slots, resident, pools)
     routings = trace.routings(with_scores=alpha > 0 or eviction in SCORED_EVICTION)
+    switches = Switches(alpha)
     if pools == "layer":
-        counts = replay_by_layer(routings, room, MIN_STAGING_SLOTS, lambda part: _policy(eviction, part), alpha)
+        counts = replay_by_layer(routings, room, MIN_STAGING_SLOTS, lambda part: _policy(eviction, part), switches)
     else:
-        counts = replay(routings, room, MIN_STAGING_SLOTS, _policy(eviction, routings), alpha)
+        counts = replay(routings, room, MIN_STAGING_SLOTS, _policy(eviction, routings), switches)
     decoded = trace.rows["step"][trace.rows["phase"] == PHASES.index(Phase.DECODE)]
     return {
         "trace": str(path),

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from smoe.cli.console import Patience, note
 from smoe.config import EngineConfig
-from smoe.loading import load
+from smoe.load.pretrained import load
 from smoe.memory.checkpoint_json import read_object
 from smoe.models.files import fetch, naming
 from smoe.policy.budget import Ledger

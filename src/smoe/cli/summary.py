@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.markup import escape
 
 from smoe.cli.console import errors
-from smoe.report import RunReport
+from smoe.report.run import RunReport
 from smoe.units import format_bytes, format_rate, format_seconds
 
 _NONE = "-"
@@ -69,7 +69,7 @@ def _bench(report: RunReport) -> str:
     if report.bench is None:
         return ""
     return (
-        f"times of {report.bench['profile']}, acted {report.bench['dilation']:.1f} times as slow, late by "
+        f"times of {report.bench['profile']}, emulated {report.bench['dilation']:.1f} times as slow, late by "
         f"{report.bench['late_share']:.0%}; no claim about that device"
     )
 

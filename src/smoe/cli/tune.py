@@ -98,9 +98,9 @@ def _price(
     from smoe.cli.keeping import Keeping
     from smoe.cli.prices import Material, measured, print_table
     from smoe.eval.price import largest_within
+    from smoe.load.priced_alpha import PricedAlpha, remember
+    from smoe.load.priced_alpha import as_json as as_stored
     from smoe.models.files import fetch
-    from smoe.threshold import PricedAlpha, remember
-    from smoe.threshold import as_json as as_stored
     from smoe.units import format_seconds
 
     material = Material(text, tokens, least_tokens=_LEAST_PRICED_TOKENS)

@@ -9,7 +9,7 @@ import typer
 from smoe.cli.options import Debug, EngineOptions, Json, Model
 
 if TYPE_CHECKING:
-    from smoe.verify import Comparison, Report
+    from smoe.report.verify import Comparison, Report
 
 EPILOG = """Examples:
 
@@ -55,7 +55,7 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
 
     from smoe.cli.console import progress
     from smoe.cli.session import loaded
-    from smoe.verify import EXPERTS, PASSES, reference_of, verify
+    from smoe.report.verify import EXPERTS, PASSES, reference_of, verify
 
     config = engine.config()
     reference = reference_of(model, config, engine.revision, tokens)

@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError, ContextError
 from smoe.eval.texts import records
+from smoe.generation.generate import end_tokens
+from smoe.generation.teacher_forcing import forced
 from smoe.models.files import DEMO_FOLDER
-from smoe.runtime.forced import forced
-from smoe.runtime.generation import end_tokens
-from smoe.runtime.kv_cache import RowCache
+from smoe.models.kv_cache import RowCache
 
 Tick = Callable[[int], None]
 """Hears how many tokens have been done."""

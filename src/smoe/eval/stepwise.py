@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.eval.questions import Tick
+from smoe.generation.teacher_forcing import forced
 from smoe.runtime.engine import Engine
-from smoe.runtime.forced import forced
 
 BLOCK_TOKENS = 64
 """Neighbouring tokens are alike, so confidence is computed from blocks of so many."""

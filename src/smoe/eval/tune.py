@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from smoe.config import EMULATED
 from smoe.errors import ConfigError
 from smoe.eval.questions import Tick
+from smoe.generation.teacher_forcing import forced
 from smoe.metrics import Counters
 from smoe.policy.trial import TURN, TURNS
 from smoe.policy.tuning import (
@@ -34,7 +35,6 @@ from smoe.policy.tuning import (
     smallest_alpha,
 )
 from smoe.runtime.engine import Engine
-from smoe.runtime.forced import forced
 from smoe.units import format_bytes, format_bytes_rate, format_seconds
 from smoe.user_cache import cache_folder, keep
 
@@ -260,7 +260,7 @@ def _rate(tokens: Sequence[tuple[float, Counters]]) -> float | None:
 def _hangs_on_disk(engine: Engine) -> bool:
     """Whether what is waited for is the disk: no device's link, and not with every expert here."""
     is_all_here = engine.ledger.cache_slots >= engine.ledger.demand.total_experts
-    return engine.executor.device.type == "cpu" and engine.executor.math.emulation is None and not is_all_here
+    return engine.executor.device.type == "cpu" and not engine.pacing.is_emulated and not is_all_here
 
 
 def steps_of(alphas: Sequence[float]) -> int:
@@ -303,7 +303,7 @@ def circumstances_of(model: str, engine: Engine) -> dict[str, Any]:
         "memory_budget_bytes": engine.ledger.budget_bytes,
         "context_tokens": engine.context_tokens,
         "slots": engine.ledger.cache_slots,
-        "own_kernel": engine.executor.math.crew is not None,
+        "native_kernel": engine.has_native_kernels,
         "threads": torch.get_num_threads(),
         "device": config.device if config.device != EMULATED else f"{EMULATED} {config.profile}",
         "balance": config.balance,

@@ -12,7 +12,7 @@ independent of each other is put side by side:
 
 What a group of query heads shares, a key's and a value's way into the registers, is done once for all of them. Products
 of two bf16 numbers are exact in float32, so it does not matter that they are fused with the sums here. Whether the bits
-agree on the machine at hand is proven before the kernel is used (`runtime/attention.py`). Figures in docs/log.md.
+agree on the machine at hand is proven before the kernel is used (`fastpath/attention.py`). Figures in docs/log.md.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import struct
 import torch
 
 from smoe.kernels import scores, softmax, weighted_values
-from smoe.kernels.crew import Crew
 from smoe.kernels.jit import address_of, compile_functions
 from smoe.kernels.registers import joined
+from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.tile import TILE
 
 BLOCK = 512
@@ -61,7 +61,7 @@ def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def attend(
-    crew: Crew, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    pool: SpinningPool, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one token, tensors as in `fits`: [1, 1, heads, size].
 
@@ -69,7 +69,7 @@ def attend(
     """
     heads, size, count = query.shape[1], query.shape[3], keys.shape[2]
     shared = heads // keys.shape[1]
-    group = _group(shared, heads, crew.threads)
+    group = _group(shared, heads, pool.threads)
     out, sums = query.new_empty(1, 1, heads, size), torch.empty(heads, 2)
     compute, exp = _functions()
     (scale_bits,) = struct.unpack("I", struct.pack("f", scale))
@@ -79,7 +79,7 @@ def attend(
         *(count, size, group, shared // group, scale_bits, exp, sums.data_ptr()),
     )
     assert len(fields) == len(_FIELDS), f"{len(fields)} fields of {len(_FIELDS)}"
-    crew.share(compute, fields, heads // group, is_long=heads * count * size >= _WAKING_PRODUCTS)
+    pool.share(compute, fields, heads // group, is_long=heads * count * size >= _WAKING_PRODUCTS)
     return out, sums
 
 

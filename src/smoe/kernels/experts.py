@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 
 from smoe.kernels import tasks
-from smoe.kernels.crew import LONE_UNIT, UNIT, WAKING_WEIGHTS, Crew, Pairs
 from smoe.kernels.row_product import chain_of
+from smoe.kernels.spinning_pool import LONE_UNIT, UNIT, WAKING_WEIGHTS, Pairs, SpinningPool
 
 MOST_EXPERTS = tasks.MOST_COUNTS
 """At once: each has a count of its own."""
@@ -55,8 +55,8 @@ class Sums(NamedTuple):
 class TokenExperts:
     """The experts of one shape: `hidden` H, `inner` I, activation by `table` (bf16 [65536])."""
 
-    def __init__(self, crew: Crew, hidden: int, inner: int, table: torch.Tensor) -> None:
-        self.crew = crew
+    def __init__(self, pool: SpinningPool, hidden: int, inner: int, table: torch.Tensor) -> None:
+        self.pool = pool
         self.hidden = hidden
         self.inner = inner
         self.table = table
@@ -84,7 +84,7 @@ class TokenExperts:
         if sums is not None:
             work.sums(sums)
         is_long = 3 * self.inner * self.hidden * len(experts) >= WAKING_WEIGHTS
-        self.crew.run(work.fields, work.units, is_long, counts=len(experts))
+        self.pool.run(work.fields, work.units, is_long, counts=len(experts))
 
 
 class _Work:
@@ -101,14 +101,14 @@ class _Work:
         self._size = UNIT if len(experts) > 1 else LONE_UNIT
         self._ups = -(-2 * shape.inner // self._size)
         """Units of a first product."""
-        self._counts = shape.crew.word(tasks.PROGRESS)
+        self._counts = shape.pool.word(tasks.PROGRESS)
         self._x, self._rows = x.data_ptr(), rows.data_ptr()
         self._kept: list[object] = []
 
     def ups(self) -> None:
         """The first products, into the scratch: row after row, expert after expert."""
         shape, fields, size, x = self._shape, self.fields, self._size, self._x
-        hidden, inner, at_once = shape.hidden, shape.inner, shape.crew.at_once
+        hidden, inner, at_once = shape.hidden, shape.inner, shape.pool.at_once
         unit, wide, count = 0, shape.wide.data_ptr(), self._counts
         for up, _, places in self._experts:
             if len(places) == 1:
@@ -125,7 +125,7 @@ class _Work:
     def downs(self) -> None:
         """Gates and second products."""
         shape, fields, size, out = self._shape, self.fields, self._size, self._rows
-        hidden, inner, ups, nowhere = shape.hidden, shape.inner, self._ups, shape.crew.nowhere
+        hidden, inner, ups, nowhere = shape.hidden, shape.inner, self._ups, shape.pool.nowhere
         table, downs = shape.table.data_ptr(), -(-hidden // size)
         unit, wide, gated, count = self.units, shape.wide.data_ptr(), shape.gated.data_ptr(), self._counts
         for _, down, places in self._experts:
@@ -154,12 +154,12 @@ class _Work:
 
     def sums(self, sums: Sums) -> None:
         """Every token's rows, once all products are there."""
-        crew, hidden, out, before = self._shape.crew, self._shape.hidden, self._rows, self.units
+        pool, hidden, out, before = self._shape.pool, self._shape.hidden, self._rows, self.units
         gains = (ctypes.c_float * len(sums.gains))(*sums.gains)
         self._kept.append(gains)
         for token, (first, count) in enumerate(sums.spans):
             if count:
-                self.fields += (self.units, hidden, _SUM_UNIT, tasks.COMBINE, crew.finished, before, crew.nowhere)
+                self.fields += (self.units, hidden, _SUM_UNIT, tasks.COMBINE, pool.finished, before, pool.nowhere)
                 self.fields += (out + 2 * hidden * first, ctypes.addressof(gains) + 4 * first)
                 self.fields += (sums.out.data_ptr() + 2 * hidden * token, count, hidden, 0)
                 self.units += -(-hidden // _SUM_UNIT)

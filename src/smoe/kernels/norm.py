@@ -13,7 +13,7 @@ After every 16 registers an accumulator is added to a sum of its own and begins 
 sum, the four in order, and then the 8 lanes one by one. Longer rows than 8192 would begin a second level of such sums.
 
 A row of 2048 numbers takes 0.6 us. Whether the bits agree on the machine at hand is proven before the kernel is used
-(`runtime/norm.py`).
+(`fastpath/norm.py`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A device that is not there, acted out on the CPU in slowed-down time: a test bench for concurrency and ablation.
+"""A device that is not there, emulated on the CPU in slowed-down time: a test bench for concurrency and ablation.
 
 Experts really lie in two arenas, are really copied by a thread and really computed, on the same code path as on a GPU
-above the link. Only time is acted: every resource (link, device, CPU) ends a piece of work at the later of its real end
-and the time that a profile gives it, stretched by one factor, the *dilation*, chosen so large that the real machine
-keeps up. All times that users see are divided by it. What could not keep up is counted, so that a bench whose figures
-are this machine's and not the profile's says so.
+above the link. Only time is emulated: every resource (link, device, CPU) ends a piece of work at the later of its
+real end and the time that a profile gives it, stretched by one factor, the *dilation*, chosen so large that the real
+machine keeps up. All times that users see are divided by it. What could not keep up is counted, so that a bench whose
+figures are this machine's and not the profile's says so.
 
     link (profile 0.4 ms, dilation 10)   | copy 1.3 ms | sleep 2.7 ms |
     reported                             | 0.4 ms                     |
@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from smoe.errors import ConfigError
+from smoe.memory.pacing import Pacing
 
 MARGIN = 4.0
-"""How much slower than its fastest the real machine may become before it is late: link, CPU and device are acted at
+"""How much slower than its fastest the real machine may become before it is late: link, CPU and device are emulated at
 once on the same cores and the same memory, and are measured one by one."""
 
 
@@ -70,8 +70,10 @@ class DeviceProfile:
         return self.host_expert_seconds + max(nbytes / self.host_bytes_per_second, nbytes * rows / self.host_flops)
 
 
-class Emulation:
-    """The acted clock of one engine. Any thread may `finish`."""
+class Emulation(Pacing):
+    """The slowed-down clock of one engine. Any thread may `finish`."""
+
+    is_emulated = True
 
     def __init__(self, profile: DeviceProfile, dilation: float | None, layer_bytes: float, expert_bytes: int) -> None:
         self.profile = profile
@@ -172,7 +174,3 @@ def _checked(name: str, entries: Any) -> DeviceProfile:
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-
-
-Clock = Callable[[], float]
-"""Seconds, as reported."""

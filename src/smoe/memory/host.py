@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from smoe.expert import Copy
-from smoe.memory.device import Arena
+from smoe.memory.arena import Arena
 from smoe.memory.page_lock import PageRegistry, lock_pages
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from smoe.errors import CheckpointError
-from smoe.memory.device import Arena
+from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.host import HostTier
 from smoe.memory.link import Link

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from smoe.memory.device import Arena
+from smoe.memory.arena import Arena
 from smoe.units import format_bytes
 
 _PIECE_BYTES = 2**30

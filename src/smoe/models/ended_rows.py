@@ -17,7 +17,7 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.generation import GenerationMode
 
-from smoe.runtime.kv_cache import RowCache
+from smoe.models.kv_cache import RowCache
 
 _PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 

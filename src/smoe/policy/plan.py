@@ -43,7 +43,7 @@ class Serve(NamedTuple):
     copy: Copy
     routes: tuple[int, ...]
     """Flat positions t * K + k into top_k_index, ascending."""
-    loads: bool
+    waits: bool
     """True where the copy is not ready yet and computing it has to wait."""
     on_host: bool = False
     """True where the CPU computes it from the host tier, beside the device, and nothing is brought in."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from smoe.compute.expert_math import ExpertMath, Weights
 from smoe.expert import Copy
-from smoe.memory.device import Arena
+from smoe.memory.arena import Arena
 from smoe.memory.store import ExpertStore
 from smoe.memory.transfer import State, Ticket, Transfers
 from smoe.metrics import Counters
@@ -18,7 +19,6 @@ from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan, Load, Promotion, Serve
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
-from smoe.runtime.expert_math import ExpertMath, Weights
 
 
 class Arrivals:
@@ -67,7 +67,7 @@ class Arrivals:
 
     def awaited(self, plan: LayerPlan) -> list[Ticket]:
         """The loads that the plan's serves are still waiting for."""
-        found = (self.tickets.get(serve.copy) for serve in plan.serves if serve.loads)
+        found = (self.tickets.get(serve.copy) for serve in plan.serves if serve.waits)
         return [ticket for ticket in found if ticket is not None and not ticket.is_over]
 
     def start_anew(self, eviction: Eviction) -> None:

@@ -12,46 +12,32 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError, EngineStateError
-from smoe.memory.device import Arena
+from smoe.kernels.threads import threads
+from smoe.memory.arena import Arena
+from smoe.memory.pacing import Pacing
 from smoe.memory.store import ExpertStore
 from smoe.memory.transfer import Transfers
 from smoe.metrics import Counters
 from smoe.models.anatomy import Anatomy
+from smoe.models.kv_cache import RowCache
 from smoe.models.scoring import ScoringRule
 from smoe.policy.budget import Ledger
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.registry import make_pools
 from smoe.routing import Phase, Routing
 from smoe.runtime.execute import LayerExecutor
-from smoe.runtime.kv_cache import RowCache
 from smoe.runtime.lifetime import Held
-from smoe.runtime.substitution import Scored
-from smoe.runtime.threads import threads
+from smoe.runtime.observer import Routed, RoutingList, StepObserver
+from smoe.runtime.rerouting import Scored, substitution_of
 from smoe.runtime.turns import Turns
 from smoe.units import format_bytes, identifier
-
-
-class Listener(Protocol):
-    """Hears what the routers decide, before anything is replaced."""
-
-    def __call__(
-        self,
-        layer: int,
-        phase: Phase,
-        sequences: int,
-        logits: torch.Tensor | None,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-    ) -> None:
-        """One layer of a pass over `sequences` rows of equal length, row after row: logits [T, E] or None where nobody
-        listens to the router, top_k_index [T, K] with the index E at padding, top_k_weights [T, K]."""
 
 
 class Engine:
@@ -73,13 +59,17 @@ class Engine:
         dense_bytes: int,
         context_tokens: int,
         rules: Mapping[int, ScoringRule],
+        alpha_reason: str | None,
+        leaves_little: bool,
     ) -> None:
+        """`leaves_little`: whether our kernels have nearly all products of one token, so that the library needs one
+        thread only."""
         self.config = config
         self.anatomy = anatomy
         self.ledger = ledger
         self.store = store
         self.budget_reason = budget_reason
-        self.alpha_reason: str | None = None
+        self.alpha_reason = alpha_reason
         """Where a preset's alpha comes from; None where it was given."""
         self.context_tokens = context_tokens
         """Positions reserved for every sequence."""
@@ -91,8 +81,7 @@ class Engine:
         self.rules = rules
         self._logits: dict[int, torch.Tensor] = {}
         """What the routers said in this pass, until their experts run."""
-        self.listener: Listener | None = None
-        """Where set, hears every routing: `smoe.trace` writes it down."""
+        self._leaves_little = leaves_little
         self._arena = arena
         self._transfers = transfers
         self._process = os.getpid()
@@ -106,7 +95,7 @@ class Engine:
         self._caches: list[weakref.ref[RowCache]] = []
         self._dense_bytes = dense_bytes
         self._peak_cache_bytes = 0
-        helpers = [each for each in (executor.math.team, executor.math.crew) if each is not None]
+        helpers = [each for each in (executor.compute.thread_pool, executor.compute.spinning_pool) if each is not None]
         self._held = Held(self, transfers, arena, helpers)
 
     # -- for users ----------------------------------------------------------------------------------------------------
@@ -120,9 +109,9 @@ class Engine:
         counters = self.executor.counters.copy()
         counters.bytes_read = self._transfers.bytes_read
         counters.read_busy_seconds = self._transfers.busy_seconds
-        math = self.executor.math
-        counters.host_seconds = math.host_experts.busy_seconds if math.host_experts is not None else 0.0
-        counters.late_seconds = math.emulation.late_seconds if math.emulation is not None else 0.0
+        compute = self.executor.compute
+        counters.host_seconds = compute.host_experts.busy_seconds if compute.host_experts is not None else 0.0
+        counters.late_seconds = compute.pacing.late_seconds
         return counters
 
     def new_cache(self, sequences: int = 1) -> RowCache:
@@ -149,7 +138,7 @@ class Engine:
         with self.turn():
             self._refuse_in_pass("use_alpha")
             self.config = replace(self.config, alpha=alpha)
-            self.executor.substitute_by(self.config)
+            self.executor.substitute_by(substitution_of(self.config))
             self.executor.start_anew(self.fresh_eviction())
 
     def fresh_eviction(self) -> Eviction:
@@ -165,12 +154,28 @@ class Engine:
     @contextmanager
     def recording(self) -> Iterator[list[Routing]]:
         """Inside, every routing decision is appended to the list that this yields: input for `smoe.simulator`."""
-        trace: list[Routing] = []
-        self.executor.trace = trace
+        kept = RoutingList()
+        with self.observed_by(kept):
+            yield kept.trace
+
+    @contextmanager
+    def observed_by(self, observer: StepObserver) -> Iterator[None]:
+        """Inside, `observer` hears every step of every layer."""
+        self.executor.observers.append(observer)
         try:
-            yield trace
+            yield
         finally:
-            self.executor.trace = None
+            self.executor.observers.remove(observer)
+
+    @property
+    def pacing(self) -> Pacing:
+        """The clock of what is computed: the real one, or a test bench's."""
+        return self.executor.compute.pacing
+
+    @property
+    def has_native_kernels(self) -> bool:
+        """Whether our own kernels multiply single rows."""
+        return self.executor.compute.spinning_pool is not None
 
     def cancel(self) -> bool:
         """End the running request, from any thread: at its next layer it raises `GenerationCancelledError`.
@@ -202,7 +207,7 @@ class Engine:
             return
         self._is_closed = True
         if self._process == os.getpid():
-            self.executor.math.close()
+            self.executor.compute.close()
         self._held.release()
         self.executor.arrivals.forget()
 
@@ -266,8 +271,7 @@ class Engine:
             self._phase = Phase.DECODE if tokens == 1 else Phase.PREFILL
             self._sequences = rows
             self._note_silent(tokens, padding, cache)
-            if self.executor.math.emulation is not None:
-                self.executor.math.emulation.begin_pass()
+            self.pacing.begin_pass()
             started = self.now()
             try:
                 self._turns.check()
@@ -312,10 +316,14 @@ class Engine:
             experts = self.store.layers[layer].experts
             top_k_index = top_k_index.masked_fill(self._silent.unsqueeze(1), experts)
         logits, rule = self._logits.pop(layer, None), self.rules.get(layer)
-        if self.listener is not None:
-            self.listener(layer, self._phase, self._sequences, logits, top_k_index, top_k_weights)
+        heard = Routed(layer, self._phase, self._sequences, logits, top_k_index, top_k_weights)
+        for observer in self.executor.observers:
+            observer.routed(heard)
         scored = Scored(rule, rule.scores(logits)) if rule is not None and logits is not None else None
-        return self.executor.run(layer, self._phase, hidden, top_k_index, top_k_weights, scored, self._sequences)
+        output = self.executor.run(layer, self._phase, hidden, top_k_index, top_k_weights, scored, self._sequences)
+        for observer in self.executor.observers:
+            observer.computed(heard, hidden, output)
+        return output
 
     def note_logits(self, layer: int, logits: torch.Tensor) -> None:
         """A router has spoken: [T, E] of the layer whose experts are asked next."""
@@ -326,9 +334,9 @@ class Engine:
 
         Sharing such short work out takes longer than doing it, and the library's threads, once awake, hold up ours.
         Our kernels' bits have been compared with the library's on one thread and on all; a product that is left and
-        depends on it stays on all (`runtime/dense.py`).
+        depends on it stays on all (`fastpath/linear.py`).
         """
-        return nullcontext() if positions > 1 or not self.executor.leaves_little else threads(1)
+        return nullcontext() if positions > 1 or not self._leaves_little else threads(1)
 
     def _check_usable(self) -> None:
         """Raise where the engine is closed or belongs to the parent of a forked process."""
@@ -344,7 +352,7 @@ class Engine:
     def peak_memory_bytes(self) -> int:
         """Bytes of the budget in use at most.
 
-        On a GPU the allocator's own peak since a model was last loaded there (`memory/device.py`). On a CPU what is
+        On a GPU the allocator's own peak since a model was last loaded there (`memory/arena.py`). On a CPU what is
         really allocated for slots, weights and caches, and the reserve for activations; a cgroup proves the sum from
         outside (`bench/limits.py`).
         """

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from smoe.memory.device import Arena
+from smoe.memory.arena import Arena
 from smoe.memory.transfer import Transfers
 
 _living: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan, Promotion
-from smoe.policy.planner import layer_share, observation, plan_layer
-from smoe.policy.residency import ExpertsAtHand, SlotTable
-from smoe.policy.selection import applied, substitute
+from smoe.policy.planner import layer_share
+from smoe.policy.residency import SlotTable
+from smoe.policy.step import EXACT_SWITCHES, Switches, decide
 from smoe.routing import Phase, Routing
 
 
@@ -34,23 +34,18 @@ def replay(
     cache_slots: int,
     staging_slots: int,
     eviction: Eviction,
-    alpha: float = 0.0,
-    prefill_keep: str = "last-uses",
+    switches: Switches = EXACT_SWITCHES,
 ) -> ReplayCounts:
     """Serve `trace` from an empty cache; only decode steps are counted, prefill steps warm the cache.
 
-    Slots beyond the trace's needs are harmless. With `alpha` above 0 (the trace must have scores) missing low-score
+    Slots beyond the trace's needs are harmless. With an `alpha` above 0 (the trace must have scores) missing low-score
     experts are substituted; that the model would then have routed otherwise is not seen. O(steps x experts used).
     """
     table = SlotTable(cache_slots, staging_slots)
     share = layer_share(cache_slots, len({routing.layer for routing in trace}) or 1)
     uses = misses = 0
     for routing in trace:
-        if alpha > 0 and routing.phase is Phase.DECODE:
-            at_hand = ExpertsAtHand(routing.layer, table)
-            routing = applied(substitute(routing, at_hand, alpha, share=True, drop=False), routing)
-        eviction.observe(observation(routing))
-        plan = plan_layer(routing, table, eviction, share, None, prefill_keep)
+        plan = decide(routing, table, eviction, share, switches).plan
         if routing.phase is Phase.DECODE:
             uses += len(plan.serves)
             misses += len(plan.loads)
@@ -63,7 +58,7 @@ def replay_by_layer(
     cache_slots: int,
     staging_slots: int,
     eviction_for: Callable[[Sequence[Routing]], Eviction],
-    alpha: float = 0.0,
+    switches: Switches = EXACT_SWITCHES,
 ) -> ReplayCounts:
     """`replay` with a pool of slots for every layer instead of one for all: equal shares, the first get the rest.
 
@@ -74,7 +69,7 @@ def replay_by_layer(
         layers.setdefault(routing.layer, []).append(routing)
     share, rest = divmod(cache_slots, len(layers) or 1)
     counts = [
-        replay(part, share + (n < rest), staging_slots, eviction_for(part), alpha)
+        replay(part, share + (n < rest), staging_slots, eviction_for(part), switches)
         for n, (_, part) in enumerate(sorted(layers.items()))
     ]
     return ReplayCounts(sum(count.uses for count in counts), sum(count.misses for count in counts))

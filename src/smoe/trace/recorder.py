@@ -16,14 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from smoe.errors import EngineStateError, UnsupportedModelError
 from smoe.models.scoring import ScoringRule, find_rule
-from smoe.models.seam import hear_routers
-from smoe.routing import Phase
 from smoe.runtime.engine import Engine
+from smoe.runtime.observer import Routed, StepObserver
+from smoe.runtime.seam import hear_routers
 from smoe.trace.file import TraceWriter
 from smoe.trace.record import PHASES, TracedLayer, TraceHeader
 
@@ -38,25 +37,25 @@ def recording(
     and what `TraceWriter` raises.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
-    if engine.listener is not None:
+    if any(isinstance(observer, Recorder) for observer in engine.executor.observers):
         raise EngineStateError("this model is being recorded already; end that recording first")
     header = _header(model, engine, name or model.config.name_or_path)
     with TraceWriter(path, header, replace=replace) as writer:
-        engine.listener = recorder = Recorder(engine, writer)
+        recorder = Recorder(engine, writer)
         # routers with rules are heard already, for the policies
         unheard = {layer: router for layer, router in engine.anatomy.routers.items() if layer not in engine.rules}
         hooks = hear_routers(model, engine, unheard)
         try:
-            yield recorder
+            with engine.observed_by(recorder):
+                yield recorder
         finally:
-            engine.listener = None
             for hook in hooks:
                 hook.remove()
         recorder.settle()
 
 
-class Recorder:
-    """The engine's listener while a trace is written."""
+class Recorder(StepObserver):
+    """Writes down what it hears."""
 
     def __init__(self, engine: Engine, writer: TraceWriter) -> None:
         self.writer = writer
@@ -70,31 +69,24 @@ class Recorder:
         self._layers = {layer.layer: layer for layer in writer.header.layers}
         self._passes = engine.executor.counters.forward_passes
 
-    def __call__(
-        self,
-        layer: int,
-        phase: Phase,
-        sequences: int,
-        logits: torch.Tensor | None,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-    ) -> None:
+    def routed(self, heard: Routed) -> None:
+        layer, logits, sequences = heard.layer, heard.logits, heard.sequences
         if layer == self.writer.header.layers[0].layer:
             self.settle()  # a pass begins, so the one before has ended or failed
-        traced, count = self._layers[layer], top_k_index.shape[0]
+        traced, count = self._layers[layer], heard.top_k_index.shape[0]
         if logits is None or logits.shape != (count, traced.experts):
             given = "nothing" if logits is None else f"{list(logits.shape)} numbers"
             raise UnsupportedModelError(
                 f"the router of layer {layer} gives {given} instead of logits of {traced.experts} experts for {count} "
-                "tokens, so this family cannot be recorded; to serve it, nothing is missing"
+                "tokens, so this family cannot be recorded; it can be served all the same"
             )
         self.sequences = max(self.sequences, self.first_sequence + sequences)
         rows = self.writer.header.blank_rows(traced, count)
-        rows["step"], rows["phase"] = self.steps, PHASES.index(phase)
+        rows["step"], rows["phase"] = self.steps, PHASES.index(heard.phase)
         rows["sequence"] = self.first_sequence + np.arange(count) // (count // sequences)
         rows["router_logits"][:, : traced.experts] = logits.half().cpu().numpy()
-        rows["top_k_index"][:, : traced.top_k] = top_k_index.cpu().numpy()
-        rows["top_k_weights"][:, : traced.top_k] = top_k_weights.float().cpu().numpy()
+        rows["top_k_index"][:, : traced.top_k] = heard.top_k_index.cpu().numpy()
+        rows["top_k_weights"][:, : traced.top_k] = heard.top_k_weights.float().cpu().numpy()
         self.writer.append(rows)
 
     def settle(self) -> None:
@@ -114,7 +106,7 @@ def _header(model: PreTrainedModel, engine: Engine, name: str) -> TraceHeader:
         if number not in engine.anatomy.routers:
             raise UnsupportedModelError(
                 f"the router of layer {number} could not be found, so its logits cannot be heard and this family "
-                f"({model.config.model_type}) cannot be recorded; to serve it, nothing is missing"
+                f"({model.config.model_type}) cannot be recorded; it can be served all the same"
             )
         rule = engine.rules.get(number) or _rule(model, engine, number, experts.experts)
         layers.append(

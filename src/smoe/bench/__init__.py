@@ -1,1 +1,0 @@
-"""`smoe bench`: the papers' cells on the user's own machine and model."""

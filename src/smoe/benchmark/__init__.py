@@ -1,0 +1,1 @@
+"""What `smoe bench` measures."""

@@ -1,0 +1,93 @@
+"""The cells of the papers' tables: prompt length, answer length, batch; each run once on a warm engine.
+
+16 and 128 prompt tokens, 64 and 256 new ones, one sequence and three, as in SMoE's evaluation. Answers have the full
+length (the end token is passed over), choices are greedy, prompts come from a seed: the same work every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from smoe.benchmark.prompts import prompt_ids
+from smoe.generation.generate import Sampling, generate_batch, pad
+from smoe.machine.measure import quick_rates
+from smoe.report.run import RunReport, report_on
+from smoe.runtime.engine import Engine
+
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One square of the table."""
+
+    prompt_tokens: int
+    new_tokens: int
+    batch: int
+
+
+CELLS = [Cell(prompt, new, batch) for batch in (1, 3) for prompt in (16, 128) for new in (64, 256)]
+QUICK_CELLS = [Cell(16, 64, 1), Cell(16, 64, 3)]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A cell and what came out."""
+
+    cell: Cell
+    report: RunReport
+
+    def as_json(self) -> dict[str, Any]:
+        values = self.report.as_json()
+        names = (
+            "ttft_seconds",
+            "tpot_seconds",
+            "tokens_per_second",
+            "hit_ratio",
+            "bytes_read_per_token",
+            "floor_seconds_per_token",
+            "floor_share",
+            "floor_bound_by",
+            "rates_source",
+            "time_shares",
+        )
+        return asdict(self.cell) | {name: values[name] for name in names}
+
+
+def fitting(cells: list[Cell], context_tokens: int) -> list[Cell]:
+    """The cells whose text fits the context."""
+    return [cell for cell in cells if cell.prompt_tokens + cell.new_tokens <= context_tokens]
+
+
+def measure_cells(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    cells: list[Cell],
+    seed: int,
+    on_start: Callable[[Cell], None],
+    on_end: Callable[[Measurement], None],
+) -> list[Measurement]:
+    """All cells in order, after a few tokens of warming up. An interrupt keeps the cells that are done."""
+    measurements: list[Measurement] = []
+    _run(model, tokenizer, Cell(16, WARM_UP_TOKENS, 1), seed)
+    engine: Engine = model.offload  # type: ignore[assignment]
+    rates = quick_rates(model.device, engine.slot_memory)
+    for cell in cells:
+        on_start(cell)
+        generation = _run(model, tokenizer, cell, seed)
+        if generation.was_interrupted:
+            break
+        measurement = Measurement(cell, report_on(generation, model, rates))
+        measurements.append(measurement)
+        on_end(measurement)
+    return measurements
+
+
+def _run(model: PreTrainedModel, tokenizer: Any, cell: Cell, seed: int) -> Any:
+    rows = [prompt_ids(tokenizer, cell.prompt_tokens, seed + row) for row in range(cell.batch)]
+    sampling = Sampling(max_new_tokens=cell.new_tokens, seed=seed, ignores_end=True)
+    return generate_batch(model, tokenizer, pad(rows, 0), sampling)

@@ -1,0 +1,1 @@
+"""The arithmetic of experts, wherever it is carried out."""

@@ -1,0 +1,240 @@
+"""Few tokens through the experts of a layer: operation by operation with the library, or in one piece with our kernel.
+
+Both keep every expert's output apart and add them up at the end in ascending expert order, whatever the order of
+arrival, so a result never depends on residency. The library sums several rows in another order than one; where the
+kernel has that order too, it takes an expert that several of the tokens have chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from smoe.compute.expert_math import ExpertMath, Weights
+from smoe.compute.thread_pool import ThreadPool
+from smoe.kernels.experts import MOST_EXPERTS, MOST_ROWS, MOST_TOKENS, Expert, Sums, TokenExperts
+from smoe.kernels.spinning_pool import SpinningPool, agrees_on_rows
+from smoe.memory.streams import on_device
+
+_PROOF_EXPERTS = 8
+
+Routes = Sequence[Sequence[int]]
+"""Of every expert in the order of the plan, its flat positions t * K + k in the choice [T, K]."""
+
+
+class DecodeExperts(Protocol):
+    """The experts of one layer for T tokens, computed in the order of the plan."""
+
+    def compute(self, first: int, weights: Sequence[Weights]) -> None:
+        """The experts number `first` and following."""
+
+    def put(self, n: int, rows: torch.Tensor) -> None:
+        """Expert number n was computed elsewhere: [its routes, H], before its routing weights."""
+
+    def partial(self, count: int) -> torch.Tensor:
+        """What the first `count` experts have given: [T, H]; its last bits are nobody's."""
+
+    def total(self) -> torch.Tensor:
+        """The sum of all: [T, H]."""
+
+
+def decode_experts(
+    math: ExpertMath,
+    thread_pool: ThreadPool | None,
+    hidden: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    routes: Routes,
+    ascending: Sequence[int],
+) -> DecodeExperts:
+    """hidden [T, H], top_k_weights [T, K]; `ascending`: the experts' numbers in the sum's order."""
+    if math.kernel is not None and hidden.shape[0] <= MOST_TOKENS:
+        return _InOnePiece(math, math.kernel, hidden, top_k_weights, routes, ascending)
+    if hidden.shape[0] == 1:
+        return _OneByOperations(math, thread_pool, hidden, top_k_weights, routes, ascending)
+    return _SeveralByOperations(math, hidden, top_k_weights, routes, ascending)
+
+
+def routes_on_device(routes: Routes, width: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of every expert, its routes [n] and their tokens [n] where the device computes: one transfer for all of them."""
+    flat = on_device([route for some in routes for route in some], device)
+    counts = [len(some) for some in routes]
+    return list(zip(flat.split(counts), (flat // width).split(counts), strict=True))
+
+
+def proven_kernel(math: ExpertMath, pool: SpinningPool, weights: Weights) -> TokenExperts | None:
+    """The kernel that takes one token through these experts, if it gives the library's bits on this one of them."""
+    kernel = math.kernel_of(pool)
+    if kernel is None:
+        return None
+    x = torch.randn(1, math.hidden, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    gains, order = torch.rand(1, _PROOF_EXPERTS).to(torch.bfloat16), range(_PROOF_EXPERTS)
+    routes = [[n] for n in order]
+    ours = _InOnePiece(math, kernel, x, gains, routes, order)
+    theirs = _OneByOperations(math, None, x, gains, routes, order)
+    for way in (ours, theirs):
+        way.compute(0, [weights] * _PROOF_EXPERTS)
+    if not torch.equal(ours.total(), theirs.total()):
+        return None
+    if pool.several and all(
+        agrees_on_rows(pool, matrix, rows) for matrix in (weights.up, weights.down) for rows in (2, MOST_ROWS)
+    ):
+        kernel.most_rows = MOST_ROWS
+    return kernel
+
+
+class _OneByOperations:
+    """One token by the library's operations, shared out over a pool of threads where there is one."""
+
+    def __init__(
+        self,
+        math: ExpertMath,
+        thread_pool: ThreadPool | None,
+        hidden: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        routes: Routes,
+        ascending: Sequence[int],
+    ) -> None:
+        self._math = math
+        self._thread_pool = thread_pool
+        self._hidden = hidden
+        self._ascending = ascending
+        taken = on_device([route for (route,) in routes], hidden.device)
+        self._gains = top_k_weights[0].index_select(0, taken).unsqueeze(1)
+        self._stacked = hidden.new_empty(len(routes), hidden.shape[1])
+
+    def compute(self, first: int, weights: Sequence[Weights]) -> None:
+        math, hidden, out = self._math, self._hidden, self._stacked[first : first + len(weights)]
+        if self._thread_pool is not None and len(weights) > 1:
+            self._thread_pool.run(lambda member, of: math.forward_each(hidden, weights[member::of], out[member::of]))
+        elif weights:
+            math.forward_each(hidden, weights, out)
+
+    def put(self, n: int, rows: torch.Tensor) -> None:
+        self._stacked[n : n + 1].copy_(rows)
+
+    def partial(self, count: int) -> torch.Tensor:
+        return (self._stacked[:count] * self._gains[:count]).to(self._hidden.dtype).sum(0, keepdim=True)
+
+    def total(self) -> torch.Tensor:
+        total = torch.zeros_like(self._hidden)
+        outputs = (self._stacked * self._gains).to(self._hidden.dtype).split(1)
+        for n in self._ascending:
+            total += outputs[n]
+        return total
+
+
+class _SeveralByOperations:
+    """Several tokens by the library's operations, one expert after the other."""
+
+    def __init__(
+        self,
+        math: ExpertMath,
+        hidden: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        routes: Routes,
+        ascending: Sequence[int],
+    ) -> None:
+        self._math = math
+        self._hidden = hidden
+        self._gains = top_k_weights.reshape(-1, 1)
+        self._ascending = ascending
+        self._routes = routes_on_device(routes, top_k_weights.shape[1], hidden.device)
+        """Of every expert, its routes and their tokens."""
+        self._outputs: list[torch.Tensor | None] = [None] * len(routes)
+
+    def compute(self, first: int, weights: Sequence[Weights]) -> None:
+        for n, one in enumerate(weights, start=first):
+            self.put(n, self._math.forward(self._hidden[self._routes[n][1]], one))
+
+    def put(self, n: int, rows: torch.Tensor) -> None:
+        self._outputs[n] = (rows * self._gains[self._routes[n][0]]).to(self._hidden.dtype)
+
+    def partial(self, count: int) -> torch.Tensor:
+        return self.total()  # of those that there are
+
+    def total(self) -> torch.Tensor:
+        total = torch.zeros_like(self._hidden)
+        for n in self._ascending:
+            output = self._outputs[n]
+            if output is not None:
+                total.index_add_(0, self._routes[n][1], output)
+        return total
+
+
+class _InOnePiece:
+    """By our kernel; the sum follows the last expert without coming back to Python.
+
+    Outputs lie token after token, and within a token in ascending expert order.
+    """
+
+    def __init__(
+        self,
+        math: ExpertMath,
+        kernel: TokenExperts,
+        hidden: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        routes: Routes,
+        ascending: Sequence[int],
+    ) -> None:
+        self._math = math
+        self._kernel = kernel
+        self._hidden = hidden.contiguous()
+        tokens, width = top_k_weights.shape
+        given = top_k_weights.flatten().tolist()
+        ordered = _by_token(tokens, width, routes, ascending)
+        row_of = {route: row for row, route in enumerate([route for token in ordered for route in token])}
+        self._places = [[(route // width, row_of[route]) for route in some] for some in routes]
+        """Of every expert, its routes in their order: (token, row of the outputs)."""
+        self._gains = [given[route] for route in row_of]
+        spans = [(row_of[token[0]] if token else 0, len(token)) for token in ordered]
+        self._rows = hidden.new_empty(len(self._gains), hidden.shape[1])
+        self._out = torch.zeros_like(self._hidden)
+        self._sums = Sums(self._gains, spans, self._out)
+        self._open = len(routes)
+
+    def compute(self, first: int, weights: Sequence[Weights]) -> None:
+        ours: list[Expert] = []
+        for places, one in zip(self._places[first:], weights, strict=False):
+            if len(places) <= self._kernel.most_rows:
+                ours.append(Expert(one.up, one.down, places))
+            else:
+                tokens, rows = (list(part) for part in zip(*places, strict=True))
+                self._rows[rows] = self._math.forward(self._hidden[tokens], one)
+        self._end(len(weights), ours)
+
+    def put(self, n: int, rows: torch.Tensor) -> None:
+        self._rows[[row for _, row in self._places[n]]] = rows
+        self._end(1, [])
+
+    def _end(self, count: int, ours: list[Expert]) -> None:
+        """`count` experts are done once `ours` are; the sum follows the last."""
+        self._open -= count
+        while len(ours) > MOST_EXPERTS:
+            self._kernel.forward(self._hidden, ours[:MOST_EXPERTS], self._rows)
+            ours = ours[MOST_EXPERTS:]
+        if ours or not self._open:
+            self._kernel.forward(self._hidden, ours, self._rows, None if self._open else self._sums)
+
+    def partial(self, count: int) -> torch.Tensor:
+        places = [place for places in self._places[:count] for place in places]
+        rows = [row for _, row in places]
+        gains = torch.tensor([self._gains[row] for row in rows]).unsqueeze(1)
+        tokens = torch.tensor([token for token, _ in places], dtype=torch.long)
+        total = torch.zeros(self._hidden.shape).index_add_(0, tokens, self._rows[rows] * gains)
+        return total.to(self._hidden.dtype)
+
+    def total(self) -> torch.Tensor:
+        return self._out
+
+
+def _by_token(tokens: int, width: int, routes: Routes, ascending: Sequence[int]) -> list[list[int]]:
+    """Of every token, its routes in the order of the sum."""
+    if tokens == 1:
+        return [[route for n in ascending for route in routes[n]]]
+    found: list[list[int]] = [[] for _ in range(tokens)]
+    for n in ascending:
+        for route in routes[n]:
+            found[route // width].append(route)
+    return found

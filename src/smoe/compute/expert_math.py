@@ -1,0 +1,135 @@
+"""How one expert computes: the library's eager arithmetic, operation by operation, on weights that sit in a slot.
+
+Grade E0 rests on this file: same operations on the same shapes in the same order as the eager loop of `transformers`
+(`x @ up`, bias, gate, `@ down`, bias, post norm, routing weight, sum in ascending expert order). `load/selftest.py`
+compares it with the library's own loop when a model is loaded. The product of a single row may be our kernel's, where
+its bits have been found to be the library's (`kernels/spinning_pool.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from smoe.compute.row_groups import Filling, Shape, product
+from smoe.kernels.elementwise import activation_table, is_table_of
+from smoe.kernels.experts import TokenExperts
+from smoe.kernels.spinning_pool import Product, SpinningPool, agrees
+from smoe.memory.arena import Arena
+from smoe.memory.store import Part
+
+
+def library_products(products: Sequence[Product]) -> None:
+    """One-row products by torch."""
+    for x, matrix, out, *_ in products:
+        torch.mm(x, matrix, out=out)
+
+
+class Weights(NamedTuple):
+    """One expert's matrices as views into its slot, ready for `x @ up` and `h @ down`."""
+
+    up: torch.Tensor
+    """[H, 2I] (gate and up side by side, as the family has them) or [H, I] without a gate."""
+    down: torch.Tensor
+    """[I, H]"""
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+class ExpertMath:
+    """The arithmetic of one layer's experts module."""
+
+    def __init__(self, module: nn.Module, parts: Sequence[Part], dtype: torch.dtype) -> None:
+        self._module = module
+        self._shapes = {part.name: part.shape for part in parts}
+        self._dtype = dtype
+        self._up_name = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+        self._is_transposed = bool(module.is_transposed)
+        self._has_bias = bool(getattr(module, "has_bias", False))
+        activate: Any = module._apply_gate if getattr(module, "has_gate", True) else module.act_fn
+        post_norm: Any = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
+        self._activate: Callable[[torch.Tensor], torch.Tensor] = activate
+        self._post_norm: Callable[[torch.Tensor], torch.Tensor] | None = post_norm
+        up, down = self._shapes[self._up_name], self._shapes["down_proj"]
+        self.multiply: Callable[[Sequence[Product]], None] = library_products
+        """What multiplies single rows."""
+        self.kernel: TokenExperts | None = None
+        """Where set, takes one token through several experts at once."""
+        self.filling: Filling | None = None
+        """Where set, several rows are filled up to one of few numbers."""
+        self.up_width = up[1] if self._is_transposed else up[0]
+        self.inner, self.hidden = (down[0], down[1]) if self._is_transposed else (down[1], down[0])
+
+    @property
+    def shapes(self) -> tuple[Shape, Shape]:
+        """Of the two matrices."""
+        is_transposed = not self._is_transposed  # the family's word is for its own layout
+        return Shape(self.hidden, self.up_width, is_transposed), Shape(self.inner, self.hidden, is_transposed)
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether another device can compute it: everything but the experts' own weights is arithmetic."""
+        return self._post_norm is None
+
+    def bind(self, arena: Arena, slot: int, offsets: Mapping[str, int]) -> Weights:
+        """Views of the expert in `slot`; `offsets` are the parts' slot offsets in bytes."""
+
+        def part(name: str) -> torch.Tensor:
+            return arena.view(slot, offsets[name], self._shapes[name], self._dtype)
+
+        up, down = part(self._up_name), part("down_proj")
+        if not self._is_transposed:
+            up, down = up.t(), down.t()
+        if not self._has_bias:
+            return Weights(up, down, None, None)
+        return Weights(up, down, part(f"{self._up_name}_bias"), part("down_proj_bias"))
+
+    def agrees(self, pool: SpinningPool, weights: Weights) -> bool:
+        """Whether our kernel gives the library's bits on these weights of one expert."""
+        return agrees(pool, weights.up) and agrees(pool, weights.down)
+
+    def kernel_of(self, pool: SpinningPool) -> TokenExperts | None:
+        """The kernel for one token through these experts, or None where they are of no kind that it knows."""
+        if self._has_bias or self._post_norm is not None or not getattr(self._module, "has_gate", True):
+            return None
+        table = activation_table(self._activate)
+        return None if table is None else TokenExperts(pool, self.hidden, self.inner, table)
+
+    def has_activation(self, table: torch.Tensor) -> bool:
+        """Whether the experts' activation is this one (`kernels/elementwise.py`)."""
+        return is_table_of(table, self._activate)
+
+    def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """[n, H] -> [n, H], before the routing weight."""
+        y = self._times(x, weights.up)
+        if weights.up_bias is not None:
+            y = y + weights.up_bias
+        y = self._times(self._activate(y), weights.down)
+        if weights.down_bias is not None:
+            y = y + weights.down_bias
+        return y if self._post_norm is None else self._post_norm(y)
+
+    def forward_each(self, x: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor) -> None:
+        """One token through several experts: x [1, H] -> out [n, H], row by row what `forward` gives.
+
+        The matrix products are the same calls; what lies between them runs once for all rows, which is elementwise and
+        therefore changes no bit, and saves most of Python's share for small experts.
+        """
+        if self._has_bias or self._post_norm is not None:
+            for row, expert in enumerate(weights):
+                out[row : row + 1] = self.forward(x, expert)
+            return
+        x, wide = x.contiguous(), x.new_empty(len(weights), self.up_width)
+        self.multiply([Product(x, expert.up, row) for expert, row in zip(weights, wide.split(1), strict=True)])
+        rows = zip(weights, self._activate(wide).contiguous().split(1), out.split(1), strict=True)
+        self.multiply([Product(inner, expert.down, row) for expert, inner, row in rows])
+
+    def _times(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] != 1:
+            return product(x, matrix, self.filling)
+        out = x.new_empty(1, matrix.shape[1])
+        self.multiply([Product(x.contiguous(), matrix, out)])
+        return out

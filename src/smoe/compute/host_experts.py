@@ -1,0 +1,171 @@
+"""Experts that the CPU computes where they lie, in the host tier, while the device and the link do something else.
+
+One thread of its own; the bits are those of a CPU, so beside another device a layer computed by both has grade E2, and
+on an emulated device, which is this CPU, E0 and E1 stay.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+
+import torch
+
+from smoe.compute.expert_math import ExpertMath, Weights
+from smoe.expert import EXACT, Copy
+from smoe.kernels.spinning_pool import SpinningPool
+from smoe.memory.host import HostTier
+from smoe.memory.link import Link
+from smoe.memory.movers import Filler
+from smoe.memory.pacing import Pacing
+from smoe.memory.store import ExpertStore
+from smoe.memory.streams import Fetched
+from smoe.policy.balance import FLAT, Balance, Costs, RecentCosts
+from smoe.routing import Phase
+
+
+class HostExperts:
+    """Computes single experts beside the device. `submit` belongs to the computing thread."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        filler: Filler,
+        store: ExpertStore,
+        math: Mapping[int, ExpertMath],
+        threads: int,
+        pacing: Pacing,
+    ) -> None:
+        self._host = host
+        self._filler = filler
+        self._store = store
+        self._math = math
+        self._pacing = pacing
+        self._timed: deque[tuple[float, int]] = deque(maxlen=64)
+        self.busy_seconds = 0.0
+        """Time spent computing."""
+        self._pool: SpinningPool | None = None
+        """What multiplies single rows; None: the library."""
+        self._under_way: set[Future[torch.Tensor]] = set()
+        self._worker = ThreadPoolExecutor(1, "smoe-host-experts", _begin, (threads,))  # must not hold us
+
+    def multiply_by(self, pool: SpinningPool) -> bool:
+        """From now on single rows are multiplied by our kernel; False where its bits are not the library's.
+
+        Compared on an expert of every shape, before anything is submitted. The pool is closed with this, used or not.
+        """
+        self._pool = pool
+        shapes = {(math.hidden, math.inner): layer for layer, math in self._math.items()}
+        for layer in shapes.values():
+            with self._held((layer, 0, EXACT)) as weights:
+                if not self._math[layer].agrees(pool, weights):
+                    return False
+        for math in self._math.values():
+            math.multiply = pool.multiply
+        return True
+
+    def submit(self, copy: Copy, hidden: Fetched, tokens: Sequence[int]) -> Future[torch.Tensor]:
+        """Compute an expert for some rows of hidden [T, H]; the result [n, H] is on the CPU.
+
+        Never blocks: what is still on its way from the device is waited for by the CPU's thread. Reading the expert
+        from disk, where that is needed, comes first and may fail: the error is the result's.
+        """
+        future = self._worker.submit(self._compute, copy, hidden, tokens)
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return future
+
+    def measured(self) -> Iterator[tuple[float, int]]:
+        """(seconds, rows) of every expert computed since the last call."""
+        while self._timed:
+            yield self._timed.popleft()
+
+    def drain(self) -> None:
+        """Forget what has not begun and wait for what has."""
+        pending = list(self._under_way)
+        for future in pending:
+            future.cancel()
+        wait(pending)
+
+    def start_anew(self) -> None:
+        """Nothing under way, nothing counted."""
+        self.drain()
+        self._timed.clear()
+        self.busy_seconds = 0.0
+
+    def close(self) -> None:
+        self._worker.shutdown(cancel_futures=True)
+        if self._pool is not None:
+            self._pool.close()
+
+    def _compute(self, copy: Copy, hidden: Fetched, tokens: Sequence[int]) -> torch.Tensor:
+        with self._held(copy) as weights:
+            x = hidden.wait()[list(tokens)]
+            began = time.perf_counter()
+            out = self._math[copy[0]].forward(x, weights)
+            self._pacing.compute_on_host(began, x.shape[0])
+            seconds = (time.perf_counter() - began) / self._pacing.dilation
+            self.busy_seconds += seconds
+            self._timed.append((seconds, x.shape[0]))
+            return out.pin_memory() if hidden.is_from_device else out
+
+    @contextmanager
+    def _held(self, copy: Copy) -> Iterator[Weights]:
+        """An expert's weights in the host tier, read from disk where they are not there; kept until the end."""
+        layer, expert, _ = copy
+        lease = self._host.lease(copy)
+        try:
+            if not lease.is_hit:
+                self._filler.fill(layer, expert, self._host.arena.buffer(lease.slot), None)
+                self._host.note_filled(lease)
+            parts = self._store.placement(layer, expert).parts
+            yield self._math[layer].bind(self._host.arena, lease.slot, parts)
+        finally:
+            self._host.give_back(lease)
+
+
+def _begin(threads: int) -> None:
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+
+
+class Balancer:
+    """Shares misses out between link and CPU, at the costs last measured or at `fixed` ones."""
+
+    def __init__(
+        self,
+        method: str,
+        order: str,
+        link: Link,
+        host_experts: HostExperts,
+        pacing: Pacing,
+        fixed: Costs | None,
+        shares_prompts: bool,
+    ) -> None:
+        self.shares_prompts = shares_prompts
+        """Whether the CPU computes experts of prompts, too."""
+        self._pacing = pacing
+        self._method = method
+        self._order = order
+        self._link = link
+        self._host_experts = host_experts
+        self._fixed = fixed
+        self._recent = RecentCosts()
+
+    def balance(self, phase: Phase, under_way: float) -> Balance | None:
+        """For one layer, with so many loads under way; None where the device computes everything."""
+        if not self._pacing.is_paced or (phase is Phase.PREFILL and not self.shares_prompts):
+            return None
+        for seconds in self._link.measured():
+            self._recent.note_load(seconds)
+        for seconds, rows in self._host_experts.measured():
+            if rows > FLAT:
+                self._recent.note_token(seconds / rows)
+            else:
+                self._recent.note_host(seconds / rows if self._order == "tokens" else seconds)
+        if self._fixed is not None:
+            return Balance(self._method, self._order, self._fixed)
+        return Balance(self._method, self._order, self._recent.costs(under_way))

@@ -1,0 +1,192 @@
+"""Attention of single tokens by our kernel, behind the library's own `sdpa`.
+
+Decoder layers look their attention up by name. Some families compare the name with "sdpa" and take another way under
+any other, and masks are made by it too, so the name stays: what is registered under it asks the module that calls
+whether it carries a kernel, and is the library's function for all that do not, and for all but one token of one row
+without a mask.
+
+A wrong order of a sum shows in very few rounded outputs, so the proof is made of data in which it shows:
+
+* every key comes twice, with opposite values: what is left of an output is the rounding of its sums;
+* the last key has the largest score, zero, and weighs as much as all others: the logarithm of the sum of weights, which
+  torch returns too, has hardly fewer digits than the sum;
+* few keys of equal score, values one step apart: outputs lie midway between two bf16 numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from smoe.kernels.attention import attend, fits, libm
+from smoe.kernels.spinning_pool import SpinningPool
+from smoe.kernels.threads import threads
+
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+_NAME = "sdpa"
+_ATTRIBUTE = "one_query"
+"""Where a module carries its kernel."""
+_UNDERSTOOD = {"module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "kwargs"}
+"""What the library's function takes that means nothing else for one token without a mask."""
+_CHANGING = ("softcap", "s_aux", "output_attentions")
+"""What it is handed by other families without naming it."""
+_PAIRED = (7, 15, 37, 90, 250, 515, 701)
+"""Keys of the proof: below and above registers of 16 and 32, blocks of 512, whole ones and every remainder of 4."""
+_MIDWAY = (6, 14)
+"""Keys of equal weight, even numbers. By 14, dividing and multiplying by the reciprocal differ in many outputs."""
+_PROOF_OUTPUTS = 1 << 12
+"""For each number of keys: enough for every other order that was tried to fail more than once (docs/log.md)."""
+
+
+class Shape(NamedTuple):
+    """What a proof is good for."""
+
+    heads: int
+    key_heads: int
+    size: int
+
+
+def speed_up(model: PreTrainedModel, pool: SpinningPool) -> int:
+    """Give every attention module whose bits the kernel reproduces the kernel; returns how many.
+
+    Takes some tens of milliseconds for every distinct shape, and as long once a process.
+    """
+    if model.config.get_text_config()._attn_implementation != _NAME or libm() is None:
+        return 0
+    library, verdicts, adopted = _behind_the_name(), dict[Shape, bool](), 0
+    for module in model.modules():
+        shape = _shape(module, model)
+        if shape is None:
+            continue
+        if shape not in verdicts:
+            verdicts[shape] = agrees(pool, library, module, shape)
+        if verdicts[shape]:
+            setattr(module, _ATTRIBUTE, OneQuery(pool, shape))
+            adopted += 1
+    return adopted
+
+
+class OneQuery:
+    """The kernel for one shape of heads."""
+
+    def __init__(self, pool: SpinningPool, shape: Shape) -> None:
+        self._pool = pool
+        self._shape = shape
+
+    def serves(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether this is what was proven."""
+        shape = Shape(query.shape[1], keys.shape[1], query.shape[3])
+        return shape == self._shape and fits(query, keys, values) and not query.requires_grad
+
+    def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        return attend(self._pool, query, keys, values, scale)[0]
+
+
+def agrees(pool: SpinningPool, library: Attention, module: nn.Module, shape: Shape) -> bool:
+    """Whether the kernel's bits are torch's on one thread, and those of `library`, as `module` calls it, on all."""
+    flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    if flash is None:
+        return False
+    found: dict[int, tuple[torch.Tensor, tuple[Any, ...]]] = {}
+    with torch.no_grad(), threads(1):
+        for query, keys, values, scale in _data(shape):
+            if not fits(query, keys, values):
+                return False
+            ours, sums = attend(pool, query, keys, values, scale)
+            theirs, logarithms = flash(query, keys, values, scale=scale)
+            if not (_same(ours.transpose(1, 2), theirs) and _same(_logarithms(sums), logarithms.flatten())):
+                return False
+            found[keys.shape[2]] = ours, (query, keys, values, scale)
+    with torch.no_grad():
+        return all(
+            _same(ours, library(module, *tensors, None, dropout=0.0, scaling=scale)[0])
+            for ours, (*tensors, scale) in found.values()
+        )
+
+
+def _data(shape: Shape) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]]:
+    """Queries [1, heads, 1, size], K and V [1, key heads, n, size], scales."""
+    heads, key_heads, size = shape
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*sizes: int) -> torch.Tensor:
+        return torch.rand(sizes, generator=generator)
+
+    for n in _PAIRED:
+        half = n // 2
+        keys, values = -numbers(1, key_heads, half, size), numbers(1, key_heads, half, size) - 0.5
+        last = torch.zeros(1, key_heads, 1, size)
+        keys = torch.cat([keys, keys.flip(2), last], 2).bfloat16()
+        values = torch.cat([values, -values.flip(2), last], 2).bfloat16()
+        for _ in range(-(-_PROOF_OUTPUTS // (heads * size))):
+            yield numbers(1, heads, 1, size).bfloat16(), keys, values, 4 * math.log(n) / size
+    for n in _MIDWAY:
+        first = numbers(1, key_heads, 1, size).bfloat16().view(torch.int16)
+        values = (first + torch.arange(n, dtype=torch.int16).view(1, 1, n, 1) % 2).view(torch.bfloat16)
+        yield torch.zeros(1, heads, 1, size).bfloat16(), torch.zeros_like(values), values, 1.0
+
+
+def _logarithms(sums: torch.Tensor) -> torch.Tensor:
+    """What torch makes of the largest scores and the sums of weights [heads, 2], by libm as torch does."""
+    mathematics = libm()
+    assert mathematics is not None
+    logarithm = mathematics.logf
+    logarithm.argtypes, logarithm.restype = (ctypes.c_float,), ctypes.c_float
+    return sums[:, 0] + torch.tensor([logarithm(total) for total in sums[:, 1].tolist()])
+
+
+def _same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return ours.shape == theirs.shape and ours.dtype is theirs.dtype and torch.equal(ours, theirs)
+
+
+def _shape(module: nn.Module, model: PreTrainedModel) -> Shape | None:
+    """Of an attention module as the library writes them; None for all others."""
+    size, heads = getattr(module, "head_dim", None), model.config.get_text_config().num_attention_heads
+    if size is None or not hasattr(module, "is_causal"):
+        return None
+    return Shape(heads, heads // getattr(module, "num_key_value_groups", 1), size)
+
+
+def _behind_the_name() -> Attention:
+    """The library's function; from now on ours stands before it, once a process."""
+    registered: Attention = ALL_ATTENTION_FUNCTIONS[_NAME]
+    library: Attention | None = getattr(registered, "library", None)
+    if library is not None:
+        return library
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, _standing_before(registered))
+    return registered
+
+
+def _standing_before(library: Attention) -> Attention:
+    others = (*(name for name in inspect.signature(library).parameters if name not in _UNDERSTOOD), *_CHANGING)
+
+    @functools.wraps(library)
+    def forward(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        kernel = getattr(module, _ATTRIBUTE, None)
+        if kernel is not None and attention_mask is None and not dropout and scaling is not None:
+            is_plain = all(kwargs.get(name) is None or kwargs[name] is False for name in others)
+            if is_plain and kernel.serves(query, key, value):
+                return kernel(query, key, value, scaling), None
+        return library(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+    forward.library = library  # type: ignore[attr-defined]
+    return forward

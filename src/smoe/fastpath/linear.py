@@ -1,0 +1,186 @@
+"""The layers beside the experts, one token at a time: projections, shared experts and the output layer by our kernel.
+
+Every `nn.Linear` whose bits the kernel reproduces and which it computes faster gets a `forward` of its own; with more
+rows than one, and everywhere else, the library computes as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from smoe.kernels.spinning_pool import Product, SpinningPool, part_that_agrees
+from smoe.kernels.threads import threads
+
+_MOST_TIMED = 8
+"""Layers of one kind that are timed."""
+_TURNS = 3
+_MOST_SAMPLES = 1000
+_SAMPLED_OUTPUTS = 1 << 16
+_Kind = tuple[torch.Size, bool]
+
+
+def speed_up(model: nn.Module, pool: SpinningPool, routers: Mapping[nn.Module, bool]) -> float:
+    """Replace the one-row product of every linear layer that gains by it; returns their share of the linear weights.
+
+    Takes some tens of milliseconds for every distinct shape. `routers` are modules of the library that apply their
+    `weight` themselves; True where hidden states [T, H] are all that they take.
+    """
+    kinds: dict[_Kind, list[nn.Linear]] = {}
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            kinds.setdefault((module.weight.shape, module.bias is not None), []).append(module)
+    parts = {kind: part_that_agrees(pool, some[0].weight.t(), some[0].bias) for kind, some in kinds.items()}
+    adopted = 0
+    for kind, part in _faster(pool, kinds, parts).items():
+        for module in kinds[kind]:
+            module.forward = _forward(module, pool, part)  # type: ignore[method-assign,assignment]
+            adopted += module.weight.numel()
+    left = [module for some in kinds.values() for module in some if "forward" not in module.__dict__]
+    _speed_up_routers(pool, routers)
+    _keep_bits(left, routers)
+    total = sum(module.weight.numel() for some in kinds.values() for module in some)
+    return adopted / total if total else 0.0
+
+
+def _forward(module: nn.Linear, pool: SpinningPool, part: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        if input.numel() != module.in_features or not input.is_contiguous():
+            return functional.linear(input, module.weight, module.bias)
+        return _one_row(input, module.weight, module.bias, pool, part)
+
+    return forward
+
+
+def _one_row(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: SpinningPool, part: int = 0
+) -> torch.Tensor:
+    """input [..., K] of one row, weight [N, K] -> [..., N]"""
+    out = input.new_empty(*input.shape[:-1], weight.shape[0])
+    pool.multiply([Product(input, weight.t(), out, bias, part)])
+    return out
+
+
+def _faster(
+    pool: SpinningPool, kinds: Mapping[_Kind, Sequence[nn.Linear]], parts: Mapping[_Kind, int | None]
+) -> dict[_Kind, int]:
+    """Which kinds of layers gain, of those that have a part, and their parts.
+
+    Timed in the order in which a token meets them, on memory as cold as it finds it. The library has one thread: that
+    is what it has when nearly all products are ours.
+    """
+    known = {kind: part for kind, part in parts.items() if part is not None}
+    chosen = {module: kind for kind in known for module in kinds[kind][:_MOST_TIMED]}
+    theirs: dict[_Kind, list[float]] = {kind: [] for kind in known}
+    ours: dict[_Kind, list[float]] = {kind: [] for kind in known}
+    with threads(1):
+        for _ in range(_TURNS):
+            for way, seconds in ((_by_library, theirs), (_by_kernel, ours)):
+                for module, kind in chosen.items():
+                    seconds[kind].append(_seconds(functools.partial(way, module, _some_row(module), pool)))
+    return {kind: part for kind, part in known.items() if median(ours[kind]) < median(theirs[kind])}
+
+
+def _some_row(module: nn.Linear) -> torch.Tensor:
+    return module.weight.new_ones(1, module.in_features)
+
+
+def _by_library(module: nn.Linear, x: torch.Tensor, pool: SpinningPool) -> torch.Tensor:
+    return functional.linear(x, module.weight, module.bias)
+
+
+def _by_kernel(module: nn.Linear, x: torch.Tensor, pool: SpinningPool) -> torch.Tensor:
+    return _one_row(x, module.weight, module.bias, pool)
+
+
+def _seconds(job: Callable[[], object]) -> float:
+    started = perf_counter()
+    job()
+    return perf_counter() - started
+
+
+class _RouterWeight(torch.Tensor):
+    """A router's weight that sees to its product with one row; for everything else an ordinary parameter."""
+
+    one_row: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """(x [..., K] of one row, weight [N, K]) -> [..., N]"""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is functional.linear and len(args) == 2 and not kwargs:
+                x, weight = args
+                if type(x) is torch.Tensor and x.numel() == weight.shape[1] and x.dtype is weight.dtype:
+                    return weight.one_row(x.contiguous(), weight)
+            return func(*args, **(kwargs or {}))
+
+
+def _speed_up_routers(pool: SpinningPool, routers: Iterable[nn.Module]) -> None:
+    """A few hundred kilobytes, for which the library takes ten times as long as memory does."""
+    parts: dict[torch.Size, int | None] = {}
+    for router in routers:
+        weight = getattr(router, "weight", None)
+        if type(router) is nn.Linear or not isinstance(weight, nn.Parameter):
+            continue
+        if weight.shape not in parts:
+            parts[weight.shape] = part_that_agrees(pool, weight.t())
+        part = parts[weight.shape]
+        if part is not None:
+            ours = weight.detach().as_subclass(_RouterWeight)
+            ours.one_row = functools.partial(_one_row, bias=None, pool=pool, part=part)
+            ours._is_param = True  # type: ignore[attr-defined]
+            router.weight = ours
+
+
+def _keep_bits(linears: Iterable[nn.Linear], routers: Mapping[nn.Module, bool]) -> None:
+    """What is left to the library keeps its bits when a token is computed on one thread.
+
+    For some shapes the library cuts a sum into as many parts as there are threads (64 outputs of 2048 numbers each, two
+    threads: 2 of 96000 outputs differ): such a product goes on all threads as before. Of a router the whole answer is
+    compared, as some compute in float32; one that cannot be asked goes on all threads.
+    """
+    threads = torch.get_num_threads()
+    verdicts: dict[tuple[type, torch.Size, torch.dtype], bool] = {}
+    for module, can_be_asked in (dict.fromkeys(linears, True) | dict(routers)).items():
+        weight = next((weight for weight in module.parameters() if weight.dim() == 2), None)
+        if weight is not None and can_be_asked:
+            kind = type(module), weight.shape, weight.dtype
+            if kind not in verdicts:
+                verdicts[kind] = _is_the_same_on_one_thread(module, weight)
+            if verdicts[kind]:
+                continue
+        module.forward = _on_all(threads, module.forward)  # type: ignore[method-assign]
+
+
+def _is_the_same_on_one_thread(module: nn.Module, weight: torch.Tensor) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    samples = min(_MOST_SAMPLES, -(-_SAMPLED_OUTPUTS // weight.shape[0]))  # of many outputs each thread has some
+    x = torch.randn(samples, 1, weight.shape[1], generator=generator).to(weight.dtype)
+    on_all = [_tensors(module.forward(row)) for row in x]
+    with threads(1):
+        on_one = [_tensors(module.forward(row)) for row in x]
+    pairs = zip(itertools.chain(*on_all), itertools.chain(*on_one), strict=True)
+    return all(torch.equal(theirs, ours) for theirs, ours in pairs)
+
+
+def _tensors(answer: Any) -> list[torch.Tensor]:
+    parts = answer if isinstance(answer, tuple) else (answer,)
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def _on_all(count: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with threads(count):
+            return forward(*args, **kwargs)
+
+    return run

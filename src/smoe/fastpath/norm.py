@@ -1,0 +1,179 @@
+"""RMSNorm of a token by our kernel: one call instead of the eight operations of which the library's module is made.
+
+A model has two to four of these modules a layer, and what each takes is the operations' own cost. Which modules they
+are is found by what they compute, not by name: whoever has one weight and an epsilon is compared with the kernel, and
+left alone where a bit differs.
+
+A sum has 24 binary digits and an output 8, so of random rows few tell that a sum differs in its last digit: for some
+orders none of 256 rows of 2048 numbers. The proof's rows are made to tell: the first number, when scaled, lies midway
+between two bf16 numbers, and which of the two it becomes depends on how the sum was rounded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from smoe.kernels.norm import fits, normed
+from smoe.kernels.threads import threads
+
+MOST_NUMBERS = (1 << 15) - 1
+"""More are left to the library, which shares them out among its threads."""
+_EPSILONS = ("variance_epsilon", "eps")
+_PROOF_NUMBERS = 1 << 17
+_LEAST_PROOF_ROWS, _MOST_PROOF_ROWS, _SINGLE_ROWS = 64, 1024, 32
+"""One row of ten tells of another order of a long sum, so 64 miss it once in a thousand times; of a short sum fewer."""
+_TUNED = 6
+"""The numbers of a row up to this one bring its sum to where it is to be."""
+_EXTREMES = (0.0, 1e-40, 1e-20, 1e19, 3e38, float("inf"), float("nan"))
+"""Sums of nothing, of what is hardly there or vanishes when squared, of more than there is."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Kind(NamedTuple):
+    """What a proof is good for: modules that differ in their weights' values alone."""
+
+    type: type[nn.Module]
+    size: int
+    eps: float
+    attributes: tuple[tuple[str, object], ...]
+
+
+def speed_up(model: nn.Module) -> int:
+    """Give every RMSNorm whose bits the kernel reproduces the kernel for few rows; returns how many.
+
+    Takes some ten milliseconds for every distinct kind, and 15 once a process.
+    """
+    verdicts, adopted = dict[Kind, bool](), 0
+    for module in model.modules():
+        kind = _kind(module)
+        if kind is None:
+            continue
+        if kind not in verdicts:
+            verdicts[kind] = agrees(module, kind)
+        if verdicts[kind]:
+            module.forward = _forward(module, kind)  # type: ignore[method-assign]
+            adopted += 1
+    return adopted
+
+
+def _kind(module: nn.Module) -> Kind | None:
+    """Of a module with one weight in bf16 and an epsilon, that takes one tensor; None for all others."""
+    weight = module._parameters.get("weight")
+    if weight is None or len([*module.parameters(), *module.buffers()]) > 1 or "forward" in vars(module):
+        return None
+    if weight.dtype is not torch.bfloat16 or not weight.is_cpu or weight.dim() != 1 or not weight.is_contiguous():
+        return None
+    attributes = {name: value for name, value in vars(module).items() if name not in _OF_ALL_MODULES}
+    eps = next((attributes[name] for name in _EPSILONS if name in attributes), None)
+    if not isinstance(eps, float) or not all(isinstance(value, _PLAIN) for value in attributes.values()):
+        return None
+    if not fits(weight.numel()) or not _takes_one_tensor(module):
+        return None
+    return Kind(type(module), weight.numel(), eps, tuple(sorted(attributes.items())))
+
+
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
+
+
+def _takes_one_tensor(module: nn.Module) -> bool:
+    parameters = inspect.signature(module.forward).parameters.values()
+    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) == 1
+
+
+def _forward(module: nn.Module, kind: Kind) -> Callable[..., torch.Tensor]:
+    """The module's forward: by the kernel where few rows lie in one piece, else the library's."""
+    library, parameters = module.forward, module._parameters
+    size, eps = kind.size, kind.eps
+    bf16, plain = torch.bfloat16, torch.Tensor
+
+    def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        x, weight = args[0] if len(args) == 1 and not kwargs else None, parameters["weight"]
+        if (
+            type(x) is plain
+            and x.dtype is bf16
+            and x.is_cpu
+            and weight is not None
+            and weight.dtype is bf16
+            and size <= x.numel() <= MOST_NUMBERS
+            and x.shape[-1] == size
+            and x.is_contiguous()
+            and not ((x.requires_grad or weight.requires_grad) and torch.is_grad_enabled())
+        ):
+            return normed(x, weight, eps)
+        theirs: torch.Tensor = library(*args, **kwargs)
+        return theirs
+
+    return forward
+
+
+def agrees(module: nn.Module, kind: Kind) -> bool:
+    """Whether the kernel's bits are the module's, on one thread and on all, with its own weight and with another."""
+    own, generator = module.get_parameter("weight").detach(), torch.Generator().manual_seed(0)
+    another = 1 + 0.2 * torch.randn(kind.size, generator=generator)
+    another[0] = 1  # hides nothing
+    with torch.no_grad():
+        with threads(1):
+            cases = list(itertools.product((own, another.to(own.dtype)), _data(kind, generator)))
+            ours = [normed(x, weight, kind.eps) for weight, x in cases]
+        for count in {1, torch.get_num_threads()}:
+            with threads(count):
+                if not all(_same(y, _theirs(module, x, weight)) for y, (weight, x) in zip(ours, cases, strict=True)):
+                    return False
+    return True
+
+
+def _theirs(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> object:
+    try:
+        return functional_call(module, {"weight": weight}, (x,))
+    except (RuntimeError, TypeError, ValueError, IndexError):  # it does not take rows: no norm of them
+        return None
+
+
+def _data(kind: Kind, generator: torch.Generator) -> Iterator[torch.Tensor]:
+    """Rows [1, 1, size] as a token has them, and several at once."""
+    extreme = torch.tensor(_EXTREMES).repeat_interleave(2).unsqueeze(1).repeat(1, kind.size)
+    extreme[1::2, 1::2] = 1.0  # beside ordinary numbers
+    on_edge = _on_edge(kind, generator)
+    several = MOST_NUMBERS // kind.size
+    for rows in (*extreme.split(several), *on_edge.split(several), *on_edge[:_SINGLE_ROWS].split(1)):
+        yield rows.to(torch.bfloat16).unsqueeze(0)
+
+
+def _on_edge(kind: Kind, generator: torch.Generator) -> torch.Tensor:
+    """float64 [rows, size], all of them bf16 numbers: the first becomes one of two neighbours in bf16.
+
+    The other numbers' sum of squares is such that it lies midway between them, by half a digit of float32. The lower
+    one is even, so that exactly midway it is taken, and the upper one with the least that is more.
+    """
+    rows = min(max(_PROOF_NUMBERS // kind.size, _LEAST_PROOF_ROWS), _MOST_PROOF_ROWS)
+    x = torch.randn(rows, kind.size, generator=generator, dtype=torch.float64)
+    x[:, 0] = 1 + torch.rand(rows, generator=generator)
+    x *= 2.0 ** torch.randint(-3, 4, (rows, 1), generator=generator)
+    x = _cut(x)
+    x[:, 1:_TUNED] = 0
+    lower = _cut(0.97 * x[:, 0] * (x.square().mean(1) + kind.eps).rsqrt(), 17)
+    last_digit = (lower.frexp().exponent - 24).double().exp2()
+    edge = lower + last_digit * (2.0**15 + 0.5)
+    missing = kind.size * ((x[:, 0] / edge).square() - kind.eps) - x.square().sum(1)
+    for column in range(1, _TUNED):
+        x[:, column] = _cut(missing.sqrt())
+        missing -= x[:, column].square()
+    return x
+
+
+def _cut(x: torch.Tensor, bits: int = 16) -> torch.Tensor:
+    """x, of whose digits in float32 so many at the end become zero (16: a bf16 number), in float64."""
+    return (x.float().view(torch.int32) & -(1 << bits)).view(torch.float32).double()
+
+
+def _same(ours: torch.Tensor, theirs: object) -> bool:
+    if not isinstance(theirs, torch.Tensor) or ours.shape != theirs.shape or ours.dtype is not theirs.dtype:
+        return False
+    return torch.equal(ours, theirs) or torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)

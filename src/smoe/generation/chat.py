@@ -1,0 +1,111 @@
+"""A conversation that computes every token once: its KV cache goes on from turn to turn.
+
+Each turn's tokens are compared with what the cache holds; the common beginning stays, the rest is forgotten (where the
+model's layers can forget) and only what is new is computed. Without a chat template the text is simply continued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from smoe.generation.detokenizer import OnText
+from smoe.generation.generate import Generation, Sampling, end_tokens, generate_batch, pad
+from smoe.models.files import naming
+from smoe.models.kv_cache import RowCache
+from smoe.runtime.engine import Engine
+
+
+class Chat:
+    """One conversation with one model. Turn n draws with the n-th seed from that of `sampling` on."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, sampling: Sampling) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._engine: Engine = model.offload  # type: ignore[assignment]
+        self._messages: list[dict[str, str]] = []
+        self._ids: list[int] = []
+        """All tokens so far; the cache holds a beginning of them."""
+        self._text = ""
+        """What the template made of the conversation so far, and the last answer."""
+        self._cache: RowCache | None = None
+        self._turns = 0
+        self.reused_tokens = 0
+        """Of the last turn's tokens, those that the cache had already."""
+
+    @property
+    def has_template(self) -> bool:
+        """Whether turns are told apart; else the text is simply continued."""
+        return self._tokenizer.chat_template is not None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the conversation so far."""
+        return len(self._ids)
+
+    def say(self, message: str, on_text: OnText | None = None) -> Generation:
+        """One turn. An interrupted answer stays in the conversation as far as it came; a failed turn leaves none."""
+        text, ids = self._next_turn(message)
+        cache = self._cache_for(ids)
+        batch = pad([ids], 0)
+        sampling = replace(self._sampling, seed=self._sampling.seed + self._turns)
+        generation = generate_batch(self._model, self._tokenizer, batch, sampling, on_text, cache)
+        self._turns += 1
+        answer = generation.answers[0]
+        self._ids, self._text = ids + answer.token_ids, text + answer.text
+        self._messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.text.strip()}]
+        return generation
+
+    def reset(self) -> None:
+        """Forget the conversation. The seed goes on: asked again, the model may answer otherwise."""
+        self._messages.clear()
+        self._ids, self._text = [], ""
+        self._cache = None
+
+    def _next_turn(self, message: str) -> tuple[str, list[int]]:
+        """The conversation with one more message: its text, where there is a template, and its tokens."""
+        if self.has_template:
+            turns = [*self._messages, {"role": "user", "content": message}]
+            with naming(f"the chat template in {self._tokenizer.name_or_path} cannot be used"):
+                text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            return text, self._tokens_of(text)
+        if not self._ids:
+            return "", list(self._tokenizer(message)["input_ids"])
+        return "", self._without_end() + self._plain("\n" + message)
+
+    def _tokens_of(self, text: str) -> list[int]:
+        """What was said keeps its tokens: an answer may be cut into others than its text would be."""
+        if self._ids and text.startswith(self._text):
+            return self._without_end() + self._plain(text[len(self._text) :])
+        return self._plain(text)
+
+    def _without_end(self) -> list[int]:
+        """The tokens so far, less the end token of the last answer: the template writes its own."""
+        ends = end_tokens(self._model, self._tokenizer)
+        return self._ids[:-1] if self._ids[-1] in ends else list(self._ids)
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _cache_for(self, ids: Sequence[int]) -> RowCache:
+        """A cache that holds a beginning of `ids`, at least one token short of all of them."""
+        cache = self._cache
+        if cache is not None and cache.reserved_tokens:  # else another conversation or request has taken its place
+            common = min(_common_beginning(self._ids[: cache.length], ids), len(ids) - 1)
+            if common == cache.length or cache.can_rewind:
+                cache.rewind(common)
+                self.reused_tokens = common
+                return cache
+        self._cache, self.reused_tokens = self._engine.new_cache(), 0
+        return self._cache
+
+
+def _common_beginning(a: Sequence[int], b: Sequence[int]) -> int:
+    for position, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return position
+    return min(len(a), len(b))

@@ -1,0 +1,239 @@
+"""Several threads on the short computations of a layer, without waiting for each other to wake up.
+
+Products of a few hundred microseconds are too short for the usual ways of sharing: waking a thread takes 50 to 100 us
+on a virtual machine, and whoever cuts the work into equal halves waits for the half that began late. Here the caller
+publishes its tasks in a shared block of memory and begins at once; units are taken one by one with an atomic counter
+(`tasks.py`), so a helper joins when it is there, and the end is never more than one unit away:
+
+    caller   | publish | unit 0 | unit 1 | unit 3 | unit 5 | unit 7 | done
+    helper   . . asleep . . . . | unit 2 | unit 4 | unit 6 |  spin, then sleep
+
+Helpers look out for new work for a moment before they sleep, all in machine code, without the interpreter lock. The
+bits do not depend on who computes a unit (`row_product.py`, `attention.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from smoe.kernels import tasks
+from smoe.kernels.jit import compile_functions, cpu_has
+from smoe.kernels.row_product import TILE, chain_of, fits
+from smoe.kernels.threads import threads
+
+UNIT = 256
+"""Outputs in a unit: 1 MB of weights at K = 2048, some 60 us. Of smaller ones too much that is fetched ahead is taken
+by another thread."""
+LONE_UNIT = 128
+"""Of a single product, of which the last unit would else be waited for."""
+_SPIN_CYCLES = 20_000
+"""How long a helper looks out for work before it sleeps: some 10 us. Longer takes from the readers what it gives us."""
+WAKING_WEIGHTS = 1 << 20
+"""Fewer weights are multiplied before a sleeper would be awake."""
+_CLOSING_SECONDS = 0.001
+_PROOF_OUTPUTS = 1 << 16
+"""A wrong order shows in about one output of 5000, so this many miss it once in half a million times."""
+
+
+class Product(NamedTuple):
+    """out is to become x @ matrix, plus the bias where there is one."""
+
+    x: torch.Tensor
+    """[1, K]"""
+    matrix: torch.Tensor
+    """[K, N]"""
+    out: torch.Tensor
+    """[1, N]"""
+    bias: torch.Tensor | None = None
+    """[N]"""
+    part: int = 0
+    """How many k are summed together before the parts are added up; 0: all."""
+
+
+class Pairs:
+    """Addresses of rows and of where their products go, for machine code; they must outlive the work.
+
+    The last of three comes twice: four at once take less time than two and one.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
+        pairs = [*pairs, pairs[-1]] if len(pairs) == 3 else pairs
+        self.count = len(pairs)
+        self._words = (ctypes.c_int64 * (2 * len(pairs)))(*(address for pair in pairs for address in pair))
+        self.address = ctypes.addressof(self._words)
+
+
+class SpinningPool:
+    """The calling thread and `threads - 1` helpers. Used by one thread at a time.
+
+    `several`: knows how to multiply several rows at once, too.
+    """
+
+    def __init__(self, threads: int, several: bool = False) -> None:
+        self.threads = threads
+        self.several = several
+        self._work, self._serve = _functions(several)
+        self._block = (ctypes.c_int64 * (tasks.HEADER + tasks.MOST_TASKS * tasks.FIELDS))()
+        self._address = ctypes.addressof(self._block)
+        self._block[tasks.PATIENCE] = _SPIN_CYCLES
+        self.at_once = self.word(tasks.PATIENCE)
+        """A word that has always reached 0: for tasks that wait for nothing."""
+        self.nowhere = self.word(tasks.NOWHERE)
+        self.finished = self.word(tasks.FINISHED)
+        self._is_closed = False
+        self._is_asleep = [False] * (threads - 1)
+        self._alarms = [threading.Lock() for _ in self._is_asleep]
+        """Held, but for the moment between waking a helper and its waking up."""
+        self._helpers = [
+            threading.Thread(target=self._help, args=(n,), name=f"smoe-multiply-{n}", daemon=True)
+            for n in range(threads - 1)
+        ]
+        for helper, alarm in zip(self._helpers, self._alarms, strict=True):
+            alarm.acquire()
+            helper.start()
+
+    def word(self, index: int) -> int:
+        """The address of a word of the block."""
+        return self._address + 8 * index
+
+    def multiply(self, products: Sequence[Product]) -> None:
+        """Compute all products; every matrix must be one that `row_product.fits`, every x and out lie in one piece."""
+        for begin in range(0, len(products), tasks.MOST_TASKS):
+            self._multiply(products[begin : begin + tasks.MOST_TASKS])
+
+    def _multiply(self, products: Sequence[Product]) -> None:
+        fields: list[int] = []
+        units = weights = 0
+        size = UNIT if len(products) > 1 else LONE_UNIT
+        for x, matrix, out, bias, part in products:
+            columns, rows = matrix.shape
+            fields += (units, rows, size, tasks.PRODUCT, self.at_once, 0, self.nowhere, x.data_ptr(), matrix.data_ptr())
+            fields += (out.data_ptr(), 0 if bias is None else bias.data_ptr(), columns, part or columns)
+            units += -(-rows // size)
+            weights += rows * columns
+        self.run(fields, units, is_long=weights >= WAKING_WEIGHTS)
+
+    def multiply_rows(self, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
+        """out [M, N] = x [M, K] @ matrix, in the library's order for M rows."""
+        columns, outputs = matrix.shape
+        pairs = Pairs([(x[row].data_ptr(), out[row].data_ptr()) for row in range(len(x))])
+        fields = [0, outputs, LONE_UNIT, tasks.ROWS, self.at_once, 0, self.nowhere, pairs.address]
+        fields += [matrix.data_ptr(), 0, pairs.count, columns, chain_of(columns, len(x))]
+        self.run(fields, -(-outputs // LONE_UNIT), is_long=columns * outputs >= WAKING_WEIGHTS)
+
+    def share(self, function: int, arguments: Sequence[int], units: int, is_long: bool) -> None:
+        """Have machine code at the address `function` called as `function(arguments, unit)` for every unit, by anybody.
+
+        `is_long`: worth waking those who sleep.
+        """
+        follow = self.word(tasks.HEADER + tasks.FIELDS)  # the words behind this one task
+        fields = (0, units, 1, tasks.CALL, self.at_once, 0, self.nowhere, function, follow, 0, 0, 0, 0, *arguments)
+        self.run(fields, units, is_long)
+
+    def run(self, fields: Sequence[int], units: int, is_long: bool, counts: int = 0) -> None:
+        """Carry out tasks: their fields one after the other, `units` in all.
+
+        The first `counts` words of the progress begin at zero. `is_long`: worth waking those who sleep.
+        """
+        block = self._block
+        struct.pack_into(f"{counts}q", block, 8 * tasks.PROGRESS, *(0,) * counts)
+        struct.pack_into(f"{len(fields)}q", block, 8 * tasks.HEADER, *fields)
+        if is_long:
+            self._wake()
+        self._work(self._address, units)
+
+    def close(self) -> None:
+        """End the helpers."""
+        self._is_closed = True
+        while any(helper.is_alive() for helper in self._helpers):
+            self._wake()
+            for helper in self._helpers:
+                helper.join(_CLOSING_SECONDS)
+
+    def __enter__(self) -> SpinningPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _wake(self) -> None:
+        """Whoever falls asleep just now misses this work, which gets done without it."""
+        for helper, is_asleep in enumerate(self._is_asleep):
+            if is_asleep:
+                self._is_asleep[helper] = False
+                self._alarms[helper].release()
+
+    def _help(self, number: int) -> None:
+        while not self._is_closed:
+            self._serve(self._address)
+            self._is_asleep[number] = True
+            self._alarms[number].acquire()
+
+
+@functools.cache
+def _functions(several: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Machine code, made once a process."""
+    pointer, number = ctypes.c_void_p, ctypes.c_longlong
+    work, serve = compile_functions(tasks.source(several), {"work": (pointer, number), "serve": (pointer,)})
+    return work, serve
+
+
+def is_supported() -> bool:
+    """Whether this CPU has the kernel's instructions, and llvmlite is there to make it."""
+    return cpu_has("avx512f", "avx512bf16")
+
+
+def agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Whether the kernel's bits are the library's on this matrix [K, N] and bias [N], on one thread and on all."""
+    return _agrees(pool, matrix, bias, 0, {1, torch.get_num_threads()})
+
+
+def part_that_agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> int | None:
+    """The `part` with which the kernel's bits on this matrix [K, N] and bias [N] are the library's on all threads.
+
+    The library gives each thread a part of the sums of few outputs, so its bits depend on their number. None where no
+    part is found.
+    """
+    threads, columns = torch.get_num_threads(), matrix.shape[0]
+    parts = [columns] if threads == 1 or columns % (threads * TILE) else [columns, columns // threads]
+    return next((part for part in parts if _agrees(pool, matrix, bias, part, {threads})), None)
+
+
+def agrees_on_rows(pool: SpinningPool, matrix: torch.Tensor, rows: int) -> bool:
+    """Whether the kernel's bits of so many rows at once are the library's on this matrix [K, N], on any threads.
+
+    The pool must know how to multiply several.
+    """
+    columns, outputs = matrix.shape
+    generator, ours = torch.Generator().manual_seed(0), torch.empty(rows, outputs, dtype=matrix.dtype)
+    for _ in range(-(-_PROOF_OUTPUTS // (rows * outputs))):
+        x = torch.randn(rows, columns, generator=generator).to(matrix.dtype)
+        pool.multiply_rows(x, matrix, ours)
+        for count in {1, torch.get_num_threads()}:
+            with threads(count):
+                if not torch.equal(ours, x @ matrix):
+                    return False
+    return True
+
+
+def _agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None, part: int, counts: set[int]) -> bool:
+    if not fits(matrix) or (bias is not None and not (bias.dtype is matrix.dtype and bias.is_contiguous())):
+        return False
+    columns, rows = matrix.shape
+    generator, ours = torch.Generator().manual_seed(0), torch.empty(1, rows, dtype=matrix.dtype)
+    for _ in range(-(-_PROOF_OUTPUTS // rows)):
+        x = torch.randn(1, columns, generator=generator).to(matrix.dtype)
+        pool.multiply([Product(x, matrix, ours, bias, part)])
+        for count in counts:
+            with threads(count):
+                if not torch.equal(ours, functional.linear(x, matrix.t(), bias)):
+                    return False
+    return True

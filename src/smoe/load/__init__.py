@@ -1,0 +1,1 @@
+"""From a folder or hub id to a model with an engine behind it."""

@@ -1,0 +1,349 @@
+"""From files, budget and weights to an engine behind a model: tiers, predictors, arithmetic, seam, proof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from smoe.compute.expert_math import ExpertMath
+from smoe.compute.host_experts import Balancer, HostExperts
+from smoe.config import EMULATED, EngineConfig
+from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
+from smoe.fastpath import attention, linear, norm
+from smoe.kernels.spinning_pool import SpinningPool, is_supported
+from smoe.load.calibration import calibrate
+from smoe.load.choose_kernel import choose_way
+from smoe.load.selftest import check_experts
+from smoe.machine.available_memory import free_device_bytes, less_margin
+from smoe.memory.arena import Arena
+from smoe.memory.disk import DiskReader
+from smoe.memory.emulation import Emulation
+from smoe.memory.host import HostTier
+from smoe.memory.link import CudaLink, EmulatedLink, Link
+from smoe.memory.movers import Filler, HostMover, SlotMover
+from smoe.memory.pacing import Pacing
+from smoe.memory.page_lock import CudaRegistry
+from smoe.memory.store import ExpertStore, LayerExperts
+from smoe.memory.streams import CudaStreams
+from smoe.memory.transfer import Mover, Transfers
+from smoe.models.experts import ExpertsSite
+from smoe.models.scoring import ScoringRule, find_rule
+from smoe.models.spec import ModelSpec
+from smoe.policy.balance import Costs
+from smoe.policy.budget import Ledger
+from smoe.policy.eviction.lru import LRU
+from smoe.policy.prediction import Predictor
+from smoe.policy.residency import SlotTable
+from smoe.policy.trial import Trial
+from smoe.prediction.look_ahead import LookAhead
+from smoe.prediction.next_gate import NextGate
+from smoe.routing import Phase
+from smoe.runtime.arrivals import Arrivals
+from smoe.runtime.engine import Engine
+from smoe.runtime.execute import LayerExecutor
+from smoe.runtime.layer import LayerCompute
+from smoe.runtime.rerouting import substitution_of
+from smoe.runtime.seam import attach
+
+_PREFETCH_PAYS_BYTES = 1 << 20
+"""Smaller experts are read in less time than guessing takes; for larger ones the gain is measured (docs/log.md)."""
+_NEARLY_ALL = 0.9
+"""Share of the linear weights that our kernel must have for the library to need no more than one thread."""
+
+
+class Budget(NamedTuple):
+    """What was given to the engine, and why."""
+
+    ledger: Ledger
+    reason: str
+    """Where the budget's size comes from."""
+    alpha_reason: str | None
+    """Where a preset's alpha comes from; None where it was given."""
+
+
+def assemble(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    config: EngineConfig,
+    budget: Budget,
+    store: ExpertStore,
+    arena: Arena,
+    checkpoint: Mapping[int, LayerExperts],
+    pacing: Pacing,
+    on_host_tier: Callable[[int], None] | None = None,
+) -> PreTrainedModel:
+    """Put an engine behind `model`, whose experts were left out; the same object comes back.
+
+    `on_host_tier` hears how many bytes of host memory are about to be backed and locked for a GPU: that takes a while.
+    Raises `UnsupportedModelError` where the experts, or a rule that is needed, cannot be proven, and `ConfigError` for
+    switches that this machine or family cannot have.
+    """
+    ledger = budget.ledger
+    rules = _rules(model, spec) if config.needs_scores else {}
+    predictors = _predictors(model, spec, config, rules, arena.device)
+    table = SlotTable(ledger.cache_slots, ledger.staging_slots)
+    with ExitStack() as made:  # closed, last first, where a later step fails
+        tiers = _tiers(store, arena, table, config, pacing, on_host_tier)
+        transfers = Transfers(tiers.mover, config.io_threads, pacing.now)
+        made.callback(transfers.close)
+        math = _math(model, spec)
+        arrivals = Arrivals(
+            store=store,
+            table=table,
+            eviction=LRU(),  # for the trials at load, in which no router speaks
+            transfers=transfers,
+            arena=arena,
+            math=math,
+            clock=pacing.now,
+        )
+        host_experts = _host_experts(model, spec, config, store, tiers, arena.device, pacing)
+        compute = LayerCompute(store, arrivals, arena, math, host_experts, pacing)
+        made.callback(compute.close)
+        _prove(model, spec, LayerExecutor(compute=compute, arrivals=arrivals), checkpoint)
+        leaves_little = _choose_arithmetic(model, spec, config, compute)
+        executor = LayerExecutor(
+            compute=compute,
+            arrivals=arrivals,
+            predictors=predictors,
+            balancer=_balancer(config, store, tiers, host_experts, pacing),
+            trial=Trial() if _is_on_trial(config) else None,
+        )
+        engine = Engine(
+            config=config,
+            model_config=spec.config,
+            anatomy=spec.anatomy,
+            ledger=ledger,
+            store=store,
+            arena=arena,
+            transfers=transfers,
+            executor=executor,
+            budget_reason=budget.reason,
+            alpha_reason=budget.alpha_reason,
+            dense_bytes=_dense_bytes(model, ledger),
+            context_tokens=spec.context_tokens,
+            rules=rules,
+            leaves_little=leaves_little,
+        )
+        _put_behind(model, spec, engine, predictors)
+        if isinstance(pacing, Emulation) and tiers.link is not None and config.dilation is None:
+            calibrate(model, pacing, tiers.link)
+        executor.start_anew(engine.fresh_eviction())
+        executor.substitute_by(substitution_of(config))  # not before: trials and calibration are exact
+        made.pop_all()  # from here on the engine closes them
+    return model
+
+
+def _math(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ExpertMath]:
+    """Every layer's formulas, by the block that they stand in for."""
+    modules = dict(model.named_modules())
+    return {site.layer: ExpertMath(modules[site.name], site.parts, spec.dtype) for site in spec.sites}
+
+
+def _prove(
+    model: PreTrainedModel, spec: ModelSpec, executor: LayerExecutor, checkpoint: Mapping[int, LayerExperts]
+) -> None:
+    """Compare experts of every distinct layout, as we compute them, with the library's own."""
+    modules = dict(model.named_modules())
+    for site in _one_of_each_kind(spec.sites):
+        check_experts(site, modules[site.name], checkpoint[site.layer], executor, spec.dtype)
+
+
+def _put_behind(model: PreTrainedModel, spec: ModelSpec, engine: Engine, predictors: Mapping[Phase, Predictor]) -> None:
+    """The blocks and the routers that are heard turn to the engine; a look-ahead listens to the layers."""
+    attach(model, spec.sites, engine, {layer: spec.anatomy.routers[layer] for layer in engine.rules})
+    look_ahead = predictors.get(Phase.DECODE)
+    if isinstance(look_ahead, LookAhead):
+        look_ahead.install()
+
+
+def _host_experts(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    config: EngineConfig,
+    store: ExpertStore,
+    tiers: _Tiers,
+    device: torch.device,
+    pacing: Pacing,
+) -> HostExperts | None:
+    """The CPU beside the device, where it is to compute what the device lacks."""
+    if _balance(config, tiers) == "none":
+        return None
+    assert tiers.host is not None, "refused before loading"
+    math = _math(model, spec)
+    if device.type != "cpu" and not all(layer.is_movable for layer in math.values()):
+        raise ConfigError(
+            f"--balance {_balance(config, tiers)}: this family's experts end in a norm that only the device has; use "
+            "none"
+        )
+    threads = 1 if pacing.is_emulated else torch.get_num_threads()
+    host_experts = HostExperts(tiers.host, tiers.filler, store, math, threads, pacing)
+    if not pacing.is_emulated and config.kernels != "torch" and spec.dtype is torch.bfloat16 and is_supported():
+        host_experts.multiply_by(SpinningPool(threads))  # an emulated device is timed with the library's: docs/log.md
+    return host_experts
+
+
+def _balance(config: EngineConfig, tiers: _Tiers) -> str:
+    """The method by which misses are shared out."""
+    if config.balance == "auto":
+        return "none" if tiers.host is None else "optimal"
+    return config.balance
+
+
+def _balancer(
+    config: EngineConfig, store: ExpertStore, tiers: _Tiers, host_experts: HostExperts | None, pacing: Pacing
+) -> Balancer | None:
+    """What shares misses out between the link and the CPU."""
+    if host_experts is None:
+        return None
+    assert tiers.link is not None, "where there is a host tier there is a link"
+    method, fixed = _balance(config, tiers), None
+    by_measured_times = config.reproducible and config.alpha > 0 and not pacing.is_emulated
+    if by_measured_times and method != "host":
+        raise ConfigError(
+            f"with --reproducible and an alpha above 0, --balance {method} would decide by measured times; "
+            "use --balance none or host"
+        )
+    if config.reproducible and config.alpha > 0 and method != "host" and isinstance(pacing, Emulation):
+        profile, nbytes = pacing.profile, store.expert_bytes
+        many = 64
+        token = profile.host_seconds(nbytes, many) / many
+        fixed = Costs(profile.link_seconds(nbytes), profile.host_seconds(nbytes, 1), token=token)
+    # measured times must not decide what becomes resident where that decides what is computed
+    shares_prompts = config.prefill_balance and not by_measured_times
+    return Balancer(method, config.balance_order, tiers.link, host_experts, pacing, fixed, shares_prompts)
+
+
+def _choose_arithmetic(model: PreTrainedModel, spec: ModelSpec, config: EngineConfig, compute: LayerCompute) -> bool:
+    """Our kernels where they are wanted, give the library's bits and are faster; several threads where they help.
+
+    Returns whether the library has next to nothing left to compute for one token.
+    """
+    is_wanted = spec.dtype is torch.bfloat16 and compute.device.type == "cpu" and config.kernels != "torch"
+    if is_wanted:
+        compute.fill_up_rows(spec.dtype)
+    is_possible = is_wanted and is_supported()
+    pool = SpinningPool(torch.get_num_threads(), several=config.max_sequences > 1) if is_possible else None
+    compute.compute_by(pool)  # whatever happens now, it closes the pool
+    if pool is not None and not compute.agrees(pool):
+        compute.compute_by(None)
+        pool.close()
+        pool = None
+    choose_way(compute, spec.sites[0].layer, spec.dtype, pool, pool is not None and config.kernels == "native")
+    if not is_possible:
+        return False
+    norm.speed_up(model)
+    # even on one thread our attention is several times faster than the library's on all
+    chosen = compute.spinning_pool
+    attending = attention.speed_up(model, chosen if chosen is not None else SpinningPool(1))
+    if chosen is None:
+        return False
+    gates = spec.anatomy.gates
+    routers = {model.get_submodule(path): of in gates for of, path in spec.anatomy.routers.items()}
+    share = linear.speed_up(model, chosen, routers)
+    return attending == model.config.get_text_config().num_hidden_layers and share > _NEARLY_ALL
+
+
+def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:
+    """What the library has really allocated for the weights beside the experts; more than promised is refused."""
+    tensors = [*model.parameters(), *model.buffers()]
+    used: int = sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())  # tied weights once
+    promised = ledger.demand.weights_bytes
+    if used > promised:
+        raise BudgetError(
+            f"the non-expert weights take {used} bytes, {promised} were planned; please report this model"
+        )
+    return used
+
+
+def _predictors(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    config: EngineConfig,
+    rules: Mapping[int, ScoringRule],
+    device: torch.device,
+) -> Mapping[Phase, Predictor]:
+    """A prefill always starts the next layer's reads early: nearly all are needed, so guessing is cheap and right."""
+    next_gate = NextGate(model, spec.sites, spec.anatomy.gates, rules, config.prefetch_what)
+    found: dict[Phase, Predictor] = {Phase.PREFILL: next_gate}
+    how = config.prefetch
+    if how == "auto" and spec.expert_bytes >= _PREFETCH_PAYS_BYTES:
+        how = "look-ahead" if device.type != "cpu" or config.device == EMULATED else "next-gate"
+    if config.reproducible and config.alpha > 0:
+        return found
+    if how == "next-gate":
+        found[Phase.DECODE] = next_gate
+    elif how == "look-ahead":
+        found[Phase.DECODE] = LookAhead(model, spec.sites, spec.anatomy.routers, next_gate)
+    return found
+
+
+def _is_on_trial(config: EngineConfig) -> bool:
+    return config.prefetch == "auto" if config.prefetch_trial is None else config.prefetch_trial
+
+
+def _rules(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ScoringRule]:
+    """How every layer's router scores and weighs; raises `UnsupportedModelError` where it cannot be proven."""
+    modules, rules = dict(model.named_modules()), {}
+    for site in spec.sites:
+        name = spec.anatomy.routers.get(site.layer)
+        if name is None:
+            raise UnsupportedModelError(
+                f"the router of layer {site.layer} could not be found, so its scores cannot be heard; without --alpha, "
+                "and with an eviction other than score, the model works"
+            )
+        block = modules[site.name.rpartition(".")[0]]
+        hidden, top_k = spec.config.get_text_config().hidden_size, spec.anatomy.top_k[site.layer]
+        rules[site.layer] = find_rule(modules[name], block, hidden, site.experts, top_k, site.layer)
+    return rules
+
+
+class _Tiers(NamedTuple):
+    """What lies below the device."""
+
+    mover: Mover
+    filler: Filler
+    host: HostTier | None = None
+    """None where the device's memory is the host's."""
+    link: Link | None = None
+
+
+def _tiers(
+    store: ExpertStore,
+    arena: Arena,
+    table: SlotTable,
+    config: EngineConfig,
+    pacing: Pacing,
+    on_host_tier: Callable[[int], None] | None,
+) -> _Tiers:
+    free, _ = free_device_bytes(torch.device("cpu"))
+    if arena.device.type == "cpu" and not pacing.is_emulated:
+        reader = DiskReader(_reads_directly(config, store, free - arena.nbytes))
+        filler = Filler(store, reader)
+        return _Tiers(SlotMover(filler, reader, arena), filler)
+    budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
+    least = 2 * config.io_threads + 1  # a demand load inside a prefetch on every reading thread, and the CPU's own
+    slots = min(len(store.keys()), max(least, budget // store.slot_bytes))
+    reader = DiskReader(_reads_directly(config, store, free - slots * store.slot_bytes))
+    filler = Filler(store, reader)
+    registry = None if pacing.is_emulated else CudaRegistry(arena.device)
+    if registry is not None and on_host_tier is not None:
+        on_host_tier(slots * store.slot_bytes)
+    host = HostTier(slots, store.slot_bytes, lambda copy: copy in table.ready, registry)
+    link: Link = EmulatedLink(pacing) if isinstance(pacing, Emulation) else CudaLink(CudaStreams(arena.device))
+    return _Tiers(HostMover(filler, reader, host, arena, link), filler, host, link)
+
+
+def _reads_directly(config: EngineConfig, store: ExpertStore, spare_bytes: int) -> bool:
+    """Past the page cache, unless RAM beside our own use holds every expert anyway."""
+    if config.direct_io == "auto":
+        return spare_bytes < store.total_bytes * 1.1
+    return config.direct_io == "on"
+
+
+def _one_of_each_kind(sites: list[ExpertsSite]) -> list[ExpertsSite]:
+    """The first layer of every distinct layout."""
+    return list({(site.experts, site.parts): site for site in reversed(sites)}.values())

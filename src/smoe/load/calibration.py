@@ -1,0 +1,71 @@
+"""How slow an emulated device has to be for this machine to keep up: real times, measured once the model is there."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from transformers import PreTrainedModel
+
+from smoe.expert import EXACT
+from smoe.memory.emulation import Emulation
+from smoe.memory.link import Link
+from smoe.memory.streams import Fetched
+from smoe.runtime.engine import Engine
+
+_STEPS = 4
+_BESIDE_OTHERS = 1.3
+"""How much longer the CPU takes for an expert while link and device are emulated on the same cores."""
+
+
+def calibrate(model: PreTrainedModel, emulation: Emulation, link: Link) -> None:
+    """Run a few tokens without waiting for the profile's times and set the dilation by what they took."""
+    engine: Engine = model.offload  # type: ignore[assignment]
+    emulation.is_paced = False
+    _run(model, engine, 2)  # the second time experts come from the host tier, as in use
+    before = engine.stats()
+    _run(model, engine, _STEPS)
+    counts = engine.stats() - before
+    layers = counts.forward_passes * len(engine.store.layers)
+    expert = counts.compute_seconds / max(1, counts.decode_uses)
+    emulation.choose_dilation(
+        copy=_copy_seconds(engine.slot_memory, engine.store.slot_bytes),
+        expert=expert,
+        host=_host_seconds(model, engine, expert),
+        layer=counts.dense_seconds / max(1, layers),
+    )
+    emulation.is_paced = True
+    for _ in link.measured():
+        pass  # taken at another pace
+
+
+def _host_seconds(model: PreTrainedModel, engine: Engine, guess: float) -> float:
+    """Of one expert and one row on the CPU beside the device: on one thread, without our kernel, beside the others."""
+    host_experts = engine.executor.compute.host_experts
+    if host_experts is None:
+        return 2 * guess
+    layer = min(engine.store.layers)
+    row = torch.zeros(1, engine.executor.compute.hidden_size(layer), dtype=next(model.parameters()).dtype)
+    for expert in range(min(_STEPS, engine.store.layers[layer].experts)):
+        host_experts.submit((layer, expert, EXACT), Fetched(row), [0]).result()
+    return _BESIDE_OTHERS * max(seconds for seconds, _ in host_experts.measured())
+
+
+def _run(model: PreTrainedModel, engine: Engine, steps: int) -> None:
+    """As many sequences at once as the engine is made for."""
+    rows = engine.config.max_sequences
+    tokens = torch.arange(1, rows + 1).unsqueeze(1)  # different ones: other experts for each
+    for _ in range(steps):
+        model(input_ids=tokens, past_key_values=engine.new_cache(rows), use_cache=True)
+
+
+def _copy_seconds(slots: torch.Tensor, slot_bytes: int) -> float:
+    """Of one expert, in RAM, from memory to memory; the middle of a few."""
+    source = torch.ones(slot_bytes, dtype=torch.uint8)
+    target = slots[:slot_bytes]
+    seconds = []
+    for _ in range(7):
+        began = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - began)
+    return sorted(seconds)[3]

@@ -1,0 +1,101 @@
+"""The proof at load: two experts of every differently built layer, computed by us and by the library's own loop.
+
+The library's loop runs on fused parameters that hold just these two experts, read through safetensors' own reader and
+put together by the checkpoint's converter rules, so that the index, the order of gate and up, the layout in the slot
+and the arithmetic are all compared. On a CPU what differs by a bit is refused; on a GPU, whose products are equal up to
+rounding only (grade E2), what differs by more than rounding can.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from smoe.errors import UnsupportedModelError
+from smoe.memory.store import LayerExperts
+from smoe.models.experts import ExpertsSite
+from smoe.models.reference import reference_parameters
+from smoe.routing import Phase
+from smoe.runtime.execute import LayerExecutor
+from smoe.runtime.seam import original_experts_forward
+
+FP32_ROUNDING = 1e-5
+"""Grade E2 in 32 bits, relative to the largest value."""
+_ROUNDINGS = 4
+_TF32_EPS = 2.0**-10
+_STEPS = ((Phase.PREFILL, 3), (Phase.DECODE, 1))
+
+
+def check_experts(
+    site: ExpertsSite, module: nn.Module, checkpoint: LayerExperts, executor: LayerExecutor, dtype: torch.dtype
+) -> None:
+    """Raise `UnsupportedModelError` where our result differs from the library's for the first two experts of a
+    layer."""
+    width = min(2, site.experts)
+    for phase, tokens in _STEPS:
+        hidden = torch.randn(
+            tokens, executor.compute.hidden_size(site.layer), generator=torch.Generator().manual_seed(0)
+        )
+        hidden = hidden.to(dtype).to(executor.device)
+        index = torch.arange(width, device=executor.device).repeat(tokens, 1)
+        weights = torch.linspace(0.3, 0.7, width, device=executor.device).to(dtype).repeat(tokens, 1)
+        ours = executor.run(site.layer, phase, hidden, index, weights)
+        theirs = library_result(module, checkpoint, list(range(width)), hidden, index, weights)
+        if not is_same(ours, theirs, rounding(dtype, executor.device)):
+            difference = (ours.float() - theirs.float()).abs().max().item()
+            raise UnsupportedModelError(
+                f"self-test failed in layer {site.layer} ({type(module).__name__}, {phase.value}): our result differs "
+                f"from the library's by {difference:.3g}; this family cannot be served exactly"
+            )
+
+
+def rounding(dtype: torch.dtype, device: torch.device) -> float:
+    """How far two right results may lie apart, relative to the largest value: 0 on a CPU.
+
+    In 32 bits only the order of long sums differs, unless the caller has allowed products of TF32. In 16 bits the two
+    may round to neighbours after each of the product up, the activation, the product down and the weighted sum.
+    """
+    if device.type == "cpu":
+        return 0.0
+    if dtype is torch.float32 and not _has_tf32():
+        return FP32_ROUNDING
+    return _ROUNDINGS * (_TF32_EPS if dtype is torch.float32 else torch.finfo(dtype).eps)
+
+
+def _has_tf32() -> bool:
+    matmul = torch.backends.cuda.matmul
+    try:
+        return bool(matmul.allow_tf32)
+    except RuntimeError:  # set by torch's newer switch, after which the older may not be read
+        return bool(matmul.fp32_precision == "tf32")
+
+
+def is_same(ours: torch.Tensor, theirs: torch.Tensor, rounding: float) -> bool:
+    """Bit-equal, or, with a `rounding` above 0, no further apart than it; what is not finite is equal to nothing."""
+    if rounding == 0:
+        return torch.equal(ours, theirs)
+    far = (ours.float() - theirs.float()).abs().max()
+    return bool(far <= rounding * theirs.float().abs().max())
+
+
+def library_result(
+    module: nn.Module,
+    checkpoint: LayerExperts,
+    chosen: list[int],
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """The library's eager loop on the experts `chosen` alone; `index` counts within `chosen`."""
+    parameters = reference_parameters(checkpoint, chosen, hidden.dtype)
+    experts = module.num_experts
+    try:
+        module.num_experts = len(chosen)  # type: ignore[assignment]
+        for name, value in parameters.items():
+            setattr(module, name, value.to(hidden.device))
+        with torch.no_grad():
+            return original_experts_forward(module)(hidden, index, weights)
+    finally:
+        module.num_experts = experts
+        for name in parameters:
+            delattr(module, name)

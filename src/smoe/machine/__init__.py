@@ -1,0 +1,1 @@
+"""What this machine has: its memory, disk and processor, measured."""

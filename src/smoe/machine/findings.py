@@ -1,0 +1,179 @@
+"""What could be better about a machine, as findings with advice: the second half of `smoe doctor`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile, gettempdir
+from typing import Literal
+
+import psutil
+import torch
+from huggingface_hub import constants
+
+from smoe.config import max_cpu_isa
+from smoe.errors import ConfigError
+from smoe.kernels.jit import is_available
+from smoe.kernels.spinning_pool import is_supported
+from smoe.machine.available_memory import cgroup_room, less_margin
+from smoe.machine.measure import Profile
+from smoe.units import format_bytes
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_SLOW_ARITHMETIC = 0.4
+"""Below this share of the memory's rate, experts in memory are bound by arithmetic rather than by bytes."""
+_SLOW_DISK = 0.5e9
+_TIGHT_MEMORY_SHARE = 0.5
+_LITTLE_DISK_BYTES = 20 * 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact about the machine and what to do about it."""
+
+    grade: Literal["good", "better", "bad"]
+    text: str
+    advice: str = ""
+
+
+def models_folder(asked: Path | None) -> Path:
+    """The folder whose disk is measured: the one asked for, else the hub's cache or what exists above it.
+
+    Where none of these can be written, that of temporary files.
+    """
+    if asked is not None:
+        if not asked.is_dir():
+            raise ConfigError(f"there is no folder {asked}")
+        return asked
+    cache = Path(constants.HF_HUB_CACHE)
+    return next((p for p in [cache, *cache.parents] if p.is_dir() and _takes_files(p)), Path(gettempdir()))
+
+
+def _takes_files(folder: Path) -> bool:
+    """Whether a file can really be made there: permissions alone say yes to /proc, and to everything for root."""
+    try:
+        with TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def examine(profile: Profile, folder: Path) -> list[Finding]:
+    """Everything worth saying, in the order of the memory hierarchy."""
+    found = [
+        _gpu(),
+        _free_memory(profile),
+        _huge_pages(),
+        _direct_io(profile, folder),
+        _disk_rate(profile),
+        _disk_room(folder),
+        _arithmetic(profile),
+        _kernel(),
+        _waiting(),
+    ]
+    return [finding for finding in found if finding is not None]
+
+
+def _kernel() -> Finding | None:
+    if torch.cuda.is_available():
+        return None
+    if is_supported():
+        return Finding("good", "bf16 experts are multiplied by smoe's own kernel (AVX-512 BF16)")
+    if max_cpu_isa() != "all":
+        return Finding(
+            "good", f"smoe's own CPU kernels are limited by SMOE_MAX_CPU_ISA={max_cpu_isa()}: torch multiplies"
+        )
+    if not is_available():
+        return Finding("better", "smoe's own CPU kernels cannot be compiled", "pip install llvmlite")
+    return Finding("good", "this CPU has no AVX-512 BF16: torch multiplies, at about half the memory's rate")
+
+
+def _gpu() -> Finding:
+    if torch.cuda.is_available():
+        return Finding("good", f"GPU: {torch.cuda.get_device_name(0)}")
+    if torch.version.cuda is None:
+        return Finding(
+            "good",
+            "no GPU in use: this PyTorch is built for the CPU",
+            "if there is a GPU, install a PyTorch built for it; smoe then uses it by itself",
+        )
+    return Finding("better", "PyTorch is built for CUDA but finds no usable GPU", "check the driver with nvidia-smi")
+
+
+def _free_memory(profile: Profile) -> Finding:
+    available, total = int(psutil.virtual_memory().available), int(profile.machine["memory_bytes"])
+    room = cgroup_room()
+    if room is not None and room < available:
+        text = f"{format_bytes(room)} of RAM left under this container's memory limit"
+        return Finding("better", text, "raise the container's limit: memory is what keeps experts off the disk")
+    text = f"{format_bytes(available)} of {format_bytes(total)} RAM available; without --memory, smoe takes at most "
+    text += format_bytes(less_margin(available))
+    if available < total * _TIGHT_MEMORY_SHARE:
+        return Finding("better", text, "close other programs: memory is what keeps experts off the disk")
+    return Finding("good", text)
+
+
+def _huge_pages() -> Finding | None:
+    try:
+        chosen = _HUGE_PAGES.read_text()
+    except OSError:
+        return None
+    if "[never]" in chosen:
+        return Finding(
+            "better",
+            "transparent huge pages are off: computing with large weights misses the address cache often",
+            f"as root: echo madvise > {_HUGE_PAGES}",
+        )
+    return Finding("good", "transparent huge pages are on for those who ask, and smoe asks")
+
+
+def _direct_io(profile: Profile, folder: Path) -> Finding:
+    if profile.disk_is_direct:
+        return Finding("good", "experts can be read past the page cache (O_DIRECT)")
+    return Finding(
+        "better",
+        f"the file system of {folder} does not read past the page cache (O_DIRECT)",
+        "put models on a local ext4, xfs or btrfs disk; until then the page cache competes with the budget for RAM",
+    )
+
+
+def _disk_rate(profile: Profile) -> Finding:
+    rate = profile.disk_bytes_per_second
+    if rate < _SLOW_DISK:
+        return Finding(
+            "bad",
+            f"the disk gives {rate / 1e9:.2g} GB/s: every missing expert will be felt",
+            "put models on an NVMe SSD (smoe doctor --folder PATH measures another disk), or give more memory",
+        )
+    return Finding("good", f"the disk gives {rate / 1e9:.2g} GB/s at expert size")
+
+
+def _disk_room(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free
+    text = f"{format_bytes(free)} free on the disk of {folder}"
+    if free < _LITTLE_DISK_BYTES:
+        return Finding("better", text, "MoE checkpoints take 10 to 100 GiB and more; set HF_HOME to a larger disk")
+    return Finding("good", text)
+
+
+def _arithmetic(profile: Profile) -> Finding:
+    share = profile.expert_bytes_per_second / profile.memory_bytes_per_second
+    text = f"experts in memory compute at {share:.0%} of the rate at which memory can be read"
+    if share < _SLOW_ARITHMETIC:
+        return Finding(
+            "better", text, "try other --threads (the number of physical cores is best), and measure on an idle machine"
+        )
+    return Finding("good", text)
+
+
+def _waiting() -> Finding:
+    policy = os.environ.get("OMP_WAIT_POLICY", "").upper()
+    if policy == "PASSIVE":
+        return Finding("good", "waiting threads sleep (OMP_WAIT_POLICY=PASSIVE)")
+    return Finding(
+        "better",
+        f"waiting threads spin (OMP_WAIT_POLICY={policy or 'unset'}) and take the core from working ones",
+        "unset OMP_WAIT_POLICY, or set it to PASSIVE",
+    )

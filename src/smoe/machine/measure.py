@@ -1,0 +1,315 @@
+"""The measured hardware profile: how fast this machine's memory, disk, link and expert arithmetic are.
+
+`smoe doctor` measures and stores it; summaries, `smoe plan` and `smoe bench` read it for the floor of the time per
+token. A profile carries its circumstances (date, machine, versions, threads) and is used only on the machine that it
+was made on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import psutil
+import torch
+
+from smoe.config import EngineConfig
+from smoe.kernels.elementwise import activation_table
+from smoe.kernels.experts import Expert, TokenExperts
+from smoe.kernels.spinning_pool import SpinningPool, is_supported
+from smoe.machine.floor import Rates
+from smoe.memory.arena import Arena
+from smoe.memory.disk import DiskReader
+from smoe.memory.emulation import DeviceProfile
+from smoe.memory.store import Read, page_ceil
+from smoe.user_cache import cache_folder, keep
+
+_MEMORY_BYTES = 256 * 2**20
+"""Far beyond every cache of a core; large server caches are shared, so a run does not own them either."""
+_CHOSEN = 8
+"""Experts of a token, computed together."""
+_LINK_BYTES = 256 * 2**20
+_ENOUGH_MEMORY_BYTES = 64 * 2**20
+_SMALL_FILE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What `smoe doctor` found. Rates are bytes per second."""
+
+    date: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    threads: int
+    memory_bytes_per_second: float
+    disk_bytes_per_second: float
+    disk_request_bytes: int
+    disk_is_direct: bool
+    expert_bytes_per_second: float
+    """Stored weight bytes of one expert computed for one token, per second."""
+    link_bytes_per_second: float | None = None
+    device_memory_bytes_per_second: float | None = None
+
+    def rates(self, device: torch.device) -> Rates:
+        """The figures that the floor of a run on `device` needs."""
+        source = f"profile of {self.date[:10]}"
+        if device.type == "cuda" and self.device_memory_bytes_per_second is not None:
+            memory, link = self.device_memory_bytes_per_second, self.link_bytes_per_second
+            return Rates(memory, self.disk_bytes_per_second, link, source)
+        return Rates(self.memory_bytes_per_second, self.disk_bytes_per_second, None, source)
+
+
+def emulated_rates(profile: DeviceProfile) -> Rates:
+    """The figures that the floor of a run on an emulated device needs: the profile's, the disk left out.
+
+    The disk stays real; experts come from the host tier, once they have been read.
+    """
+    source = f"profile {profile.name}, emulated"
+    return Rates(profile.device_bytes_per_second, None, profile.link_bytes_per_second, source)
+
+
+def profile_path() -> Path:
+    """Where the profile lies: `smoe/profile.json` in the user's cache folder."""
+    return cache_folder() / "profile.json"
+
+
+def load_profile() -> Profile | None:
+    """The stored profile if it was made on this machine by this format, else None."""
+    try:
+        stored = json.loads(profile_path().read_text(encoding="utf8"))
+        known = {field.name for field in fields(Profile)}
+        profile = Profile(**{name: value for name, value in stored.items() if name in known})
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    return profile if profile.machine == describe_machine() else None
+
+
+def save_profile(profile: Profile) -> Path:
+    """Store it for later commands; appears whole or not at all. Raises `OSError`."""
+    return keep(profile_path(), asdict(profile))
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the figures belong to."""
+    return {
+        "processor": _processor_name(),
+        "cores": os.cpu_count() or 1,
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """The software that results depend on."""
+    import transformers
+
+    import smoe
+
+    return {
+        "smoe": smoe.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def measure(folder: Path, expert_bytes: int, say: Callable[[str], None]) -> Profile:
+    """Measure everything; takes a few seconds. `folder` is on the disk in question, `say` hears what is being
+    measured."""
+    say("memory")
+    memory = measure_memory(1.0)
+    say("disk")
+    disk, is_direct = measure_disk(folder, expert_bytes, seconds=2.0, file_bytes=512 * 2**20)
+    say("expert arithmetic")
+    arithmetic = measure_experts(expert_bytes, seconds=1.0)
+    link = device_memory = None
+    if torch.cuda.is_available():
+        say("GPU link and memory")
+        link, device_memory = measure_link(), measure_device_memory()
+    return Profile(
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        machine=describe_machine(),
+        versions=describe_versions(),
+        threads=torch.get_num_threads(),
+        memory_bytes_per_second=memory,
+        disk_bytes_per_second=disk,
+        disk_request_bytes=expert_bytes,
+        disk_is_direct=is_direct,
+        expert_bytes_per_second=arithmetic,
+        link_bytes_per_second=link,
+        device_memory_bytes_per_second=device_memory,
+    )
+
+
+def measure_memory(seconds: float, memory: torch.Tensor | None = None) -> float:
+    """Bytes per second of reading RAM on torch's threads; the best of many passes, as a limit should be.
+
+    Reads `memory` (uint8) where it is large enough, so that nothing is allocated beside a budget; else 64 MiB of its
+    own.
+    """
+    if memory is None or memory.numel() < _ENOUGH_MEMORY_BYTES:
+        own_bytes = _MEMORY_BYTES if memory is None else _ENOUGH_MEMORY_BYTES
+        memory = Arena(1, own_bytes, torch.device("cpu")).bytes
+        memory.fill_(1)  # pages never written to would all be one and the same page of zeros
+    words = memory[:_MEMORY_BYTES].view(torch.int64)
+    return words.numel() * 8 / _best(lambda: words.sum(), seconds)
+
+
+def measure_disk(folder: Path, request_bytes: int, seconds: float, file_bytes: int) -> tuple[float, bool]:
+    """(bytes per second, past the page cache?) of reading a fresh file in `folder` as the engine reads experts.
+
+    `request_bytes` at a time, scattered, by as many threads as the engine uses.
+    """
+    size = page_ceil(min(request_bytes, file_bytes))
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".smoe-disk-", delete=False) as file:
+        path = Path(file.name)
+    reader = DiskReader(direct=True)
+    try:
+        count = _write(path, size, file_bytes)
+        order = [n * 7919 % count for n in range(count)]  # a prime stride: scattered, and the same every time
+        readers = EngineConfig().io_threads
+        started = perf_counter()
+        with ThreadPoolExecutor(readers) as pool:
+            parts = [order[n::readers] for n in range(readers)]
+            done = sum(pool.map(lambda part: _read_some(reader, path, size, part, started + seconds), parts))
+        return done / (perf_counter() - started), reader.is_direct
+    finally:
+        reader.close()
+        with suppress(FileNotFoundError):
+            path.unlink()
+
+
+def _read_some(reader: DiskReader, path: Path, size: int, order: Sequence[int], until: float) -> int:
+    """Bytes read until the clock says `until`."""
+    arena = Arena(1, size, torch.device("cpu"))
+    done = 0
+    for n in order:
+        done += reader.read(Read(path, n * size, size, 0, size), arena.buffer(0))
+        if perf_counter() > until:
+            break
+    arena.close()
+    return done
+
+
+def _write(path: Path, size: int, file_bytes: int) -> int:
+    """Fill a file with blocks that no file system can shrink; returns how many."""
+    count = max(1, file_bytes // size)
+    block = os.urandom(size)
+    with path.open("wb") as file:
+        for _ in range(count):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return count
+
+
+def measure_experts(expert_bytes: int, seconds: float) -> float:
+    """Weight bytes per second of computing one token through bf16 experts that are not in a core's cache."""
+    hidden = 2048
+    inner = max(64, expert_bytes // (3 * hidden * 2) // 64 * 64)
+    used = 3 * hidden * inner * 2
+    experts = max(2, _MEMORY_BYTES // used)
+    up = torch.zeros(experts, 2 * inner, hidden, dtype=torch.bfloat16)
+    down = torch.zeros(experts, hidden, inner, dtype=torch.bfloat16)
+    x = torch.zeros(1, hidden, dtype=torch.bfloat16)
+
+    def all_experts() -> None:
+        for n in range(experts):
+            torch.nn.functional.linear(_gated(torch.nn.functional.linear(x, up[n])), down[n])
+
+    def all_in_one_piece(kernel: TokenExperts) -> None:
+        for first in range(0, experts, _CHOSEN):
+            count = min(_CHOSEN, experts - first)
+            together = [Expert(up[first + row].t(), down[first + row].t(), [(0, row)]) for row in range(count)]
+            kernel.forward(x, together, rows)
+
+    with torch.no_grad():
+        duration = _best(all_experts, seconds)
+        if is_supported():
+            table, rows = activation_table(_gated), x.new_empty(_CHOSEN, hidden)
+            assert table is not None, "a gated activation"
+            with SpinningPool(torch.get_num_threads()) as pool:
+                kernel = TokenExperts(pool, hidden, inner, table)
+                duration = min(duration, _best(lambda: all_in_one_piece(kernel), seconds))
+    return experts * used / duration
+
+
+def _gated(wide: torch.Tensor) -> torch.Tensor:
+    """[n, 2I] -> [n, I]"""
+    gate, value = wide.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * value
+
+
+def measure_link() -> float:
+    """Bytes per second from page-locked host memory to the GPU."""
+    host = torch.empty(_LINK_BYTES, dtype=torch.uint8).pin_memory()
+    device = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cuda")
+
+    def copy() -> None:
+        device.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+
+    return _LINK_BYTES / _best(copy, 0.5)
+
+
+def measure_device_memory() -> float:
+    """Bytes per second of reading the GPU's memory."""
+    words = torch.zeros(2**30 // 8, dtype=torch.int64, device="cuda")
+
+    def read() -> None:
+        words.sum()
+        torch.cuda.synchronize()
+
+    return 2**30 / _best(read, 0.5)
+
+
+def quick_rates(device: torch.device, memory: torch.Tensor | None = None) -> Rates:
+    """The stored profile, else a measurement of the memory alone in 0.2 s, on `memory` if it is given."""
+    profile = load_profile()
+    if profile is not None:
+        return profile.rates(device)
+    if device.type == "cuda":
+        return Rates(measure_device_memory(), None, measure_link(), "a quick measurement")
+    return Rates(measure_memory(0.2, memory), None, None, "a quick measurement")
+
+
+def measure_small_disk(request_bytes: int) -> float | None:
+    """A short look at the disk of the user's cache folder: 64 MiB; None where nothing can be written there."""
+    folder = profile_path().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return measure_disk(folder, min(request_bytes, _SMALL_FILE_BYTES), 0.3, _SMALL_FILE_BYTES)[0]
+    except OSError:
+        return None
+
+
+def _best(action: Callable[[], Any], seconds: float) -> float:
+    """The shortest of as many runs as fit the time, after one for warming up."""
+    action()
+    best, started = float("inf"), perf_counter()
+    while perf_counter() - started < seconds or best == float("inf"):
+        before = perf_counter()
+        action()
+        best = min(best, perf_counter() - before)
+    return best
+
+
+def _processor_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

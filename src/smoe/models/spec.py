@@ -1,0 +1,156 @@
+"""From a model's config.json alone: what it needs, what a budget buys, and the floor of the time per token.
+
+Nothing is downloaded but the config, nothing is loaded: the model's empty shell tells its sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from smoe.config import EngineConfig
+from smoe.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
+from smoe.memory.store import PAGE, page_ceil
+from smoe.models.anatomy import Anatomy, examine
+from smoe.models.config_file import check_config
+from smoe.models.experts import ExpertsSite, find_sites, meta_model
+from smoe.models.files import config_folder, naming
+from smoe.models.registration import register_local_families
+from smoe.models.workspace import workspace_bytes
+from smoe.policy.budget import Demand
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DEFAULT_CONTEXT_TOKENS = 4096
+SAFETENSORS_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model known by its configuration."""
+
+    config: PretrainedConfig
+    shell: PreTrainedModel
+    """The model on the meta device, experts included."""
+    sites: list[ExpertsSite]
+    anatomy: Anatomy
+    dtype: torch.dtype
+    context_tokens: int
+    """Positions reserved for every sequence."""
+
+    @property
+    def expert_bytes(self) -> int:
+        """The largest routed expert."""
+        return max(_expert_elements(site) for site in self.sites) * self.dtype.itemsize
+
+    @property
+    def experts_bytes(self) -> int:
+        """All routed experts together."""
+        return sum(site.experts * _expert_elements(site) for site in self.sites) * self.dtype.itemsize
+
+    @property
+    def expert_bytes_per_token(self) -> int:
+        """Routed experts that one token uses."""
+        return sum(self.anatomy.top_k[s.layer] * _expert_elements(s) for s in self.sites) * self.dtype.itemsize
+
+    def demand(self, config: EngineConfig, slot_bytes: int | None = None, read_buffer_bytes: int = 0) -> Demand:
+        """What the model asks of the budget; without `slot_bytes`, with the largest alignment a slot may need."""
+        tokens = min(config.prefill_tokens, self.context_tokens * config.max_sequences)
+        text = self.config.get_text_config()
+        item = self.dtype.itemsize
+        return Demand(
+            weights_bytes=self.anatomy.weights_bytes,
+            workspace_bytes=workspace_bytes(
+                text, self.sites, self.anatomy.top_k, tokens, config.max_sequences, item, self.experts_bytes
+            ),
+            kv_cache_bytes=self.anatomy.kv_bytes_per_token * self.context_tokens * config.max_sequences
+            + self.anatomy.state_bytes_per_sequence * config.max_sequences,
+            slot_bytes=slot_bytes or page_ceil(self.expert_bytes) + PAGE,
+            top_k=max(self.anatomy.top_k.values()),
+            total_experts=sum(site.experts for site in self.sites),
+            read_buffer_bytes=read_buffer_bytes,
+        )
+
+
+def read_spec(model: str | Path, config: EngineConfig, revision: str | None = None) -> ModelSpec:
+    """Read a model's configuration and look at its empty shell."""
+    folder = config_folder(model, revision)
+    path, model_config = folder / "config.json", read_config(folder, None)
+    _refuse_quantised(model_config)
+    with naming(f"{path} describes no model that can be built"):
+        context_tokens = choose_context(model_config, config)
+        dtype = choose_dtype(model_config, config)
+        shell = meta_model(model_config, dtype)
+    sites = find_sites(shell)
+    unclear = f"the structure of {model_config.model_type!r} could not be followed by {path}, so it is refused"
+    with naming(unclear, UnsupportedModelError):
+        anatomy = examine(shell, sites, dtype)
+    _check_anatomy(anatomy, sites, path)
+    return ModelSpec(model_config, shell, sites, anatomy, dtype, context_tokens)
+
+
+def read_config(model: str | Path, revision: str | None) -> PretrainedConfig:
+    """A model's configuration, from disk or the hub; no code of the repository is run."""
+    folder = config_folder(model, revision)
+    register_local_families(check_config(folder))
+    with naming(f"cannot read the configuration {folder / 'config.json'}", ModelError):
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    return config
+
+
+def choose_dtype(model_config: PretrainedConfig, config: EngineConfig) -> torch.dtype:
+    """The element type asked for, else the checkpoint's own."""
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    own: Any = getattr(model_config.get_text_config(), "dtype", None) or getattr(model_config, "dtype", None)
+    own = getattr(torch, own) if isinstance(own, str) else own
+    return own if own in SAFETENSORS_NAMES else torch.bfloat16
+
+
+def _refuse_quantised(model_config: PretrainedConfig) -> None:
+    quantisation = getattr(model_config, "quantization_config", None)
+    if quantisation is not None:
+        method = (
+            quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else type(quantisation).__name__
+        )
+        raise UnsupportedModelError(
+            f"the checkpoint is quantised ({method}); smoe reads bf16, fp16 and fp32 checkpoints so far: "
+            "take the unquantised release of the model"
+        )
+
+
+def choose_context(model_config: PretrainedConfig, config: EngineConfig) -> int:
+    """The positions asked for, else `DEFAULT_CONTEXT_TOKENS` or the model's own limit; raises beyond that limit."""
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    limit = limit if isinstance(limit, int) else None
+    if config.context_tokens is None:
+        return min(DEFAULT_CONTEXT_TOKENS, limit or DEFAULT_CONTEXT_TOKENS)
+    if limit is not None and config.context_tokens > limit:
+        raise ConfigError(
+            f"--context {config.context_tokens} is more than the {limit} positions the model was made for by its "
+            "config.json"
+        )
+    return config.context_tokens
+
+
+def _check_anatomy(anatomy: Anatomy, sites: list[ExpertsSite], path: Path) -> None:
+    """Raise `CheckpointError` where a token would use no experts, or more than there are."""
+    for site in sites:
+        top_k = anatomy.top_k.get(site.layer)
+        if top_k is None or not 1 <= top_k <= site.experts:
+            raise CheckpointError(
+                f"{path}: a token would use {top_k} of {site.experts} experts in layer {site.layer}; download it again"
+            )
+
+
+def _expert_elements(site: ExpertsSite) -> int:
+    total = 0
+    for part in site.parts:
+        count = 1
+        for n in part.shape:
+            count *= n
+        total += count
+    return total

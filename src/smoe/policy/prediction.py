@@ -1,0 +1,61 @@
+"""What guesses the experts of a later layer: when it is asked, what it may see, what it answers.
+
+    one layer        | router | resident experts | wait for loads | missing experts |
+    it is asked             ^ ROUTED             ^ RESIDENTS_DONE
+
+Arrays are the engine's own (torch tensors there, nothing in a simulator), so this module need not know them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from smoe.routing import Routing
+
+
+class Moment(Enum):
+    """When a predictor is asked."""
+
+    ROUTED = "routed"
+    """As soon as the layer's own router has spoken."""
+    RESIDENTS_DONE = "residents done"
+    """Once the layer's resident experts have been computed and others are waited for."""
+
+
+class Sight(NamedTuple):
+    """What a predictor may look at."""
+
+    layer: int
+    hidden: Any
+    """[T, H]: the layer's router input."""
+    partial: Any = None
+    """[T, H]: what the resident experts have given; None at `Moment.ROUTED`."""
+    rows: Sequence[int] | None = None
+    """Rows that will want something: no padding, no ended sequences. None: all."""
+
+
+class Prediction(NamedTuple):
+    """Experts that a later layer is expected to want."""
+
+    layer: int
+    experts: Sequence[int]
+    """Best first."""
+
+
+class Predictor(ABC):
+    """Guesses experts. Nothing that it does may be seen in the model's outputs."""
+
+    asked = Moment.ROUTED
+    alpha: float = 0.0
+    """The substitution threshold that the layers are served with."""
+
+    def observe(self, routing: Routing) -> None:
+        """Hear what a router has chosen, before anything is replaced: every layer of every step, in order."""
+        del routing
+
+    @abstractmethod
+    def predict(self, sight: Sight) -> Prediction | None:
+        """The experts of a later layer, or None where there is nothing to say."""

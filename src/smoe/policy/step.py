@@ -1,0 +1,77 @@
+"""One step of one layer, decided: from what its router said to what is computed and what is loaded.
+
+    routing -> substitutes -> prefetched in vain: dropped -> statistics -> plan
+
+The engine carries a decision out on hardware, the simulator on nothing; both make it here, so a recorded run that is
+replayed gives the same plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from smoe.policy.balance import Balance
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.plan import LayerPlan
+from smoe.policy.planner import observation, plan_layer
+from smoe.policy.residency import ExpertsAtHand, ExpertsUnderWay, SlotTable
+from smoe.policy.substitution import Selection, applied, substitute
+from smoe.routing import Phase, Routing
+
+
+class Switches(NamedTuple):
+    """The switches of `EngineConfig` that a decision depends on; the defaults are exact serving."""
+
+    alpha: float = 0.0
+    """Substitution threshold of decode steps; 0: the model's own choice."""
+    drop: bool = False
+    """Leave missing low-score experts out instead of replacing them."""
+    share: bool = True
+    """In a batch, prefer substitutes that serve several sequences."""
+    prefill_keep: str = "last-uses"
+    """What decides which experts of a prompt stay (`planner.PREFILL_KEEP`)."""
+
+
+EXACT_SWITCHES = Switches()
+
+
+class Decision(NamedTuple):
+    """What becomes of one layer in one step."""
+
+    routing: Routing
+    """What is served: the router's choice with the substitutes in it."""
+    selection: Selection | None
+    """Who was replaced; None where substitution is off, or in a prompt."""
+    plan: LayerPlan
+
+
+def decide(
+    routing: Routing,
+    table: SlotTable,
+    eviction: Eviction,
+    layer_share: int,
+    switches: Switches,
+    balance: Callable[[], Balance | None] | None = None,
+    drop_stale: Callable[[Routing], None] | None = None,
+) -> Decision:
+    """Select, learn and plan; `eviction` hears the step, `table` is only read.
+
+    `routing.scores` must be there where `alpha` is above 0, else nothing is replaced. `layer_share` as for
+    `plan_layer`. `drop_stale` is called with what will be served, and frees the staging slots of what was prefetched
+    for this layer and is not wanted after all; `balance` is asked after that. Raises `BudgetError` where not one expert
+    fits.
+    """
+    selection = None
+    if switches.alpha > 0 and routing.phase is Phase.DECODE and routing.scores is not None:
+        here, under_way = ExpertsAtHand(routing.layer, table), ExpertsUnderWay(routing.layer, table)
+        selection = substitute(
+            routing, here, switches.alpha, share=switches.share, drop=switches.drop, under_way=under_way
+        )
+        routing = applied(selection, routing)
+    if drop_stale is not None and table.staged:
+        drop_stale(routing)
+    eviction.observe(observation(routing))
+    shared = None if balance is None else balance()
+    plan = plan_layer(routing, table, eviction, layer_share, shared, switches.prefill_keep)
+    return Decision(routing, selection, plan)

@@ -1,0 +1,1 @@
+"""Guessing the experts of layers to come."""

@@ -1,0 +1,250 @@
+"""Guessing the next layer's experts by running into it ahead of time.
+
+    resident and shared experts of layer l -> attention of l+1 -> router of l+1
+
+This look-ahead (SMoE, second version, section IV-C) runs the library's own modules: the layer's block once more, with
+its experts answering what the resident ones gave, then the next decoder layer up to its router, where an exception
+leaves it. No family's names are used. What it writes into the KV cache lies at the positions that the true pass writes
+before it reads (`models/kv_cache.py`), so nothing is to be undone. A layer takes part once a pass has shown that its
+output is its residual plus its block's output, bit by bit; for the others the next gate is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+from transformers import PreTrainedModel
+
+from smoe.models.experts import ExpertsSite
+from smoe.models.kv_cache import RowCache
+from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
+from smoe.prediction.next_gate import NextGate
+from smoe.prediction.unheard import is_heard, unheard
+
+
+class LookAhead(Predictor):
+    """Predict the next layer's experts by running into it ahead of time. Used by the computing thread only."""
+
+    asked = Moment.RESIDENTS_DONE
+
+    def __init__(
+        self, model: PreTrainedModel, sites: list[ExpertsSite], routers: Mapping[int, str], next_gate: NextGate
+    ) -> None:
+        modules = dict(model.named_modules())
+        self._next_gate = next_gate
+        self._stations = {
+            site.layer: _Station(modules, site, routers[site.layer]) for site in sites if site.layer in routers
+        }
+        kinds = getattr(model.config.get_text_config(), "layer_types", None)
+        for station in self._stations.values():
+            station.kind = kinds[station.number] if kinds else ""
+        self.peeks = 0
+        """Predictions made by running ahead; the others are the next gate's."""
+        self._first = next(iter(self._stations.values()), None)
+        self._kwargs: dict[str, dict[str, Any]] = {}
+        """What the decoder layers of each kind are given in this pass."""
+        for station in self._stations.values():
+            station.decoder.register_forward_pre_hook(self._note_arguments(station), with_kwargs=True)
+        for last in list(self._stations.values())[-1:]:
+            last.decoder.register_forward_hook(self._let_go)
+
+    def install(self) -> None:
+        """Once the engine has taken the experts' place (`seam.attach`)."""
+        for station in self._stations.values():
+            station.install()
+
+    def predict(self, sight: Sight) -> Prediction | None:
+        self._next_gate.alpha = self.alpha
+        here, there = self._stations.get(sight.layer), self._stations.get(sight.layer + 1)
+        if sight.partial is None or here is None or there is None or not here.is_proven:
+            return self._next_gate.predict(sight)
+        kwargs = self._kwargs.get(there.kind)
+        if there.number != here.number + 1 or kwargs is None or not _is_rewritable(kwargs) or _has_any_global_hook():
+            return self._next_gate.predict(sight)
+        self.peeks += 1
+        output = there.peek(here.output_of(sight.partial), kwargs)
+        return Prediction(there.layer, self._next_gate.ranked(there.layer, output, sight.rows))
+
+    def _let_go(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The pass is over: its KV cache must not live longer for our sake."""
+        self._kwargs.clear()
+
+    def _note_arguments(self, station: _Station) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            station.begin(is_single=hidden.shape[-2] == 1)
+            if station is self._first:
+                self._kwargs.clear()  # masks and positions of the pass before
+            self._kwargs[station.kind] = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+
+        return hook
+
+
+class _PeekedError(Exception):
+    """Leaves a decoder layer at its router."""
+
+    def __init__(self, output: tuple[Any, ...]) -> None:
+        self.output = output
+
+
+class _Remembered(NamedTuple):
+    """What a module has answered, and the versions at which input and answer were whole."""
+
+    x: torch.Tensor
+    x_version: int
+    output: torch.Tensor
+    output_version: int
+
+    def answers(self, x: torch.Tensor) -> bool:
+        """Whether `x` is the same numbers at the same place, under whatever shape, and nobody has written since."""
+        is_same = x.data_ptr() == self.x.data_ptr() and x.numel() == self.x.numel() and x._version == self.x_version
+        return is_same and self.output._version == self.output_version
+
+
+class _Station:
+    """One MoE layer: what the look-ahead has to know of it and to hold while it runs."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], site: ExpertsSite, router: str) -> None:
+        path = site.name.split(".")
+        depth = next(n for n in range(len(path), 0, -1) if isinstance(modules[".".join(path[: n - 1])], nn.ModuleList))
+        self.layer = site.layer
+        self.kind = ""
+        self.number = int(path[depth - 1])
+        self.decoder = modules[".".join(path[:depth])]
+        self.is_proven: bool | None = None
+        """Whether the layer's output is its residual plus its block's output; None: not seen yet."""
+        self._is_peeking = False
+        self._block = modules[".".join(path[:-1])]
+        self._experts = modules[site.name]
+        self._router = modules[router]
+        self._parts = list(self.decoder.modules())
+        self._replay: torch.Tensor | None = None
+        self._is_single = False
+        self._given: torch.Tensor | None = None
+        self._given_out: torch.Tensor | None = None
+        self._residual: torch.Tensor | None = None
+        self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._memo: dict[nn.Module, _Remembered] = {}
+        for child in self.decoder.children():
+            if child is not self._block:
+                child.register_forward_hook(self._note_child)
+        self._block.register_forward_pre_hook(self._note_block)
+        self._block.register_forward_hook(self._note_block_output)
+        self.decoder.register_forward_hook(self._prove)
+
+    def install(self) -> None:
+        """After the engine has taken the experts' place: from now on they may be asked to repeat an answer."""
+        served = self._experts.forward
+
+        def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return served(hidden, index, weights) if self._replay is None else self._replay
+
+        self._experts.forward = forward  # type: ignore[method-assign]
+        for child in self._block.children():
+            if child is not self._experts:
+                child.forward = self._remembering(child, child.forward)  # type: ignore[method-assign]
+
+    def begin(self, is_single: bool) -> None:
+        """A pass has come to this layer, with one new position or several."""
+        self._is_single = is_single
+        self._inputs.clear()
+        self._memo.clear()
+        self._given = self._residual = None
+
+    def output_of(self, partial: torch.Tensor) -> torch.Tensor:
+        """The layer's output if its experts' output were `partial` [T, H]."""
+        assert self._given is not None and self._residual is not None
+        self._replay = partial
+        try:
+            with unheard(self._parts):
+                output = self._block(self._given)
+        finally:
+            self._replay = None
+        ahead: torch.Tensor = self._residual + (output[0] if isinstance(output, tuple) else output)
+        return ahead
+
+    def peek(self, hidden: torch.Tensor, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What the router says if the layer's input is `hidden`."""
+        self._is_peeking = True
+        try:
+            with unheard(self._parts), _leaving(self._router):
+                self.decoder(hidden, **kwargs)
+        except _PeekedError as peeked:
+            return peeked.output
+        finally:
+            self._is_peeking = False
+        raise AssertionError("the layer ended without asking its router")
+
+    def _note_child(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The child whose output is the block's input stands between it and the residual: a norm."""
+        if self._is_single and args and isinstance(output, torch.Tensor):
+            self._inputs[output.data_ptr()] = (args[0], output)
+
+    def _note_block(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._is_single or not args:
+            return
+        self._given = args[0]
+        pair = self._inputs.get(args[0].data_ptr())
+        self._residual = pair[0] if pair is not None else None
+        if self._residual is None:
+            self.is_proven = False
+
+    def _note_block_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._is_single and self.is_proven is None:
+            self._given_out = output[0] if isinstance(output, tuple) else output
+
+    def _prove(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Once, with a real pass's numbers; later passes only let go of what they held."""
+        if self._is_single and self.is_proven is None and self._residual is not None and self._given_out is not None:
+            result = output[0] if isinstance(output, tuple) else output
+            expected = self._residual + self._given_out
+            self.is_proven = expected.shape == result.shape and bool(torch.equal(expected, result))
+        self._given = self._given_out = self._residual = None
+        self._inputs.clear()
+        self._memo.clear()
+
+    def _remembering(self, child: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The block runs twice on one input; its shared experts and router need not.
+
+        A remembered output that somebody has written to since is computed anew, and so is one of a module that others
+        listen inside: its parts must be heard in the true pass.
+        """
+        inside = list(child.modules())[1:]
+
+        def remembered(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_single or self._is_peeking or args or kwargs:
+                return forward(x, *args, **kwargs)
+            known = self._memo.get(child)
+            if known is not None and known.answers(x) and not any(map(is_heard, inside)):
+                return known.output
+            output = forward(x)
+            if isinstance(output, torch.Tensor) and not output.is_inference():
+                self._memo[child] = _Remembered(x, x._version, output, output._version)
+            return output
+
+        return remembered
+
+
+@contextmanager
+def _leaving(router: nn.Module) -> Iterator[None]:
+    """Inside, whoever asks the router gets its answer as a `_PeekedError`."""
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        raise _PeekedError(output)
+
+    handle = router.register_forward_hook(leave)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _is_rewritable(kwargs: Mapping[str, Any]) -> bool:
+    """Whether running a layer ahead leaves nothing behind: our cache, with layers that address by position."""
+    caches = [kwargs[name] for name in ("past_key_values", "past_key_value") if kwargs.get(name) is not None]
+    return bool(caches) and all(isinstance(cache, RowCache) and cache.can_rewind for cache in caches)

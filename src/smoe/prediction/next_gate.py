@@ -1,0 +1,95 @@
+"""Guessing the next layer's experts by its own router on this layer's router input.
+
+router input of layer l ---> router of l+1
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules.module import _has_any_global_hook
+from transformers import PreTrainedModel
+
+from smoe.models.experts import ExpertsSite
+from smoe.models.scoring import ScoringRule, in_order
+from smoe.policy.prediction import Prediction, Predictor, Sight
+from smoe.prediction.unheard import unheard
+
+
+class NextGate(Predictor):
+    """Predict a layer's experts by its own router on the layer before's router input.
+
+    The simplest predictor that needs no training (Mixtral-Offloading, arXiv 2312.17238, section 3.2).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sites: list[ExpertsSite],
+        gates: Mapping[int, str],
+        rules: Mapping[int, ScoringRule],
+        what: str,
+    ) -> None:
+        modules = dict(model.named_modules())
+        self._following = dict(itertools.pairwise(site.layer for site in sites))
+        self._experts = {site.layer: site.experts for site in sites}
+        self._routers = {layer: modules[name] for layer, name in gates.items()}
+        self._parts = {layer: list(router.modules()) for layer, router in self._routers.items()}
+        self._rules = rules
+        self._what = what
+
+    def predict(self, sight: Sight) -> Prediction | None:
+        after, hidden = self._following.get(sight.layer), sight.hidden
+        if after is None or _has_any_global_hook():
+            return None
+        router, experts = self._routers.get(after), self._experts[after]
+        if router is None:  # a long prompt uses nearly every expert, whatever the router would say
+            return Prediction(after, range(experts)) if hidden.shape[0] >= experts else None
+        with unheard(self._parts[after]):
+            output = router(hidden)
+        return Prediction(after, self.ranked(after, output, sight.rows))
+
+    def ranked(self, layer: int, output: tuple[Any, ...], rows: Sequence[int] | None = None) -> list[int]:
+        """The experts worth a load by a router's output for these rows (None: all), best first.
+
+        The best are those of the highest weight, or score, for any row; ties go by number. Where low-score experts may
+        be substituted, only those predicted to be top-score (SMoE, second version); else, or where all that will be
+        chosen are asked for (first version), those chosen.
+        """
+        if rows is not None:
+            output = tuple(value[list(rows)] if isinstance(value, torch.Tensor) else value for value in output)
+        index = _chosen(output)
+        is_selective = self.alpha > 0 and self._what == "top-score"
+        if is_selective and index.shape[1] < self._experts[layer]:
+            return self._top_score(self._rules[layer], in_order(output)[0], index)
+        return _best_first(index, _weights(output, index))
+
+    def _top_score(self, rule: ScoringRule, logits: torch.Tensor, index: torch.Tensor) -> list[int]:
+        """Experts that are top-score for some token, highest score first."""
+        choice = rule.choice(rule.scores(logits))
+        bound = choice.topk(index.shape[1] + 1, dim=-1).values[:, -1:]
+        scores = choice.gather(-1, index)
+        kept = scores >= (1 + self.alpha) * bound
+        return _best_first(index[kept], scores[kept])
+
+
+def _best_first(index: torch.Tensor, scores: torch.Tensor) -> list[int]:
+    """The experts in `index`, that of the highest of `scores` (of the same shape) first; ties by number."""
+    best: dict[int, float] = {}
+    for expert, score in zip(index.reshape(-1).tolist(), scores.reshape(-1).tolist(), strict=True):
+        best[expert] = max(score, best.get(expert, score))
+    return sorted(best, key=lambda expert: (-best[expert], expert))
+
+
+def _weights(output: Sequence[Any], index: torch.Tensor) -> torch.Tensor:
+    """The routing weights in a router's output, [T, K] as `index`; where it has none, its own order stands for them."""
+    found = [x for x in output if isinstance(x, torch.Tensor) and x.is_floating_point() and x.shape == index.shape]
+    return found[-1] if found else torch.arange(0, -index.shape[1], -1).expand_as(index)
+
+
+def _chosen(output: Sequence[Any]) -> torch.Tensor:
+    """The index tensor in a router's output: the last integer tensor."""
+    return next(x for x in reversed(output) if isinstance(x, torch.Tensor) and not x.is_floating_point())

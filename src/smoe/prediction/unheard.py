@@ -1,0 +1,30 @@
+"""Asking a model's modules without anybody hearing of it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def unheard(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, no hook of these modules fires, whoever has put it there: a prediction is no pass of the model.
+
+    Users count calls by hooks, the library records router logits by them, and our own tell a pass's course.
+    """
+    kept = [(module, module._forward_hooks, module._forward_pre_hooks) for module in modules if is_heard(module)]
+    try:
+        for module, _, _ in kept:
+            module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
+        yield
+    finally:
+        for module, hooks, pre_hooks in kept:
+            module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
+
+
+def is_heard(module: nn.Module) -> bool:
+    """Whether a hook would fire."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)

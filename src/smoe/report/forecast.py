@@ -1,0 +1,270 @@
+"""What a budget buys, forecast from a model's config.json: the table of `smoe plan`.
+
+Two kinds of routing bound what a run will do. *Uniform*: every expert is equally likely, so a cache hits as often as
+its share of the experts says; bytes are moved and computed one after the other. *Typical*: experts repeat themselves as
+in recorded texts (`TYPICAL_HITS`), and moving bytes hides behind computing. A run lies between the two, or is held up
+by something that is not counted here. For an emulated device the rates are those of the profile,
+with every expert in its host tier.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from smoe.config import EMULATED, EngineConfig
+from smoe.load.pretrained import choose_device, make_ledger
+from smoe.machine.available_memory import free_device_bytes, less_margin
+from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at
+from smoe.machine.measure import emulated_rates, load_profile, measure_small_disk, quick_rates
+from smoe.machine.process_memory import beside_budget
+from smoe.memory.emulation import DeviceProfile, read_profile
+from smoe.models.spec import ModelSpec, read_spec
+from smoe.models.workspace import reserved_kernel_bytes
+from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_bytes
+from smoe.units import identifier
+
+TYPICAL_HITS = ((0.0, 0.0), (0.04, 0.12), (0.1, 0.28), (0.2, 0.47), (0.4, 0.72), (0.6, 0.88), (1.0, 1.0))
+"""(share of the experts in memory, share of a token's experts found there) with the default eviction: means over the
+four recorded texts of docs/evictions.md."""
+LAYER_SECONDS = 0.8e-3
+"""What a decoder layer takes beside moving its bytes, on the CPUs that were measured: small operations and Python
+(docs/log.md)."""
+_SHARES = (0.1, 0.25, 0.5, 0.75)
+"""Budgets between the smallest and the full one that the table shows, by share of experts in memory."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one kind of routing makes a token move, and the time that this takes at least."""
+
+    step: StepBytes
+    floor: Floor | None
+
+    @property
+    def bytes_per_token(self) -> float:
+        """What a token has to bring in: from the disk, or over the link alone where experts wait in a host tier."""
+        return self.step.disk or self.step.link
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One budget and what it buys."""
+
+    ledger: Ledger
+    uniform: Case
+    typical: Case
+    layers_seconds: float
+    """What all layers of a token take beside moving bytes."""
+
+    @property
+    def tokens_per_second(self) -> tuple[float, float] | None:
+        """From uniform routing without any overlap to typical routing with perfect overlap; None without a rate."""
+        low, high = self.uniform.floor, self.typical.floor
+        if low is None or high is None:
+            return None
+        return (
+            1 / (low.serial_seconds + self.layers_seconds),
+            1 / max(high.disk_seconds, high.link_seconds, high.memory_seconds + self.layers_seconds),
+        )
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The budget that this machine should give the model."""
+
+    choice: Choice
+    free_bytes: int
+    source: str
+    """Where the figure of free memory comes from."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A model, a budget, and the alternatives."""
+
+    model: str
+    spec: ModelSpec
+    ledger: Ledger
+    reason: str
+    chosen: Choice
+    choices: list[Choice]
+    """Ascending by budget, the chosen one among them."""
+    rates: Rates
+    is_emulated: bool
+    """For an emulated device: rates of its profile, experts from its host tier."""
+    recommendation: Recommendation | None
+    """None where the machine has too little memory for the model."""
+    remarks: list[str]
+    beside_budget: dict[str, int]
+    """What the process takes beside the budget, at most, by name; empty where the budget is a GPU's memory."""
+
+    def as_json(self) -> dict[str, Any]:
+        """What `smoe plan --json` prints."""
+        spec, ledger, floor = self.spec, self.ledger, self.chosen.uniform.floor
+        return {
+            "model": self.model,
+            "model_type": spec.config.model_type,
+            "dtype": str(spec.dtype).removeprefix("torch."),
+            "moe_layers": len(spec.sites),
+            "experts": ledger.demand.total_experts,
+            "top_k": ledger.demand.top_k,
+            "context_tokens": spec.context_tokens,
+            "memory_budget_bytes": ledger.budget_bytes,
+            "memory_budget_reason": self.reason,
+            "bytes": {identifier(name): count for name, count in ledger.entries().items()},
+            "beside_budget_bytes": {identifier(name): count for name, count in self.beside_budget.items()},
+            "slots": ledger.cache_slots,
+            "staging_slots": ledger.staging_slots,
+            "resident_share": ledger.resident_share,
+            "expert_bytes": spec.expert_bytes,
+            "experts_bytes": spec.experts_bytes,
+            "dense_bytes": spec.anatomy.weights_bytes,
+            "expert_bytes_per_token": spec.expert_bytes_per_token,
+            "bytes_per_token": self.chosen.uniform.bytes_per_token,
+            "typical_bytes_per_token": self.chosen.typical.bytes_per_token,
+            "tokens_per_second": _range(self.chosen),
+            "minimum_memory_bytes": minimum_bytes(ledger.demand),
+            "full_memory_bytes": full_bytes(ledger.demand),
+            "floor_seconds_per_token": floor.overlapped_seconds if floor else None,
+            "floor_serial_seconds_per_token": floor.serial_seconds if floor else None,
+            "floor_bound_by": floor.bound_by if floor else None,
+            "assumption": "from uniform routing (hit ratio = resident share) to typical routing (recorded texts)",
+            "recommended": _as_json(self.recommendation),
+            "rates": {
+                "memory_bytes_per_second": self.rates.memory,
+                "disk_bytes_per_second": self.rates.disk,
+                "link_bytes_per_second": self.rates.link,
+                "source": self.rates.source,
+            },
+            "remarks": self.remarks,
+        }
+
+
+def forecast(model: str, config: EngineConfig, revision: str | None = None) -> Forecast:
+    """Read the config, divide the budget, and put a floor under the time per token."""
+    device = choose_device(config)
+    profile = read_profile(config.profile) if config.device == EMULATED else None
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    spec = read_spec(model, config, revision)
+    ledger, reason = make_ledger(spec, config, device)
+    rates, is_emulated = _rates(device, spec.expert_bytes, profile), profile is not None
+    foretell = functools.partial(_choice, spec, rates=rates, device=device, is_emulated=is_emulated)
+    chosen = foretell(ledger)
+    choices = sorted([chosen, *map(foretell, _alternatives(ledger))], key=lambda choice: choice.ledger.budget_bytes)
+    recommended = None if is_emulated else _recommend(ledger.demand, device, foretell)
+    beside = beside_budget(reserved_kernel_bytes(spec.experts_bytes)) if device.type == "cpu" else {}
+    remarks = _remarks(rates, is_emulated)
+    return Forecast(model, spec, ledger, reason, chosen, choices, rates, is_emulated, recommended, remarks, beside)
+
+
+def _alternatives(chosen: Ledger) -> list[Ledger]:
+    """The smallest budget, some shares of the experts, and all of them."""
+    demand = chosen.demand
+    least, full = minimum_bytes(demand), full_bytes(demand)
+    sizes = {least, full}
+    for share in _SHARES:
+        size = full - int((1 - share) * demand.total_experts) * demand.slot_bytes
+        if least < size < full:
+            sizes.add(size)
+    return [allocate(size, demand) for size in sorted(sizes - {chosen.budget_bytes})]
+
+
+def _recommend(demand: Demand, device: torch.device, foretell: Callable[[Ledger], Choice]) -> Recommendation | None:
+    """As much as is free less a margin, and never more than the whole model; in a round number."""
+    free, source = free_device_bytes(device)
+    room, full = less_margin(free), round_up(full_bytes(demand))
+    budget = full if full <= room else round_down(room)
+    if budget < minimum_bytes(demand):
+        return None
+    return Recommendation(foretell(allocate(budget, demand)), free, source)
+
+
+def round_down(nbytes: int) -> int:
+    """The largest size that is not above it and that people would type: whole units, quarters below four of them."""
+    return nbytes // _step(nbytes) * _step(nbytes)
+
+
+def round_up(nbytes: int) -> int:
+    """The smallest such size that is not below it."""
+    return -(-nbytes // _step(nbytes)) * _step(nbytes)
+
+
+def _step(nbytes: int) -> int:
+    unit = next((unit for unit in (1 << 30, 1 << 20) if nbytes >= unit), 1)
+    return unit if nbytes >= 4 * unit else max(1, unit // 4)
+
+
+def typical_hit_ratio(resident_share: float) -> float:
+    """`TYPICAL_HITS`, with straight lines between the points."""
+    for (low, at_low), (high, at_high) in itertools.pairwise(TYPICAL_HITS):
+        if resident_share <= high:
+            return at_low + (at_high - at_low) * (resident_share - low) / (high - low)
+    return 1.0
+
+
+def _choice(spec: ModelSpec, ledger: Ledger, rates: Rates, device: torch.device, is_emulated: bool) -> Choice:
+    has_link = is_emulated or device.type == "cuda"
+
+    def case(hit_ratio: float) -> Case:
+        step = step_at(spec.expert_bytes_per_token, dense_bytes_read(spec), hit_ratio, has_link)
+        step = replace(step, disk=0.0) if is_emulated else step
+        return Case(step, floor_of(step, rates))
+
+    share = ledger.resident_share
+    layers = LAYER_SECONDS * int(spec.config.get_text_config().num_hidden_layers) if not has_link else 0.0
+    return Choice(ledger, case(share), case(typical_hit_ratio(share)), layers)
+
+
+def _range(choice: Choice) -> dict[str, float] | None:
+    speeds = choice.tokens_per_second
+    return None if speeds is None else {"uniform": speeds[0], "typical": speeds[1]}
+
+
+def _as_json(recommended: Recommendation | None) -> dict[str, Any] | None:
+    if recommended is None:
+        return None
+    ledger = recommended.choice.ledger
+    return {
+        "memory_budget_bytes": ledger.budget_bytes,
+        "resident_share": ledger.resident_share,
+        "tokens_per_second": _range(recommended.choice),
+        "free_bytes": recommended.free_bytes,
+    }
+
+
+def dense_bytes_read(spec: ModelSpec) -> int:
+    """Non-expert weights that a decode step reads: all of them, of an untied input embedding just a row."""
+    embedding, output = spec.shell.get_input_embeddings(), spec.shell.get_output_embeddings()
+    unread = 0
+    if embedding is not None and output is not None and embedding.weight is not output.weight:
+        unread = embedding.weight.numel() * spec.dtype.itemsize
+    return spec.anatomy.weights_bytes - unread
+
+
+def _rates(device: torch.device, expert_bytes: int, profile: DeviceProfile | None) -> Rates:
+    if profile is not None:
+        return emulated_rates(profile)
+    rates = quick_rates(device)
+    if rates.disk is not None:
+        return rates
+    return Rates(rates.memory, measure_small_disk(expert_bytes), rates.link, rates.source)
+
+
+def _remarks(rates: Rates, is_emulated: bool) -> list[str]:
+    remarks = [
+        "tokens/s: from the worst case (every expert equally likely, nothing overlapped)",
+        "to the best (experts repeat as in recorded texts, reads hide behind computing)",
+    ]
+    figures = f"rates from {rates.source}"
+    if is_emulated:
+        return [*remarks, f"{figures}: speeds are that machine's, with every expert in its RAM (--host-memory)"]
+    if load_profile() is None:
+        figures += "; smoe doctor measures them properly"
+    return [*remarks, figures]

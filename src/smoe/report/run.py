@@ -1,0 +1,221 @@
+"""The numbers of one generation: speed, traffic, memory, the share of the hardware's limit, and what it waited for.
+
+Definitions in prose: `docs/metrics.md`. The command line, the benchmark and programs all read them here.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from smoe.generation.generate import Generation
+from smoe.machine.floor import Floor, Rates, floor_of, measured_step
+from smoe.machine.measure import emulated_rates, quick_rates
+from smoe.machine.process_memory import ProcessMemory, process_memory
+from smoe.memory.emulation import Emulation
+from smoe.memory.pacing import Pacing
+from smoe.metrics import Counters
+from smoe.runtime.engine import Engine
+from smoe.units import identifier
+
+DISK, LINK, DEVICE, HOST, EXPERTS, DENSE, AHEAD, PYTHON = (
+    "disk",
+    "link",
+    "the GPU",
+    "the CPU's experts",
+    "experts",
+    "the other layers",
+    "looking ahead",
+    "Python",
+)
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """One generation in numbers; None where there is nothing to measure (no second token, no rate)."""
+
+    generation: Generation
+    hit_ratio: float | None
+    bytes_read_per_token: float | None
+    peak_memory_bytes: int
+    memory_budget_bytes: int
+    process_peak_bytes: int | None
+    floor: Floor | None
+    rates: Rates
+    time_shares: dict[str, float]
+    """What the decode time was spent on: shares that add up to 1."""
+    alpha: float
+    """The substitution threshold; 0: exact."""
+    bench: dict[str, Any] | None
+    """The emulated device: profile, dilation, and the share of the time by which this machine was late; None: real."""
+    routes: dict[str, float]
+    """Of the experts chosen in decoding, the shares that were low-score, replaced, and missing by importance."""
+    process: ProcessMemory | None
+    """The whole process line by line; None where the budget is a GPU's memory or the system does not say."""
+
+    @property
+    def floor_share(self) -> float | None:
+        """Floor over the mean time of a step, 1 at most: the hardware's limit. The bytes of the floor are means too, as
+        are the shares of the time."""
+        ratio = self._floor_ratio
+        return min(1.0, ratio) if ratio is not None else None
+
+    @property
+    def beats_rates(self) -> bool:
+        """Whether the run was faster than the floor, so that its rates were measured too low: in the processor's cache,
+        or in a quieter hour, there was more."""
+        ratio = self._floor_ratio
+        return ratio is not None and ratio > 1.0
+
+    @property
+    def _floor_ratio(self) -> float | None:
+        steps = self.generation.decode_counters.forward_passes
+        measured = self.generation.decode_seconds / steps if steps else 0.0
+        return self.floor.overlapped_seconds / measured if self.floor is not None and measured > 0 else None
+
+    def as_json(self) -> dict[str, Any]:
+        """What `smoe generate --json` prints, without circumstances."""
+        generation, first = self.generation, self.generation.answers[0]
+        return {
+            "text": first.text,
+            "token_ids": first.token_ids,
+            "finish_reason": first.finish_reason,
+            "prompt_tokens": generation.prompt_tokens,
+            "new_tokens": generation.new_tokens,
+            "ttft_seconds": generation.ttft_seconds,
+            "tpot_seconds": {"median": generation.tpot_median_seconds, "p95": generation.tpot_p95_seconds},
+            "tokens_per_second": generation.tokens_per_second,
+            "hit_ratio": self.hit_ratio,
+            "bytes_read_per_token": self.bytes_read_per_token,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "memory_budget_bytes": self.memory_budget_bytes,
+            "process_peak_bytes": self.process_peak_bytes,
+            "process": self.process.as_json() if self.process else None,
+            "floor_seconds_per_token": self.floor.overlapped_seconds if self.floor else None,
+            "floor_serial_seconds_per_token": self.floor.serial_seconds if self.floor else None,
+            "floor_share": self.floor_share,
+            "beats_rates": self.beats_rates,
+            "floor_bound_by": self.floor.bound_by if self.floor else None,
+            "rates_source": self.rates.source,
+            "time_shares": {identifier(name): share for name, share in self.time_shares.items()},
+            "alpha": self.alpha,
+            "routes": self.routes,
+            "emulated": self.bench,
+            "was_interrupted": generation.was_interrupted,
+            "notes": generation.notes,
+            "sequences": [
+                {
+                    "text": answer.text,
+                    "token_ids": answer.token_ids,
+                    "prompt_tokens": answer.prompt_tokens,
+                    "finish_reason": answer.finish_reason,
+                }
+                for answer in generation.answers
+            ],
+        }
+
+
+def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | None = None) -> RunReport:
+    """The report of a generation that has just ended; `rates` where the caller has measured them already."""
+    engine: Engine = model.offload  # type: ignore[assignment]
+    decode = generation.decode_counters
+    pacing = engine.pacing
+    peak = process_peak_bytes()  # before the memory's rate is measured, which may take 64 MiB for a moment
+    process = process_memory(engine.peak_memory_bytes()) if model.device.type == "cpu" else None
+    if isinstance(pacing, Emulation):
+        rates = emulated_rates(pacing.profile)
+    rates = _with_own_disk_rate(rates or quick_rates(model.device, engine.slot_memory), generation)
+    has_link = model.device.type == "cuda" or pacing.is_emulated
+    step = measured_step(decode, engine.store.expert_bytes, dense_bytes(model), has_link)
+    return RunReport(
+        generation=generation,
+        hit_ratio=decode.hit_ratio if decode.decode_uses else None,
+        bytes_read_per_token=decode.bytes_read / decode.forward_passes if decode.forward_passes else None,
+        peak_memory_bytes=engine.peak_memory_bytes(),
+        memory_budget_bytes=engine.ledger.budget_bytes,
+        process_peak_bytes=peak,
+        floor=floor_of(step, rates) if step else None,
+        rates=rates,
+        time_shares=time_shares(generation, has_link),
+        bench=_bench_of(generation, pacing),
+        alpha=engine.config.alpha,
+        routes=route_shares(decode),
+        process=process,
+    )
+
+
+def _bench_of(generation: Generation, pacing: Pacing) -> dict[str, Any] | None:
+    if not isinstance(pacing, Emulation):
+        return None
+    whole = generation.ended - generation.started
+    return {
+        "profile": pacing.profile.name,
+        "dilation": pacing.dilation,
+        "late_share": generation.counters.late_seconds / whole if whole > 0 else 0.0,
+    }
+
+
+def route_shares(decode: Counters) -> dict[str, float]:
+    """What became of the experts that the router chose; empty where nothing may be replaced."""
+    if not decode.routes:
+        return {}
+    counts = {
+        "low_score": decode.low_score,
+        "low_score_missing": decode.low_score_missing,
+        "top_score_missing": decode.top_score_missing,
+        "substituted": decode.substituted,
+    }
+    return {name: count / decode.routes for name, count in counts.items()}
+
+
+def dense_bytes(model: PreTrainedModel) -> int:
+    """Non-expert weight bytes that a decode step reads: all of them, of an untied input embedding just a row."""
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if embedding is not None and output is not None and embedding.weight is not output.weight:
+        total -= embedding.weight.numel() * embedding.weight.element_size()
+    return int(total)
+
+
+def time_shares(generation: Generation, has_link: bool) -> dict[str, float]:
+    """Shares of the decode time; what is no forward pass is the library's loop and ours: Python.
+
+    `has_link`: experts come over a link to a device with a memory of its own.
+    """
+    whole, decode = generation.decode_seconds, generation.decode_counters
+    if whole <= 0:
+        return {}
+    outside = max(0.0, whole - decode.forward_seconds)
+    parts = {
+        LINK if has_link else DISK: decode.wait_seconds,
+        **({DEVICE: decode.device_wait_seconds} if decode.device_wait_seconds else {}),
+        HOST: decode.host_wait_seconds,
+        EXPERTS: decode.compute_seconds,
+        DENSE: decode.dense_seconds,
+        AHEAD: decode.look_ahead_seconds,
+        PYTHON: decode.plan_seconds + outside,
+    }
+    total = sum(parts.values()) or 1.0
+    return {name: seconds / total for name, seconds in parts.items()}
+
+
+def process_peak_bytes() -> int | None:
+    """The most RAM this process, interpreter and libraries included, has held; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _with_own_disk_rate(rates: Rates, generation: Generation) -> Rates:
+    """A run that read faster than the stored figure has shown what the hardware can do (page cache, quieter hour)."""
+    counters = generation.counters
+    own = counters.bytes_read / counters.read_busy_seconds if counters.read_busy_seconds > 0 else None
+    if own is None or (rates.disk is not None and rates.disk >= own):
+        return rates
+    return replace(rates, disk=own, source=f"{rates.source}, disk as this run read it")

@@ -1,0 +1,311 @@
+"""Is it exact here? Every part of a running model against the library's own modules, on this machine and model.
+
+One token alone, a prompt, and a few decode steps after it run through the offloaded model as its engine runs them: its
+kernels, its KV cache, its number of threads. Everything that computes is compared where it computes, on the very input
+that it was given, bit by bit:
+
+* every layer's *experts*: those that were used are loaded once more by safetensors' own reader, put together by the
+  checkpoint's converter rules and run through the library's loop;
+* every *part* beside them (attention, norms, projections, router, shared experts, embedding, output head): the
+  library's own modules on the same weights (`models/twin.py`), on all threads, attention with a cache of the library's
+  own that has seen the same passes;
+* the *block* around the experts, with the library's own result in the place of the experts;
+* what the KV cache says of its shape, of which masks are made.
+
+What is left joins these parts and is the library's own code: equal parts make an equal model. One layer's used experts
+are in memory at a time, never the model. Not compared: several sequences at once, prompts read in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from smoe.config import EngineConfig
+from smoe.errors import BudgetError
+from smoe.kernels.threads import threads
+from smoe.load.pretrained import checkpoint_experts
+from smoe.load.selftest import library_result
+from smoe.machine.available_memory import free_device_bytes
+from smoe.memory.store import LayerExperts
+from smoe.models.experts import ExpertsSite
+from smoe.models.files import fetch
+from smoe.models.kv_cache import RowCache
+from smoe.models.spec import read_spec
+from smoe.models.twin import ModelPart, parts_of, share_weights
+from smoe.runtime.engine import Engine
+from smoe.runtime.observer import Routed, StepObserver
+from smoe.units import format_bytes
+
+DECODE_STEPS = 2
+PASSES = 2 + DECODE_STEPS
+"""A token alone, the prompt, the steps after it."""
+EXPERTS, CACHE = "experts", "KV cache"
+"""Parts that are no modules of the library's, or not compared as such."""
+_COPIES = 3
+"""Times one layer's experts are in memory while they are read, stacked and converted."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One part in one forward pass."""
+
+    layer: int | None
+    """The decoder layer; None for what all share."""
+    part: str
+    phase: str
+    position: int
+    """Tokens before this pass."""
+    tokens: int
+    is_equal: bool
+    is_finite: bool
+    """Whether the library's result is, which it is not where weights are broken."""
+    largest_difference: float
+    used: int | None = None
+    """Of the experts, how many this pass used."""
+    experts: int | None = None
+
+    @property
+    def is_good(self) -> bool:
+        return self.is_equal and self.is_finite
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was compared, and what could not be."""
+
+    comparisons: list[Comparison]
+    not_compared: list[str]
+    """Paths of modules that were never called, or that were called in a way that cannot be repeated."""
+
+    @property
+    def bad(self) -> list[Comparison]:
+        return [comparison for comparison in self.comparisons if not comparison.is_good]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The other side: experts modules' places in the checkpoint itself (not in a packed file), and the library's
+    modules, which have no weights yet."""
+
+    sites: dict[int, ExpertsSite]
+    experts: dict[int, LayerExperts]
+    shell: PreTrainedModel
+
+
+def reference_of(model: str, config: EngineConfig, revision: str | None, tokens: int) -> Reference:
+    """Index the checkpoint and make sure that one layer and a cache of `tokens` positions fit in RAM; raises
+    `BudgetError` with sizes where not."""
+    spec = read_spec(model, config, revision)
+    experts = checkpoint_experts(fetch(model, revision), spec)
+    layer_bytes = max(site.experts for site in spec.sites) * spec.expert_bytes
+    needed = _COPIES * layer_bytes + spec.anatomy.kv_bytes_per_token * (tokens + DECODE_STEPS)
+    free, source = free_device_bytes(torch.device("cpu"))
+    if needed > free:
+        raise BudgetError(
+            f"checking needs up to {format_bytes(needed)} for one layer's experts ({format_bytes(layer_bytes)}, read, "
+            f"stacked and converted) and a second KV cache; {format_bytes(free)} are free ({source}): close other "
+            "programs, give a smaller --memory, or check a shorter prompt with --tokens"
+        )
+    return Reference({site.layer: site for site in spec.sites}, experts, spec.shell)
+
+
+def verify(
+    model: PreTrainedModel, reference: Reference, input_ids: torch.Tensor, on_part: Callable[[Comparison], None]
+) -> Report:
+    """Run the first token of `input_ids` [1, T] alone, then all of them and a few decode steps; every part of every
+    pass is compared as it is computed."""
+    comparing = _Comparing(model, reference, on_part)
+    engine, ids = comparing.engine, input_ids.to(model.device)
+    with comparing.listening():
+        comparing.run(engine.new_cache(), ids[:, :1])
+        cache = comparing.start_anew()
+        for _ in range(1 + DECODE_STEPS):
+            ids = comparing.run(cache, ids)
+    return Report(comparing.found, comparing.not_compared())
+
+
+class _Comparing(StepObserver):
+    """A model beside its twin. Used by one thread, while nobody else uses the model."""
+
+    def __init__(self, model: PreTrainedModel, reference: Reference, on_part: Callable[[Comparison], None]) -> None:
+        self.engine: Engine = model.offload  # type: ignore[assignment]
+        self.found: list[Comparison] = []
+        self._model = model
+        self._reference = reference
+        self._on_part = on_part
+        self._threads = torch.get_num_threads()
+        """The library's, were it alone."""
+        self._modules = dict(model.named_modules())
+        self._twin = reference.shell
+        share_weights(self._twin, model)
+        self._parts = parts_of(model, list(reference.sites.values()))
+        self._twins = {part.path: self._twin.get_submodule(part.path) for part in self._parts}
+        self._theirs = DynamicCache(config=model.config)
+        """The library's cache of the running sequence."""
+        self._ours: RowCache | None = None
+        self._tokens = 0
+        self._is_serving = False
+        """Whether the engine serves experts: what it asks other modules meanwhile are guesses."""
+        self._versions: dict[str, list[int]] = {}
+        self._seen: set[str] = set()
+        self._unrepeatable: set[str] = set()
+        self._last: dict[int, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
+        """Of the layer at hand: what its experts were given in this pass, and the library's result."""
+
+    def start_anew(self) -> RowCache:
+        """Another sequence: new caches on both sides."""
+        self._theirs = DynamicCache(config=self._model.config)
+        return self.engine.new_cache()
+
+    def run(self, cache: RowCache, ids: torch.Tensor) -> torch.Tensor:
+        """One forward pass over ids [1, T]; the likeliest next token [1, 1]."""
+        self._ours, self._tokens = cache, ids.shape[1]
+        self._say(None, CACHE, _same_shapes(cache, self._theirs, self._tokens), True, 0.0)
+        logits = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1:].argmax(dim=-1)  # type: ignore[no-any-return]
+
+    def not_compared(self) -> list[str]:
+        return sorted({part.path for part in self._parts} - self._seen | self._unrepeatable)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, every call of a part is followed by the library's."""
+        with ExitStack() as made:
+            for part in self._parts:
+                module = self._modules[part.path]
+                before = module.register_forward_pre_hook(self._note(part), prepend=True, with_kwargs=True)
+                made.callback(before.remove)
+                made.callback(module.register_forward_hook(self._follow(part), with_kwargs=True).remove)
+            for layer, site in self._reference.sites.items():
+                self._twin.get_submodule(site.name).forward = self._library_experts(layer)  # type: ignore[method-assign]
+            made.enter_context(self.engine.observed_by(self))
+            yield
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _note(self, part: ModelPart) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self._is_serving:
+                self._versions[part.path] = [tensor._version for tensor in _tensors((args, kwargs))]
+
+        return hook
+
+    def _follow(self, part: ModelPart) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if self._is_serving:
+                return
+            if [tensor._version for tensor in _tensors((args, kwargs))] != self._versions[part.path]:
+                self._unrepeatable.add(part.path)  # it has written into its input
+                return
+            self._seen.add(part.path)
+            given = {name: self._theirs if value is self._ours else value for name, value in kwargs.items()}
+            with torch.no_grad(), self._all_threads():
+                theirs = self._twins[part.path](*(self._theirs if x is self._ours else x for x in args), **given)
+            pairs = list(zip(_tensors(output), _tensors(theirs), strict=True))
+            self._say(
+                part.layer,
+                part.name,
+                all(_is_same(a, b) for a, b in pairs),
+                not any(bool(b.isnan().any()) for _, b in pairs),  # infinity is a router's way to leave experts out
+                max((_difference(a, b) for a, b in pairs), default=0.0),
+            )
+
+        return hook
+
+    # -- experts ------------------------------------------------------------------------------------------------------
+
+    def routed(self, heard: Routed) -> None:
+        self._is_serving = True
+
+    def computed(self, heard: Routed, hidden: torch.Tensor, output: torch.Tensor) -> None:
+        """Compare a layer's experts."""
+        self._is_serving = False
+        self._last.clear()
+        layer, index = heard.layer, heard.top_k_index
+        theirs = self._library_experts(layer)(hidden, index, heard.top_k_weights)
+        used, experts = len(torch.unique(index)), self._reference.sites[layer].experts
+        is_finite = bool(torch.isfinite(theirs).all())
+        self._say(layer, EXPERTS, _is_same(output, theirs), is_finite, _difference(output, theirs), used, experts)
+
+    def _library_experts(self, layer: int) -> Callable[..., torch.Tensor]:
+        """The library's loop on experts read anew; what it has computed for the same input in this pass is kept."""
+
+        def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            given = (hidden, index, weights)
+            known = self._last.get(layer)
+            if known is not None and all(_is_same(a, b) for a, b in zip(given, known[0], strict=True)):
+                return known[1]
+            site = self._reference.sites[layer]
+            used = torch.unique(index).tolist()
+            position = torch.zeros(site.experts, dtype=torch.long, device=index.device)
+            position[used] = torch.arange(len(used), device=index.device)
+            module, checkpoint = self._modules[site.name], self._reference.experts[layer]
+            with self._all_threads():
+                theirs = library_result(module, checkpoint, used, hidden, position[index], weights)
+            self._last[layer] = given, theirs
+            return theirs
+
+        return forward
+
+    def _say(
+        self,
+        layer: int | None,
+        part: str,
+        is_equal: bool,
+        is_finite: bool,
+        difference: float,
+        used: int | None = None,
+        experts: int | None = None,
+    ) -> None:
+        assert self._ours is not None
+        phase = "decode" if self._tokens == 1 else "prefill"
+        position = self._ours.length
+        comparison = Comparison(
+            layer, part, phase, position, self._tokens, is_equal, is_finite, difference, used, experts
+        )
+        self.found.append(comparison)
+        self._on_part(comparison)
+
+    @contextmanager
+    def _all_threads(self) -> Iterator[None]:
+        """The library alone would use them; the engine may have left it one."""
+        with threads(self._threads):
+            yield
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in arguments or an answer, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _is_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    if ours.shape != theirs.shape or ours.dtype is not theirs.dtype:
+        return False
+    return torch.equal(ours, theirs) or torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    if ours.shape != theirs.shape:
+        return float("inf")
+    if _is_same(ours, theirs) or not ours.numel():
+        return 0.0
+    return float((ours.float() - theirs.float()).abs().nan_to_num(float("inf")).max())
+
+
+def _same_shapes(ours: RowCache, theirs: DynamicCache, tokens: int) -> bool:
+    """Whether masks made from either cache for so many new tokens would be the same."""
+    pairs = zip(ours.layers, theirs.layers, strict=True)
+    return all(a.get_mask_sizes(tokens) == b.get_mask_sizes(tokens) for a, b in pairs if type(a) is not type(b))

@@ -1,0 +1,234 @@
+"""The experts of one layer, computed as its plan says: what is here first, then what comes, summed in fixed order.
+
+Few tokens go through all experts that are here at once, a prompt through one expert after the other. What the CPU
+computes beside the device is started first and fetched last.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TypeAlias
+
+import torch
+
+from smoe.compute.decode_experts import decode_experts, proven_kernel, routes_on_device
+from smoe.compute.expert_math import ExpertMath, library_products
+from smoe.compute.host_experts import HostExperts
+from smoe.compute.row_groups import Filling, Shape, proven_filling
+from smoe.compute.thread_pool import ThreadPool
+from smoe.expert import Copy
+from smoe.kernels.experts import TokenExperts
+from smoe.kernels.spinning_pool import SpinningPool
+from smoe.memory.arena import Arena
+from smoe.memory.pacing import Pacing
+from smoe.memory.store import ExpertStore
+from smoe.memory.streams import Fetched
+from smoe.policy.plan import LayerPlan, Serve
+from smoe.runtime.arrivals import Arrivals
+
+_HANDED_OVER = 4
+"""Experts of a prompt that the CPU has been given and has not given back."""
+OnResidentsDone: TypeAlias = Callable[[Callable[[], torch.Tensor]], None]
+"""Called when the resident experts are done and others are not, with what gives their output so far [T, H]."""
+
+
+class LayerCompute:
+    """The arithmetic of all layers' experts on one device. Used by the computing thread only."""
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        arrivals: Arrivals,
+        arena: Arena,
+        experts: Mapping[int, ExpertMath],
+        host_experts: HostExperts | None,
+        pacing: Pacing,
+    ) -> None:
+        """`host_experts`: the CPU beside the device; None where the device computes all experts."""
+        self.thread_pool: ThreadPool | None = None
+        """What shares resident experts out over several threads (`compute_by`)."""
+        self.spinning_pool: SpinningPool | None = None
+        """What multiplies single rows by our kernel (`compute_by`)."""
+        self.host_experts = host_experts
+        self.pacing = pacing
+        self.store = store
+        self._arrivals = arrivals
+        self._arena = arena
+        self._experts = experts
+        self._now = pacing.now
+        self._kernels: dict[int, TokenExperts] = {}
+        """Layers in which the pool may take one token through all experts at once."""
+
+    @property
+    def device(self) -> torch.device:
+        return self._arena.device
+
+    def start_anew(self) -> None:
+        """Nothing under way, nothing counted."""
+        if self.host_experts is not None:
+            self.host_experts.start_anew()
+        self.pacing.late_seconds = 0.0
+
+    def recover(self) -> None:
+        """After an error anywhere in a pass: nothing is under way."""
+        if self.host_experts is not None:
+            self.host_experts.drain()
+
+    def close(self) -> None:
+        """End the helpers."""
+        for helpers in (self.thread_pool, self.spinning_pool, self.host_experts):
+            if helpers is not None:
+                helpers.close()
+
+    def hidden_size(self, layer: int) -> int:
+        return self._experts[layer].hidden
+
+    def agrees(self, pool: SpinningPool) -> bool:
+        """Whether our kernel gives the library's bits on the experts that are resident, one of every shape.
+
+        Finds out, too, in which layers it may take one token through all experts at once.
+        """
+        found: dict[tuple[int, int], TokenExperts | None] = {}
+        for copy in sorted(self._arrivals.table.ready):
+            math, weights = self._experts[copy[0]], self._arrivals.ready(copy)
+            if (math.hidden, math.inner) not in found:
+                if not math.agrees(pool, weights):
+                    return False
+                found[math.hidden, math.inner] = proven_kernel(math, pool, weights)
+        for layer, math in self._experts.items():
+            kernel = found.get((math.hidden, math.inner))
+            if kernel is not None and math.has_activation(kernel.table):
+                self._kernels[layer] = kernel
+        return bool(found)
+
+    def compute_by(self, helpers: SpinningPool | ThreadPool | None) -> None:
+        """From now on single rows are multiplied by our kernel, or by the library on a pool of threads, or on one.
+
+        A pool must have been found to agree.
+        """
+        self.thread_pool = helpers if isinstance(helpers, ThreadPool) else None
+        self.spinning_pool = helpers if isinstance(helpers, SpinningPool) else None
+        for layer, math in self._experts.items():
+            math.multiply = library_products if self.spinning_pool is None else self.spinning_pool.multiply
+            math.kernel = None if self.spinning_pool is None else self._kernels.get(layer)
+
+    def fill_up_rows(self, dtype: torch.dtype) -> None:
+        """From now on several rows go to the library in few distinct numbers, where its bits stay the same."""
+        found: dict[tuple[Shape, Shape], Filling | None] = {}
+        for math in self._experts.values():
+            if math.shapes not in found:
+                found[math.shapes] = proven_filling(math.shapes, dtype)
+            math.filling = found[math.shapes]
+
+    def compute_slots(self, layer: int, hidden: torch.Tensor, count: int) -> torch.Tensor:
+        """One token [1, H] through `count` slots, whatever they hold -> [1, H]: for measuring."""
+        math, order = self._experts[layer], range(count)
+        placement = self.store.placement(layer, 0)
+        weights = [math.bind(self._arena, n % self._arrivals.slots, placement.parts) for n in order]
+        token = decode_experts(math, self.thread_pool, hidden, hidden.new_ones(1, count), [[n] for n in order], order)
+        token.compute(0, weights)
+        return token.total()
+
+    def decode(
+        self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor, on_residents_done: OnResidentsDone
+    ) -> torch.Tensor:
+        """Few tokens: in the plan's order, outputs kept apart, summed at the end in ascending expert order."""
+        if not plan.serves:
+            return torch.zeros_like(hidden)
+        counters = self._arrivals.counters
+        started, before = self._now(), counters.elsewhere_seconds
+        from_host = self._start_host(plan, hidden, top_k_weights.shape[1])
+        total = self._few_tokens(plan, hidden, top_k_weights, from_host, on_residents_done)
+        counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
+        return total
+
+    def _start_host(self, plan: LayerPlan, hidden: torch.Tensor, width: int) -> dict[Copy, Future[torch.Tensor]]:
+        """What the CPU computes beside the device begins now."""
+        if self.host_experts is None:
+            return {}
+        given = [serve for serve in plan.serves if serve.on_host]
+        if not given:
+            return {}
+        rows = Fetched(hidden)  # once for all of them, and nobody waits for it here: the device gets its work next
+        return {
+            serve.copy: self.host_experts.submit(serve.copy, rows, [route // width for route in serve.routes])
+            for serve in given
+        }
+
+    def _few_tokens(
+        self,
+        plan: LayerPlan,
+        hidden: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        from_host: dict[Copy, Future[torch.Tensor]],
+        on_residents_done: OnResidentsDone,
+    ) -> torch.Tensor:
+        """[T, H] through all their experts -> [T, H]."""
+        math, serves = self._experts[plan.layer], plan.serves
+        ascending = sorted(range(len(serves)), key=lambda n: serves[n].copy)
+        tokens = decode_experts(
+            math, self.thread_pool, hidden, top_k_weights, [serve.routes for serve in serves], ascending
+        )
+        here = next((n for n, serve in enumerate(serves) if serve.waits), len(serves))
+        if any(load.after for load in plan.loads):
+            here = min(here, 1)  # slots are so few that a load waits for the first expert computed
+        weights = [self._arrivals.ready(serve.copy) for serve in serves[:here]]
+        began = time.perf_counter()
+        tokens.compute(0, weights)
+        self.pacing.compute_experts(began, [len(serve.routes) for serve in serves[:here]])
+        for computed, serve in enumerate(serves[:here], start=1):
+            self._arrivals.served(serve, computed)
+        if here < len(serves):
+            on_residents_done(lambda: tokens.partial(here))
+        for n, serve in enumerate(serves[here:], start=here):
+            if serve.on_host:
+                tokens.put(n, self._from_host(from_host, serve))
+                continue
+            weights = [self._arrivals.weights_of(serve)]
+            began = time.perf_counter()
+            tokens.compute(n, weights)
+            self.pacing.compute_experts(began, [len(serve.routes)])
+            self._arrivals.served(serve, n + 1)
+        return tokens.total()
+
+    def _hand_over(
+        self, serves: deque[Serve], from_host: dict[Copy, Future[torch.Tensor]], hidden: Fetched | None, width: int
+    ) -> None:
+        """A prompt's experts go to the CPU a few at a time: what they give is in nobody's workspace."""
+        while serves and len(from_host) < _HANDED_OVER:
+            assert self.host_experts is not None and hidden is not None
+            serve = serves.popleft()
+            tokens = [route // width for route in serve.routes]
+            from_host[serve.copy] = self.host_experts.submit(serve.copy, hidden, tokens)
+
+    def _from_host(self, from_host: dict[Copy, Future[torch.Tensor]], serve: Serve) -> torch.Tensor:
+        started = self._now()
+        result = from_host.pop(serve.copy).result()
+        self._arrivals.counters.host_wait_seconds += self._now() - started
+        return result.to(self._arena.device, non_blocking=True)
+
+    def prefill(self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """Many tokens: experts in ascending order, each read once, loads of this and the next layer running ahead."""
+        math, total = self._experts[plan.layer], torch.zeros_like(hidden)
+        flat_weights, width = top_k_weights.reshape(-1, 1), top_k_weights.shape[1]
+        given = routes_on_device([serve.routes for serve in plan.serves], width, self._arena.device)
+        counters = self._arrivals.counters
+        started, before = self._now(), counters.elsewhere_seconds
+        for_host = deque(serve for serve in plan.serves if serve.on_host)
+        rows = Fetched(hidden) if for_host else None
+        from_host: dict[Copy, Future[torch.Tensor]] = {}
+        for computed, serve in enumerate(plan.serves, start=1):
+            self._hand_over(for_host, from_host, rows, width)
+            weights = None if serve.on_host else self._arrivals.weights_of(serve)
+            route, tokens = given[computed - 1]
+            began = time.perf_counter()
+            y = self._from_host(from_host, serve) if weights is None else math.forward(hidden[tokens], weights)
+            total.index_add_(0, tokens, (y * flat_weights[route]).to(hidden.dtype))
+            if weights is not None:
+                self.pacing.compute_experts(began, [len(serve.routes)])
+            self._arrivals.served(serve, computed)
+        counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
+        return total

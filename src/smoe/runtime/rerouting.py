@@ -1,0 +1,70 @@
+"""Substitution between planner and tensors: scores come in as lists, substitutes go back with their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from smoe.config import EngineConfig
+from smoe.policy.step import Decision, Switches
+
+
+class Substitution(NamedTuple):
+    """How experts are replaced: what is decided, and what a substitute weighs."""
+
+    switches: Switches = Switches()
+    inherits_weight: bool = False
+    """A substitute weighs what the expert that it replaces would have; else its own score by the router's rule."""
+
+
+EXACTLY = Substitution()
+"""Nothing is replaced."""
+
+
+def substitution_of(config: EngineConfig) -> Substitution:
+    """What a configuration asks for."""
+    switches = Switches(
+        alpha=config.alpha,
+        drop=config.substitutes == "drop",
+        share=config.share_substitutes,
+        prefill_keep=config.prefill_keep,
+    )
+    return Substitution(switches, config.substitute_weights == "inherited")
+
+
+class Scored(NamedTuple):
+    """What a layer's router said about all experts."""
+
+    rule: Rule
+    scores: torch.Tensor
+    """[T, E]"""
+
+    def choice_of(self, tokens: Sequence[int] | None) -> list[list[float]]:
+        """Choice scores of these tokens, or of all."""
+        scores = self.scores if tokens is None else self.scores[list(tokens)]
+        rows: list[list[float]] = self.rule.choice(scores).tolist()
+        return rows
+
+
+class Rule(Protocol):
+    """How scores become a choice and weights (`models/scoring.py`)."""
+
+    def choice(self, scores: torch.Tensor) -> torch.Tensor: ...
+
+    def weights(self, scores: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
+
+
+def with_substitutes(
+    decision: Decision, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, scored: Scored, asked: Substitution
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """top_k_index and top_k_weights [T, K] with the substitutes in them; tokens without one keep their weights to the
+    last bit."""
+    assert decision.selection is not None
+    index = torch.tensor(decision.routing.top_k_index, device=top_k_index.device, dtype=top_k_index.dtype)
+    if not asked.inherits_weight:
+        touched = sorted({replacement.token for replacement in decision.selection.replacements})
+        top_k_weights = top_k_weights.clone()
+        top_k_weights[touched] = scored.rule.weights(scored.scores[touched], index[touched], top_k_weights.dtype)
+    return index, top_k_weights

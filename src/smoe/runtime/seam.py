@@ -1,0 +1,144 @@
+"""The seam to transformers: instance attributes of an ordinary model object.
+
+* every experts module's `forward` asks the engine;
+* the model's `forward` opens a pass (turn, position, phase, padding) and sees to it that the KV cache is ours;
+* the model's `generate` takes its turn, reads long prompts in chunks and hears which rows have ended;
+* what would wreck the model is refused (`guards.py`).
+
+(What computes faster with the same bits is put on single modules: `fastpath/linear.py`, `fastpath/attention.py`.)
+
+The class of the model, its config, its tokenizer, its chat template and everything built on `generate` stay as they
+are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from smoe.errors import EngineStateError
+from smoe.models.ended_rows import EndedRows
+from smoe.models.experts import ExpertsSite
+from smoe.models.guards import guard, uncompiled
+from smoe.models.kv_cache import RowCache
+from smoe.models.scoring import in_order
+from smoe.runtime.engine import Engine
+
+
+def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine, listen: Mapping[int, str]) -> None:
+    """Put the engine behind `model`, in place; the model then carries it as `model.offload`.
+
+    `listen`: paths of the routers whose logits the engine wants to hear, by layer.
+    """
+    hear_routers(model, engine, listen)
+    modules = dict(model.named_modules())
+    for site in sites:
+        modules[site.name].forward = _experts_forward(engine, site.layer)  # type: ignore[method-assign]
+    ended = EndedRows()
+    model.forward = uncompiled(_model_forward(model, engine))  # type: ignore[method-assign]
+    model.generate = _generate(model, engine, ended)  # type: ignore[method-assign]
+    model._prepare_cache_for_generation = _prepare_cache(engine, ended)  # type: ignore[method-assign]
+    model._get_stopping_criteria = ended.listening(model._get_stopping_criteria)  # type: ignore[method-assign]
+    model.offload = engine  # type: ignore[assignment]
+    guard(model)
+
+
+def hear_routers(model: PreTrainedModel, engine: Engine, listen: Mapping[int, str]) -> list[RemovableHandle]:
+    """From now on the engine hears the logits of the routers `listen` (paths by layer), until the hooks are removed."""
+    modules = dict(model.named_modules())
+    return [modules[name].register_forward_hook(_note_logits(engine, layer)) for layer, name in listen.items()]
+
+
+def _note_logits(engine: Engine, layer: int) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        engine.note_logits(layer, in_order(output)[0])
+
+    return hook
+
+
+def _experts_forward(engine: Engine, layer: int) -> Callable[..., torch.Tensor]:
+    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        return engine.run_experts(layer, hidden_states, top_k_index, top_k_weights)
+
+    return forward
+
+
+def _model_forward(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]:
+    original = model.forward
+    names = list(inspect.signature(original).parameters)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kwargs.update(zip(names, args, strict=False))
+        given = kwargs.get("input_ids")
+        given = kwargs.get("inputs_embeds") if given is None else given
+        if given is None:
+            return original(**kwargs)  # the library says what is missing
+        rows, tokens = given.shape[:2]
+        with engine.turn():  # before a cache is made: whoever has the turn has the budget
+            cache = _our_cache(kwargs, engine, model, rows)
+            with engine.forward_pass(tokens, rows, _padding(kwargs.get("attention_mask"), tokens), cache):
+                return original(**kwargs)
+
+    return forward
+
+
+def _our_cache(kwargs: dict[str, Any], engine: Engine, model: PreTrainedModel, rows: int) -> RowCache | None:
+    """The cache of this pass: the caller's, if it is one of ours, or a new one where the library would make one."""
+    cache = kwargs.get("past_key_values")
+    use_cache = kwargs.get("use_cache")
+    if cache is None and (model.config.use_cache if use_cache is None else use_cache):
+        cache = kwargs["past_key_values"] = engine.new_cache(rows)
+    if cache is not None and not isinstance(cache, RowCache):
+        raise EngineStateError(
+            f"a {type(cache).__name__} is not inside the memory budget; pass none, or one of model.offload.new_cache()"
+        )
+    return cache
+
+
+def _padding(attention_mask: Any, tokens: int) -> torch.Tensor | None:
+    """[rows, tokens], True at padding; None where nothing is padded."""
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+        return None
+    padding = attention_mask[:, -tokens:] == 0
+    return padding if bool(padding.any()) else None
+
+
+def _generate(model: PreTrainedModel, engine: Engine, ended: EndedRows) -> Callable[..., Any]:
+    original = model.generate
+
+    @functools.wraps(original)
+    def generate(inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        prompt = inputs if inputs is not None else kwargs.get("input_ids")
+        if isinstance(prompt, torch.Tensor) and prompt.dim() == 2:
+            chunk = max(1, engine.config.prefill_tokens // prompt.shape[0])  # what the workspace was planned for
+            if prompt.shape[1] > chunk:
+                kwargs.setdefault("prefill_chunk_size", chunk)
+        with engine.turn(), ended.heard(is_plain=kwargs.get("custom_generate") is None):
+            return original(inputs, *args, **kwargs)
+
+    return generate
+
+
+def _prepare_cache(engine: Engine, ended: EndedRows) -> Callable[..., None]:
+    def prepare(generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, *rest: Any) -> None:
+        if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
+            return  # the model's forward checks whose cache it is
+        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        cache = model_kwargs["past_key_values"] = engine.new_cache(batch_size * copies)
+        ended.note_cache(cache, generation_config, mode)
+
+    return prepare
+
+
+def original_experts_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
+    """The library's own eager loop of an experts module, below its dispatching decorator."""
+    forward = type(module).forward
+    return functools.partial(getattr(forward, "__wrapped__", forward), module)

@@ -1,0 +1,71 @@
+"""Groups of rows filled up to few distinct numbers: same bits, and refused where the library's bits depend on them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from smoe.compute import row_groups
+from smoe.compute.row_groups import Filling, Shape, filled_up, product, proven_filling
+
+SHAPES = (Shape(96, 64, True), Shape(32, 96, True))
+
+
+def test_the_numbers_are_few_and_close():
+    numbers = [filled_up(rows) for rows in range(1, 513)]
+    assert all(rows <= number <= 1.25 * rows for rows, number in enumerate(numbers, start=1))
+    assert len(set(numbers)) == 32 and numbers == sorted(numbers)
+
+
+@pytest.mark.parametrize("rows", [2, 8, 9, 17, 100, 129])
+def test_rows_come_back_as_if_alone(rows):
+    """Integers, whose sums are exact in any order: would catch rows lost, shifted or mixed with the filling."""
+    x = torch.randint(-3, 4, (rows, 32)).float()
+    matrix = torch.randint(-3, 4, (16, 32)).float().t()
+    filling = Filling(128, torch.get_num_threads())
+    assert torch.equal(product(x, matrix, filling), x @ matrix)
+
+
+def test_the_library_meets_few_numbers_and_only_where_proven(monkeypatch):
+    met = []
+    real = torch.nn.functional.pad
+    monkeypatch.setattr(row_groups.functional, "pad", lambda x, sizes: met.append(sizes[-1]) or real(x, sizes))
+    matrix = torch.ones(4, 4)
+    threads = torch.get_num_threads()
+    product(torch.ones(9, 4), matrix, None)
+    product(torch.ones(9, 4), matrix, Filling(8, threads))
+    product(torch.ones(9, 4), matrix, Filling(64, threads + 1))
+    assert met == []
+    product(torch.ones(9, 4), matrix, Filling(64, threads))
+    assert met == [1]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")
+def test_what_is_proven_holds_on_other_data():
+    filling = proven_filling(SHAPES, torch.bfloat16)
+    if filling is None:
+        pytest.skip("this CPU's library sums in an order that depends on the number of rows: left alone")
+    for shape in SHAPES:
+        matrix = torch.randn(shape.outputs, shape.columns).bfloat16().t()
+        for rows in range(2, filling.most_rows, 7):
+            x = torch.randn(rows, shape.columns).bfloat16()
+            assert torch.equal(product(x, matrix, filling), x @ matrix)
+
+
+def test_another_order_for_another_number_is_seen(monkeypatch):
+    """A library that sums 13 rows in two halves: no real data of this size would show it for certain."""
+    real = row_groups._multiply
+
+    def moody(x, matrix):
+        if x.shape[0] != 13:
+            return real(x, matrix)
+        half = x.shape[1] // 4
+        parts = real(x[:, :half].float(), matrix[:half].float()), real(x[:, half:].float(), matrix[half:].float())
+        return (parts[0] + parts[1]).to(x.dtype)
+
+    monkeypatch.setattr(row_groups, "_multiply", moody)
+    assert proven_filling(SHAPES, torch.bfloat16) is None
+
+
+def test_matrices_too_large_to_gain_are_left_alone():
+    assert proven_filling((Shape(14336, 28672, True),), torch.bfloat16) is None

@@ -1,0 +1,155 @@
+"""The layers beside the experts by our kernel.
+
+Would catch a bias left out, a batch that is taken for one row, an input that is not in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from smoe.fastpath import linear
+from smoe.kernels.spinning_pool import SpinningPool, part_that_agrees
+from tests import oracle, promised
+
+
+@pytest.fixture(autouse=True)
+def faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Toys are too small for it to be."""
+    monkeypatch.setattr(linear, "_faster", lambda pool, kinds, parts: {k: p for k, p in parts.items() if p})
+
+
+def test_only_plain_linear_layers_change(pool: SpinningPool) -> None:
+    class Other(nn.Linear):
+        pass
+
+    promised.needs_products(pool, (96, 64), (128, 64))
+    layers = [nn.Linear(64, 96, False), nn.Linear(64, 128), Other(64, 96, False), nn.Linear(64, 97, False)]
+    model = nn.ModuleList(layers).bfloat16().requires_grad_(False)
+    assert linear.speed_up(model, pool, {}) == pytest.approx((96 + 128) / (96 + 128 + 97))
+    assert [("forward" in layer.__dict__) for layer in layers] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 64), (1, 64), (64,), (3, 64), (1, 5, 64), (2, 1, 64)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_every_shape_gives_the_librarys_bits(shape: tuple[int, ...], bias: bool, pool: SpinningPool) -> None:
+    layer = nn.Linear(64, 160, bias=bias).bfloat16().requires_grad_(False)
+    x = torch.randn(shape).bfloat16()
+    theirs = layer(x)
+    linear.speed_up(layer, pool, {})
+    assert torch.equal(layer(x), theirs)
+    assert torch.equal(layer(x.expand(2, *shape)[0]), theirs)
+    strided = torch.randn(*shape[:-1], 128).bfloat16()[..., ::2]
+    assert torch.equal(layer(strided), nn.functional.linear(strided, layer.weight, layer.bias))
+
+
+def test_a_routers_weight_is_an_ordinary_parameter_beside(pool: SpinningPool) -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(96, 64).bfloat16(), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight)
+
+    router, rows = Router(), torch.randn(5, 64).bfloat16()
+    state, theirs = router.state_dict(), [router(rows[:1]), router(rows), router(rows[0])]
+    before = router.weight.float()
+    promised.needs(part_that_agrees(pool, router.weight.t()) is not None, "torch's order for a small router")
+    linear.speed_up(router, pool, {router: True})
+    called: list[int] = []
+    multiply, pool.multiply = pool.multiply, lambda products: called.append(len(products)) or multiply(products)  # type: ignore[method-assign,func-returns-value,assignment]
+    ours = [router(rows[:1]), router(rows), router(rows[0])]
+    assert called == [1, 1]
+    assert all(torch.equal(a, b) and type(a) is torch.Tensor for a, b in zip(ours, theirs, strict=True))
+    assert [name for name, _ in router.named_parameters()] == ["weight"]
+    assert torch.equal(router.state_dict()["weight"], state["weight"])
+    assert type(router.weight.float()) is torch.Tensor
+    assert torch.equal(router.weight.float(), before)
+
+
+class Counting(nn.Module):
+    """A router whose bits depend on the number of threads, or on nothing: it has no sums."""
+
+    def __init__(self, depends: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64), requires_grad=False)
+        self.depends = depends
+
+    def forward(self, x: torch.Tensor, more: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x * self.weight[0] + (torch.get_num_threads() if self.depends else 0) + more
+
+
+def test_what_is_left_keeps_its_bits_on_one_thread(pool: SpinningPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that depends on the threads, one that does not, one that cannot be asked, and a linear layer."""
+    monkeypatch.setattr(linear, "_faster", lambda pool, kinds, parts: {})
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        cut, whole, unasked, left = Counting(True), Counting(False), Counting(True), nn.Linear(2048, 64, bias=False)
+        linear._keep_bits([left.requires_grad_(False)], {cut: True})
+        linear._keep_bits([], {whole: True})
+        linear._keep_bits([], {unasked: False})
+        x, rows = torch.randn(1, 64), torch.randn(500, 1, 2048)
+        expected, linears = cut(x)[1], [left(row) for row in rows]
+        torch.set_num_threads(1)  # as within a step
+        assert torch.equal(cut(x)[1], expected)
+        assert torch.equal(unasked(x, more=1.0)[1], x * unasked.weight[0] + 2 + 1.0)
+        assert all(torch.equal(left(row), theirs) for row, theirs in zip(rows, linears, strict=True))
+        assert [("forward" in m.__dict__) for m in (cut, whole, unasked)] == [True, False, True]
+    finally:
+        torch.set_num_threads(before)
+
+
+INNER = {"mixtral": "intermediate_size", "olmoe": "intermediate_size", "granitemoe": "intermediate_size"}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "deepseek_v3", "mixtral", "olmoe", "granitemoe", "dots1"])
+@pytest.mark.parametrize("budget", ["full", "minimum"])
+def test_whole_models_are_exact(
+    family: str, budget: str, toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]
+) -> None:
+    """Experts and the rest by our kernel where it agrees, greedy decoding, every logit."""
+    wide = {"hidden_size": 256, INNER.get(family, "moe_intermediate_size"): 64}
+    folder = toy(family, dtype=torch.bfloat16, **wide)
+    model = open_model(folder, budget, kernels="native")
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    promised.needs(model.offload.executor.compute.spinning_pool is not None, "torch's order for these experts")
+    linears = [m for m in model.modules() if type(m) is nn.Linear]
+    promised.needs(any("forward" in m.__dict__ for m in linears), "torch's order for the other layers")
+
+
+@pytest.mark.slow
+def test_two_threads_are_exact_where_the_library_cuts_sums(
+    toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]
+) -> None:
+    """A router of real size, whose bits depend on the library's number of threads, and attention heads that fit."""
+    wide = {"hidden_size": 2048, "num_experts": 64, "moe_intermediate_size": 128, "head_dim": 64}
+    folder = toy("qwen3_moe", dtype=torch.bfloat16, **wide)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        model = open_model(folder, "full", kernels="native")
+        oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+        path = model.offload.anatomy.routers[min(model.offload.anatomy.routers)]
+        router, reference = model.get_submodule(path), oracle.reference(folder).get_submodule(path)
+        rows = torch.randn(2000, 1, 2048).bfloat16()
+        theirs = [reference(row) for row in rows]
+        if model.offload._leaves_little:
+            torch.set_num_threads(1)  # as within a step
+        ours = [router(row) for row in rows]
+        for answer, expected in zip(ours, theirs, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(answer, expected, strict=True))
+        promised.needs(model.offload._leaves_little, "nearly all products of a token by our kernels")
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_kernel_can_be_declined(toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]) -> None:
+    model = open_model(toy("qwen3_moe", dtype=torch.bfloat16), "full", kernels="torch")
+    assert not any("forward" in m.__dict__ for m in model.modules() if type(m) is nn.Linear)

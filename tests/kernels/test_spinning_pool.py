@@ -1,0 +1,170 @@
+"""Our one-row products against the library's, bit by bit, alone and by several threads.
+
+Would catch another order of summation, a wrong strip or tail, a unit that is computed twice or not at all, a helper
+that works on the products before these.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from smoe.kernels import jit, row_product, spinning_pool
+from smoe.kernels.row_product import fits
+from smoe.kernels.spinning_pool import Product, SpinningPool, agrees, agrees_on_rows, part_that_agrees
+from tests import promised
+
+SHAPES = [(192, 32), (64, 96), (16, 512), (1536, 544), (64, 768), (512, 2048), (48, 4096), (256, 1408), (80, 96)]
+"""[N, K]: below, at and above one chain of 512 k and one unit of 64 outputs, whole ones and remainders."""
+
+
+def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, columns, generator=generator) * 0.05).bfloat16().t()
+
+
+def product(rows: int, columns: int, seed: int = 0) -> Product:
+    x = torch.randn(1, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return Product(x, matrix(rows, columns, seed), torch.full((1, rows), float("nan")).bfloat16())
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_the_bits_are_the_librarys(rows: int, columns: int, pool: SpinningPool) -> None:
+    promised.needs(agrees(pool, matrix(rows, columns)), f"torch's order for weights [{rows}, {columns}]")
+
+
+def test_a_bias_is_added_as_the_library_adds_it(pool: SpinningPool) -> None:
+    for rows, columns in ((1536, 2048), (64, 768), (192, 192)):
+        bias = torch.randn(rows).bfloat16()
+        promised.needs(agrees(pool, matrix(rows, columns), bias), f"torch's order for a bias of {rows}")
+    assert not agrees(pool, matrix(64, 768), torch.randn(64))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_sums_that_the_library_cuts_into_parts(threads: int, pool: SpinningPool) -> None:
+    """A router's: few outputs, of many numbers each. Whatever part is found gives the library's bits."""
+    w = matrix(64, 2048)
+    x = torch.randn(500, 1, 2048, generator=torch.Generator().manual_seed(1)).bfloat16()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        part = part_that_agrees(pool, w)
+        theirs = [row @ w for row in x]
+    finally:
+        torch.set_num_threads(before)
+    if threads <= 2:
+        promised.needs(part == 2048 // threads, f"the parts into which torch cuts sums on {threads} threads")
+    if part is not None:
+        ours = [torch.empty(1, 64).bfloat16() for _ in x]
+        pool.multiply([Product(row, w, out, part=part) for row, out in zip(x, ours, strict=True)])
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_odd_addresses_and_extreme_values(pool: SpinningPool) -> None:
+    rows, columns = 64, 544
+    promised.needs_products(pool, (rows, columns))
+    bank = torch.randn(rows * columns + 5).bfloat16()
+    for begin in range(5):  # addresses two bytes apart
+        assert agrees(pool, bank[begin : begin + rows * columns].view(rows, columns).t())
+    w = matrix(rows, columns)
+    w[3, 0], w[5, 1], w[7, 2] = float("inf"), float("nan"), 1e38
+    x, out = torch.full((1, columns), 9.0).bfloat16(), torch.empty(1, rows, dtype=torch.bfloat16)
+    pool.multiply([Product(x, w, out)])
+    assert torch.equal(out.isnan(), (x @ w).isnan())
+    assert torch.equal(out.nan_to_num(), (x @ w).nan_to_num())
+
+
+def test_a_wrong_order_is_noticed(pool: SpinningPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof itself: a kernel whose chains are twice as long differs in the last bit of few outputs."""
+    promised.needs_products(pool, (1536, 2048))
+    monkeypatch.setattr(row_product, "CHAIN", 1024)
+    monkeypatch.setattr(spinning_pool, "_functions", spinning_pool._functions.__wrapped__)
+    with SpinningPool(pool.threads) as wrong:
+        assert not agrees(wrong, matrix(1536, 2048))
+
+
+@pytest.mark.parametrize("rows", range(1, 10))
+@pytest.mark.parametrize("shape", [(1536, 2048), (2048, 768), (256, 1024), (512, 1536), (192, 32)])
+def test_several_rows_have_the_librarys_bits(rows: int, shape: tuple[int, int], pool: SpinningPool) -> None:
+    promised.needs(agrees_on_rows(pool, matrix(*shape), rows), f"torch's order for {rows} rows and weights {shape}")
+
+
+def test_a_wrong_order_of_several_rows_is_noticed(pool: SpinningPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Summed as one row is."""
+    promised.needs_products(pool, (1536, 2048), (1536, 1024), rows=[2])
+    monkeypatch.setattr(spinning_pool, "chain_of", lambda columns, rows: row_product.CHAIN)
+    assert not agrees_on_rows(pool, matrix(1536, 2048), 2)
+    assert agrees_on_rows(pool, matrix(1536, 1024), 2)
+
+
+def test_many_products_of_different_shapes(pool: SpinningPool) -> None:
+    """One after the other without a pause, and with pauses in which the helpers go to sleep."""
+    promised.needs_products(pool, *SHAPES)
+    batches = [[product(*SHAPES[(n + k) % len(SHAPES)], seed=n) for k in range(n % 7 + 1)] for n in range(40)]
+    for n, batch in enumerate(batches):
+        pool.multiply(batch)
+        if n % 5 == 0:
+            time.sleep(0.001)
+    for batch in batches:
+        for x, w, out, *_ in batch:
+            assert torch.equal(out, x @ w)
+    pool.multiply([])
+
+
+def test_more_products_than_the_block_holds(pool: SpinningPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    promised.needs_products(pool, (80, 96))
+    monkeypatch.setattr(spinning_pool.tasks, "MOST_TASKS", 3)
+    batch = [product(80, 96, seed=n) for n in range(8)]
+    pool.multiply(batch)
+    assert all(torch.equal(out, x @ w) for x, w, out, *_ in batch)
+
+
+def test_closing_ends_the_helpers() -> None:
+    promised.needs_machine_code()
+    before = threading.active_count()
+    with SpinningPool(4) as pool:
+        assert threading.active_count() == before + 3
+        time.sleep(0.01)  # asleep
+    assert threading.active_count() == before
+    assert pool.threads == 4
+
+
+@pytest.mark.parametrize(
+    "w",
+    [
+        torch.zeros(64, 128, dtype=torch.bfloat16),  # columns lie one after the other
+        torch.zeros(160, 40, dtype=torch.bfloat16).t(),  # not a whole tile
+        torch.zeros(328, 32, dtype=torch.bfloat16).t(),  # not a whole strip
+        torch.zeros(160, 64).t(),
+        torch.zeros(160, 64, dtype=torch.bfloat16, device="meta").t(),
+        torch.zeros(64, 64, dtype=torch.bfloat16).t(),  # so small that torch takes another way itself
+    ],
+)
+def test_other_matrices_are_left_to_the_library(w: torch.Tensor) -> None:
+    assert not fits(w)
+
+
+@pytest.mark.parametrize(("isa", "kept"), [("none", 0), ("avx2", 1), ("AVX512", 2), ("avx512_bf16", 3), ("all", 3)])
+def test_the_kernels_can_be_kept_from_vector_extensions(isa: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the CPU does not have, no setting gives it."""
+    wanted = ("avx2", "avx512f", "avx512bf16")
+    monkeypatch.delenv("SMOE_MAX_CPU_ISA", raising=False)
+    has = [jit.cpu_has(feature) for feature in wanted]
+    monkeypatch.setenv("SMOE_MAX_CPU_ISA", isa)
+    assert [jit.cpu_has(feature) for feature in wanted] == [n < kept and there for n, there in enumerate(has)]
+    assert spinning_pool.is_supported() is (kept == 3 and all(has[1:]))
+
+
+def test_code_is_made_for_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    promised.needs(jit.is_available(), "a compiler")
+    monkeypatch.setenv("SMOE_MAX_CPU_ISA", "avx2")
+    features = jit._features().flatten().split(",")
+    assert not any(feature.startswith(("+avx512", "+avx10", "+amx")) for feature in features)
+
+
+def test_without_the_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "llvm", None)
+    assert not spinning_pool.is_supported()

@@ -1,0 +1,153 @@
+"""Putting an engine together: order, defaults, what is left behind when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from smoe import from_pretrained
+from smoe.compute.expert_math import ExpertMath
+from smoe.errors import BudgetError, UnsupportedModelError
+from smoe.kernels.spinning_pool import is_supported
+from smoe.load import pretrained
+from smoe.models.experts import is_experts
+from smoe.policy.budget import full_bytes
+from tests import oracle, zoo
+from tests.threads import engine_threads
+
+Open = Callable[..., PreTrainedModel]
+
+
+def test_by_default_the_whole_model_fits(toy: Callable[..., Path]) -> None:
+    """A toy beside gigabytes of free memory: everything resident, never more than that."""
+    folder = toy("mixtral")
+    model = from_pretrained(folder, context_tokens=oracle.CONTEXT)
+    with model.offload as engine:
+        assert engine.ledger.budget_bytes == full_bytes(oracle.demand(folder))
+        assert engine.ledger.resident_share == 1
+        assert "available RAM" in engine.budget_reason or "container" in engine.budget_reason
+
+
+@pytest.mark.parametrize("free", [0, 2**20, 300 * 2**20])
+def test_no_free_memory_is_a_budget_error(free: int, toy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretrained, "free_device_bytes", lambda _: (free, "a test"))
+    context = pytest.raises(BudgetError) if free < 2**28 else None
+    if context is not None:
+        with context:
+            from_pretrained(toy("mixtral"), context_tokens=oracle.CONTEXT)
+        return
+    from_pretrained(toy("mixtral"), context_tokens=oracle.CONTEXT).offload.close()
+
+
+def test_the_experts_weights_are_never_loaded_by_the_library(toy: Callable[..., Path], open_model: Open) -> None:
+    """Would catch a loader that first builds the whole model and then throws the experts away."""
+    model = open_model(toy("mixtral"), "minimum")
+    modules = [module for module in model.modules() if is_experts(module)]
+    assert len(modules) == 4
+    assert not any(list(module.parameters()) for module in modules)
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert total <= model.offload.ledger.entries()["non-expert weights"]
+
+
+def test_loading_ours_leaves_the_library_as_it_was(toy: Callable[..., Path], open_model: Open) -> None:
+    """The experts' classes are patched while loading; a model loaded afterwards must have its experts."""
+    folder = toy("mixtral")
+    before = oracle.greedy(oracle.reference(folder), new_tokens=4)
+    open_model(folder, "minimum")
+    again = oracle.reference(folder)
+    assert sum("experts" in name for name, _ in again.named_parameters()) == 8
+    oracle.assert_same_steps(oracle.greedy(again, new_tokens=4), before)
+
+
+def test_two_models_at_once(toy: Callable[..., Path], open_model: Open) -> None:
+    first, second = open_model(toy("mixtral"), "fifth"), open_model(toy("gpt_oss"), "fifth")
+    for _ in range(2):
+        oracle.assert_same_steps(oracle.greedy(first), oracle.reference_steps(toy("mixtral")))
+        oracle.assert_same_steps(oracle.greedy(second), oracle.reference_steps(toy("gpt_oss")))
+
+
+def swapped(bind: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(self: ExpertMath, *args: Any) -> Any:
+        weights = bind(self, *args)
+        return weights._replace(up=weights.up.roll(weights.up.shape[1] // 2, 1))
+
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_every_family_loads_in_every_dtype(
+    family: str, dtype: torch.dtype, toy: Callable[..., Path], open_model: Open
+) -> None:
+    """Some keep routers or norms in float32, which the budget must know before they are loaded."""
+    open_model(toy(family, dtype=dtype), "minimum")
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_the_proof_at_load_refuses_wrong_arithmetic(
+    family: str, toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate and up swapped, in every family: the self-test must see it, and leave no thread behind."""
+    before = engine_threads()
+    monkeypatch.setattr(ExpertMath, "bind", swapped(ExpertMath.bind))
+    with pytest.raises(UnsupportedModelError, match="self-test failed"):
+        open_model(toy(family), "half")
+    assert engine_threads() <= before
+
+
+class LateError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("step", "switches"),
+    [
+        ("smoe.load.pretrained._load_dense", {}),
+        ("smoe.load.assembly.check_experts", {}),
+        ("smoe.compute.expert_math.agrees", {}),
+        ("smoe.load.choose_kernel._seconds", {}),
+        pytest.param(
+            "smoe.load.assembly.linear.speed_up",
+            {"kernels": "native"},
+            marks=pytest.mark.skipif(not is_supported(), reason="no kernel"),
+        ),
+        ("smoe.load.assembly._dense_bytes", {}),
+        ("smoe.load.assembly.attach", {}),
+        ("smoe.load.assembly.Trial", {}),
+        ("smoe.load.assembly.calibrate", {"device": "emulated"}),
+        ("smoe.load.assembly.Balancer", {"device": "emulated", "dilation": 1.0, "balance": "optimal"}),
+    ],
+)
+def test_a_late_failure_leaves_no_thread_behind(
+    step: str, switches: dict[str, Any], toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever step of loading it is; would catch readers, compute helpers or a kernel's pool that outlive it."""
+
+    def fail(*args: Any, **more: Any) -> Any:
+        raise LateError
+
+    before, threads = engine_threads(), torch.get_num_threads()
+    monkeypatch.setattr(step, fail)
+    monkeypatch.setattr("smoe.load.choose_kernel.MIN_EXPERT_BYTES", 0)
+    if "kernels" in switches:  # toys are too small for the kernel; nothing is computed before the failure
+        monkeypatch.setattr("smoe.runtime.layer.LayerCompute.agrees", lambda self, pool: True)
+    try:
+        with pytest.raises(LateError):
+            open_model(toy("mixtral", dtype=torch.bfloat16), "half", threads=2, **switches)
+    finally:
+        torch.set_num_threads(threads)
+    assert engine_threads() <= before
+
+
+def test_threads_are_set(toy: Callable[..., Path], open_model: Open) -> None:
+    before = torch.get_num_threads()
+    try:
+        open_model(toy("mixtral"), threads=2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
