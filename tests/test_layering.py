@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -112,6 +113,17 @@ def test_packages_import_downwards(module: str) -> None:
     for name in smoe_imports(ALL[module]):
         if package_of(name) in ORDER:
             assert ORDER.index(package_of(name)) <= place, name
+
+
+@pytest.mark.parametrize("module", [m for m in ALL if package_of(m) not in ("cli", "kernels") and "findings" not in m])
+def test_only_the_command_line_speaks_of_options(module: str) -> None:
+    """Messages name settings; `cli/console.py` shows options. Whole commands (`smoe tune --tpot`) may be named."""
+    tree = ast.parse(ALL[module].read_text(encoding="utf8"))
+    statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]  # docstrings
+    told = {id(part) for node in statements for part in ast.walk(node) if isinstance(part, ast.Constant)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            assert not re.search(r"(?<!smoe [a-z]{4} )(?<!smoe [a-z]{6} )--[a-z]{2}", node.value), node.value
 
 
 def test_values_import_nothing_heavy() -> None:

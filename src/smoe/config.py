@@ -167,13 +167,13 @@ class EngineConfig:
             raise ConfigError(f"dilation is {self.dilation!r}; it must be a number of at least 1")
         if self.device == "cpu" and self.balance not in ("auto", "none"):
             raise ConfigError(
-                f"balance {self.balance} (an option, or part of a preset) needs a device beside the CPU: use --device "
-                "cuda or --device emulated, or another preset"
+                f"balance {self.balance} (an option, or part of a preset) needs a device beside the CPU: use `device` "
+                "cuda or `device` emulated, or another preset"
             )
         if self.reproducible and self.alpha > 0 and self.eviction not in ORDERLESS_EVICTION:
             raise ConfigError(
-                f"with --reproducible and an alpha above 0, {self.eviction!r} would keep experts by the order in which "
-                f"they arrive; use --eviction {' or '.join(ORDERLESS_EVICTION)}"
+                f"with `reproducible` and an alpha above 0, {self.eviction!r} would keep experts by the order in which "
+                f"they arrive; use `eviction` {' or '.join(ORDERLESS_EVICTION)}"
             )
 
 
@@ -229,7 +229,7 @@ def _check_share(share: float | None, memory_bytes: int | None) -> None:
     if memory_bytes is not None:
         raise ConfigError(
             f"a budget of {format_bytes(memory_bytes)} and {100 * share:.3g}% of the experts both say how much stays "
-            "in memory; give one of --memory and --resident"
+            "in memory; give one of `memory` and `resident`"
         )
 
 

@@ -15,7 +15,8 @@
     |-- EngineBusyError        another request is running, and waiting for it has a bound
     `-- GenerationCancelledError  the running request was cancelled, or its engine closed
 
-Each message says what was given, what is allowed, and what to change.
+Each message says what was given, what is allowed, and what to change. Settings stand in backticks, as Python spells
+them; the command line shows its own options in their place (`cli/console.py`).
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from smoe.whole_file import whole_file
+
 PLACE = "XDG_CACHE_HOME"
 """The environment variable that says where the folder lies, on every system."""
 
@@ -43,11 +45,7 @@ def check_writable() -> None:
 def keep(path: Path, content: dict[str, Any]) -> Path:
     """Write an object to a file of the folder, whole or not at all; returns the path. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".partial-{os.getpid()}")
-    try:
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
     _log.info("kept %s", path)
     return path

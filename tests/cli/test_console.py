@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from smoe.cli.console import progress
+from smoe.cli.console import progress, words_of
+from smoe.errors import ConfigError, ContextError
 from tests.toy import save_toy
 
 
@@ -100,3 +101,16 @@ def test_a_terminal_gets_bars(capsys, monkeypatch):
         bars.update(bars.add_task("alpha 0", total=2, amount=""), advance=1)
     shown = capsys.readouterr().err
     assert "\x1b" in shown and "eval:" not in shown
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (ContextError("raise `context_tokens`"), "raise --context"),
+        (ConfigError("give one of `memory` and `host_memory`"), "give one of --memory and --host-memory"),
+        (ConfigError("see `smoe plan`, or `A_B`"), "see `smoe plan`, or `A_B`"),
+    ],
+)
+def test_settings_are_shown_as_options(error, shown):
+    """Would catch a message that a user of the command line cannot follow."""
+    assert words_of(error) == shown

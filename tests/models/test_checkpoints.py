@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 from smoe.config import configure
 from smoe.errors import CheckpointError, DiskSpaceError
 from smoe.load.pretrained import checkpoint_experts
+from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.store import PAGE, ExpertStore
 from smoe.models import packed
 from smoe.models.reference import reference_parameters
-from smoe.models.spec import SAFETENSORS_NAMES, read_spec
+from smoe.models.spec import read_spec
 from tests import oracle, zoo
 
 Open = Callable[..., PreTrainedModel]
@@ -35,7 +36,7 @@ def copy_of(folder: Path, target: Path) -> Path:
 
 def pack_folder(folder: Path, dtype: str = "auto", progress: Callable[[int, int], None] = lambda *_: None) -> Path:
     plan = read_spec(folder, configure(dtype=dtype, context_tokens=oracle.CONTEXT))
-    store = ExpertStore(checkpoint_experts(folder, plan), SAFETENSORS_NAMES[plan.dtype])
+    store = ExpertStore(checkpoint_experts(folder, plan), SAFETENSORS[plan.dtype])
     return packed.pack(folder, plan.sites, store, progress)
 
 

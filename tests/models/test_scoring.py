@@ -48,7 +48,7 @@ def test_the_rule_gives_the_routers_own_choice_and_weights(
 def test_an_unknown_rule_is_refused_with_a_way_out(
     switches: dict[str, float], toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match="without --alpha"):
+    with pytest.raises(UnsupportedModelError, match="without `alpha`"):
         open_model(toy("phimoe"), "half", **switches)
 
 

@@ -108,7 +108,7 @@ def test_what_does_not_fit_the_context_is_refused(toy: Callable[..., Path], open
     model = open_model(folder, context_tokens=40)
     with pytest.raises(ContextError, match="40"):
         model(oracle.PROMPT.repeat(1, 2))
-    with pytest.raises(ContextError, match="--context"):
+    with pytest.raises(ContextError, match="`context_tokens`"):
         model.generate(oracle.PROMPT, max_new_tokens=40, min_new_tokens=40, do_sample=False)
     fits = model.generate(oracle.PROMPT, max_new_tokens=16, min_new_tokens=16, do_sample=False)
     assert torch.equal(fits, oracle.reference_steps(folder).tokens[:, : fits.shape[1]])

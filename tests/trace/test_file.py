@@ -173,7 +173,7 @@ def test_after_an_error_nothing_is_there(tmp_path: Path) -> None:
 def test_a_file_that_is_there_stays(written: Callable[[int], Path]) -> None:
     path = written(1)
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match="--force"):
+    with pytest.raises(ConfigError, match="`force`"):
         TraceWriter(path, HEADER)
     with pytest.raises(ZeroDivisionError), TraceWriter(path, HEADER, replace=True):
         raise ZeroDivisionError

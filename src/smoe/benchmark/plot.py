@@ -35,7 +35,7 @@ def draw(steps: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
+        raise ConfigError("a plot needs matplotlib: pip install matplotlib") from error
     names = [step["name"] for step in steps]
     figure = Figure(figsize=(10, 1.2 + 0.34 * len(steps)), layout="constrained")
     time, missing = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))

@@ -6,6 +6,7 @@ A quiet command gives its result, warnings and errors, and nothing else.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -87,12 +88,12 @@ def gives_json(is_asked: bool) -> bool:
 def note(text: str, *, is_asked: bool = False) -> None:
     """A quiet word to the user; a quiet command only says what it was asked."""
     if is_asked or not _is_quiet:
-        errors().print(f"[dim]{escape(text)}[/dim]", soft_wrap=True)
+        errors().print(f"[dim]{escape(as_options(text))}[/dim]", soft_wrap=True)
 
 
 def warn(text: str) -> None:
     """What the user must know, also of a quiet command."""
-    errors().print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
+    errors().print(f"[yellow]warning:[/yellow] {escape(as_options(text))}", soft_wrap=True)
 
 
 def complain(error: SmoeError) -> None:
@@ -210,9 +211,21 @@ class Patience:
                     bars.update(task, completed=done, total=total, amount=shown)
 
 
+_SETTING = re.compile(r"`([a-z]+(?:_[a-z]+)*)`")
+_OPTIONS = {"context_tokens": "--context"}
+"""Settings whose option has another name; the others are spelt alike."""
+
+
 def words_of(error: BaseException) -> str:
-    """The error's own words, without the error number that an OSError puts first."""
+    """The error's own words, for a shell, without the error number that an OSError puts first."""
     if isinstance(error, OSError) and len(error.args) >= 2:
-        return f"{error.args[1]}: {error.filename}" if error.filename else str(error.args[1])
-    format_message = getattr(error, "format_message", None)  # of a mistyped command line
-    return str(format_message() if format_message is not None else error)
+        text = f"{error.args[1]}: {error.filename}" if error.filename else str(error.args[1])
+    else:
+        format_message = getattr(error, "format_message", None)  # of a mistyped command line
+        text = str(format_message() if format_message is not None else error)
+    return as_options(text)
+
+
+def as_options(text: str) -> str:
+    """A message of the library with the command line's options in the place of its settings."""
+    return _SETTING.sub(lambda found: _OPTIONS.get(found[1], "--" + found[1].replace("_", "-")), text)

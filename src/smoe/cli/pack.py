@@ -48,14 +48,15 @@ def _pack(model: str, dtype: str, revision: str | None, force: bool) -> tuple[Pa
     from smoe.config import configure
     from smoe.errors import CheckpointError
     from smoe.load.pretrained import checkpoint_experts
+    from smoe.memory.dtypes import SAFETENSORS
     from smoe.memory.store import ExpertStore
     from smoe.models.files import fetch
     from smoe.models.packed import pack, packed_store
-    from smoe.models.spec import SAFETENSORS_NAMES, read_spec
+    from smoe.models.spec import read_spec
     from smoe.units import format_bytes
 
     spec = read_spec(model, configure(dtype=dtype), revision)
-    folder, name = fetch(model, revision), SAFETENSORS_NAMES[spec.dtype]
+    folder, name = fetch(model, revision), SAFETENSORS[spec.dtype]
     try:
         packed = None if force else packed_store(folder, spec.sites, name)
     except CheckpointError:

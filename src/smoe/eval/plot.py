@@ -23,7 +23,7 @@ def draw(prices: Sequence[Price], title: str, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
+        raise ConfigError("a plot needs matplotlib: pip install matplotlib") from error
     alphas = [price.quality.alpha for price in prices]
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     loss, speed = figure.subplots(1, 2)

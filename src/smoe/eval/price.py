@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from smoe.errors import ConfigError
 from smoe.eval.questions import Tick
 from smoe.eval.stepwise import ExactDistributions, Exam, Quality, measure
+from smoe.whole_file import whole_file
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ class _Results:
                 name = differing[0]
                 raise ConfigError(
                     f"{path} holds results of another {name.replace('_', ' ')}: {before.get(name)!r}, now "
-                    f"{circumstances.get(name)!r}; choose another --out or remove it"
+                    f"{circumstances.get(name)!r}; choose another `out` or remove it"
                 )
             self._content = earlier
 
@@ -169,6 +170,5 @@ class _Results:
 
     def put(self, quality: Quality) -> None:
         self._content["qualities"].append(asdict(quality))
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._content))
-        partial.replace(self._path)  # whole or not at all
+        with whole_file(self._path) as file:
+            file.write(json.dumps(self._content).encode())

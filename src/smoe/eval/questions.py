@@ -153,7 +153,7 @@ def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, most: int, stops
     if len(ids) >= cache.capacity_tokens:
         raise ContextError(
             f"a question of {len(ids)} tokens leaves no room for an answer in a context of {cache.capacity_tokens}; "
-            "raise --context"
+            "raise `context_tokens`"
         )
     said: list[int] = []
     ends = end_tokens(model, tokenizer)

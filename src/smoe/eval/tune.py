@@ -116,7 +116,7 @@ class Tuning:
                 raise ConfigError(
                     f"{format_seconds(seconds)} a token is out of reach: a token takes "
                     f"{format_seconds(self.flat_seconds)} (+/- {format_seconds(self.noise_seconds)}) here, whatever "
-                    f"alpha is{self._when_read()}; give more --memory, or a longer time"
+                    f"alpha is{self._when_read()}; give more `memory`, or a longer time"
                 )
             return min(self.alphas)
         alpha = smallest_alpha(self.points, seconds)
@@ -125,7 +125,7 @@ class Tuning:
             raise ConfigError(
                 f"{format_seconds(seconds)} a token is out of reach: the fastest that was measured is "
                 f"{format_seconds(best)} (+/- {format_seconds(self.noise_seconds)}), at alpha {fastest:g}"
-                f"{self._when_read()}; give more --memory, or a longer time"
+                f"{self._when_read()}; give more `memory`, or a longer time"
             )
         return alpha
 
@@ -177,11 +177,13 @@ def measure_times(
     """The time per token of every alpha, in rounds that go through all of them."""
     context_tokens = model.offload.context_tokens  # type: ignore[union-attr]
     if context_tokens < turn_tokens():
-        raise ConfigError(f"--context {context_tokens} is too short to measure in; at least {turn_tokens()} are needed")
+        raise ConfigError(
+            f"`context_tokens` {context_tokens} is too short to measure in; at least {turn_tokens()} are needed"
+        )
     if len(ids) < turn_tokens():
         raise ConfigError(
             f"the text has {len(ids)} tokens, and at least {turn_tokens()} are needed to measure on; give a longer one "
-            "with --text"
+            "with `text`"
         )
     rounds = [[_turn(model, alpha, ids, number, tick) for alpha in alphas] for number in range(_ROUNDS)]
     rate = middle_rate([timing.bytes_per_second for timings in rounds for timing in timings])
@@ -289,7 +291,7 @@ def recall(circumstances: dict[str, Any]) -> Tuning:
         model, memory = circumstances["model"], format_bytes(circumstances["memory_budget_bytes"])
         raise ConfigError(
             f"the time per token of {model} in {memory} with a context of {circumstances['context_tokens']} tokens has "
-            "not been measured; run smoe tune once with the same --memory, --context and other options"
+            "not been measured; run smoe tune once with the same `memory`, `context_tokens` and other settings"
         )
     rounds = [[Timing(**timing) for timing in timings] for timings in stored["rounds"]]
     return Tuning(circumstances, stored["alphas"], rounds, stored["bytes_per_second"])

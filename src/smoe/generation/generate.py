@@ -44,13 +44,13 @@ class Sampling:
     """Go on after the model's end token (for measuring)."""
 
     def __post_init__(self) -> None:
-        _check(self.max_new_tokens >= 1, f"--max-new-tokens is {self.max_new_tokens}; it must be at least 1")
+        _check(self.max_new_tokens >= 1, f"`max_new_tokens` is {self.max_new_tokens}; it must be at least 1")
         heat, top_p, top_k, penalty = self.temperature, self.top_p, self.top_k, self.repetition_penalty
-        _check(heat is None or heat >= 0, f"--temperature is {heat}; it must be 0 (greedy) or more")
-        _check(top_p is None or 0 < top_p <= 1, f"--top-p is {top_p}; it must be above 0 and at most 1")
-        _check(top_k is None or top_k >= 0, f"--top-k is {top_k}; it must be 0 (all) or more")
-        _check(penalty is None or penalty > 0, f"--repetition-penalty is {penalty}; it must be above 0 (1: none)")
-        _check(all(self.stop), "--stop was given an empty string")
+        _check(heat is None or heat >= 0, f"`temperature` is {heat}; it must be 0 (greedy) or more")
+        _check(top_p is None or 0 < top_p <= 1, f"`top_p` is {top_p}; it must be above 0 and at most 1")
+        _check(top_k is None or top_k >= 0, f"`top_k` is {top_k}; it must be 0 (all) or more")
+        _check(penalty is None or penalty > 0, f"`repetition_penalty` is {penalty}; it must be above 0 (1: none)")
+        _check(all(self.stop), "`stop` was given an empty string")
 
 
 @dataclass(frozen=True)
@@ -241,12 +241,13 @@ def _room(engine: Engine, batch: Batch, wanted: int) -> tuple[int, list[str]]:
     config = engine.config
     if rows > config.max_sequences:
         raise ConfigError(
-            f"{rows} prompts at once need --max-sequences {rows}; the budget was made for {config.max_sequences}"
+            f"{rows} prompts at once need `max_sequences` {rows}; the budget was made for {config.max_sequences}"
         )
     if tokens >= engine.context_tokens:
         raise ContextError(
             f"the prompt has {tokens} tokens, the context reserved in the budget is {engine.context_tokens}; "
-            f"shorten the prompt, or give --context {tokens + wanted} (more context leaves less memory for experts)"
+            f"shorten the prompt, or give `context_tokens` {tokens + wanted} (more context leaves less memory for "
+            "experts)"
         )
     room = engine.context_tokens - tokens
     if wanted <= room:
@@ -374,7 +375,7 @@ class _RefuseNaN(LogitsProcessor):  # type: ignore[misc]
         if bool(torch.isnan(scores).any()):
             raise ModelError(
                 f"the model computed NaN after {input_ids.shape[1]} tokens; its weights or its config.json are "
-                "damaged (check with smoe verify) or its dtype is too narrow (try --dtype bfloat16 or float32)"
+                "damaged (check with smoe verify) or its dtype is too narrow (try `dtype` bfloat16 or float32)"
             )
         return scores
 

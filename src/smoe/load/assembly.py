@@ -176,7 +176,7 @@ def _host_experts(
     math = _math(model, spec)
     if device.type != "cpu" and not all(layer.is_movable for layer in math.values()):
         raise ConfigError(
-            f"--balance {_balance(config, tiers)}: this family's experts end in a norm that only the device has; use "
+            f"`balance` {_balance(config, tiers)}: this family's experts end in a norm that only the device has; use "
             "none"
         )
     threads = 1 if pacing.is_emulated else torch.get_num_threads()
@@ -204,8 +204,8 @@ def _balancer(
     by_measured_times = config.reproducible and config.alpha > 0 and not pacing.is_emulated
     if by_measured_times and method != "host":
         raise ConfigError(
-            f"with --reproducible and an alpha above 0, --balance {method} would decide by measured times; "
-            "use --balance none or host"
+            f"with `reproducible` and an alpha above 0, `balance` {method} would decide by measured times; "
+            "use `balance` none or host"
         )
     if config.reproducible and config.alpha > 0 and method != "host" and isinstance(pacing, Emulation):
         profile, nbytes = pacing.profile, store.expert_bytes
@@ -292,7 +292,7 @@ def _rules(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ScoringRule]:
         name = spec.anatomy.routers.get(site.layer)
         if name is None:
             raise UnsupportedModelError(
-                f"the router of layer {site.layer} could not be found, so its scores cannot be heard; without --alpha, "
+                f"the router of layer {site.layer} could not be found, so its scores cannot be heard; without `alpha`, "
                 "and with an eviction other than score, the model works"
             )
         block = modules[site.name.rpartition(".")[0]]

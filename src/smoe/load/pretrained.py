@@ -23,6 +23,7 @@ from smoe.load.priced_alpha import threshold_of
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.process_memory import note_start
 from smoe.memory.arena import Arena, forget_peak
+from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.emulation import Emulation, read_profile
 from smoe.memory.pacing import Pacing
 from smoe.memory.safetensors_index import index_checkpoint
@@ -32,7 +33,7 @@ from smoe.models.experts import without_expert_weights
 from smoe.models.files import fetch, local_folder, naming
 from smoe.models.generation_file import check_generation
 from smoe.models.packed import packed_store
-from smoe.models.spec import SAFETENSORS_NAMES, ModelSpec, read_spec
+from smoe.models.spec import ModelSpec, read_spec
 from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes
 from smoe.runtime.lifetime import collect_dropped
 from smoe.units import parse_bytes, parse_share
@@ -88,7 +89,7 @@ def load(
     if device.type == "cpu" and profile is None and config.balance not in ("auto", "none"):
         raise ConfigError(
             f"balance {config.balance} (an option, or part of a preset) needs a device beside the CPU; this machine "
-            "computes on its CPU: use another preset, or --device emulated as a test bench"
+            "computes on its CPU: use another preset, or `device` emulated as a test bench"
         )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -134,7 +135,7 @@ def open_store(
     folder: Path, spec: ModelSpec, checkpoint: Mapping[int, LayerExperts], device: torch.device
 ) -> ExpertStore:
     """The experts' places on disk: the packed file where there is one for this dtype, else the checkpoint itself."""
-    dtype = SAFETENSORS_NAMES[spec.dtype]
+    dtype = SAFETENSORS[spec.dtype]
     alignment = _CUDA_ALIGNMENT if device.type == "cuda" else None
     return packed_store(folder, spec.sites, dtype, alignment) or ExpertStore(checkpoint, dtype, alignment)
 
@@ -176,7 +177,7 @@ def choose_device(config: EngineConfig) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {config.device!r} is not supported; use cpu, cuda or emulated")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device is usable here; leave --device out to run on the CPU")
+        raise ConfigError("no CUDA device is usable here; leave `device` out to run on the CPU")
     return device
 
 

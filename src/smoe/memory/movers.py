@@ -14,13 +14,11 @@ import torch
 from smoe.errors import CheckpointError
 from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
+from smoe.memory.dtypes import TORCH
 from smoe.memory.host import HostTier
 from smoe.memory.link import Link
 from smoe.memory.store import ExpertStore, Placement
 from smoe.memory.transfer import Ticket
-
-_TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-
 
 _BITS = {2: np.uint16, 4: np.uint32}
 _INFINITY = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
@@ -40,7 +38,7 @@ def is_finite(bits: npt.NDArray[np.unsignedinteger[Any]], dtype: str) -> bool:
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a safetensors dtype name."""
-    return _TORCH_DTYPES[name]
+    return TORCH[name]
 
 
 class Filler:

@@ -46,7 +46,7 @@ class RowCache(DynamicCache):
         if self.length + tokens > self.capacity_tokens:
             raise ContextError(
                 f"{self.length + tokens} tokens do not fit the context of {self.capacity_tokens} reserved; "
-                "shorten the prompt or raise --context"
+                "shorten the prompt or raise `context_tokens`"
             )
         self._pending = tokens
 
@@ -93,7 +93,7 @@ class RowCache(DynamicCache):
         """Raise where the memory was given back."""
         if self._is_retired:
             raise EngineStateError(
-                "this cache gave its place in the budget to a newer one; keep one cache, or raise --context"
+                "this cache gave its place in the budget to a newer one; keep one cache, or raise `context_tokens`"
             )
 
     def end_rows(self, done: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import math
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,15 +23,16 @@ import torch
 
 from smoe.errors import CheckpointError
 from smoe.memory.checkpoint_json import check_regular, parse_object
+from smoe.memory.dtypes import TORCH
 from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor, identity_of, shard_paths
 from smoe.memory.store import ExpertStore, LayerExperts, page_ceil
 from smoe.models.experts import ExpertsSite
 from smoe.models.files import check_disk
 from smoe.models.reference import reference_parameters
+from smoe.whole_file import whole_file
 
 MAGIC = b"smoepack"
 VERSION = 1
-_TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def pack_path(folder: Path, dtype: str) -> Path:
@@ -76,24 +77,17 @@ def pack(folder: Path, sites: Sequence[ExpertsSite], store: ExpertStore, progres
     header = _header(folder, sites, store.dtype)
     keys = store.keys()
     check_disk(folder, len(keys) * header["stride"], f"packing {folder.name}")
-    partial = path.with_suffix(f".partial-{os.getpid()}")
-    try:
-        with partial.open("wb") as file:
-            file.write(_header_bytes(header))
-            for done, (layer, expert) in enumerate(keys, start=1):
-                data = _expert_bytes(store.layers[layer], expert, store.dtype)
-                file.write(data + bytes(header["stride"] - len(data)))
-                progress(done, len(keys))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        file.write(_header_bytes(header))
+        for done, (layer, expert) in enumerate(keys, start=1):
+            data = _expert_bytes(store.layers[layer], expert, store.dtype)
+            file.write(data + bytes(header["stride"] - len(data)))
+            progress(done, len(keys))
     return path
 
 
 def _expert_bytes(experts: LayerExperts, expert: int, dtype: str) -> bytes:
-    parameters = reference_parameters(experts, [expert], _TORCH[dtype])
+    parameters = reference_parameters(experts, [expert], TORCH[dtype])
     for name, value in parameters.items():
         if not bool(torch.isfinite(value).all()):
             raise CheckpointError(
@@ -119,10 +113,7 @@ def _packed_layer(
 
 
 def _part_bytes(shape: Sequence[int], dtype: str) -> int:
-    count = ITEM_BYTES[dtype]
-    for n in shape:
-        count *= n
-    return count
+    return ITEM_BYTES[dtype] * math.prod(shape)
 
 
 def _header(folder: Path, sites: Sequence[ExpertsSite], dtype: str) -> dict[str, Any]:

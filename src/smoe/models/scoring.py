@@ -119,7 +119,7 @@ def find_rule(router: nn.Module, block: nn.Module, hidden: int, experts: int, to
                 return ScoringRule(rule.score, rule.weight, scale, rule.bias, rule.groups)
     raise UnsupportedModelError(
         f"the router of layer {layer} ({type(router).__name__}) follows no rule that smoe knows, so nobody can say "
-        "what a substitute would weigh; without --alpha, and with an eviction other than score, the model works"
+        "what a substitute would weigh; without `alpha`, and with an eviction other than score, the model works"
     )
 
 
@@ -131,7 +131,7 @@ def in_order(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tens
     if len(output) != 3:
         raise UnsupportedModelError(
             f"a router of this model gives {len(output)} values instead of logits, weights and index, so its scores "
-            "cannot be heard; without --alpha, and with an eviction other than score, the model works"
+            "cannot be heard; without `alpha`, and with an eviction other than score, the model works"
         )
     first, weights, last = output
     return (first, weights, last) if first.is_floating_point() else (last, weights, first)

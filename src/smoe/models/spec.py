@@ -14,6 +14,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from smoe.config import EngineConfig
 from smoe.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
+from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.store import PAGE, page_ceil
 from smoe.models.anatomy import Anatomy, examine
 from smoe.models.config_file import check_config
@@ -23,9 +24,7 @@ from smoe.models.registration import register_local_families
 from smoe.models.workspace import workspace_bytes
 from smoe.policy.budget import Demand
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DEFAULT_CONTEXT_TOKENS = 4096
-SAFETENSORS_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 @dataclass(frozen=True)
@@ -104,10 +103,11 @@ def read_config(model: str | Path, revision: str | None) -> PretrainedConfig:
 def choose_dtype(model_config: PretrainedConfig, config: EngineConfig) -> torch.dtype:
     """The element type asked for, else the checkpoint's own."""
     if config.dtype != "auto":
-        return _DTYPES[config.dtype]
+        named: torch.dtype = getattr(torch, config.dtype)  # checked with the configuration
+        return named
     own: Any = getattr(model_config.get_text_config(), "dtype", None) or getattr(model_config, "dtype", None)
     own = getattr(torch, own) if isinstance(own, str) else own
-    return own if own in SAFETENSORS_NAMES else torch.bfloat16
+    return own if own in SAFETENSORS else torch.bfloat16
 
 
 def _refuse_quantised(model_config: PretrainedConfig) -> None:
@@ -130,8 +130,8 @@ def choose_context(model_config: PretrainedConfig, config: EngineConfig) -> int:
         return min(DEFAULT_CONTEXT_TOKENS, limit or DEFAULT_CONTEXT_TOKENS)
     if limit is not None and config.context_tokens > limit:
         raise ConfigError(
-            f"--context {config.context_tokens} is more than the {limit} positions the model was made for by its "
-            "config.json"
+            f"`context_tokens` {config.context_tokens} is more than the {limit} positions the model was made for by "
+            "its config.json"
         )
     return config.context_tokens
 

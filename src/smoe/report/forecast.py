@@ -264,7 +264,7 @@ def _remarks(rates: Rates, is_emulated: bool) -> list[str]:
     ]
     figures = f"rates from {rates.source}"
     if is_emulated:
-        return [*remarks, f"{figures}: speeds are that machine's, with every expert in its RAM (--host-memory)"]
+        return [*remarks, f"{figures}: speeds are that machine's, with every expert in its RAM (`host_memory`)"]
     if load_profile() is None:
         figures += "; smoe doctor measures them properly"
     return [*remarks, figures]

@@ -134,7 +134,7 @@ class Engine:
         Raises `ConfigError` where the model was loaded without scores (no `alpha`, and an eviction that needs none).
         """
         if alpha > 0 and not self.rules:
-            raise ConfigError("load the model with an alpha above 0, or with --eviction score, to substitute experts")
+            raise ConfigError("load the model with an alpha above 0, or with `eviction` score, to substitute experts")
         with self.turn():
             self._refuse_in_pass("use_alpha")
             self.config = replace(self.config, alpha=alpha)

@@ -27,6 +27,7 @@ from smoe.policy.planner import last_rows
 from smoe.routing import Phase, Routing
 from smoe.trace.record import PHASES, TracedLayer, TraceHeader
 from smoe.units import format_bytes
+from smoe.whole_file import partial_of
 
 if TYPE_CHECKING:
     from smoe.models.scoring import ScoringRule
@@ -42,7 +43,7 @@ _PAGE = 4096
 def refuse_existing(path: Path) -> None:
     """Raise `ConfigError` where there is something already."""
     if path.exists():
-        raise ConfigError(f"{path} is there already; choose another --out, or replace it with --force")
+        raise ConfigError(f"{path} is there already; choose another `out`, or replace it with `force`")
 
 
 class TraceWriter:
@@ -62,7 +63,7 @@ class TraceWriter:
         self._pending = 0
         """Rows of a step that may still fail."""
         self._path = path
-        self._partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+        self._partial = partial_of(path)
         self._start = _page_ceil(_HEAD.size + len(text))
         with self._writing():
             self._file = self._partial.open("wb")
@@ -134,7 +135,7 @@ class TraceWriter:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskSpaceError(
                     f"the disk of {self._path} was full after {format_bytes(self.nbytes)} of trace, of which nothing "
-                    "is kept; free some, give another --out, or record fewer tokens"
+                    "is kept; free some, give another `out`, or record fewer tokens"
                 ) from error
             raise TraceError(f"cannot write {self._partial}: {error.strerror or error}") from error
 
@@ -215,7 +216,7 @@ def _rules(trace: Trace) -> dict[int, ScoringRule]:
         if layer.rule is None:
             raise TraceError(
                 f"{trace.path} has logits but no scores: the router of layer {layer.layer} ({trace.header.model_type}) "
-                "follows no rule that smoe knows; replay it without --alpha, and with an eviction other than score"
+                "follows no rule that smoe knows; replay it without `alpha`, and with an eviction other than score"
             )
         rules[layer.layer] = ScoringRule.from_json(layer.rule)
     return rules
