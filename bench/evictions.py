@@ -18,7 +18,7 @@ from typing import Any
 
 from smoe import __version__
 from smoe.policy.budget import MIN_STAGING_SLOTS
-from smoe.policy.eviction.adaptive import Adaptive
+from smoe.policy.eviction.auto import Adaptive
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.belady import Belady
 from smoe.policy.planner import observation

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from smoe.cli.prices import print_table
-from smoe.eval.price import Change, Price
+from smoe.eval.paired_bootstrap import Change
+from smoe.eval.price import Price
 from smoe.eval.stepwise import Quality
 
 

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
 from smoe.eval import stepwise
-from smoe.eval.price import Change, Price, largest_within, price_of, sweep
+from smoe.eval.paired_bootstrap import Change
+from smoe.eval.price import Price, largest_within, price_of, sweep
 from smoe.eval.questions import read_questions
 from smoe.eval.stepwise import Quality
 from smoe.eval.texts import read_documents

@@ -179,7 +179,7 @@ def test_interrupt_at_any_line(toy: Callable[..., Path], open_model: Open) -> No
             "runtime.execute",
             "runtime.arrivals",
             "policy.residency",
-            "policy.eviction.adaptive",
+            "policy.eviction.auto",
             "memory.transfer",
             "runtime.engine",
             "runtime.turns",

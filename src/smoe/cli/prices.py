@@ -14,7 +14,8 @@ from smoe.cli.console import errors, note, progress, warn
 from smoe.cli.options import EngineOptions, substituting
 from smoe.cli.session import loaded, tokenizer_of
 from smoe.errors import ConfigError
-from smoe.eval.price import RESULTS, Change, Price, sweep
+from smoe.eval.paired_bootstrap import Change
+from smoe.eval.price import RESULTS, Price, sweep
 from smoe.eval.questions import Question, Questions, fitting, read_questions
 from smoe.eval.stepwise import Exam
 from smoe.eval.texts import read_documents

@@ -34,7 +34,8 @@ class DecodeExperts(Protocol):
         """Expert number n was computed elsewhere: [its routes, H], before its routing weights."""
 
     def partial(self, count: int) -> torch.Tensor:
-        """What the first `count` experts have given: [T, H]; its last bits are nobody's."""
+        """What the first `count` experts have given: [T, H]; for predictions only, as its last bits may differ from
+        `total`'s."""
 
     def total(self) -> torch.Tensor:
         """The sum of all: [T, H]."""

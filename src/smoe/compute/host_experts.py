@@ -71,7 +71,7 @@ class HostExperts:
         """Compute an expert for some rows of hidden [T, H]; the result [n, H] is on the CPU.
 
         Never blocks: what is still on its way from the device is waited for by the CPU's thread. Reading the expert
-        from disk, where that is needed, comes first and may fail: the error is the result's.
+        from disk, where that is needed, comes first; if it fails, `Future.result()` raises the error.
         """
         future = self._worker.submit(self._compute, copy, hidden, tokens)
         self._under_way.add(future)

@@ -1,4 +1,4 @@
-"""Few distinct numbers of rows for the library, which compiles a kernel for every one that it meets.
+"""Pads groups of rows to a few sizes, because the library compiles a kernel for every size it meets.
 
 A prompt gives every expert another number of tokens, so most products would first make a kernel (0.2 to 0.5 ms, while
 the product of a small expert takes 0.03) and throw another one away. Filled up with zeros to the next of few numbers,

@@ -24,7 +24,7 @@ class ThreadPool:
     def run(self, job: Callable[[int, int], None]) -> None:
         """`job(member, members)` on every member at once; returns when all have ended, raises the first error.
 
-        After an interrupt, too, nobody is at work any more: what a late helper writes would spoil the next request.
+        After an interrupt, too, no helper is left running: it could write into the next request's rows.
         """
         members, before = self.threads, torch.get_num_threads()
         try:

@@ -17,28 +17,18 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
+from smoe.eval.paired_bootstrap import Change, bootstrapped
 from smoe.eval.questions import Tick
 from smoe.eval.stepwise import ExactDistributions, Exam, Quality, measure
 from smoe.whole_file import whole_file
 
 _log = logging.getLogger(__name__)
 
-_RESAMPLES = 2000
-_CONFIDENCE = 0.95
 _LEAST_SAMPLES = 10
 """Blocks of tokens, or questions: fewer say nothing about the uncertainty."""
 
 RESULTS = "quality.json"
 """The file that has what was measured, after the first threshold; beside it lie the exact model's distributions."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """A difference from alpha 0 with its interval of 95 %."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -128,20 +118,13 @@ def price_of(quality: Quality, base: Quality) -> Price:
     """`quality` against `base` (alpha 0), measured on the same tokens and questions."""
     counts = np.array(base.block_tokens, dtype=float)
     nats = np.array(quality.block_nats) - np.array(base.block_nats)
-    perplexity = _interval(lambda rows: float(np.expm1(nats[rows].sum() / counts[rows].sum())), len(nats))
+    perplexity = bootstrapped(lambda rows: float(np.expm1(nats[rows].sum() / counts[rows].sum())), len(nats))
     if not base.right:
         return Price(quality, perplexity, None)
     right = np.array(quality.right, dtype=float) - np.array(base.right, dtype=float)
     if quality is not base and not right.any():  # what has not happened in n trials may have a chance of 3 in n
         return Price(quality, perplexity, Change(0.0, max(-1.0, -3 / len(right)), min(1.0, 3 / len(right))))
-    return Price(quality, perplexity, _interval(lambda rows: float(right[rows].mean()), len(right)))
-
-
-def _interval(statistic: Callable[[np.ndarray], float], count: int) -> Change:
-    generator = np.random.default_rng(0)
-    drawn = [statistic(generator.integers(0, count, count)) for _ in range(_RESAMPLES)]
-    low, high = np.quantile(drawn, [(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2])
-    return Change(statistic(np.arange(count)), float(low), float(high))
+    return Price(quality, perplexity, bootstrapped(lambda rows: float(right[rows].mean()), len(right)))
 
 
 class _Results:

@@ -14,7 +14,7 @@ trying: for every output one running sum over k in steps of two, begun anew ever
 they come. Several rows are summed 1024 k at a time where there are more than 1024. Where outputs are few and k many,
 each of its threads sums a part of the k, and the parts are added at the end. The same instruction is used here in the
 same order, so the bits agree. Whether they do on the machine at hand is proven at load on the model's own weights
-(`pool.py`); where they do not, torch computes.
+(`spinning_pool.py`); where they do not, torch computes.
 
 The next 16 rows are fetched into the second cache level while these are computed: a row of 768 is too short for the
 hardware to see a pattern in it, and this doubles its rate. Figures in docs/log.md.

@@ -1,4 +1,4 @@
 """Decisions as pure functions: standard library and NumPy only, no torch, no files, no clock, no threads.
 
-The engine carries the plans out with copies and kernels, the simulator on a virtual clock.
+The engine carries the plans out with copies and kernels, the simulator on nothing.
 """

@@ -1,4 +1,4 @@
-"""The two plans that every policy speaks in, and that engine and simulator carry out.
+"""The plan types that policies produce and that engine and simulator carry out.
 
 A step of one layer has a list of *serves*, carried out in order, and a list of *loads*, issued in order.
 `Load.after` ties them: the load may start once that many serves of this plan have been computed, because

@@ -19,7 +19,7 @@ def _score() -> Eviction:
 
 
 def _adaptive() -> Eviction:
-    from smoe.policy.eviction.adaptive import Adaptive  # NumPy, as above
+    from smoe.policy.eviction.auto import Adaptive  # NumPy, as above
 
     return Adaptive()
 

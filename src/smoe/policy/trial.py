@@ -41,7 +41,7 @@ class Trial:
         self._guesses = self._right = 0
 
     def note(self, seconds: float, guesses: int = 0, right: int = 0) -> None:
-        """A step of the present way took so long; so many guesses so far, and so many of them right."""
+        """Record one step: its duration, and the running totals of prefetches made and used."""
         if self.is_on and self._are_wrong(guesses, right):
             self._turn = TURNS
             self._left = STAY
@@ -63,7 +63,7 @@ class Trial:
                 self._conclude(median(self._seconds[True]) <= median(self._seconds[False]) * (1 + MARGIN))
 
     def pass_over(self, guesses: int, right: int) -> None:
-        """What has been guessed until now was no part of this: a prompt's guesses say nothing about decoding."""
+        """Leave all prefetches so far, those of a prompt, out of the trial."""
         self._guesses, self._right = guesses, right
 
     def _are_wrong(self, guesses: int, right: int) -> bool:

@@ -1,1 +1,1 @@
-"""Carrying plans out: the engine, its layers' forward, the KV cache, generation."""
+"""Carrying decisions out: the engine, its layers' forward, and the seam to the model."""

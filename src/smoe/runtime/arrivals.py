@@ -1,4 +1,4 @@
-"""Experts on their way: which copy is bound for which slot, what may start now, what has come.
+"""Loads on their way: the slot of each, which may start now, which have finished.
 
 The middle between the plan's loads and the computing that waits for them. The slot table, the eviction policy and the
 transfers change together here and nowhere else, so that an error anywhere leaves them in agreement.
@@ -84,7 +84,7 @@ class Arrivals:
         self._views.clear()
 
     def adopt(self, plan: LayerPlan) -> None:
-        """A layer's plan is to be carried out: its promotions at once or in their time, its loads in their order."""
+        """Start a plan: apply the promotions that are due, keep the later ones, issue loads in their order."""
         self._staying = {promotion.copy: promotion for promotion in plan.promotions if promotion.after}
         for promotion in plan.promotions:
             if not promotion.after:
@@ -157,8 +157,8 @@ class Arrivals:
     def collect(self) -> None:
         """Take in the prefetches that have ended since the last layer; a failed one is tried again on demand.
 
-        Nobody waits for them: they are on the device. A copy that the device was told to wait for, and that failed
-        after all, is an error of whatever has been computed with it.
+        Nothing waits for them: they are on the device. If a load that the device was told to wait for has failed, its
+        error is raised, because results already used it.
         """
         if self._flowing:
             for ticket in self._flowing:

@@ -41,8 +41,8 @@ from smoe.units import format_bytes, identifier
 
 
 class Engine:
-    """Everything that moves for one model. Close it, or use it as a context manager, to give memory and threads
-    back."""
+    """The offloading runtime of one model: budget, slots, threads. Close it, or use it as a context manager, to free
+    them."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Engine:
     def new_cache(self, sequences: int = 1) -> RowCache:
         """A KV cache inside the budget: `context_tokens * max_sequences` positions shared by `sequences` rows.
 
-        Where older caches leave no room for it, they lose theirs, oldest first; so it waits for its turn.
+        Where there is no room, the oldest caches are invalidated; waits while another request is running.
         """
         with self.turn():
             reserved = self.context_tokens * self.config.max_sequences
@@ -142,7 +142,7 @@ class Engine:
             self.executor.start_anew(self.fresh_eviction())
 
     def fresh_eviction(self) -> Eviction:
-        """The eviction policy that the configuration asks for, without a memory of anything."""
+        """A new eviction policy, as configured, with no history."""
         config, ledger = self.config, self.ledger
         layers, experts = len(self.store.layers), len(self.store.keys())
         return make_pools(config.eviction, config.pools, ledger.cache_slots, layers, experts)
@@ -326,7 +326,7 @@ class Engine:
         return output
 
     def note_logits(self, layer: int, logits: torch.Tensor) -> None:
-        """A router has spoken: [T, E] of the layer whose experts are asked next."""
+        """Keep a router's logits [T, E] until the experts of its layer run."""
         self._logits[layer] = logits
 
     def _threads_for(self, positions: int) -> AbstractContextManager[None]:

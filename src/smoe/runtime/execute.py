@@ -90,7 +90,7 @@ class LayerExecutor:
         return self.compute.store.expert_bytes
 
     def start_anew(self, eviction: Eviction) -> None:
-        """Empty slots, no statistics, no counts: the engine's own trials at load are not the user's."""
+        """Reset slots, statistics and counters, so that measurements made at load do not count."""
         self.compute.start_anew()
         self.shadow = Shadow()
         self._awaited.clear()

@@ -105,7 +105,8 @@ class LayerCompute:
         return bool(found)
 
     def compute_by(self, helpers: SpinningPool | ThreadPool | None) -> None:
-        """From now on single rows are multiplied by our kernel, or by the library on a pool of threads, or on one.
+        """Choose how single rows are multiplied: by our kernel (`SpinningPool`), by the library with one expert a
+        thread (`ThreadPool`), or by the library alone (None).
 
         A pool must have been found to agree.
         """
@@ -116,7 +117,7 @@ class LayerCompute:
             math.kernel = None if self.spinning_pool is None else self._kernels.get(layer)
 
     def fill_up_rows(self, dtype: torch.dtype) -> None:
-        """From now on several rows go to the library in few distinct numbers, where its bits stay the same."""
+        """Pad groups of rows to a few fixed sizes from now on, where that changes no bit."""
         found: dict[tuple[Shape, Shape], Filling | None] = {}
         for math in self._experts.values():
             if math.shapes not in found:

@@ -1,4 +1,4 @@
-"""What outlives an engine unless somebody ends it: threads, and the memory that they know.
+"""Stops an engine's threads and frees its memory, also when it was never closed.
 
 Threads are never collected, and keep what they work on. So they hold no engine and no model, and an engine that is
 collected without `close()` has them ended.
@@ -44,10 +44,10 @@ class Held:
 
 
 def collect_dropped() -> None:
-    """Give back what engines still have that nobody holds any more: weights, and without a `close()` slots and threads.
+    """Free what engines that are no longer referenced still hold: weights, and without a `close()` slots and threads.
 
-    Models lie in circles with their engines, and Python may look for those much later. Costs nothing where no engine
-    lives, else some 0.1 s.
+    Model and engine refer to each other, and Python may collect such a cycle much later. Costs nothing where no
+    engine lives, else some 0.1 s.
     """
     if _living:
         gc.collect()

@@ -1,4 +1,4 @@
-"""Hearing a step of a layer: traces, counters and comparisons are written with this and nothing else.
+"""Callbacks for each step of a layer, used by traces, measurements and comparisons.
 
 router | routed | substitutes and plan | planned | loads, experts, sum | computed
 """
@@ -28,7 +28,7 @@ class Routed(NamedTuple):
 
 
 class StepObserver:
-    """Hears what it wants to; what it does not override does nothing. What it raises ends the pass."""
+    """Override what you need; the defaults do nothing. An exception ends the forward pass."""
 
     def routed(self, heard: Routed) -> None:
         """A layer's experts are about to be served; nothing has been replaced yet."""

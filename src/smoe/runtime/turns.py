@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from smoe.errors import EngineBusyError, GenerationCancelledError
 
 PATIENCE_SECONDS = 2.0
-"""Who waits longer says so in the log."""
+"""A thread that waits longer than this logs a warning."""
 _LOOK_AGAIN_SECONDS = 1.0
-"""An interrupt may lose the word that a turn has ended; whoever waits looks for himself after this."""
+"""An interrupt can lose the notification that a turn has ended, so waiting threads check again after this time."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Turns:
             self._end()  # again, should an interrupt have struck just there
 
     def cancel(self, why: str) -> bool:
-        """From its next layer on, the turn that is running raises; whether there was one. May be called by anybody."""
+        """Make the running turn raise at its next layer; returns whether there was one. Any thread may call this."""
         with self._changed:
             if self._holder is None:
                 return False

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smoe.expert import EXACT, Copy
-from smoe.policy.eviction.adaptive import RULES, Adaptive
+from smoe.policy.eviction.auto import RULES, Adaptive
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.score import WINDOW
