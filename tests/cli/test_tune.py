@@ -266,7 +266,7 @@ def test_what_costs_too_much_is_not_chosen(run, checkpoint, priced_text, monkeyp
     from smoe.eval import price
 
     monkeypatch.setattr(
-        price, "_interval", lambda statistic, count: price.Change(0.0, -0.01, statistic(range(count)) and 0.02)
+        price, "bootstrapped", lambda statistic, count: price.Change(0.0, -0.01, statistic(range(count)) and 0.02)
     )
     ran = run("tune", checkpoint, *COMMON, "--text", priced_text, "--tokens", 60, "--max-perplexity-increase", "1%")
     assert ran.code == 0 and ran.out.startswith("alpha 0 is the largest within +1 %: perplexity -1.00 .. +0.00 %")

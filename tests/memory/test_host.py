@@ -116,7 +116,7 @@ def test_a_refusal_is_said_and_forgotten(monkeypatch: pytest.MonkeyPatch, caplog
     with caplog.at_level(logging.WARNING, "smoe"):
         host = HostTier(8, PAGE, lambda _: False, registry)
     assert len(registry.locked) == 3 and registry.forgotten == 1
-    assert "12.0 KiB of 32.0 KiB" in caplog.text and "--host-memory" in caplog.text
+    assert "12.0 KiB of 32.0 KiB" in caplog.text and "`host_memory`" in caplog.text
     host.close()
     assert registry.locked == {}
 
