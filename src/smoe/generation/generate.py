@@ -227,6 +227,11 @@ def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
 
 
 def _check_tokens(model: PreTrainedModel, tokenizer: Any, batch: Batch) -> None:
+    if batch.input_ids.numel() == 0:
+        raise ConfigError(
+            f"the prompt has no tokens by the tokenizer in {tokenizer.name_or_path}; give some text, or, where there "
+            "was some, look at the checkpoint's chat template (chat_template.jinja) and tokenizer"
+        )
     largest, vocabulary = int(batch.input_ids.max()), int(model.config.get_text_config().vocab_size)
     if largest >= vocabulary:
         raise CheckpointError(

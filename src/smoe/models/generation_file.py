@@ -68,5 +68,9 @@ _WANTED: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         lambda v: _is_whole(v, 1, _MOST_BEAMS),
         f"a whole number from 1 to {_MOST_BEAMS}",
     ),
-    (("do_sample", "use_cache"), lambda v: isinstance(v, bool), "true or false"),
+    (
+        ("do_sample", "use_cache", "output_hidden_states", "output_attentions", "output_scores", "output_logits"),
+        lambda v: isinstance(v, bool),
+        "true or false",
+    ),
 )

@@ -106,6 +106,8 @@ def choose_dtype(model_config: PretrainedConfig, config: EngineConfig) -> torch.
         named: torch.dtype = getattr(torch, config.dtype)  # checked with the configuration
         return named
     own: Any = getattr(model_config.get_text_config(), "dtype", None) or getattr(model_config, "dtype", None)
+    if own is not None and not isinstance(own, (str, torch.dtype)):
+        raise CheckpointError(f"config.json: 'dtype' is {own!r:.80}, it must be the name of a type, as \"bfloat16\"")
     own = getattr(torch, own) if isinstance(own, str) else own
     return own if own in SAFETENSORS else torch.bfloat16
 
