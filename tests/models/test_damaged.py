@@ -148,6 +148,14 @@ JSON_TEXTS = [
 ]
 
 
+def test_a_dtype_that_is_no_name_is_refused(toy: Toy, open_model: Open, tmp_path: Path) -> None:
+    """Would catch a model that is served in bf16 because nobody understood its dtype."""
+    folder = copy_of(toy("mixtral"), tmp_path)
+    edit_json(folder / "config.json", dtype=3)
+    with pytest.raises(ModelError, match="dtype"):
+        open_model(folder, 10**8)
+
+
 @pytest.mark.parametrize("text", JSON_TEXTS, ids=lambda text: repr(text[:8]))
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
 def test_a_file_that_is_no_json_object(name: str, text: bytes, toy: Toy, open_model: Open, tmp_path: Path) -> None:
@@ -159,7 +167,14 @@ def test_a_file_that_is_no_json_object(name: str, text: bytes, toy: Toy, open_mo
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("eos_token_id", "2"), ("temperature", "hot"), ("top_p", 2), ("num_beams", 10**9), ("do_sample", 3)],
+    [
+        ("eos_token_id", "2"),
+        ("temperature", "hot"),
+        ("top_p", 2),
+        ("num_beams", 10**9),
+        ("do_sample", 3),
+        ("output_hidden_states", "false"),
+    ],
 )
 def test_a_generation_that_cannot_be(key: str, value: Any, toy: Toy, open_model: Open, tmp_path: Path) -> None:
     folder = copy_of(toy("mixtral"), tmp_path)
