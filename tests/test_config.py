@@ -36,6 +36,11 @@ def test_choices_are_listed(name: str) -> None:
         EngineConfig(**{name: "nonsense"})
 
 
+def test_a_trial_is_on_off_or_left_to_the_prefetch() -> None:
+    with pytest.raises(ConfigError, match="prefetch_trial is 'no'; it must be True, False or None"):
+        EngineConfig(prefetch_trial="no")
+
+
 def test_belady_cannot_serve() -> None:
     """It needs the future; would catch the offline policies slipping into the online ones."""
     with pytest.raises(ConfigError):

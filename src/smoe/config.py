@@ -152,6 +152,8 @@ class EngineConfig:
         _one_of("eviction", self.eviction, tuple(ONLINE_EVICTION))
         _one_of("pools", self.pools, POOLS)
         _one_of("prefetch", self.prefetch, PREFETCH)
+        if self.prefetch_trial not in (None, True, False):
+            raise ConfigError(f"prefetch_trial is {self.prefetch_trial!r}; it must be True, False or None")
         _one_of("prefetch_what", self.prefetch_what, PREFETCH_WHAT)
         _one_of("balance", self.balance, BALANCE)
         _one_of("balance_order", self.balance_order, BALANCE_ORDER)

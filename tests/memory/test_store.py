@@ -190,9 +190,8 @@ def test_a_demand_load_inside_a_staged_prefetch_keeps_its_hands_off_the_buffer(
 
 def test_wrong_shapes_are_refused(tmp_path: Path) -> None:
     experts = write(tmp_path, make_tensors(torch.float32), "neighbours", 0)
-    wider = LayerExperts(0, (Part("gate_up_proj", (2 * INNER, HIDDEN + 1)), PARTS[1]), experts.sources)
     with pytest.raises(CheckpointError, match="gate_up_proj"):
-        ExpertStore({0: wider}, "F32")
+        LayerExperts(0, (Part("gate_up_proj", (2 * INNER, HIDDEN + 1)), PARTS[1]), experts.sources)
 
 
 def test_row_of_a_fused_tensor(tmp_path: Path) -> None:

@@ -136,6 +136,27 @@ def test_absurd_sizes_are_refused_at_once(key: str, value: Any, toy: Toy, open_m
     assert str(tmp_path) in str(error.value)
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "granitemoe"])
+def test_sizes_that_are_not_those_of_the_files_come_before_the_budget(
+    family: str, toy: Toy, open_model: Open, tmp_path: Path
+) -> None:
+    """Would catch a damaged configuration that is taken for a model too large: the user would buy memory."""
+    folder = copy_of(toy(family), tmp_path)
+    key = {"qwen2_moe": "moe_intermediate_size", "granitemoe": "intermediate_size"}[family]
+    edit_json(folder / "config.json", **{key: 10_000})
+    with pytest.raises(ModelError, match=r"config\.json") as error:
+        open_model(folder, 3 * 2**20)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_width_that_no_layer_has_asks_for_no_memory(toy: Toy, open_model: Open, tmp_path: Path) -> None:
+    """qwen3_moe names the width of dense layers; where all are sparse, nothing has it."""
+    folder = copy_of(toy("qwen3_moe"), tmp_path)
+    edit_json(folder / "config.json", intermediate_size=96_000_000)
+    budget = 10 * 2**20
+    assert open_model(folder, budget).offload.ledger.total_bytes <= budget
+
+
 JSON_TEXTS = [
     b"",
     b"{",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from smoe.policy.prediction import Predictor
 from smoe.policy.step import Decision
 from smoe.routing import Phase, Routing
 from smoe.runtime.observer import Routed, StepObserver
@@ -77,3 +78,26 @@ def test_what_an_observer_raises_ends_the_pass_and_harms_nothing(
         model(oracle.PROMPT)
     assert model.offload.executor.observers == []
     assert torch.equal(model(oracle.PROMPT).logits, expected)
+
+
+def test_a_predictor_hears_every_router_once(
+    toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that prompts and decode steps share; a history with entries twice would be learnt from wrongly."""
+    heard: list[Any] = []
+    monkeypatch.setattr(Predictor, "observe", lambda self, routing: heard.append(routing))
+    model = open_model(toy("qwen3_moe"), "half", prefetch="next-gate")
+    layers = sorted(model.offload.store.layers)
+    for ids, phase in ((oracle.PROMPT, Phase.PREFILL), (oracle.PROMPT[:, :1], Phase.DECODE)):
+        heard.clear()
+        model(ids)
+        assert [(routing.layer, routing.phase) for routing in heard] == [(layer, phase) for layer in layers]
+
+
+@pytest.mark.parametrize(("switch", "is_on_trial"), [(True, True), (False, False), (None, False)])
+def test_prefetching_is_on_trial_where_asked(
+    switch: bool | None, is_on_trial: bool, toy: Callable[..., Path], open_model: Open
+) -> None:
+    """A prefetch that was asked for by name is not on trial unless that is asked for, too."""
+    model = open_model(toy("qwen3_moe"), "half", prefetch="next-gate", prefetch_trial=switch)
+    assert (model.offload.executor.trial is not None) is is_on_trial

@@ -118,7 +118,6 @@ def _ablate(
     from smoe.config import EMULATED
     from smoe.errors import ConfigError
     from smoe.load.pretrained import choose_device, load
-    from smoe.machine.measure import describe_machine, describe_versions
 
     if name not in ABLATIONS:
         raise ConfigError(f"--ablation is {name!r}; choose one of: {', '.join(ABLATIONS)}")
@@ -148,23 +147,28 @@ def _ablate(
         _print_ablation(lines, has_device, config.device == EMULATED)
     if plot is not None:
         _draw_ablation(lines, model, batch, config.profile if config.device == EMULATED else None, plot)
-    circumstances = {
-        "ablation": name,
-        "model": model,
-        "memory": options.memory,
+    if gives_json(as_json):
+        asked = {"ablation": name, "model": model, "memory": options.memory, "rounds": rounds, "tokens": tokens}
+        print_json(asked | _as_json(lines, config, batch))
+    if sum(len(line.turns) for line in lines) < rounds * len(steps):
+        raise typer.Exit(exit_code())
+
+
+def _as_json(lines: list[Line], config: EngineConfig, batch: int) -> dict[str, Any]:
+    """An ablation's results, and what they hold for."""
+    from smoe.config import EMULATED
+    from smoe.machine.measure import describe_machine, describe_versions
+
+    return {
         "device": config.device,
         "profile": config.profile if config.device == EMULATED else None,
         "batch": batch,
         "context_tokens": config.context_tokens,
         "resident_share": lines[0].turns[0].resident_share,
-        "rounds": rounds,
-        "tokens": tokens,
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "steps": [line.as_json() for line in lines],
     }
-    machine = {"machine": describe_machine(), "versions": describe_versions()}
-    if gives_json(as_json):
-        print_json(circumstances | machine | {"steps": [line.as_json() for line in lines]})
-    if sum(len(line.turns) for line in lines) < rounds * len(steps):
-        raise typer.Exit(exit_code())
 
 
 def _draw_ablation(lines: list[Line], model: str, batch: int, profile: str | None, path: Path) -> None:

@@ -90,26 +90,14 @@ def assemble(
         tiers = _tiers(store, arena, table, config, pacing, on_host_tier)
         transfers = Transfers(tiers.mover, config.io_threads, pacing.now)
         made.callback(transfers.close)
-        math = _math(model, spec)
-        arrivals = Arrivals(
-            store=store,
-            table=table,
-            eviction=LRU(),  # for the trials at load, in which no router speaks
-            transfers=transfers,
-            arena=arena,
-            math=math,
-            clock=pacing.now,
-        )
-        host_experts = _host_experts(model, spec, config, store, tiers, arena.device, pacing)
-        compute = LayerCompute(store, arrivals, arena, math, host_experts, pacing)
+        compute = _compute(model, spec, config, store, arena, table, tiers, transfers, pacing)
         made.callback(compute.close)
-        _prove(model, spec, LayerExecutor(compute=compute, arrivals=arrivals), checkpoint)
+        _prove(model, spec, LayerExecutor(compute=compute), checkpoint)
         leaves_little = _choose_arithmetic(model, spec, config, compute)
         executor = LayerExecutor(
             compute=compute,
-            arrivals=arrivals,
             predictors=predictors,
-            balancer=_balancer(config, store, tiers, host_experts, pacing),
+            balancer=_balancer(config, store, tiers, compute.host_experts, pacing),
             trial=Trial() if _is_on_trial(config) else None,
         )
         engine = Engine(
@@ -135,6 +123,32 @@ def assemble(
         executor.substitute_by(substitution_of(config))  # not before: trials and calibration are exact
         made.pop_all()  # from here on the engine closes them
     return model
+
+
+def _compute(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    config: EngineConfig,
+    store: ExpertStore,
+    arena: Arena,
+    table: SlotTable,
+    tiers: _Tiers,
+    transfers: Transfers,
+    pacing: Pacing,
+) -> LayerCompute:
+    """The experts' arithmetic, and the loads that bring experts to it; nothing is proven or chosen yet."""
+    math = _math(model, spec)
+    arrivals = Arrivals(
+        store=store,
+        table=table,
+        eviction=LRU(),  # for the proofs at load, in which no router is asked
+        transfers=transfers,
+        arena=arena,
+        math=math,
+        clock=pacing.now,
+    )
+    host_experts = _host_experts(model, spec, config, store, tiers, arena.device, pacing)
+    return LayerCompute(store, arrivals, arena, math, host_experts, pacing)
 
 
 def _math(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ExpertMath]:
@@ -179,11 +193,11 @@ def _host_experts(
             f"`balance` {_balance(config, tiers)}: this family's experts end in a norm that only the device has; use "
             "none"
         )
-    threads = 1 if pacing.is_emulated else torch.get_num_threads()
-    host_experts = HostExperts(tiers.host, tiers.filler, store, math, threads, pacing)
-    if not pacing.is_emulated and config.kernels != "torch" and spec.dtype is torch.bfloat16 and is_supported():
-        host_experts.multiply_by(SpinningPool(threads))  # an emulated device is timed with the library's: docs/log.md
-    return host_experts
+    return HostExperts(tiers.host, tiers.filler, store, math, _host_threads(pacing), pacing)
+
+
+def _host_threads(pacing: Pacing) -> int:
+    return 1 if pacing.is_emulated else torch.get_num_threads()
 
 
 def _balance(config: EngineConfig, tiers: _Tiers) -> str:
@@ -222,7 +236,11 @@ def _choose_arithmetic(model: PreTrainedModel, spec: ModelSpec, config: EngineCo
 
     Returns whether the library has next to nothing left to compute for one token.
     """
-    is_wanted = spec.dtype is torch.bfloat16 and compute.device.type == "cpu" and config.kernels != "torch"
+    is_native = spec.dtype is torch.bfloat16 and config.kernels != "torch"
+    if compute.host_experts is not None and is_native and not compute.pacing.is_emulated and is_supported():
+        # an emulated device is timed with the library's products: docs/log.md
+        compute.host_experts.multiply_by(SpinningPool(_host_threads(compute.pacing)))
+    is_wanted = is_native and compute.device.type == "cpu"
     if is_wanted:
         compute.fill_up_rows(spec.dtype)
     is_possible = is_wanted and is_supported()

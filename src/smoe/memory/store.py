@@ -96,11 +96,19 @@ class Part:
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """The routed experts of one layer: `sources[expert][part]` are the stored pieces in row order."""
+    """The routed experts of one layer: `sources[expert][part]` are the stored pieces in row order.
+
+    Raises `CheckpointError` where they are not of the parts' shapes.
+    """
 
     layer: int
     parts: tuple[Part, ...]
     sources: Sequence[Mapping[str, tuple[StoredTensor, ...]]]
+
+    def __post_init__(self) -> None:
+        for expert, sources in enumerate(self.sources):
+            for part in self.parts:
+                _check_part(f"layer {self.layer}, expert {expert}", part, sources.get(part.name, ()))
 
     @property
     def experts(self) -> int:
@@ -120,7 +128,6 @@ class ExpertStore:
         self.item_bytes = ITEM_BYTES[dtype]
         self._alignment = alignment or (self.item_bytes if dtype == "BF16" else MATRIX_ALIGNMENT)
         self._piece_alignment = max(self._alignment, MATRIX_ALIGNMENT)
-        self._check_shapes()
         self._placements: dict[tuple[int, int], Placement] = {}
         self._layouts: dict[tuple[object, ...], int] = {}
         in_place = [self._in_place(layer, expert) for layer, expert in self.keys()]
@@ -158,12 +165,6 @@ class ExpertStore:
         layers = self.layers.values()
         tensors = (t for layer in layers for parts in layer.sources for ts in parts.values() for t in ts)
         return {tensor.path: tensor.identity for tensor in tensors if tensor.identity is not None}
-
-    def _check_shapes(self) -> None:
-        for n, experts in self.layers.items():
-            for expert, sources in enumerate(experts.sources):
-                for part in experts.parts:
-                    _check_part(f"layer {n}, expert {expert}", part, sources.get(part.name, ()))
 
     def _layout(self, experts: LayerExperts, parts: Mapping[str, int]) -> int:
         return self._layouts.setdefault((experts.parts, *parts.items()), len(self._layouts))

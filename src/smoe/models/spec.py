@@ -60,10 +60,11 @@ class ModelSpec:
         tokens = min(config.prefill_tokens, self.context_tokens * config.max_sequences)
         text = self.config.get_text_config()
         item = self.dtype.itemsize
+        widest = max(max(weight.shape, default=0) for weight in self.shell.parameters())
         return Demand(
             weights_bytes=self.anatomy.weights_bytes,
             workspace_bytes=workspace_bytes(
-                text, self.sites, self.anatomy.top_k, tokens, config.max_sequences, item, self.experts_bytes
+                text, self.sites, self.anatomy.top_k, tokens, config.max_sequences, item, self.experts_bytes, widest
             ),
             kv_cache_bytes=self.anatomy.kv_bytes_per_token * self.context_tokens * config.max_sequences
             + self.anatomy.state_bytes_per_sequence * config.max_sequences,

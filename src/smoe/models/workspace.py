@@ -30,10 +30,12 @@ def workspace_bytes(
     rows: int,
     item: int,
     experts_bytes: int,
+    widest: int,
 ) -> int:
     """Bytes for a step of `tokens` new positions over `rows` sequences at `item` bytes an element.
 
-    `experts_bytes` are all routed experts of the model together.
+    `experts_bytes` are all routed experts of the model together; `widest` is the largest dimension that any of its
+    weights has: a configuration may name widths of layers that the model lacks.
     """
     text = config.get_text_config()
     hidden = int(text.hidden_size)
@@ -42,7 +44,8 @@ def workspace_bytes(
     attention = tokens * heads * head_dim * 5 * item
     if getattr(text, "_attn_implementation", "sdpa") == "eager":
         attention += heads * tokens * tokens * (item + 4)
-    inner = max(_inner(text), max(part.shape[-1] for site in sites for part in site.parts if part.name == "down_proj"))
+    of_experts = max(part.shape[-1] for site in sites for part in site.parts if part.name == "down_proj")
+    inner = max(min(_inner(text), widest), of_experts)
     experts = max(site.experts for site in sites)
     width = max(top_k.values())
     step = tokens * (

@@ -35,7 +35,6 @@ from smoe.policy.step import Decision, decide
 from smoe.policy.substitution import Selection
 from smoe.policy.trial import Shadow, Trial
 from smoe.routing import Phase, Routing
-from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.layer import LayerCompute
 from smoe.runtime.observer import StepObserver
 from smoe.runtime.rerouting import EXACTLY, Scored, Substitution, with_substitutes
@@ -51,7 +50,6 @@ class LayerExecutor:
         self,
         *,
         compute: LayerCompute,
-        arrivals: Arrivals,
         predictors: Mapping[Phase, Predictor] = MappingProxyType({}),
         substitution: Substitution = EXACTLY,
         balancer: Balancer | None = None,
@@ -60,8 +58,8 @@ class LayerExecutor:
         """`balancer` says which missing experts the CPU computes (None: none); `trial` whether prefetching in decode
         pays at present (None: it always does)."""
         self.compute = compute
-        self.arrivals = arrivals
-        self.table: SlotTable = arrivals.table
+        self.arrivals = compute.arrivals
+        self.table: SlotTable = self.arrivals.table
         self.trial = trial
         self.substitution = substitution
         self.observers: list[StepObserver] = []
@@ -84,10 +82,6 @@ class LayerExecutor:
     @property
     def counters(self) -> Counters:
         return self.arrivals.counters
-
-    @property
-    def expert_bytes(self) -> int:
-        return self.compute.store.expert_bytes
 
     def start_anew(self, eviction: Eviction) -> None:
         """Reset slots, statistics and counters, so that measurements made at load do not count."""

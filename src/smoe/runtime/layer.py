@@ -55,7 +55,7 @@ class LayerCompute:
         self.host_experts = host_experts
         self.pacing = pacing
         self.store = store
-        self._arrivals = arrivals
+        self.arrivals = arrivals
         self._arena = arena
         self._experts = experts
         self._now = pacing.now
@@ -92,8 +92,8 @@ class LayerCompute:
         Finds out, too, in which layers it may take one token through all experts at once.
         """
         found: dict[tuple[int, int], TokenExperts | None] = {}
-        for copy in sorted(self._arrivals.table.ready):
-            math, weights = self._experts[copy[0]], self._arrivals.ready(copy)
+        for copy in sorted(self.arrivals.table.ready):
+            math, weights = self._experts[copy[0]], self.arrivals.ready(copy)
             if (math.hidden, math.inner) not in found:
                 if not math.agrees(pool, weights):
                     return False
@@ -128,7 +128,7 @@ class LayerCompute:
         """One token [1, H] through `count` slots, whatever they hold -> [1, H]: for measuring."""
         math, order = self._experts[layer], range(count)
         placement = self.store.placement(layer, 0)
-        weights = [math.bind(self._arena, n % self._arrivals.slots, placement.parts) for n in order]
+        weights = [math.bind(self._arena, n % self.arrivals.slots, placement.parts) for n in order]
         token = decode_experts(math, self.thread_pool, hidden, hidden.new_ones(1, count), [[n] for n in order], order)
         token.compute(0, weights)
         return token.total()
@@ -139,7 +139,7 @@ class LayerCompute:
         """Few tokens: in the plan's order, outputs kept apart, summed at the end in ascending expert order."""
         if not plan.serves:
             return torch.zeros_like(hidden)
-        counters = self._arrivals.counters
+        counters = self.arrivals.counters
         started, before = self._now(), counters.elsewhere_seconds
         from_host = self._start_host(plan, hidden, top_k_weights.shape[1])
         total = self._few_tokens(plan, hidden, top_k_weights, from_host, on_residents_done)
@@ -176,23 +176,23 @@ class LayerCompute:
         here = next((n for n, serve in enumerate(serves) if serve.waits), len(serves))
         if any(load.after for load in plan.loads):
             here = min(here, 1)  # slots are so few that a load waits for the first expert computed
-        weights = [self._arrivals.ready(serve.copy) for serve in serves[:here]]
+        weights = [self.arrivals.ready(serve.copy) for serve in serves[:here]]
         began = time.perf_counter()
         tokens.compute(0, weights)
         self.pacing.compute_experts(began, [len(serve.routes) for serve in serves[:here]])
         for computed, serve in enumerate(serves[:here], start=1):
-            self._arrivals.served(serve, computed)
+            self.arrivals.served(serve, computed)
         if here < len(serves):
             on_residents_done(lambda: tokens.partial(here))
         for n, serve in enumerate(serves[here:], start=here):
             if serve.on_host:
                 tokens.put(n, self._from_host(from_host, serve))
                 continue
-            weights = [self._arrivals.weights_of(serve)]
+            weights = [self.arrivals.weights_of(serve)]
             began = time.perf_counter()
             tokens.compute(n, weights)
             self.pacing.compute_experts(began, [len(serve.routes)])
-            self._arrivals.served(serve, n + 1)
+            self.arrivals.served(serve, n + 1)
         return tokens.total()
 
     def _hand_over(
@@ -208,7 +208,7 @@ class LayerCompute:
     def _from_host(self, from_host: dict[Copy, Future[torch.Tensor]], serve: Serve) -> torch.Tensor:
         started = self._now()
         result = from_host.pop(serve.copy).result()
-        self._arrivals.counters.host_wait_seconds += self._now() - started
+        self.arrivals.counters.host_wait_seconds += self._now() - started
         return result.to(self._arena.device, non_blocking=True)
 
     def prefill(self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
@@ -216,20 +216,20 @@ class LayerCompute:
         math, total = self._experts[plan.layer], torch.zeros_like(hidden)
         flat_weights, width = top_k_weights.reshape(-1, 1), top_k_weights.shape[1]
         given = routes_on_device([serve.routes for serve in plan.serves], width, self._arena.device)
-        counters = self._arrivals.counters
+        counters = self.arrivals.counters
         started, before = self._now(), counters.elsewhere_seconds
         for_host = deque(serve for serve in plan.serves if serve.on_host)
         rows = Fetched(hidden) if for_host else None
         from_host: dict[Copy, Future[torch.Tensor]] = {}
         for computed, serve in enumerate(plan.serves, start=1):
             self._hand_over(for_host, from_host, rows, width)
-            weights = None if serve.on_host else self._arrivals.weights_of(serve)
+            weights = None if serve.on_host else self.arrivals.weights_of(serve)
             route, tokens = given[computed - 1]
             began = time.perf_counter()
             y = self._from_host(from_host, serve) if weights is None else math.forward(hidden[tokens], weights)
             total.index_add_(0, tokens, (y * flat_weights[route]).to(hidden.dtype))
             if weights is not None:
                 self.pacing.compute_experts(began, [len(serve.routes)])
-            self._arrivals.served(serve, computed)
+            self.arrivals.served(serve, computed)
         counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
         return total
