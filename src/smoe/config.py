@@ -80,8 +80,12 @@ class EngineConfig:
     """For the device `emulated`: a profile that comes with the program, or a JSON file."""
     dilation: float | None = None
     """For the device `emulated`: how much slower than reported it really runs; None: as this machine needs."""
+    emulated_expert_bytes: int | None = None
+    """For the device `emulated`: pace link, device and CPU as if every expert had this size; None: its own."""
     eviction: str = "auto"
     """Which resident expert is forgotten first; auto: by whichever of several rules misses least at present."""
+    score_window: int = 64
+    """For the eviction `score`: steps before the present one over which scores are averaged (the papers' n)."""
     pools: str = "global"
     """Whose slots a layer may take: anybody's, or those of its own share."""
     prefetch: str = "auto"
@@ -98,6 +102,8 @@ class EngineConfig:
     a layer's result has grade E2."""
     balance_order: str = "score"
     """Which of them are loaded first."""
+    recent_costs: int = 16
+    """Measured loads and CPU computations that the balancer's costs are the means of (the papers' p)."""
     prefill_balance: bool = True
     """Where the CPU computes missing experts, it also computes those of a prompt's that have few tokens, as many as
     shorten the layer."""
@@ -148,6 +154,9 @@ class EngineConfig:
         _at_least("prefill_tokens", self.prefill_tokens, 1)
         _at_least("threads", self.threads, 1)
         _at_least("io_threads", self.io_threads, 1)
+        _at_least("score_window", self.score_window, 0)
+        _at_least("recent_costs", self.recent_costs, 1)
+        _at_least("emulated_expert_bytes", self.emulated_expert_bytes, 1)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("eviction", self.eviction, tuple(ONLINE_EVICTION))
         _one_of("pools", self.pools, POOLS)

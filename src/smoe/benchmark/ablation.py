@@ -9,7 +9,7 @@ slow minute of the machine falls on all.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import Any
@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from smoe.config import DEFAULT_ALPHA, EngineConfig
+from smoe.config import DEFAULT_ALPHA, EMULATED, EngineConfig
 from smoe.generation.teacher_forcing import forced_rows
+from smoe.machine.measure import describe_machine, describe_versions
 from smoe.metrics import Counters
 
-PROMPT_TOKENS, WARM_TOKENS, TIMED_TOKENS = 64, 48, 64
+PROMPT_TOKENS, WARM_TOKENS, TIMED_TOKENS = 64, 64, 64
 """The last unless a user asks for more, or fewer."""
 
 
@@ -31,13 +32,21 @@ class Step:
 
     name: str
     switches: Mapping[str, Any]
+    is_placed: bool = False
+    """The warm-up loads what is missing, whatever `balance` says; who is resident then stays."""
 
 
 def _step(
-    name: str, eviction: str, prefetch: str = "none", balance: str = "none", alpha: float = 0.0, **more: Any
+    name: str,
+    eviction: str,
+    prefetch: str = "none",
+    balance: str = "none",
+    alpha: float = 0.0,
+    is_placed: bool = False,
+    **more: Any,
 ) -> Step:
     switches = {"eviction": eviction, "prefetch": prefetch, "balance": balance, "alpha": alpha, "prefetch_trial": True}
-    return Step(name, switches | {"alpha_as_priced": alpha > 0} | more)
+    return Step(name, switches | {"alpha_as_priced": alpha > 0} | more, is_placed)
 
 
 _ALPHA = DEFAULT_ALPHA
@@ -60,6 +69,7 @@ ABLATIONS: dict[str, list[Step]] = {
 DEVICE_ABLATIONS: dict[str, list[Step]] = {
     "smoe": [
         _step("static, rest on CPU", "lru", balance="host"),
+        _step("Fiddler: most used stay, rest on CPU", "lfu", balance="host", is_placed=True),
         _step("LRU on demand", "lru"),
         _step("LRU + next gate", "lru", "next-gate"),
         _step("HybriMoE's parts", "score", "next-gate", "optimal"),
@@ -71,6 +81,7 @@ DEVICE_ABLATIONS: dict[str, list[Step]] = {
         _step("CE + CR + Pre", "score", "look-ahead", alpha=_ALPHA),
         _step("all four (+ BA)", "score", "look-ahead", "optimal", _ALPHA),
         _step("the preset smoe", "score", "auto", "auto", _ALPHA),
+        _step("  at alpha 0.3 in any case", "score", "auto", "auto", 0.3, alpha_as_priced=False),
         _step("  BA as printed", "score", "look-ahead", "paper", _ALPHA),
         _step("  Pre by next gate", "score", "next-gate", "optimal", _ALPHA),
         _step("  Pre of all (v1)", "score", "look-ahead", "optimal", _ALPHA, prefetch_what="chosen"),
@@ -80,7 +91,8 @@ DEVICE_ABLATIONS: dict[str, list[Step]] = {
     ],
 }
 """By paper, beside a device with a memory of its own. The first is the papers' baseline: what prefill has left on the
-device stays, the CPU computes what is missing (llama.cpp, Fiddler). Every step prefetches only while that pays, but for
+device stays, the CPU computes what is missing (llama.cpp); the second places the experts that were used most, as
+Fiddler does from a profile. Every step prefetches only while that pays, but for
 the one that says so. The preset is all four, each as far as it pays."""
 
 
@@ -99,6 +111,8 @@ class Turn:
     resident_share: float
     alpha: float
     """What the step was served with: the model's own where it has been priced."""
+    dilation: float
+    """Of an emulated device; else 1."""
 
     @property
     def mean_seconds(self) -> float:
@@ -144,6 +158,8 @@ class Line:
             "ttft_on_demand_seconds": self.first_serial_seconds,
             "seconds_per_token": self.seconds,
             "seconds_per_token_by_round": [turn.mean_seconds for turn in self.turns],
+            "ttft_seconds_by_round": [turn.first_seconds for turn in self.turns],
+            "dilation_by_round": [turn.dilation for turn in self.turns],
             "hit_ratio": self.share(lambda c: c.decode_hits, lambda c: c.decode_uses),
             "host_computed_share": self.share(lambda c: c.host_computed, lambda c: c.decode_uses),
             "bytes_read_per_token": self.per_token(lambda c: c.bytes_read),
@@ -162,6 +178,7 @@ class Line:
             "look_ahead_seconds_per_token": self.per_token(lambda c: c.look_ahead_seconds),
             "expert_seconds_per_token": self.per_token(lambda c: c.compute_seconds),
             "other_layers_seconds_per_token": self.per_token(lambda c: c.dense_seconds),
+            "device_wait_seconds_per_token": self.per_token(lambda c: c.device_wait_seconds),
             "python_seconds_per_token": self.per_token(lambda c: c.plan_seconds),
             "late_share": self.share(lambda c: c.late_seconds, lambda c: c.forward_seconds),
         }
@@ -179,6 +196,21 @@ class Line:
         return self.share(
             lambda c: c.prefetches_used - c.prefetches_top_score, lambda c: c.prefetches - c.prefetches_top_score
         )
+
+
+def as_json(lines: Sequence[Line], config: EngineConfig, batch: int) -> dict[str, Any]:
+    """An ablation's results, and what they hold for."""
+    return {
+        "device": config.device,
+        "profile": config.profile if config.device == EMULATED else None,
+        "emulated_expert_bytes": config.emulated_expert_bytes,
+        "batch": batch,
+        "context_tokens": config.context_tokens,
+        "resident_share": lines[0].turns[0].resident_share,
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "steps": [line.as_json() for line in lines],
+    }
 
 
 def ablate(
@@ -222,11 +254,19 @@ def _turn(step: Step, model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> 
     first, read = engine.now() - started, engine.stats() - before
     serial = read.read_busy_seconds + read.compute_seconds + read.dense_seconds
     warm = PROMPT_TOKENS + WARM_TOKENS
-    for _ in forced_rows(model, [row[PROMPT_TOKENS:warm] for row in rows], cache):
-        pass
+    with engine.loading_all() if step.is_placed else nullcontext():
+        for _ in forced_rows(model, [row[PROMPT_TOKENS:warm] for row in rows], cache):
+            pass
     before = engine.stats()
     timed = [row[warm:] for row in rows]
     seconds = [took for _, took in forced_rows(model, timed, cache)]
     return Turn(
-        step, first, serial, seconds, engine.stats() - before, engine.ledger.resident_share, engine.config.alpha
+        step,
+        first,
+        serial,
+        seconds,
+        engine.stats() - before,
+        engine.ledger.resident_share,
+        engine.config.alpha,
+        engine.pacing.dilation,
     )

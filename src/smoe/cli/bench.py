@@ -113,6 +113,7 @@ def _ablate(
     from dataclasses import replace
 
     from smoe.benchmark.ablation import ABLATIONS, DEVICE_ABLATIONS, TIMED_TOKENS, ablate
+    from smoe.benchmark.ablation import as_json as results
     from smoe.cli.console import gives_json, is_quiet, print_json, progress
     from smoe.cli.interrupts import exit_code
     from smoe.config import EMULATED
@@ -149,26 +150,9 @@ def _ablate(
         _draw_ablation(lines, model, batch, config.profile if config.device == EMULATED else None, plot)
     if gives_json(as_json):
         asked = {"ablation": name, "model": model, "memory": options.memory, "rounds": rounds, "tokens": tokens}
-        print_json(asked | _as_json(lines, config, batch))
+        print_json(asked | results(lines, config, batch))
     if sum(len(line.turns) for line in lines) < rounds * len(steps):
         raise typer.Exit(exit_code())
-
-
-def _as_json(lines: list[Line], config: EngineConfig, batch: int) -> dict[str, Any]:
-    """An ablation's results, and what they hold for."""
-    from smoe.config import EMULATED
-    from smoe.machine.measure import describe_machine, describe_versions
-
-    return {
-        "device": config.device,
-        "profile": config.profile if config.device == EMULATED else None,
-        "batch": batch,
-        "context_tokens": config.context_tokens,
-        "resident_share": lines[0].turns[0].resident_share,
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "steps": [line.as_json() for line in lines],
-    }
 
 
 def _draw_ablation(lines: list[Line], model: str, batch: int, profile: str | None, path: Path) -> None:

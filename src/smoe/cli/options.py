@@ -18,6 +18,7 @@ import typer
 from smoe.cli.console import speaking
 from smoe.cli.interrupts import ending_in_order
 from smoe.cli.logs import logged
+from smoe.cli.settings import settings_of
 from smoe.config import DEFAULT_ALPHA, DTYPES, EMULATED, KERNELS, PRESETS, EngineConfig, configure
 from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE
@@ -136,6 +137,15 @@ class EngineOptions:
             rich_help_panel=_ENGINE,
         ),
     ] = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Any other setting, e.g. prefill_keep=eviction; --set help=? names them. Repeatable.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
     reproducible: Annotated[
         bool,
         typer.Option("--reproducible", help="The same text every time, with --alpha too.", rich_help_panel=_ENGINE),
@@ -170,6 +180,7 @@ class EngineOptions:
             profile=self.profile,
             alpha=self.alpha,
             reproducible=self.reproducible or None,
+            **settings_of(self.settings or (), {field.name for field in fields(self)}),
         )
 
 

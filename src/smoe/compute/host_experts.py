@@ -105,8 +105,8 @@ class HostExperts:
         with self._held(copy) as weights:
             x = hidden.wait()[list(tokens)]
             began = time.perf_counter()
-            out = self._math[copy[0]].forward(x, weights)
-            self._pacing.compute_on_host(began, x.shape[0])
+            with self._pacing.computing_on_host(x.shape[0]):
+                out = self._math[copy[0]].forward(x, weights)
             seconds = (time.perf_counter() - began) / self._pacing.dilation
             self.busy_seconds += seconds
             self._timed.append((seconds, x.shape[0]))
@@ -144,6 +144,7 @@ class Balancer:
         pacing: Pacing,
         fixed: Costs | None,
         shares_prompts: bool,
+        recent: int,
     ) -> None:
         self.shares_prompts = shares_prompts
         """Whether the CPU computes experts of prompts, too."""
@@ -153,7 +154,7 @@ class Balancer:
         self._link = link
         self._host_experts = host_experts
         self._fixed = fixed
-        self._recent = RecentCosts()
+        self._recent = RecentCosts(recent)
 
     def balance(self, phase: Phase, under_way: float) -> Balance | None:
         """For one layer, with so many loads under way; None where the device computes everything."""

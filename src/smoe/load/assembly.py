@@ -97,7 +97,7 @@ def assemble(
         executor = LayerExecutor(
             compute=compute,
             predictors=predictors,
-            balancer=_balancer(config, store, tiers, compute.host_experts, pacing),
+            balancer=_balancer(config, tiers, compute.host_experts, pacing),
             trial=Trial() if _is_on_trial(config) else None,
         )
         engine = Engine(
@@ -207,9 +207,7 @@ def _balance(config: EngineConfig, tiers: _Tiers) -> str:
     return config.balance
 
 
-def _balancer(
-    config: EngineConfig, store: ExpertStore, tiers: _Tiers, host_experts: HostExperts | None, pacing: Pacing
-) -> Balancer | None:
+def _balancer(config: EngineConfig, tiers: _Tiers, host_experts: HostExperts | None, pacing: Pacing) -> Balancer | None:
     """What shares misses out between the link and the CPU."""
     if host_experts is None:
         return None
@@ -222,13 +220,15 @@ def _balancer(
             "use `balance` none or host"
         )
     if config.reproducible and config.alpha > 0 and method != "host" and isinstance(pacing, Emulation):
-        profile, nbytes = pacing.profile, store.expert_bytes
+        profile, nbytes = pacing.profile, pacing.expert_bytes
         many = 64
         token = profile.host_seconds(nbytes, many) / many
         fixed = Costs(profile.link_seconds(nbytes), profile.host_seconds(nbytes, 1), token=token)
     # measured times must not decide what becomes resident where that decides what is computed
     shares_prompts = config.prefill_balance and not by_measured_times
-    return Balancer(method, config.balance_order, tiers.link, host_experts, pacing, fixed, shares_prompts)
+    return Balancer(
+        method, config.balance_order, tiers.link, host_experts, pacing, fixed, shares_prompts, config.recent_costs
+    )
 
 
 def _choose_arithmetic(model: PreTrainedModel, spec: ModelSpec, config: EngineConfig, compute: LayerCompute) -> bool:
@@ -288,7 +288,10 @@ def _predictors(
     next_gate = NextGate(model, spec.sites, spec.anatomy.gates, rules, config.prefetch_what)
     found: dict[Phase, Predictor] = {Phase.PREFILL: next_gate}
     how = config.prefetch
-    if how == "auto" and spec.expert_bytes >= _PREFETCH_PAYS_BYTES:
+    expert_bytes = spec.expert_bytes
+    if config.device == EMULATED and config.emulated_expert_bytes is not None:
+        expert_bytes = config.emulated_expert_bytes
+    if how == "auto" and expert_bytes >= _PREFETCH_PAYS_BYTES:
         how = "look-ahead" if device.type != "cpu" or config.device == EMULATED else "next-gate"
     if config.reproducible and config.alpha > 0:
         return found

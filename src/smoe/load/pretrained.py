@@ -118,7 +118,7 @@ def load(
         pacing = Pacing()
         if profile is not None:
             layer_bytes = ledger.demand.weights_bytes / len(spec.sites)
-            pacing = Emulation(profile, config.dilation, layer_bytes, store.expert_bytes)
+            pacing = Emulation(profile, config.dilation, layer_bytes, store.expert_bytes, config.emulated_expert_bytes)
         budget = Budget(ledger, reason, alpha_reason)
         return assemble(loaded, spec, config, budget, store, arena, checkpoint, pacing, on_host_tier)
     except BaseException:

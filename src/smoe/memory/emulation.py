@@ -9,6 +9,10 @@ figures are this machine's and not the profile's says so.
     link (profile 0.4 ms, dilation 10)   | copy 1.3 ms | sleep 2.7 ms |
     reported                             | 0.4 ms                     |
 
+What no profile knows, the time that our own Python takes to decide, is real and is reported as it is: it is stretched
+like the rest. Link and CPU read the same RAM, at the profile's rate together (`shared_bandwidth.py`). A small model can
+stand for one with larger experts: link, device and CPU are then paced as if they had them.
+
 A labelled test bench, never a claim about a GPU.
 """
 
@@ -16,6 +20,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
@@ -23,6 +29,7 @@ from typing import Any
 
 from smoe.errors import ConfigError
 from smoe.memory.pacing import Pacing
+from smoe.memory.shared_bandwidth import OVERSLEPT_SECONDS, SharedBandwidth
 
 MARGIN = 4.0
 """How much slower than its fastest the real machine may become before it is late: link, CPU and device are emulated at
@@ -46,6 +53,7 @@ class DeviceProfile:
     device_layer_seconds: float
     """Launches of a layer's other kernels."""
     host_bytes_per_second: float
+    """Of RAM: what the CPU reads an expert with, and what link and CPU have together."""
     host_flops: float
     host_expert_seconds: float
     """Handing one expert's rows to the CPU and the result back."""
@@ -66,8 +74,11 @@ class DeviceProfile:
         )
 
     def host_seconds(self, nbytes: float, rows: int) -> float:
-        """One expert on the CPU."""
-        return self.host_expert_seconds + max(nbytes / self.host_bytes_per_second, nbytes * rows / self.host_flops)
+        """One expert on the CPU, with the memory to itself."""
+        return self.host_expert_seconds + self.host_arithmetic_seconds(nbytes, rows)
+
+    def host_arithmetic_seconds(self, nbytes: float, rows: int) -> float:
+        return max(nbytes / self.host_bytes_per_second, nbytes * rows / self.host_flops)
 
 
 class Emulation(Pacing):
@@ -75,17 +86,32 @@ class Emulation(Pacing):
 
     is_emulated = True
 
-    def __init__(self, profile: DeviceProfile, dilation: float | None, layer_bytes: float, expert_bytes: int) -> None:
+    def __init__(
+        self,
+        profile: DeviceProfile,
+        dilation: float | None,
+        layer_bytes: float,
+        expert_bytes: int,
+        as_if_bytes: int | None = None,
+    ) -> None:
+        """`expert_bytes` are those of the real experts, `as_if_bytes` those of the experts that they stand for."""
         self.profile = profile
         self.layer_bytes = layer_bytes
         """Of the weights beside the experts, a layer's share."""
-        self.expert_bytes = expert_bytes
+        self.expert_bytes = as_if_bytes or expert_bytes
+        self.scale = self.expert_bytes / expert_bytes
+        """Bytes that one of a real expert stands for."""
         self.is_paced = True
         """False while the real machine is being measured: nothing waits for the profile."""
-        self.dilation = dilation or 1.0
         self.late_seconds = 0.0
         """Reported time by which pieces of work ended later than the profile says."""
         self._layer_began = time.perf_counter()
+        self.set_dilation(dilation or 1.0)
+
+    def set_dilation(self, dilation: float) -> None:
+        """Real seconds of a reported one, from now on; nothing may be under way."""
+        self.dilation = dilation
+        self._memory = SharedBandwidth(self.profile.host_bytes_per_second / dilation)
 
     def now(self) -> float:
         """Seconds of reported time."""
@@ -95,11 +121,9 @@ class Emulation(Pacing):
         """Work that began at `began` (real clock) and takes `seconds` by the profile ends now, or when it is due."""
         if not self.is_paced:
             return
-        left = began + seconds * self.dilation - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
-        else:
-            self.late_seconds -= left / self.dilation
+        due = began + seconds * self.dilation
+        self.late_seconds += max(0.0, time.perf_counter() - due) / self.dilation
+        _wait_until(due)
 
     def begin_pass(self) -> None:
         """A forward pass begins."""
@@ -125,9 +149,45 @@ class Emulation(Pacing):
         """The device has run another layer's router."""
         self.finish(began, self.profile.device_expert_seconds)
 
-    def compute_on_host(self, began: float, rows: int) -> None:
-        """The CPU has computed one expert for so many tokens."""
-        self.finish(began, self.profile.host_seconds(self.expert_bytes, rows))
+    def begin_planning(self) -> float:
+        """The processor time of this thread: that others use its core or the interpreter is not planning."""
+        return time.thread_time()
+
+    def end_planning(self, began: float) -> None:
+        """Deciding takes as long beside a fast device as it did here."""
+        seconds = time.thread_time() - began
+        self.finish(time.perf_counter() - seconds, seconds)
+
+    @contextmanager
+    def computing_on_host(self, rows: int) -> Iterator[None]:
+        """The CPU computes one expert for so many tokens."""
+        with self._reading(
+            self.expert_bytes,
+            self.profile.host_arithmetic_seconds(self.expert_bytes, rows),
+            self.profile.host_expert_seconds,
+        ):
+            yield
+
+    @contextmanager
+    def carrying(self, nbytes: int, is_first: bool) -> Iterator[None]:
+        """The link carries so many of a real expert's bytes, the first of a copy or others."""
+        as_if = nbytes * self.scale
+        latency = self.profile.link_latency_seconds if is_first else 0.0
+        with self._reading(as_if, as_if / self.profile.link_bytes_per_second, latency):
+            yield
+
+    @contextmanager
+    def _reading(self, nbytes: float, seconds: float, constant: float) -> Iterator[None]:
+        """Work that reads `nbytes` of RAM, in `seconds` where nobody else reads, and takes `constant` more."""
+        if not self.is_paced:
+            yield
+            return
+        with self._memory.reading(nbytes / seconds / self.dilation, nbytes) as flow:
+            yield
+            really_done = time.perf_counter()
+        assert flow.ended is not None
+        self.late_seconds += max(0.0, really_done - flow.ended - constant * self.dilation) / self.dilation
+        _wait_until(flow.ended + constant * self.dilation)
 
     def choose_dilation(self, copy: float, expert: float, host: float, layer: float) -> None:
         """As slow as the slowest of the real machine's times, against the profile's, asks for."""
@@ -138,7 +198,16 @@ class Emulation(Pacing):
             host / profile.host_seconds(self.expert_bytes, 1),
             layer / profile.layer_seconds(self.layer_bytes, 1),
         )
-        self.dilation = max(1.0, MARGIN * max(ratios))
+        self.set_dilation(max(1.0, MARGIN * max(ratios)))
+
+
+def _wait_until(due: float) -> None:
+    """To the microsecond: what the system oversleeps would otherwise be added to every piece of work."""
+    left = due - time.perf_counter()
+    if left > OVERSLEPT_SECONDS:
+        time.sleep(left - OVERSLEPT_SECONDS)
+    while time.perf_counter() < due:
+        pass
 
 
 def read_profile(name: str) -> DeviceProfile:

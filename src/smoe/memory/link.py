@@ -17,6 +17,7 @@ An emulated copy is never ordered ahead of its end: `join` returns when it is ov
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -122,13 +123,15 @@ class EmulatedLink:
         self._timed: deque[float] = deque(maxlen=64)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, ticket: Ticket | None, between: _Between) -> None:
-        profile, total = self._emulation.profile, 0.0
-        for begin, end in _chunks(source.numel(), between):
+        total, size = 0.0, math.ceil(CHUNK_BYTES / self._emulation.scale)
+        for begin in range(0, source.numel(), size):
+            if begin and between is not None:
+                between()
+            end = min(begin + size, source.numel())
             with self._one_at_a_time:
                 began = time.perf_counter()
-                target[begin:end].copy_(source[begin:end])
-                latency = profile.link_latency_seconds if begin == 0 else 0.0
-                self._emulation.finish(began, latency + (end - begin) / profile.link_bytes_per_second)
+                with self._emulation.carrying(end - begin, begin == 0):
+                    target[begin:end].copy_(source[begin:end])
                 total += time.perf_counter() - began
         self._timed.append(total / self._emulation.dilation)
 
@@ -141,10 +144,3 @@ class EmulatedLink:
 
     def close(self) -> None:
         pass
-
-
-def _chunks(nbytes: int, between: _Between) -> Iterator[tuple[int, int]]:
-    for begin in range(0, nbytes, CHUNK_BYTES):
-        if begin and between is not None:
-            between()
-        yield begin, min(begin + CHUNK_BYTES, nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 Clock = Callable[[], float]
 """Seconds, as reported."""
@@ -46,5 +47,13 @@ class Pacing:
     def ask_gate(self, began: float) -> None:
         """The device has run another layer's router."""
 
-    def compute_on_host(self, began: float, rows: int) -> None:
-        """The CPU has computed one expert for so many tokens."""
+    def begin_planning(self) -> float:
+        """Our own Python begins to decide or to keep books; what `end_planning` wants to know."""
+        return 0.0
+
+    def end_planning(self, began: float) -> None:
+        """It has."""
+
+    def computing_on_host(self, rows: int) -> AbstractContextManager[object]:
+        """Around the CPU's computing of one expert for so many tokens."""
+        return nullcontext()

@@ -15,7 +15,7 @@ gives the same weights. No combination: substitution is refused for the family, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -78,6 +78,16 @@ class ScoringRule:
         if self.weight == "share":
             chosen = chosen / chosen.sum(dim=-1, keepdim=True).clamp(min=1e-20)
         return (chosen * self.scale).to(dtype)
+
+    @property
+    def ranks_by_scores(self) -> bool:
+        """Whether the router ranks by just what weights are made of."""
+        return self.bias is None and self.groups is None
+
+    def weights_of(self, chosen: Sequence[float]) -> list[float]:
+        """`weights` of one token from the scores of its experts, without a tensor."""
+        whole = max(sum(chosen), 1e-20) if self.weight == "share" else 1.0
+        return [score / whole * self.scale for score in chosen]
 
     def as_json(self) -> dict[str, Any]:
         """The rule for a file, to the last bit."""

@@ -37,12 +37,12 @@ class Costs(NamedTuple):
 
 
 class RecentCosts:
-    """Costs as last measured."""
+    """Costs as last measured, the mean of so many."""
 
-    def __init__(self) -> None:
-        self._load: deque[float] = deque(maxlen=RECENT)
-        self._host: deque[float] = deque(maxlen=RECENT)
-        self._token: deque[float] = deque(maxlen=RECENT)
+    def __init__(self, recent: int = RECENT) -> None:
+        self._load: deque[float] = deque(maxlen=recent)
+        self._host: deque[float] = deque(maxlen=recent)
+        self._token: deque[float] = deque(maxlen=recent)
 
     def note_load(self, seconds: float) -> None:
         self._load.append(seconds)

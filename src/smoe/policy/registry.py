@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from smoe.errors import ConfigError
 from smoe.policy.eviction.base import Eviction
@@ -12,10 +13,10 @@ from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.pools import LayerPools
 
 
-def _score() -> Eviction:
-    from smoe.policy.eviction.score import ScoreWindow  # brings NumPy, which `smoe --help` can do without
+def _score(window: int | None = None) -> Eviction:
+    from smoe.policy.eviction.score import WINDOW, ScoreWindow  # brings NumPy, which `smoe --help` can do without
 
-    return ScoreWindow()
+    return ScoreWindow(WINDOW if window is None else window)
 
 
 def _adaptive() -> Eviction:
@@ -48,7 +49,14 @@ POOLS = ("global", "layer")
 """One pool of slots for all layers, or a share for each."""
 
 
-def make_pools(name: str, pools: str, cache_slots: int, layers: int, experts: int | None = None) -> Eviction:
+def make_pools(
+    name: str,
+    pools: str,
+    cache_slots: int,
+    layers: int,
+    experts: int | None = None,
+    score_window: int | None = None,
+) -> Eviction:
     """A fresh online eviction policy over `cache_slots` slots of `layers` layers.
 
     Where all the model's `experts` fit, nobody is ever forgotten: `auto` is then the policy that costs least.
@@ -56,14 +64,14 @@ def make_pools(name: str, pools: str, cache_slots: int, layers: int, experts: in
     if name == "auto" and experts is not None and cache_slots >= experts:
         return LRU()
     if pools == "global":
-        return make_eviction(name)
-    return LayerPools(ONLINE_EVICTION[name], max(1, cache_slots // layers))
+        return make_eviction(name, score_window)
+    return LayerPools(partial(make_eviction, name, score_window), max(1, cache_slots // layers))
 
 
-def make_eviction(name: str) -> Eviction:
-    """A fresh online eviction policy by name."""
+def make_eviction(name: str, score_window: int | None = None) -> Eviction:
+    """A fresh online eviction policy by name; `score_window` is for the one that has one (None: the usual)."""
     if name not in ONLINE_EVICTION:
         known = ", ".join(sorted(ONLINE_EVICTION))
         hint = " (belady needs the future: use it in the simulator)" if name == "belady" else ""
         raise ConfigError(f"unknown eviction policy {name!r}{hint}; choose one of: {known}")
-    return ONLINE_EVICTION[name]()
+    return _score(score_window) if name == "score" else ONLINE_EVICTION[name]()

@@ -145,7 +145,7 @@ class Engine:
         """A new eviction policy, as configured, with no history."""
         config, ledger = self.config, self.ledger
         layers, experts = len(self.store.layers), len(self.store.keys())
-        return make_pools(config.eviction, config.pools, ledger.cache_slots, layers, experts)
+        return make_pools(config.eviction, config.pools, ledger.cache_slots, layers, experts, config.score_window)
 
     def wait_ready(self) -> None:
         """Wait until the operating system has backed all slots; only measurements need to."""
@@ -166,6 +166,13 @@ class Engine:
             yield
         finally:
             self.executor.observers.remove(observer)
+
+    @contextmanager
+    def loading_all(self) -> Iterator[None]:
+        """Inside, all that is missing is loaded, also what `balance` would have the CPU compute: so that a placement
+        forms which stays when loading ends, as Fiddler profiles one."""
+        with self.executor.unbalanced():
+            yield
 
     @property
     def pacing(self) -> Pacing:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
 
@@ -97,6 +97,15 @@ class LayerExecutor:
         for predictor in self._hearing:
             predictor.alpha = substitution.switches.alpha
 
+    @contextmanager
+    def unbalanced(self) -> Iterator[None]:
+        """Inside, the CPU beside the device computes nothing."""
+        balancer, self._balancer = self._balancer, None
+        try:
+            yield
+        finally:
+            self._balancer = balancer
+
     def run(
         self,
         layer: int,
@@ -138,6 +147,7 @@ class LayerExecutor:
             heard = self.now()
             self.counters.device_wait_seconds += heard - started
             started = heard
+        planning = self.compute.pacing.begin_planning()
         self.arrivals.collect()
         decision = self._decide(routing)
         if decision.selection is not None and decision.selection.replacements and scored is not None:
@@ -145,6 +155,7 @@ class LayerExecutor:
                 decision, top_k_index, top_k_weights, scored, self.substitution
             )
         plan, real = decision.plan, real_rows(decision.routing)
+        self.compute.pacing.end_planning(planning)
         self._prefetch(phase, Sight(layer, hidden, None, real), plan)
         self.counters.plan_seconds += self.now() - started
         if phase is Phase.PREFILL:
@@ -202,12 +213,17 @@ class LayerExecutor:
         began, is_single = time.perf_counter(), sight.hidden.shape[0] == 1
         with threads(1) if is_single else nullcontext():  # a second would wait for a core that readers use
             predicted = predictor.predict(sight)
-        if phase is Phase.DECODE and moment is Moment.ROUTED:
-            self.compute.pacing.ask_gate(began)
+        pacing = self.compute.pacing
+        if moment is Moment.RESIDENTS_DONE:
+            pacing.look_ahead(began, sight.hidden.shape[0])
+        elif phase is Phase.DECODE:
+            pacing.ask_gate(began)
         if predicted is not None:
+            planning = pacing.begin_planning()
             layer, experts = predicted
             wanted = sorted(experts) if phase is Phase.PREFILL else experts  # a prefill takes them in ascending order
             self.arrivals.prefetch(plan_prefetch(layer, wanted, self.table, plan).loads)
+            pacing.end_planning(planning)
 
     def _has_room(self, phase: Phase, plan: LayerPlan) -> bool:
         """Whether a prefetch has somewhere to go and something to bring, and pays at present."""
@@ -229,9 +245,7 @@ class LayerExecutor:
             self._awaited.append((awaited, asked))
         if not self.shadow.fits(len(awaited)):
             return
-        began = time.perf_counter()
         self._prefetch(Phase.DECODE, Sight(plan.layer, hidden, output(), rows), plan)
-        self.compute.pacing.look_ahead(began, hidden.shape[0])
         seconds = self.now() - asked
         self.shadow.note_cost(seconds)
         self.counters.look_aheads += 1

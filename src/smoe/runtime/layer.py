@@ -180,8 +180,10 @@ class LayerCompute:
         began = time.perf_counter()
         tokens.compute(0, weights)
         self.pacing.compute_experts(began, [len(serve.routes) for serve in serves[:here]])
+        planning = self.pacing.begin_planning()
         for computed, serve in enumerate(serves[:here], start=1):
             self.arrivals.served(serve, computed)
+        self.pacing.end_planning(planning)
         if here < len(serves):
             on_residents_done(lambda: tokens.partial(here))
         for n, serve in enumerate(serves[here:], start=here):

@@ -55,6 +55,11 @@ class Rule(Protocol):
 
     def weights(self, scores: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
+    @property
+    def ranks_by_scores(self) -> bool: ...
+
+    def weights_of(self, chosen: Sequence[float]) -> list[float]: ...
+
 
 def with_substitutes(
     decision: Decision, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, scored: Scored, asked: Substitution
@@ -63,8 +68,14 @@ def with_substitutes(
     last bit."""
     assert decision.selection is not None
     index = torch.tensor(decision.routing.top_k_index, device=top_k_index.device, dtype=top_k_index.dtype)
-    if not asked.inherits_weight:
-        touched = sorted({replacement.token for replacement in decision.selection.replacements})
-        top_k_weights = top_k_weights.clone()
-        top_k_weights[touched] = scored.rule.weights(scored.scores[touched], index[touched], top_k_weights.dtype)
+    if asked.inherits_weight:
+        return index, top_k_weights
+    if len(index) == 1 and scored.rule.ranks_by_scores:  # the usual step: one tensor instead of eight
+        assert decision.routing.scores is not None
+        scores, none = decision.routing.scores[0], decision.routing.experts
+        chosen = [0.0 if expert == none else scores[expert] for expert in decision.routing.top_k_index[0]]
+        return index, top_k_weights.new_tensor([scored.rule.weights_of(chosen)])
+    touched = sorted({replacement.token for replacement in decision.selection.replacements})
+    top_k_weights = top_k_weights.clone()
+    top_k_weights[touched] = scored.rule.weights(scored.scores[touched], index[touched], top_k_weights.dtype)
     return index, top_k_weights

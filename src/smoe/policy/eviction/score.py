@@ -20,6 +20,9 @@ from smoe.routing import Phase, Routing
 WINDOW = 64
 """n: the papers give none. Longer is a little better on one text, shorter forgets sooner (docs/papers/smoe.md)."""
 
+_UNIT = 2.0**40
+"""A score of 1 in whole numbers: finer than the router's own fp32, and a window of thousands of steps fits."""
+
 
 class ScoreWindow(Eviction):
     """One global pool: scores are shares of their layer's sum, so layers can be compared. O(L x E) a question."""
@@ -55,11 +58,11 @@ class ScoreWindow(Eviction):
         else:
             for row in rows[-self._steps :]:  # a prompt's tokens are steps one after the other
                 layer.add([row])
-        self._means[number, :experts] = layer.means()
+        layer.put_means(self._means[number, :experts])
 
     def victims(self, count: int, shield: Container[Copy]) -> list[Copy]:
         found: list[Copy] = []
-        if count <= 0 or not self._is_resident.any():
+        if count <= 0 or not self._means.size:
             return found
         candidates = np.where(self._is_resident, self._means, inf).reshape(-1)
         width = self._means.shape[1]
@@ -91,21 +94,30 @@ def _as_scores(routing: Routing) -> list[list[float]]:
 
 
 class _Layer:
-    """The last steps of one layer, in a ring."""
+    """The last steps of one layer, in a ring, and their sum.
+
+    In whole numbers, so that adding a step and taking it away again leaves nothing: equal experts stay equal.
+    """
 
     def __init__(self, experts: int, steps: int) -> None:
-        self._ring = np.zeros((steps, experts))
+        self._ring = np.zeros((steps, experts), dtype=np.int64)
+        self._sum = np.zeros(experts, dtype=np.int64)
         self._count = 0
 
     def add(self, rows: Sequence[Sequence[float]]) -> None:
         """One step: every row's scores of all experts; masked experts (minus infinity) count as zero."""
-        values = np.maximum(np.asarray(rows, dtype=np.float64), 0.0)
-        values /= np.maximum(values.sum(axis=1, keepdims=True), 1e-30)
-        self._ring[self._count % len(self._ring)] = values.max(axis=0)
+        if len(rows) == 1 and min(rows[0]) >= 0.0:  # the usual step: as few operations as may be
+            values = np.multiply(rows[0], _UNIT / max(sum(rows[0]), 1e-30))
+        else:
+            values = np.maximum(rows, 0.0)
+            values *= _UNIT / np.maximum(values.sum(axis=1, keepdims=True), 1e-30)
+            values = values.max(axis=0)
+        step = self._ring[self._count % len(self._ring)]
+        self._sum -= step
+        step[:] = values
+        self._sum += step
         self._count += 1
 
-    def means(self) -> np.ndarray:
-        """[E]"""
-        kept = self._ring[: self._count]
-        means: np.ndarray = kept.sum(axis=0) / max(1, len(kept))
-        return means
+    def put_means(self, row: np.ndarray) -> None:
+        """Write the mean scores into `row` [E]."""
+        np.divide(self._sum, _UNIT * max(1, min(self._count, len(self._ring))), out=row)
