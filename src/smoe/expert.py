@@ -1,14 +1,16 @@
-"""What an expert is to the rest of the program: a key and a precision.
+"""What an expert is to the rest of the program: a key.
 
-Weights never change, so an expert in a faster tier is a copy and evicting it is forgetting it.
+Weights never change, so an expert in a faster tier is a copy, and evicting it is forgetting it.
 """
 
 from __future__ import annotations
 
 from typing import TypeAlias
 
-Copy: TypeAlias = tuple[int, int, int]
-"""(layer, expert, precision): one expert's weights at one precision; precision 0 is the checkpoint's own."""
+ExpertKey: TypeAlias = tuple[int, int, int]
+"""(layer, expert, format): one expert's weights in one form; what tables, plans and loads are keyed by.
+
+A plain tuple, as a step of a layer makes and compares dozens of them."""
 
 EXACT = 0
-"""The precision of the checkpoint itself, the only one that lossless serving uses."""
+"""The format of the checkpoint itself, the only one that lossless serving uses."""

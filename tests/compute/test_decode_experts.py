@@ -21,7 +21,7 @@ from smoe.compute.expert_math import Weights
 from smoe.kernels.elementwise import activation_table
 from smoe.kernels.experts import MOST_EXPERTS, MOST_TOKENS, TokenExperts
 from smoe.kernels.spinning_pool import SpinningPool
-from smoe.policy.planner import routes_by_copy
+from smoe.policy.planner import routes_by_key
 from smoe.routing import Phase, Routing
 from tests import promised
 
@@ -90,7 +90,7 @@ def test_the_bits_are_the_librarys(
     rows = [chance.sample(range(experts), width) for _ in range(tokens)]
     if padded and tokens > 1:
         rows[chance.randrange(tokens)] = [experts] * width
-    found = list(routes_by_copy(Routing(0, Phase.DECODE, experts, rows, None)).items())
+    found = list(routes_by_key(Routing(0, Phase.DECODE, experts, rows, None)).items())
     chance.shuffle(found)
     routes = [some for _, some in found]
     ascending = sorted(range(len(found)), key=lambda n: found[n][0])
@@ -99,7 +99,7 @@ def test_the_bits_are_the_librarys(
     gains = torch.rand(tokens, width, generator=generator)
     gains = gains.bfloat16() if seed % 2 else gains
     every = some_weights(experts)
-    weights = [every[copy[1]] for copy, _ in found]
+    weights = [every[key[1]] for key, _ in found]
     cuts = sorted(chance.sample(range(1, len(found) + 1), min(2, len(found))))
     elsewhere = chance.randrange(len(found))
     ways = both_ways(pool, hidden, gains, routes, ascending)

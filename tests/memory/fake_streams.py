@@ -170,7 +170,7 @@ class ArenaMover:
         self.slots = slots
 
     def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
-        self._link.copy(self.sources[ticket.load.copy[1]], self.slots[ticket.load.slot], ticket, between)
+        self._link.copy(self.sources[ticket.load.key[1]], self.slots[ticket.load.slot], ticket, between)
         return 0
 
     def mark_free(self) -> Any:

@@ -11,13 +11,13 @@ import threading
 
 import pytest
 
-from smoe.expert import EXACT, Copy
+from smoe.expert import EXACT, ExpertKey
 from smoe.memory import page_lock
 from smoe.memory.host import HostTier, Lease
 from smoe.memory.store import PAGE
 
 
-def copy(expert: int) -> Copy:
+def copy(expert: int) -> ExpertKey:
     return (0, expert, EXACT)
 
 

@@ -33,7 +33,7 @@ class HeldMover:
         self.closed = 0
 
     def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
-        expert = ticket.load.copy[1]
+        expert = ticket.load.key[1]
         self.events.append(f"begin {expert}")
         self.started.release()
         assert self.held.acquire(timeout=PATIENCE_SECONDS)

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smoe.expert import EXACT, Copy
+from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.registry import EVICTION
 from smoe.routing import Phase, Routing
 
 LAYERS, EXPERTS, TOP_K = 3, 4, 2
-COPIES: list[Copy] = [(layer, expert, EXACT) for layer in range(LAYERS) for expert in range(EXPERTS)]
+COPIES: list[ExpertKey] = [(layer, expert, EXACT) for layer in range(LAYERS) for expert in range(EXPERTS)]
 
-Event = Routing | tuple[str, Copy]
+Event = Routing | tuple[str, ExpertKey]
 """A routing to observe, or a copy to insert or remove."""
 
 row = st.lists(st.integers(0, EXPERTS), min_size=TOP_K, max_size=TOP_K, unique=True)
@@ -42,22 +42,22 @@ shield = st.sets(st.sampled_from(COPIES))
 def histories(draw: st.DrawFn) -> list[Event]:
     """Routings between insertions and removals that keep the contract: nothing comes twice or leaves unseen."""
     events: list[Event] = []
-    resident: set[Copy] = set()
+    resident: set[ExpertKey] = set()
     for _ in range(draw(st.integers(0, 30))):
         if draw(st.booleans()):
             events.append(draw(routing))
             continue
-        copy = draw(st.sampled_from(COPIES))
-        events.append(("remove" if copy in resident else "insert", copy))
-        resident ^= {copy}
+        key = draw(st.sampled_from(COPIES))
+        events.append(("remove" if key in resident else "insert", key))
+        resident ^= {key}
     return events
 
 
-def make(name: str, events: Sequence[Event]) -> tuple[Eviction, set[Copy]]:
+def make(name: str, events: Sequence[Event]) -> tuple[Eviction, set[ExpertKey]]:
     """A policy that has lived through `events`, and its residents."""
     future = [event for event in events if isinstance(event, Routing)]
     eviction = EVICTION[name](future) if name == "belady" else EVICTION[name]()
-    resident: set[Copy] = set()
+    resident: set[ExpertKey] = set()
     for event in events:
         if isinstance(event, Routing):
             eviction.observe(event)
@@ -75,7 +75,7 @@ class EvictionContract:
 
     @given(events=histories(), shield=shield, count=st.integers(0, 15))
     def test_victims_are_residents_outside_the_shield(
-        self, name: str, events: list[Event], shield: set[Copy], count: int
+        self, name: str, events: list[Event], shield: set[ExpertKey], count: int
     ) -> None:
         """Would catch: a victim that this layer is using, one that is not there, one named twice, too many or too
         few.
@@ -87,7 +87,7 @@ class EvictionContract:
         assert len(victims) == min(count, len(resident - shield))
 
     @given(events=histories(), shield=shield)
-    def test_asking_changes_nothing(self, name: str, events: list[Event], shield: set[Copy]) -> None:
+    def test_asking_changes_nothing(self, name: str, events: list[Event], shield: set[ExpertKey]) -> None:
         eviction, _ = make(name, events)
         before = pickle.dumps(eviction)
         first = eviction.victims(5, shield)
@@ -95,7 +95,7 @@ class EvictionContract:
         assert pickle.dumps(eviction) == before
 
     @given(events=histories(), shield=shield)
-    def test_fewer_victims_are_a_prefix_of_more(self, name: str, events: list[Event], shield: set[Copy]) -> None:
+    def test_fewer_victims_are_a_prefix_of_more(self, name: str, events: list[Event], shield: set[ExpertKey]) -> None:
         """One order for every count: would catch a rank that depends on how many are asked for."""
         eviction, _ = make(name, events)
         everyone = eviction.victims(len(COPIES), shield)
@@ -103,10 +103,10 @@ class EvictionContract:
             assert eviction.victims(count, shield) == everyone[:count]
 
     @given(events=histories(), shield=shield)
-    def test_the_shield_leaves_the_order_alone(self, name: str, events: list[Event], shield: set[Copy]) -> None:
+    def test_the_shield_leaves_the_order_alone(self, name: str, events: list[Event], shield: set[ExpertKey]) -> None:
         eviction, _ = make(name, events)
         everyone = eviction.victims(len(COPIES), ())
-        assert eviction.victims(len(COPIES), shield) == [copy for copy in everyone if copy not in shield]
+        assert eviction.victims(len(COPIES), shield) == [key for key in everyone if key not in shield]
 
     @given(used=st.sets(st.integers(0, EXPERTS - 1), min_size=1), seed=st.randoms())
     def test_ties_break_by_layer_and_expert(self, name: str, used: set[int], seed: object) -> None:
@@ -134,6 +134,6 @@ class EvictionContract:
     def test_worth_agrees_with_victims(self, name: str, events: list[Event]) -> None:
         """A resident that goes first is worth no more than one that stays; a circle of swaps."""
         eviction, _ = make(name, events)
-        worth = [eviction.worth(copy) for copy in eviction.victims(len(COPIES), ())]
+        worth = [eviction.worth(key) for key in eviction.victims(len(COPIES), ())]
         assert worth == sorted(worth)
-        assert [eviction.worth(copy) for copy in COPIES] == [eviction.worth(copy) for copy in COPIES]
+        assert [eviction.worth(key) for key in COPIES] == [eviction.worth(key) for key in COPIES]

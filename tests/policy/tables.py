@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from smoe.expert import EXACT, Copy
+from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import LayerPlan, Load, PrefetchPlan, Promotion, Serve
+from smoe.policy.plan import HOST, LayerPlan, Load, PrefetchPlan, Promotion, Serve
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
 
@@ -27,7 +27,7 @@ guesses = st.lists(st.integers(0, EXPERTS - 1), max_size=EXPERTS, unique=True)
 """What a predictor says of the next layer, best first."""
 
 
-def used(routing: Routing) -> list[Copy]:
+def used(routing: Routing) -> list[ExpertKey]:
     """Oracle for `used_copies`."""
     return sorted({(routing.layer, e, EXACT) for row in routing.top_k_index for e in row if e != routing.experts})
 
@@ -41,37 +41,37 @@ class Executor:
     def __init__(self, cache_slots: int, staging_slots: int, eviction: Eviction) -> None:
         self.table = SlotTable(cache_slots, staging_slots)
         self.eviction = eviction
-        self.keeps: dict[Copy, bool] = {}
+        self.keeps: dict[ExpertKey, bool] = {}
         """Loads under way: whether they go to a cache slot."""
-        self.in_slot: dict[int, Copy] = {}
+        self.in_slot: dict[int, ExpertKey] = {}
         """What the bytes of a slot are, or are becoming: the slots' real contents."""
-        self.loaded: list[Copy] = []
-        self.later: dict[Copy, Promotion] = {}
-        self.waiting: set[Copy] = set()
+        self.loaded: list[ExpertKey] = []
+        self.later: dict[ExpertKey, Promotion] = {}
+        self.waiting: set[ExpertKey] = set()
 
     def begin(self, load: Load) -> None:
         self.table.begin(load)
         if load.victim is not None:
             self.eviction.remove(load.victim)
-        self.in_slot[load.slot] = load.copy
-        self.keeps[load.copy] = load.keep
-        self.loaded.append(load.copy)
+        self.in_slot[load.slot] = load.key
+        self.keeps[load.key] = load.keep
+        self.loaded.append(load.key)
 
-    def arrive(self, copy: Copy) -> None:
-        self.table.arrive(copy)
-        if self.keeps.pop(copy):
-            self.eviction.insert(copy)
+    def arrive(self, key: ExpertKey) -> None:
+        self.table.arrive(key)
+        if self.keeps.pop(key):
+            self.eviction.insert(key)
 
     def promote(self, promotions: Sequence[Promotion]) -> None:
         for promotion in promotions:
             self.table.promote(promotion)
             if promotion.victim is not None:
                 self.eviction.remove(promotion.victim)
-            self.eviction.insert(promotion.copy)
+            self.eviction.insert(promotion.key)
 
-    def _exchange(self, copy: Copy) -> None:
+    def _exchange(self, key: ExpertKey) -> None:
         """What stays once it has served, in the place of a resident that nobody waits for any more."""
-        promotion = self.later.pop(copy)
+        promotion = self.later.pop(key)
         assert promotion.victim not in self.waiting, f"{promotion.victim} is evicted before it is computed"
         self.promote([promotion])
 
@@ -79,16 +79,16 @@ class Executor:
         """What was prefetched and is not wanted leaves before the plan is made; what was under way has ended by
         then.
         """
-        for copy in sorted(self.table.staged - set(used(routing))):
-            if copy in self.table.inflight:
-                self.arrive(copy)
-            self.table.release(copy)
+        for key in sorted(self.table.staged - set(used(routing))):
+            if key in self.table.inflight:
+                self.arrive(key)
+            self.table.release(key)
 
     def carry_out(self, plan: LayerPlan, prefetch: PrefetchPlan | None = None) -> None:
         """Serve by serve; every expert that is missing arrives as late as it can."""
         self.promote([promotion for promotion in plan.promotions if not promotion.after])
-        self.later = {promotion.copy: promotion for promotion in plan.promotions if promotion.after}
-        self.waiting = {serve.copy for serve in plan.serves}
+        self.later = {promotion.key: promotion for promotion in plan.promotions if promotion.after}
+        self.waiting = {serve.key for serve in plan.serves}
         queue = [*plan.loads, *(prefetch.loads if prefetch else ())]
         self._issue(queue, 0)
         for computed, serve in enumerate(plan.serves, start=1):
@@ -98,20 +98,20 @@ class Executor:
         assert not queue, f"loads never start: {queue}"
 
     def _serve(self, serve: Serve) -> None:
-        table, copy = self.table, serve.copy
-        self.waiting.discard(copy)
-        if serve.on_host:
-            assert copy not in table.ready and copy not in table.inflight, "computed twice"
+        table, key = self.table, serve.key
+        self.waiting.discard(key)
+        if serve.unit == HOST:
+            assert key not in table.ready and key not in table.inflight, "computed twice"
             return
-        assert copy in table.ready or copy in table.inflight, f"{copy} would be waited for for ever"
-        assert serve.waits or copy in table.ready, f"{copy} was said to be ready"
-        if copy in table.inflight:
-            self.arrive(copy)
-        assert self.in_slot[table.ready[copy]] == copy, f"slot of {copy} was overwritten before it was computed"
-        if copy in self.later:
-            self._exchange(copy)
-        if copy in table.staged:
-            table.release(copy)
+        assert key in table.ready or key in table.inflight, f"{key} would be waited for for ever"
+        assert serve.waits or key in table.ready, f"{key} was said to be ready"
+        if key in table.inflight:
+            self.arrive(key)
+        assert self.in_slot[table.ready[key]] == key, f"slot of {key} was overwritten before it was computed"
+        if key in self.later:
+            self._exchange(key)
+        if key in table.staged:
+            table.release(key)
 
     def _issue(self, queue: list[Load], computed: int) -> None:
         while queue and queue[0].after <= computed:
@@ -120,13 +120,13 @@ class Executor:
 
 def assert_plan_serves(plan: LayerPlan, routing: Routing) -> None:
     """Every used expert once, with exactly its routes: nothing computed twice, nothing left out."""
-    assert sorted(serve.copy for serve in plan.serves) == used(routing)
+    assert sorted(serve.key for serve in plan.serves) == used(routing)
     for serve in plan.serves:
         routes = {
             token * TOP_K + choice
             for token, row in enumerate(routing.top_k_index)
             for choice, expert in enumerate(row)
-            if expert == serve.copy[1]
+            if expert == serve.key[1]
         }
         assert len(serve.routes) == len(routes) and set(serve.routes) == routes
         by_choice_then_token = sorted(routes, key=lambda route: (route % TOP_K, route // TOP_K))
@@ -135,9 +135,9 @@ def assert_plan_serves(plan: LayerPlan, routing: Routing) -> None:
 
 def assert_loads_can_start(plan: LayerPlan) -> None:
     """Loads start in order; each, and all before it, waits only for serves before its own."""
-    position = {serve.copy: n for n, serve in enumerate(plan.serves)}
+    position = {serve.key: n for n, serve in enumerate(plan.serves)}
     latest = 0
     for load in plan.loads:
         latest = max(latest, load.after)
-        assert 0 <= latest <= position[load.copy], load
-    assert len({load.copy for load in plan.loads}) == len(plan.loads)
+        assert 0 <= latest <= position[load.key], load
+    assert len({load.key for load in plan.loads}) == len(plan.loads)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smoe.expert import EXACT, Copy
+from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.auto import RULES, Adaptive
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.lru import LRU
@@ -199,7 +199,7 @@ def test_counts_fade_for_as_long_as_one_likes() -> None:
 
 @settings(deadline=None)
 @given(events=histories(), shield=shield)
-def test_layers_and_experts_may_turn_up_late(events: list[Event], shield: set[Copy]) -> None:
+def test_layers_and_experts_may_turn_up_late(events: list[Event], shield: set[ExpertKey]) -> None:
     """The same answers as a policy that has seen the widest layer first; would catch values that move to others."""
     widest = Routing(0, Phase.DECODE, 3 * EXPERTS, [[3 * EXPERTS]])
     late = make("auto", [Routing(0, Phase.DECODE, 1, [[1]]), *events])[0]

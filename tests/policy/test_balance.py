@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from smoe.expert import EXACT
 from smoe.policy.balance import BALANCERS, FLAT, RECENT, Balance, Costs, RecentCosts, optimal, paper
-from smoe.policy.plan import Serve
+from smoe.policy.plan import HOST, Serve
 from smoe.routing import Phase, Routing
 
 SECONDS = st.floats(0.01, 10.0)
@@ -67,10 +67,10 @@ def test_everybody_is_served_once_and_the_important_are_loaded(
     scores = [[(expert * 7 % 11) / 11 for expert in range(len(tokens))]] * 3
     routing = Routing(0, Phase.DECODE, len(tokens), [[0], [0], [0]], scores)
     loaded, computed = Balance(method, "score", Costs(load, host)).split(serves, routing)
-    assert sorted(s.copy for s in loaded + computed) == [s.copy for s in serves]
-    assert all(s.on_host for s in computed)
-    assert not any(s.on_host for s in loaded)
-    ranks = [scores[0][s.copy[1]] for s in loaded + computed]
+    assert sorted(s.key for s in loaded + computed) == [s.key for s in serves]
+    assert all(s.unit == HOST for s in computed)
+    assert not any(s.unit == HOST for s in loaded)
+    ranks = [scores[0][s.key[1]] for s in loaded + computed]
     assert ranks == sorted(ranks, reverse=True)
 
 
@@ -80,7 +80,7 @@ def test_tokens_go_before_scores_in_the_first_version() -> None:
     costs = Costs(2.0, 1.0)
     by_tokens = Balance("paper", "tokens", costs).split(serves, routing)[0]
     by_score = Balance("paper", "score", costs).split(serves, routing)[0]
-    assert (by_tokens[0].copy[1], by_score[0].copy[1]) == (1, 0)
+    assert (by_tokens[0].key[1], by_score[0].key[1]) == (1, 0)
 
 
 def test_costs_are_the_mean_of_the_last_measurements() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smoe.errors import ConfigError
-from smoe.expert import EXACT, Copy
+from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.base import Eviction, used_copies
 from smoe.policy.eviction.score import ScoreWindow
 from smoe.policy.registry import EVICTION, ONLINE_EVICTION, make_eviction
@@ -31,61 +31,61 @@ class ListLRU:
     """Oracle: residents in a list, the most recent at the end."""
 
     def __init__(self) -> None:
-        self.order: list[Copy] = []
+        self.order: list[ExpertKey] = []
 
     def apply(self, event: Event) -> None:
         if not isinstance(event, Routing):
             self.order.append(event[1]) if event[0] == "insert" else self.order.remove(event[1])
             return
-        for copy in sorted({(event.layer, e, EXACT) for row in event.top_k_index for e in row if e != event.experts}):
-            if copy in self.order:
-                self.order.remove(copy)
-                self.order.append(copy)
+        for key in sorted({(event.layer, e, EXACT) for row in event.top_k_index for e in row if e != event.experts}):
+            if key in self.order:
+                self.order.remove(key)
+                self.order.append(key)
 
 
 @given(events=histories(), shield=shield, count=st.integers(0, 12))
-def test_lru_against_a_list(events: list[Event], shield: set[Copy], count: int) -> None:
+def test_lru_against_a_list(events: list[Event], shield: set[ExpertKey], count: int) -> None:
     oracle = ListLRU()
     for event in events:
         oracle.apply(event)
     eviction, _ = make("lru", events)
-    assert eviction.victims(count, shield) == [copy for copy in oracle.order if copy not in shield][:count]
+    assert eviction.victims(count, shield) == [key for key in oracle.order if key not in shield][:count]
 
 
 @given(events=histories(), shield=shield, count=st.integers(0, 12))
-def test_lfu_against_counting(events: list[Event], shield: set[Copy], count: int) -> None:
+def test_lfu_against_counting(events: list[Event], shield: set[ExpertKey], count: int) -> None:
     """A step counts once however many of its rows use an expert; counts outlive residency."""
     uses = {
-        copy: sum(
-            copy[0] == step.layer and any(copy[1] in row for row in step.top_k_index)
+        key: sum(
+            key[0] == step.layer and any(key[1] in row for row in step.top_k_index)
             for step in events
             if isinstance(step, Routing)
         )
-        for copy in COPIES
+        for key in COPIES
     }
     eviction, resident = make("lfu", events)
-    expected = sorted(resident - shield, key=lambda copy: (uses[copy], copy))
+    expected = sorted(resident - shield, key=lambda key: (uses[key], key))
     assert eviction.victims(count, shield) == expected[:count]
 
 
 @given(trace=st.lists(routing, max_size=12), now=st.integers(0, 12), resident=st.sets(st.sampled_from(COPIES)))
-def test_belady_against_looking_ahead(trace: list[Routing], now: int, resident: set[Copy]) -> None:
+def test_belady_against_looking_ahead(trace: list[Routing], now: int, resident: set[ExpertKey]) -> None:
     """Furthest next use first, never used again before all; a use in the present step is past."""
 
-    def next_use(copy: Copy) -> int:
-        later = (n for n, step in enumerate(trace) if n >= now and copy in used_copies(step))
+    def next_use(key: ExpertKey) -> int:
+        later = (n for n, step in enumerate(trace) if n >= now and key in used_copies(step))
         return next(later, 10**6)
 
     eviction = EVICTION["belady"](trace)
-    for copy in resident:
-        eviction.insert(copy)
+    for key in resident:
+        eviction.insert(key)
     for step in trace[:now]:
         eviction.observe(step)
-    assert eviction.victims(len(COPIES), ()) == sorted(resident, key=lambda copy: (-next_use(copy), copy))
+    assert eviction.victims(len(COPIES), ()) == sorted(resident, key=lambda key: (-next_use(key), key))
 
 
 @given(events=histories(), shield=shield, count=st.integers(0, 12), window=st.integers(0, 3))
-def test_score_against_equation_three(events: list[Event], shield: set[Copy], count: int, window: int) -> None:
+def test_score_against_equation_three(events: list[Event], shield: set[ExpertKey], count: int, window: int) -> None:
     """The mean over steps j-n ... j of every expert's score, a step's score being the highest over its rows, a prompt's
     tokens being steps; layers compared by shares of their sum. Exact fractions; near ties are left to the policy."""
     steps: dict[int, list[list[Fraction]]] = {}
@@ -106,31 +106,31 @@ def test_score_against_equation_three(events: list[Event], shield: set[Copy], co
             rows = [[max(row[e] for row in rows) for e in range(EXPERTS)]]
         steps.setdefault(event.layer, []).extend(rows)
 
-    def mean(copy: Copy) -> Fraction:
-        kept = steps.get(copy[0], [])[-(window + 1) :]
-        return sum((step[copy[1]] for step in kept), Fraction(0)) / max(1, len(kept))
+    def mean(key: ExpertKey) -> Fraction:
+        kept = steps.get(key[0], [])[-(window + 1) :]
+        return sum((step[key[1]] for step in kept), Fraction(0)) / max(1, len(kept))
 
     victims = eviction.victims(count, shield)
-    expected = sorted(resident - shield, key=lambda copy: (mean(copy), copy))[:count]
-    assert [float(mean(copy)) for copy in victims] == pytest.approx([float(mean(copy)) for copy in expected])
+    expected = sorted(resident - shield, key=lambda key: (mean(key), key))[:count]
+    assert [float(mean(key)) for key in victims] == pytest.approx([float(mean(key)) for key in expected])
 
 
 def hits_of(eviction: Eviction, trace: list[int], slots: int) -> int:
     """The textbook cache: one object a step, load on miss, evict when full."""
-    resident: set[Copy] = set()
+    resident: set[ExpertKey] = set()
     hits = 0
     for expert in trace:
-        step, copy = Routing(0, Phase.DECODE, EXPERTS, [[expert]]), (0, expert, EXACT)
+        step, key = Routing(0, Phase.DECODE, EXPERTS, [[expert]]), (0, expert, EXACT)
         eviction.observe(step)
-        if copy in resident:
+        if key in resident:
             hits += 1
             continue
         if len(resident) == slots:
-            (victim,) = eviction.victims(1, {copy})
+            (victim,) = eviction.victims(1, {key})
             eviction.remove(victim)
             resident.remove(victim)
-        eviction.insert(copy)
-        resident.add(copy)
+        eviction.insert(key)
+        resident.add(key)
     return hits
 
 

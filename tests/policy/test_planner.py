@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smoe.errors import BudgetError
-from smoe.expert import EXACT, Copy
+from smoe.expert import EXACT, ExpertKey
 from smoe.policy.balance import Balance, Costs
-from smoe.policy.plan import LayerPlan, PrefetchPlan, Reason
-from smoe.policy.planner import LAST_TOKENS, observation, plan_layer, plan_prefetch, routes_by_copy
+from smoe.policy.plan import HOST, LayerPlan, PrefetchPlan, Reason
+from smoe.policy.planner import LAST_TOKENS, observation, plan_layer, plan_prefetch, routes_by_key
 from smoe.policy.registry import ONLINE_EVICTION, make_eviction
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
@@ -43,7 +43,7 @@ def assert_plan_is_sound(plan: LayerPlan, routing: Routing, executor: Executor) 
     table = executor.table
     assert_plan_serves(plan, routing)
     assert_loads_can_start(plan)
-    assert plan.hits == len(plan.serves) - len(plan.loads) - sum(serve.on_host for serve in plan.serves)
+    assert plan.hits == len(plan.serves) - len(plan.loads) - sum(serve.unit == HOST for serve in plan.serves)
     wanted, before = set(used(routing)), set(table.cached())
     early_victims = {load.victim for load in plan.loads if load.victim is not None and load.after == 0}
     early_victims |= {p.victim for p in plan.promotions if p.victim is not None and not p.after}
@@ -59,19 +59,19 @@ def assert_prefetch_is_modest(prefetch: PrefetchPlan, plan: LayerPlan, executor:
     assert all(not load.keep and load.victim is None and load.reason is Reason.PREFETCH for load in prefetch.loads)
     assert {(load.slot, load.after) for load in prefetch.loads} <= set(plan.spare)
     assert len({load.slot for load in prefetch.loads}) == len(prefetch.loads) < table.staging_slots
-    copies = [load.copy for load in prefetch.loads]
+    copies = [load.key for load in prefetch.loads]
     assert len(set(copies)) == len(copies)
     assert not set(copies) & (table.ready.keys() | table.inflight.keys())
 
 
-def assert_prefill_kept_the_best(before: set[Copy], routing: Routing, executor: Executor) -> None:
+def assert_prefill_kept_the_best(before: set[ExpertKey], routing: Routing, executor: Executor) -> None:
     """No layer has fewer residents than before, and who left is used less by the last tokens than who came."""
     after = set(executor.table.cached())
     lost, gained = before - after, after - before
-    assert {copy[0] for copy in lost | gained} <= {routing.layer}
+    assert {key[0] for key in lost | gained} <= {routing.layer}
     assert len(lost) <= len(gained)
     heard = observation(routing).top_k_index
-    uses = {copy: sum(copy[1] in row for row in heard) for copy in lost | gained}
+    uses = {key: sum(key[1] in row for row in heard) for key in lost | gained}
     assert all(any(uses[new] > uses[old] for new in gained) for old in lost)
 
 
@@ -165,16 +165,16 @@ def test_the_simulator_s_shortcut_is_the_same(
 
 @given(routing=routings())
 def test_routes_against_a_double_loop(routing: Routing) -> None:
-    found = routes_by_copy(routing)
+    found = routes_by_key(routing)
     assert list(found) == used(routing)
     expected = {
-        copy: tuple(
+        key: tuple(
             token * TOP_K + choice
             for choice in range(TOP_K)
             for token, row in enumerate(routing.top_k_index)
-            if row[choice] == copy[1]
+            if row[choice] == key[1]
         )
-        for copy in used(routing)
+        for key in used(routing)
     }
     assert found == expected
 
@@ -196,7 +196,7 @@ def test_decode_computes_what_is_here_before_it_waits() -> None:
     served(executor, decode(0, 3, 5))
     routing = Routing(0, Phase.DECODE, EXPERTS, [[0, 5], [3, 1]])
     plan = plan_layer(routing, executor.table, executor.eviction, 9)
-    assert [serve.copy[1] for serve in plan.serves] == [3, 5, 0, 1]
+    assert [serve.key[1] for serve in plan.serves] == [3, 5, 0, 1]
     assert [serve.waits for serve in plan.serves] == [False, False, True, True]
     assert plan.hits == 2
 
@@ -218,7 +218,7 @@ def test_a_right_guess_is_promoted_and_a_wrong_one_forgotten() -> None:
     following = decode(1, 4, 5)
     executor.drop_stale(following)
     plan = served(executor, following)
-    assert plan.hits == 1 and [promotion.copy for promotion in plan.promotions] == [(1, 4, EXACT)]
+    assert plan.hits == 1 and [promotion.key for promotion in plan.promotions] == [(1, 4, EXACT)]
     assert (1, 4, EXACT) in set(executor.table.cached())
     assert (1, 2, EXACT) not in executor.table
 
@@ -278,9 +278,9 @@ def test_the_cpu_takes_a_prompts_experts_of_few_tokens() -> None:
     table, eviction = SlotTable(2, 2), make_eviction("lru")
     table.free_cache.clear()  # nothing stays
     plan = plan_layer(Routing(0, Phase.PREFILL, EXPERTS, rows), table, eviction, 1, Balance("host", "score", costs))
-    assert [serve.copy[1] for serve in plan.serves] == [0, 1, 2], "served in ascending order all the same"
-    assert [serve.copy[1] for serve in plan.serves if serve.on_host] == [1, 2]
-    assert [load.copy[1] for load in plan.loads] == [0] and plan.hits == 0
+    assert [serve.key[1] for serve in plan.serves] == [0, 1, 2], "served in ascending order all the same"
+    assert [serve.key[1] for serve in plan.serves if serve.unit == HOST] == [1, 2]
+    assert [load.key[1] for load in plan.loads] == [0] and plan.hits == 0
 
 
 def test_what_stays_is_loaded_though_the_cpu_is_faster() -> None:
@@ -288,7 +288,7 @@ def test_what_stays_is_loaded_though_the_cpu_is_faster() -> None:
     costs = Costs(load=9.0, host=1.0, token=0.1)
     prompt = Routing(0, Phase.PREFILL, EXPERTS, [[0, 1], [0, 2]])
     plan = plan_layer(prompt, executor.table, executor.eviction, 1, Balance("optimal", "score", costs))
-    assert [load.copy[1] for load in plan.loads] == [0]
+    assert [load.key[1] for load in plan.loads] == [0]
     executor.carry_out(plan)
     assert list(executor.table.cached()) == [(0, 0, EXACT)]
 
@@ -309,7 +309,7 @@ def test_each_sequence_of_a_batch_has_its_own_end() -> None:
     assert heard == [[2, 3], [4, 3], [5, 3]] * (LAST_TOKENS // 3), "token by token, as a batch decodes"
     executor = Executor(12, 2, make_eviction("lru"))
     served(executor, routing, share=4)
-    assert sorted(copy[1] for copy in executor.table.cached()) == [2, 3, 4, 5]
+    assert sorted(key[1] for key in executor.table.cached()) == [2, 3, 4, 5]
 
 
 def test_padding_is_no_last_token() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smoe.expert import EXACT, Copy
+from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.pools import LayerPools
 from smoe.policy.planner import layer_share
@@ -17,14 +17,14 @@ LAYERS, EXPERTS = 3, 8
 USES = st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1)), min_size=1, max_size=80)
 
 
-def filled(uses: list[tuple[int, int]], share: int) -> tuple[LayerPools, set[Copy]]:
+def filled(uses: list[tuple[int, int]], share: int) -> tuple[LayerPools, set[ExpertKey]]:
     """Everything used becomes resident; the last use's layer is the running one."""
     pools, residents = LayerPools(LRU, share), set()
     for layer, expert in uses:
-        copy = (layer, expert, EXACT)
-        if copy not in residents:
-            pools.insert(copy)
-            residents.add(copy)
+        key = (layer, expert, EXACT)
+        if key not in residents:
+            pools.insert(key)
+            residents.add(key)
         pools.observe(Routing(layer, Phase.DECODE, EXPERTS, [[expert]]))
     return pools, residents
 
@@ -45,7 +45,7 @@ def test_nobody_takes_from_the_poor(uses: list[tuple[int, int]], share: int) -> 
     """A layer with its share gives up its own; one without it takes from those that have more."""
     pools, residents = filled(uses, share)
     running = uses[-1][0]
-    sizes = {layer: sum(copy[0] == layer for copy in residents) for layer in range(LAYERS)}
+    sizes = {layer: sum(key[0] == layer for key in residents) for layer in range(LAYERS)}
     (victim,) = pools.victims(1, ())
     rich = [layer for layer in range(LAYERS) if layer != running and sizes[layer] > share]
     if sizes[running] < share and rich:

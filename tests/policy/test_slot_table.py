@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from smoe.expert import EXACT, Copy
+from smoe.expert import EXACT, ExpertKey
 from smoe.policy.plan import Load, Promotion, Reason
 from smoe.policy.residency import SlotTable
 
@@ -25,23 +25,23 @@ class Model(RuleBasedStateMachine):
     @initialize(cache=st.integers(1, 5), staging=st.integers(0, 3))
     def start(self, cache: int, staging: int) -> None:
         self.table = SlotTable(cache, staging)
-        self.state: dict[Copy, tuple[str, str, int]] = {}
+        self.state: dict[ExpertKey, tuple[str, str, int]] = {}
         self.sizes = {"cache": cache, "staging": staging}
 
-    def those(self, *where: str) -> list[Copy]:
-        return sorted(copy for copy, state in self.state.items() if set(where) <= set(state[:2]))
+    def those(self, *where: str) -> list[ExpertKey]:
+        return sorted(key for key, state in self.state.items() if set(where) <= set(state[:2]))
 
     def room(self, kind: str) -> int:
         return self.sizes[kind] - len(self.those(kind))
 
-    def absent(self) -> list[Copy]:
-        return [copy for copy in COPIES if copy not in self.state]
+    def absent(self) -> list[ExpertKey]:
+        return [key for key in COPIES if key not in self.state]
 
-    def begin(self, copy: Copy, slot: int, victim: Copy | None, kind: str) -> None:
-        self.table.begin(Load(copy, slot, victim, kind == "cache", Reason.DEMAND, 0))
+    def begin(self, key: ExpertKey, slot: int, victim: ExpertKey | None, kind: str) -> None:
+        self.table.begin(Load(key, slot, victim, kind == "cache", Reason.DEMAND, 0))
         if victim is not None:
             assert self.state.pop(victim) == ("ready", "cache", slot)
-        self.state[copy] = ("inflight", kind, slot)
+        self.state[key] = ("inflight", kind, slot)
 
     @precondition(lambda self: self.absent() and self.room("cache"))
     @rule(data=st.data())
@@ -64,39 +64,39 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.those("inflight"))
     @rule(data=st.data())
     def arrive(self, data: Any) -> None:
-        copy = data.draw(st.sampled_from(self.those("inflight")))
-        self.table.arrive(copy)
-        self.state[copy] = ("ready", *self.state[copy][1:])
+        key = data.draw(st.sampled_from(self.those("inflight")))
+        self.table.arrive(key)
+        self.state[key] = ("ready", *self.state[key][1:])
 
     @precondition(lambda self: self.those("inflight"))
     @rule(data=st.data())
     def fail(self, data: Any) -> None:
-        copy = data.draw(st.sampled_from(self.those("inflight")))
-        self.table.fail(copy)
-        del self.state[copy]
+        key = data.draw(st.sampled_from(self.those("inflight")))
+        self.table.fail(key)
+        del self.state[key]
 
     @precondition(lambda self: self.those("ready", "staging"))
     @rule(data=st.data())
     def release(self, data: Any) -> None:
-        copy = data.draw(st.sampled_from(self.those("ready", "staging")))
-        self.table.release(copy)
-        del self.state[copy]
+        key = data.draw(st.sampled_from(self.those("ready", "staging")))
+        self.table.release(key)
+        del self.state[key]
 
     @precondition(lambda self: self.those("staging") and self.room("cache"))
     @rule(data=st.data())
     def promote_into_a_free_slot(self, data: Any) -> None:
-        copy = data.draw(st.sampled_from(self.those("staging")))
-        self.table.promote(Promotion(copy, None))
-        self.state[copy] = (self.state[copy][0], "cache", self.state[copy][2])
+        key = data.draw(st.sampled_from(self.those("staging")))
+        self.table.promote(Promotion(key, None))
+        self.state[key] = (self.state[key][0], "cache", self.state[key][2])
 
     @precondition(lambda self: self.those("staging") and self.those("ready", "cache"))
     @rule(data=st.data())
     def promote_over_a_victim(self, data: Any) -> None:
-        copy = data.draw(st.sampled_from(self.those("staging")))
+        key = data.draw(st.sampled_from(self.those("staging")))
         victim = data.draw(st.sampled_from(self.those("ready", "cache")))
         freed = self.state.pop(victim)[2]
-        self.table.promote(Promotion(copy, victim))
-        self.state[copy] = (self.state[copy][0], "cache", self.state[copy][2])
+        self.table.promote(Promotion(key, victim))
+        self.state[key] = (self.state[key][0], "cache", self.state[key][2])
         assert freed in self.table.free_staging
 
     @rule()
@@ -104,17 +104,17 @@ class Model(RuleBasedStateMachine):
         """As after an interrupt: ready cache residents stay where they are, everything else is gone."""
         self.table.settle()
         kept = self.those("ready", "cache")
-        self.state = {copy: self.state[copy] for copy in kept}
+        self.state = {key: self.state[key] for key in kept}
 
     @invariant()
     def agrees(self) -> None:
         table, state = self.table, self.state
         table.check()
-        assert table.ready == {copy: s[2] for copy, s in state.items() if s[0] == "ready"}
-        assert table.inflight == {copy: s[2] for copy, s in state.items() if s[0] == "inflight"}
-        assert table.staged == {copy for copy, s in state.items() if s[1] == "staging"}
+        assert table.ready == {key: s[2] for key, s in state.items() if s[0] == "ready"}
+        assert table.inflight == {key: s[2] for key, s in state.items() if s[0] == "inflight"}
+        assert table.staged == {key for key, s in state.items() if s[1] == "staging"}
         assert sorted(table.cached()) == self.those("ready", "cache")
-        assert all((copy in table) == (copy in table.ready) for copy in COPIES)
+        assert all((key in table) == (key in table.ready) for key in COPIES)
         assert len(table.free_cache) == self.room("cache")
         assert len(table.free_staging) == self.room("staging")
 
@@ -122,8 +122,8 @@ class Model(RuleBasedStateMachine):
 TestSlotTable = Model.TestCase
 
 
-def load(copy: Copy, slot: int, victim: Copy | None = None, keep: bool = True) -> Load:
-    return Load(copy, slot, victim, keep, Reason.DEMAND, 0)
+def load(key: ExpertKey, slot: int, victim: ExpertKey | None = None, keep: bool = True) -> Load:
+    return Load(key, slot, victim, keep, Reason.DEMAND, 0)
 
 
 def test_misuse_is_an_assertion() -> None:

@@ -65,7 +65,7 @@ def test_substitutes_first_then_what_is_stale_then_statistics_then_shares_then_t
     assert events == [("drop", [[0, 2]]), ("observe", [[0, 2]]), ("balance", False)]
     assert decision.selection is not None
     assert [(r.active, r.substitute) for r in decision.selection.replacements] == [(1, 2)]
-    assert [serve.copy[1] for serve in decision.plan.serves] == [0, 2] and not decision.plan.loads
+    assert [serve.key[1] for serve in decision.plan.serves] == [0, 2] and not decision.plan.loads
     assert {slot for slot, _ in decision.plan.spare} == {4, 5}, "the wrong guess's slot is spare again"
 
 
@@ -91,7 +91,7 @@ def test_nothing_is_replaced_where_nothing_may_be(routing: Routing, switches: Sw
     table, eviction = table_with(2, 3)
     decision = decide(routing, table, eviction, 2, switches)
     assert decision.selection is None and decision.routing is routing
-    assert sorted(serve.copy[1] for serve in decision.plan.serves) == [0, 1]
+    assert sorted(serve.key[1] for serve in decision.plan.serves) == [0, 1]
 
 
 def test_the_table_is_only_read() -> None:

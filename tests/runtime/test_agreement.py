@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from smoe.metrics import Counters
+from smoe.policy.plan import LayerPlan
 from smoe.policy.planner import LAST_TOKENS, observation
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import SlotTable
-from smoe.policy.step import Switches, decide
+from smoe.policy.step import Decision, Switches, decide
 from smoe.routing import Phase, Routing
+from smoe.runtime.observer import StepObserver
 from smoe.simulator.replay import carry_out, replay
 from tests import oracle, zoo
 
@@ -80,6 +83,43 @@ def test_replay_counts_what_the_engine_counted(
     assert (counts.uses, counts.uses - counts.misses) == (counted.decode_uses, counted.decode_hits)
     assert counts.hit_ratio == pytest.approx(counted.hit_ratio)
     assert counted.decode_uses > 0 and counted.prefill_uses > 0
+
+
+class Plans(StepObserver):
+    """What an engine decided in its decode steps."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def planned(self, routing: Routing, decision: Decision) -> None:
+        if routing.phase is Phase.DECODE:
+            self.kept.append(without_slots(decision.plan))
+
+
+def without_slots(plan: LayerPlan) -> Any:
+    """A plan but for the numbers of its slots: a prefill's early reads leave them in another order."""
+    loads = [load._replace(slot=0) for load in plan.loads]
+    return plan._replace(loads=loads, spare=[(0, after) for _, after in plan.spare])
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "score", "auto"])
+def test_a_recorded_run_gives_the_same_plans(eviction: str, toy: Callable[..., Path], open_model: Open) -> None:
+    """Not only as many hits and loads: who serves in which order, what is loaded for whom, and who has to go."""
+    model = open_model(toy("qwen2_moe"), "half", eviction=eviction)
+    engine, plans = model.offload, Plans()
+    with engine.recording() as trace, engine.observed_by(plans):
+        oracle.greedy(model, oracle.PROMPT, 24)
+        oracle.greedy(model, oracle.PROMPT[:, :9].flip(1), 24)
+    ledger, replayed = engine.ledger, []
+    table, policy = SlotTable(ledger.cache_slots, ledger.staging_slots), make_eviction(eviction)
+    share = max(1, ledger.cache_slots // len(engine.store.layers))
+    for routing in trace:
+        plan = decide(routing, table, policy, share, Switches()).plan
+        if routing.phase is Phase.DECODE:
+            replayed.append(without_slots(plan))
+        carry_out(plan, table, policy)
+    assert plans.kept == replayed
+    assert sum(len(plan.loads) for plan in replayed) > 20
 
 
 @pytest.mark.parametrize("eviction", ["lfu", "score"])

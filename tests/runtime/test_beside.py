@@ -22,6 +22,7 @@ from smoe.load import selftest
 from smoe.load.selftest import is_same, rounding
 from smoe.memory.arena import forget_peak
 from smoe.memory.streams import Fetched
+from smoe.policy.plan import HOST
 from smoe.runtime import layer as layer_math
 from smoe.runtime.execute import LayerExecutor
 from tests import oracle, zoo
@@ -104,7 +105,7 @@ def test_the_cpu_s_experts_by_our_kernel(toy: Callable[..., Path], open_model: O
         pytest.skip("this CPU has no bf16 dot products, or llvmlite is missing")
     folder = toy("qwen3_moe", dtype=torch.bfloat16, **BIG, moe_intermediate_size=256)
     model = open_model(folder, "fifth", **BENCH, balance="host", kernels="torch")
-    host_experts = model.offload.executor.compute.host_experts
+    host_experts = model.offload.executor.compute.units[HOST]
     pool, multiplied = SpinningPool(2), []
     original = pool.multiply
     pool.multiply = lambda products: (multiplied.append(threading.current_thread().name), original(products))[1]
@@ -126,7 +127,7 @@ def test_a_crew_that_does_not_agree_is_not_used(
         pytest.skip("this CPU has no bf16 dot products, or llvmlite is missing")
     folder = toy("qwen3_moe", dtype=torch.bfloat16, **BIG, moe_intermediate_size=256)
     model = open_model(folder, "fifth", **BENCH, balance="host", kernels="torch")
-    host_experts = model.offload.executor.compute.host_experts
+    host_experts = model.offload.executor.compute.units[HOST]
     monkeypatch.setattr(type(next(iter(host_experts._math.values()))), "agrees", lambda *_: False)
     assert not host_experts.multiply_by(SpinningPool(1))
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))

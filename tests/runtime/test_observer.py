@@ -29,7 +29,7 @@ class Heard(StepObserver):
 
     def planned(self, routing: Routing, decision: Decision) -> None:
         chosen = sorted({expert for row in routing.top_k_index for expert in row})
-        assert sorted(serve.copy[1] for serve in decision.plan.serves) == chosen
+        assert sorted(serve.key[1] for serve in decision.plan.serves) == chosen
         self.events.append(("planned", routing.layer, routing.phase, routing.top_k_index))
 
     def computed(self, heard: Routed, hidden: torch.Tensor, output: torch.Tensor) -> None:

@@ -64,9 +64,9 @@ def test_computing_is_held_for_what_it_uses_only(
     arrivals = model.offload.executor.arrivals
     arrive = arrivals._arrive
 
-    def note(copy: Any) -> Any:
-        held.append(arrivals.tickets[copy])
-        return arrive(copy)
+    def note(key: Any) -> Any:
+        held.append(arrivals.tickets[key])
+        return arrive(key)
 
     arrivals._arrive = note
     before = len(streams.held)
@@ -93,7 +93,7 @@ class StillTransfers:
         self.tickets: dict[int, Ticket] = {}
 
     def submit(self, load: Load) -> Ticket:
-        ticket = self.tickets[load.copy[1]] = Ticket(load, None)
+        ticket = self.tickets[load.key[1]] = Ticket(load, None)
         ticket.state = State.RUNNING
         return ticket
 

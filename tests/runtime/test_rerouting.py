@@ -116,7 +116,7 @@ def test_the_weights_are_the_rules_own(switches: dict[str, Any], toy: Callable[.
     original = engine.executor.compute.decode
 
     def watched(plan: Any, hidden: torch.Tensor, weights: torch.Tensor, look_ahead: Any) -> torch.Tensor:
-        given.append(({s.copy[1]: s.routes for s in plan.serves}, weights))
+        given.append(({s.key[1]: s.routes for s in plan.serves}, weights))
         return original(plan, hidden, weights, look_ahead)
 
     engine.executor.compute.decode = watched

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 import torch
 
 from smoe.compute.expert_math import ExpertMath, Weights
-from smoe.expert import EXACT, Copy
+from smoe.compute.unit import ComputeUnit
+from smoe.expert import EXACT, ExpertKey
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.memory.host import HostTier
 from smoe.memory.link import Link
@@ -67,13 +68,13 @@ class HostExperts:
             math.multiply = pool.multiply
         return True
 
-    def submit(self, copy: Copy, hidden: Fetched, tokens: Sequence[int]) -> Future[torch.Tensor]:
+    def submit(self, key: ExpertKey, hidden: Fetched, tokens: Sequence[int]) -> Future[torch.Tensor]:
         """Compute an expert for some rows of hidden [T, H]; the result [n, H] is on the CPU.
 
         Never blocks: what is still on its way from the device is waited for by the CPU's thread. Reading the expert
         from disk, where that is needed, comes first; if it fails, `Future.result()` raises the error.
         """
-        future = self._worker.submit(self._compute, copy, hidden, tokens)
+        future = self._worker.submit(self._compute, key, hidden, tokens)
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
         return future
@@ -101,22 +102,22 @@ class HostExperts:
         if self._pool is not None:
             self._pool.close()
 
-    def _compute(self, copy: Copy, hidden: Fetched, tokens: Sequence[int]) -> torch.Tensor:
-        with self._held(copy) as weights:
+    def _compute(self, key: ExpertKey, hidden: Fetched, tokens: Sequence[int]) -> torch.Tensor:
+        with self._held(key) as weights:
             x = hidden.wait()[list(tokens)]
             began = time.perf_counter()
             with self._pacing.computing_on_host(x.shape[0]):
-                out = self._math[copy[0]].forward(x, weights)
+                out = self._math[key[0]].forward(x, weights)
             seconds = (time.perf_counter() - began) / self._pacing.dilation
             self.busy_seconds += seconds
             self._timed.append((seconds, x.shape[0]))
             return out.pin_memory() if hidden.is_from_device else out
 
     @contextmanager
-    def _held(self, copy: Copy) -> Iterator[Weights]:
+    def _held(self, key: ExpertKey) -> Iterator[Weights]:
         """An expert's weights in the host tier, read from disk where they are not there; kept until the end."""
-        layer, expert, _ = copy
-        lease = self._host.lease(copy)
+        layer, expert, _ = key
+        lease = self._host.lease(key)
         try:
             if not lease.is_hit:
                 self._filler.fill(layer, expert, self._host.arena.buffer(lease.slot), None)
@@ -140,7 +141,7 @@ class Balancer:
         method: str,
         order: str,
         link: Link,
-        host_experts: HostExperts,
+        host: ComputeUnit,
         pacing: Pacing,
         fixed: Costs | None,
         shares_prompts: bool,
@@ -152,7 +153,7 @@ class Balancer:
         self._method = method
         self._order = order
         self._link = link
-        self._host_experts = host_experts
+        self._host = host
         self._fixed = fixed
         self._recent = RecentCosts(recent)
 
@@ -162,7 +163,7 @@ class Balancer:
             return None
         for seconds in self._link.measured():
             self._recent.note_load(seconds)
-        for seconds, rows in self._host_experts.measured():
+        for seconds, rows in self._host.measured():
             if rows > FLAT:
                 self._recent.note_token(seconds / rows)
             else:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from smoe.compute.expert_math import ExpertMath
 from smoe.compute.host_experts import Balancer, HostExperts
+from smoe.compute.unit import ComputeUnit
 from smoe.config import EMULATED, EngineConfig
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.fastpath import attention, linear, norm
@@ -36,6 +37,7 @@ from smoe.models.spec import ModelSpec
 from smoe.policy.balance import Costs
 from smoe.policy.budget import Ledger
 from smoe.policy.eviction.lru import LRU
+from smoe.policy.plan import HOST
 from smoe.policy.prediction import Predictor
 from smoe.policy.residency import SlotTable
 from smoe.policy.trial import Trial
@@ -97,7 +99,7 @@ def assemble(
         executor = LayerExecutor(
             compute=compute,
             predictors=predictors,
-            balancer=_balancer(config, tiers, compute.host_experts, pacing),
+            balancer=_balancer(config, tiers, compute.units.get(HOST), pacing),
             trial=Trial() if _is_on_trial(config) else None,
         )
         engine = Engine(
@@ -148,7 +150,7 @@ def _compute(
         clock=pacing.now,
     )
     host_experts = _host_experts(model, spec, config, store, tiers, arena.device, pacing)
-    return LayerCompute(store, arrivals, arena, math, host_experts, pacing)
+    return LayerCompute(store, arrivals, arena, math, {} if host_experts is None else {HOST: host_experts}, pacing)
 
 
 def _math(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ExpertMath]:
@@ -207,9 +209,9 @@ def _balance(config: EngineConfig, tiers: _Tiers) -> str:
     return config.balance
 
 
-def _balancer(config: EngineConfig, tiers: _Tiers, host_experts: HostExperts | None, pacing: Pacing) -> Balancer | None:
+def _balancer(config: EngineConfig, tiers: _Tiers, host: ComputeUnit | None, pacing: Pacing) -> Balancer | None:
     """What shares misses out between the link and the CPU."""
-    if host_experts is None:
+    if host is None:
         return None
     assert tiers.link is not None, "where there is a host tier there is a link"
     method, fixed = _balance(config, tiers), None
@@ -226,9 +228,7 @@ def _balancer(config: EngineConfig, tiers: _Tiers, host_experts: HostExperts | N
         fixed = Costs(profile.link_seconds(nbytes), profile.host_seconds(nbytes, 1), token=token)
     # measured times must not decide what becomes resident where that decides what is computed
     shares_prompts = config.prefill_balance and not by_measured_times
-    return Balancer(
-        method, config.balance_order, tiers.link, host_experts, pacing, fixed, shares_prompts, config.recent_costs
-    )
+    return Balancer(method, config.balance_order, tiers.link, host, pacing, fixed, shares_prompts, config.recent_costs)
 
 
 def _choose_arithmetic(model: PreTrainedModel, spec: ModelSpec, config: EngineConfig, compute: LayerCompute) -> bool:
@@ -237,9 +237,10 @@ def _choose_arithmetic(model: PreTrainedModel, spec: ModelSpec, config: EngineCo
     Returns whether the library has next to nothing left to compute for one token.
     """
     is_native = spec.dtype is torch.bfloat16 and config.kernels != "torch"
-    if compute.host_experts is not None and is_native and not compute.pacing.is_emulated and is_supported():
+    host = compute.units.get(HOST)
+    if isinstance(host, HostExperts) and is_native and not compute.pacing.is_emulated and is_supported():
         # an emulated device is timed with the library's products: docs/log.md
-        compute.host_experts.multiply_by(SpinningPool(_host_threads(compute.pacing)))
+        host.multiply_by(SpinningPool(_host_threads(compute.pacing)))
     is_wanted = is_native and compute.device.type == "cpu"
     if is_wanted:
         compute.fill_up_rows(spec.dtype)
@@ -353,7 +354,7 @@ def _tiers(
     registry = None if pacing.is_emulated else CudaRegistry(arena.device)
     if registry is not None and on_host_tier is not None:
         on_host_tier(slots * store.slot_bytes)
-    host = HostTier(slots, store.slot_bytes, lambda copy: copy in table.ready, registry)
+    host = HostTier(slots, store.slot_bytes, lambda key: key in table.ready, registry)
     link: Link = EmulatedLink(pacing) if isinstance(pacing, Emulation) else CudaLink(CudaStreams(arena.device))
     return _Tiers(HostMover(filler, reader, host, arena, link), filler, host, link)
 

@@ -11,6 +11,7 @@ from smoe.expert import EXACT
 from smoe.memory.emulation import Emulation
 from smoe.memory.link import Link
 from smoe.memory.streams import Fetched
+from smoe.policy.plan import HOST
 from smoe.runtime.engine import Engine
 
 _STEPS = 4
@@ -41,14 +42,14 @@ def calibrate(model: PreTrainedModel, emulation: Emulation, link: Link) -> None:
 
 def _host_seconds(model: PreTrainedModel, engine: Engine, guess: float) -> float:
     """Of one expert and one row on the CPU beside the device: on one thread, without our kernel, beside the others."""
-    host_experts = engine.executor.compute.host_experts
-    if host_experts is None:
+    host = engine.executor.compute.units.get(HOST)
+    if host is None:
         return 2 * guess
     layer = min(engine.store.layers)
     row = torch.zeros(1, engine.executor.compute.hidden_size(layer), dtype=next(model.parameters()).dtype)
     for expert in range(min(_STEPS, engine.store.layers[layer].experts)):
-        host_experts.submit((layer, expert, EXACT), Fetched(row), [0]).result()
-    return _BESIDE_OTHERS * max(seconds for seconds, _ in host_experts.measured())
+        host.submit((layer, expert, EXACT), Fetched(row), [0]).result()
+    return _BESIDE_OTHERS * max(seconds for seconds, _ in host.measured())
 
 
 def _run(model: PreTrainedModel, engine: Engine, steps: int) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from smoe.expert import Copy
+from smoe.expert import ExpertKey
 from smoe.memory.arena import Arena
 from smoe.memory.page_lock import PageRegistry, lock_pages
 
@@ -23,7 +23,7 @@ from smoe.memory.page_lock import PageRegistry, lock_pages
 class Lease(NamedTuple):
     """A host slot that cannot be evicted until it is given back."""
 
-    copy: Copy
+    key: ExpertKey
     slot: int
     is_hit: bool
     """Whether the expert is there; else whoever has the lease fills the slot and says so."""
@@ -40,51 +40,51 @@ class HostTier:
         self,
         slots: int,
         slot_bytes: int,
-        is_on_device: Callable[[Copy], bool],
+        is_on_device: Callable[[ExpertKey], bool],
         registry: PageRegistry | None = None,
     ) -> None:
         self.arena = Arena(slots, slot_bytes, torch.device("cpu"))
         self._is_on_device = is_on_device
         self._registry = registry
         self._lock = threading.Condition()
-        self._slots: OrderedDict[Copy, int] = OrderedDict()
-        self._leased: Counter[Copy] = Counter()
-        self._filling: set[Copy] = set()
+        self._slots: OrderedDict[ExpertKey, int] = OrderedDict()
+        self._leased: Counter[ExpertKey] = Counter()
+        self._filling: set[ExpertKey] = set()
         self._free = list(range(slots))
         self._locked = [] if registry is None else lock_pages(self.arena, registry)
         """Addresses of what the driver has locked."""
 
-    def lease(self, copy: Copy) -> Lease:
-        """Where `copy` is, or a slot to fill; waits where every slot is leased, or another thread is filling it."""
+    def lease(self, key: ExpertKey) -> Lease:
+        """Where `key` is, or a slot to fill; waits where every slot is leased, or another thread is filling it."""
         with self._lock:
             while True:
-                if copy in self._slots and copy not in self._filling:
-                    self._slots.move_to_end(copy)
-                    self._leased[copy] += 1
-                    return Lease(copy, self._slots[copy], True)
-                slot = None if copy in self._filling else self._take()
+                if key in self._slots and key not in self._filling:
+                    self._slots.move_to_end(key)
+                    self._leased[key] += 1
+                    return Lease(key, self._slots[key], True)
+                slot = None if key in self._filling else self._take()
                 if slot is not None:
-                    self._slots[copy] = slot
-                    self._filling.add(copy)
-                    self._leased[copy] += 1
-                    return Lease(copy, slot, False)
+                    self._slots[key] = slot
+                    self._filling.add(key)
+                    self._leased[key] += 1
+                    return Lease(key, slot, False)
                 self._lock.wait()
 
     def note_filled(self, lease: Lease) -> None:
         """The expert is in the slot of a lease that was no hit."""
         with self._lock:
-            self._filling.discard(lease.copy)
+            self._filling.discard(lease.key)
             self._lock.notify_all()
 
     def give_back(self, lease: Lease) -> None:
         """End a lease; a slot that was to be filled and was not is free again."""
         with self._lock:
-            self._leased[lease.copy] -= 1
-            if not self._leased[lease.copy]:
-                del self._leased[lease.copy]
-            if not lease.is_hit and lease.copy in self._filling:
-                self._filling.discard(lease.copy)
-                self._free.append(self._slots.pop(lease.copy))
+            self._leased[lease.key] -= 1
+            if not self._leased[lease.key]:
+                del self._leased[lease.key]
+            if not lease.is_hit and lease.key in self._filling:
+                self._filling.discard(lease.key)
+                self._free.append(self._slots.pop(lease.key))
             self._lock.notify_all()
 
     def close(self) -> None:
@@ -98,6 +98,6 @@ class HostTier:
     def _take(self) -> int | None:
         if self._free:
             return self._free.pop()
-        evictable = [copy for copy in self._slots if copy not in self._leased]
-        victim = next((copy for copy in evictable if self._is_on_device(copy)), next(iter(evictable), None))
+        evictable = [key for key in self._slots if key not in self._leased]
+        victim = next((key for key in evictable if self._is_on_device(key)), next(iter(evictable), None))
         return None if victim is None else self._slots.pop(victim)

@@ -130,7 +130,7 @@ class SlotMover:
         self._arena = arena
 
     def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
-        layer, expert, _ = ticket.load.copy
+        layer, expert, _ = ticket.load.key
         return self._filler.fill(layer, expert, self._arena.buffer(ticket.load.slot), between)
 
     def mark_free(self) -> Any:
@@ -151,9 +151,9 @@ class HostMover:
         self._link = link
 
     def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
-        layer, expert, _ = ticket.load.copy
+        layer, expert, _ = ticket.load.key
         came = 0
-        lease = self._host.lease(ticket.load.copy)
+        lease = self._host.lease(ticket.load.key)
         try:
             if not lease.is_hit:
                 came = self._filler.fill(layer, expert, self._host.arena.buffer(lease.slot), between)

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from smoe.expert import Copy
-from smoe.policy.plan import Serve
+from smoe.expert import ExpertKey
+from smoe.policy.plan import HOST, Serve
 from smoe.routing import Routing
 
 RECENT = 16
@@ -125,24 +125,24 @@ class Balance(NamedTuple):
         ranked = sorted(missing, key=lambda serve: _importance(serve, routing, self.order))
         tokens = [len(serve.routes) if self.order == "tokens" else 1 for serve in ranked]
         loaded = BALANCERS[self.method]([self.costs.host * count for count in tokens], self.costs)
-        return ranked[:loaded], [serve._replace(on_host=True) for serve in ranked[loaded:]]
+        return ranked[:loaded], [serve._replace(unit=HOST) for serve in ranked[loaded:]]
 
-    def split_prompt(self, missing: Sequence[Serve], ahead: int) -> set[Copy]:
+    def split_prompt(self, missing: Sequence[Serve], ahead: int) -> set[ExpertKey]:
         """Of a prompt's experts those that the CPU computes: of the fewest tokens, and as many as shorten the layer.
 
         `ahead` loads come in any case. The best split, whatever the method: only the CPU's time grows with the tokens
         (first version, section 5.6), and never to load would leave the device idle for the whole prompt.
         """
-        ranked = sorted(missing, key=lambda serve: (-len(serve.routes), serve.copy))
+        ranked = sorted(missing, key=lambda serve: (-len(serve.routes), serve.key))
         host = [max(self.costs.host, self.costs.token * len(serve.routes)) for serve in ranked]
         under_way = self.costs.under_way + ahead * self.costs.load
         loaded = optimal(host, self.costs._replace(under_way=under_way))
-        return {serve.copy for serve in ranked[loaded:]}
+        return {serve.key for serve in ranked[loaded:]}
 
 
 def _importance(serve: Serve, routing: Routing, order: str) -> tuple[float, ...]:
     """Ascending: the most important first. Without scores the place among a token's choices stands for them."""
-    _, expert, _ = serve.copy
+    _, expert, _ = serve.key
     width = len(routing.top_k_index[0])
     if routing.scores is not None:
         score = max(routing.scores[route // width][expert] for route in serve.routes)

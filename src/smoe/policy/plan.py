@@ -13,7 +13,10 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from smoe.expert import Copy
+from smoe.expert import ExpertKey
+
+DEVICE, HOST = 0, 1
+"""Units that compute experts: the device, and the CPU beside it, from the host tier."""
 
 
 class Reason(Enum):
@@ -24,11 +27,11 @@ class Reason(Enum):
 
 
 class Load(NamedTuple):
-    """Bring `copy` into `slot`."""
+    """Bring `key` into `slot`."""
 
-    copy: Copy
+    key: ExpertKey
     slot: int
-    victim: Copy | None
+    victim: ExpertKey | None
     """The copy that is forgotten when the load starts; None where the slot was free or was given up before."""
     keep: bool
     """Whether it stays resident after its layer (a cache slot) or leaves at once (a staging slot)."""
@@ -38,15 +41,15 @@ class Load(NamedTuple):
 
 
 class Serve(NamedTuple):
-    """Compute `copy` for its routes."""
+    """Compute `key` for its routes."""
 
-    copy: Copy
+    key: ExpertKey
     routes: tuple[int, ...]
     """Flat positions t * K + k into top_k_index, ascending."""
     waits: bool
     """True where the copy is not ready yet and computing it has to wait."""
-    on_host: bool = False
-    """True where the CPU computes it from the host tier, beside the device, and nothing is brought in."""
+    unit: int = DEVICE
+    """What computes it. For another one than the device nothing is brought in."""
 
 
 class Promotion(NamedTuple):
@@ -56,8 +59,8 @@ class Promotion(NamedTuple):
     victim is None) becomes the staging slot instead.
     """
 
-    copy: Copy
-    victim: Copy | None
+    key: ExpertKey
+    victim: ExpertKey | None
     after: int = 0
     """Serves of the plan that must have been computed before; above 0 the copy is the last of them."""
 

@@ -22,10 +22,10 @@ from itertools import islice
 from typing import NamedTuple
 
 from smoe.errors import BudgetError
-from smoe.expert import EXACT, Copy
+from smoe.expert import EXACT, ExpertKey
 from smoe.policy.balance import Balance
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import LayerPlan, Load, PrefetchPlan, Promotion, Reason, Serve
+from smoe.policy.plan import DEVICE, HOST, LayerPlan, Load, PrefetchPlan, Promotion, Reason, Serve
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
 
@@ -53,7 +53,7 @@ def plan_layer(
     the step's missing experts the CPU computes (None: none); `prefill_keep` (`PREFILL_KEEP`) what decides which of a
     prompt's experts stay. Raises `BudgetError` where not even one expert can be brought in.
     """
-    routes = routes_by_copy(routing)
+    routes = routes_by_key(routing)
     if routing.phase is Phase.DECODE:
         return _plan_decode(routing, routes, residency, eviction, balance)
     staying = _staying(routing, routes, residency, eviction, layer_share, prefill_keep)
@@ -72,13 +72,13 @@ def plan_prefetch(layer: int, predicted: Iterable[int], residency: SlotTable, cu
     so that a layer whose prediction was wrong can always stream through it.
     """
     wanted = (
-        copy
-        for copy in ((layer, expert, EXACT) for expert in predicted)
-        if copy not in residency.ready and copy not in residency.inflight
+        key
+        for key in ((layer, expert, EXACT) for expert in predicted)
+        if key not in residency.ready and key not in residency.inflight
     )
     loads = [
-        Load(copy, slot, None, False, Reason.PREFETCH, after)
-        for copy, (slot, after) in zip(wanted, current.spare[: residency.staging_slots - 1], strict=False)
+        Load(key, slot, None, False, Reason.PREFETCH, after)
+        for key, (slot, after) in zip(wanted, current.spare[: residency.staging_slots - 1], strict=False)
     ]
     return PrefetchPlan(layer, loads)
 
@@ -111,7 +111,7 @@ def last_rows(routing: Routing) -> list[int]:
     return [end[back] for back in range(share - 1, -1, -1) for end in ends if back < len(end)]
 
 
-def routes_by_copy(routing: Routing) -> dict[Copy, tuple[int, ...]]:
+def routes_by_key(routing: Routing) -> dict[ExpertKey, tuple[int, ...]]:
     """Flat route positions of every expert used, ascending by expert; padding routes are left out.
 
     Within an expert by choice, then by token: the order in which the library's eager experts stack their rows, which
@@ -133,7 +133,7 @@ def routes_by_copy(routing: Routing) -> dict[Copy, tuple[int, ...]]:
 
 def _plan_decode(
     routing: Routing,
-    routes: dict[Copy, tuple[int, ...]],
+    routes: dict[ExpertKey, tuple[int, ...]],
     residency: SlotTable,
     eviction: Eviction,
     balance: Balance | None,
@@ -143,17 +143,17 @@ def _plan_decode(
     ready: list[Serve] = []
     waiting: list[Serve] = []
     missing: list[Serve] = []
-    wanted_staged: list[Copy] = []
-    for copy, positions in routes.items():
-        if copy in ready_slots:
-            ready.append(Serve(copy, positions, False))
-        elif copy in inflight:
-            waiting.append(Serve(copy, positions, True))
+    wanted_staged: list[ExpertKey] = []
+    for key, positions in routes.items():
+        if key in ready_slots:
+            ready.append(Serve(key, positions, False))
+        elif key in inflight:
+            waiting.append(Serve(key, positions, True))
         else:
-            missing.append(Serve(copy, positions, True))
+            missing.append(Serve(key, positions, True))
             continue
-        if copy in staged:
-            wanted_staged.append(copy)
+        if key in staged:
+            wanted_staged.append(key)
     hits = len(ready) + len(waiting)
     if not missing and not wanted_staged:
         return LayerPlan(layer, ready + waiting, [], [], hits, _spare_in_decode(residency))
@@ -163,19 +163,19 @@ def _plan_decode(
     victims = deque(eviction.victims(max(0, len(missing) + len(wanted_staged) - len(free)), routes))
     promotions = _promote(wanted_staged, free, victims)
     serves = ready + waiting + missing
-    loads = _loads(missing, serves, free, victims, residency, {p.copy for p in promotions})
+    loads = _loads(missing, serves, free, victims, residency, {p.key for p in promotions})
     return LayerPlan(layer, serves + on_host, loads, promotions, hits, _spare_in_decode(residency))
 
 
-def _promote(wanted: Sequence[Copy], free: deque[int], victims: deque[Copy]) -> list[Promotion]:
+def _promote(wanted: Sequence[ExpertKey], free: deque[int], victims: deque[ExpertKey]) -> list[Promotion]:
     """Keep what a prefetch brought in and the layer wants, as far as cache slots allow; uses up free and victims."""
     promotions: list[Promotion] = []
-    for copy in wanted:
+    for key in wanted:
         if free:
             free.popleft()
-            promotions.append(Promotion(copy, None))
+            promotions.append(Promotion(key, None))
         elif victims:
-            promotions.append(Promotion(copy, victims.popleft()))
+            promotions.append(Promotion(key, victims.popleft()))
     return promotions
 
 
@@ -183,14 +183,14 @@ def _loads(
     missing: Sequence[Serve],
     serves: Sequence[Serve],
     free: deque[int],
-    victims: deque[Copy],
+    victims: deque[ExpertKey],
     residency: SlotTable,
-    promoted: set[Copy],
+    promoted: set[ExpertKey],
 ) -> list[Load]:
     """Slots for the missing experts: free ones, victims, then those of experts computed earlier in this plan."""
     loads: list[Load] = []
-    slot_of: dict[Copy, int] = {}
-    reusable = ((n, serve.copy) for n, serve in enumerate(serves) if _in_cache(serve.copy, residency, promoted))
+    slot_of: dict[ExpertKey, int] = {}
+    reusable = ((n, serve.key) for n, serve in enumerate(serves) if _in_cache(serve.key, residency, promoted))
     for serve in missing:
         if free:
             slot, victim, after = free.popleft(), None, 0
@@ -199,23 +199,23 @@ def _loads(
             slot, after = residency.ready[victim], 0
         else:
             position, victim = next(reusable, (0, None))
-            if victim is None or victim == serve.copy:
+            if victim is None or victim == serve.key:
                 raise BudgetError(
-                    f"layer {serve.copy[0]} needs one more expert slot and none of {residency.cache_slots} can be freed"
+                    f"layer {serve.key[0]} needs one more expert slot and none of {residency.cache_slots} can be freed"
                 )
             slot = slot_of[victim] if victim in slot_of else _slot(victim, residency)
             after = position + 1
-        slot_of[serve.copy] = slot
-        loads.append(Load(serve.copy, slot, victim, True, Reason.DEMAND, after))
+        slot_of[serve.key] = slot
+        loads.append(Load(serve.key, slot, victim, True, Reason.DEMAND, after))
     return loads
 
 
-def _slot(copy: Copy, residency: SlotTable) -> int:
-    return residency.ready[copy] if copy in residency.ready else residency.inflight[copy]
+def _slot(key: ExpertKey, residency: SlotTable) -> int:
+    return residency.ready[key] if key in residency.ready else residency.inflight[key]
 
 
-def _in_cache(copy: Copy, residency: SlotTable, promoted: set[Copy]) -> bool:
-    return copy not in residency.staged or copy in promoted
+def _in_cache(key: ExpertKey, residency: SlotTable, promoted: set[ExpertKey]) -> bool:
+    return key not in residency.staged or key in promoted
 
 
 def _spare_in_decode(residency: SlotTable) -> list[tuple[int, int]]:
@@ -224,31 +224,31 @@ def _spare_in_decode(residency: SlotTable) -> list[tuple[int, int]]:
 
 def _plan_prefill(
     layer: int,
-    routes: dict[Copy, tuple[int, ...]],
+    routes: dict[ExpertKey, tuple[int, ...]],
     residency: SlotTable,
     staying: _Staying,
     balance: Balance | None,
 ) -> LayerPlan:
     ready, inflight = residency.ready, residency.inflight
-    missing = [copy for copy in routes if copy not in ready and copy not in inflight]
-    serves = [Serve(copy, positions, copy not in ready) for copy, positions in routes.items()]
+    missing = [key for key in routes if key not in ready and key not in inflight]
+    serves = [Serve(key, positions, key not in ready) for key, positions in routes.items()]
     if balance is not None:
-        serves = _share_with_host(serves, {copy for copy in missing if not staying.has(copy)}, len(missing), balance)
-    on_host = {serve.copy for serve in serves if serve.on_host}
-    loaded = [copy for copy in missing if copy not in on_host]
+        serves = _share_with_host(serves, {key for key in missing if not staying.has(key)}, len(missing), balance)
+    on_host = {serve.key for serve in serves if serve.unit != DEVICE}
+    loaded = [key for key in missing if key not in on_host]
     free = deque(residency.free_cache)
     promotions = _promotions(serves, residency, staying, free)
-    passing = [copy for copy in routes if copy not in staying.free and (copy in residency.staged or copy in loaded)]
+    passing = [key for key in routes if key not in staying.free and (key in residency.staged or key in loaded)]
     slots = _staging_order(serves, passing, residency, staying.instead)
     loads: list[Load] = []
-    for copy in loaded:
-        if copy in staying.free:
-            loads.append(Load(copy, free.popleft(), None, True, Reason.DEMAND, 0))
+    for key in loaded:
+        if key in staying.free:
+            loads.append(Load(key, free.popleft(), None, True, Reason.DEMAND, 0))
             continue
         place = next(slots, None)
         if place is None:
             raise BudgetError(f"layer {layer} of a prefill needs a staging slot; there are {residency.staging_slots}")
-        loads.append(Load(copy, place[0], None, False, Reason.DEMAND, place[1]))
+        loads.append(Load(key, place[0], None, False, Reason.DEMAND, place[1]))
     return LayerPlan(layer, serves, loads, promotions, len(serves) - len(missing), list(slots))
 
 
@@ -257,29 +257,29 @@ def _promotions(serves: Sequence[Serve], residency: SlotTable, staying: _Staying
     served."""
     promotions: list[Promotion] = []
     for computed, serve in enumerate(serves, start=1):
-        if serve.copy in staying.instead:
-            promotions.append(Promotion(serve.copy, staying.instead[serve.copy], computed))
-        elif serve.copy in staying.free and serve.copy in residency.staged:
+        if serve.key in staying.instead:
+            promotions.append(Promotion(serve.key, staying.instead[serve.key], computed))
+        elif serve.key in staying.free and serve.key in residency.staged:
             free.popleft()
-            promotions.append(Promotion(serve.copy, None))
+            promotions.append(Promotion(serve.key, None))
     return promotions
 
 
 class _Staying(NamedTuple):
     """The experts of a prefill that are resident afterwards and were not before."""
 
-    free: set[Copy]
+    free: set[ExpertKey]
     """Those that go to free cache slots."""
-    instead: dict[Copy, Copy]
+    instead: dict[ExpertKey, ExpertKey]
     """Those that take the slot of a resident."""
 
-    def has(self, copy: Copy) -> bool:
-        return copy in self.free or copy in self.instead
+    def has(self, key: ExpertKey) -> bool:
+        return key in self.free or key in self.instead
 
 
 def _staying(
     routing: Routing,
-    routes: Mapping[Copy, object],
+    routes: Mapping[ExpertKey, object],
     residency: SlotTable,
     eviction: Eviction,
     layer_share: int,
@@ -292,47 +292,50 @@ def _staying(
     last_uses = Counter(
         (routing.layer, expert, EXACT) for row in last_rows(routing) for expert in routing.top_k_index[row]
     )
-    newcomers = [copy for copy in routes if copy in staged or (copy not in ready and copy not in inflight)]
-    residents = [copy for copy in ready if copy[0] == routing.layer and copy not in staged]
+    newcomers = [key for key in routes if key in staged or (key not in ready and key not in inflight)]
+    residents = [key for key in ready if key[0] == routing.layer and key not in staged]
     room = max(0, min(len(residency.free_cache), layer_share - len(residents)))
-    value: Callable[[Copy], float] = last_uses.__getitem__
-    newcomers.sort(key=lambda copy: (-value(copy), copy))
+    value: Callable[[ExpertKey], float] = last_uses.__getitem__
+    newcomers.sort(key=lambda key: (-value(key), key))
     if keep == "eviction":
         value = eviction.worth
-        newcomers.sort(key=lambda copy: -value(copy))
+        newcomers.sort(key=lambda key: -value(key))
     free, others = set(newcomers[:room]), newcomers[room:]
     if keep == "eviction":
         residents = eviction.victims(len(others), ())
     else:
-        residents.sort(key=lambda copy: (value(copy), copy))
+        residents.sort(key=lambda key: (value(key), key))
     return _Staying(free, _pairs(others, residents, routes, value))
 
 
 def _pairs(
-    newcomers: Sequence[Copy], residents: list[Copy], routes: Container[Copy], value: Callable[[Copy], float]
-) -> dict[Copy, Copy]:
+    newcomers: Sequence[ExpertKey],
+    residents: list[ExpertKey],
+    routes: Container[ExpertKey],
+    value: Callable[[ExpertKey], float],
+) -> dict[ExpertKey, ExpertKey]:
     """Each newcomer, best first, with the least valuable resident that has served before it, or is not used."""
-    instead: dict[Copy, Copy] = {}
-    for copy in newcomers:
+    instead: dict[ExpertKey, ExpertKey] = {}
+    for key in newcomers:
         for resident in residents:
-            if value(resident) >= value(copy):
+            if value(resident) >= value(key):
                 break
-            if resident not in routes or resident < copy:
-                instead[copy] = resident
+            if resident not in routes or resident < key:
+                instead[key] = resident
                 residents.remove(resident)
                 break
     return instead
 
 
-def _share_with_host(serves: list[Serve], passing: Container[Copy], missing: int, balance: Balance) -> list[Serve]:
+def _share_with_host(serves: list[Serve], passing: Container[ExpertKey], missing: int, balance: Balance) -> list[Serve]:
     """The CPU computes some of the experts that would only pass through; what stays has to be loaded anyway."""
-    candidates = [serve for serve in serves if serve.copy in passing]
+    candidates = [serve for serve in serves if serve.key in passing]
     on_host = balance.split_prompt(candidates, missing - len(candidates))
-    return [serve._replace(on_host=True) if serve.copy in on_host else serve for serve in serves]
+    return [serve._replace(unit=HOST) if serve.key in on_host else serve for serve in serves]
 
 
 def _staging_order(
-    serves: Sequence[Serve], passing: Sequence[Copy], residency: SlotTable, instead: Mapping[Copy, Copy]
+    serves: Sequence[Serve], passing: Sequence[ExpertKey], residency: SlotTable, instead: Mapping[ExpertKey, ExpertKey]
 ) -> Iterator[tuple[int, int]]:
     """Staging slots in the order in which they come free while `serves` are computed: (slot, serves computed before).
 
@@ -347,13 +350,13 @@ def _staging_order(
         yield slot, 0
     passes = set(passing)
     for computed, serve in enumerate(serves, start=1):
-        if serve.copy not in passes:
+        if serve.key not in passes:
             continue
-        is_staged = serve.copy in residency.staged
+        is_staged = serve.key in residency.staged
         if not is_staged and not handed_out:
             return  # no slot will ever come free: the caller refuses
-        slot = _slot(serve.copy, residency) if is_staged else handed_out.popleft()
-        if serve.copy in instead:
-            slot = residency.ready[instead[serve.copy]]
+        slot = _slot(serve.key, residency) if is_staged else handed_out.popleft()
+        if serve.key in instead:
+            slot = residency.ready[instead[serve.key]]
         handed_out.append(slot)
         yield slot, computed

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from smoe.expert import EXACT, Copy
+from smoe.expert import EXACT, ExpertKey
 from smoe.policy.plan import Load, Promotion
 
 
@@ -25,52 +25,52 @@ class SlotTable:
         assert cache_slots > 0 and staging_slots >= 0, (cache_slots, staging_slots)
         self.cache_slots = cache_slots
         self.staging_slots = staging_slots
-        self.ready: dict[Copy, int] = {}
-        self.inflight: dict[Copy, int] = {}
-        self.staged: set[Copy] = set()
+        self.ready: dict[ExpertKey, int] = {}
+        self.inflight: dict[ExpertKey, int] = {}
+        self.staged: set[ExpertKey] = set()
         """Copies, ready or in flight, that sit in a staging slot."""
         self.free_cache: deque[int] = deque(range(cache_slots))
         self.free_staging: deque[int] = deque(range(cache_slots, cache_slots + staging_slots))
 
-    def __contains__(self, copy: Copy) -> bool:
+    def __contains__(self, key: ExpertKey) -> bool:
         """Whether the copy is ready."""
-        return copy in self.ready
+        return key in self.ready
 
-    def cached(self) -> Iterator[Copy]:
+    def cached(self) -> Iterator[ExpertKey]:
         """Ready copies in cache slots: the candidates for eviction."""
-        return (copy for copy in self.ready if copy not in self.staged)
+        return (key for key in self.ready if key not in self.staged)
 
     def begin(self, load: Load) -> None:
         """A load starts: its victim is forgotten, its slot is in flight."""
-        copy, slot, victim = load.copy, load.slot, load.victim
-        assert copy not in self.ready and copy not in self.inflight, f"{copy} is here already"
+        key, slot, victim = load.key, load.slot, load.victim
+        assert key not in self.ready and key not in self.inflight, f"{key} is here already"
         if victim is not None:
             assert self.ready[victim] == slot and victim not in self.staged, (load, self.ready.get(victim))
             del self.ready[victim]
         else:
             (self.free_cache if load.keep else self.free_staging).remove(slot)
-        self.inflight[copy] = slot
+        self.inflight[key] = slot
         if not load.keep:
-            self.staged.add(copy)
+            self.staged.add(key)
 
-    def arrive(self, copy: Copy) -> None:
+    def arrive(self, key: ExpertKey) -> None:
         """A load has ended well."""
-        self.ready[copy] = self.inflight.pop(copy)
+        self.ready[key] = self.inflight.pop(key)
 
-    def fail(self, copy: Copy) -> None:
+    def fail(self, key: ExpertKey) -> None:
         """A load has ended badly or was cancelled: its slot is free again and holds nothing."""
-        self._free(copy, self.inflight.pop(copy))
+        self._free(key, self.inflight.pop(key))
 
-    def release(self, copy: Copy) -> None:
+    def release(self, key: ExpertKey) -> None:
         """A ready copy in a staging slot has served; forget it."""
-        assert copy in self.staged, f"{copy} is not staged"
-        self._free(copy, self.ready.pop(copy))
+        assert key in self.staged, f"{key} is not staged"
+        self._free(key, self.ready.pop(key))
 
     def promote(self, promotion: Promotion) -> None:
         """Turn the staging slot of a copy into a cache slot; the victim's slot becomes the free staging slot."""
-        copy, victim, _ = promotion
-        assert copy in self.staged, f"{copy} is not staged"
-        self.staged.discard(copy)
+        key, victim, _ = promotion
+        assert key in self.staged, f"{key} is not staged"
+        self.staged.discard(key)
         freed = self.free_cache.popleft() if victim is None else self.ready.pop(victim)
         self.free_staging.append(freed)
 
@@ -91,9 +91,9 @@ class SlotTable:
         self.free_cache = deque(free[: self.cache_slots - len(self.ready)])
         self.free_staging = deque(free[self.cache_slots - len(self.ready) :])
 
-    def _free(self, copy: Copy, slot: int) -> None:
-        if copy in self.staged:
-            self.staged.discard(copy)
+    def _free(self, key: ExpertKey, slot: int) -> None:
+        if key in self.staged:
+            self.staged.discard(key)
             self.free_staging.append(slot)
         else:
             self.free_cache.append(slot)
@@ -117,8 +117,8 @@ class ExpertsAtHand:
         self._table = table
 
     def __contains__(self, expert: object) -> bool:
-        copy = (self._layer, expert, EXACT)
-        return copy in self._table.ready or copy in self._table.inflight
+        key = (self._layer, expert, EXACT)
+        return key in self._table.ready or key in self._table.inflight
 
 
 class ExpertsUnderWay:

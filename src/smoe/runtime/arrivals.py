@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from smoe.compute.expert_math import ExpertMath, Weights
-from smoe.expert import Copy
+from smoe.expert import ExpertKey
 from smoe.memory.arena import Arena
 from smoe.memory.store import ExpertStore
 from smoe.memory.transfer import State, Ticket, Transfers
@@ -39,15 +39,15 @@ class Arrivals:
         self.eviction = eviction
         self.transfers = transfers
         self.counters = Counters()
-        self.tickets: dict[Copy, Ticket] = {}
+        self.tickets: dict[ExpertKey, Ticket] = {}
         """What has been submitted and whose end has not been booked."""
         self._store = store
         self._arena = arena
         self._math = math
         self._clock = clock
-        self._promoted: set[Copy] = set()
+        self._promoted: set[ExpertKey] = set()
         """Copies of the running layer that were prefetched and stay, and that have not served yet."""
-        self._staying: dict[Copy, Promotion] = {}
+        self._staying: dict[ExpertKey, Promotion] = {}
         """Copies of the running layer that take a resident's slot once they have served."""
         self._weights: list[Weights | None] = [None] * (table.cache_slots + table.staging_slots)
         self._views: dict[tuple[int, int], Weights] = {}
@@ -67,7 +67,7 @@ class Arrivals:
 
     def awaited(self, plan: LayerPlan) -> list[Ticket]:
         """The loads that the plan's serves are still waiting for."""
-        found = (self.tickets.get(serve.copy) for serve in plan.serves if serve.waits)
+        found = (self.tickets.get(serve.key) for serve in plan.serves if serve.waits)
         return [ticket for ticket in found if ticket is not None and not ticket.is_over]
 
     def start_anew(self, eviction: Eviction) -> None:
@@ -85,7 +85,7 @@ class Arrivals:
 
     def adopt(self, plan: LayerPlan) -> None:
         """Start a plan: apply the promotions that are due, keep the later ones, issue loads in their order."""
-        self._staying = {promotion.copy: promotion for promotion in plan.promotions if promotion.after}
+        self._staying = {promotion.key: promotion for promotion in plan.promotions if promotion.after}
         for promotion in plan.promotions:
             if not promotion.after:
                 self._promote(promotion)
@@ -102,7 +102,7 @@ class Arrivals:
         self.table.promote(promotion)
         if promotion.victim is not None:
             self.eviction.remove(promotion.victim)
-        self._promoted.add(promotion.copy)  # a resident once it has served: in the order of the plan, as any other
+        self._promoted.add(promotion.key)  # a resident once it has served: in the order of the plan, as any other
 
     def issue(self, computed: int) -> None:
         """Start the loads whose slots are free, now that `computed` serves of the plan have ended."""
@@ -113,11 +113,11 @@ class Arrivals:
             if load.victim is not None:
                 self.eviction.remove(load.victim)
             self._weights[load.slot] = self._bind(load)
-            self.tickets[load.copy] = self.transfers.submit(load)
+            self.tickets[load.key] = self.transfers.submit(load)
 
     def _bind(self, load: Load) -> Weights:
         """The weights that the load will bring, as views; made once for a slot and layout."""
-        layer, expert, _ = load.copy
+        layer, expert, _ = load.key
         placement = self._store.placement(layer, expert)
         key = (load.slot, placement.layout)
         weights = self._views.get(key)
@@ -125,9 +125,9 @@ class Arrivals:
             weights = self._views[key] = self._math[layer].bind(self._arena, load.slot, placement.parts)
         return weights
 
-    def _arrive(self, copy: Copy) -> Weights:
+    def _arrive(self, key: ExpertKey) -> Weights:
         """Take in a copy that is under way: wait for it, or have the device wait where it can."""
-        ticket = self.tickets[copy]
+        ticket = self.tickets[key]
         if not ticket.is_over:
             self.transfers.urge(ticket)
             started = self._clock()
@@ -136,21 +136,21 @@ class Arrivals:
         if not ticket.is_over:
             assert ticket.hold is not None
             ticket.hold()
-        self._close(copy, ticket)
+        self._close(key, ticket)
         if ticket.error is not None:
             raise ticket.error
-        return self.ready(copy)
+        return self.ready(key)
 
-    def _close(self, copy: Copy, ticket: Ticket) -> None:
+    def _close(self, key: ExpertKey, ticket: Ticket) -> None:
         """Book the end of a load, or that the device alone waits for it."""
-        del self.tickets[copy]
+        del self.tickets[key]
         if ticket.state in (State.FAILED, State.CANCELLED):
-            self._promoted.discard(copy)
-            self.table.fail(copy)
+            self._promoted.discard(key)
+            self.table.fail(key)
             return
-        self.table.arrive(copy)
+        self.table.arrive(key)
         if ticket.load.keep:
-            self.eviction.insert(copy)
+            self.eviction.insert(key)
         if not ticket.is_over:
             self._flowing.append(ticket)
 
@@ -166,9 +166,9 @@ class Arrivals:
                     raise ticket.error
             self._flowing = [ticket for ticket in self._flowing if not ticket.is_over]
         if self.tickets:
-            for copy, ticket in list(self.tickets.items()):
+            for key, ticket in list(self.tickets.items()):
                 if ticket.is_over:
-                    self._close(copy, ticket)
+                    self._close(key, ticket)
 
     def drop_stale(self, routing: Routing) -> None:
         """Forget what was prefetched for this layer, or one before it, and is not wanted.
@@ -178,26 +178,26 @@ class Arrivals:
         """
         layer, table = routing.layer, self.table
         wanted = {expert for row in routing.top_k_index for expert in row}
-        for copy in list(table.staged):
-            if copy[0] == layer and copy[1] in wanted:
+        for key in list(table.staged):
+            if key[0] == layer and key[1] in wanted:
                 self.counters.prefetches_used += 1
                 continue
-            ticket = self.tickets.get(copy)
+            ticket = self.tickets.get(key)
             if ticket is not None:
                 if not self.transfers.cancel(ticket) and not ticket.is_over:
                     if routing.phase is Phase.DECODE:
                         continue
                     ticket.join()  # what is loaded into the slot next is copied behind it
-                self._close(copy, ticket)
-            if copy in table.ready:
-                table.release(copy)
+                self._close(key, ticket)
+            if key in table.ready:
+                table.release(key)
 
     def recover(self) -> None:
         """After an error or an interrupt, wherever it struck: nothing is under way, only what is ready is kept."""
         self.transfers.drain()
         for ticket in self._flowing:
             if ticket.error is not None:
-                self.table.ready.pop(ticket.load.copy, None)
+                self.table.ready.pop(ticket.load.key, None)
         self._flowing.clear()
         self._queue.clear()
         self.tickets.clear()
@@ -205,27 +205,27 @@ class Arrivals:
         self._staying.clear()
         self.table.settle()
         resident, believed = self.table.ready.keys(), set(self.eviction.victims(len(self._weights), ()))
-        for copy in sorted(believed - resident):
-            self.eviction.remove(copy)
-        for copy in sorted(resident - believed):
-            self.eviction.insert(copy)
+        for key in sorted(believed - resident):
+            self.eviction.remove(key)
+        for key in sorted(resident - believed):
+            self.eviction.insert(key)
 
     def weights_of(self, serve: Serve) -> Weights:
-        return self.ready(serve.copy) if serve.copy in self.table.ready else self._arrive(serve.copy)
+        return self.ready(serve.key) if serve.key in self.table.ready else self._arrive(serve.key)
 
-    def ready(self, copy: Copy) -> Weights:
-        weights = self._weights[self.table.ready[copy]]
-        assert weights is not None, copy
+    def ready(self, key: ExpertKey) -> Weights:
+        weights = self._weights[self.table.ready[key]]
+        assert weights is not None, key
         return weights
 
     def served(self, serve: Serve, computed: int) -> None:
         """A serve has been computed: a passing expert leaves or stays, loads that waited for a slot start."""
-        if serve.copy in self._staying:
-            self._promote(self._staying.pop(serve.copy))
-        if serve.copy in self.table.staged:
-            self.table.release(serve.copy)
-        elif serve.copy in self._promoted:
-            self._promoted.remove(serve.copy)
-            self.eviction.insert(serve.copy)
+        if serve.key in self._staying:
+            self._promote(self._staying.pop(serve.key))
+        if serve.key in self.table.staged:
+            self.table.release(serve.key)
+        elif serve.key in self._promoted:
+            self._promoted.remove(serve.key)
+            self.eviction.insert(serve.key)
         if self._queue:
             self.issue(computed)

@@ -110,7 +110,7 @@ class Engine:
         counters.bytes_read = self._transfers.bytes_read
         counters.read_busy_seconds = self._transfers.busy_seconds
         compute = self.executor.compute
-        counters.host_seconds = compute.host_experts.busy_seconds if compute.host_experts is not None else 0.0
+        counters.host_seconds = sum(unit.busy_seconds for unit in compute.units.values())
         counters.late_seconds = compute.pacing.late_seconds
         return counters
 

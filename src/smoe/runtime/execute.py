@@ -27,7 +27,7 @@ from smoe.kernels.threads import threads
 from smoe.memory.transfer import Ticket
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import LayerPlan
+from smoe.policy.plan import DEVICE, LayerPlan
 from smoe.policy.planner import last_rows, layer_share, plan_prefetch, real_rows
 from smoe.policy.prediction import Moment, Predictor, Sight
 from smoe.policy.residency import SlotTable
@@ -269,7 +269,7 @@ class LayerExecutor:
         counters.top_score_missing += selection.top_score_missing
         counters.substituted += len(selection.replacements)
         counters.prefetches_top_score += sum(
-            copy[0] == routing.layer and copy[1] in selection.top for copy in self.table.staged
+            key[0] == routing.layer and key[1] in selection.top for key in self.table.staged
         )
 
     def _count(self, plan: LayerPlan, phase: Phase) -> None:
@@ -278,8 +278,8 @@ class LayerExecutor:
         if phase is Phase.DECODE:
             counters.decode_uses += len(plan.serves)
             counters.decode_hits += plan.hits
-            counters.host_computed += sum(serve.on_host for serve in plan.serves)
+            counters.host_computed += sum(serve.unit != DEVICE for serve in plan.serves)
         else:
             counters.prefill_uses += len(plan.serves)
             counters.prefill_hits += plan.hits
-            counters.prefill_host_computed += sum(serve.on_host for serve in plan.serves)
+            counters.prefill_host_computed += sum(serve.unit != DEVICE for serve in plan.serves)

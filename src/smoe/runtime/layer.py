@@ -16,17 +16,17 @@ import torch
 
 from smoe.compute.decode_experts import decode_experts, proven_kernel, routes_on_device
 from smoe.compute.expert_math import ExpertMath, library_products
-from smoe.compute.host_experts import HostExperts
 from smoe.compute.row_groups import Filling, Shape, proven_filling
 from smoe.compute.thread_pool import ThreadPool
-from smoe.expert import Copy
+from smoe.compute.unit import ComputeUnit
+from smoe.expert import ExpertKey
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.memory.arena import Arena
 from smoe.memory.pacing import Pacing
 from smoe.memory.store import ExpertStore
 from smoe.memory.streams import Fetched
-from smoe.policy.plan import LayerPlan, Serve
+from smoe.policy.plan import DEVICE, LayerPlan, Serve
 from smoe.runtime.arrivals import Arrivals
 
 _HANDED_OVER = 4
@@ -44,15 +44,15 @@ class LayerCompute:
         arrivals: Arrivals,
         arena: Arena,
         experts: Mapping[int, ExpertMath],
-        host_experts: HostExperts | None,
+        units: Mapping[int, ComputeUnit],
         pacing: Pacing,
     ) -> None:
-        """`host_experts`: the CPU beside the device; None where the device computes all experts."""
+        """`units`: what computes beside the device, by the number that plans give it (`Serve.unit`)."""
         self.thread_pool: ThreadPool | None = None
         """What shares resident experts out over several threads (`compute_by`)."""
         self.spinning_pool: SpinningPool | None = None
         """What multiplies single rows by our kernel (`compute_by`)."""
-        self.host_experts = host_experts
+        self.units = units
         self.pacing = pacing
         self.store = store
         self.arrivals = arrivals
@@ -68,18 +68,18 @@ class LayerCompute:
 
     def start_anew(self) -> None:
         """Nothing under way, nothing counted."""
-        if self.host_experts is not None:
-            self.host_experts.start_anew()
+        for unit in self.units.values():
+            unit.start_anew()
         self.pacing.late_seconds = 0.0
 
     def recover(self) -> None:
         """After an error anywhere in a pass: nothing is under way."""
-        if self.host_experts is not None:
-            self.host_experts.drain()
+        for unit in self.units.values():
+            unit.drain()
 
     def close(self) -> None:
         """End the helpers."""
-        for helpers in (self.thread_pool, self.spinning_pool, self.host_experts):
+        for helpers in (self.thread_pool, self.spinning_pool, *self.units.values()):
             if helpers is not None:
                 helpers.close()
 
@@ -92,8 +92,8 @@ class LayerCompute:
         Finds out, too, in which layers it may take one token through all experts at once.
         """
         found: dict[tuple[int, int], TokenExperts | None] = {}
-        for copy in sorted(self.arrivals.table.ready):
-            math, weights = self._experts[copy[0]], self.arrivals.ready(copy)
+        for key in sorted(self.arrivals.table.ready):
+            math, weights = self._experts[key[0]], self.arrivals.ready(key)
             if (math.hidden, math.inner) not in found:
                 if not math.agrees(pool, weights):
                     return False
@@ -141,21 +141,19 @@ class LayerCompute:
             return torch.zeros_like(hidden)
         counters = self.arrivals.counters
         started, before = self._now(), counters.elsewhere_seconds
-        from_host = self._start_host(plan, hidden, top_k_weights.shape[1])
-        total = self._few_tokens(plan, hidden, top_k_weights, from_host, on_residents_done)
+        from_unit = self._start_beside(plan, hidden, top_k_weights.shape[1])
+        total = self._few_tokens(plan, hidden, top_k_weights, from_unit, on_residents_done)
         counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
         return total
 
-    def _start_host(self, plan: LayerPlan, hidden: torch.Tensor, width: int) -> dict[Copy, Future[torch.Tensor]]:
-        """What the CPU computes beside the device begins now."""
-        if self.host_experts is None:
-            return {}
-        given = [serve for serve in plan.serves if serve.on_host]
+    def _start_beside(self, plan: LayerPlan, hidden: torch.Tensor, width: int) -> dict[ExpertKey, Future[torch.Tensor]]:
+        """What is computed beside the device begins now."""
+        given = [serve for serve in plan.serves if serve.unit != DEVICE] if self.units else ()
         if not given:
             return {}
         rows = Fetched(hidden)  # once for all of them, and nobody waits for it here: the device gets its work next
         return {
-            serve.copy: self.host_experts.submit(serve.copy, rows, [route // width for route in serve.routes])
+            serve.key: self.units[serve.unit].submit(serve.key, rows, [route // width for route in serve.routes])
             for serve in given
         }
 
@@ -164,19 +162,19 @@ class LayerCompute:
         plan: LayerPlan,
         hidden: torch.Tensor,
         top_k_weights: torch.Tensor,
-        from_host: dict[Copy, Future[torch.Tensor]],
+        from_unit: dict[ExpertKey, Future[torch.Tensor]],
         on_residents_done: OnResidentsDone,
     ) -> torch.Tensor:
         """[T, H] through all their experts -> [T, H]."""
         math, serves = self._experts[plan.layer], plan.serves
-        ascending = sorted(range(len(serves)), key=lambda n: serves[n].copy)
+        ascending = sorted(range(len(serves)), key=lambda n: serves[n].key)
         tokens = decode_experts(
             math, self.thread_pool, hidden, top_k_weights, [serve.routes for serve in serves], ascending
         )
         here = next((n for n, serve in enumerate(serves) if serve.waits), len(serves))
         if any(load.after for load in plan.loads):
             here = min(here, 1)  # slots are so few that a load waits for the first expert computed
-        weights = [self.arrivals.ready(serve.copy) for serve in serves[:here]]
+        weights = [self.arrivals.ready(serve.key) for serve in serves[:here]]
         began = time.perf_counter()
         tokens.compute(0, weights)
         self.pacing.compute_experts(began, [len(serve.routes) for serve in serves[:here]])
@@ -187,8 +185,8 @@ class LayerCompute:
         if here < len(serves):
             on_residents_done(lambda: tokens.partial(here))
         for n, serve in enumerate(serves[here:], start=here):
-            if serve.on_host:
-                tokens.put(n, self._from_host(from_host, serve))
+            if serve.unit != DEVICE:
+                tokens.put(n, self._from_unit(from_unit, serve))
                 continue
             weights = [self.arrivals.weights_of(serve)]
             began = time.perf_counter()
@@ -198,18 +196,18 @@ class LayerCompute:
         return tokens.total()
 
     def _hand_over(
-        self, serves: deque[Serve], from_host: dict[Copy, Future[torch.Tensor]], hidden: Fetched | None, width: int
+        self, serves: deque[Serve], from_unit: dict[ExpertKey, Future[torch.Tensor]], hidden: Fetched | None, width: int
     ) -> None:
         """A prompt's experts go to the CPU a few at a time: what they give is in nobody's workspace."""
-        while serves and len(from_host) < _HANDED_OVER:
-            assert self.host_experts is not None and hidden is not None
+        while serves and len(from_unit) < _HANDED_OVER:
+            assert hidden is not None
             serve = serves.popleft()
             tokens = [route // width for route in serve.routes]
-            from_host[serve.copy] = self.host_experts.submit(serve.copy, hidden, tokens)
+            from_unit[serve.key] = self.units[serve.unit].submit(serve.key, hidden, tokens)
 
-    def _from_host(self, from_host: dict[Copy, Future[torch.Tensor]], serve: Serve) -> torch.Tensor:
+    def _from_unit(self, from_unit: dict[ExpertKey, Future[torch.Tensor]], serve: Serve) -> torch.Tensor:
         started = self._now()
-        result = from_host.pop(serve.copy).result()
+        result = from_unit.pop(serve.key).result()
         self.arrivals.counters.host_wait_seconds += self._now() - started
         return result.to(self._arena.device, non_blocking=True)
 
@@ -220,15 +218,15 @@ class LayerCompute:
         given = routes_on_device([serve.routes for serve in plan.serves], width, self._arena.device)
         counters = self.arrivals.counters
         started, before = self._now(), counters.elsewhere_seconds
-        for_host = deque(serve for serve in plan.serves if serve.on_host)
-        rows = Fetched(hidden) if for_host else None
-        from_host: dict[Copy, Future[torch.Tensor]] = {}
+        beside = deque(serve for serve in plan.serves if serve.unit != DEVICE)
+        rows = Fetched(hidden) if beside else None
+        from_unit: dict[ExpertKey, Future[torch.Tensor]] = {}
         for computed, serve in enumerate(plan.serves, start=1):
-            self._hand_over(for_host, from_host, rows, width)
-            weights = None if serve.on_host else self.arrivals.weights_of(serve)
+            self._hand_over(beside, from_unit, rows, width)
+            weights = None if serve.unit != DEVICE else self.arrivals.weights_of(serve)
             route, tokens = given[computed - 1]
             began = time.perf_counter()
-            y = self._from_host(from_host, serve) if weights is None else math.forward(hidden[tokens], weights)
+            y = self._from_unit(from_unit, serve) if weights is None else math.forward(hidden[tokens], weights)
             total.index_add_(0, tokens, (y * flat_weights[route]).to(hidden.dtype))
             if weights is not None:
                 self.pacing.compute_experts(began, [len(serve.routes)])

@@ -77,26 +77,26 @@ def replay_by_layer(
 
 def carry_out(plan: LayerPlan, table: SlotTable, eviction: Eviction) -> None:
     """Apply a plan with loads that take no time, in exactly the order in which the engine applies it."""
-    promoted = {promotion.copy: promotion for promotion in plan.promotions}
+    promoted = {promotion.key: promotion for promotion in plan.promotions}
     for promotion in plan.promotions:
         if not promotion.after:
             _promote(promotion, table, eviction)
     pending = iter(plan.loads)
     load = next(pending, None)
     for computed, serve in enumerate([None, *plan.serves]):
-        if serve is not None and serve.copy in promoted:
-            if promoted[serve.copy].after:
-                _promote(promoted[serve.copy], table, eviction)
-            eviction.insert(serve.copy)
-        elif serve is not None and serve.copy in table.staged:
-            table.release(serve.copy)
+        if serve is not None and serve.key in promoted:
+            if promoted[serve.key].after:
+                _promote(promoted[serve.key], table, eviction)
+            eviction.insert(serve.key)
+        elif serve is not None and serve.key in table.staged:
+            table.release(serve.key)
         while load is not None and load.after <= computed:
             table.begin(load)
-            table.arrive(load.copy)
+            table.arrive(load.key)
             if load.victim is not None:
                 eviction.remove(load.victim)
             if load.keep:
-                eviction.insert(load.copy)
+                eviction.insert(load.key)
             load = next(pending, None)
 
 

@@ -20,7 +20,7 @@ from math import inf
 
 import numpy as np
 
-from smoe.expert import EXACT, Copy
+from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.score import WINDOW
 from smoe.routing import Phase, Routing
@@ -100,12 +100,12 @@ class Adaptive(Eviction):
         """Whether somebody looks at plain counts: otherwise they are made up later, all at once."""
         return self._trial is not None or self._leader in (_USES, _RECENT_USES)
 
-    def insert(self, copy: Copy) -> None:
-        self._fit(copy[0], copy[1] + 1)
-        self._is_resident[copy[0] * self._width + copy[1]] = True
+    def insert(self, key: ExpertKey) -> None:
+        self._fit(key[0], key[1] + 1)
+        self._is_resident[key[0] * self._width + key[1]] = True
 
-    def remove(self, copy: Copy) -> None:
-        self._is_resident[copy[0] * self._width + copy[1]] = False
+    def remove(self, key: ExpertKey) -> None:
+        self._is_resident[key[0] * self._width + key[1]] = False
         self._is_full = True
 
     def observe(self, routing: Routing) -> None:
@@ -133,22 +133,22 @@ class Adaptive(Eviction):
             fading[step] += self._weight
         self._remember(layer, used, steps)
 
-    def victims(self, count: int, shield: Container[Copy]) -> list[Copy]:
+    def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
         values, resident, width = self._values[self._leader], self._is_resident, self._width
         held = int(np.count_nonzero(resident))
         asked = min(count, held)
         while asked > 0:
             places = (divmod(place, width) for place in _lowest(values, resident, asked).tolist())
-            found = [copy for copy in ((*place, EXACT) for place in places) if copy not in shield]
+            found = [key for key in ((*place, EXACT) for place in places) if key not in shield]
             if len(found) >= count or asked == held:
                 return found[:count]
             asked = min(held, 2 * asked + len(RULES))
         return []
 
-    def worth(self, copy: Copy) -> float:
+    def worth(self, key: ExpertKey) -> float:
         """By the leader's rule; 0 for a layer or an expert that was never heard of."""
-        place, values = copy[0] * self._width + copy[1], self._values[self._leader]
-        return float(values[place]) if copy[1] < self._width and place < len(values) else 0.0
+        place, values = key[0] * self._width + key[1], self._values[self._leader]
+        return float(values[place]) if key[1] < self._width and place < len(values) else 0.0
 
     def _remember(self, layer: int, used: np.ndarray, steps: list[np.ndarray]) -> None:
         """Note the uses of one step, or of a prompt's `steps`, for the plain counts."""

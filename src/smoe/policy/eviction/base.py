@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container
 
-from smoe.expert import Copy
+from smoe.expert import ExpertKey
 from smoe.routing import Routing
 
 
@@ -33,27 +33,27 @@ class Eviction(ABC):
         return self.name
 
     @abstractmethod
-    def insert(self, copy: Copy) -> None:
-        """`copy` is a cache resident from now on."""
+    def insert(self, key: ExpertKey) -> None:
+        """`key` is a cache resident from now on."""
 
     @abstractmethod
-    def remove(self, copy: Copy) -> None:
-        """`copy` is no longer a cache resident."""
+    def remove(self, key: ExpertKey) -> None:
+        """`key` is no longer a cache resident."""
 
     @abstractmethod
     def observe(self, routing: Routing) -> None:
         """Learn from the routing of one layer in one step."""
 
     @abstractmethod
-    def victims(self, count: int, shield: Container[Copy]) -> list[Copy]:
+    def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
         """At most `count` residents outside `shield`, least valuable first."""
 
-    def worth(self, copy: Copy) -> float:
-        """How much `copy` will be missed, whether or not it is resident; only the order counts."""
+    def worth(self, key: ExpertKey) -> float:
+        """How much `key` will be missed, whether or not it is resident; only the order counts."""
         return 0.0
 
 
-def used_copies(routing: Routing, precision: int = 0) -> list[Copy]:
+def used_copies(routing: Routing, precision: int = 0) -> list[ExpertKey]:
     """The copies that one step of one layer uses, ascending, padding left out."""
     layer, experts = routing.layer, routing.experts
     used = {expert for row in routing.top_k_index for expert in row if expert != experts}

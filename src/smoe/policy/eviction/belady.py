@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Container, Iterable
 
-from smoe.expert import Copy
+from smoe.expert import ExpertKey
 from smoe.policy.eviction.base import Eviction, used_copies
 from smoe.routing import Routing
 
@@ -25,30 +25,30 @@ class Belady(Eviction):
     name = "belady"
 
     def __init__(self, future: Iterable[Routing] = ()) -> None:
-        self._resident: set[Copy] = set()
-        self._uses: dict[Copy, list[int]] = defaultdict(list)
+        self._resident: set[ExpertKey] = set()
+        self._uses: dict[ExpertKey, list[int]] = defaultdict(list)
         self._now = -1
         for step, routing in enumerate(future):
-            for copy in used_copies(routing):
-                self._uses[copy].append(step)
+            for key in used_copies(routing):
+                self._uses[key].append(step)
 
-    def insert(self, copy: Copy) -> None:
-        self._resident.add(copy)
+    def insert(self, key: ExpertKey) -> None:
+        self._resident.add(key)
 
-    def remove(self, copy: Copy) -> None:
-        self._resident.remove(copy)
+    def remove(self, key: ExpertKey) -> None:
+        self._resident.remove(key)
 
     def observe(self, routing: Routing) -> None:
         self._now += 1
 
-    def victims(self, count: int, shield: Container[Copy]) -> list[Copy]:
-        candidates = ((-self._next_use(copy), copy) for copy in self._resident if copy not in shield)
-        return [copy for _, copy in heapq.nsmallest(count, candidates)]
+    def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
+        candidates = ((-self._next_use(key), key) for key in self._resident if key not in shield)
+        return [key for _, key in heapq.nsmallest(count, candidates)]
 
-    def worth(self, copy: Copy) -> float:
-        return -self._next_use(copy)
+    def worth(self, key: ExpertKey) -> float:
+        return -self._next_use(key)
 
-    def _next_use(self, copy: Copy) -> float:
-        uses = self._uses.get(copy, [])
+    def _next_use(self, key: ExpertKey) -> float:
+        uses = self._uses.get(key, [])
         position = bisect_right(uses, self._now)
         return uses[position] if position < len(uses) else float("inf")

@@ -6,7 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Container
 
-from smoe.expert import Copy
+from smoe.expert import ExpertKey
 from smoe.policy.eviction.base import Eviction, used_copies
 from smoe.routing import Routing
 
@@ -17,22 +17,22 @@ class LFU(Eviction):
     name = "lfu"
 
     def __init__(self) -> None:
-        self._resident: set[Copy] = set()
-        self._uses: Counter[Copy] = Counter()
+        self._resident: set[ExpertKey] = set()
+        self._uses: Counter[ExpertKey] = Counter()
 
-    def insert(self, copy: Copy) -> None:
-        self._resident.add(copy)
+    def insert(self, key: ExpertKey) -> None:
+        self._resident.add(key)
 
-    def remove(self, copy: Copy) -> None:
-        self._resident.remove(copy)
+    def remove(self, key: ExpertKey) -> None:
+        self._resident.remove(key)
 
     def observe(self, routing: Routing) -> None:
         self._uses.update(used_copies(routing))
 
-    def victims(self, count: int, shield: Container[Copy]) -> list[Copy]:
+    def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
         uses = self._uses
-        candidates = ((uses[copy], copy) for copy in self._resident if copy not in shield)
-        return [copy for _, copy in heapq.nsmallest(count, candidates)]
+        candidates = ((uses[key], key) for key in self._resident if key not in shield)
+        return [key for _, key in heapq.nsmallest(count, candidates)]
 
-    def worth(self, copy: Copy) -> float:
-        return self._uses[copy]
+    def worth(self, key: ExpertKey) -> float:
+        return self._uses[key]

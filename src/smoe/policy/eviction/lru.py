@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container
 
-from smoe.expert import Copy
+from smoe.expert import ExpertKey
 from smoe.policy.eviction.base import Eviction, used_copies
 from smoe.routing import Routing
 
@@ -19,25 +19,25 @@ class LRU(Eviction):
     name = "lru"
 
     def __init__(self) -> None:
-        self._order: OrderedDict[Copy, None] = OrderedDict()
+        self._order: OrderedDict[ExpertKey, None] = OrderedDict()
 
-    def insert(self, copy: Copy) -> None:
-        self._order[copy] = None
+    def insert(self, key: ExpertKey) -> None:
+        self._order[key] = None
 
-    def remove(self, copy: Copy) -> None:
-        del self._order[copy]
+    def remove(self, key: ExpertKey) -> None:
+        del self._order[key]
 
     def observe(self, routing: Routing) -> None:
         order = self._order
-        for copy in used_copies(routing):
-            if copy in order:
-                order.move_to_end(copy)
+        for key in used_copies(routing):
+            if key in order:
+                order.move_to_end(key)
 
-    def victims(self, count: int, shield: Container[Copy]) -> list[Copy]:
-        found: list[Copy] = []
-        for copy in self._order:
+    def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
+        found: list[ExpertKey] = []
+        for key in self._order:
             if len(found) == count:
                 break
-            if copy not in shield:
-                found.append(copy)
+            if key not in shield:
+                found.append(key)
         return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container
 
-from smoe.expert import Copy
+from smoe.expert import ExpertKey
 from smoe.policy.eviction.base import Eviction
 from smoe.routing import Routing
 
@@ -34,33 +34,33 @@ class LayerPools(Eviction):
         """Those of the layers, each once."""
         return ", ".join(sorted({pool.rule for pool in self._pools.values()}))
 
-    def insert(self, copy: Copy) -> None:
-        self._pool(copy[0]).insert(copy)
-        self._sizes[copy[0]] += 1
+    def insert(self, key: ExpertKey) -> None:
+        self._pool(key[0]).insert(key)
+        self._sizes[key[0]] += 1
 
-    def remove(self, copy: Copy) -> None:
-        self._pool(copy[0]).remove(copy)
-        self._sizes[copy[0]] -= 1
+    def remove(self, key: ExpertKey) -> None:
+        self._pool(key[0]).remove(key)
+        self._sizes[key[0]] -= 1
 
     def observe(self, routing: Routing) -> None:
         self._running = routing.layer
         self._pool(routing.layer).observe(routing)
 
-    def victims(self, count: int, shield: Container[Copy]) -> list[Copy]:
+    def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
         """First what others have beyond their share, as far as this layer lacks of its own; then its own; then any."""
-        found = [copy for copy in self._surplus() if copy not in shield][: max(0, count)]
+        found = [key for key in self._surplus() if key not in shield][: max(0, count)]
         for layer in (self._running, *self._others()):
             if len(found) < count:
                 wanted = self._pool(layer).victims(count, shield)
-                found += [copy for copy in wanted if copy not in found][: count - len(found)]
+                found += [key for key in wanted if key not in found][: count - len(found)]
         return found
 
-    def worth(self, copy: Copy) -> float:
-        return self._pool(copy[0]).worth(copy)
+    def worth(self, key: ExpertKey) -> float:
+        return self._pool(key[0]).worth(key)
 
-    def _surplus(self) -> list[Copy]:
+    def _surplus(self) -> list[ExpertKey]:
         lacking = self._share - self._sizes[self._running]
-        taken: list[Copy] = []
+        taken: list[ExpertKey] = []
         for layer in self._others():
             beyond = min(lacking - len(taken), self._sizes[layer] - self._share)
             if beyond <= 0:

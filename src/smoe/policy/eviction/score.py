@@ -13,7 +13,7 @@ from math import inf
 
 import numpy as np
 
-from smoe.expert import EXACT, Copy
+from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.base import Eviction
 from smoe.routing import Phase, Routing
 
@@ -37,12 +37,12 @@ class ScoreWindow(Eviction):
         """[L, E] mean scores of all experts."""
         self._is_resident = np.zeros((0, 0), dtype=bool)
 
-    def insert(self, copy: Copy) -> None:
-        self._fit(copy[0], copy[1] + 1)
-        self._is_resident[copy[0], copy[1]] = True
+    def insert(self, key: ExpertKey) -> None:
+        self._fit(key[0], key[1] + 1)
+        self._is_resident[key[0], key[1]] = True
 
-    def remove(self, copy: Copy) -> None:
-        self._is_resident[copy[0], copy[1]] = False
+    def remove(self, key: ExpertKey) -> None:
+        self._is_resident[key[0], key[1]] = False
 
     def observe(self, routing: Routing) -> None:
         number, experts = routing.layer, routing.experts
@@ -60,8 +60,8 @@ class ScoreWindow(Eviction):
                 layer.add([row])
         layer.put_means(self._means[number, :experts])
 
-    def victims(self, count: int, shield: Container[Copy]) -> list[Copy]:
-        found: list[Copy] = []
+    def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
+        found: list[ExpertKey] = []
         if count <= 0 or not self._means.size:
             return found
         candidates = np.where(self._is_resident, self._means, inf).reshape(-1)
@@ -71,14 +71,14 @@ class ScoreWindow(Eviction):
             if candidates[place] == inf:
                 break
             candidates[place] = inf
-            copy = (place // width, place % width, EXACT)
-            if copy not in shield:
-                found.append(copy)
+            key = (place // width, place % width, EXACT)
+            if key not in shield:
+                found.append(key)
         return found
 
-    def worth(self, copy: Copy) -> float:
+    def worth(self, key: ExpertKey) -> float:
         layers, width = self._means.shape
-        return float(self._means[copy[0], copy[1]]) if copy[0] < layers and copy[1] < width else 0.0
+        return float(self._means[key[0], key[1]]) if key[0] < layers and key[1] < width else 0.0
 
     def _fit(self, layer: int, experts: int) -> None:
         """Make room for a layer and an expert seen for the first time."""
