@@ -47,9 +47,31 @@ def test_the_text_has_the_same_figures(run, trace):
     assert f"{said['hit_ratio']:.1%}" in ran.out and f"{said['misses']} of 368 uses" in ran.out and "(50%)" in ran.out
 
 
+CLOCK = ("--profile", "rtx-a6000", "--expert-size", "9MiB")
+
+
+def test_times_are_those_of_the_virtual_clock(run, trace):
+    """Beside the same counts; a balancer may only help, and foresight shows in what was prefetched."""
+    asked = ("replay", trace, "--resident", "50%", "--eviction", "lfu", *CLOCK, "--json")
+    alone, shared = run(*asked).json, run(*asked, "--balance", "optimal").json
+    assert alone["loads"] == alone["misses"] > shared["loads"]
+    assert shared["loads"] + shared["computed_by_host"] <= shared["uses"]
+    assert 0 < shared["seconds_per_step"] < alone["seconds_per_step"] < 1
+    seen = run(*asked, "--foresight", 1).json
+    assert seen["prefetches"] == seen["prefetches_used"] > 0 == alone["prefetches"]
+    ran = run("replay", trace, "--resident", "50%", *CLOCK)
+    assert "beside rtx-a6000 (simulated)" in ran.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("--slots", 9, "--balance", "optimal"), "--balance belongs to --profile"),
+        (("--slots", 9, "--profile", "rtx-a6000"), "add --expert-size"),
+        (("--slots", 9, "--profile", "rtx-1", "--expert-size", "9MiB"), "use rtx-4060-ti, rtx-a6000 or a JSON file"),
+        (("--slots", 16, *CLOCK, "--pools", "layer"), "leave --pools out"),
+        (("--slots", 9, *CLOCK, "--balance", "half"), "none, paper, optimal, host"),
+        (("--slots", 9, *CLOCK, "--foresight", 2), "from 0 to 1"),
         ((), "one of --slots N and --resident"),
         (("--slots", 9, "--resident", "40%"), "one of --slots N and --resident"),
         (("--resident", "many"), "is not a share"),

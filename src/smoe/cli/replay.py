@@ -13,7 +13,7 @@ from smoe.config import configure
 from smoe.errors import ConfigError
 from smoe.policy.registry import EVICTION, POOLS, SCORED_EVICTION, make_eviction
 from smoe.routing import Phase, Routing
-from smoe.units import parse_share
+from smoe.units import parse_bytes, parse_share
 
 if TYPE_CHECKING:
     from smoe.policy.eviction.base import Eviction
@@ -26,6 +26,8 @@ smoe replay demo.trace --resident 40%
 smoe replay demo.trace --slots 96 --eviction belady     (the bound that no policy beats)
 
 smoe replay demo.trace --resident 0.4 --eviction score --alpha 0.3 --json
+
+smoe replay demo.trace --resident 40% --profile rtx-4060-ti --expert-size 9MiB --balance optimal
 
 Traces are written by smoe record. Nothing is computed and no model is needed.
 """
@@ -42,20 +44,37 @@ def command(
     pools: Annotated[str, typer.Option(help="One pool of slots for all layers, or one for each: global, layer.")] = (
         "global"
     ),
+    profile: Annotated[
+        str | None,
+        typer.Option(help="Simulate the time, too, beside this device: rtx-a6000, rtx-4060-ti or a JSON file."),
+    ] = None,
+    expert_size: Annotated[str | None, typer.Option(help="For --profile: size of an expert, e.g. 9MiB.")] = None,
+    balance: Annotated[
+        str | None,
+        typer.Option(help="For --profile: which missing experts the CPU computes: none, optimal, paper, host."),
+    ] = None,
+    foresight: Annotated[
+        float | None,
+        typer.Option(help="For --profile: prefetch by a predictor that is right with this probability, 0 to 1."),
+    ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Replay a recorded run through a cache of a given size: hit ratio and misses of its decode steps.
 
     The engine's own planner decides, from an empty cache, without prefetch; prompts warm the cache and are not counted.
+    With --profile the same plans run on a virtual clock, at the times of that device.
     """
     from smoe.cli.console import Patience, output, print_json
 
     _check(slots, resident, eviction, alpha, pools)
+    _check_clock(profile, expert_size, balance, foresight, pools)
     bar = Patience("replaying")
     bar.start()
     try:
         found = _replay(trace, slots, resident, eviction, alpha, pools)
+        if profile is not None and expert_size is not None:
+            found |= _on_clock(trace, found, profile, expert_size, balance or "none", foresight)
     finally:
         bar.stop()
     if json:
@@ -67,6 +86,8 @@ def command(
     )
     output().print(f"hit ratio  {found['hit_ratio']:.1%}")
     output().print(f"misses     {found['misses']} of {found['uses']} uses in {found['decode_steps']} decode steps")
+    if profile is not None:
+        output().print(f"time       {1e3 * found['seconds_per_step']:.1f} ms a step beside {profile} (simulated)")
 
 
 def _check(slots: int | None, resident: str | None, eviction: str, alpha: float, pools: str) -> None:
@@ -80,6 +101,49 @@ def _check(slots: int | None, resident: str | None, eviction: str, alpha: float,
         raise ConfigError("belady knows the future of the model's own choice, which an alpha changes; leave out one")
     if eviction not in EVICTION:
         raise ConfigError(f"--eviction is {eviction!r}; choose one of: {', '.join(sorted(EVICTION))}")
+
+
+def _check_clock(
+    profile: str | None, expert_size: str | None, balance: str | None, foresight: float | None, pools: str
+) -> None:
+    """What a simulated time needs, and what is idle without one."""
+    from smoe.report.replayed import BALANCE
+
+    idle = {"--expert-size": expert_size, "--balance": balance, "--foresight": foresight}
+    given = [name for name, value in idle.items() if value is not None]
+    if profile is None and given:
+        raise ConfigError(f"{given[0]} belongs to --profile; add that, or leave it out")
+    if profile is not None and expert_size is None:
+        raise ConfigError("--profile needs the size of an expert, which a trace does not tell: add --expert-size 9MiB")
+    if profile is not None and pools != "global":
+        raise ConfigError("--profile simulates one pool for all layers; leave --pools out")
+    if balance is not None and balance not in BALANCE:
+        raise ConfigError(f"--balance is {balance!r}; choose one of: {', '.join(BALANCE)}")
+    if foresight is not None and not 0 <= foresight <= 1:
+        raise ConfigError(f"--foresight is {foresight!r}; it must be a probability from 0 to 1")
+
+
+def _on_clock(
+    path: Path, found: dict[str, Any], profile: str, expert_size: str, balance: str, foresight: float | None
+) -> dict[str, Any]:
+    """The same replay at the times of a device."""
+    from smoe.memory.emulation import read_profile
+    from smoe.policy.step import Switches
+    from smoe.report.replayed import replayed_on
+    from smoe.trace.file import Trace
+
+    eviction, alpha = found["eviction"], found["alpha"]
+    routings = Trace(path).routings(with_scores=alpha > 0 or eviction in SCORED_EVICTION or balance != "none")
+    return replayed_on(
+        read_profile(profile),
+        parse_bytes(expert_size),
+        routings,
+        found["slots"],
+        _policy(eviction, routings),
+        Switches(alpha),
+        balance,
+        foresight,
+    )
 
 
 def _replay(

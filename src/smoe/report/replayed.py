@@ -1,0 +1,64 @@
+"""How long a recorded run would take beside a device that is known by its profile: a simulation, no measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from smoe.memory.emulation import DeviceProfile
+from smoe.policy.balance import BALANCERS
+from smoe.policy.budget import MAX_STAGING_SLOTS
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.step import Switches
+from smoe.routing import Routing
+from smoe.simulator.foresight import Foresight
+from smoe.simulator.virtual_clock import StepTimes, replay_on_clock
+
+BALANCE = ("none", *BALANCERS)
+
+
+def times_on(profile: DeviceProfile, expert_bytes: int, deciding: float = 0.0) -> StepTimes:
+    """The profile's times for experts of a size; the other weights of a layer are left out, their launches are not."""
+    return StepTimes(
+        load=profile.link_seconds(expert_bytes),
+        expert=lambda rows: profile.expert_seconds(expert_bytes, rows),
+        layer=lambda tokens: profile.layer_seconds(0.0, tokens),
+        host=lambda rows: profile.host_seconds(expert_bytes, rows),
+        deciding=deciding,
+        asking=profile.device_expert_seconds,
+    )
+
+
+def replayed_on(
+    profile: DeviceProfile,
+    expert_bytes: int,
+    routings: Sequence[Routing],
+    slots: int,
+    eviction: Eviction,
+    switches: Switches,
+    balance: str = "none",
+    foresight: float | None = None,
+) -> dict[str, Any]:
+    """Seconds a decode step, and what they hold; `balance` is one of `BALANCE`, `foresight` a recall from 0 to 1."""
+    predictor = None if foresight is None else Foresight(routings, foresight)
+    timed = replay_on_clock(
+        routings,
+        slots,
+        MAX_STAGING_SLOTS,
+        eviction,
+        times_on(profile, expert_bytes),
+        switches,
+        None if balance == "none" else balance,
+        predictor,
+    )
+    return {
+        "profile": profile.name,
+        "expert_bytes": expert_bytes,
+        "balance": balance,
+        "foresight": foresight,
+        "seconds_per_step": timed.seconds_per_step,
+        "loads": timed.loads,
+        "prefetches": timed.prefetches,
+        "prefetches_used": timed.prefetches_used,
+        "computed_by_host": timed.computed_by_host,
+    }

@@ -1,0 +1,308 @@
+"""A trace served on a virtual clock: how long each step takes on a machine that is known by its times alone.
+
+The engine's own plans, prefetches included, carried out on nothing, in the engine's order. One layer in decode, time to
+the right:
+
+    link      | demand a ..... | demand b ..... | prefetch ....
+    the CPU   | c ............ |
+    device    | layer | decide | residents | look ahead | wait | a | wait | b | c |
+
+The link does one load after the other, those that a layer waits for first; a load that has begun is not interrupted.
+Link and CPU do not slow each other down here. What substitution would change in later routing is not seen: the trace
+says what the routers said.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from smoe.expert import ExpertKey
+from smoe.policy.balance import Balance, Costs
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.plan import DEVICE, LayerPlan, Load, Promotion, Serve
+from smoe.policy.planner import layer_share, plan_prefetch
+from smoe.policy.prediction import Moment, Predictor, Sight
+from smoe.policy.residency import SlotTable
+from smoe.policy.step import EXACT_SWITCHES, Switches, decide
+from smoe.routing import Phase, Routing
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of pieces of work."""
+
+    load: float
+    """Of one expert."""
+    expert: Callable[[int], float]
+    """One expert on the device, for so many tokens."""
+    layer: Callable[[int], float]
+    """The rest of a layer, for so many tokens."""
+    host: Callable[[int], float] | None = None
+    """One expert on the CPU beside the device; None: there is none, or it computes nothing."""
+    deciding: float = 0.0
+    """Our own Python, in every layer."""
+    asking: float = 0.0
+    """A predictor, every time that it is asked."""
+
+
+@dataclass
+class Timed:
+    """What became of a trace; of decode steps but for `prefill_seconds`."""
+
+    step_seconds: list[float] = field(default_factory=list)
+    """Of every step."""
+    prefill_seconds: float = 0.0
+    uses: int = 0
+    loads: int = 0
+    computed_by_host: int = 0
+    prefetches: int = 0
+    """Of the decode steps."""
+    prefetches_used: int = 0
+
+    @property
+    def seconds_per_step(self) -> float:
+        return sum(self.step_seconds) / len(self.step_seconds) if self.step_seconds else 0.0
+
+
+class _Link:
+    """One load after the other, on a clock that only moves on."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._free = 0.0
+        self._waiting: deque[tuple[ExpertKey, float]] = deque()
+        self._expected: deque[tuple[ExpertKey, float]] = deque()
+        self._ends: dict[ExpertKey, float] = {}
+
+    def submit(self, key: ExpertKey, now: float, is_waited_for: bool) -> None:
+        self._run(now)
+        (self._waiting if is_waited_for else self._expected).append((key, now))
+
+    def ended(self, now: float) -> list[ExpertKey]:
+        """What is there now and was not taken before."""
+        self._run(now)
+        found = [key for key, end in self._ends.items() if end <= now]
+        for key in found:
+            del self._ends[key]
+        return found
+
+    def wait(self, key: ExpertKey, now: float) -> float:
+        """When this load ends, which goes before all that nobody waits for."""
+        self._run(now)
+        for entry in [entry for entry in self._expected if entry[0] == key]:
+            self._expected.remove(entry)
+            self._waiting.append(entry)
+        while key not in self._ends:
+            self._begin_next(inf)
+        return self._ends.pop(key)
+
+    def cancel(self, key: ExpertKey, now: float) -> bool:
+        """Forget a load that has not begun; False where it has."""
+        self._run(now)
+        for queue in (self._waiting, self._expected):
+            for entry in queue:
+                if entry[0] == key:
+                    queue.remove(entry)
+                    return True
+        return False
+
+    def is_busy(self, now: float) -> bool:
+        self._run(now)
+        return self._free > now
+
+    def _run(self, now: float) -> None:
+        while self._begin_next(now):
+            pass
+
+    def _begin_next(self, before: float) -> bool:
+        """Begin one load if it can begin before that time."""
+        queue = self._waiting or self._expected
+        if not queue:
+            return False
+        key, since = queue[0]
+        begins = max(self._free, since)
+        if begins >= before:
+            return False
+        queue.popleft()
+        self._free = self._ends[key] = begins + self._seconds
+        return True
+
+
+class VirtualClock:
+    """One engine that computes nothing. `serve` takes the layers of a trace in order."""
+
+    def __init__(
+        self,
+        cache_slots: int,
+        staging_slots: int,
+        layers: int,
+        eviction: Eviction,
+        times: StepTimes,
+        switches: Switches = EXACT_SWITCHES,
+        balance: str | None = None,
+        predictor: Predictor | None = None,
+    ) -> None:
+        """`balance` is one of `policy.balance.BALANCERS`; None: all that is missing is loaded. Needs `times.host`."""
+        assert balance is None or times.host is not None
+        self.result = Timed()
+        self._table = SlotTable(cache_slots, staging_slots)
+        self._share = layer_share(cache_slots, layers)
+        self._eviction = eviction
+        self._times = times
+        self._switches = switches
+        self._balance = balance
+        self._predictor = predictor
+        self._link = _Link(times.load)
+        self._now = 0.0
+        self._pending: deque[Load] = deque()
+        self._staying: dict[ExpertKey, Promotion] = {}
+        self._promoted: set[ExpertKey] = set()
+        self._kept: set[ExpertKey] = set()
+        """Copies on their way to cache slots."""
+        self._last_layer: float = inf
+        """Of the decode step before; infinity: a new step begins in any case."""
+
+    def serve(self, routing: Routing) -> None:
+        """One layer of one step."""
+        began, result = self._now, self.result
+        self._now += self._times.layer(len(routing.top_k_index))
+        if self._predictor is not None:
+            self._predictor.observe(routing)
+        for key in self._link.ended(self._now):
+            self._take_in(key)
+        plan = decide(
+            routing, self._table, self._eviction, self._share, self._switches, self._balancing, self._drop_stale
+        ).plan
+        self._now += self._times.deciding
+        self._adopt(plan)
+        is_decode = routing.phase is Phase.DECODE
+        if is_decode:
+            result.uses += len(plan.serves)
+            result.loads += len(plan.loads)
+            result.computed_by_host += sum(serve.unit != DEVICE for serve in plan.serves)
+            self._ask(Moment.ROUTED, plan)
+        self._compute(plan, is_decode)
+        if not is_decode:
+            result.prefill_seconds += self._now - began
+        elif result.step_seconds and routing.layer > self._last_layer:
+            result.step_seconds[-1] += self._now - began
+        else:
+            result.step_seconds.append(self._now - began)
+        self._last_layer = routing.layer if is_decode else inf
+
+    # -- as `runtime/arrivals.py` does on hardware ---------------------------------------------------------------------
+
+    def _take_in(self, key: ExpertKey) -> None:
+        self._table.arrive(key)
+        if key in self._kept:
+            self._kept.remove(key)
+            self._eviction.insert(key)
+
+    def _adopt(self, plan: LayerPlan) -> None:
+        self._staying = {promotion.key: promotion for promotion in plan.promotions if promotion.after}
+        for promotion in plan.promotions:
+            if not promotion.after:
+                self._promote(promotion)
+        self._pending = deque(plan.loads)
+        self._issue(0, is_waited_for=True)
+
+    def _promote(self, promotion: Promotion) -> None:
+        self._table.promote(promotion)
+        if promotion.victim is not None:
+            self._eviction.remove(promotion.victim)
+        self._promoted.add(promotion.key)
+
+    def _issue(self, computed: int, is_waited_for: bool) -> None:
+        while self._pending and self._pending[0].after <= computed:
+            load = self._pending.popleft()
+            self._table.begin(load)
+            if load.victim is not None:
+                self._eviction.remove(load.victim)
+            if load.keep:
+                self._kept.add(load.key)
+            self._link.submit(load.key, self._now, is_waited_for)
+
+    def _drop_stale(self, routing: Routing) -> None:
+        wanted = {expert for row in routing.top_k_index for expert in row}
+        for key in list(self._table.staged):
+            if key[0] == routing.layer and key[1] in wanted:
+                self.result.prefetches_used += 1
+            elif key in self._table.ready:
+                self._table.release(key)
+            elif self._link.cancel(key, self._now):
+                self._table.fail(key)
+
+    def _served(self, serve: Serve, computed: int) -> None:
+        if serve.key in self._staying:
+            self._promote(self._staying.pop(serve.key))
+        if serve.key in self._table.staged:
+            self._table.release(serve.key)
+        elif serve.key in self._promoted:
+            self._promoted.remove(serve.key)
+            self._eviction.insert(serve.key)
+        self._issue(computed, is_waited_for=True)
+
+    # -- as `runtime/execute.py` and `layer.py` do ---------------------------------------------------------------------
+
+    def _balancing(self) -> Balance | None:
+        if self._balance is None:
+            return None
+        assert self._times.host is not None
+        under_way = 0.5 * self._times.load * self._link.is_busy(self._now)
+        return Balance(self._balance, "score", Costs(self._times.load, self._times.host(1), under_way))
+
+    def _ask(self, moment: Moment, plan: LayerPlan) -> None:
+        if self._predictor is None or self._predictor.asked is not moment or not plan.spare:
+            return
+        prediction = self._predictor.predict(Sight(plan.layer, None))
+        self._now += self._times.asking
+        if prediction is not None:
+            loads = plan_prefetch(prediction.layer, prediction.experts, self._table, plan).loads
+            self.result.prefetches += len(loads)
+            for load in loads:
+                assert load.after == 0, "in decode a layer spares free slots only"
+                self._table.begin(load)
+                self._link.submit(load.key, self._now, is_waited_for=False)
+
+    def _compute(self, plan: LayerPlan, is_decode: bool) -> None:
+        """Residents first, then what is missing, each waited for in the order of the plan."""
+        times, serves = self._times, plan.serves
+        by_host, host_free = {}, self._now
+        for serve in serves:
+            if serve.unit != DEVICE:
+                assert times.host is not None
+                host_free += times.host(len(serve.routes))
+                by_host[serve.key] = host_free
+        here = next((n for n, serve in enumerate(serves) if serve.waits), len(serves)) if is_decode else 0
+        for computed, serve in enumerate(serves, start=1):
+            if computed == here + 1 and is_decode:
+                self._ask(Moment.RESIDENTS_DONE, plan)
+            if serve.key in by_host:
+                self._now = max(self._now, by_host[serve.key])
+                continue
+            if serve.key not in self._table.ready:
+                self._now = max(self._now, self._link.wait(serve.key, self._now))
+                self._take_in(serve.key)
+            self._now += times.expert(len(serve.routes))
+            self._served(serve, computed)
+
+
+def replay_on_clock(
+    trace: Sequence[Routing],
+    cache_slots: int,
+    staging_slots: int,
+    eviction: Eviction,
+    times: StepTimes,
+    switches: Switches = EXACT_SWITCHES,
+    balance: str | None = None,
+    predictor: Predictor | None = None,
+) -> Timed:
+    """Serve `trace` from an empty cache; arguments as for `VirtualClock`. O(steps x experts used)."""
+    layers = len({routing.layer for routing in trace}) or 1
+    clock = VirtualClock(cache_slots, staging_slots, layers, eviction, times, switches, balance, predictor)
+    for routing in trace:
+        clock.serve(routing)
+    return clock.result

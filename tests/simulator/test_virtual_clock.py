@@ -1,0 +1,153 @@
+"""The virtual clock against `replay`, against sums written down by hand, and against a second, simpler clock.
+
+Would catch: plans that differ from the engine's because loads take time, a load that two layers pay for, a prefetch
+that delays what a layer waits for, a wrong guess that is never dropped.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from smoe.policy.planner import layer_share
+from smoe.policy.prediction import Moment
+from smoe.policy.registry import ONLINE_EVICTION, make_eviction
+from smoe.policy.residency import SlotTable
+from smoe.policy.step import EXACT_SWITCHES, decide
+from smoe.routing import Phase, Routing
+from smoe.simulator.foresight import Foresight
+from smoe.simulator.replay import carry_out, replay
+from smoe.simulator.virtual_clock import StepTimes, Timed, VirtualClock, replay_on_clock
+
+LAYERS, EXPERTS, TOP_K, STEPS = 4, 16, 3, 60
+EXPERT, LAYER, LOAD = 0.25, 1.0, 4.0
+
+
+def trace(seed: int = 1, rows: int = 1) -> list[Routing]:
+    """A prompt, then decode steps of skewed popularity."""
+    chance = random.Random(seed)
+    weights = [1 / (rank + 1) for rank in range(EXPERTS)]
+
+    def chosen() -> list[int]:
+        found: list[int] = []
+        while len(found) < TOP_K:
+            expert = chance.choices(range(EXPERTS), weights)[0]
+            found += [expert] if expert not in found else []
+        return found
+
+    def scores() -> list[list[float]]:
+        return [[chance.random() for _ in range(EXPERTS)] for _ in range(rows)]
+
+    prompt = [Routing(layer, Phase.PREFILL, EXPERTS, [chosen() for _ in range(8)]) for layer in range(LAYERS)]
+    decode = [
+        Routing(layer, Phase.DECODE, EXPERTS, [chosen() for _ in range(rows)], scores(), rows)
+        for _ in range(STEPS)
+        for layer in range(LAYERS)
+    ]
+    return [*prompt, *decode]
+
+
+def times(load: float = LOAD, host: float | None = None, asking: float = 0.0) -> StepTimes:
+    by_host = None if host is None else lambda rows: host * 1.0
+    return StepTimes(load, lambda rows: EXPERT * rows, lambda tokens: LAYER, by_host, asking=asking)
+
+
+@pytest.mark.parametrize("eviction", sorted(ONLINE_EVICTION))
+@pytest.mark.parametrize("slots", [TOP_K, 11, 30, LAYERS * EXPERTS])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_loads_are_those_of_the_replay(eviction: str, slots: int, rows: int) -> None:
+    """Time changes when experts come, not which: without prefetch the plans are the same."""
+    counts = replay(trace(rows=rows), slots, 2, make_eviction(eviction))
+    timed = replay_on_clock(trace(rows=rows), slots, 2, make_eviction(eviction), times())
+    assert (timed.uses, timed.loads) == (counts.uses, counts.misses)
+    assert len(timed.step_seconds) == STEPS
+
+
+def test_with_all_experts_resident_only_computing_takes_time() -> None:
+    timed = replay_on_clock(trace(), LAYERS * EXPERTS, 2, make_eviction("lru"), times())
+    assert timed.step_seconds[-1] == pytest.approx(LAYERS * (LAYER + TOP_K * EXPERT))
+    assert timed.seconds_per_step > timed.step_seconds[-1], "the first uses were loads"
+
+
+@pytest.mark.parametrize("slots", [TOP_K, 11, 30])
+def test_steps_take_as_long_as_by_a_simpler_clock(slots: int) -> None:
+    """On demand: loads one after the other from the decision on, residents meanwhile, the others in their order."""
+    routings = trace()
+    table, eviction, share = SlotTable(slots, 2), make_eviction("lru"), layer_share(slots, LAYERS)
+    expected, now = [], 0.0
+    for routing in routings:
+        plan = decide(routing, table, eviction, share, EXACT_SWITCHES).plan
+        if routing.phase is Phase.DECODE and not any(load.after for load in plan.loads):
+            now = LAYER + EXPERT * sum(not serve.waits for serve in plan.serves)
+            for n in range(1, sum(serve.waits for serve in plan.serves) + 1):
+                now = max(now, LAYER + n * LOAD) + EXPERT
+            expected.append(now)
+        carry_out(plan, table, eviction)
+    clock = VirtualClock(slots, 2, LAYERS, make_eviction("lru"), times())
+    found, before = [], 0.0
+    for routing in routings:
+        clock.serve(routing)
+        now = clock.result.prefill_seconds + sum(clock.result.step_seconds)
+        if routing.phase is Phase.DECODE:
+            found.append(now - before)
+        before = now
+    if slots > TOP_K:  # else waves: loads wait for slots, which the simpler clock does not know
+        assert found == pytest.approx(expected)
+    else:
+        assert min(found) >= LAYER + TOP_K * EXPERT
+
+
+def foreseen(recall: float, asked: Moment = Moment.ROUTED, load: float = LOAD, asking: float = 0.0) -> Timed:
+    routings = trace()
+    predictor = Foresight(routings, recall, asked)
+    return replay_on_clock(routings, 20, 6, make_eviction("lru"), times(load, asking=asking), predictor=predictor)
+
+
+def test_what_is_foreseen_in_time_is_not_waited_for() -> None:
+    """Loads of a layer's time together: a perfect predictor hides all but those of a step's first layer."""
+    short = LAYER / TOP_K
+    perfect = foreseen(1.0, load=short)
+    on_demand = replay_on_clock(trace(), 20, 6, make_eviction("lru"), times(short))
+    assert perfect.prefetches_used == perfect.prefetches > 100
+    assert perfect.loads < on_demand.loads / 2
+    first_layers = STEPS * (TOP_K * short)
+    least = STEPS * LAYERS * (LAYER + TOP_K * EXPERT)
+    assert least <= sum(perfect.step_seconds) <= least + first_layers
+    assert sum(perfect.step_seconds) < sum(on_demand.step_seconds)
+
+
+@pytest.mark.parametrize("asked", list(Moment))
+def test_wrong_guesses_are_dropped_and_paid_for(asked: Moment) -> None:
+    wrong = foreseen(0.0, asked)
+    on_demand = replay_on_clock(trace(), 20, 6, make_eviction("lru"), times())
+    assert wrong.prefetches > 100
+    assert wrong.prefetches_used == 0
+    assert wrong.seconds_per_step > on_demand.seconds_per_step, "the link was busy with what nobody wanted"
+
+
+def test_asking_takes_time() -> None:
+    """A layer that waits for nothing is not slower: there is no shadow to look ahead in, so nobody is asked."""
+    assert foreseen(1.0, asking=0.5).seconds_per_step > foreseen(1.0).seconds_per_step
+    resident = [
+        replay_on_clock(
+            trace(), LAYERS * EXPERTS, 6, make_eviction("lru"), times(asking=asking),
+            predictor=Foresight(trace(), 1.0, Moment.RESIDENTS_DONE),
+        ).step_seconds[-1]
+        for asking in (0.0, 9.0)
+    ]  # fmt: skip
+    assert resident[0] == resident[1]
+
+
+@pytest.mark.parametrize("host", [0.5, 3.0, 50.0])
+def test_the_best_split_is_no_slower_than_either_way_alone(host: float) -> None:
+    found = {
+        balance: replay_on_clock(trace(), 20, 2, make_eviction("lfu"), times(host=host), balance=balance)
+        for balance in ("optimal", "host", None)
+    }
+    assert found["host"].computed_by_host > 0 == found["host"].loads
+    assert found[None].computed_by_host == 0
+    if host == 0.5:
+        assert found["optimal"].seconds_per_step <= 1.001 * found["host"].seconds_per_step
+    if host == 50.0:
+        assert found["optimal"].seconds_per_step == pytest.approx(found[None].seconds_per_step)
