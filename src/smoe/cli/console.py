@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from smoe.cli.settings import option_of
 from smoe.errors import BudgetError, ContextError, NotMoEError, SmoeError
 from smoe.units import format_bytes, format_remaining
 
@@ -212,8 +213,6 @@ class Patience:
 
 
 _SETTING = re.compile(r"`([a-z]+(?:_[a-z]+)*)`")
-_OPTIONS = {"context_tokens": "--context"}
-"""Settings whose option has another name; the others are spelt alike."""
 
 
 def words_of(error: BaseException) -> str:
@@ -228,4 +227,4 @@ def words_of(error: BaseException) -> str:
 
 def as_options(text: str) -> str:
     """A message of the library with the command line's options in the place of its settings."""
-    return _SETTING.sub(lambda found: _OPTIONS.get(found[1], "--" + found[1].replace("_", "-")), text)
+    return _SETTING.sub(lambda found: option_of(found[1]), text)

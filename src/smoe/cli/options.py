@@ -180,7 +180,7 @@ class EngineOptions:
             profile=self.profile,
             alpha=self.alpha,
             reproducible=self.reproducible or None,
-            **settings_of(self.settings or (), {field.name for field in fields(self)}),
+            **settings_of(self.settings or ()),
         )
 
 

@@ -18,29 +18,55 @@ OPTION_OF = {
     "context_tokens": "--context",
 }
 """Settings whose option has another name."""
+SETTABLE = (
+    "alpha_as_priced",
+    "balance_order",
+    "dilation",
+    "direct_io",
+    "emulated_expert_bytes",
+    "io_threads",
+    "prefetch_trial",
+    "prefetch_what",
+    "prefill_balance",
+    "prefill_keep",
+    "prefill_tokens",
+    "recent_costs",
+    "score_window",
+    "share_substitutes",
+    "substitute_weights",
+    "substitutes",
+    "turn_timeout_seconds",
+)
+"""Settings without an option."""
 _TRUTH = {"true": True, "false": False, "on": True, "off": False}
 
 
-def settings_of(given: Sequence[str], own_options: set[str]) -> dict[str, Any]:
+def option_of(setting: str) -> str:
+    """How a setting of the library is given on the command line."""
+    if setting in SETTABLE:
+        return f"--set {setting}"
+    return OPTION_OF.get(setting, "--" + setting.replace("_", "-"))
+
+
+def settings_of(given: Sequence[str]) -> dict[str, Any]:
     """`["prefill_keep=eviction"]` -> {"prefill_keep": "eviction"}.
 
-    `own_options` are the settings that have an option. Raises `ConfigError` for what is no setting, has an option, is
-    given twice or cannot be understood; bounds are checked by `EngineConfig`.
+    Raises `ConfigError` for what is no setting, has an option, is given twice or cannot be understood; bounds are
+    checked by `EngineConfig`.
     """
     known = {field.name: str(field.type) for field in fields(EngineConfig)}
-    free = sorted(known.keys() - own_options - OPTION_OF.keys())
     found: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
         name = name.strip().replace("-", "_")
         if not equals:
-            raise ConfigError(f"--set is {text!r}; it must be NAME=VALUE, where NAME is one of: {', '.join(free)}")
-        if name in own_options or name in OPTION_OF:
-            raise ConfigError(f"--set {name}: use {OPTION_OF.get(name, '--' + name.replace('_', '-'))}")
+            raise ConfigError(f"--set is {text!r}; it must be NAME=VALUE, where NAME is one of: {', '.join(SETTABLE)}")
         if name not in known:
-            near = get_close_matches(name, free, n=1, cutoff=0.5)
+            near = get_close_matches(name, SETTABLE, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"--set knows no {name!r}; {hint}there are: {', '.join(free)}")
+            raise ConfigError(f"--set knows no {name!r}; {hint}there are: {', '.join(SETTABLE)}")
+        if name not in SETTABLE:
+            raise ConfigError(f"--set {name}: use {option_of(name)}")
         if name in found:
             raise ConfigError(f"--set gives {name} twice, {found[name]!r} and {value!r}; leave one out")
         found[name] = _value(name, known[name], value.strip())
