@@ -17,7 +17,7 @@ from hypothesis import settings
 from transformers import PreTrainedModel
 from transformers.utils import logging as library_logging
 
-from smoe.kernels import spinning_pool
+from smoe.kernels import proof
 from smoe.kernels.spinning_pool import SpinningPool
 from tests import oracle, promised, zoo
 
@@ -71,7 +71,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[SpinningPool]:
     promised.needs_machine_code()
     with SpinningPool(request.param, several=True) as pool:
         promised.needs(
-            spinning_pool.agrees(pool, torch.randn(512, 2048).bfloat16().t()), "the order of torch's bf16 products"
+            proof.agrees(pool, torch.randn(512, 2048).bfloat16().t()), "the order of torch's bf16 products"
         )
         yield pool
 

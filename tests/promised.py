@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from smoe.kernels import jit, spinning_pool
+from smoe.kernels import jit, proof, spinning_pool
 
 REFERENCE_CPUS = ("znver5",)
 """On these every kernel has been found to agree, with this torch:"""
@@ -28,9 +28,9 @@ LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_
 _NO: Callable[..., Any] = lambda *_: False  # noqa: E731
 _NONE: Callable[..., Any] = lambda *_: None  # noqa: E731
 PROOFS: dict[str, dict[str, Callable[..., Any]]] = {
-    "experts": {"smoe.compute.expert_math.agrees": _NO, "smoe.kernels.spinning_pool.agrees": _NO},
-    "rows": {"smoe.compute.decode_experts.agrees_on_rows": _NO, "smoe.kernels.spinning_pool.agrees_on_rows": _NO},
-    "linears": {"smoe.fastpath.linear.part_that_agrees": _NONE, "smoe.kernels.spinning_pool.part_that_agrees": _NONE},
+    "experts": {"smoe.compute.expert_math.agrees": _NO, "smoe.kernels.proof.agrees": _NO},
+    "rows": {"smoe.compute.decode_experts.agrees_on_rows": _NO, "smoe.kernels.proof.agrees_on_rows": _NO},
+    "linears": {"smoe.fastpath.linear.part_that_agrees": _NONE, "smoe.kernels.proof.part_that_agrees": _NONE},
     "attention": {"smoe.fastpath.attention.agrees": _NO},
     "norms": {"smoe.fastpath.norm.agrees": _NO},
 }
@@ -68,7 +68,7 @@ def holds(is_equal: bool, proof: Callable[[], bool], what: str) -> None:
 def _multiplies(threads: int, outputs: int, columns: int, rows: int) -> bool:
     matrix = (torch.randn(outputs, columns, generator=torch.Generator().manual_seed(0)) * 0.05).bfloat16().t()
     with spinning_pool.SpinningPool(threads, several=rows > 1) as pool:
-        return spinning_pool.agrees(pool, matrix) if rows == 1 else spinning_pool.agrees_on_rows(pool, matrix, rows)
+        return proof.agrees(pool, matrix) if rows == 1 else proof.agrees_on_rows(pool, matrix, rows)
 
 
 def needs_products(pool: spinning_pool.SpinningPool, *shapes: tuple[int, int], rows: Sequence[int] = (1,)) -> None:
@@ -89,5 +89,5 @@ def disagree(patch: pytest.MonkeyPatch, *kernels: str) -> None:
     On Intel's CPUs with AMX it is attention that does, without AVX-512 BF16 all of them.
     """
     for kernel in kernels:
-        for proof, verdict in PROOFS[kernel].items():
-            patch.setattr(proof, verdict)
+        for place, verdict in PROOFS[kernel].items():
+            patch.setattr(place, verdict)

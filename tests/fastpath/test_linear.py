@@ -14,7 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from smoe.fastpath import linear
-from smoe.kernels.spinning_pool import SpinningPool, part_that_agrees
+from smoe.kernels.proof import part_that_agrees
+from smoe.kernels.spinning_pool import SpinningPool
 from tests import oracle, promised
 
 

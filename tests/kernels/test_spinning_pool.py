@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from smoe.kernels import jit, row_product, spinning_pool
+from smoe.kernels.proof import agrees, agrees_on_rows, part_that_agrees
 from smoe.kernels.row_product import fits
-from smoe.kernels.spinning_pool import Product, SpinningPool, agrees, agrees_on_rows, part_that_agrees
+from smoe.kernels.spinning_pool import Product, SpinningPool
 from tests import promised
 
 SHAPES = [(192, 32), (64, 96), (16, 512), (1536, 544), (64, 768), (512, 2048), (48, 4096), (256, 1408), (80, 96)]

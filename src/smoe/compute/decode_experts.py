@@ -15,7 +15,8 @@ import torch
 from smoe.compute.expert_math import ExpertMath, Weights
 from smoe.compute.thread_pool import ThreadPool
 from smoe.kernels.experts import MOST_EXPERTS, MOST_ROWS, MOST_TOKENS, Expert, Sums, TokenExperts
-from smoe.kernels.spinning_pool import SpinningPool, agrees_on_rows
+from smoe.kernels.proof import agrees_on_rows, same_bits
+from smoe.kernels.spinning_pool import SpinningPool
 from smoe.memory.streams import on_device
 
 _PROOF_EXPERTS = 8
@@ -76,7 +77,7 @@ def proven_kernel(math: ExpertMath, pool: SpinningPool, weights: Weights) -> Tok
     theirs = _OneByOperations(math, None, x, gains, routes, order)
     for way in (ours, theirs):
         way.compute(0, [weights] * _PROOF_EXPERTS)
-    if not torch.equal(ours.total(), theirs.total()):
+    if not same_bits(ours.total(), theirs.total()):
         return None
     if pool.several and all(
         agrees_on_rows(pool, matrix, rows) for matrix in (weights.up, weights.down) for rows in (2, MOST_ROWS)

@@ -17,7 +17,8 @@ from torch import nn
 from smoe.compute.row_groups import Filling, Shape, product
 from smoe.kernels.elementwise import activation_table, is_table_of
 from smoe.kernels.experts import TokenExperts
-from smoe.kernels.spinning_pool import Product, SpinningPool, agrees
+from smoe.kernels.proof import agrees
+from smoe.kernels.spinning_pool import Product, SpinningPool
 from smoe.memory.arena import Arena
 from smoe.memory.store import Part
 

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from smoe.kernels.attention import attend, fits, libm
+from smoe.kernels.proof import same_bits
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.threads import threads
 
@@ -104,12 +105,12 @@ def agrees(pool: SpinningPool, library: Attention, module: nn.Module, shape: Sha
                 return False
             ours, sums = attend(pool, query, keys, values, scale)
             theirs, logarithms = flash(query, keys, values, scale=scale)
-            if not (_same(ours.transpose(1, 2), theirs) and _same(_logarithms(sums), logarithms.flatten())):
+            if not (same_bits(ours.transpose(1, 2), theirs) and same_bits(_logarithms(sums), logarithms.flatten())):
                 return False
             found[keys.shape[2]] = ours, (query, keys, values, scale)
     with torch.no_grad():
         return all(
-            _same(ours, library(module, *tensors, None, dropout=0.0, scaling=scale)[0])
+            same_bits(ours, library(module, *tensors, None, dropout=0.0, scaling=scale)[0])
             for ours, (*tensors, scale) in found.values()
         )
 
@@ -143,10 +144,6 @@ def _logarithms(sums: torch.Tensor) -> torch.Tensor:
     logarithm = mathematics.logf
     logarithm.argtypes, logarithm.restype = (ctypes.c_float,), ctypes.c_float
     return sums[:, 0] + torch.tensor([logarithm(total) for total in sums[:, 1].tolist()])
-
-
-def _same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return ours.shape == theirs.shape and ours.dtype is theirs.dtype and torch.equal(ours, theirs)
 
 
 def _shape(module: nn.Module, model: PreTrainedModel) -> Shape | None:

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from smoe.kernels.spinning_pool import Product, SpinningPool, part_that_agrees
+from smoe.kernels.proof import part_that_agrees, same_bits
+from smoe.kernels.spinning_pool import Product, SpinningPool
 from smoe.kernels.threads import threads
 
 _MOST_TIMED = 8
@@ -170,7 +171,7 @@ def _is_the_same_on_one_thread(module: nn.Module, weight: torch.Tensor) -> bool:
     with threads(1):
         on_one = [_tensors(module.forward(row)) for row in x]
     pairs = zip(itertools.chain(*on_all), itertools.chain(*on_one), strict=True)
-    return all(torch.equal(theirs, ours) for theirs, ours in pairs)
+    return all(same_bits(ours, theirs) for theirs, ours in pairs)
 
 
 def _tensors(answer: Any) -> list[torch.Tensor]:

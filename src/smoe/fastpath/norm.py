@@ -21,6 +21,7 @@ from torch import nn
 from torch.func import functional_call
 
 from smoe.kernels.norm import fits, normed
+from smoe.kernels.proof import same_bits
 from smoe.kernels.threads import threads
 
 MOST_NUMBERS = (1 << 15) - 1
@@ -124,7 +125,9 @@ def agrees(module: nn.Module, kind: Kind) -> bool:
             ours = [normed(x, weight, kind.eps) for weight, x in cases]
         for count in {1, torch.get_num_threads()}:
             with threads(count):
-                if not all(_same(y, _theirs(module, x, weight)) for y, (weight, x) in zip(ours, cases, strict=True)):
+                if not all(
+                    same_bits(y, _theirs(module, x, weight)) for y, (weight, x) in zip(ours, cases, strict=True)
+                ):
                     return False
     return True
 
@@ -171,9 +174,3 @@ def _on_edge(kind: Kind, generator: torch.Generator) -> torch.Tensor:
 def _cut(x: torch.Tensor, bits: int = 16) -> torch.Tensor:
     """x, of whose digits in float32 so many at the end become zero (16: a bf16 number), in float64."""
     return (x.float().view(torch.int32) & -(1 << bits)).view(torch.float32).double()
-
-
-def _same(ours: torch.Tensor, theirs: object) -> bool:
-    if not isinstance(theirs, torch.Tensor) or ours.shape != theirs.shape or ours.dtype is not theirs.dtype:
-        return False
-    return torch.equal(ours, theirs) or torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)

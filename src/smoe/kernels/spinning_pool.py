@@ -22,12 +22,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
 from smoe.kernels import tasks
 from smoe.kernels.jit import compile_functions, cpu_has
-from smoe.kernels.row_product import TILE, chain_of, fits
-from smoe.kernels.threads import threads
+from smoe.kernels.row_product import chain_of
 
 UNIT = 256
 """Outputs in a unit: 1 MB of weights at K = 2048, some 60 us. Of smaller ones too much that is fetched ahead is taken
@@ -39,8 +37,6 @@ _SPIN_CYCLES = 20_000
 WAKING_WEIGHTS = 1 << 20
 """Fewer weights are multiplied before a sleeper would be awake."""
 _CLOSING_SECONDS = 0.001
-_PROOF_OUTPUTS = 1 << 16
-"""A wrong order shows in about one output of 5000, so this many miss it once in half a million times."""
 
 
 class Product(NamedTuple):
@@ -189,51 +185,3 @@ def _functions(several: bool) -> tuple[Callable[..., None], Callable[..., None]]
 def is_supported() -> bool:
     """Whether this CPU has the kernel's instructions, and llvmlite is there to make it."""
     return cpu_has("avx512f", "avx512bf16")
-
-
-def agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Whether the kernel's bits are the library's on this matrix [K, N] and bias [N], on one thread and on all."""
-    return _agrees(pool, matrix, bias, 0, {1, torch.get_num_threads()})
-
-
-def part_that_agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> int | None:
-    """The `part` with which the kernel's bits on this matrix [K, N] and bias [N] are the library's on all threads.
-
-    The library gives each thread a part of the sums of few outputs, so its bits depend on their number. None where no
-    part is found.
-    """
-    threads, columns = torch.get_num_threads(), matrix.shape[0]
-    parts = [columns] if threads == 1 or columns % (threads * TILE) else [columns, columns // threads]
-    return next((part for part in parts if _agrees(pool, matrix, bias, part, {threads})), None)
-
-
-def agrees_on_rows(pool: SpinningPool, matrix: torch.Tensor, rows: int) -> bool:
-    """Whether the kernel's bits of so many rows at once are the library's on this matrix [K, N], on any threads.
-
-    The pool must know how to multiply several.
-    """
-    columns, outputs = matrix.shape
-    generator, ours = torch.Generator().manual_seed(0), torch.empty(rows, outputs, dtype=matrix.dtype)
-    for _ in range(-(-_PROOF_OUTPUTS // (rows * outputs))):
-        x = torch.randn(rows, columns, generator=generator).to(matrix.dtype)
-        pool.multiply_rows(x, matrix, ours)
-        for count in {1, torch.get_num_threads()}:
-            with threads(count):
-                if not torch.equal(ours, x @ matrix):
-                    return False
-    return True
-
-
-def _agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None, part: int, counts: set[int]) -> bool:
-    if not fits(matrix) or (bias is not None and not (bias.dtype is matrix.dtype and bias.is_contiguous())):
-        return False
-    columns, rows = matrix.shape
-    generator, ours = torch.Generator().manual_seed(0), torch.empty(1, rows, dtype=matrix.dtype)
-    for _ in range(-(-_PROOF_OUTPUTS // rows)):
-        x = torch.randn(1, columns, generator=generator).to(matrix.dtype)
-        pool.multiply([Product(x, matrix, ours, bias, part)])
-        for count in counts:
-            with threads(count):
-                if not torch.equal(ours, functional.linear(x, matrix.t(), bias)):
-                    return False
-    return True

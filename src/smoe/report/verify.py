@@ -29,6 +29,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError
+from smoe.kernels.proof import same_bits
 from smoe.kernels.threads import threads
 from smoe.load.pretrained import checkpoint_experts
 from smoe.load.selftest import library_result
@@ -212,7 +213,7 @@ class _Comparing(StepObserver):
             self._say(
                 part.layer,
                 part.name,
-                all(_is_same(a, b) for a, b in pairs),
+                all(same_bits(a, b) for a, b in pairs),
                 not any(bool(b.isnan().any()) for _, b in pairs),  # infinity is a router's way to leave experts out
                 max((_difference(a, b) for a, b in pairs), default=0.0),
             )
@@ -232,7 +233,7 @@ class _Comparing(StepObserver):
         theirs = self._library_experts(layer)(hidden, index, heard.top_k_weights)
         used, experts = len(torch.unique(index)), self._reference.sites[layer].experts
         is_finite = bool(torch.isfinite(theirs).all())
-        self._say(layer, EXPERTS, _is_same(output, theirs), is_finite, _difference(output, theirs), used, experts)
+        self._say(layer, EXPERTS, same_bits(output, theirs), is_finite, _difference(output, theirs), used, experts)
 
     def _library_experts(self, layer: int) -> Callable[..., torch.Tensor]:
         """The library's loop on experts read anew; what it has computed for the same input in this pass is kept."""
@@ -240,7 +241,7 @@ class _Comparing(StepObserver):
         def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             given = (hidden, index, weights)
             known = self._last.get(layer)
-            if known is not None and all(_is_same(a, b) for a, b in zip(given, known[0], strict=True)):
+            if known is not None and all(same_bits(a, b) for a, b in zip(given, known[0], strict=True)):
                 return known[1]
             site = self._reference.sites[layer]
             used = torch.unique(index).tolist()
@@ -291,16 +292,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(list(value.values()))
 
 
-def _is_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    if ours.shape != theirs.shape or ours.dtype is not theirs.dtype:
-        return False
-    return torch.equal(ours, theirs) or torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
-
-
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     if ours.shape != theirs.shape:
         return float("inf")
-    if _is_same(ours, theirs) or not ours.numel():
+    if same_bits(ours, theirs) or not ours.numel():
         return 0.0
     return float((ours.float() - theirs.float()).abs().nan_to_num(float("inf")).max())
 
