@@ -70,9 +70,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[SpinningPool]:
     """Our kernel, where this machine can run it and torch sums in the order that it knows."""
     promised.needs_machine_code()
     with SpinningPool(request.param, several=True) as pool:
-        promised.needs(
-            proof.agrees(pool, torch.randn(512, 2048).bfloat16().t()), "the order of torch's bf16 products"
-        )
+        promised.needs(proof.agrees(pool, torch.randn(512, 2048).bfloat16().t()), "the order of torch's bf16 products")
         yield pool
 
 

@@ -41,6 +41,18 @@ def test_a_trial_is_on_off_or_left_to_the_prefetch() -> None:
         EngineConfig(prefetch_trial="no")
 
 
+@pytest.mark.parametrize(
+    ("setting", "given", "allowed"),
+    [("io_threads", 0, "a whole number of at least 1"), ("alpha", 2.0, "from 0"), ("eviction", "x", "auto, lru")],
+)
+def test_errors_carry_facts_for_programs(setting: str, given: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(**{setting: given})
+    facts = error.value.facts
+    assert (facts["setting"], facts["given"]) == (setting, given) and allowed in str(facts["allowed"])
+    assert ConfigError("two settings that cannot go together").facts == {}
+
+
 def test_belady_cannot_serve() -> None:
     """It needs the future; would catch the offline policies slipping into the online ones."""
     with pytest.raises(ConfigError):

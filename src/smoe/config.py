@@ -162,7 +162,7 @@ class EngineConfig:
         _one_of("pools", self.pools, POOLS)
         _one_of("prefetch", self.prefetch, PREFETCH)
         if self.prefetch_trial not in (None, True, False):
-            raise ConfigError(f"prefetch_trial is {self.prefetch_trial!r}; it must be True, False or None")
+            raise ConfigError.out_of_bounds("prefetch_trial", self.prefetch_trial, "True, False or None")
         _one_of("prefetch_what", self.prefetch_what, PREFETCH_WHAT)
         _one_of("balance", self.balance, BALANCE)
         _one_of("balance_order", self.balance_order, BALANCE_ORDER)
@@ -172,10 +172,10 @@ class EngineConfig:
         _one_of("substitutes", self.substitutes, SUBSTITUTES)
         _one_of("substitute_weights", self.substitute_weights, SUBSTITUTE_WEIGHTS)
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)) or not 0 <= self.alpha <= 1:
-            raise ConfigError(f"alpha is {self.alpha!r}; it must be a number from 0 (exact) to 1")
+            raise ConfigError.out_of_bounds("alpha", self.alpha, "a number from 0 (exact) to 1")
         _seconds_or_none("turn_timeout_seconds", self.turn_timeout_seconds)
         if self.dilation is not None and not self.dilation >= 1:
-            raise ConfigError(f"dilation is {self.dilation!r}; it must be a number of at least 1")
+            raise ConfigError.out_of_bounds("dilation", self.dilation, "a number of at least 1")
         if self.device == "cpu" and self.balance not in ("auto", "none"):
             raise ConfigError(
                 f"balance {self.balance} (an option, or part of a preset) needs a device beside the CPU: use `device` "
@@ -219,7 +219,12 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
     """
     max_cpu_isa()  # what cannot be understood is refused also where nothing would ask
     if preset not in PRESETS:
-        raise ConfigError(f"unknown preset {preset!r}; choose one of: {', '.join(sorted(PRESETS))}")
+        raise ConfigError(
+            f"unknown preset {preset!r}; choose one of: {', '.join(sorted(PRESETS))}",
+            setting="preset",
+            given=preset,
+            allowed=", ".join(sorted(PRESETS)),
+        )
     known = {field.name for field in fields(EngineConfig)}
     unknown = sorted(switches.keys() - known)
     if unknown:
@@ -236,7 +241,7 @@ def _check_share(share: float | None, memory_bytes: int | None) -> None:
     if share is None:
         return
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise ConfigError(f"resident_share is {share!r}; it must be a number above 0 and at most 1")
+        raise ConfigError.out_of_bounds("resident_share", share, "a number above 0 and at most 1")
     if memory_bytes is not None:
         raise ConfigError(
             f"a budget of {format_bytes(memory_bytes)} and {100 * share:.3g}% of the experts both say how much stays "
@@ -246,18 +251,16 @@ def _check_share(share: float | None, memory_bytes: int | None) -> None:
 
 def _at_least(name: str, value: Any, bound: int) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < bound):
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {bound}")
+        raise ConfigError.out_of_bounds(name, value, f"a whole number of at least {bound}")
 
 
 def _seconds_or_none(name: str, value: Any) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ConfigError(
-            f"{name} is {value!r}; it must be a number of seconds of at least 0, or None to wait for ever"
-        )
+        raise ConfigError.out_of_bounds(name, value, "a number of seconds of at least 0, or None to wait for ever")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}; choose one of: {', '.join(allowed)}")
+        raise ConfigError.no_choice(name, value, allowed)

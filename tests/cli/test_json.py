@@ -117,3 +117,10 @@ def test_a_byte_that_is_no_text_is_said(run, checkpoint, monkeypatch):
     ran = run("record", checkpoint, "--out", "x.trace", "-p", os.fsdecode(b"caf\xe9"))
     assert ran.code == 2 and "UTF-8" in ran.err
     assert sys.argv[0] == "smoe"
+
+
+def test_an_error_about_a_setting_has_its_facts(run, checkpoint):
+    ran = run("generate", checkpoint, "-p", "x", "--set", "io_threads=0", "--json")
+    assert ran.json["error"] == ran.json["error"] | {
+        "setting": "io_threads", "given": 0, "allowed": "a whole number of at least 1"
+    }  # fmt: skip

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.text import Text
 
 from smoe.cli.settings import option_of
-from smoe.errors import BudgetError, ContextError, NotMoEError, SmoeError
+from smoe.errors import BudgetError, ConfigError, ContextError, NotMoEError, SmoeError
 from smoe.units import format_bytes, format_remaining
 
 _PATIENCE_SECONDS = 1.0
@@ -69,7 +69,8 @@ def print_json(value: Any) -> None:
 
 def print_json_error(error: BaseException) -> None:
     """An error for the program that asked for JSON."""
-    print_json({"error": {"type": type(error).__name__, "message": words_of(error)}})
+    facts = error.facts if isinstance(error, ConfigError) else {}
+    print_json({"error": {"type": type(error).__name__, "message": words_of(error)} | facts})
 
 
 def stdin() -> TextIO | None:
