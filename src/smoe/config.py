@@ -24,6 +24,8 @@ from smoe.policy.registry import (
 )
 from smoe.units import format_bytes
 
+MOST_IO_THREADS = 64
+"""Reading threads; two saturate a disk."""
 EMULATED = "emulated"
 """The device that is emulated on the CPU (`memory/emulation.py`)."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -154,6 +156,8 @@ class EngineConfig:
         _at_least("prefill_tokens", self.prefill_tokens, 1)
         _at_least("threads", self.threads, 1)
         _at_least("io_threads", self.io_threads, 1)
+        if self.io_threads > MOST_IO_THREADS:
+            raise ConfigError.out_of_bounds("io_threads", self.io_threads, f"at most {MOST_IO_THREADS}")
         _at_least("score_window", self.score_window, 0)
         _at_least("recent_costs", self.recent_costs, 1)
         _at_least("emulated_expert_bytes", self.emulated_expert_bytes, 1)
@@ -174,6 +178,9 @@ class EngineConfig:
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)) or not 0 <= self.alpha <= 1:
             raise ConfigError.out_of_bounds("alpha", self.alpha, "a number from 0 (exact) to 1")
         _seconds_or_none("turn_timeout_seconds", self.turn_timeout_seconds)
+        for name in ("dilation", "emulated_expert_bytes"):
+            if getattr(self, name) is not None and self.device != EMULATED:
+                raise ConfigError(f"{name} has a meaning only with `device` emulated; add that, or leave it out")
         if self.dilation is not None and not self.dilation >= 1:
             raise ConfigError.out_of_bounds("dilation", self.dilation, "a number of at least 1")
         if self.device == "cpu" and self.balance not in ("auto", "none"):

@@ -148,6 +148,7 @@ def test_an_interrupted_ablation_shows_what_it_has(run, checkpoint, tmp_path, mo
     ran = run("bench", checkpoint, "--memory", "2700KiB", "--ablation", "smoe", "--text", text)
     assert ran.code == 130
     assert [step["name"] for step in ran.json["steps"]] == ["LRU on demand", "LRU + next gate"]
+    assert f"interrupted: 2 of {2 * len(ABLATIONS['smoe'])} turns" in ran.err
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ def test_times_are_those_of_the_virtual_clock(run, trace):
         (("--slots", 16, *CLOCK, "--pools", "layer"), "leave --pools out"),
         (("--slots", 9, *CLOCK, "--balance", "half"), "none, paper, optimal, host"),
         (("--slots", 9, *CLOCK, "--foresight", 2), "from 0 to 1"),
+        (("--slots", 9, "--profile", "rtx-a6000", "--expert-size", "0B"), "from 1B to 1TiB"),
         ((), "one of --slots N and --resident"),
         (("--slots", 9, "--resident", "40%"), "one of --slots N and --resident"),
         (("--resident", "many"), "is not a share"),

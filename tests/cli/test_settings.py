@@ -44,7 +44,8 @@ def test_every_setting_has_a_way_in() -> None:
 def test_values_have_their_type(name: str) -> None:
     text, value = GIVEN[name]
     assert settings_of([f"{name.replace('_', '-')}={text}"]) == {name: value}
-    config = EngineOptions(settings=[f"{name}={text}"]).config()
+    device = "emulated" if name in ("dilation", "emulated_expert_bytes") else None
+    config = EngineOptions(settings=[f"{name}={text}"], device=device).config()
     assert getattr(config, name) == value
 
 
@@ -59,6 +60,9 @@ def test_values_have_their_type(name: str) -> None:
         (["prefill_balance=maybe"], "true or false"),
         (["io_threads=2", "io_threads=3"], "gives io_threads twice"),
         (["io_threads=0"], "at least 1"),
+        (["io_threads=99999"], "at most 64"),
+        (["emulated_expert_bytes=9"], "no unit"),
+        (["dilation=5"], "only with `device` emulated"),
         (["prefill_keep=never"], "choose one of: last-uses, eviction"),
     ],
 )

@@ -121,6 +121,8 @@ def test_shipped_profiles_are_read(name: str) -> None:
     [
         ({"link_bytes_per_second": -1}, "positive"),
         ({"link_bytes_per_second": "fast"}, "positive"),
+        ({"link_bytes_per_second": 1e-300}, "positive"),
+        ({"link_bytes_per_second": float("inf")}, "positive"),
         ({"link_bandwidth": 3}, "link_bandwidth is unknown"),
         ({"name": None}, "name"),
     ],

@@ -114,7 +114,7 @@ def _ablate(
 
     from smoe.benchmark.ablation import ABLATIONS, DEVICE_ABLATIONS, TIMED_TOKENS, ablate
     from smoe.benchmark.ablation import as_json as results
-    from smoe.cli.console import gives_json, is_quiet, print_json, progress
+    from smoe.cli.console import gives_json, is_quiet, print_json, progress, warn
     from smoe.cli.interrupts import exit_code
     from smoe.config import EMULATED
     from smoe.errors import ConfigError
@@ -151,7 +151,9 @@ def _ablate(
     if gives_json(as_json):
         asked = {"ablation": name, "model": model, "memory": options.memory, "rounds": rounds, "tokens": tokens}
         print_json(asked | results(lines, config, batch))
-    if sum(len(line.turns) for line in lines) < rounds * len(steps):
+    done, wanted = sum(len(line.turns) for line in lines), rounds * len(steps)
+    if done < wanted:
+        warn(f"interrupted: {done} of {wanted} turns were measured")
         raise typer.Exit(exit_code())
 
 

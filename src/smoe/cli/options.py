@@ -142,7 +142,7 @@ class EngineOptions:
         typer.Option(
             "--set",
             metavar="NAME=VALUE",
-            help="Any other setting, e.g. prefill_keep=eviction; --set ? names them. Repeatable.",
+            help="Any other setting, e.g. prefill_keep=eviction; --set '?' names them. Repeatable.",
             rich_help_panel=_ENGINE,
         ),
     ] = None

@@ -88,6 +88,10 @@ def command(
     output().print(f"misses     {found['misses']} of {found['uses']} uses in {found['decode_steps']} decode steps")
     if profile is not None:
         output().print(f"time       {1e3 * found['seconds_per_step']:.1f} ms a step beside {profile} (simulated)")
+        output().print(
+            f"of these   {found['loads']} loaded, {found['computed_by_host']} computed by the CPU (balance "
+            f"{found['balance']}), {found['prefetches']} prefetched"
+        )
 
 
 def _check(slots: int | None, resident: str | None, eviction: str, alpha: float, pools: str) -> None:
@@ -117,6 +121,8 @@ def _check_clock(
         raise ConfigError("--profile needs the size of an expert, which a trace does not tell: add --expert-size 9MiB")
     if profile is not None and pools != "global":
         raise ConfigError("--profile simulates one pool for all layers; leave --pools out")
+    if expert_size is not None and not 1 <= parse_bytes(expert_size) <= 2**40:
+        raise ConfigError(f"--expert-size is {expert_size}; it must be from 1B to 1TiB")
     if balance is not None and balance not in BALANCE:
         raise ConfigError(f"--balance is {balance!r}; choose one of: {', '.join(BALANCE)}")
     if foresight is not None and not 0 <= foresight <= 1:

@@ -75,9 +75,9 @@ def settings_of(given: Sequence[str]) -> dict[str, Any]:
 
 def _value(name: str, kind: str, text: str) -> Any:
     """The text as what the setting's annotation says."""
+    if name.endswith("_bytes"):
+        return parse_bytes(text)
     try:
-        if name.endswith("_bytes"):
-            return parse_bytes(text)
         if "bool" in kind:
             return _TRUTH[text.lower()]
         if "int" in kind:

@@ -31,6 +31,8 @@ from smoe.errors import ConfigError
 from smoe.memory.pacing import Pacing
 from smoe.memory.shared_bandwidth import OVERSLEPT_SECONDS, SharedBandwidth
 
+_LEAST, _MOST = 1e-12, 1e21
+"""Seconds, bytes and operations a second of a machine that there could be."""
 MARGIN = 4.0
 """How much slower than its fastest the real machine may become before it is late: link, CPU and device are emulated at
 once on the same cores and the same memory, and are measured one by one."""
@@ -242,4 +244,4 @@ def _checked(name: str, entries: Any) -> DeviceProfile:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and _LEAST <= value <= _MOST
