@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from smoe.errors import ConfigError
-from smoe.policy.balance import BALANCE, BALANCE_ORDER
+from smoe.policy.balance import BALANCE, BALANCE_ORDER, RECENT
 from smoe.policy.planner import PREFILL_KEEP
 from smoe.policy.registry import (
     ONLINE_EVICTION,
@@ -104,7 +104,7 @@ class EngineConfig:
     a layer's result has grade E2."""
     balance_order: str = "score"
     """Which of them are loaded first."""
-    recent_costs: int = 16
+    recent_costs: int = RECENT
     """Measured loads and CPU computations that the balancer's costs are the means of (the papers' p)."""
     prefill_balance: bool = True
     """Where the CPU computes missing experts, it also computes those of a prompt's that have few tokens, as many as

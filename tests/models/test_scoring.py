@@ -42,6 +42,12 @@ def test_the_rule_gives_the_routers_own_choice_and_weights(
         chosen = rule.choice(scores).topk(index.shape[1], dim=-1).indices
         assert torch.equal(chosen.sort(dim=-1).values, index.sort(dim=-1).values)
         torch.testing.assert_close(rule.weights(scores, index, weights.dtype), weights, rtol=1e-4, atol=1e-6)
+        if rule.ranks_by_scores:
+            rows = [
+                [row[expert] for expert in chosen] for row, chosen in zip(scores.tolist(), index.tolist(), strict=True)
+            ]
+            ours = torch.tensor([rule.weights_of(row) for row in rows])
+            torch.testing.assert_close(ours, rule.weights(scores, index, torch.float32), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("switches", [{"alpha": 0.2}, {"eviction": "score"}])

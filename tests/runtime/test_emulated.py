@@ -261,3 +261,18 @@ def test_the_cpus_experts_are_calibrated_as_they_are_computed(
     for balance, is_slow in (("optimal", True), ("none", False)):
         open_model(folder, "half", device="emulated", balance=balance)
         assert (heard["host"] > 0.05) is is_slow
+
+
+def test_a_placement_forms_while_all_is_loaded_and_then_stays(toy: Callable[..., Path], open_model: Open) -> None:
+    """Fiddler's split: would catch experts that are still loaded after the profile, or never were."""
+    model = open_model(toy("qwen2_moe"), "half", **BENCH, balance="host", eviction="lfu")
+    engine = model.offload
+    with engine.loading_all():
+        oracle.greedy(model)
+    placed, counted = set(engine.executor.table.cached()), engine.stats()
+    assert counted.host_computed == 0 and len(placed) == engine.ledger.cache_slots
+    with torch.no_grad():
+        for token in range(5, 25):
+            model(torch.tensor([[token]]))
+    assert set(engine.executor.table.cached()) == placed
+    assert engine.stats().host_computed > 0

@@ -92,8 +92,8 @@ DEVICE_ABLATIONS: dict[str, list[Step]] = {
 }
 """By paper, beside a device with a memory of its own. The first is the papers' baseline: what prefill has left on the
 device stays, the CPU computes what is missing (llama.cpp); the second places the experts that were used most, as
-Fiddler does from a profile. Every step prefetches only while that pays, but for
-the one that says so. The preset is all four, each as far as it pays."""
+Fiddler does from a profile. Every step prefetches only while that pays, but for the one that says so. The preset is all
+four, each as far as it pays."""
 
 
 @dataclass(frozen=True)
