@@ -32,12 +32,13 @@ from smoe.policy.budget import MIN_STAGING_SLOTS
 from smoe.policy.eviction.belady import Belady
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.planner import layer_share, observation
+from smoe.policy.progress import carry_out
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide
 from smoe.report.replayed import replayed_on
 from smoe.routing import Phase, Routing
-from smoe.simulator.replay import carry_out, replay
+from smoe.simulator.replay import replay
 from smoe.units import parse_share
 
 PROMPT_TOKENS, TOKENS, EXPERT_BYTES = 64, 600, 9 * 2**20

@@ -17,13 +17,13 @@ from smoe.memory.emulation import read_profile
 from smoe.models.scoring import ScoringRule
 from smoe.policy.budget import MAX_STAGING_SLOTS, MIN_STAGING_SLOTS
 from smoe.policy.planner import layer_share
+from smoe.policy.progress import carry_out
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import ExpertsAtHand, SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide
 from smoe.policy.substitution import substitute
 from smoe.report.replayed import times_on
 from smoe.routing import Phase, Routing
-from smoe.simulator.replay import carry_out
 from smoe.simulator.virtual_clock import replay_on_clock
 from smoe.trace.file import Trace
 from smoe.trace.record import TracedLayer

@@ -30,10 +30,10 @@ from smoe.policy.balance import Balance, Costs
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.score import ScoreWindow
 from smoe.policy.planner import observation, plan_layer, plan_prefetch
+from smoe.policy.progress import carry_out
 from smoe.policy.residency import ExpertsAtHand, SlotTable
 from smoe.policy.substitution import applied, substitute
 from smoe.routing import Phase, Routing
-from smoe.simulator.replay import carry_out
 
 EXPERTS, TOP_K, LAYERS, HIDDEN, INNER = 64, 8, 12, 192, 32
 ALPHA = 0.3

@@ -18,12 +18,13 @@ from transformers import PreTrainedModel
 from smoe.metrics import Counters
 from smoe.policy.plan import LayerPlan
 from smoe.policy.planner import LAST_TOKENS, observation
+from smoe.policy.progress import carry_out
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import SlotTable
 from smoe.policy.step import Decision, Switches, decide
 from smoe.routing import Phase, Routing
 from smoe.runtime.observer import StepObserver
-from smoe.simulator.replay import carry_out, replay
+from smoe.simulator.replay import replay
 from tests import oracle, zoo
 
 Open = Callable[..., PreTrainedModel]

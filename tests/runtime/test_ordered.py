@@ -120,8 +120,8 @@ def arrivals() -> Arrivals:
 
 
 def start(arrivals: Arrivals, expert: int, reason: Reason = Reason.DEMAND) -> Ticket:
-    arrivals._queue.append(Load((0, expert, EXACT), expert, None, True, reason, 0))
-    arrivals.issue(0)
+    arrivals.prefetch([Load((0, expert, EXACT), expert, None, True, reason, 0)])
+    arrivals.counters = Counters()
     return arrivals.transfers.tickets[expert]
 
 

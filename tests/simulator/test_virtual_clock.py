@@ -12,12 +12,13 @@ import pytest
 
 from smoe.policy.planner import layer_share
 from smoe.policy.prediction import Moment
+from smoe.policy.progress import carry_out
 from smoe.policy.registry import ONLINE_EVICTION, make_eviction
 from smoe.policy.residency import SlotTable
 from smoe.policy.step import EXACT_SWITCHES, decide
 from smoe.routing import Phase, Routing
 from smoe.simulator.foresight import Foresight
-from smoe.simulator.replay import carry_out, replay
+from smoe.simulator.replay import replay
 from smoe.simulator.virtual_clock import StepTimes, Timed, VirtualClock, replay_on_clock
 
 LAYERS, EXPERTS, TOP_K, STEPS = 4, 16, 3, 60

@@ -41,8 +41,7 @@ from smoe.policy.plan import HOST
 from smoe.policy.prediction import Predictor
 from smoe.policy.residency import SlotTable
 from smoe.policy.trial import Trial
-from smoe.prediction.look_ahead import LookAhead
-from smoe.prediction.next_gate import NextGate
+from smoe.prediction.registry import PREDICTORS, Subject
 from smoe.routing import Phase
 from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.engine import Engine
@@ -169,11 +168,10 @@ def _prove(
 
 
 def _put_behind(model: PreTrainedModel, spec: ModelSpec, engine: Engine, predictors: Mapping[Phase, Predictor]) -> None:
-    """The blocks and the routers that are heard turn to the engine; a look-ahead listens to the layers."""
+    """The blocks and the routers that are heard turn to the engine, then the predictors to the model."""
     attach(model, spec.sites, engine, {layer: spec.anatomy.routers[layer] for layer in engine.rules})
-    look_ahead = predictors.get(Phase.DECODE)
-    if isinstance(look_ahead, LookAhead):
-        look_ahead.install()
+    for predictor in set(predictors.values()):
+        predictor.install()
 
 
 def _host_experts(
@@ -286,21 +284,23 @@ def _predictors(
     device: torch.device,
 ) -> Mapping[Phase, Predictor]:
     """A prefill always starts the next layer's reads early: nearly all are needed, so guessing is cheap and right."""
-    next_gate = NextGate(model, spec.sites, spec.anatomy.gates, rules, config.prefetch_what)
-    found: dict[Phase, Predictor] = {Phase.PREFILL: next_gate}
-    how = config.prefetch
-    expert_bytes = spec.expert_bytes
-    if config.device == EMULATED and config.emulated_expert_bytes is not None:
-        expert_bytes = config.emulated_expert_bytes
-    if how == "auto" and expert_bytes >= _PREFETCH_PAYS_BYTES:
-        how = "look-ahead" if device.type != "cpu" or config.device == EMULATED else "next-gate"
+    subject = Subject(model, spec, rules, config.prefetch_what)
+    found: dict[Phase, Predictor] = {Phase.PREFILL: subject.next_gate}
+    decode = PREDICTORS[_predictor_name(spec, config, device)](subject)
+    return found if decode is None else found | {Phase.DECODE: decode}
+
+
+def _predictor_name(spec: ModelSpec, config: EngineConfig, device: torch.device) -> str:
+    """What guesses in decode; a guess must not decide what is computed where a run is to be reproducible."""
     if config.reproducible and config.alpha > 0:
-        return found
-    if how == "next-gate":
-        found[Phase.DECODE] = next_gate
-    elif how == "look-ahead":
-        found[Phase.DECODE] = LookAhead(model, spec.sites, spec.anatomy.routers, next_gate)
-    return found
+        return "none"
+    if config.prefetch != "auto":
+        return config.prefetch
+    is_emulated = config.device == EMULATED
+    stands_for = config.emulated_expert_bytes if is_emulated else None
+    if (spec.expert_bytes if stands_for is None else stands_for) < _PREFETCH_PAYS_BYTES:
+        return "none"
+    return "look-ahead" if device.type != "cpu" or is_emulated else "next-gate"
 
 
 def _is_on_trial(config: EngineConfig) -> bool:

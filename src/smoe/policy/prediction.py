@@ -52,6 +52,9 @@ class Predictor(ABC):
     alpha: float = 0.0
     """The substitution threshold that the layers are served with."""
 
+    def install(self) -> None:
+        """Listen to the model, once the engine has taken the experts' place in it."""
+
     def observe(self, routing: Routing) -> None:
         """Hear what a router has chosen, before anything is replaced: every layer of every step, in order."""
         del routing

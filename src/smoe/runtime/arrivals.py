@@ -6,7 +6,6 @@ transfers change together here and nowhere else, so that an error anywhere leave
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from smoe.compute.expert_math import ExpertMath, Weights
@@ -16,7 +15,8 @@ from smoe.memory.store import ExpertStore
 from smoe.memory.transfer import State, Ticket, Transfers
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import LayerPlan, Load, Promotion, Serve
+from smoe.policy.plan import LayerPlan, Load, Serve
+from smoe.policy.progress import Progress
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
 
@@ -36,7 +36,6 @@ class Arrivals:
         clock: Callable[[], float],
     ) -> None:
         self.table = table
-        self.eviction = eviction
         self.transfers = transfers
         self.counters = Counters()
         self.tickets: dict[ExpertKey, Ticket] = {}
@@ -45,15 +44,15 @@ class Arrivals:
         self._arena = arena
         self._math = math
         self._clock = clock
-        self._promoted: set[ExpertKey] = set()
-        """Copies of the running layer that were prefetched and stay, and that have not served yet."""
-        self._staying: dict[ExpertKey, Promotion] = {}
-        """Copies of the running layer that take a resident's slot once they have served."""
+        self._progress = Progress(table, eviction, self._begin)
         self._weights: list[Weights | None] = [None] * (table.cache_slots + table.staging_slots)
         self._views: dict[tuple[int, int], Weights] = {}
-        self._queue: deque[Load] = deque()
         self._flowing: list[Ticket] = []
         """Taken in while their bytes are still on their way: the device waits for them, nobody else needs to."""
+
+    @property
+    def eviction(self) -> Eviction:
+        return self._progress.eviction
 
     @property
     def slots(self) -> int:
@@ -73,8 +72,7 @@ class Arrivals:
     def start_anew(self, eviction: Eviction) -> None:
         """Empty slots, no statistics, no counts."""
         self.recover()
-        self.table.clear()
-        self.eviction = eviction
+        self._progress.start_anew(eviction)
         self.counters = Counters()
         self.transfers.start_anew()
 
@@ -84,36 +82,17 @@ class Arrivals:
         self._views.clear()
 
     def adopt(self, plan: LayerPlan) -> None:
-        """Start a plan: apply the promotions that are due, keep the later ones, issue loads in their order."""
-        self._staying = {promotion.key: promotion for promotion in plan.promotions if promotion.after}
-        for promotion in plan.promotions:
-            if not promotion.after:
-                self._promote(promotion)
-        self._queue = deque(plan.loads)
-        self.issue(0)
+        """Start a plan: its loads, in their order, as their slots get free."""
+        self._progress.adopt(plan)
 
     def prefetch(self, loads: Sequence[Load]) -> None:
         """Bring in what a later layer may want, after all that the running layer waits for."""
         self.counters.prefetches += len(loads)
-        self._queue.extend(loads)
-        self.issue(0)
+        self._progress.prefetch(loads)
 
-    def _promote(self, promotion: Promotion) -> None:
-        self.table.promote(promotion)
-        if promotion.victim is not None:
-            self.eviction.remove(promotion.victim)
-        self._promoted.add(promotion.key)  # a resident once it has served: in the order of the plan, as any other
-
-    def issue(self, computed: int) -> None:
-        """Start the loads whose slots are free, now that `computed` serves of the plan have ended."""
-        queue = self._queue
-        while queue and queue[0].after <= computed:
-            load = queue.popleft()
-            self.table.begin(load)
-            if load.victim is not None:
-                self.eviction.remove(load.victim)
-            self._weights[load.slot] = self._bind(load)
-            self.tickets[load.key] = self.transfers.submit(load)
+    def _begin(self, load: Load) -> None:
+        self._weights[load.slot] = self._bind(load)
+        self.tickets[load.key] = self.transfers.submit(load)
 
     def _bind(self, load: Load) -> Weights:
         """The weights that the load will bring, as views; made once for a slot and layout."""
@@ -145,12 +124,9 @@ class Arrivals:
         """Book the end of a load, or that the device alone waits for it."""
         del self.tickets[key]
         if ticket.state in (State.FAILED, State.CANCELLED):
-            self._promoted.discard(key)
-            self.table.fail(key)
+            self._progress.fail(key)
             return
-        self.table.arrive(key)
-        if ticket.load.keep:
-            self.eviction.insert(key)
+        self._progress.arrive(key)
         if not ticket.is_over:
             self._flowing.append(ticket)
 
@@ -199,16 +175,8 @@ class Arrivals:
             if ticket.error is not None:
                 self.table.ready.pop(ticket.load.key, None)
         self._flowing.clear()
-        self._queue.clear()
         self.tickets.clear()
-        self._promoted.clear()
-        self._staying.clear()
-        self.table.settle()
-        resident, believed = self.table.ready.keys(), set(self.eviction.victims(len(self._weights), ()))
-        for key in sorted(believed - resident):
-            self.eviction.remove(key)
-        for key in sorted(resident - believed):
-            self.eviction.insert(key)
+        self._progress.recover()
 
     def weights_of(self, serve: Serve) -> Weights:
         return self.ready(serve.key) if serve.key in self.table.ready else self._arrive(serve.key)
@@ -220,12 +188,4 @@ class Arrivals:
 
     def served(self, serve: Serve, computed: int) -> None:
         """A serve has been computed: a passing expert leaves or stays, loads that waited for a slot start."""
-        if serve.key in self._staying:
-            self._promote(self._staying.pop(serve.key))
-        if serve.key in self.table.staged:
-            self.table.release(serve.key)
-        elif serve.key in self._promoted:
-            self._promoted.remove(serve.key)
-            self.eviction.insert(serve.key)
-        if self._queue:
-            self.issue(computed)
+        self._progress.served(serve, computed)

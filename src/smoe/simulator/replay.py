@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import LayerPlan, Promotion
 from smoe.policy.planner import layer_share
+from smoe.policy.progress import carry_out
 from smoe.policy.residency import SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide
 from smoe.routing import Phase, Routing
@@ -73,34 +73,3 @@ def replay_by_layer(
         for n, (_, part) in enumerate(sorted(layers.items()))
     ]
     return ReplayCounts(sum(count.uses for count in counts), sum(count.misses for count in counts))
-
-
-def carry_out(plan: LayerPlan, table: SlotTable, eviction: Eviction) -> None:
-    """Apply a plan with loads that take no time, in exactly the order in which the engine applies it."""
-    promoted = {promotion.key: promotion for promotion in plan.promotions}
-    for promotion in plan.promotions:
-        if not promotion.after:
-            _promote(promotion, table, eviction)
-    pending = iter(plan.loads)
-    load = next(pending, None)
-    for computed, serve in enumerate([None, *plan.serves]):
-        if serve is not None and serve.key in promoted:
-            if promoted[serve.key].after:
-                _promote(promoted[serve.key], table, eviction)
-            eviction.insert(serve.key)
-        elif serve is not None and serve.key in table.staged:
-            table.release(serve.key)
-        while load is not None and load.after <= computed:
-            table.begin(load)
-            table.arrive(load.key)
-            if load.victim is not None:
-                eviction.remove(load.victim)
-            if load.keep:
-                eviction.insert(load.key)
-            load = next(pending, None)
-
-
-def _promote(promotion: Promotion, table: SlotTable, eviction: Eviction) -> None:
-    table.promote(promotion)
-    if promotion.victim is not None:
-        eviction.remove(promotion.victim)

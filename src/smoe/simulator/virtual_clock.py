@@ -22,9 +22,10 @@ from math import inf
 from smoe.expert import ExpertKey
 from smoe.policy.balance import Balance, Costs
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import DEVICE, LayerPlan, Load, Promotion, Serve
+from smoe.policy.plan import DEVICE, LayerPlan, Load
 from smoe.policy.planner import layer_share, plan_prefetch
 from smoe.policy.prediction import Moment, Predictor, Sight
+from smoe.policy.progress import Progress
 from smoe.policy.residency import SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide
 from smoe.routing import Phase, Routing
@@ -157,11 +158,9 @@ class VirtualClock:
         self._predictor = predictor
         self._link = _Link(times.load)
         self._now = 0.0
-        self._pending: deque[Load] = deque()
-        self._staying: dict[ExpertKey, Promotion] = {}
-        self._promoted: set[ExpertKey] = set()
-        self._kept: set[ExpertKey] = set()
-        """Copies on their way to cache slots."""
+        self._progress = Progress(self._table, eviction, self._begin)
+        self._is_waited_for = True
+        """Whether the loads that begin now are the running layer's own."""
         self._last_layer: float = inf
         """Of the decode step before; infinity: a new step begins in any case."""
 
@@ -172,12 +171,12 @@ class VirtualClock:
         if self._predictor is not None:
             self._predictor.observe(routing)
         for key in self._link.ended(self._now):
-            self._take_in(key)
+            self._progress.arrive(key)
         plan = decide(
             routing, self._table, self._eviction, self._share, self._switches, self._balancing, self._drop_stale
         ).plan
         self._now += self._times.deciding
-        self._adopt(plan)
+        self._progress.adopt(plan)
         is_decode = routing.phase is Phase.DECODE
         if is_decode:
             result.uses += len(plan.serves)
@@ -195,35 +194,8 @@ class VirtualClock:
 
     # -- as `runtime/arrivals.py` does on hardware ---------------------------------------------------------------------
 
-    def _take_in(self, key: ExpertKey) -> None:
-        self._table.arrive(key)
-        if key in self._kept:
-            self._kept.remove(key)
-            self._eviction.insert(key)
-
-    def _adopt(self, plan: LayerPlan) -> None:
-        self._staying = {promotion.key: promotion for promotion in plan.promotions if promotion.after}
-        for promotion in plan.promotions:
-            if not promotion.after:
-                self._promote(promotion)
-        self._pending = deque(plan.loads)
-        self._issue(0, is_waited_for=True)
-
-    def _promote(self, promotion: Promotion) -> None:
-        self._table.promote(promotion)
-        if promotion.victim is not None:
-            self._eviction.remove(promotion.victim)
-        self._promoted.add(promotion.key)
-
-    def _issue(self, computed: int, is_waited_for: bool) -> None:
-        while self._pending and self._pending[0].after <= computed:
-            load = self._pending.popleft()
-            self._table.begin(load)
-            if load.victim is not None:
-                self._eviction.remove(load.victim)
-            if load.keep:
-                self._kept.add(load.key)
-            self._link.submit(load.key, self._now, is_waited_for)
+    def _begin(self, load: Load) -> None:
+        self._link.submit(load.key, self._now, self._is_waited_for)
 
     def _drop_stale(self, routing: Routing) -> None:
         wanted = {expert for row in routing.top_k_index for expert in row}
@@ -233,17 +205,7 @@ class VirtualClock:
             elif key in self._table.ready:
                 self._table.release(key)
             elif self._link.cancel(key, self._now):
-                self._table.fail(key)
-
-    def _served(self, serve: Serve, computed: int) -> None:
-        if serve.key in self._staying:
-            self._promote(self._staying.pop(serve.key))
-        if serve.key in self._table.staged:
-            self._table.release(serve.key)
-        elif serve.key in self._promoted:
-            self._promoted.remove(serve.key)
-            self._eviction.insert(serve.key)
-        self._issue(computed, is_waited_for=True)
+                self._progress.fail(key)
 
     # -- as `runtime/execute.py` and `layer.py` do ---------------------------------------------------------------------
 
@@ -262,10 +224,9 @@ class VirtualClock:
         if prediction is not None:
             loads = plan_prefetch(prediction.layer, prediction.experts, self._table, plan).loads
             self.result.prefetches += len(loads)
-            for load in loads:
-                assert load.after == 0, "in decode a layer spares free slots only"
-                self._table.begin(load)
-                self._link.submit(load.key, self._now, is_waited_for=False)
+            self._is_waited_for = False
+            self._progress.prefetch(loads)
+            self._is_waited_for = True
 
     def _compute(self, plan: LayerPlan, is_decode: bool) -> None:
         """Residents first, then what is missing, each waited for in the order of the plan."""
@@ -285,9 +246,9 @@ class VirtualClock:
                 continue
             if serve.key not in self._table.ready:
                 self._now = max(self._now, self._link.wait(serve.key, self._now))
-                self._take_in(serve.key)
+                self._progress.arrive(serve.key)
             self._now += times.expert(len(serve.routes))
-            self._served(serve, computed)
+            self._progress.served(serve, computed)
 
 
 def replay_on_clock(

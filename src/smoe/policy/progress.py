@@ -1,0 +1,113 @@
+"""A plan under way: the slot table and the eviction policy, changed together as loads end and serves are done.
+
+    adopt ----> begin ... begin | served: promote, release, begin ... | served ... | arrive, or fail, at any time
+
+Engine and simulators carry plans out by this class alone, so that what they keep, forget and wait for cannot differ.
+Only the loads are theirs: `begin` is called with each at the moment that its slot is free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from smoe.expert import ExpertKey
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.plan import LayerPlan, Load, Promotion, Serve
+from smoe.policy.residency import SlotTable
+
+
+class Progress:
+    """The plans of one device, one after the other. O(1) for every load and serve."""
+
+    def __init__(self, table: SlotTable, eviction: Eviction, begin: Callable[[Load], None]) -> None:
+        self.table = table
+        self.eviction = eviction
+        self._begin = begin
+        self._queue: deque[Load] = deque()
+        """Loads of the running layer whose slots others still use, and prefetches behind them."""
+        self._promoted: set[ExpertKey] = set()
+        """Copies of the running layer that were prefetched and stay, and that have not served yet."""
+        self._staying: dict[ExpertKey, Promotion] = {}
+        """Copies of the running layer that take a resident's slot once they have served."""
+
+    def adopt(self, plan: LayerPlan) -> None:
+        """Start a plan: apply the promotions that are due, keep the later ones, begin loads in their order."""
+        self._staying = {promotion.key: promotion for promotion in plan.promotions if promotion.after}
+        for promotion in plan.promotions:
+            if not promotion.after:
+                self._promote(promotion)
+        self._queue = deque(plan.loads)
+        self._issue(0)
+
+    def prefetch(self, loads: Sequence[Load]) -> None:
+        """Begin these after all that the running layer loads."""
+        self._queue.extend(loads)
+        self._issue(0)
+
+    def arrive(self, key: ExpertKey) -> None:
+        """A load has ended well. What is promoted counts as a resident once it has served, as any other."""
+        self.table.arrive(key)
+        if key not in self.table.staged and key not in self._promoted:
+            self.eviction.insert(key)
+
+    def fail(self, key: ExpertKey) -> None:
+        """A load has ended badly or was cancelled."""
+        self._promoted.discard(key)
+        self.table.fail(key)
+
+    def served(self, serve: Serve, computed: int) -> None:
+        """A serve, the plan's `computed`-th, is done: what passes leaves or stays, loads that waited begin."""
+        key = serve.key
+        if key in self._staying:
+            self._promote(self._staying.pop(key))
+        if key in self.table.staged:
+            self.table.release(key)
+        elif key in self._promoted:
+            self._promoted.remove(key)
+            self.eviction.insert(key)
+        if self._queue:
+            self._issue(computed)
+
+    def recover(self) -> None:
+        """After an error or an interrupt, wherever it struck, with no load under way: only what is ready is kept."""
+        self._queue.clear()
+        self._promoted.clear()
+        self._staying.clear()
+        self.table.settle()
+        slots = self.table.cache_slots + self.table.staging_slots
+        resident, believed = self.table.ready.keys(), set(self.eviction.victims(slots, ()))
+        for key in sorted(believed - resident):
+            self.eviction.remove(key)
+        for key in sorted(resident - believed):
+            self.eviction.insert(key)
+
+    def start_anew(self, eviction: Eviction) -> None:
+        """Empty slots, no statistics."""
+        self.recover()
+        self.table.clear()
+        self.eviction = eviction
+
+    def _promote(self, promotion: Promotion) -> None:
+        self.table.promote(promotion)
+        if promotion.victim is not None:
+            self.eviction.remove(promotion.victim)
+        self._promoted.add(promotion.key)
+
+    def _issue(self, computed: int) -> None:
+        """Begin the loads whose slots are free, now that `computed` serves have ended."""
+        queue = self._queue
+        while queue and queue[0].after <= computed:
+            load = queue.popleft()
+            self.table.begin(load)
+            if load.victim is not None:
+                self.eviction.remove(load.victim)
+            self._begin(load)
+
+
+def carry_out(plan: LayerPlan, table: SlotTable, eviction: Eviction) -> None:
+    """Apply a plan whose loads take no time."""
+    progress = Progress(table, eviction, lambda load: progress.arrive(load.key))
+    progress.adopt(plan)
+    for computed, serve in enumerate(plan.serves, start=1):
+        progress.served(serve, computed)

@@ -1,0 +1,117 @@
+"""Plans whose loads end whenever they like, well or badly: table and eviction policy always know the same residents.
+
+Would catch: a resident that the policy cannot evict, one that it evicts twice, a load that begins before its slot is
+free, an interrupt that leaves a slot without an owner.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smoe.expert import ExpertKey
+from smoe.policy.eviction.lru import LRU
+from smoe.policy.plan import Load
+from smoe.policy.planner import plan_layer, plan_prefetch
+from smoe.policy.progress import Progress
+from smoe.policy.residency import SlotTable
+from smoe.routing import Phase, Routing
+from tests.policy.tables import EXPERTS, LAYERS, TOP_K, guesses, routings, used
+
+steps = st.lists(st.tuples(routings(), guesses), min_size=1, max_size=12)
+
+
+class OnceEach(LRU):
+    """Hears of every resident once, when it has come, and once when it goes."""
+
+    def insert(self, key: ExpertKey) -> None:
+        assert key not in set(self.victims(LAYERS * EXPERTS + 9, ())), f"{key} comes twice"
+        super().insert(key)
+
+    def remove(self, key: ExpertKey) -> None:
+        assert key in set(self.victims(LAYERS * EXPERTS + 9, ())), f"{key} goes and never came"
+        super().remove(key)
+
+
+class Loads:
+    """Under way until somebody says how they ended."""
+
+    def __init__(self) -> None:
+        self.running: list[ExpertKey] = []
+        self.begun: list[Load] = []
+
+    def begin(self, load: Load) -> None:
+        self.running.append(load.key)
+        self.begun.append(load)
+
+
+def known(progress: Progress) -> set[ExpertKey]:
+    return set(progress.eviction.victims(LAYERS * EXPERTS + 9, ()))
+
+
+def assert_agreement(progress: Progress) -> None:
+    progress.table.check()
+    assert known(progress) == set(progress.table.cached())
+
+
+def drop_stale(progress: Progress, loads: Loads, routing: Routing) -> None:
+    """As the engine does before a plan is made: what was prefetched and is not wanted leaves."""
+    for key in set(progress.table.staged) - set(used(routing)):
+        if key in loads.running:
+            loads.running.remove(key)
+            progress.fail(key)
+        else:
+            progress.table.release(key)
+
+
+def serve_all(progress: Progress, loads: Loads, routing: Routing, predicted: list[int], data: st.DataObject) -> None:
+    """One layer, every load ending at a time of its own but before it is computed; prefetches may outlive the layer."""
+    table = progress.table
+    drop_stale(progress, loads, routing)
+    plan = plan_layer(routing, table, progress.eviction, 2)
+    loads.begun = []
+    progress.adopt(plan)
+    if routing.phase is Phase.DECODE:
+        progress.prefetch(plan_prefetch((routing.layer + 1) % LAYERS, predicted, table, plan).loads)
+    for computed, serve in enumerate(plan.serves, start=1):
+        for key in data.draw(st.lists(st.sampled_from(loads.running), unique=True)) if loads.running else ():
+            loads.running.remove(key)
+            progress.arrive(key)
+        if serve.key in loads.running:
+            loads.running.remove(serve.key)
+            progress.arrive(serve.key)
+        progress.served(serve, computed)
+        assert all(load.after <= computed for load in loads.begun), "a slot was taken while it was in use"
+    assert [load for load in loads.begun if load in plan.loads] == plan.loads
+
+
+@settings(max_examples=60)
+@given(steps, st.integers(TOP_K, LAYERS * EXPERTS), st.integers(2, 6), st.data())
+def test_table_and_policy_agree_after_every_layer(steps, cache_slots, staging_slots, data) -> None:
+    loads = Loads()
+    progress = Progress(SlotTable(cache_slots, staging_slots), OnceEach(), loads.begin)
+    for routing, predicted in steps:
+        serve_all(progress, loads, routing, predicted, data)
+        assert_agreement(progress)
+
+
+@settings(max_examples=60)
+@given(steps, routings(), st.integers(TOP_K, 8), st.data())
+def test_an_interrupt_anywhere_is_undone(steps, last, cache_slots, data) -> None:
+    loads = Loads()
+    progress = Progress(SlotTable(cache_slots, 3), OnceEach(), loads.begin)
+    for routing, predicted in steps:
+        serve_all(progress, loads, routing, predicted, data)
+    drop_stale(progress, loads, last)
+    plan = plan_layer(last, progress.table, progress.eviction, 2)
+    progress.adopt(plan)
+    for computed, serve in enumerate(plan.serves[: data.draw(st.integers(0, len(plan.serves)))], start=1):
+        if serve.key in progress.table.inflight:
+            progress.arrive(serve.key)
+        progress.served(serve, computed)
+    progress.recover()
+    assert not progress.table.inflight and not progress.table.staged
+    assert_agreement(progress)
+    progress.start_anew(OnceEach())
+    assert not known(progress) and not progress.table.ready
+    progress.table.check()
