@@ -22,6 +22,7 @@ VALUES = {"smoe.expert", "smoe.routing", "smoe.errors", "smoe.units"}
 ORDER = (
     "policy",
     "simulator",
+    "formats",
     "memory",
     "kernels",
     "machine",

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from smoe.compute.decode_experts import DecodeExperts, decode_experts
-from smoe.compute.expert_math import Weights
+from smoe.compute.expert_math import DenseWeights, Weights
 from smoe.kernels.elementwise import activation_table
 from smoe.kernels.experts import MOST_EXPERTS, MOST_TOKENS, TokenExperts
+from smoe.kernels.matrix import in_bf16
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.policy.planner import routes_by_key
 from smoe.routing import Phase, Routing
@@ -57,7 +58,8 @@ def some_weights(count: int) -> list[Weights]:
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=generator) * 0.3).bfloat16().t()
 
-    return [Weights(matrix(2 * INNER, HIDDEN), matrix(HIDDEN, INNER), None, None) for _ in range(count)]
+    pairs = [(matrix(2 * INNER, HIDDEN), matrix(HIDDEN, INNER)) for _ in range(count)]
+    return [DenseWeights(up, down, None, None, in_bf16(up, down)) for up, down in pairs]
 
 
 def both_ways(

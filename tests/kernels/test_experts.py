@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from smoe.kernels.elementwise import activation_table, is_table_of
 from smoe.kernels.experts import Expert, Sums, TokenExperts
+from smoe.kernels.matrix import in_bf16
 from smoe.kernels.spinning_pool import SpinningPool
 from tests import promised
 
@@ -64,7 +65,7 @@ def test_the_bits_are_the_librarys(
     gains = gains if wide_gains else gains.bfloat16()
     rows, out = torch.full((count, hidden), float("nan")).bfloat16(), torch.empty_like(x)
     order = torch.randperm(count, generator=generator).tolist()
-    chosen = [Expert(experts[n][0].t(), experts[n][1].t(), [(0, n)]) for n in order]
+    chosen = [Expert(in_bf16(experts[n][0].t(), experts[n][1].t()), [(0, n)]) for n in order]
     for part in range(parts - 1):
         kernel.forward(x, chosen[part::parts], rows)
     kernel.forward(x, chosen[parts - 1 :: parts], rows, Sums(gains.tolist(), [(0, count)], out))
@@ -119,7 +120,10 @@ def test_no_unit_begins_before_what_it_needs(pool: SpinningPool) -> None:
     table = activation_table(swiglu)
     assert table is not None
     kernel, [(up, down)] = TokenExperts(pool, hidden, inner, table), some_experts(1, hidden, inner, 0)
-    expert, rows, out = Expert(up.t(), down.t(), [(0, 0)]), *torch.empty(2, 1, hidden, dtype=torch.bfloat16)
+    expert, rows, out = (
+        Expert(in_bf16(up.t(), down.t()), [(0, 0)]),
+        *torch.empty(2, 1, hidden, dtype=torch.bfloat16),
+    )
     tokens = torch.randn(300, 1, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
     ours = []
     for x in tokens:

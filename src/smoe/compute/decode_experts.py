@@ -14,8 +14,7 @@ import torch
 
 from smoe.compute.expert_math import ExpertMath, Weights
 from smoe.compute.thread_pool import ThreadPool
-from smoe.kernels.experts import MOST_EXPERTS, MOST_ROWS, MOST_TOKENS, Expert, Sums, TokenExperts
-from smoe.kernels.proof import agrees_on_rows, same_bits
+from smoe.kernels.experts import MOST_EXPERTS, MOST_TOKENS, Expert, Sums, TokenExperts
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.memory.streams import on_device
 
@@ -77,12 +76,9 @@ def proven_kernel(math: ExpertMath, pool: SpinningPool, weights: Weights) -> Tok
     theirs = _OneByOperations(math, None, x, gains, routes, order)
     for way in (ours, theirs):
         way.compute(0, [weights] * _PROOF_EXPERTS)
-    if not same_bits(ours.total(), theirs.total()):
+    if not math.is_proof(ours.total(), theirs.total()):
         return None
-    if pool.several and all(
-        agrees_on_rows(pool, matrix, rows) for matrix in (weights.up, weights.down) for rows in (2, MOST_ROWS)
-    ):
-        kernel.most_rows = MOST_ROWS
+    kernel.most_rows = math.most_rows(pool, weights)
     return kernel
 
 
@@ -200,7 +196,7 @@ class _InOnePiece:
         ours: list[Expert] = []
         for places, one in zip(self._places[first:], weights, strict=False):
             if len(places) <= self._kernel.most_rows:
-                ours.append(Expert(one.up, one.down, places))
+                ours.append(Expert(one.matrices, places))
             else:
                 tokens, rows = (list(part) for part in zip(*places, strict=True))
                 self._rows[rows] = self._math.forward(self._hidden[tokens], one)

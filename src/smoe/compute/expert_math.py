@@ -9,15 +9,16 @@ its bits have been found to be the library's (`kernels/spinning_pool.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from smoe.compute.row_groups import Filling, Shape, product
 from smoe.kernels.elementwise import activation_table, is_table_of
-from smoe.kernels.experts import TokenExperts
-from smoe.kernels.proof import agrees
+from smoe.kernels.experts import MOST_ROWS, TokenExperts
+from smoe.kernels.matrix import Matrix, in_bf16
+from smoe.kernels.proof import agrees, agrees_on_rows, same_bits
 from smoe.kernels.spinning_pool import Product, SpinningPool
 from smoe.memory.arena import Arena
 from smoe.memory.store import Part
@@ -29,15 +30,36 @@ def library_products(products: Sequence[Product]) -> None:
         torch.mm(x, matrix, out=out)
 
 
-class Weights(NamedTuple):
-    """One expert's matrices as views into its slot, ready for `x @ up` and `h @ down`."""
+class Weights(Protocol):
+    """One expert in its slot, ready for `x @ up` and `h @ down`."""
+
+    @property
+    def up(self) -> torch.Tensor:
+        """[H, 2I] (gate and up side by side, as the family has them) or [H, I] without a gate."""
+
+    @property
+    def down(self) -> torch.Tensor:
+        """[I, H]"""
+
+    @property
+    def up_bias(self) -> torch.Tensor | None: ...
+
+    @property
+    def down_bias(self) -> torch.Tensor | None: ...
+
+    @property
+    def matrices(self) -> Sequence[Matrix]:
+        """The same for machine code: what `up` is made of, then `down`."""
+
+
+class DenseWeights(NamedTuple):
+    """Weights in the model's own type: views into the slot."""
 
     up: torch.Tensor
-    """[H, 2I] (gate and up side by side, as the family has them) or [H, I] without a gate."""
     down: torch.Tensor
-    """[I, H]"""
     up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
+    matrices: Sequence[Matrix]
 
 
 class ExpertMath:
@@ -84,13 +106,24 @@ class ExpertMath:
         up, down = part(self._up_name), part("down_proj")
         if not self._is_transposed:
             up, down = up.t(), down.t()
+        matrices = in_bf16(up, down)
         if not self._has_bias:
-            return Weights(up, down, None, None)
-        return Weights(up, down, part(f"{self._up_name}_bias"), part("down_proj_bias"))
+            return DenseWeights(up, down, None, None, matrices)
+        return DenseWeights(up, down, part(f"{self._up_name}_bias"), part("down_proj_bias"), matrices)
 
     def agrees(self, pool: SpinningPool, weights: Weights) -> bool:
         """Whether our kernel gives the library's bits on these weights of one expert."""
         return agrees(pool, weights.up) and agrees(pool, weights.down)
+
+    def is_proof(self, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+        """Whether one token's output by our kernel is what the library's operations give."""
+        return same_bits(ours, theirs)
+
+    def most_rows(self, pool: SpinningPool, weights: Weights) -> int:
+        """Tokens of one expert that our kernel may take at once: more than one where the bits stay the library's."""
+        matrices = weights.up, weights.down
+        is_proven = pool.several and all(agrees_on_rows(pool, each, n) for each in matrices for n in (2, MOST_ROWS))
+        return MOST_ROWS if is_proven else 1
 
     def kernel_of(self, pool: SpinningPool) -> TokenExperts | None:
         """The kernel for one token through these experts, or None where they are of no kind that it knows."""

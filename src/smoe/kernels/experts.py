@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from smoe.kernels import tasks
+from smoe.kernels.matrix import Matrix
 from smoe.kernels.row_product import chain_of
 from smoe.kernels.spinning_pool import LONE_UNIT, UNIT, WAKING_WEIGHTS, Pairs, SpinningPool
 
@@ -33,10 +34,8 @@ _SUM_UNIT = 512
 class Expert(NamedTuple):
     """Where one expert's matrices lie, and whose it is."""
 
-    up: torch.Tensor
-    """[H, 2I], rows in memory along H."""
-    down: torch.Tensor
-    """[I, H]"""
+    matrices: Sequence[Matrix]
+    """Those of the first product, one below the other [2I, H] in all, and that of the second [H, I]."""
     places: Sequence[tuple[int, int]]
     """(token, row of the outputs) of each that has chosen it, in the library's order."""
 
@@ -99,58 +98,68 @@ class _Work:
         self._shape = shape
         self._experts = experts
         self._size = UNIT if len(experts) > 1 else LONE_UNIT
-        self._ups = -(-2 * shape.inner // self._size)
-        """Units of a first product."""
+        self._ups: list[int] = []
+        """Units of each expert's first product."""
         self._counts = shape.pool.word(tasks.PROGRESS)
         self._x, self._rows = x.data_ptr(), rows.data_ptr()
         self._kept: list[object] = []
 
     def ups(self) -> None:
         """The first products, into the scratch: row after row, expert after expert."""
-        shape, fields, size, x = self._shape, self.fields, self._size, self._x
-        hidden, inner, at_once = shape.hidden, shape.inner, shape.pool.at_once
-        unit, wide, count = 0, shape.wide.data_ptr(), self._counts
-        for up, _, places in self._experts:
-            if len(places) == 1:
-                fields += (unit, 2 * inner, size, tasks.PRODUCT, at_once, 0, count, x + 2 * hidden * places[0][0])
-                fields += (up.data_ptr(), wide, 0, hidden, hidden)
-            else:
-                pairs = [(x + 2 * hidden * token, wide + 4 * inner * i) for i, (token, _) in enumerate(places)]
-                fields += (unit, 2 * inner, size, tasks.ROWS, at_once, 0, count, *self._several(pairs, up))
-            unit += self._ups
+        inner, hidden, x, at_once = self._shape.inner, self._shape.hidden, self._x, self._shape.pool.at_once
+        wide, count = self._shape.wide.data_ptr(), self._counts
+        for matrices, places in self._experts:
+            before, column = self.units, wide
+            for matrix in matrices[:-1]:
+                pairs = [(x + 2 * hidden * token, column + 4 * inner * i) for i, (token, _) in enumerate(places)]
+                self._product(matrix, at_once, 0, count, pairs)
+                column += 2 * matrix.outputs
+            self._ups.append(self.units - before)
             wide += 4 * inner * len(places)
             count += 8
-        self.units = unit
 
     def downs(self) -> None:
         """Gates and second products."""
-        shape, fields, size, out = self._shape, self.fields, self._size, self._rows
-        hidden, inner, ups, nowhere = shape.hidden, shape.inner, self._ups, shape.pool.nowhere
-        table, downs = shape.table.data_ptr(), -(-hidden // size)
-        unit, wide, gated, count = self.units, shape.wide.data_ptr(), shape.gated.data_ptr(), self._counts
-        for _, down, places in self._experts:
-            first = gated
-            for _ in places:
-                fields += (unit, inner, inner, tasks.GATE, count, ups, count, wide, table, gated, inner, 0, 0)
-                unit += 1
+        shape, fields, out = self._shape, self.fields, self._rows
+        hidden, inner, nowhere, table = shape.hidden, shape.inner, shape.pool.nowhere, shape.table.data_ptr()
+        wide, gated, count = shape.wide.data_ptr(), shape.gated.data_ptr(), self._counts
+        for (matrices, places), ups in zip(self._experts, self._ups, strict=True):
+            pairs = []
+            for _, row in places:
+                fields += (self.units, inner, inner, tasks.GATE, count, ups, count, wide, table, gated, inner, 0, 0)
+                pairs.append((gated, out + 2 * hidden * row))
+                self.units += 1
                 wide += 4 * inner
                 gated += 2 * inner
-            need = ups + len(places)
-            if len(places) == 1:
-                fields += (unit, hidden, size, tasks.PRODUCT, count, need, nowhere, first, down.data_ptr())
-                fields += (out + 2 * hidden * places[0][1], 0, inner, inner)
-            else:
-                pairs = [(first + 2 * inner * i, out + 2 * hidden * row) for i, (_, row) in enumerate(places)]
-                fields += (unit, hidden, size, tasks.ROWS, count, need, nowhere, *self._several(pairs, down))
-            unit += downs
+            self._product(matrices[-1], count, ups + len(places), nowhere, pairs)
             count += 8
-        self.units = unit
 
-    def _several(self, pairs: Sequence[tuple[int, int]], matrix: torch.Tensor) -> tuple[int, ...]:
-        """The arguments of a product of several rows."""
-        addresses, columns = Pairs(pairs), matrix.shape[0]
-        self._kept.append(addresses)
-        return addresses.address, matrix.data_ptr(), 0, addresses.count, columns, chain_of(columns, len(pairs))
+    def _product(
+        self, matrix: Matrix, wait_at: int, wait_for: int, count_at: int, pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """A matrix times the rows of `pairs` (x, out)."""
+        address, outputs, columns, products = matrix
+        size = self._size
+        head = (self.units, outputs, size)
+        if len(pairs) == 1:
+            ((x, out),) = pairs
+            if products is None:
+                kind, arguments = tasks.PRODUCT, (x, address, out, 0, columns, columns)
+            else:
+                kind, arguments = tasks.FORMAT, (products.of_rows[0], x, address, out, columns, 0)
+        else:
+            rows = Pairs(pairs)
+            self._kept.append(rows)
+            if products is None:
+                chain = chain_of(columns, len(pairs))
+                kind, arguments = tasks.ROWS, (rows.address, address, 0, rows.count, columns, chain)
+            else:
+                kind, arguments = (
+                    tasks.FORMAT,
+                    (products.of_rows[rows.count // 2], rows.address, address, 0, columns, 0),
+                )
+        self.fields += (*head, kind, wait_at, wait_for, count_at, *arguments)
+        self.units += -(-outputs // size)
 
     def sums(self, sums: Sums) -> None:
         """Every token's rows, once all products are there."""

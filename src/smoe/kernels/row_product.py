@@ -55,10 +55,10 @@ def source(several: bool) -> str:
     strips of 16, parts of so many k, chains of `length`, tiles of 32 k. `bias` may be null; the library adds it before
     it rounds. `row_product_2` and `_4` have one pointer in place of x and out, to (x, out) of every row, and no bias.
     """
-    return _INSTRUCTIONS + _one_row() + (_some_rows(2) + _some_rows(4) if several else "")
+    return DECLARATIONS + _one_row() + (_some_rows(2) + _some_rows(4) if several else "")
 
 
-_INSTRUCTIONS = """
+DECLARATIONS = """
 declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
 declare <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float>)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)

@@ -70,13 +70,14 @@ class Pairs:
 class SpinningPool:
     """The calling thread and `threads - 1` helpers. Used by one thread at a time.
 
-    `several`: knows how to multiply several rows at once, too.
+    `several`: knows how to multiply several rows at once, too. `has_bf16`: knows products in bf16, which needs a CPU
+    that `is_supported`; those of quantised formats it always knows.
     """
 
-    def __init__(self, threads: int, several: bool = False) -> None:
+    def __init__(self, threads: int, several: bool = False, has_bf16: bool = True) -> None:
         self.threads = threads
         self.several = several
-        self._work, self._serve = _functions(several)
+        self._work, self._serve = _functions(has_bf16, several)
         self._block = (ctypes.c_int64 * (tasks.HEADER + tasks.MOST_TASKS * tasks.FIELDS))()
         self._address = ctypes.addressof(self._block)
         self._block[tasks.PATIENCE] = _SPIN_CYCLES
@@ -175,10 +176,10 @@ class SpinningPool:
 
 
 @functools.cache
-def _functions(several: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+def _functions(has_bf16: bool, several: bool) -> tuple[Callable[..., None], Callable[..., None]]:
     """Machine code, made once a process."""
     pointer, number = ctypes.c_void_p, ctypes.c_longlong
-    work, serve = compile_functions(tasks.source(several), {"work": (pointer, number), "serve": (pointer,)})
+    work, serve = compile_functions(tasks.source(has_bf16, several), {"work": (pointer, number), "serve": (pointer,)})
     return work, serve
 
 

@@ -20,6 +20,7 @@ Tasks wait only for earlier ones, whose units somebody has already taken: nobody
     GATE       wide    table    inner  I                 elementwise.py
     COMBINE    rows    gains    out    count  H          elementwise.py
     CALL       address arguments                         some other function(arguments, unit)
+    FORMAT     address x        matrix out    K     bias quantised.py: a product, or what it says of its arguments
 """
 
 from __future__ import annotations
@@ -32,18 +33,21 @@ MOST_COUNTS = 128
 HEADER = PROGRESS + MOST_COUNTS
 FIELDS = 13
 MOST_TASKS = 1024
-PRODUCT, GATE, COMBINE, CALL, ROWS = 0, 1, 2, 3, 4
+PRODUCT, GATE, COMBINE, CALL, ROWS, FORMAT = 0, 1, 2, 3, 4, 5
 _STRIP = 32
 """Outputs for which all rows are computed before the next: their weights stay in the second cache level meanwhile."""
 _LOWER = (1 << 32) - 1
 
 
-def source(several: bool) -> str:
+def source(has_bf16: bool, several: bool) -> str:
     """Everything in LLVM's language; `work(block, units)` and `serve(block)` are called from outside.
 
-    The kind ROWS comes with `several` only: it takes as long to compile as all the rest.
+    The kinds PRODUCT and ROWS come with `has_bf16` only, which not every CPU can have; ROWS with `several` too: it
+    takes as long to compile as all the rest.
     """
-    return row_product.source(several) + elementwise.source() + _unit(several) + _TAKE + _WORK + _SERVE
+    several = several and has_bf16
+    products = row_product.source(several) if has_bf16 else row_product.DECLARATIONS
+    return products + elementwise.source() + _unit(has_bf16, several) + _TAKE + _WORK + _SERVE
 
 
 def _word(name: str, index: int) -> str:
@@ -104,9 +108,20 @@ done:
   ret void"""
 
 
-def _unit(several: bool) -> str:
+def _product() -> str:
+    """One row in bf16."""
+    return f"""\
+product:
+  %bias = inttoptr i64 %d to ptr
+  call void @row_product(
+    ptr %a, ptr %b, ptr %c, ptr %bias, i64 %begin, i64 %end, i64 %e, i64 %f, i64 {row_product.CHAIN})
+  ret void"""
+
+
+def _unit(has_bf16: bool, several: bool) -> str:
     """One unit of one task."""
-    labels = {GATE: "gate", COMBINE: "combine", CALL: "call"} | ({ROWS: "rows"} if several else {})
+    labels = {GATE: "gate", COMBINE: "combine", CALL: "call"}
+    labels |= ({PRODUCT: "product"} if has_bf16 else {}) | ({ROWS: "rows"} if several else {})
     cases = "  ".join(f"i64 {kind}, label %{label}" for kind, label in labels.items())
     return f"""
 declare void @llvm.x86.sse2.pause()
@@ -117,13 +132,14 @@ entry:
 {_fields("a b c", "ptr", _ARGUMENTS)}
 {_fields("d e f", "i64", _ARGUMENTS + 3)}
 {_fields("kind", "i64", 3)}
-  switch i64 %kind, label %product [ {cases} ]
-product:
-  %bias = inttoptr i64 %d to ptr
-  call void @row_product(
-    ptr %a, ptr %b, ptr %c, ptr %bias, i64 %begin, i64 %end, i64 %e, i64 %f, i64 {row_product.CHAIN})
-  ret void
+  switch i64 %kind, label %format [ {cases} ]
+{_product() if has_bf16 else ""}
 {_rows() if several else ""}
+format:
+  %out.at.d = inttoptr i64 %d to ptr
+  %bias.at.f = inttoptr i64 %f to ptr
+  call void %a(ptr %b, ptr %c, ptr %out.at.d, ptr %bias.at.f, i64 %begin, i64 %end, i64 %e)
+  ret void
 gate:
   call void @gate(ptr %a, ptr %b, ptr %c, i64 %d, i64 %begin, i64 %end)
   ret void

@@ -26,6 +26,7 @@ import torch
 from smoe.config import EngineConfig
 from smoe.kernels.elementwise import activation_table
 from smoe.kernels.experts import Expert, TokenExperts
+from smoe.kernels.matrix import in_bf16
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
 from smoe.machine.floor import Rates
 from smoe.memory.arena import Arena
@@ -233,7 +234,7 @@ def measure_experts(expert_bytes: int, seconds: float) -> float:
     def all_in_one_piece(kernel: TokenExperts) -> None:
         for first in range(0, experts, _CHOSEN):
             count = min(_CHOSEN, experts - first)
-            together = [Expert(up[first + row].t(), down[first + row].t(), [(0, row)]) for row in range(count)]
+            together = [Expert(in_bf16(up[first + row].t(), down[first + row].t()), [(0, row)]) for row in range(count)]
             kernel.forward(x, together, rows)
 
     with torch.no_grad():

@@ -1,0 +1,161 @@
+"""A quantised format as a value: blocks of numbers, of equal size in bytes, one behind the other along a row.
+
+    block            | scale | minimum | scales of groups | codes .............................. |
+    number           = scale * (group's scale) * (code - zero)  -  minimum * (group's minimum)
+
+Where a code lies is said in *fields*, bits of one byte; the codes of neighbouring numbers lie in neighbouring bytes.
+Nothing here computes but `decode`, the reference: kernels are generated from the same values
+(`kernels/quantised.py`), and tests hold both to the decoders of others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+class Field(NamedTuple):
+    """Some bits of a byte: (byte >> shift & mask) << left. A code is the sum of its fields."""
+
+    byte: int
+    shift: int = 0
+    mask: int = 255
+    left: int = 0
+
+
+class Bits(NamedTuple):
+    """One bit for each number, eight to a byte, lowest first, from `byte` on: bit << left."""
+
+    byte: int
+    left: int
+
+
+class Run(NamedTuple):
+    """Some numbers from `first` on; the fields of number `first + i` lie `i` bytes behind those of the first."""
+
+    first: int
+    numbers: int
+    fields: tuple[Field | Bits, ...]
+
+
+class Group(NamedTuple):
+    """Numbers with a scale of their own."""
+
+    runs: tuple[Run, ...]
+    scale: tuple[Field, ...] = ()
+    """Its code, which multiplies the block's scale; none: 1."""
+    minimum: tuple[Field, ...] = ()
+    """Its code, which multiplies the block's minimum; none: 1 where the block has a minimum."""
+
+
+class Scalar(NamedTuple):
+    """A number of the block: fp16, or where `is_exponent` one byte e for 2 ** (e - 127); times `sign`."""
+
+    byte: int
+    is_exponent: bool = False
+    sign: int = 1
+
+
+@dataclass(frozen=True)
+class Format:
+    """One quantised format."""
+
+    name: str
+    """As files have it."""
+    numbers: int
+    """Of one block."""
+    nbytes: int
+    """Of one block."""
+    scale: Scalar
+    groups: tuple[Group, ...]
+    minimum: Scalar | None = None
+    zero: int = 0
+    """What is subtracted from a code."""
+    is_signed: bool = False
+    """Codes are signed bytes."""
+    table: tuple[float, ...] | None = None
+    """What the codes stand for, where it is not themselves."""
+    scale_zero: int = 0
+    """What is subtracted from a group's scale code."""
+    has_signed_scales: bool = False
+    """Groups' scale codes are signed bytes."""
+
+    def row_bytes(self, numbers: int) -> int:
+        """Bytes of a row of so many numbers, a whole number of blocks."""
+        assert numbers % self.numbers == 0, (self.name, numbers)
+        return numbers // self.numbers * self.nbytes
+
+    def fits(self, numbers: int) -> bool:
+        """Whether a row of so many numbers is a whole number of blocks."""
+        return numbers % self.numbers == 0
+
+    def decode(self, data: Bytes) -> Floats:
+        """Reference decoder: bytes [..., n * nbytes] -> numbers [..., n * numbers]."""
+        blocks = data.reshape(-1, self.nbytes)
+        out = np.empty((len(blocks), self.numbers), np.float32)
+        scale = _scalar(blocks, self.scale)
+        minimum = None if self.minimum is None else _scalar(blocks, self.minimum)
+        for group in self.groups:
+            gain = scale * self._scale_code(blocks, group)
+            offset = 0 if minimum is None else minimum * _minimum_code(blocks, group)
+            for run in group.runs:
+                for i in range(run.numbers):
+                    out[:, run.first + i] = gain * self._value(_code(blocks, run.fields, i)) - offset
+        return out.reshape(*data.shape[:-1], -1)
+
+    def is_finite(self, data: Bytes) -> bool:
+        """Whether no scale of these blocks is NaN or infinite; codes cannot be."""
+        blocks = data.reshape(-1, self.nbytes)
+        scalars = (self.scale,) if self.minimum is None else (self.scale, self.minimum)
+        return all(_is_finite(blocks, scalar) for scalar in scalars)
+
+    def _scale_code(self, blocks: Bytes, group: Group) -> Floats:
+        if not group.scale:
+            return np.ones(len(blocks), np.float32)
+        code = _code(blocks, group.scale, 0)
+        if self.has_signed_scales:
+            return code.astype(np.uint8).view(np.int8).astype(np.float32)
+        return (code - self.scale_zero).astype(np.float32)
+
+    def _value(self, code: npt.NDArray[Any]) -> Floats:
+        if self.table is not None:
+            meant: Floats = np.array(self.table, np.float32)[code]
+            return meant
+        if self.is_signed:
+            return code.astype(np.uint8).view(np.int8).astype(np.float32)
+        return (code - np.int32(self.zero)).astype(np.float32)
+
+
+def _code(blocks: Bytes, fields: tuple[Field | Bits, ...], i: int) -> npt.NDArray[np.int32]:
+    total = np.zeros(len(blocks), np.int32)
+    for field in fields:
+        if isinstance(field, Bits):
+            total += (blocks[:, field.byte + i // 8].astype(np.int32) >> i % 8 & 1) << field.left
+        else:
+            total += (blocks[:, field.byte + i].astype(np.int32) >> field.shift & field.mask) << field.left
+    return total
+
+
+def _minimum_code(blocks: Bytes, group: Group) -> Floats:
+    return _code(blocks, group.minimum, 0).astype(np.float32) if group.minimum else np.ones(len(blocks), np.float32)
+
+
+def _scalar(blocks: Bytes, scalar: Scalar) -> Floats:
+    if scalar.is_exponent:
+        power: Floats = np.ldexp(np.float32(1), blocks[:, scalar.byte].astype(np.int32) - 127).astype(np.float32)
+        return power
+    halves = np.ascontiguousarray(blocks[:, scalar.byte : scalar.byte + 2]).view(np.float16)[:, 0]
+    numbers: Floats = halves.astype(np.float32) * np.float32(scalar.sign)
+    return numbers
+
+
+def _is_finite(blocks: Bytes, scalar: Scalar) -> bool:
+    if scalar.is_exponent:
+        return not bool((blocks[:, scalar.byte] == 255).any())
+    return not bool((blocks[:, scalar.byte + 1] & 0x7C == 0x7C).any())

@@ -1,0 +1,186 @@
+"""Machine code written in Python: a thin layer over llvmlite's own builder, with loops and whole registers as values.
+
+A function is built by calling methods in the order in which it computes; a loop takes its body as a function from the
+values that it carries to the next ones:
+
+    total = code.loop(zero, columns, 16, [code.zeros], lambda k, carried: [code.fma(..., carried[0])])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from llvmlite import ir
+
+from smoe.kernels.isa import Isa
+
+Value: TypeAlias = Any
+"""A number or a register in the making: llvmlite has no types for them."""
+BYTE, HALF_WORD, WORD, LONG = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+HALF, FLOAT = ir.HalfType(), ir.FloatType()
+POINTER = ir.PointerType()
+
+
+class Code:
+    """One function in the making; addresses are byte pointers, offsets count bytes."""
+
+    def __init__(self, module: ir.Module, isa: Isa, name: str, arguments: Sequence[str]) -> None:
+        """`arguments`: names; those that begin with `*` are pointers, the others whole numbers of 64 bits."""
+        types = [POINTER if argument.startswith("*") else LONG for argument in arguments]
+        self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), types), name)
+        self.arguments: list[Value] = list(self.function.args)
+        self.isa = isa
+        self.build = ir.IRBuilder(self.function.append_basic_block("entry"))
+        self._module = module
+        self._nowhere: Value = None
+
+    def number(self, value: int) -> Value:
+        return ir.Constant(LONG, value)
+
+    def real(self, value: float) -> Value:
+        return ir.Constant(FLOAT, value)
+
+    def reals(self, value: float, lanes: int | None = None) -> Value:
+        """A register of so many times the same."""
+        return ir.Constant(self.registers(FLOAT, lanes), [ir.Constant(FLOAT, value)] * (lanes or self.isa.lanes))
+
+    def words(self, values: Sequence[int]) -> Value:
+        return ir.Constant(ir.VectorType(WORD, len(values)), [ir.Constant(WORD, value) for value in values])
+
+    def registers(self, kind: ir.Type, lanes: int | None = None) -> ir.VectorType:
+        return ir.VectorType(kind, lanes or self.isa.lanes)
+
+    def at(self, pointer: Value, offset: Value | int) -> Value:
+        offset = self.number(offset) if isinstance(offset, int) else offset
+        return self.build.gep(pointer, [offset], source_etype=BYTE)
+
+    def load(self, kind: ir.Type, pointer: Value, align: int = 1) -> Value:
+        return self.build.load(pointer, align=align, typ=kind)
+
+    def store(self, value: Value, pointer: Value, align: int = 1) -> None:
+        self.build.store(value, pointer, align=align)
+
+    def scratch(self, nbytes: Value) -> Value:
+        """Memory of this call, to whole cache lines."""
+        memory = self.build.alloca(BYTE, size=nbytes)
+        memory.align = 64
+        memory.type = POINTER  # llvmlite's own is of a kind that LLVM no longer has
+        return memory
+
+    def looked_up(self, table: Sequence[float], codes: Value) -> Value:
+        """Numbers of a table of 16 by codes, of which the lowest four bits count.
+
+        Where registers are of eight numbers, the table's second half must be its first with the other sign.
+        """
+        whole = ir.Constant(ir.VectorType(FLOAT, len(table)), [ir.Constant(FLOAT, each) for each in table])
+        if self.isa.lanes == 16:
+            kind = ir.FunctionType(whole.type, [whole.type, codes.type])
+            return self._call("llvm.x86.avx512.permvar.sf.512", kind, [whole, codes])
+        half = ir.Constant(self.registers(FLOAT, 8), whole.constant[:8])
+        kind = ir.FunctionType(half.type, [half.type, codes.type])
+        magnitude = self._call("llvm.x86.avx2.permps", kind, [half, codes])
+        sign = self.build.shl(self.build.and_(codes, self.words([8] * 8)), self.words([28] * 8))
+        bits = self.build.or_(self.build.bitcast(magnitude, codes.type), sign)
+        return self.build.bitcast(bits, half.type)
+
+    def _call(self, name: str, kind: ir.FunctionType, arguments: Sequence[Value]) -> Value:
+        """One of LLVM's own functions."""
+        known = self._module.globals.get(name) or ir.Function(self._module, kind, name)
+        return self.build.call(known, arguments)
+
+    def prefetch(self, pointer: Value) -> None:
+        """A hint to fetch a cache line into the second level; of memory that is not there, nothing comes."""
+        kind = ir.FunctionType(ir.VoidType(), [POINTER, WORD, WORD, WORD])
+        self._call("llvm.prefetch.p0", kind, [pointer, *(ir.Constant(WORD, flag) for flag in (0, 2, 1))])
+
+    @property
+    def nowhere(self) -> Value:
+        """An address that may be read and holds nothing of use."""
+        if self._nowhere is None:
+            with self.build.goto_entry_block():
+                self._nowhere = self.build.alloca(LONG)
+                self._nowhere.type = POINTER
+        return self._nowhere
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """a * b + c of registers, rounded once."""
+        return self._call(f"llvm.fma.v{a.type.count}f32", ir.FunctionType(a.type, [a.type] * 3), [a, b, c])
+
+    def splat(self, value: Value, lanes: int | None = None) -> Value:
+        """A register of copies of a number."""
+        kind = self.registers(value.type, lanes)
+        one = self.build.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(WORD, 0))
+        return self._shuffle(one, [0] * kind.count)
+
+    def lane(self, register: Value, n: int) -> Value:
+        """A register of copies of the n-th number of a register."""
+        return self._shuffle(register, [n] * self.isa.lanes)
+
+    def pick(self, register: Value, lanes: Sequence[int]) -> Value:
+        """Those numbers of a register."""
+        return self._shuffle(register, lanes)
+
+    def _shuffle(self, register: Value, lanes: Sequence[int]) -> Value:
+        return self.build.shuffle_vector(register, ir.Constant(register.type, ir.Undefined), self.words(lanes))
+
+    def summed(self, register: Value) -> Value:
+        """All numbers of a register added up: halves, quarters, and so on."""
+        while register.type.count > 1:
+            half = register.type.count // 2
+            low, high = range(half), range(half, 2 * half)
+            register = self.build.fadd(self._shuffle(register, list(low)), self._shuffle(register, list(high)))
+        return self.build.extract_element(register, ir.Constant(WORD, 0))
+
+    def widened(self, halves: Value) -> Value:
+        """bf16 numbers, as 16 bits each -> float32."""
+        wide = self.build.zext(halves, self.registers(WORD, halves.type.count))
+        high = self.build.shl(wide, self.words([16] * halves.type.count))
+        return self.build.bitcast(high, self.registers(FLOAT, halves.type.count))
+
+    def rounded(self, reals: Value) -> Value:
+        """float32 -> bf16 as 16 bits each, to even; whatever is no number becomes the one NaN."""
+        lanes = reals.type.count
+        kind = self.registers(WORD, lanes)
+
+        def all_of(value: int) -> Value:
+            return self.words([value] * lanes)
+
+        bits = self.build.bitcast(reals, kind)
+        odd = self.build.and_(self.build.lshr(bits, all_of(16)), all_of(1))
+        near = self.build.add(bits, self.build.add(odd, all_of(0x7FFF)))
+        is_nan = self.build.fcmp_unordered("uno", reals, reals)
+        safe = self.build.select(is_nan, all_of(0x7FC00000), near)
+        return self.build.trunc(self.build.lshr(safe, all_of(16)), self.registers(HALF_WORD, lanes))
+
+    def loop(
+        self,
+        begin: Value,
+        end: Value,
+        step: int,
+        carried: Sequence[Value],
+        body: Callable[[Value, list[Value]], Sequence[Value]],
+    ) -> list[Value]:
+        """While begin < end: `body(index, carried)` gives what is carried on; the last of it comes back."""
+        build, function = self.build, self.function
+        before = build.block
+        head, inside, after = (function.append_basic_block(name) for name in ("head", "inside", "after"))
+        build.branch(head)
+        build.position_at_end(head)
+        index = build.phi(LONG)
+        index.add_incoming(begin, before)
+        values = [build.phi(value.type) for value in carried]
+        for phi, value in zip(values, carried, strict=True):
+            phi.add_incoming(value, before)
+        build.cbranch(build.icmp_signed("<", index, end), inside, after)
+        build.position_at_end(inside)
+        following = list(body(index, list(values)))
+        index.add_incoming(build.add(index, self.number(step)), build.block)
+        for phi, value in zip(values, following, strict=True):
+            phi.add_incoming(value, build.block)
+        build.branch(head)
+        build.position_at_end(after)
+        return list(values)
+
+    def end(self) -> None:
+        self.build.ret_void()

@@ -1,0 +1,41 @@
+"""An instruction set as a value: what a generator of kernels must know of the CPU that it writes for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smoe.kernels.jit import cpu_has
+
+
+@dataclass(frozen=True)
+class Isa:
+    """One of the instruction sets that kernels are written for."""
+
+    name: str
+    lanes: int
+    """float32 numbers of one register."""
+    registers: int
+    needs: tuple[str, ...]
+    """Features by LLVM's names."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this CPU has it, and `SMOE_MAX_CPU_ISA` allows it."""
+        return cpu_has(*self.needs)
+
+    @property
+    def attributes(self) -> str:
+        """Of a function, in LLVM's language: registers of full width, which LLVM avoids on some CPUs."""
+        bits = 32 * self.lanes
+        return f'nounwind "prefer-vector-width"="{bits}" "min-legal-vector-width"="{bits}"'
+
+
+AVX512 = Isa("AVX-512", 16, 32, ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c"))
+AVX2 = Isa("AVX2", 8, 16, ("avx2", "fma", "f16c"))
+ISAS = (AVX512, AVX2)
+"""Widest first."""
+
+
+def widest() -> Isa | None:
+    """The widest instruction set that this CPU has of those that kernels are written for."""
+    return next((isa for isa in ISAS if isa.is_here), None)

@@ -1,0 +1,132 @@
+"""Generated products of every format on every instruction set that this CPU has, against float64.
+
+Would catch: a wrong lane, a lost remainder of rows, a bias or minimum with the wrong sign, a sum in 16 bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from smoe.formats.base import Format
+from smoe.formats.registry import FORMATS
+from smoe.kernels.isa import ISAS, Isa
+from smoe.kernels.jit import is_available
+from tests.formats.blocks import random_rows
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="needs llvmlite")
+if is_available():
+    from smoe.kernels.jit import compile_functions
+    from smoe.kernels.quantised import module_of, products_name, unpack_name
+
+_ARGUMENTS = (ctypes.c_void_p,) * 4 + (ctypes.c_longlong,) * 3
+ROWS = 23
+
+
+@pytest.fixture(params=FORMATS.values(), ids=FORMATS)
+def form(request: pytest.FixtureRequest) -> Format:
+    return request.param
+
+
+@pytest.fixture(params=ISAS, ids=lambda isa: isa.name)
+def isa(request: pytest.FixtureRequest) -> Isa:
+    if not request.param.is_here:
+        pytest.skip(f"this CPU has no {request.param.name}")
+    return request.param
+
+
+@pytest.fixture
+def functions(form: Format, isa: Isa) -> dict[object, object]:
+    """By the number of rows of x; "unpack"."""
+    names = {rows: products_name(form, rows) for rows in (1, 2, 4)} | {"unpack": unpack_name(form)}
+    made = compile_functions(module_of([form], isa), dict.fromkeys(names.values(), _ARGUMENTS))
+    return dict(zip(names, made, strict=True))
+
+
+def columns_of(form: Format, blocks: int) -> int:
+    return form.numbers * blocks
+
+
+def multiplied(functions, data, x: torch.Tensor, columns: int, begin: int, end: int, bias=None) -> torch.Tensor:
+    out = torch.full((len(x), len(data)), float("nan"), dtype=torch.bfloat16)
+    address = data.ctypes.data
+    if len(x) == 1:
+        bias_at = None if bias is None else bias.data_ptr()
+        functions[1](x.data_ptr(), address, out.data_ptr(), bias_at, begin, end, columns)
+    else:
+        pairs = [pointer for row, to in zip(x, out, strict=True) for pointer in (row.data_ptr(), to.data_ptr())]
+        words = (ctypes.c_int64 * len(pairs))(*pairs)
+        functions[len(x)](ctypes.addressof(words), address, None, None, begin, end, columns)
+    return out
+
+
+def exact(form: Format, data, x: torch.Tensor) -> torch.Tensor:
+    return x.double() @ torch.from_numpy(form.decode(data)).double().T
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_errors_are_below_those_of_torch(form, isa, functions, rows: int, blocks: int) -> None:
+    """Against torch's bf16 product on the dequantised weights, on average; and no output is far off."""
+    columns = columns_of(form, blocks)
+    data = random_rows(form, ROWS, columns, blocks)
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(blocks)).bfloat16()
+    ours, wanted = multiplied(functions, data, x, columns, 0, ROWS), exact(form, data, x)
+    theirs = x @ torch.from_numpy(form.decode(data)).bfloat16().T
+    errors = [float((each.double() - wanted).square().mean().sqrt()) for each in (ours, theirs)]
+    assert errors[0] <= errors[1], errors
+    magnitude = x.double().abs() @ torch.from_numpy(form.decode(data)).double().abs().T
+    assert bool(((ours.double() - wanted).abs() <= 2.0**-8 * wanted.abs() + 1e-5 * magnitude).all())
+
+
+def test_a_share_of_the_outputs_touches_nothing_else(form, isa, functions) -> None:
+    columns = columns_of(form, 1)
+    data, x = random_rows(form, ROWS, columns, 3), torch.ones(1, columns, dtype=torch.bfloat16)
+    whole = multiplied(functions, data, x, columns, 0, ROWS)
+    for begin, end in ((0, 0), (0, 3), (5, 10), (ROWS - 1, ROWS)):
+        part = multiplied(functions, data, x, columns, begin, end)
+        assert torch.equal(part[:, begin:end], whole[:, begin:end]), "a function of the input alone"
+        assert bool(part[:, :begin].isnan().all()) and bool(part[:, end:].isnan().all())
+
+
+def test_a_bias_is_added_before_rounding(form, isa, functions) -> None:
+    columns = columns_of(form, 1)
+    data = random_rows(form, ROWS, columns, 4)
+    x, bias = torch.randn(1, columns).bfloat16(), torch.randn(ROWS).bfloat16()
+    ours = multiplied(functions, data, x, columns, 0, ROWS, bias)
+    wanted = exact(form, data, x) + bias.double()
+    assert torch.allclose(ours.double(), wanted, rtol=2.0**-8, atol=1e-4)
+
+
+def test_zero_weights_and_what_is_no_number(form, isa, functions) -> None:
+    columns = columns_of(form, 2)
+    data = random_rows(form, ROWS, columns, 5, spread=0.0)
+    x = torch.randn(1, columns).bfloat16()
+    if not form.scale.is_exponent:
+        assert not bool(multiplied(functions, data, x, columns, 0, ROWS).any())
+    x[0, 0] = float("nan")
+    assert bool(multiplied(functions, data, x, columns, 0, ROWS).isnan().all())
+
+
+def test_unpacked_rows_are_the_decoders(form, isa, functions) -> None:
+    columns = columns_of(form, 3)
+    data = random_rows(form, ROWS, columns, 6)
+    out = torch.zeros(ROWS, columns, dtype=torch.bfloat16)
+    functions["unpack"](out.data_ptr(), data.ctypes.data, None, None, 2, ROWS, columns)
+    wanted = torch.from_numpy(form.decode(data)).bfloat16()
+    assert not bool(out[:2].any())
+    different = out[2:] != wanted[2:]  # one rounding of scale * code - offset less than the decoder has
+    assert float(different.float().mean()) < 1e-3
+    assert torch.allclose(out[2:].float(), wanted[2:].float(), rtol=2.0**-7, atol=1e-6)
+
+
+def test_products_do_not_hang_on_the_number_of_rows_of_the_matrix(form, isa, functions) -> None:
+    """Four at once and one at a time give the same bits."""
+    columns = columns_of(form, 4)
+    data = random_rows(form, 8, columns, 7)
+    x = torch.randn(1, columns).bfloat16()
+    whole = multiplied(functions, data, x, columns, 0, 8)
+    for n in range(8):
+        assert torch.equal(multiplied(functions, data, x, columns, n, n + 1)[:, n], whole[:, n])
