@@ -99,7 +99,7 @@ def test_the_simulator_imports_policies_only(module: str) -> None:
 def test_memory_imports_inwards(module: str) -> None:
     """Bytes and slots know nothing of models, engines or people."""
     for name in smoe_imports(ALL[module]):
-        assert name in VALUES or name.startswith(("smoe.memory", "smoe.policy")), name
+        assert name in VALUES or name.startswith(("smoe.memory", "smoe.policy", "smoe.formats")), name
 
 
 def test_every_package_has_its_place() -> None:

@@ -86,11 +86,22 @@ class ExpertMath:
         self.up_width = up[1] if self._is_transposed else up[0]
         self.inner, self.hidden = (down[0], down[1]) if self._is_transposed else (down[1], down[0])
 
+    def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
+        """From now on single rows by our kernels: `pool` multiplies them, `kernel` takes one token through several
+        experts. Without a pool the library does both."""
+        self.multiply = library_products if pool is None else pool.multiply
+        self.kernel = kernel
+
     @property
     def shapes(self) -> tuple[Shape, Shape]:
         """Of the two matrices."""
         is_transposed = not self._is_transposed  # the family's word is for its own layout
         return Shape(self.hidden, self.up_width, is_transposed), Shape(self.inner, self.hidden, is_transposed)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for layers whose experts one kernel computes alike."""
+        return self.hidden, self.inner
 
     @property
     def is_movable(self) -> bool:

@@ -59,13 +59,13 @@ class HostExperts:
         Compared on an expert of every shape, before anything is submitted. The pool is closed with this, used or not.
         """
         self._pool = pool
-        shapes = {(math.hidden, math.inner): layer for layer, math in self._math.items()}
+        shapes = {math.kind: layer for layer, math in self._math.items()}
         for layer in shapes.values():
             with self._held((layer, 0, EXACT)) as weights:
                 if not self._math[layer].agrees(pool, weights):
                     return False
         for math in self._math.values():
-            math.multiply = pool.multiply
+            math.compute_by(pool, None)
         return True
 
     def submit(self, key: ExpertKey, hidden: Fetched, tokens: Sequence[int]) -> Future[torch.Tensor]:

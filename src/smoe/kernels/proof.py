@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from smoe.formats.base import Format
+from smoe.kernels.matrix import Matrix
 from smoe.kernels.row_product import TILE, fits
 from smoe.kernels.spinning_pool import Product, SpinningPool
 from smoe.kernels.threads import threads
@@ -51,6 +53,18 @@ def agrees_on_rows(pool: SpinningPool, matrix: torch.Tensor, rows: int) -> bool:
                 if not same_bits(ours, x @ matrix):
                     return False
     return True
+
+
+def is_as_near(pool: SpinningPool, matrix: Matrix, form: Format, rows: torch.Tensor) -> bool:
+    """Whether the product of one row with a quantised matrix, of which `rows` are the first bytes [n, bytes], is no
+    further from the exact one than torch's bf16 product on the dequantised weights, on average."""
+    outputs, numbers = rows.shape[0], torch.from_numpy(form.decode(rows.numpy()))
+    x = torch.randn(1, matrix.columns, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ours = torch.empty(1, outputs, dtype=torch.bfloat16)
+    pool.multiply_quantised(x, matrix._replace(outputs=outputs), ours)
+    exact, theirs = x.double() @ numbers.double().T, x @ numbers.bfloat16().T
+    error, bound = ((each.double() - exact).square().mean() for each in (ours, theirs))
+    return bool(error <= 1.1 * bound)  # where every weight is a bf16 number both round alike
 
 
 def _agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None, part: int, counts: set[int]) -> bool:

@@ -25,6 +25,7 @@ import torch
 
 from smoe.kernels import tasks
 from smoe.kernels.jit import compile_functions, cpu_has
+from smoe.kernels.matrix import Matrix
 from smoe.kernels.row_product import chain_of
 
 UNIT = 256
@@ -125,6 +126,26 @@ class SpinningPool:
         fields = [0, outputs, LONE_UNIT, tasks.ROWS, self.at_once, 0, self.nowhere, pairs.address]
         fields += [matrix.data_ptr(), 0, pairs.count, columns, chain_of(columns, len(x))]
         self.run(fields, -(-outputs // LONE_UNIT), is_long=columns * outputs >= WAKING_WEIGHTS)
+
+    def multiply_quantised(self, x: torch.Tensor, matrix: Matrix, out: torch.Tensor) -> None:
+        """out [1, N] = x [1, K] times a quantised matrix."""
+        address, outputs, columns, products = matrix
+        assert products is not None
+        fields = [0, outputs, LONE_UNIT, tasks.FORMAT, self.at_once, 0, self.nowhere, products.of_rows[0]]
+        fields += [x.data_ptr(), address, out.data_ptr(), columns, 0]
+        self.run(fields, -(-outputs // LONE_UNIT), is_long=columns * outputs >= WAKING_WEIGHTS)
+
+    def unpack(self, matrices: Sequence[tuple[Matrix, int]]) -> None:
+        """Write quantised matrices as bf16, each to an address of its own."""
+        fields: list[int] = []
+        units = weights = 0
+        for (address, outputs, columns, products), to in matrices:
+            assert products is not None
+            fields += (units, outputs, LONE_UNIT, tasks.FORMAT, self.at_once, 0, self.nowhere, products.unpack)
+            fields += (to, address, 0, columns, 0)
+            units += -(-outputs // LONE_UNIT)
+            weights += outputs * columns
+        self.run(fields, units, is_long=weights >= WAKING_WEIGHTS)
 
     def share(self, function: int, arguments: Sequence[int], units: int, is_long: bool) -> None:
         """Have machine code at the address `function` called as `function(arguments, unit)` for every unit, by anybody.

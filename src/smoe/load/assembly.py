@@ -11,10 +11,12 @@ from transformers import PreTrainedModel
 
 from smoe.compute.expert_math import ExpertMath
 from smoe.compute.host_experts import Balancer, HostExperts
+from smoe.compute.quantised_math import QuantisedMath, Tile
 from smoe.compute.unit import ComputeUnit
 from smoe.config import EMULATED, EngineConfig
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.fastpath import attention, linear, norm
+from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
 from smoe.load.calibration import calibrate
 from smoe.load.choose_kernel import choose_way
@@ -28,6 +30,7 @@ from smoe.memory.link import CudaLink, EmulatedLink, Link
 from smoe.memory.movers import Filler, HostMover, SlotMover
 from smoe.memory.pacing import Pacing
 from smoe.memory.page_lock import CudaRegistry
+from smoe.memory.quantised_store import QuantisedStore
 from smoe.memory.store import ExpertStore, LayerExperts
 from smoe.memory.streams import CudaStreams
 from smoe.memory.transfer import Mover, Transfers
@@ -138,7 +141,7 @@ def _compute(
     pacing: Pacing,
 ) -> LayerCompute:
     """The experts' arithmetic, and the loads that bring experts to it; nothing is proven or chosen yet."""
-    math = _math(model, spec)
+    math = _math(model, spec, store)
     arrivals = Arrivals(
         store=store,
         table=table,
@@ -152,10 +155,16 @@ def _compute(
     return LayerCompute(store, arrivals, arena, math, {} if host_experts is None else {HOST: host_experts}, pacing)
 
 
-def _math(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ExpertMath]:
+def _math(model: PreTrainedModel, spec: ModelSpec, store: ExpertStore) -> dict[int, ExpertMath]:
     """Every layer's formulas, by the block that they stand in for."""
     modules = dict(model.named_modules())
-    return {site.layer: ExpertMath(modules[site.name], site.parts, spec.dtype) for site in spec.sites}
+    if not isinstance(store, QuantisedStore):
+        return {site.layer: ExpertMath(modules[site.name], site.parts, spec.dtype) for site in spec.sites}
+    tile = Tile(spec.dtype)
+    return {
+        site.layer: QuantisedMath(modules[site.name], site.parts, spec.dtype, store.matrices(site.layer), tile)
+        for site in spec.sites
+    }
 
 
 def _prove(
@@ -163,7 +172,7 @@ def _prove(
 ) -> None:
     """Compare experts of every distinct layout, as we compute them, with the library's own."""
     modules = dict(model.named_modules())
-    for site in _one_of_each_kind(spec.sites):
+    for site in _one_of_each_kind(spec.sites, executor.compute):
         check_experts(site, modules[site.name], checkpoint[site.layer], executor, spec.dtype)
 
 
@@ -187,7 +196,7 @@ def _host_experts(
     if _balance(config, tiers) == "none":
         return None
     assert tiers.host is not None, "refused before loading"
-    math = _math(model, spec)
+    math = _math(model, spec, store)
     if device.type != "cpu" and not all(layer.is_movable for layer in math.values()):
         raise ConfigError(
             f"`balance` {_balance(config, tiers)}: this family's experts end in a norm that only the device has; use "
@@ -235,22 +244,27 @@ def _choose_arithmetic(model: PreTrainedModel, spec: ModelSpec, config: EngineCo
     Returns whether the library has next to nothing left to compute for one token.
     """
     is_native = spec.dtype is torch.bfloat16 and config.kernels != "torch"
+    is_quantised = isinstance(compute.store, QuantisedStore)
+    can_multiply = widest() is not None if is_quantised else is_supported()
     host = compute.units.get(HOST)
-    if isinstance(host, HostExperts) and is_native and not compute.pacing.is_emulated and is_supported():
+    if isinstance(host, HostExperts) and is_native and not compute.pacing.is_emulated and can_multiply:
         # an emulated device is timed with the library's products: docs/log.md
-        host.multiply_by(SpinningPool(_host_threads(compute.pacing)))
+        host.multiply_by(SpinningPool(_host_threads(compute.pacing), has_bf16=is_supported()))
     is_wanted = is_native and compute.device.type == "cpu"
     if is_wanted:
         compute.fill_up_rows(spec.dtype)
-    is_possible = is_wanted and is_supported()
-    pool = SpinningPool(torch.get_num_threads(), several=config.max_sequences > 1) if is_possible else None
+    pool = None
+    if is_wanted and can_multiply:
+        pool = SpinningPool(torch.get_num_threads(), several=config.max_sequences > 1, has_bf16=is_supported())
     compute.compute_by(pool)  # whatever happens now, it closes the pool
     if pool is not None and not compute.agrees(pool):
         compute.compute_by(None)
         pool.close()
         pool = None
-    choose_way(compute, spec.sites[0].layer, spec.dtype, pool, pool is not None and config.kernels == "native")
-    if not is_possible:
+    # of quantised experts the library knows nothing: unpacking one for every token is no rival to measure
+    is_given = is_quantised or (pool is not None and config.kernels == "native")
+    choose_way(compute, spec.sites[0].layer, spec.dtype, pool, is_given)
+    if not (is_wanted and is_supported()):
         return False
     norm.speed_up(model)
     # even on one thread our attention is several times faster than the library's on all
@@ -366,6 +380,6 @@ def _reads_directly(config: EngineConfig, store: ExpertStore, spare_bytes: int) 
     return config.direct_io == "on"
 
 
-def _one_of_each_kind(sites: list[ExpertsSite]) -> list[ExpertsSite]:
+def _one_of_each_kind(sites: list[ExpertsSite], compute: LayerCompute) -> list[ExpertsSite]:
     """The first layer of every distinct layout."""
-    return list({(site.experts, site.parts): site for site in reversed(sites)}.values())
+    return list({(site.experts, site.parts, compute.kind(site.layer)): site for site in reversed(sites)}.values())

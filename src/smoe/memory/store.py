@@ -19,9 +19,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from smoe.errors import CheckpointError
+from smoe.formats.registry import FORMATS
 from smoe.memory.dtypes import TORCH
 from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor
 
@@ -33,6 +37,9 @@ PAGE = 4096
 
 STAGED_BYTES = 4 * 2**20
 """Staged experts pass through a buffer of this size (and two pages), piece by piece."""
+_BITS = {2: np.uint16, 4: np.uint32}
+_INFINITY = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
+"""The bits of infinity; NaNs have more, and with the sign bit set so have their negatives."""
 MATRIX_ALIGNMENT = 64
 """Where matrix kernels expect weights to begin. MKL's fp32 products change their last bits with the address
 (docs/log.md), oneDNN's bf16 ones do not; so only bf16 experts may lie wherever the file's offset puts them."""
@@ -125,7 +132,7 @@ class ExpertStore:
     def __init__(self, layers: Mapping[int, LayerExperts], dtype: str, alignment: int | None = None) -> None:
         self.layers = dict(layers)
         self.dtype = dtype
-        self.item_bytes = ITEM_BYTES[dtype]
+        self.item_bytes = ITEM_BYTES.get(dtype, 1)
         self._alignment = alignment or (self.item_bytes if dtype == "BF16" else MATRIX_ALIGNMENT)
         self._piece_alignment = max(self._alignment, MATRIX_ALIGNMENT)
         self._placements: dict[tuple[int, int], Placement] = {}
@@ -151,6 +158,19 @@ class ExpertStore:
         """The files that hold experts."""
         layers = self.layers.values()
         return sorted({t.path for layer in layers for parts in layer.sources for ts in parts.values() for t in ts})
+
+    def check_finite(self, layer: int, expert: int, placement: Placement, buffer: memoryview) -> None:
+        """Raise `CheckpointError` where the weights in a filled buffer hold NaN or infinity."""
+        for part in self.layers[layer].parts:
+            weights = np.frombuffer(buffer, _BITS[self.item_bytes], _elements(part.shape), placement.parts[part.name])
+            if is_finite(weights, self.dtype):
+                continue
+            infinity = _INFINITY[self.dtype]
+            tensor = self.tensor_at(layer, expert, part.name, int(np.argmax((weights & infinity) == infinity)))
+            raise CheckpointError(
+                f"{tensor.path}: {tensor.key!r} ({part.name} of expert {expert} in layer {layer}) holds NaN or "
+                f"infinity in {self.dtype}; download the checkpoint again"
+            )
 
     def tensor_at(self, layer: int, expert: int, part: str, element: int) -> StoredTensor:
         """The stored tensor that holds an element of a part, counted row by row."""
@@ -178,9 +198,9 @@ class ExpertStore:
             if span is None:
                 return None
             spans[part.name] = span
-        runs = _runs(list(spans.values()))
-        reads, starts = _reads(runs)
-        parts = {name: _locate(span, runs, starts) for name, span in spans.items()}
+        runs = runs_of(list(spans.values()))
+        reads, starts = reads_of(runs)
+        parts = {name: locate(span, runs, starts) for name, span in spans.items()}
         if any(offset % self._alignment for offset in parts.values()):
             return None
         nbytes = sum(length for _, _, length in spans.values())
@@ -201,14 +221,25 @@ class ExpertStore:
         return Placement((), parts, tuple(pieces), target, self._layout(experts, parts), buffer_bytes)
 
 
+def is_finite(bits: npt.NDArray[np.unsignedinteger[Any]], dtype: str) -> bool:
+    """Whether weights, given as the unsigned integers that their bits are, hold neither NaN nor infinity.
+
+    Two maxima, no copy: seen as unsigned, whatever is negative and not finite is at the top; seen as signed, whatever
+    is positive and not finite. 0.25 ms for an expert of 9.4 MB, with the interpreter lock released (docs/log.md).
+    """
+    infinity, sign = _INFINITY[dtype], 1 << (8 * bits.itemsize - 1)
+    signed = bits.view(np.int16 if bits.itemsize == 2 else np.int32)
+    return not bits.size or (int(bits.max()) < infinity | sign and int(signed.max()) < infinity)
+
+
 def _check_part(whose: str, part: Part, tensors: Sequence[StoredTensor]) -> None:
     """Raise `CheckpointError` unless the tensors, one below the other, are the part: element counts alone would let a
     transposed matrix pass."""
     for tensor in tensors:
-        if tensor.dtype not in EXPERT_DTYPES:
+        if tensor.dtype not in (*EXPERT_DTYPES, *FORMATS):
             raise CheckpointError(
                 f"{tensor.path}: {tensor.key!r} ({whose}: {part.name}) is {tensor.dtype}; smoe reads experts in "
-                f"{', '.join(EXPERT_DTYPES)}"
+                f"{', '.join((*EXPERT_DTYPES, *FORMATS))}"
             )
         if len(tensor.shape) != len(part.shape) or tensor.shape[1:] != part.shape[1:]:
             raise CheckpointError(
@@ -259,7 +290,7 @@ def _joined(tensors: Sequence[StoredTensor], dtype: str) -> tuple[Path, int, int
     return first.path, first.offset, end - first.offset
 
 
-def _runs(spans: Sequence[tuple[Path, int, int]]) -> list[tuple[Path, int, int]]:
+def runs_of(spans: Sequence[tuple[Path, int, int]]) -> list[tuple[Path, int, int]]:
     """Byte ranges merged where one ends and the next begins, in file order."""
     merged: list[tuple[Path, int, int]] = []
     for path, offset, length in sorted(spans):
@@ -270,7 +301,7 @@ def _runs(spans: Sequence[tuple[Path, int, int]]) -> list[tuple[Path, int, int]]
     return merged
 
 
-def _reads(runs: Sequence[tuple[Path, int, int]]) -> tuple[tuple[Read, ...], list[int]]:
+def reads_of(runs: Sequence[tuple[Path, int, int]]) -> tuple[tuple[Read, ...], list[int]]:
     """Page-aligned reads that cover the runs, one after the other, and where each run's first byte lands."""
     reads: list[Read] = []
     starts: list[int] = []
@@ -284,7 +315,7 @@ def _reads(runs: Sequence[tuple[Path, int, int]]) -> tuple[tuple[Read, ...], lis
     return tuple(reads), starts
 
 
-def _locate(span: tuple[Path, int, int], runs: Sequence[tuple[Path, int, int]], starts: Sequence[int]) -> int:
+def locate(span: tuple[Path, int, int], runs: Sequence[tuple[Path, int, int]], starts: Sequence[int]) -> int:
     """Buffer offset of a span that lies inside one of the runs."""
     path, offset, length = span
     for (run_path, run_offset, run_length), start in zip(runs, starts, strict=True):

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 
 from smoe.compute.decode_experts import decode_experts, proven_kernel, routes_on_device
-from smoe.compute.expert_math import ExpertMath, library_products
+from smoe.compute.expert_math import ExpertMath
 from smoe.compute.row_groups import Filling, Shape, proven_filling
 from smoe.compute.thread_pool import ThreadPool
 from smoe.compute.unit import ComputeUnit
@@ -83,6 +83,10 @@ class LayerCompute:
             if helpers is not None:
                 helpers.close()
 
+    def kind(self, layer: int) -> tuple[object, ...]:
+        """Equal for layers whose experts are computed alike."""
+        return self._experts[layer].kind
+
     def hidden_size(self, layer: int) -> int:
         return self._experts[layer].hidden
 
@@ -91,15 +95,15 @@ class LayerCompute:
 
         Finds out, too, in which layers it may take one token through all experts at once.
         """
-        found: dict[tuple[int, int], TokenExperts | None] = {}
+        found: dict[tuple[object, ...], TokenExperts | None] = {}
         for key in sorted(self.arrivals.table.ready):
             math, weights = self._experts[key[0]], self.arrivals.ready(key)
-            if (math.hidden, math.inner) not in found:
+            if math.kind not in found:
                 if not math.agrees(pool, weights):
                     return False
-                found[math.hidden, math.inner] = proven_kernel(math, pool, weights)
+                found[math.kind] = proven_kernel(math, pool, weights)
         for layer, math in self._experts.items():
-            kernel = found.get((math.hidden, math.inner))
+            kernel = found.get(math.kind)
             if kernel is not None and math.has_activation(kernel.table):
                 self._kernels[layer] = kernel
         return bool(found)
@@ -113,8 +117,7 @@ class LayerCompute:
         self.thread_pool = helpers if isinstance(helpers, ThreadPool) else None
         self.spinning_pool = helpers if isinstance(helpers, SpinningPool) else None
         for layer, math in self._experts.items():
-            math.multiply = library_products if self.spinning_pool is None else self.spinning_pool.multiply
-            math.kernel = None if self.spinning_pool is None else self._kernels.get(layer)
+            math.compute_by(self.spinning_pool, None if self.spinning_pool is None else self._kernels.get(layer))
 
     def fill_up_rows(self, dtype: torch.dtype) -> None:
         """Pad groups of rows to a few fixed sizes from now on, where that changes no bit."""

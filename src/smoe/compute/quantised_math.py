@@ -1,0 +1,155 @@
+"""How an expert computes whose matrices are quantised: straight from its slot for few tokens, unpacked for many.
+
+    few tokens   the codes themselves, times x in float32       (`kernels/quantised.py`)
+    many         slot -> a tile in the model's type -> x @ tile  one expert's tile is in memory at a time
+
+Nothing here can have the library's bits, which knows no such weights: the results are a function of the input and the
+chosen kernels alone (grade E1), and no further from those of the dequantised weights than torch's own rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+
+import torch
+from torch import nn
+
+from smoe.compute.expert_math import ExpertMath, Weights
+from smoe.compute.row_groups import product
+from smoe.compute.unpacked import unpacked
+from smoe.kernels.experts import MOST_ROWS, TokenExperts
+from smoe.kernels.matrix import Matrix, products_of
+from smoe.kernels.proof import is_as_near
+from smoe.kernels.spinning_pool import SpinningPool
+from smoe.memory.arena import Arena
+from smoe.memory.quantised_store import StoredMatrix
+from smoe.memory.store import Part
+
+_PROOF_OUTPUTS = 64
+ROUNDINGS = 4
+"""Roundings to the model's type between input and output of an expert: two right results may differ by as many."""
+
+
+class Tile:
+    """Room for one expert's numbers, shared by all layers; used by one thread at a time."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.pool: SpinningPool | None = None
+        """What unpacks, where it can."""
+        self._memory = torch.empty(0, dtype=dtype)
+
+    def take(self, outputs: int, columns: int, device: torch.device) -> torch.Tensor:
+        """[outputs, columns]; what it held before is gone."""
+        if self._memory.numel() < outputs * columns or self._memory.device != device:
+            self._memory = torch.empty(outputs * columns, dtype=self.dtype, device=device)
+        return self._memory[: outputs * columns].view(outputs, columns)
+
+
+class QuantisedWeights:
+    """One expert in its slot. `up` and `down` are unpacked when they are asked for, each into the other's place."""
+
+    __slots__ = ("_data", "_tile", "down_bias", "matrices", "up_bias")
+
+    def __init__(self, data: Sequence[tuple[StoredMatrix, torch.Tensor]], tile: Tile) -> None:
+        """`data`: bytes [outputs, bytes of a row] of every matrix; the last is that of the second product."""
+        self._data = data
+        self._tile = tile
+        self.up_bias: torch.Tensor | None = None
+        self.down_bias: torch.Tensor | None = None
+        self.matrices: Sequence[Matrix] = [
+            Matrix(rows.data_ptr(), stored.outputs, stored.columns, products_of(stored.form)) for stored, rows in data
+        ]
+
+    @property
+    def up(self) -> torch.Tensor:
+        return self._unpacked(slice(None, -1))
+
+    @property
+    def down(self) -> torch.Tensor:
+        return self._unpacked(slice(-1, None))
+
+    def _unpacked(self, which: slice) -> torch.Tensor:
+        """Matrices one below the other, ready for `x @ ...`."""
+        data, tile = self._data[which], self._tile
+        stored, rows = data[0]
+        out = tile.take(sum(each.outputs for each, _ in data), stored.columns, rows.device)
+        begins = [0]
+        for each, _ in data:
+            begins.append(begins[-1] + each.outputs)
+        if tile.pool is not None:
+            tile.pool.unpack(
+                [(matrix, out[at].data_ptr()) for matrix, at in zip(self.matrices[which], begins, strict=False)]
+            )
+        else:
+            for (each, bytes_), at in zip(data, begins, strict=False):
+                out[at : at + each.outputs] = unpacked(each.form, bytes_, tile.dtype)
+        return out.t()
+
+
+class QuantisedMath(ExpertMath):
+    """The arithmetic of one layer's experts module, on quantised weights."""
+
+    def __init__(
+        self, module: nn.Module, parts: Sequence[Part], dtype: torch.dtype, stored: Sequence[StoredMatrix], tile: Tile
+    ) -> None:
+        super().__init__(module, parts, dtype)
+        self._stored = stored
+        self._tile = tile
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return (*super().kind, *(each.form.name for each in self._stored))
+
+    def bind(self, arena: Arena, slot: int, offsets: Mapping[str, int]) -> Weights:
+        data, rows = [], arena.tensor(slot)
+        for each in self._stored:
+            begin = offsets[each.name]
+            data.append((each, rows[begin : begin + each.nbytes].view(each.outputs, -1)))
+        return QuantisedWeights(data, self._tile)
+
+    def agrees(self, pool: SpinningPool, weights: Weights) -> bool:
+        """Whether our kernel is no further from the numbers that the codes stand for than torch's product is."""
+        assert isinstance(weights, QuantisedWeights)
+        return all(
+            matrix.products is not None and is_as_near(pool, matrix, stored.form, rows[:_PROOF_OUTPUTS])
+            for matrix, (stored, rows) in zip_longest(weights.matrices, weights._data)
+        )
+
+    def is_proof(self, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+        far = (ours.float() - theirs.float()).abs().max()
+        return bool(far <= ROUNDINGS * torch.finfo(theirs.dtype).eps * theirs.float().abs().max())
+
+    def most_rows(self, pool: SpinningPool, weights: Weights) -> int:
+        """As many as the kernel knows: its bits are its own anyway."""
+        return MOST_ROWS
+
+    def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
+        self._tile.pool = pool
+        self.kernel = kernel
+
+    def forward_each(self, x: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor) -> None:
+        for row, expert in enumerate(weights):  # one tile for all of them
+            out[row : row + 1] = self.forward(x, expert)
+
+    def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        pool = self._tile.pool
+        if pool is None or x.shape[0] > MOST_ROWS or self._post_norm is not None:
+            return super().forward(x, weights)
+        *ups, down = weights.matrices
+        wide = self._multiplied(pool, x, ups)
+        return self._multiplied(pool, self._activate(wide), [down])
+
+    def _multiplied(self, pool: SpinningPool, x: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor:
+        """Few rows times matrices, row by row: they stay in a cache meanwhile."""
+        x, out = x.contiguous(), x.new_empty(x.shape[0], sum(matrix.outputs for matrix in matrices))
+        for n in range(x.shape[0]):
+            begin = 0
+            for matrix in matrices:
+                pool.multiply_quantised(x[n : n + 1], matrix, out[n : n + 1, begin : begin + matrix.outputs])
+                begin += matrix.outputs
+        return out
+
+    def _times(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        return x @ matrix if x.shape[0] == 1 else product(x, matrix, self.filling)

@@ -1,0 +1,66 @@
+"""Quantised matrices as the numbers that they stand for, by torch's operations, on any device."""
+
+from __future__ import annotations
+
+import torch
+
+from smoe.formats.base import Bits, Field, Format, Group, Scalar
+
+
+def unpacked(form: Format, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """uint8 [rows, bytes] -> `dtype` [rows, numbers]; computed in float32 and rounded once."""
+    blocks = data.reshape(-1, form.nbytes)
+    out = torch.empty(blocks.shape[0], form.numbers, dtype=dtype, device=data.device)
+    scale = _scalar(blocks, form.scale)
+    minimum = None if form.minimum is None else _scalar(blocks, form.minimum)
+    for group in form.groups:
+        gain = scale if not group.scale else scale * _scale_code(form, blocks, group)
+        offset = minimum
+        if minimum is not None and group.minimum:
+            offset = minimum * _codes(blocks, group.minimum, 1).float()
+        for run in group.runs:
+            values = _values(form, _codes(blocks, run.fields, run.numbers)) * gain
+            out[:, run.first : run.first + run.numbers] = values if offset is None else values - offset
+    return out.view(data.shape[0], -1)
+
+
+def _codes(blocks: torch.Tensor, fields: tuple[Field | Bits, ...], count: int) -> torch.Tensor:
+    """int32 [blocks, count]"""
+    parts = []
+    for field in fields:
+        if isinstance(field, Bits):
+            parts.append(_single_bits(blocks, field, count) << field.left)
+        else:
+            raw = blocks[:, field.byte : field.byte + count].int()
+            parts.append((raw >> field.shift & field.mask) << field.left)
+    return sum(parts[1:], start=parts[0])
+
+
+def _single_bits(blocks: torch.Tensor, bits: Bits, count: int) -> torch.Tensor:
+    raw = blocks[:, bits.byte : bits.byte + count // 8].int()
+    shifts = torch.arange(8, dtype=torch.int32, device=blocks.device)
+    return (raw.unsqueeze(2) >> shifts & 1).flatten(1)
+
+
+def _scale_code(form: Format, blocks: torch.Tensor, group: Group) -> torch.Tensor:
+    code = _codes(blocks, group.scale, 1)
+    if form.has_signed_scales:
+        code = code.to(torch.uint8).view(torch.int8).int()
+    return (code - form.scale_zero).float()
+
+
+def _values(form: Format, codes: torch.Tensor) -> torch.Tensor:
+    if form.table is not None:
+        return torch.tensor(form.table, device=codes.device)[codes]
+    if form.is_signed:
+        return codes.to(torch.uint8).view(torch.int8).float()
+    return (codes - form.zero).float()
+
+
+def _scalar(blocks: torch.Tensor, scalar: Scalar) -> torch.Tensor:
+    """float32 [blocks, 1]"""
+    if scalar.is_exponent:
+        exponents = blocks[:, scalar.byte : scalar.byte + 1].int()
+        return torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
+    halves = blocks[:, scalar.byte : scalar.byte + 2].contiguous().view(torch.float16)
+    return halves.float() * scalar.sign

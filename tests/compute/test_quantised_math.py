@@ -1,0 +1,142 @@
+"""Experts of quantised matrices, by our kernels and unpacked, against the same module on dequantised weights.
+
+Would catch: gate and up in each other's place, a tile that is overwritten too early, a row of a batch that gets another
+one's result.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from smoe.compute.decode_experts import decode_experts, proven_kernel
+from smoe.compute.quantised_math import QuantisedMath, QuantisedWeights, Tile
+from smoe.compute.unpacked import unpacked
+from smoe.formats.base import Format
+from smoe.formats.registry import FORMATS
+from smoe.kernels.isa import widest
+from smoe.kernels.spinning_pool import SpinningPool, is_supported
+from smoe.memory.arena import Arena
+from smoe.memory.quantised_store import StoredMatrix
+from smoe.memory.store import PAGE, Part
+from tests.formats.blocks import by_gguf, random_rows
+
+HIDDEN, INNER, EXPERTS = 512, 256, 3
+MIXTURES = [("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_K", "Q6_K"), ("Q2_K", "Q3_K"), ("Q5_0", "Q5_1"), ("MXFP4", "Q4_1")]
+needs_kernels = pytest.mark.skipif(widest() is None, reason="this CPU has no instruction set that kernels are for")
+
+
+class Layer:
+    """One layer's experts in slots, and the library's module on the numbers that they stand for."""
+
+    def __init__(self, up: Format, down: Format) -> None:
+        config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS)
+        config._experts_implementation = "eager"
+        self.module = Qwen3MoeExperts(config).bfloat16()
+        stored = [
+            StoredMatrix("gate_up_proj.0", "gate_up_proj", up, INNER, HIDDEN),
+            StoredMatrix("gate_up_proj.1", "gate_up_proj", up, INNER, HIDDEN),
+            StoredMatrix("down_proj.0", "down_proj", down, HIDDEN, INNER),
+        ]
+        parts = (Part("gate_up_proj", (2 * INNER, HIDDEN)), Part("down_proj", (HIDDEN, INNER)))
+        self.math = QuantisedMath(self.module, parts, torch.bfloat16, stored, Tile(torch.bfloat16))
+        nbytes = sum(each.nbytes for each in stored)
+        self.arena = Arena(EXPERTS, -(-nbytes // PAGE) * PAGE, torch.device("cpu"))
+        self.offsets, at = {}, 0
+        for each in stored:
+            self.offsets[each.name] = at
+            at += each.nbytes
+        for expert in range(EXPERTS):
+            self._fill(expert, stored)
+
+    def _fill(self, expert: int, stored: list[StoredMatrix]) -> None:
+        found = []
+        for n, each in enumerate(stored):
+            data = random_rows(each.form, each.outputs, each.columns, 10 * expert + n, spread=0.003)
+            begin = self.offsets[each.name]
+            self.arena.tensor(expert)[begin : begin + each.nbytes] = torch.from_numpy(data).flatten()
+            numbers = torch.from_numpy(by_gguf(each.form, data))
+            found.append(numbers)
+        with torch.no_grad():
+            self.module.gate_up_proj[expert] = torch.cat(found[:2])
+            self.module.down_proj[expert] = found[2]
+
+    def weights(self) -> list[QuantisedWeights]:
+        return [self.math.bind(self.arena, expert, self.offsets) for expert in range(EXPERTS)]
+
+    def library(self, x: torch.Tensor, index: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return self.module(x, index, gains)
+
+
+@pytest.fixture(params=MIXTURES, ids="-".join)
+def layer(request: pytest.FixtureRequest) -> Layer:
+    return Layer(*(FORMATS[name] for name in request.param))
+
+
+@pytest.fixture
+def pool():
+    with SpinningPool(2, several=True, has_bf16=is_supported()) as made:
+        yield made
+
+
+def near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return bool((ours.float() - theirs.float()).abs().max() <= 4 * 2.0**-8 * theirs.float().abs().max())
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_torch_unpacks_what_the_decoder_does(form: Format) -> None:
+    data = random_rows(form, 5, 2 * form.numbers, 0)
+    ours = unpacked(form, torch.from_numpy(data), torch.float32)
+    assert torch.allclose(ours, torch.from_numpy(form.decode(data)), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_unpacked_by_torch(layer: Layer, rows: int) -> None:
+    """On any device, without kernels."""
+    x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    for expert, weights in enumerate(layer.weights()):
+        index, ones = torch.full((rows, 1), expert), torch.ones(rows, 1).bfloat16()
+        assert near(layer.math.forward(x, weights), layer.library(x, index, ones))
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_by_kernels(layer: Layer, rows: int, pool: SpinningPool) -> None:
+    """Few rows are multiplied as they are stored, many unpacked."""
+    layer.math.compute_by(pool, None)
+    x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    for expert, weights in enumerate(layer.weights()):
+        assert layer.math.agrees(pool, weights)
+        index, ones = torch.full((rows, 1), expert), torch.ones(rows, 1).bfloat16()
+        assert near(layer.math.forward(x, weights), layer.library(x, index, ones))
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_tokens_in_one_piece(layer: Layer, tokens: int, pool: SpinningPool) -> None:
+    """Every number of tokens that one expert may have at once, and one more."""
+    weights = layer.weights()
+    kernel = proven_kernel(layer.math, pool, weights[0])
+    assert kernel is not None and kernel.most_rows > 1
+    layer.math.compute_by(pool, kernel)
+    generator = torch.Generator().manual_seed(tokens)
+    x, gains = torch.randn(tokens, HIDDEN, generator=generator).bfloat16(), torch.rand(tokens, 2).bfloat16()
+    index = torch.stack([torch.tensor([0, 1 + token % 2]) for token in range(tokens)])
+    routes = [[r for r, expert in enumerate(index.flatten().tolist()) if expert == n] for n in range(EXPERTS)]
+    used = [n for n in range(EXPERTS) if routes[n]]
+    run = decode_experts(layer.math, None, x, gains, [routes[n] for n in used], range(len(used)))
+    run.compute(0, [weights[n] for n in used])
+    assert near(run.total(), layer.library(x, index, gains))
+
+
+@needs_kernels
+def test_a_kernel_that_is_wrong_is_noticed(pool: SpinningPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(FORMATS["Q4_0"], FORMATS["Q4_0"])
+    weights = layer.weights()[0]
+    matrix = weights.matrices[0]
+    shifted = matrix._replace(address=matrix.address + FORMATS["Q4_0"].nbytes)
+    weights.matrices = [shifted, *weights.matrices[1:]]
+    assert not layer.math.agrees(pool, weights)
