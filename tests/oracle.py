@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from smoe import from_pretrained
 from smoe.config import EngineConfig, configure
-from smoe.load.pretrained import checkpoint_experts, demand_of, open_store
+from smoe.load.pretrained import demand_of, open_store
+from smoe.models.checkpoint import checkpoint_at
 from smoe.models.registration import register_local_families
 from smoe.models.spec import read_spec
 from smoe.policy.budget import Demand, full_bytes, minimum_bytes
@@ -67,15 +68,16 @@ def reference_steps(folder: Path, dtype: torch.dtype | str = "auto") -> Steps:
 def demand(folder: Path, **switches: Any) -> Demand:
     """What a checkpoint asks of the budget, with the slot size that its store really needs."""
     config = configure(**{"context_tokens": CONTEXT, **switches})
-    files = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir()))
+    own = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+    files = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in own)
     return _demand(folder, config, files)
 
 
 @cache
 def _demand(folder: Path, config: EngineConfig, _files: tuple[tuple[str, int, int], ...]) -> Demand:
     plan = read_spec(folder, config)
-    cpu = torch.device("cpu")
-    return demand_of(plan, config, cpu, open_store(folder, plan, checkpoint_experts(folder, plan), cpu))
+    cpu, checkpoint = torch.device("cpu"), checkpoint_at(folder)
+    return demand_of(plan, config, cpu, open_store(checkpoint, plan, checkpoint.experts(plan), cpu))
 
 
 def budget_bytes(folder: Path, budget: str | int, **switches: Any) -> int:

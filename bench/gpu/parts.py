@@ -25,7 +25,8 @@ from bench.gpu.link import link_rates
 from bench.widen import widen
 from smoe.benchmark.ablation import DEVICE_ABLATIONS, PROMPT_TOKENS, TIMED_TOKENS, WARM_TOKENS, ablate
 from smoe.config import EngineConfig, configure
-from smoe.load.pretrained import checkpoint_experts, choose_device, demand_of, load, open_store
+from smoe.load.pretrained import choose_device, demand_of, load, open_store
+from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.files import fetch
 from smoe.models.spec import read_spec
 from smoe.policy.budget import full_bytes, minimum_bytes
@@ -57,7 +58,9 @@ class Bench:
         """A configuration whose budget has slots for such a share of the experts."""
         config = self.config(**switches)
         plan, device = read_spec(model, config), choose_device(config)
-        needs = demand_of(plan, config, device, open_store(model, plan, checkpoint_experts(model, plan), device))
+        checkpoint = whole_checkpoint(model, None)
+        store = open_store(checkpoint, plan, checkpoint.experts(plan), device)
+        needs = demand_of(plan, config, device, store)
         slots = max(needs.top_k, round(share * needs.total_experts))
         whole = minimum_bytes(needs) + (slots - needs.top_k) * needs.slot_bytes
         return self.config(memory_bytes=min(whole, full_bytes(needs)), **switches)

@@ -266,7 +266,7 @@ def test_a_budget_that_cannot_work_is_refused_before_any_download(run, checkpoin
     def download(model: str, revision: str | None) -> Path:
         raise AssertionError("downloads first")
 
-    monkeypatch.setattr("smoe.load.pretrained.fetch", download)
+    monkeypatch.setattr("smoe.models.checkpoint.fetch", download)
     ran = run("generate", checkpoint, "--memory", "1MiB", "-p", "x")
     assert ran.code == 2 and "together" in ran.err
 

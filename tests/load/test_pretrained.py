@@ -107,7 +107,7 @@ class LateError(Exception):
 @pytest.mark.parametrize(
     ("step", "switches"),
     [
-        ("smoe.load.pretrained._load_dense", {}),
+        ("smoe.models.safetensors_folder.SafetensorsFolder.load_dense", {}),
         ("smoe.load.assembly.check_experts", {}),
         ("smoe.compute.expert_math.agrees", {}),
         ("smoe.load.choose_kernel._seconds", {}),

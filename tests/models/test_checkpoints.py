@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from smoe.config import configure
 from smoe.errors import CheckpointError, DiskSpaceError
-from smoe.load.pretrained import checkpoint_experts
 from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.store import PAGE, ExpertStore
 from smoe.models import packed
+from smoe.models.checkpoint import checkpoint_at
 from smoe.models.reference import reference_parameters
 from smoe.models.spec import read_spec
 from tests import oracle, zoo
@@ -36,7 +36,7 @@ def copy_of(folder: Path, target: Path) -> Path:
 
 def pack_folder(folder: Path, dtype: str = "auto", progress: Callable[[int, int], None] = lambda *_: None) -> Path:
     plan = read_spec(folder, configure(dtype=dtype, context_tokens=oracle.CONTEXT))
-    store = ExpertStore(checkpoint_experts(folder, plan), SAFETENSORS[plan.dtype])
+    store = ExpertStore(checkpoint_at(folder).experts(plan), SAFETENSORS[plan.dtype])
     return packed.pack(folder, plan.sites, store, progress)
 
 
@@ -182,7 +182,7 @@ def test_the_index_finds_every_expert(family: str, toy: Callable[..., Path]) -> 
     """
     folder = toy(family)
     plan = read_spec(folder, configure(context_tokens=oracle.CONTEXT))
-    index, theirs = checkpoint_experts(folder, plan), dict(oracle.reference(folder).named_parameters())
+    index, theirs = checkpoint_at(folder).experts(plan), dict(oracle.reference(folder).named_parameters())
     for site in plan.sites:
         parameters = reference_parameters(index[site.layer], list(range(site.experts)), torch.float32)
         assert set(parameters) == {part.name for part in site.parts}

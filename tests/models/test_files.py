@@ -36,12 +36,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("big.gguf", "does not read GGUF yet"),
-        ("./big.gguf", "does not read GGUF yet"),
+        ("big.gguf", "GGUF"),
+        ("./big.gguf", "GGUF"),
         ("other.gguf", "no file other.gguf"),
         ("/models/other.gguf", "no file /models/other.gguf"),
-        ("owner/other.gguf", "does not read GGUF yet"),
-        ("gguf-only", "does not read GGUF yet"),
+        ("owner/other.gguf", "GGUF"),
+        ("gguf-only", "GGUF"),
         ("my-moe/model.safetensors", "give its folder: .*my-moe"),
         ("my-moe/config.json", "give its folder: .*my-moe"),
         ("model.safetensors", "no file model.safetensors"),
@@ -70,7 +70,7 @@ def test_what_is_no_model_is_said_without_the_hub(
 
     for name in ("cached", "has_config", "unreachable", "config_folder"):
         monkeypatch.setattr(hub, name, ask)
-    for call in (files.local_folder, lambda model: files.fetch(model, None), lambda m: files.refuse_unknown(m, None)):
+    for call in (files.local_place, lambda model: files.fetch(model, None), lambda m: files.refuse_unknown(m, None)):
         with pytest.raises(ModelError, match=said) as error:
             call(model)
         assert "\n" not in str(error.value)
@@ -78,7 +78,7 @@ def test_what_is_no_model_is_said_without_the_hub(
 
 @pytest.mark.parametrize("model", [HUB_ID, "mistralai/Mixtral-8x7B-v0.1", "owner/model.v2"])
 def test_a_hub_id_is_one(model: str, here: Path) -> None:
-    assert files.local_folder(model) is None
+    assert files.local_place(model) is None
 
 
 def no_route(*_: Any, **__: Any) -> Any:
@@ -134,5 +134,5 @@ def test_a_cached_configuration_needs_no_network(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(hub, "_cached_config", lambda model, revision: tmp_path / "config.json")
     monkeypatch.setattr(hub, "unreachable", lambda: "no network")
-    assert files.config_folder(HUB_ID, None) == tmp_path
+    assert files.described_place(HUB_ID, None) == tmp_path
     files.refuse_unknown(HUB_ID, None)

@@ -20,12 +20,13 @@ from transformers import PreTrainedModel
 from smoe import from_pretrained
 from smoe.config import configure
 from smoe.expert import EXACT
-from smoe.load.pretrained import checkpoint_experts, choose_device, demand_of, open_store
+from smoe.load.pretrained import choose_device, demand_of, open_store
 from smoe.memory.link import CudaLink
 from smoe.memory.movers import HostMover
 from smoe.memory.page_lock import CudaRegistry
 from smoe.memory.streams import CudaStreams
 from smoe.memory.transfer import State, Transfers
+from smoe.models.checkpoint import checkpoint_at
 from smoe.models.spec import read_spec
 from smoe.policy.budget import Demand, full_bytes, minimum_bytes
 from smoe.policy.plan import Load, Reason
@@ -63,8 +64,8 @@ class Bench:
 
     def demand(self, folder: Path, **switches: Any) -> Demand:
         config = configure(**{**self.switches, **switches})
-        plan = read_spec(folder, config)
-        store = open_store(folder, plan, checkpoint_experts(folder, plan), self.device)
+        plan, checkpoint = read_spec(folder, config), checkpoint_at(folder)
+        store = open_store(checkpoint, plan, checkpoint.experts(plan), self.device)
         return demand_of(plan, config, self.device, store)
 
     def budget_bytes(self, folder: Path, budget: str, **switches: Any) -> int:

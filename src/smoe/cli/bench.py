@@ -237,13 +237,15 @@ def _config(model: str, engine: EngineOptions, cells: list[Cell]) -> EngineConfi
     """A context that just holds the cells, unless one was asked for: what it does not take is left for experts."""
     from dataclasses import replace
 
-    from smoe.models.spec import choose_context, read_config
+    from smoe.models.checkpoint import described_checkpoint
+    from smoe.models.spec import choose_context
 
     config = engine.config(max(cell.batch for cell in cells))
     if config.context_tokens is not None:
         return config
     needed = max(cell.prompt_tokens + cell.new_tokens for cell in cells)
-    return replace(config, context_tokens=min(needed, choose_context(read_config(model, engine.revision), config)))
+    model_config = described_checkpoint(model, engine.revision).config()
+    return replace(config, context_tokens=min(needed, choose_context(model_config, config)))
 
 
 def _measure(ready: PreTrainedModel, tokenizer: Any, cells: list[Cell], seed: int) -> list[Measurement]:

@@ -47,24 +47,26 @@ def _pack(model: str, dtype: str, revision: str | None, force: bool) -> tuple[Pa
     from smoe.cli.console import note, progress
     from smoe.config import configure
     from smoe.errors import CheckpointError
-    from smoe.load.pretrained import checkpoint_experts
     from smoe.memory.dtypes import SAFETENSORS
     from smoe.memory.store import ExpertStore
-    from smoe.models.files import fetch
-    from smoe.models.packed import pack, packed_store
+    from smoe.models.checkpoint import local_checkpoint, whole_checkpoint
+    from smoe.models.packed import pack
     from smoe.models.spec import read_spec
     from smoe.units import format_bytes
 
+    known = local_checkpoint(model)
+    if known is not None:
+        known.check_packable()
     spec = read_spec(model, configure(dtype=dtype), revision)
-    folder, name = fetch(model, revision), SAFETENSORS[spec.dtype]
+    checkpoint = whole_checkpoint(model, revision)
     try:
-        packed = None if force else packed_store(folder, spec.sites, name)
+        packed = None if force else checkpoint.packed(spec, None)
     except CheckpointError:
         packed = None  # of other weights, or cut short: packing again is what is asked for
     if packed is not None:
         return packed.paths()[0], True
-    store = ExpertStore(checkpoint_experts(folder, spec), name)
-    note(f"{len(store.keys())} experts, {format_bytes(store.total_bytes)}, to {folder}")
+    store = ExpertStore(checkpoint.experts(spec), SAFETENSORS[spec.dtype])
+    note(f"{len(store.keys())} experts, {format_bytes(store.total_bytes)}, to {checkpoint.place}")
     with progress("pack") as bars:
         task = bars.add_task("packing", total=len(store.keys()), amount="")
 
@@ -72,4 +74,4 @@ def _pack(model: str, dtype: str, revision: str | None, force: bool) -> tuple[Pa
             amount = f"{format_bytes(done * store.expert_bytes)} of {format_bytes(total * store.expert_bytes)}"
             bars.update(task, completed=done, amount=amount)
 
-        return pack(folder, spec.sites, store, show), False
+        return pack(checkpoint.place, spec.sites, store, show), False

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
 import transformers
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from smoe.cli.console import Patience, note
 from smoe.config import EngineConfig
 from smoe.load.pretrained import load
-from smoe.memory.checkpoint_json import read_object
-from smoe.models.files import fetch, naming
+from smoe.models.checkpoint import whole_checkpoint
 from smoe.policy.budget import Ledger
 from smoe.units import format_bytes
 
 _log = logging.getLogger(__name__)
-_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-_TOKENIZER_FILE = re.compile(r"tokenizer|special_tokens|added_tokens|vocab|merges|chat_template")
 
 
 @contextmanager
@@ -61,19 +56,8 @@ def describe(ledger: Ledger, reason: str) -> str:
 
 
 def tokenizer_of(model: str, revision: str | None) -> Any:
-    """The model's tokenizer, from its folder."""
-    folder = fetch(model, revision)
-    for name in _TOKENIZER_SETTINGS:
-        if (folder / name).exists():
-            read_object(folder / name)
-    with naming(f"{folder} has no usable tokenizer ({', '.join(_tokenizer_files(folder)) or 'no tokenizer.json'})"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        tokenizer("a")["input_ids"]
-        return tokenizer
-
-
-def _tokenizer_files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if _TOKENIZER_FILE.match(path.name))
+    """The model's tokenizer, from its own files."""
+    return whole_checkpoint(model, revision).tokenizer()
 
 
 class _Watch:

@@ -34,20 +34,21 @@ def check_config(folder: Path) -> str:
     family = config.get("model_type")
     if not isinstance(family, str) or not family:
         raise CheckpointError(f"{path} names no family: 'model_type' is {family!r:.80}; download it again")
-    _check_sizes(config, path, 0)
+    check_sizes(config, path)
     return family
 
 
-def _check_sizes(value: Any, path: Path, depth: int) -> None:
+def check_sizes(value: Any, path: Path, depth: int = 0) -> None:
+    """Raise `CheckpointError` where a configuration, or what is nested in it, has absurd sizes."""
     if depth > _DEPTH:
         raise CheckpointError(f"{path} is corrupt: it is nested too deeply; download it again")
     if isinstance(value, list):
         for inner in value:
-            _check_sizes(inner, path, depth + 1)
+            check_sizes(inner, path, depth + 1)
     elif isinstance(value, dict):
         for key, inner in value.items():
             _check_size(key, inner, path)
-            _check_sizes(inner, path, depth + 1)
+            check_sizes(inner, path, depth + 1)
 
 
 def _check_size(key: str, value: Any, path: Path) -> None:

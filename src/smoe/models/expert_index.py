@@ -87,17 +87,21 @@ def _check_dense(key: str, tensor: StoredTensor, parameter: torch.Tensor) -> Non
         )
 
 
-def _check_whole(folder: Path, model: PreTrainedModel, reached: Set[str]) -> None:
-    """Every parameter has a stored tensor, or shares its memory with one that has."""
+def missing_weights(model: PreTrainedModel, reached: Set[str]) -> list[str]:
+    """The parameters of `model` that no stored tensor reaches, and that share no memory with one that is reached."""
     names_of: dict[torch.nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of[parameter].append(name)
     optional = "|".join(model._keys_to_ignore_on_load_missing or ())
-    missing = [
+    return [
         names[0]
         for names in names_of.values()
         if reached.isdisjoint(names) and not (optional and re.search(optional, names[0]))
     ]
+
+
+def _check_whole(folder: Path, model: PreTrainedModel, reached: Set[str]) -> None:
+    missing = missing_weights(model, reached)
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} weights, {missing[0]!r} first, which its config.json asks for; the "

@@ -1,4 +1,4 @@
-"""Where a model's files are: the embedded demo, a folder, or a repository of the hub.
+"""Where a model's files are: the embedded demo, a folder, a GGUF file, or a repository of the hub.
 
 Nothing is downloaded before its size is known to fit the disk, and nothing of a repository is ever executed.
 """
@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from smoe.errors import CheckpointError, DiskSpaceError, ModelError, SmoeError
+from smoe.memory.gguf_header import is_gguf, part_paths, part_stem
 from smoe.models import hub
 from smoe.units import format_bytes
 
@@ -19,12 +20,14 @@ DEMO = "demo"
 """The name of the embedded demonstration model."""
 DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 _SPARE_BYTES = 2**30
+_MOST_NAMES = 6
 _WEIGHT_FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".json")
-_GIVE = "give a model folder, a hub id such as Qwen/Qwen3-30B-A3B, or 'demo'"
+_GIVE = "give a model folder, a GGUF file, a hub id such as Qwen/Qwen3-30B-A3B, or 'demo'"
 
 
-def local_folder(model: str | Path) -> Path | None:
-    """The folder of a model that is on disk already, else None: `model` is then a hub id by its form.
+def local_place(model: str | Path) -> Path | None:
+    """The folder, or the GGUF file, of a model that is on disk already, else None: `model` is then a hub id by its
+    form. Of a GGUF model in parts it is the first.
 
     Raises `ModelError` where a path was meant and no model is there, with what would work instead.
     """
@@ -35,6 +38,8 @@ def local_folder(model: str | Path) -> Path | None:
     path = _path_of(model)
     if path.is_dir():
         return _checked(path)
+    if path.is_file() and is_gguf(path):
+        return part_paths(path)[0]
     if path.exists() or path.is_symlink():
         raise ModelError(_no_folder(path))
     if path.suffix.lower() in _WEIGHT_FILES:
@@ -55,19 +60,31 @@ def _path_of(model: str | Path) -> Path:
 
 
 def _checked(folder: Path) -> Path:
-    """A folder of a model; its small files are ordinary ones, or opening them might never return."""
-    if not (folder / "config.json").exists():
-        gguf = next(folder.glob("*.gguf"), None)
-        why = (
-            f" but {gguf.name}; {_reads(gguf)}"
-            if gguf
-            else "; give the folder that holds a model's config and safetensors"
-        )
-        raise CheckpointError(f"{folder} has no config.json{why}")
+    """What a folder holds: itself, for a model with a config.json, or its one GGUF file.
+
+    The small files of the former are ordinary ones, or opening them might never return.
+    """
+    has_config = (folder / "config.json").exists()
+    if not has_config or not any(folder.glob("*.safetensors*")):
+        models = _gguf_models(folder)
+        if len(models) > 1:
+            names = ", ".join(path.name for path in models[:_MOST_NAMES]) + (", ..." if models[_MOST_NAMES:] else "")
+            raise CheckpointError(f"{folder} holds {len(models)} GGUF models: give the path of one of {names}")
+        if models:
+            return part_paths(models[0])[0]
+    if not has_config:
+        raise CheckpointError(f"{folder} has no config.json; give the folder that holds a model's config and weights")
     for path in folder.iterdir():
         if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.is_file():
             raise CheckpointError(f"{path} is not an ordinary file; download the checkpoint again")
     return folder
+
+
+def _gguf_models(folder: Path) -> list[Path]:
+    """The GGUF models of a folder, one path for all parts of each; what only sees pictures for another is none."""
+    parts = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf" and path.is_file())
+    first = {part_stem(path): path for path in reversed(parts) if not path.name.lower().startswith("mmproj")}
+    return sorted(first.values())
 
 
 def _no_folder(path: Path) -> str:
@@ -80,11 +97,11 @@ def _no_folder(path: Path) -> str:
 def _reads(path: Path) -> str:
     """What would work instead of a file."""
     if path.suffix.lower() == ".gguf":
-        return "smoe does not read GGUF yet: give the folder, or the hub id, of the model's safetensors release"
+        return "download it first, and give its path: smoe does not fetch single GGUF files"
     beside = path.absolute().parent
     if (beside / "config.json").exists():
         return f"give its folder: {beside}"
-    return "give the folder that holds the model's config.json and safetensors, a hub id, or 'demo'"
+    return "give the folder that holds the model's config.json and safetensors, a GGUF file, a hub id, or 'demo'"
 
 
 def _near(path: Path) -> str:
@@ -98,14 +115,15 @@ def _near(path: Path) -> str:
     return f" (near it: {', '.join(close)})" if close else ""
 
 
-def config_folder(model: str | Path, revision: str | None) -> Path:
-    """A folder with a model's config.json: its own, or for a hub id one into which nothing else was downloaded."""
-    return local_folder(model) or hub.config_folder(str(model), revision)
+def described_place(model: str | Path, revision: str | None) -> Path:
+    """Where a model's configuration is: its own place, or for a hub id a folder into which nothing else was
+    downloaded."""
+    return local_place(model) or hub.config_folder(str(model), revision)
 
 
 def fetch(model: str | Path, revision: str | None) -> Path:
-    """The folder of a model, downloaded from the hub if need be."""
-    folder = local_folder(model) or hub.cached(str(model), revision)
+    """The folder, or the GGUF file, of a model, downloaded from the hub if need be."""
+    folder = local_place(model) or hub.cached(str(model), revision)
     if folder is not None:
         return folder
     size = hub.size_bytes(str(model), revision)
@@ -115,7 +133,7 @@ def fetch(model: str | Path, revision: str | None) -> Path:
 
 def refuse_unknown(model: str, revision: str | None) -> None:
     """Raise `ModelError` for a model that cannot be had: before anything heavy is imported, and within seconds."""
-    if local_folder(model) is None and not hub.has_config(model, revision):
+    if local_place(model) is None and not hub.has_config(model, revision):
         hub.check_reachable(model)
 
 

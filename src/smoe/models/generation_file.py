@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,17 @@ def check_generation(folder: Path) -> None:
     path = folder / "generation_config.json"
     if not path.exists() and not path.is_symlink():
         return
-    found = read_object(path)
+    check_values(read_object(path), path)
+    with naming(f"{path} cannot be used"):
+        GenerationConfig.from_pretrained(folder, local_files_only=True).validate()
+
+
+def check_values(found: Mapping[str, Any], path: Path) -> None:
+    """Refuse settings of `path` that no generation can use. Raises `CheckpointError`."""
     for key, value in found.items():
         wanted = _wrong(key, value)
         if wanted:
             raise CheckpointError(f"{path}: {key!r} is {value!r:.80}, it must be {wanted}; correct it, or leave it out")
-    with naming(f"{path} cannot be used"):
-        GenerationConfig.from_pretrained(folder, local_files_only=True).validate()
 
 
 def _wrong(key: str, value: Any) -> str | None:

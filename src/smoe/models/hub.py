@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,17 @@ def has_config(model: str, revision: str | None) -> bool:
 def config_folder(model: str, revision: str | None) -> Path:
     """A folder of the cache that holds the model's config.json, downloaded where the hub answers."""
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
 
     known = _cached_config(model, revision)
     if known is not None and unreachable() is not None:
         return known.parent
     with _asking(model):
-        return Path(hf_hub_download(model, "config.json", revision=revision)).parent
+        try:
+            return Path(hf_hub_download(model, "config.json", revision=revision)).parent
+        except EntryNotFoundError:
+            _refuse_gguf(model, _files(model, revision))
+            raise
 
 
 def cached(model: str, revision: str | None) -> Path | None:
@@ -61,11 +66,28 @@ def cached(model: str, revision: str | None) -> Path | None:
 
 def size_bytes(model: str, revision: str | None) -> int:
     """What a download would bring."""
+    with _asking(model):
+        files = _files(model, revision)
+        _refuse_gguf(model, files)
+        return sum(size for name, size in files.items() if name.endswith(".safetensors"))
+
+
+def _files(model: str, revision: str | None) -> dict[str, int]:
+    """What a repository holds: bytes by name."""
     from huggingface_hub import HfApi
 
-    with _asking(model):
-        info = HfApi().model_info(model, revision=revision, files_metadata=True)
-        return sum(f.size or 0 for f in info.siblings or () if Path(f.rfilename).match("*.safetensors"))
+    info = HfApi().model_info(model, revision=revision, files_metadata=True)
+    return {file.rfilename: file.size or 0 for file in info.siblings or ()}
+
+
+def _refuse_gguf(model: str, files: Mapping[str, int]) -> None:
+    """Raise `ModelError` for a repository that has GGUF files alone: which of them is wanted, its name does not say."""
+    found = sorted(name for name in files if name.endswith(".gguf"))
+    if found and not any(name.endswith(".safetensors") for name in files):
+        raise ModelError(
+            f"{model!r} holds GGUF files alone ({found[0]}{', ...' if found[1:] else ''}); download the one you want "
+            f"(hf download {model} {found[0]} --local-dir .) and give its path"
+        )
 
 
 def download(model: str, revision: str | None) -> Path:

@@ -1,5 +1,5 @@
-"""Expert weights as the library would have them, read through safetensors' own reader: the other side of every
-comparison."""
+"""Expert weights as the library would have them, read through safetensors' own reader, or dequantised by the gguf
+package: the other side of every comparison."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import safe_open
 
-from smoe.formats.registry import FORMATS
+from smoe.memory.gguf_header import is_gguf
+from smoe.memory.gguf_tensors import plain_tensor
 from smoe.memory.safetensors_index import StoredTensor, check_identity, read_header
 from smoe.memory.store import LayerExperts
 
@@ -29,14 +29,12 @@ def reference_parameters(experts: LayerExperts, chosen: Sequence[int], dtype: to
 
 
 def _tensor(piece: StoredTensor) -> torch.Tensor:
-    """A stored tensor, or a row of one, by key through safetensors; a quantised one by its format's decoder."""
-    with piece.path.open("rb") as file:
-        if piece.identity is not None:
+    """A stored tensor, or a row of one: by key through safetensors, or by the gguf package."""
+    if is_gguf(piece.path):
+        return plain_tensor(piece)
+    if piece.identity is not None:
+        with piece.path.open("rb") as file:
             check_identity(piece.path, file.fileno(), piece.identity)
-        if piece.dtype in FORMATS:
-            file.seek(piece.offset)
-            data = np.frombuffer(file.read(piece.nbytes), np.uint8).reshape(piece.shape[0], -1)
-            return torch.from_numpy(FORMATS[piece.dtype].decode(data))
     for key, tensor in _header(piece.path, piece.path.stat().st_mtime_ns).items():
         if tensor.offset <= piece.offset and piece.offset + piece.nbytes <= tensor.offset + tensor.nbytes:
             with safe_open(piece.path, framework="pt") as file:

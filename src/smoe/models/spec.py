@@ -1,4 +1,4 @@
-"""From a model's config.json alone: what it needs, what a budget buys, and the floor of the time per token.
+"""From a model's configuration alone: what it needs, what a budget buys, and the floor of the time per token.
 
 Nothing is downloaded but the config, nothing is loaded: the model's empty shell tells its sizes.
 """
@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from smoe.config import EngineConfig
-from smoe.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
+from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.store import PAGE, page_ceil
 from smoe.models.anatomy import Anatomy, examine
-from smoe.models.config_file import check_config
+from smoe.models.checkpoint import described_checkpoint
 from smoe.models.experts import ExpertsSite, find_sites, meta_model
-from smoe.models.files import config_folder, naming
-from smoe.models.registration import register_local_families
+from smoe.models.files import naming
 from smoe.models.workspace import workspace_bytes
 from smoe.policy.budget import Demand
 
@@ -77,8 +76,8 @@ class ModelSpec:
 
 def read_spec(model: str | Path, config: EngineConfig, revision: str | None = None) -> ModelSpec:
     """Read a model's configuration and look at its empty shell."""
-    folder = config_folder(model, revision)
-    path, model_config = folder / "config.json", read_config(folder, None)
+    checkpoint = described_checkpoint(model, revision)
+    path, model_config = checkpoint.config_place, checkpoint.config()
     _refuse_quantised(model_config)
     with naming(f"{path} describes no model that can be built"):
         context_tokens = choose_context(model_config, config)
@@ -90,15 +89,6 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
         anatomy = examine(shell, sites, dtype)
     _check_anatomy(anatomy, sites, path)
     return ModelSpec(model_config, shell, sites, anatomy, dtype, context_tokens)
-
-
-def read_config(model: str | Path, revision: str | None) -> PretrainedConfig:
-    """A model's configuration, from disk or the hub; no code of the repository is run."""
-    folder = config_folder(model, revision)
-    register_local_families(check_config(folder))
-    with naming(f"cannot read the configuration {folder / 'config.json'}", ModelError):
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    return config
 
 
 def choose_dtype(model_config: PretrainedConfig, config: EngineConfig) -> torch.dtype:

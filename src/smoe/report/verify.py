@@ -31,12 +31,11 @@ from smoe.config import EngineConfig
 from smoe.errors import BudgetError
 from smoe.kernels.proof import same_bits
 from smoe.kernels.threads import threads
-from smoe.load.pretrained import checkpoint_experts
 from smoe.load.selftest import library_result
 from smoe.machine.available_memory import free_device_bytes
 from smoe.memory.store import LayerExperts
+from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.experts import ExpertsSite
-from smoe.models.files import fetch
 from smoe.models.kv_cache import RowCache
 from smoe.models.spec import read_spec
 from smoe.models.twin import ModelPart, parts_of, share_weights
@@ -104,7 +103,7 @@ def reference_of(model: str, config: EngineConfig, revision: str | None, tokens:
     """Index the checkpoint and make sure that one layer and a cache of `tokens` positions fit in RAM; raises
     `BudgetError` with sizes where not."""
     spec = read_spec(model, config, revision)
-    experts = checkpoint_experts(fetch(model, revision), spec)
+    experts = whole_checkpoint(model, revision).experts(spec)
     layer_bytes = max(site.experts for site in spec.sites) * spec.expert_bytes
     needed = _COPIES * layer_bytes + spec.anatomy.kv_bytes_per_token * (tokens + DECODE_STEPS)
     free, source = free_device_bytes(torch.device("cpu"))

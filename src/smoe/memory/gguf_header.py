@@ -1,0 +1,294 @@
+"""The header of a GGUF file: metadata and the table of tensors, read with every length checked.
+
+    4 bytes "GGUF", u32 version, u64 tensors, u64 metadata entries
+    every entry:   key (u64 length, bytes), u32 kind, value; an array is u32 kind, u64 count, values
+    every tensor:  name, u32 dimensions, u64 each (innermost first), u32 type, u64 offset from the data's beginning
+    zeros up to the alignment, then the tensors' bytes
+
+Nothing is mapped, and nothing is made of a size that the file itself could not have. Arrays, which hold a vocabulary of
+hundreds of thousands of texts, are passed over and read only when somebody asks (`read_array`).
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+from smoe.errors import CheckpointError
+from smoe.memory.checkpoint_json import check_regular
+from smoe.memory.safetensors_index import FileIdentity, check_identity, identity_of
+
+MAGIC = b"GGUF"
+ALIGNMENT = "general.alignment"
+_VERSIONS = (2, 3)
+_WINDOW_BYTES = 2**20
+_MAX_HEADER_BYTES = 2**28
+"""A vocabulary of a million texts takes a tenth of it."""
+_MAX_NAME_BYTES = 2**12
+_MAX_TEXT_BYTES = 2**24
+_MAX_DIMENSIONS = 4
+_MAX_ALIGNMENT = 2**20
+_STRING, _ARRAY = 8, 9
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE)
+_MAX_PARTS = 10_000
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_LEAST_ENTRY_BYTES = 8 + 4 + 1
+_LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8
+
+
+@dataclass(frozen=True)
+class GgufArray:
+    """An array of the metadata, where it lies: its values are read when they are wanted."""
+
+    offset: int
+    """Of its first value."""
+    kind: int
+    count: int
+
+
+Value = int | float | bool | str | GgufArray
+"""What a metadata entry may be."""
+
+
+class TensorEntry(NamedTuple):
+    """A row of the table of tensors, as the file has it."""
+
+    name: str
+    dimensions: tuple[int, ...]
+    """Innermost first."""
+    kind: int
+    """ggml's number of the type."""
+    offset: int
+    """From the beginning of the data."""
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What one file says of itself."""
+
+    path: Path
+    identity: FileIdentity
+    metadata: Mapping[str, Value]
+    tensors: tuple[TensorEntry, ...]
+    data_offset: int
+    """Where the tensors' bytes begin."""
+    alignment: int
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is meant to be a GGUF file: by its name, or by its first bytes where the name says nothing."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    if path.suffix or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def part_stem(path: Path) -> str:
+    """What the names of all parts of a model begin with; the whole name of a model in one file."""
+    match = _PART.fullmatch(path.name)
+    return path.name if match is None else match["stem"]
+
+
+def part_paths(path: Path) -> list[Path]:
+    """The files of the model that `path` is a part of, in order; each exists. Raises `CheckpointError` otherwise."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    if not 1 <= count <= _MAX_PARTS or not 1 <= int(match["number"]) <= count:
+        raise CheckpointError(f"{path} is named as part {match['number']} of {match['count']}; give it its own name")
+    names = (f"{match['stem']}-{number:05}-of-{match['count']}{match['suffix']}" for number in range(1, count + 1))
+    paths = [path.with_name(name) for name in names]
+    absent = [part.name for part in paths if not part.exists()]
+    if absent:
+        raise CheckpointError(
+            f"{path.parent} lacks {len(absent)} of {count} parts of the model, {absent[0]} first; download them again"
+        )
+    return paths
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """The header of one GGUF file. Raises `CheckpointError` for a file that is none, is damaged or is cut short."""
+    check_regular(path)
+    with path.open("rb", buffering=0) as file:
+        identity = identity_of(file.fileno())
+    return _read_header(path, identity)
+
+
+@lru_cache(maxsize=64)  # small without its arrays, and asked for by everything that reads a model
+def _read_header(path: Path, identity: FileIdentity) -> GgufHeader:
+    with path.open("rb", buffering=0) as file:
+        check_identity(path, file.fileno(), identity)
+        reader = _Reader(path, file, identity.nbytes, 0)
+        tensor_count, entry_count = _read_counts(reader)
+        metadata: dict[str, Value] = {}
+        for number in range(entry_count):
+            key = reader.text(f"the name of metadata entry {number}", _MAX_NAME_BYTES)
+            if key in metadata:
+                reader.fail(f"the metadata entry {key!r} occurs twice")
+            metadata[key] = _read_value(reader, key)
+        tensors = tuple(_read_tensor(reader, number) for number in range(tensor_count))
+        alignment = _alignment(reader, metadata)
+        data_offset = -(-reader.position // alignment) * alignment
+    return GgufHeader(path, identity, metadata, tensors, data_offset, alignment)
+
+
+def read_array(header: GgufHeader, key: str) -> list[Any]:
+    """The values of an array of the metadata: numbers or texts. Raises `CheckpointError` where it is none."""
+    array = header.metadata.get(key)
+    if not isinstance(array, GgufArray):
+        raise CheckpointError(f"{header.path}: the metadata entry {key!r} should be a list; download the file again")
+    with header.path.open("rb", buffering=0) as file:
+        check_identity(header.path, file.fileno(), header.identity)
+        reader = _Reader(header.path, file, header.identity.nbytes, array.offset)
+        if array.kind == _STRING:
+            return [reader.text(f"an entry of {key!r}", _MAX_TEXT_BYTES) for _ in range(array.count)]
+        size = array.count * struct.calcsize(_SCALARS[array.kind])
+        return list(struct.unpack(f"<{array.count}{_SCALARS[array.kind]}", reader.take(size, repr(key))))
+
+
+class _Reader:
+    """A place in a file that moves forward, and says where the file ends too early."""
+
+    def __init__(self, path: Path, file: BinaryIO, size: int, position: int) -> None:
+        self.path = path
+        self._file = file
+        self._end = min(size, position + _MAX_HEADER_BYTES)
+        self._is_cut = size <= position + _MAX_HEADER_BYTES
+        self._window = b""
+        self._begin = position
+        """Of the window, in the file."""
+        self.position = position
+
+    @property
+    def left(self) -> int:
+        """Bytes that may still come."""
+        return self._end - self.position
+
+    def take(self, count: int, what: str) -> bytes:
+        """The next `count` bytes, which are `what`."""
+        if count > self.left:
+            self.fail(f"{what} ends behind the file's end" if self._is_cut else f"{what} makes the header too long")
+        start = self.position - self._begin
+        if not 0 <= start <= start + count <= len(self._window):
+            self._file.seek(self.position)
+            self._window, self._begin, start = self._read(max(count, min(_WINDOW_BYTES, self.left))), self.position, 0
+            if len(self._window) < count:
+                self.fail(f"{what} ends behind the file's end")
+        self.position += count
+        return self._window[start : start + count]
+
+    def skip(self, count: int, what: str) -> None:
+        """Pass over `count` bytes."""
+        if count > self.left:
+            self.take(count, what)  # it says what is wrong
+        self.position += count
+
+    def skip_texts(self, count: int, what: str) -> None:
+        """Pass over as many texts: hundreds of thousands in a vocabulary, most of them inside the window."""
+        length_at = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            start = self.position - self._begin
+            if start + 8 <= len(self._window):
+                length = length_at(self._window, start)[0]
+                self.position += 8
+            else:
+                length = self.number("Q", what)
+            if length > self._end - self.position:
+                self.take(length, what)  # it says what is wrong
+            self.position += length
+
+    def number(self, form: str, what: str) -> Any:
+        """One number of a struct form: an int, a float or a bool."""
+        return struct.unpack(f"<{form}", self.take(struct.calcsize(form), what))[0]
+
+    def text(self, what: str, most: int) -> str:
+        """A text of at most `most` bytes, its length before it."""
+        length = self.number("Q", what)
+        if length > most:
+            self.fail(f"{what} is {length} bytes long")
+        try:
+            return self.take(length, what).decode("utf-8")
+        except UnicodeDecodeError as error:
+            self.fail(f"{what} is no text: {error.reason}")
+
+    def fail(self, why: str) -> NoReturn:
+        raise CheckpointError(f"{self.path} is damaged or cut short: {why}; download it again")
+
+    def _read(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            more = self._file.read(count - len(data))
+            if not more:
+                break
+            data += more
+        return data
+
+
+def _read_counts(reader: _Reader) -> tuple[int, int]:
+    """Tensors and metadata entries."""
+    path = reader.path
+    start = reader.take(min(4, reader.left), "its first word")
+    if start != MAGIC:
+        raise CheckpointError(f"{path} is not a GGUF file: it begins with {start!r}, not with {MAGIC!r}")
+    version = reader.number("I", "the version")
+    if version and version & 0xFFFF == 0:
+        raise CheckpointError(
+            f"{path} is a big-endian GGUF file; smoe reads little-endian ones, which nearly all publishers give"
+        )
+    if version not in _VERSIONS:
+        raise CheckpointError(
+            f"{path} is GGUF of version {version}; smoe reads {' and '.join(map(str, _VERSIONS))}: take a newer file"
+        )
+    tensors, entries = (reader.number("Q", f"the number of {what}") for what in ("tensors", "metadata entries"))
+    if tensors * _LEAST_TENSOR_BYTES + entries * _LEAST_ENTRY_BYTES > reader.left:
+        reader.fail(f"it is too short for {tensors} tensors and {entries} metadata entries")
+    return tensors, entries
+
+
+def _read_value(reader: _Reader, key: str) -> Value:
+    kind = reader.number("I", repr(key))
+    if kind == _STRING:
+        return reader.text(repr(key), _MAX_TEXT_BYTES)
+    if kind != _ARRAY:
+        value: int | float | bool = reader.number(_scalar(reader, kind, key), repr(key))
+        return value
+    kind, count = reader.number("I", repr(key)), reader.number("Q", repr(key))
+    array = GgufArray(reader.position, kind, count)
+    if kind != _STRING:
+        reader.skip(count * struct.calcsize(_scalar(reader, kind, key)), repr(key))
+        return array
+    if count * 8 > reader.left:
+        reader.fail(f"it is too short for the {count} texts of {key!r}")
+    reader.skip_texts(count, repr(key))
+    return array
+
+
+def _scalar(reader: _Reader, kind: int, key: str) -> str:
+    if kind not in _SCALARS:
+        reader.fail(f"the metadata entry {key!r} is of kind {kind}, which does not exist, or of lists of lists")
+    return _SCALARS[kind]
+
+
+def _read_tensor(reader: _Reader, number: int) -> TensorEntry:
+    name = reader.text(f"the name of tensor {number}", _MAX_NAME_BYTES)
+    count = reader.number("I", repr(name))
+    if not 1 <= count <= _MAX_DIMENSIONS:
+        reader.fail(f"tensor {name!r} has {count} dimensions")
+    dimensions = struct.unpack(f"<{count}Q", reader.take(8 * count, repr(name)))
+    return TensorEntry(name, dimensions, reader.number("I", repr(name)), reader.number("Q", repr(name)))
+
+
+def _alignment(reader: _Reader, metadata: Mapping[str, Value]) -> int:
+    alignment = metadata.get(ALIGNMENT, 32)
+    is_power = isinstance(alignment, int) and 0 < alignment <= _MAX_ALIGNMENT and alignment & (alignment - 1) == 0
+    if not is_power or not isinstance(alignment, int) or isinstance(alignment, bool):
+        reader.fail(f"{ALIGNMENT!r} is {alignment!r:.40}, no power of two")
+    return alignment

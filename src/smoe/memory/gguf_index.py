@@ -1,0 +1,94 @@
+"""Where every tensor of a GGUF model lies, in one file or in the parts of a split one.
+
+A tensor's `dtype` is ggml's name of its type ("F32", "BF16", "Q4_K", "MXFP4"), its `shape` row-major, ggml's dimensions
+reversed: experts are [E, N, K]. Quantised rows are whole blocks, so that row e of a tensor is
+a run of bytes there, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from smoe.errors import CheckpointError
+from smoe.memory.gguf_header import GgufHeader, TensorEntry, part_paths, read_gguf_header
+from smoe.memory.safetensors_index import StoredTensor
+
+BLOCKS = {kind.name: GGML_QUANT_SIZES[kind] for kind in GGMLQuantizationType if kind in GGML_QUANT_SIZES}
+"""(elements, bytes) of a block of every type, by ggml's name; a plain number is a block of one."""
+_NAMES = {int(kind): kind.name for kind in GGMLQuantizationType if kind in GGML_QUANT_SIZES}
+
+
+def read_headers(path: Path) -> list[GgufHeader]:
+    """The headers of a model's files; the first has its metadata.
+
+    Raises `CheckpointError` where a part is missing or belongs to another model.
+    """
+    headers = [read_gguf_header(part) for part in part_paths(path)]
+    for number, header in enumerate(headers):
+        said = (header.metadata.get("split.no", 0), header.metadata.get("split.count", 0) or 1)
+        if said != (number, len(headers)):
+            raise CheckpointError(
+                f"{header.path} says that it is part {said[0]} (from 0) of {said[1]}, its name that it is part "
+                f"{number} of {len(headers)}; parts are named NAME-00001-of-00003.gguf, as they were published"
+            )
+    expected = headers[0].metadata.get("split.tensors.count")
+    found = sum(len(header.tensors) for header in headers)
+    if len(headers) > 1 and expected not in (None, found):
+        raise CheckpointError(
+            f"{headers[0].path} says that its parts hold {expected} tensors, and they hold {found}; download them again"
+        )
+    return headers
+
+
+def index_gguf(headers: list[GgufHeader]) -> dict[str, StoredTensor]:
+    """Every tensor of a model by key. Raises `CheckpointError`, with file and tensor, where a table cannot be true."""
+    tensors: dict[str, StoredTensor] = {}
+    for header in headers:
+        for tensor in _tensors(header):
+            if tensor.key in tensors:
+                raise CheckpointError(f"{header.path} holds the tensor {tensor.key!r} a second time; download it again")
+            tensors[tensor.key] = tensor
+    return tensors
+
+
+def _tensors(header: GgufHeader) -> Iterator[StoredTensor]:
+    """One file's tensors, which fill it one after the other, each at the next aligned byte."""
+    path, size = header.path, header.identity.nbytes
+    end, before = header.data_offset, "the header"
+    for entry in header.tensors:
+        shape, name = tuple(reversed(entry.dimensions)), _type_name(path, entry)
+        nbytes = _nbytes(path, entry, name)
+        offset = header.data_offset + entry.offset
+        expected = -(-end // header.alignment) * header.alignment
+        if offset != expected:
+            kind = "overlaps" if offset < end else "does not follow"
+            raise CheckpointError(f"{path} is damaged: the tensor {entry.name!r} {kind} {before}; download it again")
+        end, before = offset + nbytes, repr(entry.name)
+        if end > size:
+            raise CheckpointError(
+                f"{path} is cut short: {size} bytes, and {entry.name!r} ends at {end}; download it again"
+            )
+        yield StoredTensor(path, offset, nbytes, name, shape, entry.name, header.identity)
+
+
+def _type_name(path: Path, entry: TensorEntry) -> str:
+    if entry.kind not in _NAMES:
+        raise CheckpointError(
+            f"{path}: the tensor {entry.name!r} is of ggml's type number {entry.kind}, which is unknown: the file is "
+            "damaged, or newer than the installed gguf package (pip install -U gguf)"
+        )
+    return _NAMES[entry.kind]
+
+
+def _nbytes(path: Path, entry: TensorEntry, dtype: str) -> int:
+    elements, nbytes = BLOCKS[dtype]
+    if entry.dimensions[0] % elements:
+        raise CheckpointError(
+            f"{path} is damaged: the tensor {entry.name!r} has rows of {entry.dimensions[0]} elements, and {dtype} "
+            f"comes in blocks of {elements}; download it again"
+        )
+    return prod(entry.dimensions) // elements * nbytes

@@ -1,0 +1,75 @@
+"""The numbers of GGUF tensors: read from the file, not mapped, and dequantised in pieces of a bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from math import prod
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+
+from smoe.errors import CheckpointError
+from smoe.memory.dtypes import TORCH
+from smoe.memory.gguf_index import BLOCKS
+from smoe.memory.safetensors_index import StoredTensor, check_identity
+
+_PIECE_ELEMENTS = 2**20
+"""Dequantising takes several times the result's bytes (4 an element) for a moment."""
+
+
+@cache
+def is_readable(dtype: str) -> bool:
+    """Whether the numbers of a ggml type can be had: the plain ones of ours, and what the gguf package dequantises."""
+    if dtype in TORCH:
+        return True
+    try:
+        dequantize(np.zeros((1, BLOCKS[dtype][1]), np.uint8), GGMLQuantizationType[dtype])
+    except NotImplementedError:
+        return False
+    return True
+
+
+def read_tensor(tensor: StoredTensor, target: torch.Tensor) -> None:
+    """Fill `target`, contiguous and of as many elements, with a stored tensor's numbers in its own dtype.
+
+    Quantised numbers are computed in fp32 by the gguf package and rounded once. Raises `CheckpointError` where the file
+    is not what it was when it was indexed.
+    """
+    flat = target.view(-1)
+    done = 0
+    for piece in _pieces(tensor):
+        flat[done : done + piece.numel()].copy_(piece)
+        done += piece.numel()
+
+
+def plain_tensor(tensor: StoredTensor) -> torch.Tensor:
+    """A stored tensor in the type that it is stored in, or, where that is quantised, in fp32."""
+    target = torch.empty(tensor.shape, dtype=TORCH.get(tensor.dtype, torch.float32))
+    read_tensor(tensor, target)
+    return target
+
+
+def _pieces(tensor: StoredTensor) -> Iterator[torch.Tensor]:
+    """Runs of whole rows, flat: as stored where torch knows the type, else in fp32."""
+    block_elements, block_bytes = BLOCKS[tensor.dtype]
+    row_bytes = tensor.shape[-1] // block_elements * block_bytes
+    rows, step = prod(tensor.shape[:-1]), max(1, _PIECE_ELEMENTS // max(1, tensor.shape[-1]))
+    with tensor.path.open("rb", buffering=0) as file:
+        if tensor.identity is not None:
+            check_identity(tensor.path, file.fileno(), tensor.identity)
+        file.seek(tensor.offset)
+        for begin in range(0, rows, step):
+            count = min(step, rows - begin)
+            data = bytearray(count * row_bytes)
+            if file.readinto(data) != len(data):
+                raise CheckpointError(f"{tensor.path} ends inside {tensor.key!r}; download it again")
+            if not data:
+                continue
+            if tensor.dtype in TORCH:
+                yield torch.frombuffer(data, dtype=TORCH[tensor.dtype])
+            else:
+                blocks = np.frombuffer(data, np.uint8).reshape(count, row_bytes)
+                yield torch.from_numpy(dequantize(blocks, GGMLQuantizationType[tensor.dtype])).view(-1)

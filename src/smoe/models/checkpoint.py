@@ -1,0 +1,82 @@
+"""Where a model comes from: a folder of safetensors, or a GGUF file. What smoe wants to know of either.
+
+Everything that reads a model asks a `Checkpoint`; nothing else knows which of the two it is. The order in which it is
+asked is that of the checks: the configuration, then the headers against it, and weights last.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from smoe.memory.gguf_header import is_gguf
+from smoe.memory.safetensors_index import StoredTensor
+from smoe.memory.store import ExpertStore, LayerExperts
+from smoe.models.files import described_place, fetch, local_place
+from smoe.models.gguf_file import GgufFile
+from smoe.models.safetensors_folder import SafetensorsFolder
+
+if TYPE_CHECKING:
+    from smoe.models.spec import ModelSpec
+
+
+class Checkpoint(Protocol):
+    """A model's files. Making one reads nothing.
+
+    Every method raises `CheckpointError`, with file and key, for files that are damaged, incomplete or of another
+    model, and `UnsupportedModelError` for what smoe cannot read exactly.
+    """
+
+    @property
+    def place(self) -> Path:
+        """The folder, or the file (the first, of a model in parts)."""
+
+    @property
+    def config_place(self) -> Path:
+        """The file that has the configuration, for messages."""
+
+    def config(self) -> PretrainedConfig:
+        """The configuration; all that a checkpoint whose weights were not downloaded can give."""
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Every tensor by its key in the file, from the headers alone."""
+
+    def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
+        """Where the routed experts of every layer lie. All other weights are compared with `spec`, too: which there
+        are, and of what shape and type."""
+
+    def packed(self, spec: ModelSpec, alignment: int | None) -> ExpertStore | None:
+        """The store over the file that `smoe pack` wrote, where there is one."""
+
+    def check_packable(self) -> None:
+        """Raise `ConfigError` where there is nothing that packing could gather."""
+
+    def load_dense(self, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
+        """The library's model with all weights but the experts', in memory of its own: nothing stays mapped."""
+
+    def tokenizer(self) -> Any:
+        """The library's tokenizer, with the chat template where the files have one."""
+
+
+def checkpoint_at(place: Path) -> Checkpoint:
+    """The checkpoint in a folder, or in a GGUF file."""
+    return GgufFile(place) if is_gguf(place) and not place.is_dir() else SafetensorsFolder(place)
+
+
+def local_checkpoint(model: str | Path) -> Checkpoint | None:
+    """A model that is on disk, else None: `model` is then a hub id by its form. Raises `ModelError` for neither."""
+    place = local_place(model)
+    return None if place is None else checkpoint_at(place)
+
+
+def described_checkpoint(model: str | Path, revision: str | None) -> Checkpoint:
+    """A model of which the configuration is here: nothing else of a hub model is downloaded."""
+    return checkpoint_at(described_place(model, revision))
+
+
+def whole_checkpoint(model: str | Path, revision: str | None) -> Checkpoint:
+    """A model all of whose files are here, downloaded if need be."""
+    return checkpoint_at(fetch(model, revision))

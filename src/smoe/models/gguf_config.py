@@ -1,0 +1,158 @@
+"""A model's configuration from the metadata of a GGUF file.
+
+Which entry means what is in the library's own tables, as far as they go: they leave out the experts' width, which the
+library then guesses. What a file does not say is taken from the shapes of its tensors; what would change the
+computation, and is not known here, is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
+
+from smoe.errors import CheckpointError, ModelError, UnsupportedModelError
+from smoe.memory.gguf_header import GgufHeader, Value
+from smoe.memory.safetensors_index import StoredTensor
+from smoe.models.config_file import MAX_LAYERS, check_sizes
+from smoe.models.files import naming
+
+FAMILIES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+"""transformers' `model_type` by the architecture's name in the file."""
+_MORE = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "expert_weights_norm": "norm_topk_prob",
+}
+_NEEDED = ("block_count", "embedding_length", "attention.head_count", "expert_used_count")
+_WIDTHS = {
+    "num_experts": ("ffn_gate_inp.weight", -2),
+    "moe_intermediate_size": ("ffn_down_exps.weight", -1),
+    "shared_expert_intermediate_size": ("ffn_down_shexp.weight", -1),
+}
+"""Sizes that a tensor of a layer tells: its name, and the dimension."""
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "expert_gating_func": (0, 1),  # not said, softmax
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "leading_dense_block_count": (0,),
+    "nextn_predict_layers": (0,),
+    "attention.sliding_window": (0,),
+    "attention.clamp_kqv": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "rope.scaling.attn_factor": (1.0,),
+}
+"""Values with which an entry changes nothing; with others the family would compute something else."""
+_THETA = 10_000.0
+"""What the format's own program takes where a file says nothing."""
+_ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+_SPECIAL = {"bos_token_id": "tokenizer.ggml.bos_token_id", "pad_token_id": "tokenizer.ggml.padding_token_id"}
+
+
+def architecture_of(header: GgufHeader) -> str:
+    """The name that a file has for its family; raises `UnsupportedModelError` for one that smoe does not read."""
+    name = header.metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise CheckpointError(f"{header.path} does not say which architecture it is for; download it again")
+    if name not in FAMILIES:
+        raise UnsupportedModelError(
+            f"{header.path} holds a model of the architecture {name!r:.80}; of GGUF files smoe reads "
+            f"{', '.join(FAMILIES)}: take the model's safetensors release, which may well work"
+        )
+    return name
+
+
+def read_gguf_config(header: GgufHeader, tensors: Mapping[str, StoredTensor]) -> PretrainedConfig:
+    """The configuration that a file describes. Raises `CheckpointError` with file and entry, `UnsupportedModelError`
+    for what the library's family does not compute."""
+    architecture, path = architecture_of(header), header.path
+    family = FAMILIES[architecture]
+    said = _said(header, architecture)
+    renames: dict[str, str | None] = GGUF_CONFIG_MAPPING[family] | _MORE
+    values: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(family, {}))
+    values |= {name: _number(path, key, said[key]) for key, name in renames.items() if name and key in said}
+    values.pop("rope_theta", None)
+    for key in _NEEDED:
+        if key not in said:
+            raise CheckpointError(f"{path} lacks the metadata entry '{architecture}.{key}'; download it again")
+    check_sizes(values, path)
+    heads = values["num_attention_heads"]
+    values.setdefault("num_key_value_heads", heads)
+    if "head_dim" in renames.values() and heads:
+        values.setdefault("head_dim", values["hidden_size"] // heads)
+    values |= _shapes(path, values, tensors, min(values["num_hidden_layers"], MAX_LAYERS))
+    values |= {name: _token(header, key) for name, key in _SPECIAL.items()}
+    ends = [token for token in dict.fromkeys(_token(header, key) for key in _ENDS) if token is not None]
+    values["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
+    values["rope_parameters"] = _rope(path, said)
+    check_sizes(values, path)
+    with naming(f"{path} describes no configuration", ModelError):
+        config: PretrainedConfig = AutoConfig.for_model(family, **values)
+    config._name_or_path = str(path)
+    return config
+
+
+def _said(header: GgufHeader, architecture: str) -> dict[str, Value]:
+    """The architecture's own entries; raises `UnsupportedModelError` for one with which the computation is another."""
+    prefix = f"{architecture}."
+    said = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    for key, known in _ONLY.items():
+        if said.get(key, known[0]) not in known:
+            raise UnsupportedModelError(
+                f"{header.path}: '{prefix}{key}' is {said[key]!r:.80}; smoe reads files without it, or where it is "
+                f"{known[-1]}"
+            )
+    return said
+
+
+def _number(path: Path, key: str, value: Value) -> int | float | bool:
+    if not isinstance(value, (int, float)):
+        raise CheckpointError(f"{path}: the metadata entry {key!r} should be one number; it is {value!r:.80}")
+    return value
+
+
+def _shapes(path: Path, values: Mapping[str, Any], tensors: Mapping[str, StoredTensor], layers: int) -> dict[str, Any]:
+    """What the tensors tell: the vocabulary, whether the output matrix is the embedding, which layers have experts."""
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{path} has no matrix 'token_embd.weight'; download it again")
+    sparse = [layer for layer in range(layers) if f"blk.{layer}.ffn_gate_inp.weight" in tensors]
+    found: dict[str, Any] = {
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "mlp_only_layers": sorted(set(range(layers)) - set(sparse)),
+        "decoder_sparse_step": 1,
+    }
+    for name, (key, dimension) in _WIDTHS.items():
+        tensor = tensors.get(f"blk.{sparse[0]}.{key}") if sparse else None
+        if name not in values and tensor is not None and len(tensor.shape) >= -dimension:
+            found[name] = tensor.shape[dimension]
+    return found
+
+
+def _token(header: GgufHeader, key: str) -> int | None:
+    token = header.metadata.get(key)
+    if token is not None and (not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31):
+        raise CheckpointError(f"{header.path}: {key!r} is {token!r:.80}, it must be the number of a token")
+    return token
+
+
+def _rope(path: Path, said: Mapping[str, Value]) -> dict[str, Any]:
+    """How positions are turned, as the library writes it."""
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": said.get("rope.freq_base", _THETA)}
+    kind = said.get("rope.scaling.type", "none")
+    if kind == "none":
+        return parameters
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModelError(f"{path} scales positions by {kind!r:.80}; smoe reads none, linear and yarn")
+    parameters |= {"rope_type": kind, "factor": said.get("rope.scaling.factor")}
+    if kind == "yarn":
+        parameters["original_max_position_embeddings"] = said.get("rope.scaling.original_context_length")
+    for key, value in parameters.items():
+        if key != "rope_type" and (not isinstance(value, (int, float)) or not value > 0):
+            raise CheckpointError(f"{path} scales positions by {kind!r}, but {key} is {value!r:.80}; download it again")
+    return parameters

@@ -1,0 +1,182 @@
+"""A checkpoint in a GGUF file, or in the parts of a split one: configuration, tokenizer and weights in one place.
+
+The names of weights are translated by the gguf package's own table. In the families that are read here a stored matrix
+is the library's, row by row; nothing is turned or reordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from smoe.memory.gguf_header import GgufHeader
+from smoe.memory.gguf_index import index_gguf, read_headers
+from smoe.memory.gguf_tensors import is_readable, read_tensor
+from smoe.memory.safetensors_index import StoredTensor
+from smoe.memory.store import ExpertStore, LayerExperts, row_of
+from smoe.models.dense import check_loaded, quiet_library
+from smoe.models.expert_index import missing_weights
+from smoe.models.experts import ExpertsSite, without_expert_weights
+from smoe.models.files import naming
+from smoe.models.gguf_config import architecture_of, read_gguf_config
+from smoe.models.gguf_tokenizer import read_gguf_tokenizer, read_sampling
+
+if TYPE_CHECKING:
+    from smoe.models.spec import ModelSpec
+
+_GATE, _UP, _DOWN, _GATE_UP = (f"ffn_{name}_exps.weight" for name in ("gate", "up", "down", "gate_up"))
+_PARTS = {"gate_up_proj", "down_proj"}
+
+
+class GgufFile:
+    """A `Checkpoint` in a GGUF file; `place` is the first part of a split one."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.config_place = place
+
+    def config(self) -> PretrainedConfig:
+        architecture_of(self._headers[0])  # a family that is not read is said before anything of the file is checked
+        return read_gguf_config(self._headers[0], self.tensors())
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        return index_gguf(self._headers)
+
+    def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
+        tensors = self.tensors()
+        layers = {site.layer: self._layer(site, spec, tensors) for site in spec.sites}
+        names = self._parameters(spec)
+        self._check_dense(spec, tensors, names)
+        known = {*names, *(f"blk.{layer}.{name}" for layer in layers for name in (_GATE, _UP, _DOWN, _GATE_UP))}
+        unknown = sorted(tensors.keys() - known)
+        if unknown:
+            raise UnsupportedModelError(
+                f"{tensors[unknown[0]].path} holds {unknown[0]!r}, for which transformers' "
+                f"{spec.config.model_type!r} has no place: the file is of a variant that smoe does not read"
+            )
+        return layers
+
+    def packed(self, spec: ModelSpec, alignment: int | None) -> ExpertStore | None:
+        return None
+
+    def check_packable(self) -> None:
+        raise ConfigError(
+            f"{self.place} is a GGUF file, in which every matrix of an expert lies in one piece: there is nothing to "
+            "pack; smoe pack is for folders of safetensors"
+        )
+
+    def load_dense(self, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
+        spec.config._experts_implementation = "eager"
+        sampling = read_sampling(self._headers[0])
+        stored, weights = self.tensors(), dict(spec.shell.named_parameters())
+        keys = {name: key for key, name in self._parameters(spec).items() if key in stored}
+        # torch's own memory begins at a cache line, where our kernels want matrices to begin
+        state = {name: torch.empty(weights[name].shape, dtype=weights[name].dtype) for name in keys}
+        for name, key in keys.items():
+            read_tensor(stored[key], state[name])
+        with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {self.place}"):
+            loaded, report = type(spec.shell).from_pretrained(
+                None,
+                config=spec.config,
+                state_dict=state,
+                dtype=spec.dtype,
+                experts_implementation="eager",
+                ignore_mismatched_sizes=True,  # reported below, as an error of ours
+                output_loading_info=True,
+            )
+        check_loaded(loaded, report, self.place, lambda name: f"{keys.get(name, name)!r} in {self.place}")
+        loaded.name_or_path = str(self.place)
+        with naming(f"{self.place} says how to choose tokens in a way that cannot be used"):
+            said: GenerationConfig = loaded.generation_config
+            said.update(**sampling)
+            said.validate()
+        model: PreTrainedModel = loaded.to(device).eval().requires_grad_(False)
+        return model
+
+    def tokenizer(self) -> Any:
+        return read_gguf_tokenizer(self._headers[0])
+
+    @cached_property
+    def _headers(self) -> list[GgufHeader]:
+        return read_headers(self.place)
+
+    def _parameters(self, spec: ModelSpec) -> dict[str, str]:
+        """The library's name of every weight that is no routed expert's, by its key in a file."""
+        architecture = architecture_of(self._headers[0])
+        kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
+        table = get_tensor_name_map(kind, spec.config.num_hidden_layers)
+        experts = {f"{site.name}.{part.name}" for site in spec.sites for part in site.parts}
+        found: dict[str, str] = {}
+        for name, _ in spec.shell.named_parameters():
+            stem, _, suffix = name.rpartition(".")
+            key = table.get_name(stem)
+            if name in experts:
+                continue
+            if key is None:
+                raise UnsupportedModelError(f"the gguf package has no name for {name!r} of {architecture!r}")
+            found[f"{key}.{suffix}"] = name
+        return found
+
+    def _check_dense(self, spec: ModelSpec, tensors: Mapping[str, StoredTensor], names: Mapping[str, str]) -> None:
+        """Every weight that is no routed expert's is there, in its shape and in a type that can be read."""
+        weights = dict(spec.shell.named_parameters())
+        for key, name in names.items():
+            tensor = tensors.get(key)
+            if tensor is None:
+                continue
+            wanted = tuple(weights[name].shape)
+            if [n for n in tensor.shape if n != 1] != [n for n in wanted if n != 1]:
+                raise CheckpointError(
+                    f"{key!r} in {tensor.path} has the shape {list(tensor.shape)}, another shape than its metadata "
+                    f"says: {list(wanted)}; download it again"
+                )
+            if not is_readable(tensor.dtype):
+                raise UnsupportedModelError(f"{key!r} in {tensor.path} is {tensor.dtype}, which smoe cannot read")
+        experts = {f"{site.name}.{part.name}" for site in spec.sites for part in site.parts}
+        missing = missing_weights(spec.shell, {*experts, *(name for key, name in names.items() if key in tensors)})
+        if missing:
+            key = next((key for key, name in names.items() if name == missing[0]), missing[0])
+            raise CheckpointError(
+                f"{self.place} lacks {len(missing)} weights, {key!r} first, which its metadata asks for; the file is "
+                "incomplete"
+            )
+
+    def _layer(self, site: ExpertsSite, spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> LayerExperts:
+        """The experts of a layer: row e of each tensor [E, ...] is expert e's."""
+        module = spec.shell.get_submodule(site.name)
+        if {part.name for part in site.parts} != _PARTS or getattr(module, "is_transposed", False):
+            raise UnsupportedModelError(
+                f"the experts of {spec.config.model_type!r} are kept in another form than in GGUF files; "
+                "take the model's safetensors release"
+            )
+        fused = tensors.get(f"blk.{site.layer}.{_GATE_UP}")
+        up = [fused] if fused is not None else [self._experts(site, name, tensors) for name in (_GATE, _UP)]
+        down = self._experts(site, _DOWN, tensors)
+        for tensor in (*up, down):
+            if len(tensor.shape) != 3 or tensor.shape[0] != site.experts:
+                raise CheckpointError(
+                    f"{tensor.key!r} in {tensor.path} should have {site.experts} experts in its first of three "
+                    f"dimensions, its shape is {list(tensor.shape)}"
+                )
+        sources = [
+            {"gate_up_proj": tuple(row_of(tensor, expert) for tensor in up), "down_proj": (row_of(down, expert),)}
+            for expert in range(site.experts)
+        ]
+        return LayerExperts(site.layer, site.parts, sources)
+
+    def _experts(self, site: ExpertsSite, name: str, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
+        key = f"blk.{site.layer}.{name}"
+        tensor = tensors.get(key)
+        if tensor is None:
+            raise CheckpointError(
+                f"{self.place} has no {key!r}, the experts of layer {site.layer}, which its metadata asks for; it is "
+                "incomplete, or of an old form that keeps every expert apart"
+            )
+        return tensor

@@ -1,0 +1,91 @@
+"""The tokenizer that a GGUF file brings, and how it wants its text to be chosen: all from its metadata.
+
+The library's own reader takes half a gigabyte and nine seconds to find the vocabulary of a large file, several times;
+its converter is given ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from smoe.errors import CheckpointError
+from smoe.memory.gguf_header import GgufArray, GgufHeader, read_array
+from smoe.models.files import naming
+from smoe.models.generation_file import check_values
+from smoe.models.gguf_config import architecture_of
+
+try:
+    from transformers.integrations.gguf import convert_gguf_tokenizer
+except ImportError:  # transformers before 5.20 keeps it there
+    from transformers.integrations.ggml import convert_gguf_tokenizer
+
+_ENTRIES = {
+    "tokenizer_type": "model",
+    "pre_tokenizer_type": "pre",
+    "tokens": "tokens",
+    "scores": "scores",
+    "token_type": "token_type",
+    "merges": "merges",
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "unk_token_id": "unknown_token_id",
+    "pad_token_id": "padding_token_id",
+    "add_prefix_space": "add_space_prefix",
+}
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+_TEMPLATE = "tokenizer.chat_template"
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+def read_gguf_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
+    """The tokenizer, with its chat template. Raises `CheckpointError` where a file has none, or a broken one."""
+    found = {
+        name: read_array(header, key) if isinstance(value, GgufArray) else value
+        for name, entry in _ENTRIES.items()
+        if (value := header.metadata.get(key := f"tokenizer.ggml.{entry}")) is not None
+    }
+    if not isinstance(found.get("tokens"), list) or not isinstance(found.get("tokenizer_type"), str):
+        raise CheckpointError(f"{header.path} has no tokenizer in its metadata; take a file that has one")
+    settings: dict[str, Any] = {
+        name: header.metadata[key]
+        for name, key in (("chat_template", _TEMPLATE), ("add_bos_token", "tokenizer.ggml.add_bos_token"))
+        if key in header.metadata
+    }
+    with naming(f"{header.path} has no usable tokenizer"):
+        settings |= {name: _special(found, f"{name}_id") for name in _SPECIAL}
+        backend, more = convert_gguf_tokenizer(architecture_of(header), found)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=backend, name_or_path=str(header.path), **settings | dict(more)
+        )
+        tokenizer("a")["input_ids"]
+    return tokenizer
+
+
+def read_sampling(header: GgufHeader) -> dict[str, Any]:
+    """What a file says of choosing tokens, by the names of a generation_config.json; empty where it says nothing."""
+    said = {
+        name: header.metadata[f"general.sampling.{key}"]
+        for key, name in _SAMPLING.items()
+        if f"general.sampling.{key}" in header.metadata
+    }
+    check_values(said, header.path)
+    if said:
+        said["do_sample"] = said.get("temperature", 1) != 0
+    return dict(said)
+
+
+def _special(found: dict[str, Any], key: str) -> str | None:
+    number, tokens = found.get(key), found["tokens"]
+    if number is None:
+        return None
+    if not isinstance(number, int) or not 0 <= number < len(tokens):
+        raise ValueError(f"{key} is {number!r:.40}, and there are {len(tokens)} tokens")
+    return str(tokens[number])

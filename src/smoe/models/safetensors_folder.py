@@ -1,0 +1,88 @@
+"""A checkpoint as the hub has it: a folder of config.json, safetensors and a tokenizer's files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from smoe.errors import ModelError
+from smoe.memory.checkpoint_json import read_object
+from smoe.memory.dtypes import SAFETENSORS
+from smoe.memory.safetensors_index import StoredTensor, index_checkpoint
+from smoe.memory.store import ExpertStore, LayerExperts
+from smoe.models.config_file import check_config
+from smoe.models.dense import check_loaded, move_to_own_memory, quiet_library
+from smoe.models.expert_index import index_experts, stored_as
+from smoe.models.experts import without_expert_weights
+from smoe.models.files import naming
+from smoe.models.generation_file import check_generation
+from smoe.models.packed import packed_store
+from smoe.models.registration import register_local_families
+
+if TYPE_CHECKING:
+    from smoe.models.spec import ModelSpec
+
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_TOKENIZER_FILE = re.compile(r"tokenizer|special_tokens|added_tokens|vocab|merges|chat_template")
+
+
+class SafetensorsFolder:
+    """A `Checkpoint` in a folder, read by the library's own loaders; no code that lies in it is run."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.config_place = place / "config.json"
+
+    def config(self) -> PretrainedConfig:
+        register_local_families(check_config(self.place))
+        with naming(f"cannot read the configuration {self.config_place}", ModelError):
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                self.place, trust_remote_code=False, local_files_only=True
+            )
+        return config
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        return index_checkpoint(self.place)
+
+    def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
+        return index_experts(self.place, spec.shell, spec.sites, self.tensors())
+
+    def packed(self, spec: ModelSpec, alignment: int | None) -> ExpertStore | None:
+        return packed_store(self.place, spec.sites, SAFETENSORS[spec.dtype], alignment)
+
+    def check_packable(self) -> None:
+        """Always: what gains nothing by it is packed as well."""
+
+    def load_dense(self, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
+        spec.config._experts_implementation = "eager"
+        check_generation(self.place)
+        with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {self.place}"):
+            loaded, report = AutoModelForCausalLM.from_pretrained(
+                self.place,
+                config=spec.config,
+                dtype=spec.dtype,
+                experts_implementation="eager",
+                trust_remote_code=False,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # reported below, as an error of ours
+                output_loading_info=True,
+            )
+        check_loaded(loaded, report, self.place, lambda name: stored_as(loaded, name, self.tensors()))
+        if device.type == "cpu":
+            move_to_own_memory(loaded)
+        model: PreTrainedModel = loaded.to(device).eval().requires_grad_(False)
+        return model
+
+    def tokenizer(self) -> Any:
+        for name in _TOKENIZER_SETTINGS:
+            if (self.place / name).exists():
+                read_object(self.place / name)
+        files = ", ".join(sorted(path.name for path in self.place.iterdir() if _TOKENIZER_FILE.match(path.name)))
+        with naming(f"{self.place} has no usable tokenizer ({files or 'no tokenizer.json'})"):
+            tokenizer = AutoTokenizer.from_pretrained(self.place, trust_remote_code=False, local_files_only=True)
+            tokenizer("a")["input_ids"]
+            return tokenizer

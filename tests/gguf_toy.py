@@ -1,0 +1,150 @@
+"""Toy models written as GGUF files, as converters write them.
+
+The library's names are turned into ggml's by hand here, so that a wrong entry in our own translation shows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from transformers import PreTrainedModel
+
+from tests.toy import ASCII, END, TEMPLATE
+
+ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+TOKENS = [*ASCII, END, "<|im_start|>", "<|im_end|>"]
+NORMAL, CONTROL = 1, 3
+
+_GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_IN_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def tensors_of(model: PreTrainedModel, *, fused: bool = False) -> dict[str, torch.Tensor]:
+    """A toy's weights by ggml's names, the experts' stacked [E, N, K]; `fused`: gate and up in one tensor."""
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in model.named_parameters():
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+        if layer is None:
+            stem, _, suffix = name.rpartition(".")
+            found[f"{_GLOBAL[stem]}.{suffix}"] = weight.detach()
+            continue
+        block, rest = f"blk.{layer[1]}", layer[2]
+        if rest == "mlp.experts.gate_up_proj" and not fused:
+            found[f"{block}.ffn_gate_exps.weight"], found[f"{block}.ffn_up_exps.weight"] = weight.detach().chunk(2, 1)
+        elif rest.startswith("mlp.experts."):
+            kind = {"gate_up_proj": "gate_up", "down_proj": "down"}[rest.rpartition(".")[2]]
+            found[f"{block}.ffn_{kind}_exps.weight"] = weight.detach()
+        else:
+            stem, _, suffix = rest.rpartition(".")
+            squeezed = weight.detach()[0] if stem == "mlp.shared_expert_gate" else weight.detach()
+            found[f"{block}.{_IN_LAYER[stem]}.{suffix}"] = squeezed
+    return found
+
+
+def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
+    """What a converter says of a toy's sizes, by the key without the architecture."""
+    config = model.config
+    said = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+    }
+    if config.model_type == "qwen3_moe":
+        return said | {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
+    return said | {"expert_shared_feed_forward_length": config.shared_expert_intermediate_size}
+
+
+def write(
+    path: Path,
+    model: PreTrainedModel,
+    *,
+    experts: Type = Type.BF16,
+    dense: Type = Type.BF16,
+    fused: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, torch.Tensor | None] | None = None,
+    parts: int = 1,
+    architecture: str | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a toy to `path`, or to several parts named after it; returns the (first) file.
+
+    Matrices are stored as `experts` or `dense` say, vectors as F32, as converters do. `metadata` and `tensors` change
+    what is written, None leaves an entry out; `more` are metadata entries by their full keys.
+    """
+    name = architecture or ARCHITECTURES[model.config.model_type]
+    most = -(-len(tensors_of(model, fused=fused)) // parts) + 1 if parts > 1 else 0
+    writer = gguf.GGUFWriter(path, name, split_max_tensors=most)
+    for key, value in {**metadata_of(model), **(metadata or {})}.items():
+        if value is not None:
+            _add(writer, f"{name}.{key}", value)
+    _add_tokenizer(writer)
+    for key, value in (more or {}).items():
+        _add(writer, key, value)
+    for key, weight in {**tensors_of(model, fused=fused), **(tensors or {})}.items():
+        if weight is not None:
+            kind = experts if "_exps." in key else Type.F32 if weight.dim() == 1 else dense
+            data = gguf.quants.quantize(weight.float().numpy(), kind)
+            writer.add_tensor(key, data, raw_dtype=None if kind in (Type.F32, Type.F16) else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path if path.exists() else next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))))
+
+
+def dequantised(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of one file in fp32, by the gguf package's own reader."""
+    reader = gguf.GGUFReader(path)
+    return {
+        tensor.name: torch.from_numpy(np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type)))
+        for tensor in reader.tensors
+    }
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    kinds[type(value)](key, value)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([NORMAL] * len(ASCII) + [CONTROL] * (len(TOKENS) - len(ASCII)))
+    writer.add_token_merges([])
+    writer.add_eos_token_id(len(ASCII))
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(TEMPLATE)
