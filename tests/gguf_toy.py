@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from tests.toy import ASCII, END, TEMPLATE
 
 ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
-TOKENS = [*ASCII, END, "<|im_start|>", "<|im_end|>"]
+TOKENS = [*ASCII, END, "<|im_start|>", "<|im_end|>", "~~"]
 NORMAL, CONTROL = 1, 3
 
 _GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -143,8 +143,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(TOKENS)
-    writer.add_token_types([NORMAL] * len(ASCII) + [CONTROL] * (len(TOKENS) - len(ASCII)))
-    writer.add_token_merges([])
+    writer.add_token_types([NORMAL] * len(ASCII) + [CONTROL] * 3 + [NORMAL])
+    writer.add_token_merges(["~ ~"])
     writer.add_eos_token_id(len(ASCII))
     writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)

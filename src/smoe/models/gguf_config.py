@@ -17,7 +17,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CO
 from smoe.errors import CheckpointError, ModelError, UnsupportedModelError
 from smoe.memory.gguf_header import GgufHeader, Value
 from smoe.memory.safetensors_index import StoredTensor
-from smoe.models.config_file import MAX_LAYERS, check_sizes
+from smoe.models.config_file import check_sizes
 from smoe.models.files import naming
 
 FAMILIES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
@@ -29,11 +29,11 @@ _MORE = {
 }
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "expert_used_count")
 _WIDTHS = {
-    "num_experts": ("ffn_gate_inp.weight", -2),
-    "moe_intermediate_size": ("ffn_down_exps.weight", -1),
-    "shared_expert_intermediate_size": ("ffn_down_shexp.weight", -1),
+    "num_experts": ("blk.0.ffn_gate_inp.weight", -2),
+    "moe_intermediate_size": ("blk.0.ffn_down_exps.weight", -1),
+    "shared_expert_intermediate_size": ("blk.0.ffn_down_shexp.weight", -1),
 }
-"""Sizes that a tensor of a layer tells: its name, and the dimension."""
+"""Sizes that a tensor of the first layer tells: its name, and the dimension."""
 _ONLY: dict[str, tuple[Any, ...]] = {
     "expert_gating_func": (0, 1),  # not said, softmax
     "expert_weights_scale": (0.0, 1.0),
@@ -84,7 +84,7 @@ def read_gguf_config(header: GgufHeader, tensors: Mapping[str, StoredTensor]) ->
     values.setdefault("num_key_value_heads", heads)
     if "head_dim" in renames.values() and heads:
         values.setdefault("head_dim", values["hidden_size"] // heads)
-    values |= _shapes(path, values, tensors, min(values["num_hidden_layers"], MAX_LAYERS))
+    values |= _shapes(path, values, tensors)
     values |= {name: _token(header, key) for name, key in _SPECIAL.items()}
     ends = [token for token in dict.fromkeys(_token(header, key) for key in _ENDS) if token is not None]
     values["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
@@ -115,20 +115,17 @@ def _number(path: Path, key: str, value: Value) -> int | float | bool:
     return value
 
 
-def _shapes(path: Path, values: Mapping[str, Any], tensors: Mapping[str, StoredTensor], layers: int) -> dict[str, Any]:
-    """What the tensors tell: the vocabulary, whether the output matrix is the embedding, which layers have experts."""
+def _shapes(path: Path, values: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """What the tensors tell: the vocabulary, whether the output matrix is the embedding, and sizes that nobody said."""
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{path} has no matrix 'token_embd.weight'; download it again")
-    sparse = [layer for layer in range(layers) if f"blk.{layer}.ffn_gate_inp.weight" in tensors]
     found: dict[str, Any] = {
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
-        "mlp_only_layers": sorted(set(range(layers)) - set(sparse)),
-        "decoder_sparse_step": 1,
     }
     for name, (key, dimension) in _WIDTHS.items():
-        tensor = tensors.get(f"blk.{sparse[0]}.{key}") if sparse else None
+        tensor = tensors.get(key)
         if name not in values and tensor is not None and len(tensor.shape) >= -dimension:
             found[name] = tensor.shape[dimension]
     return found

@@ -92,7 +92,7 @@ class GgufFile:
                 output_loading_info=True,
             )
         check_loaded(loaded, report, self.place, lambda name: f"{keys.get(name, name)!r} in {self.place}")
-        loaded.name_or_path = str(self.place)
+        loaded.name_or_path = loaded.config.name_or_path = str(self.place)  # for messages: the loader had no name
         with naming(f"{self.place} says how to choose tokens in a way that cannot be used"):
             said: GenerationConfig = loaded.generation_config
             said.update(**sampling)
