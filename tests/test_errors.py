@@ -178,7 +178,7 @@ def test_too_little_memory_is_refused_before_loading(mixtral: Path, monkeypatch:
     def no_loading(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were read before the budget was checked")
 
-    monkeypatch.setattr("smoe.load.pretrained._load_dense", no_loading)
+    monkeypatch.setattr("smoe.models.safetensors_folder.SafetensorsFolder.load_dense", no_loading)
     with pytest.raises(BudgetError, match="non-expert weights"):
         from_pretrained(mixtral, memory="64KiB", context_tokens=64)
 

@@ -6,9 +6,11 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import EntryNotFoundError
 
 from smoe import cli
 from smoe.errors import ModelError
@@ -36,12 +38,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("big.gguf", "GGUF"),
-        ("./big.gguf", "GGUF"),
         ("other.gguf", "no file other.gguf"),
         ("/models/other.gguf", "no file /models/other.gguf"),
-        ("owner/other.gguf", "GGUF"),
-        ("gguf-only", "GGUF"),
+        ("owner/other.gguf", "no file .*does not fetch single GGUF files"),
         ("my-moe/model.safetensors", "give its folder: .*my-moe"),
         ("my-moe/config.json", "give its folder: .*my-moe"),
         ("model.safetensors", "no file model.safetensors"),
@@ -53,7 +52,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("models", "no config.json"),
         ("broken", "leads nowhere"),
         ("gpt2", "no folder gpt2"),
-        ("", "no config.json"),
+        ("", "no model is named"),
         ("a\0b", "hub id"),
         ("x" * 5000, "hub id"),
         ("owner/name with spaces", "hub id"),
@@ -128,6 +127,24 @@ def test_a_proxy_is_the_first_hop(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub._first_hop("https://huggingface.co") == ("huggingface.co", 443)
     monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
     assert hub._first_hop("https://huggingface.co") == ("proxy.example", 3128)
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+def test_a_repository_of_gguf_files_is_named(has_config: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of its files is wanted its name does not say; would catch a download of all of them, or of none."""
+    import huggingface_hub
+
+    def no_config(*_: Any, **__: Any) -> str:
+        raise EntryNotFoundError("no config.json")
+
+    files_there = [SimpleNamespace(rfilename=name, size=1) for name in ("b-Q8_0.gguf", "a-Q4_K_M.gguf", "README.md")]
+    monkeypatch.setattr(hub, "unreachable", lambda: None)
+    monkeypatch.setattr(hub, "_cached_config", lambda model, revision: None)
+    monkeypatch.setattr(hub, "cached", lambda model, revision: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", no_config)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=files_there))
+    with pytest.raises(ModelError, match=r"holds GGUF files alone \(a-Q4_K_M.gguf, ...\); download the one"):
+        (files.fetch if has_config else files.described_place)(HUB_ID, None)
 
 
 def test_a_cached_configuration_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ _ENGINE = "Engine"
 _SAMPLING = "Sampling"
 _PROMPT = "Prompt"
 
-Model = Annotated[str, typer.Argument(help="'demo', a folder with config.json and safetensors, or a hub id.")]
+Model = Annotated[
+    str, typer.Argument(help="'demo', a folder with config.json and safetensors, a GGUF file, or a hub id.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error (also: SMOE_DEBUG=1).")]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result, warnings and errors.")]

@@ -19,6 +19,8 @@ smoe plan mistralai/Mixtral-8x7B-v0.1 --memory 16GiB --context 8192
 
 smoe plan ./my-moe --json
 
+smoe plan ./my-moe.gguf --memory 8GiB
+
 Of a hub model only config.json is fetched. Run smoe doctor once for measured rates.
 """
 

@@ -35,6 +35,8 @@ def local_place(model: str | Path) -> Path | None:
         if not (DEMO_FOLDER / "config.json").exists():
             raise ModelError(f"the embedded model is missing from {DEMO_FOLDER}; reinstall smoe")
         return DEMO_FOLDER
+    if not str(model):
+        raise ModelError(f"no model is named; {_GIVE}")
     path = _path_of(model)
     if path.is_dir():
         return _checked(path)

@@ -86,7 +86,7 @@ def _refuse_gguf(model: str, files: Mapping[str, int]) -> None:
     if found and not any(name.endswith(".safetensors") for name in files):
         raise ModelError(
             f"{model!r} holds GGUF files alone ({found[0]}{', ...' if found[1:] else ''}); download the one you want "
-            f"(hf download {model} {found[0]} --local-dir .) and give its path"
+            f"(hf download {model} {found[0]}) and give its path"
         )
 
 
