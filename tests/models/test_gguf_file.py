@@ -101,6 +101,13 @@ def test_scaled_positions(kind: str, tmp_path: Path, open_model: Open) -> None:
     oracle.assert_same_steps(oracle.greedy(open_model(path, "half")), oracle.greedy(model))
 
 
+def test_weights_that_are_made_to_sum_to_one(tmp_path: Path, open_model: Open) -> None:
+    """qwen2_moe leaves them as they are where its file does not say otherwise."""
+    model = zoo.make("qwen2_moe", dtype=torch.bfloat16, norm_topk_prob=True)
+    path = gguf_toy.write(tmp_path / "toy.gguf", model, metadata={"expert_weights_norm": True})
+    oracle.assert_same_steps(oracle.greedy(open_model(path, "half")), oracle.greedy(model))
+
+
 def test_a_model_in_parts(tmp_path: Path, open_model: Open) -> None:
     """The matrix of the output lies in another part than the metadata, and from any part the model is the same."""
     model = zoo.make("qwen2_moe", dtype=torch.bfloat16)
