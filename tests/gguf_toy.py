@@ -98,11 +98,13 @@ def write(
     parts: int = 1,
     architecture: str | None = None,
     more: Mapping[str, Any] | None = None,
+    split: str | None = "qwen2",
 ) -> Path:
     """Write a toy to `path`, or to several parts named after it; returns the (first) file.
 
     Matrices are stored as `experts` or `dense` say, vectors as F32, as converters do. `metadata` and `tensors` change
-    what is written, None leaves an entry out; `more` are metadata entries by their full keys.
+    what is written, None leaves an entry out; `more` are metadata entries by their full keys, `split` is
+    how the tokenizer splits texts.
     """
     name = architecture or ARCHITECTURES[model.config.model_type]
     most = -(-len(tensors_of(model, fused=fused)) // parts) + 1 if parts > 1 else 0
@@ -110,7 +112,7 @@ def write(
     for key, value in {**metadata_of(model), **(metadata or {})}.items():
         if value is not None:
             _add(writer, f"{name}.{key}", value)
-    _add_tokenizer(writer)
+    _add_tokenizer(writer, split)
     for key, value in (more or {}).items():
         _add(writer, key, value)
     for key, weight in {**tensors_of(model, fused=fused), **(tensors or {})}.items():
@@ -139,9 +141,10 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     kinds[type(value)](key, value)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, split: str | None) -> None:
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    if split is not None:
+        writer.add_tokenizer_pre(split)
     writer.add_token_list(TOKENS)
     writer.add_token_types([NORMAL] * len(ASCII) + [CONTROL] * 3 + [NORMAL])
     writer.add_token_merges(["~ ~"])

@@ -158,6 +158,16 @@ def test_the_tokenizer_is_the_librarys(tmp_path: Path) -> None:
     assert said == "user: hi\nassistant:" and ours.name_or_path == str(path)
 
 
+def test_texts_are_split_as_the_file_says(tmp_path: Path) -> None:
+    """Where it says nothing, as the family does; what nobody knows is refused, or tokens would be others in silence."""
+    model, path = zoo.make("qwen3_moe"), tmp_path / "toy.gguf"
+    said = checkpoint_at(gguf_toy.write(path, model)).tokenizer().backend_tokenizer.pre_tokenizer
+    silent = checkpoint_at(gguf_toy.write(path, model, split=None)).tokenizer().backend_tokenizer.pre_tokenizer
+    assert repr(said) == repr(silent)
+    with pytest.raises(UnsupportedModelError, match="splits texts by 'unheard-of'"):
+        checkpoint_at(gguf_toy.write(path, model, split="unheard-of")).tokenizer()
+
+
 def test_a_text_ends_where_the_file_says_so(tmp_path: Path, open_model: Open) -> None:
     model = zoo.make("qwen3_moe", dtype=torch.bfloat16)
     more = {"tokenizer.ggml.eot_token_id": 98, "general.sampling.temp": 0.5, "general.sampling.top_k": 7}

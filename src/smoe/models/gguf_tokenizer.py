@@ -10,16 +10,23 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from smoe.errors import CheckpointError
+from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.memory.gguf_header import GgufArray, GgufHeader, read_array
 from smoe.models.files import naming
 from smoe.models.generation_file import check_values
 from smoe.models.gguf_config import architecture_of
 
+_USUAL_SPLIT = "qwen2"
+"""How the families that are read split a text before its merges; early files do not say it."""
+
 try:
-    from transformers.integrations.gguf import convert_gguf_tokenizer
-except ImportError:  # transformers before 5.20 keeps it there
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS, convert_gguf_tokenizer
+
+    _SPLITS = frozenset(GGUF_PRE_TOKENIZER_SPLITS)
+except ImportError:  # transformers before 5.20
     from transformers.integrations.ggml import convert_gguf_tokenizer
+
+    _SPLITS = frozenset({_USUAL_SPLIT})
 
 _ENTRIES = {
     "tokenizer_type": "model",
@@ -54,10 +61,16 @@ def read_gguf_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
     }
     if not isinstance(found.get("tokens"), list) or not isinstance(found.get("tokenizer_type"), str):
         raise CheckpointError(f"{header.path} has no tokenizer in its metadata; take a file that has one")
+    split = found.setdefault("pre_tokenizer_type", _USUAL_SPLIT)
+    if not isinstance(split, str) or split not in _SPLITS:
+        raise UnsupportedModelError(
+            f"{header.path} splits texts by {split!r:.80}, which this version of transformers does not know: tokens "
+            "would be others than those the model was made with"
+        )
     settings: dict[str, Any] = {
         name: header.metadata[key]
         for name, key in (("chat_template", _TEMPLATE), ("add_bos_token", "tokenizer.ggml.add_bos_token"))
-        if key in header.metadata
+        if isinstance(header.metadata.get(key), (str, bool))
     }
     with naming(f"{header.path} has no usable tokenizer"):
         settings |= {name: _special(found, f"{name}_id") for name in _SPECIAL}
