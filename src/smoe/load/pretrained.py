@@ -22,6 +22,7 @@ from smoe.memory.arena import Arena, forget_peak
 from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.emulation import Emulation, read_profile
 from smoe.memory.pacing import Pacing
+from smoe.memory.quantised_store import QuantisedStore, is_quantised
 from smoe.memory.store import ExpertStore, LayerExperts, page_ceil
 from smoe.models.checkpoint import Checkpoint, local_checkpoint, whole_checkpoint
 from smoe.models.spec import ModelSpec, read_spec
@@ -121,6 +122,8 @@ def open_store(
     checkpoint: Checkpoint, spec: ModelSpec, experts: Mapping[int, LayerExperts], device: torch.device
 ) -> ExpertStore:
     """The experts' places on disk: the packed file where there is one for this dtype, else the checkpoint itself."""
+    if is_quantised(experts):
+        return QuantisedStore(experts)
     alignment = _CUDA_ALIGNMENT if device.type == "cuda" else None
     return checkpoint.packed(spec, alignment) or ExpertStore(experts, SAFETENSORS[spec.dtype], alignment)
 

@@ -6,6 +6,7 @@ asked is that of the checks: the configuration, then the headers against it, and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,6 +48,9 @@ class Checkpoint(Protocol):
     def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
         """Where the routed experts of every layer lie. All other weights are compared with `spec`, too: which there
         are, and of what shape and type."""
+
+    def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
+        """An expert of every layer as the files have it, where experts are quantised; else None."""
 
     def packed(self, spec: ModelSpec, alignment: int | None) -> ExpertStore | None:
         """The store over the file that `smoe pack` wrote, where there is one."""

@@ -19,6 +19,7 @@ from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from smoe.memory.gguf_header import GgufHeader
 from smoe.memory.gguf_index import index_gguf, read_headers
 from smoe.memory.gguf_tensors import is_readable, read_tensor
+from smoe.memory.quantised_store import is_quantised
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import ExpertStore, LayerExperts, row_of
 from smoe.models.dense import check_loaded, quiet_library
@@ -62,6 +63,15 @@ class GgufFile:
                 f"{spec.config.model_type!r} has no place: the file is of a variant that smoe does not read"
             )
         return layers
+
+    def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
+        layers = self.experts(spec)
+        if not is_quantised(layers):
+            return None
+        return {
+            layer: sum(tensor.nbytes for tensors in experts.sources[0].values() for tensor in tensors)
+            for layer, experts in layers.items()
+        }
 
     def packed(self, spec: ModelSpec, alignment: int | None) -> ExpertStore | None:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,9 @@ class SafetensorsFolder:
 
     def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
         return index_experts(self.place, spec.shell, spec.sites, self.tensors())
+
+    def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
+        return None
 
     def packed(self, spec: ModelSpec, alignment: int | None) -> ExpertStore | None:
         return packed_store(self.place, spec.sites, SAFETENSORS[spec.dtype], alignment)

@@ -5,7 +5,9 @@ Nothing is downloaded but the config, nothing is loaded: the model's empty shell
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +40,34 @@ class ModelSpec:
     dtype: torch.dtype
     context_tokens: int
     """Positions reserved for every sequence."""
+    stored_bytes: Mapping[int, int] | None = None
+    """An expert of every layer, where they are quantised and stay so; None: they are of the model's dtype."""
 
     @property
     def expert_bytes(self) -> int:
         """The largest routed expert."""
-        return max(_expert_elements(site) for site in self.sites) * self.dtype.itemsize
+        return max(map(self._expert_bytes, self.sites))
 
     @property
     def experts_bytes(self) -> int:
         """All routed experts together."""
-        return sum(site.experts * _expert_elements(site) for site in self.sites) * self.dtype.itemsize
+        return sum(site.experts * self._expert_bytes(site) for site in self.sites)
 
     @property
     def expert_bytes_per_token(self) -> int:
         """Routed experts that one token uses."""
-        return sum(self.anatomy.top_k[s.layer] * _expert_elements(s) for s in self.sites) * self.dtype.itemsize
+        return sum(self.anatomy.top_k[site.layer] * self._expert_bytes(site) for site in self.sites)
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """Room for the largest matrix of an expert in the model's dtype, where experts are quantised."""
+        largest = max(math.prod(part.shape) for site in self.sites for part in site.parts)
+        return 0 if self.stored_bytes is None else largest * self.dtype.itemsize
+
+    def _expert_bytes(self, site: ExpertsSite) -> int:
+        if self.stored_bytes is not None:
+            return self.stored_bytes[site.layer]
+        return sum(math.prod(part.shape) for part in site.parts) * self.dtype.itemsize
 
     def demand(self, config: EngineConfig, slot_bytes: int | None = None, read_buffer_bytes: int = 0) -> Demand:
         """What the model asks of the budget; without `slot_bytes`, with the largest alignment a slot may need."""
@@ -64,7 +79,8 @@ class ModelSpec:
             weights_bytes=self.anatomy.weights_bytes,
             workspace_bytes=workspace_bytes(
                 text, self.sites, self.anatomy.top_k, tokens, config.max_sequences, item, self.experts_bytes, widest
-            ),
+            )
+            + self.unpacked_bytes,
             kv_cache_bytes=self.anatomy.kv_bytes_per_token * self.context_tokens * config.max_sequences
             + self.anatomy.state_bytes_per_sequence * config.max_sequences,
             slot_bytes=slot_bytes or page_ceil(self.expert_bytes) + PAGE,
@@ -88,7 +104,8 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
     with naming(unclear, UnsupportedModelError):
         anatomy = examine(shell, sites, dtype)
     _check_anatomy(anatomy, sites, path)
-    return ModelSpec(model_config, shell, sites, anatomy, dtype, context_tokens)
+    spec = ModelSpec(model_config, shell, sites, anatomy, dtype, context_tokens)
+    return replace(spec, stored_bytes=checkpoint.quantised_bytes(spec))
 
 
 def choose_dtype(model_config: PretrainedConfig, config: EngineConfig) -> torch.dtype:
@@ -137,13 +154,3 @@ def _check_anatomy(anatomy: Anatomy, sites: list[ExpertsSite], path: Path) -> No
             raise CheckpointError(
                 f"{path}: a token would use {top_k} of {site.experts} experts in layer {site.layer}; download it again"
             )
-
-
-def _expert_elements(site: ExpertsSite) -> int:
-    total = 0
-    for part in site.parts:
-        count = 1
-        for n in part.shape:
-            count *= n
-        total += count
-    return total
