@@ -99,12 +99,13 @@ def write(
     architecture: str | None = None,
     more: Mapping[str, Any] | None = None,
     split: str | None = "qwen2",
+    blocks: Mapping[str, tuple[np.ndarray, Type]] | None = None,
 ) -> Path:
     """Write a toy to `path`, or to several parts named after it; returns the (first) file.
 
     Matrices are stored as `experts` or `dense` say, vectors as F32, as converters do. `metadata` and `tensors` change
     what is written, None leaves an entry out; `more` are metadata entries by their full keys, `split` is
-    how the tokenizer splits texts.
+    how the tokenizer splits texts. `blocks` are bytes that take a tensor's place as they are.
     """
     name = architecture or ARCHITECTURES[model.config.model_type]
     most = -(-len(tensors_of(model, fused=fused)) // parts) + 1 if parts > 1 else 0
@@ -116,7 +117,9 @@ def write(
     for key, value in (more or {}).items():
         _add(writer, key, value)
     for key, weight in {**tensors_of(model, fused=fused), **(tensors or {})}.items():
-        if weight is not None:
+        if blocks is not None and key in blocks:
+            writer.add_tensor(key, blocks[key][0], raw_dtype=blocks[key][1])
+        elif weight is not None:
             kind = experts if "_exps." in key else Type.F32 if weight.dim() == 1 else dense
             data = gguf.quants.quantize(weight.float().numpy(), kind)
             writer.add_tensor(key, data, raw_dtype=None if kind in (Type.F32, Type.F16) else kind)

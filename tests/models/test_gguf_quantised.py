@@ -1,0 +1,129 @@
+"""GGUF files whose experts are quantised: served as they are, beside transformers on the dequantised weights.
+
+Would catch: gate and up exchanged, a layer read in another layer's format, a result that hangs on the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from transformers import PreTrainedModel
+
+from smoe import from_pretrained
+from smoe.config import configure
+from smoe.errors import CheckpointError
+from smoe.formats.registry import FORMATS
+from smoe.models.spec import read_spec
+from tests import gguf_toy, oracle, zoo
+from tests.formats.blocks import random_rows
+
+Open = Callable[..., PreTrainedModel]
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 256}
+MIXTURES = {
+    "Q8_0": [("Q8_0", "Q8_0")],
+    "Q4_0": [("Q4_0", "Q4_0")],
+    "Q5_1": [("Q5_1", "Q5_0")],
+    "Q4_K_M": [("Q4_K", "Q6_K"), ("Q4_K", "Q4_K")],
+    "Q3_K_M": [("Q3_K", "Q5_K"), ("Q2_K", "Q4_K")],
+    "MXFP4": [("MXFP4", "MXFP4"), ("Q4_1", "Q8_0")],
+}
+
+
+def quantised(
+    path: Path, mixture: str, family: str = "qwen3_moe", dtype: torch.dtype = torch.bfloat16
+) -> tuple[Path, PreTrainedModel]:
+    """A toy file whose experts are random blocks, of formats that alternate between layers, and the library's model."""
+    model = zoo.make(family, dtype=dtype, **SIZES)
+    blocks = {}
+    weights = gguf_toy.tensors_of(model)
+    for layer, (up, down) in zip(range(model.config.num_hidden_layers), cycle(MIXTURES[mixture]), strict=False):
+        for n, (kind, name) in enumerate((("gate", up), ("up", up), ("down", down))):
+            key = f"blk.{layer}.ffn_{kind}_exps.weight"
+            if key in weights:
+                experts, rows, columns = weights[key].shape
+                data = random_rows(FORMATS[name], experts * rows, columns, 10 * layer + n, spread=0.004)
+                blocks[key] = data.reshape(experts, rows, -1), Type[name]
+    gguf_toy.write(path, model, blocks=blocks)
+    stored = gguf_toy.dequantised(path)
+    with torch.no_grad():
+        for key, weight in weights.items():
+            weight.copy_(stored[key])
+    return path, model
+
+
+def assert_near(ours: list[torch.Tensor], theirs: list[torch.Tensor], bound: float, others: int = 0) -> None:
+    """Logits of every position up to rounding, but for `others` at which a router stood between two experts."""
+    scale = max(float(each.abs().max()) for each in theirs)
+    far = [(a.float() - b.float()).abs().amax(-1).flatten() / scale for a, b in zip(ours, theirs, strict=True)]
+    assert int((torch.cat(far) > bound).sum()) <= others, torch.cat(far).tolist()
+
+
+@torch.no_grad()
+def steps(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Logits of a prompt, and of every decode step after it."""
+    found = [model(ids[:, :12], use_cache=True)]
+    for n in range(12, ids.shape[1]):
+        found.append(model(ids[:, n : n + 1], past_key_values=found[-1].past_key_values, use_cache=True))
+    return [each.logits for each in found]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_logits_are_those_of_the_dequantised_model(
+    mixture: str, kernels: str, tmp_path: Path, open_model: Open
+) -> None:
+    path, theirs = quantised(tmp_path / "toy.gguf", mixture)
+    wanted = steps(theirs, oracle.PROMPT)
+    full, minimum = (steps(open_model(path, budget, kernels=kernels), oracle.PROMPT) for budget in ("full", "minimum"))
+    assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
+    assert_near(full, wanted, 0.04, others=2)
+
+
+@pytest.mark.parametrize("mixture", ["Q4_0", "Q4_K_M", "MXFP4"])
+def test_in_32_bits_they_are_equal_but_for_the_last_ones(mixture: str, tmp_path: Path, open_model: Open) -> None:
+    path, theirs = quantised(tmp_path / "toy.gguf", mixture, dtype=torch.float32)
+    ours = steps(open_model(path, "half", dtype="float32"), oracle.PROMPT)
+    assert_near(ours, steps(theirs, oracle.PROMPT), 1e-4)
+
+
+def test_shared_experts_and_several_sequences(tmp_path: Path, open_model: Open) -> None:
+    path, theirs = quantised(tmp_path / "toy.gguf", "Q4_K_M", "qwen2_moe")
+    ids = torch.cat([oracle.PROMPT, oracle.PROMPT.flip(1)])
+    ours = steps(open_model(path, "half", max_sequences=2), ids)
+    assert_near(ours, steps(theirs, ids), 0.04, others=4)
+
+
+def test_sizes_are_those_of_the_file(tmp_path: Path) -> None:
+    path, _ = quantised(tmp_path / "toy.gguf", "Q4_K_M")
+    spec = read_spec(path, configure(context_tokens=32))
+    bits = {"Q4_K": 4.5, "Q6_K": 6.5625}
+    assert spec.expert_bytes == 256 * 256 * (2 * bits["Q4_K"] + bits["Q6_K"]) / 8
+    assert spec.stored_bytes is not None and spec.stored_bytes[1] == 256 * 256 * 3 * bits["Q4_K"] / 8
+    assert spec.unpacked_bytes == 512 * 256 * 2
+
+
+def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:
+    model = zoo.make("qwen3_moe", dtype=torch.bfloat16, **SIZES)
+    data = random_rows(FORMATS["Q8_0"], model.config.num_experts * 256, 256, 0).reshape(-1, 256, 272)
+    data[3, 7, :2] = np.array([np.inf], np.float16).view(np.uint8)
+    path = gguf_toy.write(
+        tmp_path / "toy.gguf", model, experts=Type.Q8_0, blocks={"blk.0.ffn_up_exps.weight": (data, Type.Q8_0)}
+    )
+    ours = from_pretrained(path, memory="64MiB", context_tokens=32)
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_up_exps.*expert 3 in layer 0.*scale.*NaN or infinite"):
+        ours.generate(oracle.PROMPT, max_new_tokens=2)
+    ours.offload.close()
+
+
+def test_experts_that_are_quantised_in_part_are_refused(tmp_path: Path) -> None:
+    model = zoo.make("qwen3_moe", dtype=torch.bfloat16, **SIZES)
+    data = random_rows(FORMATS["Q8_0"], model.config.num_experts * 256, 256, 0).reshape(-1, 256, 272)
+    path = gguf_toy.write(tmp_path / "toy.gguf", model, blocks={"blk.0.ffn_up_exps.weight": (data, Type.Q8_0)})
+    with pytest.raises(CheckpointError, match=r"BF16.*other matrices of the experts are quantised"):
+        from_pretrained(path, memory="64MiB", context_tokens=32)
