@@ -190,9 +190,13 @@ REFUSED: dict[str, tuple[dict[str, Any], type[SmoeError], str]] = {
     "experts without end": ({"metadata": {"expert_count": 2**30}}, CheckpointError, "'num_experts' is 1073741824"),
     "one layer too many": ({"metadata": {"block_count": 5}}, CheckpointError, "has no 'blk.4.ffn_gate_exps"),
     "one layer too few": ({"metadata": {"block_count": 3}}, UnsupportedModelError, "holds 'blk.3.*no place"),
-    "more experts": ({"metadata": {"expert_count": 16}}, CheckpointError, "should have 16 experts"),
+    "more experts": ({"metadata": {"expert_count": 16}}, CheckpointError, r"shape \[8, 32, 64\].*says: \[16, 32, 64\]"),
     "more choices": ({"metadata": {"expert_used_count": 9}}, UnsupportedModelError, "could not be followed"),
-    "another width": ({"metadata": {"expert_feed_forward_length": 64}}, CheckpointError, "ffn_gate_exps.*64"),
+    "another width": (
+        {"metadata": {"expert_feed_forward_length": 64}},
+        CheckpointError,
+        r"ffn_gate_exps.*says: \[8, 64, 64\]",
+    ),
     "another router": ({"metadata": {"expert_gating_func": 2}}, UnsupportedModelError, "expert_gating_func' is 2"),
     "scaled weights": ({"metadata": {"expert_weights_scale": 2.5}}, UnsupportedModelError, "weights_scale' is 2.5"),
     "odd positions": ({"metadata": {"rope.scaling.type": "longrope"}}, UnsupportedModelError, "by 'longrope'"),
@@ -217,7 +221,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[SmoeError], str]] = {
     "turned experts": (
         {"tensors": {"blk.0.ffn_down_exps.weight": ones(8, 32, 64)}},
         CheckpointError,
-        r"'blk.0.ffn_down_exps.weight'.*\[32, 64\]",
+        r"'blk.0.ffn_down_exps.weight'.*\[8, 32, 64\].*says: \[8, 64, 32\]",
     ),
     "NaN": (
         {"tensors": {"blk.2.attn_norm.weight": torch.full((64,), float("nan"))}},

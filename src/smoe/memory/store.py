@@ -244,13 +244,13 @@ def _check_part(whose: str, part: Part, tensors: Sequence[StoredTensor]) -> None
         if len(tensor.shape) != len(part.shape) or tensor.shape[1:] != part.shape[1:]:
             raise CheckpointError(
                 f"{tensor.path}: {tensor.key!r} has the shape {list(tensor.shape)}, but {whose}: "
-                f"{part.name} is {list(part.shape)} by its configuration; download the checkpoint again"
+                f"{part.name} is {list(part.shape)} by config.json; download the checkpoint again"
             )
     rows, wanted = sum(tensor.shape[0] for tensor in tensors), part.shape[0]
     if rows != wanted:
         where = f"{tensors[0].path}: {tensors[0].key!r} and what belongs to it are" if tensors else "the checkpoint has"
         raise CheckpointError(
-            f"{where} {rows} rows, but {whose}: {part.name} has {wanted} by its configuration; download it again"
+            f"{where} {rows} rows, but {whose}: {part.name} has {wanted} by config.json; download it again"
         )
 
 

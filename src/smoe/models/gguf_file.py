@@ -6,7 +6,7 @@ is the library's, row by row; nothing is turned or reordered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,11 +142,7 @@ class GgufFile:
             if tensor is None:
                 continue
             wanted = tuple(weights[name].shape)
-            if [n for n in tensor.shape if n != 1] != [n for n in wanted if n != 1]:
-                raise CheckpointError(
-                    f"{key!r} in {tensor.path} has the shape {list(tensor.shape)}, another shape than its metadata "
-                    f"says: {list(wanted)}; download it again"
-                )
+            _check_shape(tensor, wanted)
             if not is_readable(tensor.dtype):
                 raise UnsupportedModelError(f"{key!r} in {tensor.path} is {tensor.dtype}, which smoe cannot read")
         experts = {f"{site.name}.{part.name}" for site in spec.sites for part in site.parts}
@@ -169,12 +165,11 @@ class GgufFile:
         fused = tensors.get(f"blk.{site.layer}.{_GATE_UP}")
         up = [fused] if fused is not None else [self._experts(site, name, tensors) for name in (_GATE, _UP)]
         down = self._experts(site, _DOWN, tensors)
-        for tensor in (*up, down):
-            if len(tensor.shape) != 3 or tensor.shape[0] != site.experts:
-                raise CheckpointError(
-                    f"{tensor.key!r} in {tensor.path} should have {site.experts} experts in its first of three "
-                    f"dimensions, its shape is {list(tensor.shape)}"
-                )
+        shapes = {part.name: part.shape for part in site.parts}
+        rows, width = shapes["gate_up_proj"]
+        for tensor in up:
+            _check_shape(tensor, (site.experts, rows // len(up), width))
+        _check_shape(down, (site.experts, *shapes["down_proj"]))
         sources = [
             {"gate_up_proj": tuple(row_of(tensor, expert) for tensor in up), "down_proj": (row_of(down, expert),)}
             for expert in range(site.experts)
@@ -190,3 +185,12 @@ class GgufFile:
                 "incomplete, or of an old form that keeps every expert apart"
             )
         return tensor
+
+
+def _check_shape(tensor: StoredTensor, wanted: Sequence[int]) -> None:
+    """Raise `CheckpointError` for another shape; dimensions of 1 come and go between ggml and the library."""
+    if [n for n in tensor.shape if n != 1] != [n for n in wanted if n != 1]:
+        raise CheckpointError(
+            f"{tensor.key!r} in {tensor.path} has the shape {list(tensor.shape)}, another shape than its metadata "
+            f"says: {list(wanted)}; download it again"
+        )
