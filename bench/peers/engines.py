@@ -89,6 +89,10 @@ def _llama(mode: str) -> Engine:
     return Engine(command, lambda setup: [setup.gguf])
 
 
+def _smoe_gguf_command(setup: Setup, workload: Workload, limit_bytes: int | None) -> list[str]:
+    return _smoe_command(setup, Workload(**{**vars(workload), "model": setup.gguf}), limit_bytes)
+
+
 def _smoe_command(setup: Setup, workload: Workload, limit_bytes: int | None) -> list[str]:
     if limit_bytes is None:
         return _worker("smoe_run", workload)
@@ -109,6 +113,7 @@ def smoe_baseline_bytes(threads: int) -> int:
 
 ENGINES: dict[str, Engine] = {
     "smoe": Engine(_smoe_command, Setup.checkpoint),
+    "smoe-gguf": Engine(_smoe_gguf_command, lambda setup: [setup.gguf]),
     "llama.cpp": _llama("mmap"),
     "llama.cpp-direct": _llama("direct"),
     "transformers": _transformers("grouped_mm"),

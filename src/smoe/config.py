@@ -31,6 +31,7 @@ EMULATED = "emulated"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DIRECT_IO = ("auto", "on", "off")
 KERNELS = ("auto", "native", "torch")
+DENSE_PRECISION = ("as-stored", "dtype")
 SUBSTITUTES = ("replace", "drop")
 SUBSTITUTE_WEIGHTS = ("own", "inherited")
 CPU_ISA = ("none", "avx2", "avx512", "avx512_bf16", "all")
@@ -115,6 +116,8 @@ class EngineConfig:
     direct_io: str = "auto"
     """Bypass the page cache; auto: unless free RAM beside the budget holds the whole model."""
 
+    dense_precision: str = "as-stored"
+    """Quantised weights beside the experts: kept as the file has them, or unpacked to `dtype` when they are loaded."""
     kernels: str = "auto"
     """What multiplies one row by a matrix and what attends with one token on a CPU: torch, or our own kernels where
     they were found to give torch's bits (bf16); auto: the faster."""
@@ -172,6 +175,7 @@ class EngineConfig:
         _one_of("balance_order", self.balance_order, BALANCE_ORDER)
         _one_of("prefill_keep", self.prefill_keep, PREFILL_KEEP)
         _one_of("direct_io", self.direct_io, DIRECT_IO)
+        _one_of("dense_precision", self.dense_precision, DENSE_PRECISION)
         _one_of("kernels", self.kernels, KERNELS)
         _one_of("substitutes", self.substitutes, SUBSTITUTES)
         _one_of("substitute_weights", self.substitute_weights, SUBSTITUTE_WEIGHTS)

@@ -13,11 +13,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from smoe.compute.decode_experts import decode_experts, proven_kernel
 from smoe.compute.quantised_math import QuantisedMath, QuantisedWeights, Tile
-from smoe.compute.unpacked import unpacked
 from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
+from smoe.kernels.unpacked import unpacked
 from smoe.memory.arena import Arena
 from smoe.memory.quantised_store import StoredMatrix
 from smoe.memory.store import PAGE, Part

@@ -19,12 +19,13 @@ from smoe import from_pretrained
 from smoe.config import configure
 from smoe.errors import CheckpointError
 from smoe.formats.registry import FORMATS
+from smoe.models.quantised_linear import PIECE_ELEMENTS, QuantisedWeight
 from smoe.models.spec import read_spec
 from tests import gguf_toy, oracle, zoo
 from tests.formats.blocks import random_rows
 
 Open = Callable[..., PreTrainedModel]
-SIZES = {"hidden_size": 256, "moe_intermediate_size": 256}
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 64}
 MIXTURES = {
     "Q8_0": [("Q8_0", "Q8_0")],
     "Q4_0": [("Q4_0", "Q4_0")],
@@ -49,7 +50,7 @@ def quantised(
                 experts, rows, columns = weights[key].shape
                 data = random_rows(FORMATS[name], experts * rows, columns, 10 * layer + n, spread=0.004)
                 blocks[key] = data.reshape(experts, rows, -1), Type[name]
-    gguf_toy.write(path, model, blocks=blocks)
+    gguf_toy.write(path, model, blocks=blocks, dense=Type.Q8_0)
     stored = gguf_toy.dequantised(path)
     with torch.no_grad():
         for key, weight in weights.items():
@@ -105,7 +106,22 @@ def test_sizes_are_those_of_the_file(tmp_path: Path) -> None:
     bits = {"Q4_K": 4.5, "Q6_K": 6.5625}
     assert spec.expert_bytes == 256 * 256 * (2 * bits["Q4_K"] + bits["Q6_K"]) / 8
     assert spec.stored_bytes is not None and spec.stored_bytes[1] == 256 * 256 * 3 * bits["Q4_K"] / 8
-    assert spec.unpacked_bytes == 512 * 256 * 2
+    assert spec.unpacked_bytes == (512 * 256 + PIECE_ELEMENTS) * 2
+    whole = read_spec(path, configure(context_tokens=32, dense_precision="dtype"))
+    quantised_numbers = sum(
+        weight.numel() for name, weight in spec.shell.named_parameters() if weight.dim() == 2 and "experts" not in name
+    )
+    routers = sum(w.numel() for name, w in spec.shell.named_parameters() if name.endswith("mlp.gate.weight"))
+    saved = (quantised_numbers - routers) * (16 - 8.5) / 8
+    assert whole.weights_bytes - spec.weights_bytes == saved and not whole.dense
+
+
+def test_what_is_kept_is_what_was_promised(tmp_path: Path, open_model: Open) -> None:
+    path, _ = quantised(tmp_path / "toy.gguf", "Q8_0")
+    model = open_model(path, "full")
+    layers = [module for module in model.modules() if isinstance(module, QuantisedWeight)]
+    assert len(layers) == 2 + 4 * model.config.num_hidden_layers, "embedding, output, projections"
+    assert model.offload.ledger.demand.weights_bytes == model.offload._dense_bytes
 
 
 def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:

@@ -132,6 +132,6 @@ def _size(result: Forecast) -> str:
     layers = len(spec.sites)
     return (
         f"{layers} layers of {max(site.experts for site in spec.sites)} experts of {format_bytes(spec.expert_bytes)}, "
-        f"{top_k} a token; {format_bytes(spec.experts_bytes + spec.anatomy.weights_bytes)} in "
+        f"{top_k} a token; {format_bytes(spec.experts_bytes + spec.weights_bytes)} in "
         f"{str(spec.dtype).removeprefix('torch.')}"
     )

@@ -21,6 +21,7 @@ OPTION_OF = {
 SETTABLE = (
     "alpha_as_priced",
     "balance_order",
+    "dense_precision",
     "dilation",
     "direct_io",
     "emulated_expert_bytes",

@@ -102,7 +102,9 @@ def _print_line(line: list[Comparison]) -> None:
 
     first = line[0]
     verdict = "[green]equal[/green]"
-    differing = [f"{one.part} differs by {one.largest_difference:.3g}" for one in line if not one.is_equal]
+    if not all(one.is_equal for one in line):
+        verdict = "[green]equal up to rounding: the experts are quantised[/green]"
+    differing = [f"{one.part} differs by {one.largest_difference:.3g}" for one in line if not one.is_near]
     if not all(one.is_finite for one in line):
         broken = ", ".join(one.part for one in line if not one.is_finite)
         verdict = f"[bold red]NaN or infinity in its weights or inputs: {broken}[/bold red]"
@@ -130,6 +132,14 @@ def _print_verdict(report: Report) -> None:
             f"[bold red]not exact:[/bold red] {', '.join(places)} ({layers} layers in all). --kernels torch tells "
             "whether smoe's own kernels are the cause; where experts differ, download the checkpoint again; report it "
             "if neither helps",
+            soft_wrap=True,
+        )
+    elif not all(one.is_equal for one in found):
+        rounded = sum(not one.is_equal for one in found)
+        output().print(
+            f"[bold green]as near as can be:[/bold green] {layers} layers, {len(found)} comparisons, every bit equal "
+            f"but in {rounded}, which hold quantised experts and differ by rounding: the library computes on the "
+            "numbers that the codes stand for",
             soft_wrap=True,
         )
     else:

@@ -17,11 +17,11 @@ from torch import nn
 
 from smoe.compute.expert_math import ExpertMath, Weights
 from smoe.compute.row_groups import product
-from smoe.compute.unpacked import unpacked
 from smoe.kernels.experts import MOST_ROWS, TokenExperts
 from smoe.kernels.matrix import Matrix, products_of
 from smoe.kernels.proof import is_as_near
 from smoe.kernels.spinning_pool import SpinningPool
+from smoe.kernels.unpacked import unpacked
 from smoe.memory.arena import Arena
 from smoe.memory.quantised_store import StoredMatrix
 from smoe.memory.store import Part

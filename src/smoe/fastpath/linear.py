@@ -20,6 +20,7 @@ from torch.nn import functional
 from smoe.kernels.proof import part_that_agrees, same_bits
 from smoe.kernels.spinning_pool import Product, SpinningPool
 from smoe.kernels.threads import threads
+from smoe.models.quantised_linear import QuantisedLinear, QuantisedWeight
 
 _MOST_TIMED = 8
 """Layers of one kind that are timed."""
@@ -40,7 +41,7 @@ def speed_up(model: nn.Module, pool: SpinningPool, routers: Mapping[nn.Module, b
         if type(module) is nn.Linear:
             kinds.setdefault((module.weight.shape, module.bias is not None), []).append(module)
     parts = {kind: part_that_agrees(pool, some[0].weight.t(), some[0].bias) for kind, some in kinds.items()}
-    adopted = 0
+    adopted = quantised = multiply_codes(model, pool)
     for kind, part in _faster(pool, kinds, parts).items():
         for module in kinds[kind]:
             module.forward = _forward(module, pool, part)  # type: ignore[method-assign,assignment]
@@ -48,8 +49,16 @@ def speed_up(model: nn.Module, pool: SpinningPool, routers: Mapping[nn.Module, b
     left = [module for some in kinds.values() for module in some if "forward" not in module.__dict__]
     _speed_up_routers(pool, routers)
     _keep_bits(left, routers)
-    total = sum(module.weight.numel() for some in kinds.values() for module in some)
+    total = quantised + sum(module.weight.numel() for some in kinds.values() for module in some)
     return adopted / total if total else 0.0
+
+
+def multiply_codes(model: nn.Module, pool: SpinningPool) -> int:
+    """Layers that stay quantised multiply by our kernels from now on; returns how many weights they have."""
+    layers = [module for module in model.modules() if isinstance(module, QuantisedWeight)]
+    for layer in layers:
+        layer.pool = pool
+    return sum(layer.shape.numel() for layer in layers if isinstance(layer, QuantisedLinear))
 
 
 def _forward(module: nn.Linear, pool: SpinningPool, part: int) -> Callable[[torch.Tensor], torch.Tensor]:

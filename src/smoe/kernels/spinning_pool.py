@@ -127,12 +127,14 @@ class SpinningPool:
         fields += [matrix.data_ptr(), 0, pairs.count, columns, chain_of(columns, len(x))]
         self.run(fields, -(-outputs // LONE_UNIT), is_long=columns * outputs >= WAKING_WEIGHTS)
 
-    def multiply_quantised(self, x: torch.Tensor, matrix: Matrix, out: torch.Tensor) -> None:
-        """out [1, N] = x [1, K] times a quantised matrix."""
+    def multiply_quantised(
+        self, x: torch.Tensor, matrix: Matrix, out: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
+        """out [N] = x [K] times a quantised matrix, plus the bias [N] where there is one."""
         address, outputs, columns, products = matrix
         assert products is not None
         fields = [0, outputs, LONE_UNIT, tasks.FORMAT, self.at_once, 0, self.nowhere, products.of_rows[0]]
-        fields += [x.data_ptr(), address, out.data_ptr(), columns, 0]
+        fields += [x.data_ptr(), address, out.data_ptr(), columns, 0 if bias is None else bias.data_ptr()]
         self.run(fields, -(-outputs // LONE_UNIT), is_long=columns * outputs >= WAKING_WEIGHTS)
 
     def unpack(self, matrices: Sequence[tuple[Matrix, int]]) -> None:

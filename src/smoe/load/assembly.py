@@ -265,6 +265,8 @@ def _choose_arithmetic(model: PreTrainedModel, spec: ModelSpec, config: EngineCo
     is_given = is_quantised or (pool is not None and config.kernels == "native")
     choose_way(compute, spec.sites[0].layer, spec.dtype, pool, is_given)
     if not (is_wanted and is_supported()):
+        if compute.spinning_pool is not None:
+            linear.multiply_codes(model, compute.spinning_pool)
         return False
     norm.speed_up(model)
     # even on one thread our attention is several times faster than the library's on all

@@ -52,6 +52,22 @@ def plain_tensor(tensor: StoredTensor) -> torch.Tensor:
     return target
 
 
+def read_bytes(tensor: StoredTensor) -> torch.Tensor:
+    """A stored tensor's bytes: uint8 [n]. Raises `CheckpointError` where the file is not what it was."""
+    data = np.empty(tensor.nbytes, np.uint8)
+    with tensor.path.open("rb", buffering=0) as file:
+        if tensor.identity is not None:
+            check_identity(tensor.path, file.fileno(), tensor.identity)
+        file.seek(tensor.offset)
+        view, done = data.data, 0
+        while done < tensor.nbytes:
+            came = file.readinto(view[done:])
+            if not came:
+                raise CheckpointError(f"{tensor.path} ends inside {tensor.key!r}; download it again")
+            done += came
+    return torch.from_numpy(data)
+
+
 def _pieces(tensor: StoredTensor) -> Iterator[torch.Tensor]:
     """Runs of whole rows, flat: as stored where torch knows the type, else in fp32."""
     block_elements, block_bytes = BLOCKS[tensor.dtype]

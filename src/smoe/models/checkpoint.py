@@ -52,6 +52,9 @@ class Checkpoint(Protocol):
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
         """An expert of every layer as the files have it, where experts are quantised; else None."""
 
+    def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
+        """Weights beside the experts that are quantised and can stay so, by the library's names."""
+
     def packed(self, spec: ModelSpec, alignment: int | None) -> ExpertStore | None:
         """The store over the file that `smoe pack` wrote, where there is one."""
 
@@ -59,7 +62,8 @@ class Checkpoint(Protocol):
         """Raise `ConfigError` where there is nothing that packing could gather."""
 
     def load_dense(self, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
-        """The library's model with all weights but the experts', in memory of its own: nothing stays mapped."""
+        """The library's model with all weights but the experts', in memory of its own: nothing stays mapped. Those of
+        `spec.dense` stay quantised (`quantised_linear.py`)."""
 
     def tokenizer(self) -> Any:
         """The library's tokenizer, with the chat template where the files have one."""

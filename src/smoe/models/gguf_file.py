@@ -16,9 +16,10 @@ from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from smoe.formats.registry import FORMATS
 from smoe.memory.gguf_header import GgufHeader
 from smoe.memory.gguf_index import index_gguf, read_headers
-from smoe.memory.gguf_tensors import is_readable, read_tensor
+from smoe.memory.gguf_tensors import is_readable, read_bytes, read_tensor
 from smoe.memory.quantised_store import is_quantised
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import ExpertStore, LayerExperts, row_of
@@ -28,6 +29,7 @@ from smoe.models.experts import ExpertsSite, without_expert_weights
 from smoe.models.files import naming
 from smoe.models.gguf_config import architecture_of, read_gguf_config
 from smoe.models.gguf_tokenizer import read_gguf_tokenizer, read_sampling
+from smoe.models.quantised_linear import can_stay_quantised, keep_quantised
 
 if TYPE_CHECKING:
     from smoe.models.spec import ModelSpec
@@ -73,6 +75,14 @@ class GgufFile:
             for layer, experts in layers.items()
         }
 
+    def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
+        stored, found = self.tensors(), {}
+        for key, name in self._parameters(spec).items():
+            module = spec.shell.get_submodule(name.rpartition(".")[0])
+            if key in stored and stored[key].dtype in FORMATS and can_stay_quantised(module):
+                found[name] = stored[key]
+        return found
+
     def packed(self, spec: ModelSpec, alignment: int | None) -> ExpertStore | None:
         return None
 
@@ -88,9 +98,9 @@ class GgufFile:
         stored, weights = self.tensors(), dict(spec.shell.named_parameters())
         keys = {name: key for key, name in self._parameters(spec).items() if key in stored}
         # torch's own memory begins at a cache line, where our kernels want matrices to begin
-        state = {name: torch.empty(weights[name].shape, dtype=weights[name].dtype) for name in keys}
-        for name, key in keys.items():
-            read_tensor(stored[key], state[name])
+        state = {name: _room(weights[name], name in spec.dense) for name in keys}
+        for name in keys.keys() - spec.dense.keys():
+            read_tensor(stored[keys[name]], state[name])
         with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {self.place}"):
             loaded, report = type(spec.shell).from_pretrained(
                 None,
@@ -102,6 +112,8 @@ class GgufFile:
                 output_loading_info=True,
             )
         check_loaded(loaded, report, self.place, lambda name: f"{keys.get(name, name)!r} in {self.place}")
+        for name, tensor in spec.dense.items():
+            keep_quantised(loaded, name, FORMATS[tensor.dtype], self._codes(tensor), spec.dtype)
         loaded.name_or_path = loaded.config.name_or_path = str(self.place)  # for messages: the loader had no name
         with naming(f"{self.place} says how to choose tokens in a way that cannot be used"):
             said: GenerationConfig = loaded.generation_config
@@ -112,6 +124,16 @@ class GgufFile:
 
     def tokenizer(self) -> Any:
         return read_gguf_tokenizer(self._headers[0])
+
+    def _codes(self, tensor: StoredTensor) -> torch.Tensor:
+        """A quantised matrix's bytes: uint8 [rows, bytes of a row]."""
+        codes = read_bytes(tensor).view(tensor.shape[0], -1)
+        if not FORMATS[tensor.dtype].is_finite(codes.numpy()):
+            raise CheckpointError(
+                f"{tensor.path}: {tensor.key!r} has a scale that is NaN or infinite in {tensor.dtype}; download the "
+                "checkpoint again"
+            )
+        return codes
 
     @cached_property
     def _headers(self) -> list[GgufHeader]:
@@ -194,3 +216,10 @@ def _check_shape(tensor: StoredTensor, wanted: Sequence[int]) -> None:
             f"{tensor.key!r} in {tensor.path} has the shape {list(tensor.shape)}, another shape than its metadata "
             f"says: {list(wanted)}; download it again"
         )
+
+
+def _room(weight: torch.Tensor, stays_quantised: bool) -> torch.Tensor:
+    """Where a weight is read to; nothing behind it where another layer will take its place."""
+    if stays_quantised:
+        return torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+    return torch.empty(weight.shape, dtype=weight.dtype)

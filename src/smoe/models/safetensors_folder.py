@@ -55,6 +55,9 @@ class SafetensorsFolder:
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
         return None
 
+    def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
+        return {}
+
     def packed(self, spec: ModelSpec, alignment: int | None) -> ExpertStore | None:
         return packed_store(self.place, spec.sites, SAFETENSORS[spec.dtype], alignment)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from smoe.config import EngineConfig
 from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from smoe.memory.dtypes import SAFETENSORS
+from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import PAGE, page_ceil
 from smoe.models.anatomy import Anatomy, examine
 from smoe.models.checkpoint import described_checkpoint
 from smoe.models.experts import ExpertsSite, find_sites, meta_model
 from smoe.models.files import naming
+from smoe.models.quantised_linear import PIECE_ELEMENTS
 from smoe.models.workspace import workspace_bytes
 from smoe.policy.budget import Demand
 
@@ -42,6 +44,15 @@ class ModelSpec:
     """Positions reserved for every sequence."""
     stored_bytes: Mapping[int, int] | None = None
     """An expert of every layer, where they are quantised and stay so; None: they are of the model's dtype."""
+    dense: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """Weights beside the experts that are quantised and stay so, by the library's names."""
+
+    @property
+    def weights_bytes(self) -> int:
+        """Everything but the routed experts, as it is kept; tied weights once."""
+        weights = dict(self.shell.named_parameters())
+        plain: int = sum(weights[name].numel() for name in self.dense) * self.dtype.itemsize
+        return self.anatomy.weights_bytes - plain + sum(stored.nbytes for stored in self.dense.values())
 
     @property
     def expert_bytes(self) -> int:
@@ -60,9 +71,10 @@ class ModelSpec:
 
     @property
     def unpacked_bytes(self) -> int:
-        """Room for the largest matrix of an expert in the model's dtype, where experts are quantised."""
+        """Room for what is unpacked at a time of quantised weights, in the model's dtype."""
         largest = max(math.prod(part.shape) for site in self.sites for part in site.parts)
-        return 0 if self.stored_bytes is None else largest * self.dtype.itemsize
+        elements = (0 if self.stored_bytes is None else largest) + (PIECE_ELEMENTS if self.dense else 0)
+        return elements * self.dtype.itemsize
 
     def _expert_bytes(self, site: ExpertsSite) -> int:
         if self.stored_bytes is not None:
@@ -76,7 +88,7 @@ class ModelSpec:
         item = self.dtype.itemsize
         widest = max(max(weight.shape, default=0) for weight in self.shell.parameters())
         return Demand(
-            weights_bytes=self.anatomy.weights_bytes,
+            weights_bytes=self.weights_bytes,
             workspace_bytes=workspace_bytes(
                 text, self.sites, self.anatomy.top_k, tokens, config.max_sequences, item, self.experts_bytes, widest
             )
@@ -105,7 +117,8 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
         anatomy = examine(shell, sites, dtype)
     _check_anatomy(anatomy, sites, path)
     spec = ModelSpec(model_config, shell, sites, anatomy, dtype, context_tokens)
-    return replace(spec, stored_bytes=checkpoint.quantised_bytes(spec))
+    dense = checkpoint.quantised_dense(spec) if config.dense_precision == "as-stored" else {}
+    return replace(spec, stored_bytes=checkpoint.quantised_bytes(spec), dense=dense)
 
 
 def choose_dtype(model_config: PretrainedConfig, config: EngineConfig) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 The twin is the model's empty shell, whose parameters and buffers become the running model's: the same memory, so it
 costs nothing, but another set of modules, on which nobody has put a `forward`, a hook or a kernel. Its experts stay
-empty.
+empty; weights that are kept quantised it has as the numbers that they stand for, in memory of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from smoe.models.experts import ExpertsSite
+from smoe.models.quantised_linear import QuantisedWeight
 
 
 class ModelPart(NamedTuple):
@@ -32,6 +33,8 @@ def share_weights(twin: PreTrainedModel, model: PreTrainedModel) -> None:
     modules = dict(model.named_modules())
     for name, module in twin.named_modules():
         source = modules[name]
+        if isinstance(source, QuantisedWeight):
+            module._parameters["weight"] = nn.Parameter(source.weight, requires_grad=False)
         for key in module._parameters:
             weight = source._parameters.get(key)
             if weight is not None:

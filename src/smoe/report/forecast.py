@@ -124,7 +124,7 @@ class Forecast:
             "resident_share": ledger.resident_share,
             "expert_bytes": spec.expert_bytes,
             "experts_bytes": spec.experts_bytes,
-            "dense_bytes": spec.anatomy.weights_bytes,
+            "dense_bytes": spec.weights_bytes,
             "expert_bytes_per_token": spec.expert_bytes_per_token,
             "bytes_per_token": self.chosen.uniform.bytes_per_token,
             "typical_bytes_per_token": self.chosen.typical.bytes_per_token,
@@ -245,7 +245,7 @@ def dense_bytes_read(spec: ModelSpec) -> int:
     unread = 0
     if embedding is not None and output is not None and embedding.weight is not output.weight:
         unread = embedding.weight.numel() * spec.dtype.itemsize
-    return spec.anatomy.weights_bytes - unread
+    return spec.weights_bytes - unread
 
 
 def _rates(device: torch.device, expert_bytes: int, profile: DeviceProfile | None) -> Rates:

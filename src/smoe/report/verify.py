@@ -18,7 +18,7 @@ are in memory at a time, never the model. Not compared: several sequences at onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,16 +27,20 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from smoe.compute.quantised_math import ROUNDINGS
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError
 from smoe.kernels.proof import same_bits
 from smoe.kernels.threads import threads
-from smoe.load.selftest import library_result
+from smoe.load.selftest import is_same, library_result
 from smoe.machine.available_memory import free_device_bytes
+from smoe.memory.quantised_store import QuantisedStore
+from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import LayerExperts
 from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.experts import ExpertsSite
 from smoe.models.kv_cache import RowCache
+from smoe.models.quantised_linear import QuantisedWeight
 from smoe.models.spec import read_spec
 from smoe.models.twin import ModelPart, parts_of, share_weights
 from smoe.runtime.engine import Engine
@@ -64,6 +68,9 @@ class Comparison:
     """Tokens before this pass."""
     tokens: int
     is_equal: bool
+    is_near: bool
+    """Equal, or no further apart than rounding explains where experts are quantised: the library has no arithmetic for
+    them, so it computes on the numbers that they stand for."""
     is_finite: bool
     """Whether the library's result is, which it is not where weights are broken."""
     largest_difference: float
@@ -73,7 +80,7 @@ class Comparison:
 
     @property
     def is_good(self) -> bool:
-        return self.is_equal and self.is_finite
+        return self.is_near and self.is_finite
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,8 @@ class Reference:
     sites: dict[int, ExpertsSite]
     experts: dict[int, LayerExperts]
     shell: PreTrainedModel
+    dense: Mapping[str, StoredTensor]
+    """Other weights that stay quantised."""
 
 
 def reference_of(model: str, config: EngineConfig, revision: str | None, tokens: int) -> Reference:
@@ -113,7 +122,7 @@ def reference_of(model: str, config: EngineConfig, revision: str | None, tokens:
             f"stacked and converted) and a second KV cache; {format_bytes(free)} are free ({source}): close other "
             "programs, give a smaller `memory`, or check a shorter prompt with `tokens`"
         )
-    return Reference({site.layer: site for site in spec.sites}, experts, spec.shell)
+    return Reference({site.layer: site for site in spec.sites}, experts, spec.shell, spec.dense)
 
 
 def verify(
@@ -139,6 +148,9 @@ class _Comparing(StepObserver):
         self.found: list[Comparison] = []
         self._model = model
         self._reference = reference
+        is_quantised = isinstance(self.engine.store, QuantisedStore) or bool(reference.dense)
+        self._rounding = ROUNDINGS * torch.finfo(model.dtype).eps if is_quantised else 0.0
+        """How far parts that hold quantised weights may be apart, relative to the largest value."""
         self._on_part = on_part
         self._threads = torch.get_num_threads()
         """The library's, were it alone."""
@@ -167,7 +179,8 @@ class _Comparing(StepObserver):
     def run(self, cache: RowCache, ids: torch.Tensor) -> torch.Tensor:
         """One forward pass over ids [1, T]; the likeliest next token [1, 1]."""
         self._ours, self._tokens = cache, ids.shape[1]
-        self._say(None, CACHE, _same_shapes(cache, self._theirs, self._tokens), True, 0.0)
+        has_same_shapes = _same_shapes(cache, self._theirs, self._tokens)
+        self._say(None, CACHE, has_same_shapes, has_same_shapes, True, 0.0)
         logits = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1:].argmax(dim=-1)  # type: ignore[no-any-return]
 
@@ -209,10 +222,13 @@ class _Comparing(StepObserver):
             with torch.no_grad(), self._all_threads():
                 theirs = self._twins[part.path](*(self._theirs if x is self._ours else x for x in args), **given)
             pairs = list(zip(_tensors(output), _tensors(theirs), strict=True))
+            has_experts = any(site.name.startswith(f"{part.path}.") for site in self._reference.sites.values())
+            may_round = has_experts or any(isinstance(each, QuantisedWeight) for each in module.modules())
             self._say(
                 part.layer,
                 part.name,
                 all(same_bits(a, b) for a, b in pairs),
+                all(self._is_near(a, b, may_round) for a, b in pairs),
                 not any(bool(b.isnan().any()) for _, b in pairs),  # infinity is a router's way to leave experts out
                 max((_difference(a, b) for a, b in pairs), default=0.0),
             )
@@ -232,7 +248,14 @@ class _Comparing(StepObserver):
         theirs = self._library_experts(layer)(hidden, index, heard.top_k_weights)
         used, experts = len(torch.unique(index)), self._reference.sites[layer].experts
         is_finite = bool(torch.isfinite(theirs).all())
-        self._say(layer, EXPERTS, same_bits(output, theirs), is_finite, _difference(output, theirs), used, experts)
+        is_near = self._is_near(output, theirs, True)
+        difference = _difference(output, theirs)
+        self._say(layer, EXPERTS, same_bits(output, theirs), is_near, is_finite, difference, used, experts)
+
+    def _is_near(self, ours: torch.Tensor, theirs: torch.Tensor, may_round: bool) -> bool:
+        if same_bits(ours, theirs):
+            return True
+        return may_round and self._rounding > 0 and is_same(ours, theirs, self._rounding)
 
     def _library_experts(self, layer: int) -> Callable[..., torch.Tensor]:
         """The library's loop on experts read anew; what it has computed for the same input in this pass is kept."""
@@ -259,6 +282,7 @@ class _Comparing(StepObserver):
         layer: int | None,
         part: str,
         is_equal: bool,
+        is_near: bool,
         is_finite: bool,
         difference: float,
         used: int | None = None,
@@ -268,7 +292,7 @@ class _Comparing(StepObserver):
         phase = "decode" if self._tokens == 1 else "prefill"
         position = self._ours.length
         comparison = Comparison(
-            layer, part, phase, position, self._tokens, is_equal, is_finite, difference, used, experts
+            layer, part, phase, position, self._tokens, is_equal, is_near, is_finite, difference, used, experts
         )
         self.found.append(comparison)
         self._on_part(comparison)

@@ -1,0 +1,123 @@
+"""Linear layers and embeddings that keep their weights as the file has them: quantised.
+
+    few rows    the codes themselves, times x                    (`kernels/quantised.py`, once `pool` is set)
+    more rows   unpacked, some outputs at a time, then as usual
+    embedding   the rows that are asked for, unpacked
+
+They stand in the places of `nn.Linear` and `nn.Embedding` and compute in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from smoe.formats.base import Format
+from smoe.kernels.matrix import Matrix, products_of
+from smoe.kernels.spinning_pool import SpinningPool
+from smoe.kernels.unpacked import unpacked
+
+PIECE_ELEMENTS = 2**22
+"""Numbers that are unpacked at a time."""
+_FEW_ROWS = 4
+
+
+class QuantisedWeight(nn.Module):
+    """A matrix [outputs, columns] as codes: uint8 [outputs, bytes of a row]."""
+
+    codes: torch.Tensor
+
+    def __init__(self, form: Format, codes: torch.Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.form = form
+        self.dtype = dtype
+        self.pool: SpinningPool | None = None
+        """What multiplies and unpacks, where our kernels are used."""
+        self.register_buffer("codes", codes)
+        self.shape = torch.Size((codes.shape[0], codes.shape[1] // form.nbytes * form.numbers))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """All numbers, unpacked anew each time: for comparisons."""
+        return self.numbers(0, self.shape[0])
+
+    def numbers(self, begin: int, end: int) -> torch.Tensor:
+        """Rows begin ... end - 1 in the model's dtype."""
+        codes = self.codes[begin:end]
+        if self.pool is None:
+            return unpacked(self.form, codes, self.dtype)
+        out = torch.empty(end - begin, self.shape[1], dtype=self.dtype)
+        self.pool.unpack([(self._matrix(begin, end), out.data_ptr())])
+        return out
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """The outputs in pieces of at most `PIECE_ELEMENTS` numbers: (begin, end)."""
+        step = max(1, PIECE_ELEMENTS // self.shape[1])
+        for begin in range(0, self.shape[0], step):
+            yield begin, min(begin + step, self.shape[0])
+
+    def _matrix(self, begin: int, end: int) -> Matrix:
+        address = self.codes.data_ptr() + begin * self.codes.shape[1]
+        return Matrix(address, end - begin, self.shape[1], products_of(self.form))
+
+
+class QuantisedLinear(QuantisedWeight):
+    """In the place of an `nn.Linear`."""
+
+    def __init__(self, form: Format, codes: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> None:
+        super().__init__(form, codes, dtype)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.out_features, self.in_features = self.shape
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]"""
+        rows = input.reshape(-1, self.in_features)
+        if self.pool is not None and rows.shape[0] <= _FEW_ROWS and rows.dtype is torch.bfloat16:
+            out = self._by_codes(self.pool, rows.contiguous())
+        else:
+            out = rows.new_empty(rows.shape[0], self.out_features)
+            for begin, end in self.pieces():
+                bias = None if self.bias is None else self.bias[begin:end]
+                out[:, begin:end] = functional.linear(rows, self.numbers(begin, end).to(rows.dtype), bias)
+        return out.view(*input.shape[:-1], self.out_features)
+
+    def _by_codes(self, pool: SpinningPool, rows: torch.Tensor) -> torch.Tensor:
+        out, matrix = rows.new_empty(rows.shape[0], self.out_features), self._matrix(0, self.out_features)
+        for n in range(rows.shape[0]):
+            pool.multiply_quantised(rows[n], matrix, out[n], self.bias)
+        return out
+
+
+class QuantisedEmbedding(QuantisedWeight):
+    """In the place of an `nn.Embedding`."""
+
+    def __init__(self, form: Format, codes: torch.Tensor, dtype: torch.dtype, padding_idx: int | None) -> None:
+        super().__init__(form, codes, dtype)
+        self.padding_idx = padding_idx
+        self.num_embeddings, self.embedding_dim = self.shape
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Token ids [...] -> [..., embedding_dim]"""
+        codes = self.codes[input.reshape(-1)]
+        return unpacked(self.form, codes, self.dtype).view(*input.shape, self.embedding_dim)
+
+
+def can_stay_quantised(module: nn.Module) -> bool:
+    """Whether one of ours can take its place: the library's own plain layers, not their descendants."""
+    return type(module) in (nn.Linear, nn.Embedding)
+
+
+def keep_quantised(model: nn.Module, name: str, form: Format, codes: torch.Tensor, dtype: torch.dtype) -> None:
+    """Put a layer of ours in the place of the one whose `name.weight` is quantised."""
+    parent, _, child = name.removesuffix(".weight").rpartition(".")
+    holder = model.get_submodule(parent)
+    module = getattr(holder, child)
+    ours: QuantisedWeight
+    if isinstance(module, nn.Embedding):
+        ours = QuantisedEmbedding(form, codes, dtype, module.padding_idx)
+    else:
+        ours = QuantisedLinear(form, codes, dtype, None if module.bias is None else module.bias.data)
+    setattr(holder, child, ours)
