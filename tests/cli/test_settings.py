@@ -59,10 +59,10 @@ def test_values_have_their_type(name: str) -> None:
         (["io_threads=two"], "--set io_threads=two: it must be a whole number"),
         (["prefill_balance=maybe"], "true or false"),
         (["io_threads=2", "io_threads=3"], "gives io_threads twice"),
-        (["io_threads=0"], "at least 1"),
-        (["io_threads=99999"], "at most 64"),
+        (["io_threads=0"], "from 1 to 64"),
+        (["io_threads=99999"], "from 1 to 64"),
         (["emulated_expert_bytes=9"], "no unit"),
-        (["dilation=5"], "only with `device` emulated"),
+        (["dilation=5"], "belongs to `device` emulated"),
         (["prefill_keep=never"], "choose one of: last-uses, eviction"),
     ],
 )
