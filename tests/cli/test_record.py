@@ -60,7 +60,11 @@ def test_a_text_is_read_token_by_token(run, checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--out", "/nowhere/a.trace"), "there is no folder"),
+        (("--out", "/nowhere/a.trace"), "there is no folder /nowhere; make it, or give another"),
+        (
+            ("--out", "/proc/a.trace"),
+            "give another",
+        ),
         (("--out", __file__), "--force"),
         (("--out", "a.trace", "--text", __file__, "-p", "x"), "without --prompt"),
         (("--out", "a.trace", "--text", "missing.txt"), "cannot read"),

@@ -60,7 +60,7 @@ def command(
     from smoe.cli.interrupts import exit_code
     from smoe.cli.session import loaded, tokenizer_of
 
-    given = {"--text": text, "--rounds": rounds, "--batch": batch, "--plot": plot, "--tokens": tokens}
+    given = {"text": text, "rounds": rounds, "batch": batch, "plot": plot, "tokens": tokens}
     _check(given, ablation, quick, engine.preset)
     if ablation is not None:
         amounts = (2 if rounds is None else rounds, 1 if batch is None else batch, tokens)
@@ -89,15 +89,19 @@ def _check(given: dict[str, Any], ablation: str | None, quick: bool, preset: str
     """Options that would be ignored are refused."""
     from smoe.errors import ConfigError
 
-    idle = [name for name, value in given.items() if value is not None]
-    if ablation is None and idle:
-        raise ConfigError(f"{idle[0]} belongs to --ablation; add --ablation smoe, or leave it out")
+    for name, value in given.items():
+        if ablation is None and value is not None:
+            raise ConfigError.idle(name, value if isinstance(value, int) else str(value), "`ablation` smoe")
+        if isinstance(value, int) and value < 1:
+            raise ConfigError.out_of_bounds(name, value, "at least 1")
     if ablation is not None and quick:
-        raise ConfigError("--quick has no meaning with --ablation; fewer --rounds make it shorter")
+        message = "--quick has no meaning with --ablation; fewer --rounds make it shorter"
+        raise ConfigError(message, setting="quick", given=True, allowed="only without `ablation`")
     if ablation is not None and preset != "exact":
-        raise ConfigError("--ablation sets the switches of every step itself; leave --preset out")
-    if given["--plot"] is not None:
-        check_plot(given["--plot"])
+        message = "--ablation sets the switches of every step itself; leave --preset out"
+        raise ConfigError(message, setting="preset", given=preset, allowed="only without `ablation`")
+    if given["plot"] is not None:
+        check_plot(given["plot"])
 
 
 def _ablate(
@@ -121,10 +125,8 @@ def _ablate(
     from smoe.load.pretrained import choose_device, load
 
     if name not in ABLATIONS:
-        raise ConfigError(f"--ablation is {name!r}; choose one of: {', '.join(ABLATIONS)}")
+        raise ConfigError.no_choice("ablation", name, ABLATIONS)
     rounds, batch, tokens = amounts[0], amounts[1], TIMED_TOKENS if amounts[2] is None else amounts[2]
-    if min(rounds, batch, tokens) < 1:
-        raise ConfigError(f"--rounds is {rounds}, --batch {batch}, --tokens {tokens}; each must be at least 1")
     config = options.config(batch)
     has_device = config.device == EMULATED or choose_device(config).type != "cpu"
     steps = (DEVICE_ABLATIONS if has_device else ABLATIONS)[name]
@@ -177,9 +179,12 @@ def _rows_of_text(model: str, options: EngineOptions, text: Path | None, batch: 
     tokenizer = tokenizer_of(model, options.revision)
     ids = [token for document in read_documents(text) for token in tokenizer(document)["input_ids"]]
     if len(ids) < needed * batch:
+        source = str(text or "the stories of the demo")
         raise ConfigError(
-            f"the text has {len(ids)} tokens; {needed * batch} are needed: give a longer one with --text, "
-            "or fewer --tokens"
+            f"{source} has {len(ids)} tokens; {needed * batch} are needed: give a longer --text, or fewer --tokens",
+            setting="text",
+            given=source,
+            allowed=f"text of at least {needed * batch} tokens",
         )
     return [ids[n * needed : (n + 1) * needed] for n in range(batch)]
 
