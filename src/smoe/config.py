@@ -86,10 +86,7 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "resident_share": ("a number above 0 and at most 1", lambda value: 0 < value <= 1),
     "dilation": ("a number of at least 1", lambda value: value >= 1),
     "alpha": ("a number from 0 (exact) to 1", lambda value: 0 <= value <= 1),
-    "turn_timeout_seconds": (
-        "a number of seconds of at least 0; left out, it waits for ever",
-        lambda value: 0 <= value < math.inf,
-    ),
+    "turn_timeout_seconds": ("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
 }
 SWITCHES = ("prefetch_trial", "prefill_balance", "alpha_as_priced", "share_substitutes", "reproducible")
 """Settings that are true or false."""

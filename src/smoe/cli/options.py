@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.util import find_spec
@@ -16,10 +17,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from smoe.cli.console import speaking
+from smoe.cli.console import output, print_json, speaking
 from smoe.cli.interrupts import ending_in_order
 from smoe.cli.logs import logged
-from smoe.cli.settings import settings_of
+from smoe.cli.settings import asks_for_help, described, listing, settings_of
 from smoe.config import DEFAULT_ALPHA, DTYPES, EMULATED, KERNELS, PRESETS, EngineConfig, configure
 from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE
@@ -49,6 +50,17 @@ _Verbose = Annotated[
 ]
 _EVERYWHERE: dict[str, tuple[Any, Any]] = {"quiet": (_Quiet, False), "verbose": (_Verbose, 0)}
 """Options of every command: annotation, default."""
+
+
+def _list_settings(given: list[str] | None) -> list[str] | None:
+    """What `--set help` asks for, and leave; anything else goes on."""
+    if not asks_for_help(given or ()):
+        return given
+    if "--json" in sys.argv[1:]:
+        print_json({"settings": described()})
+    else:
+        print(listing(min(output().width, 100)))
+    raise typer.Exit
 
 
 @dataclass(frozen=True)
@@ -145,8 +157,10 @@ class EngineOptions:
         typer.Option(
             "--set",
             metavar="NAME=VALUE",
-            help="Any other setting, e.g. prefill_keep=eviction; --set '?' names them. Repeatable.",
+            help="Any other setting, e.g. prefill_keep=eviction; --set help lists them. Repeatable.",
             rich_help_panel=_ENGINE,
+            is_eager=True,  # a listing needs no other options
+            callback=_list_settings,
         ),
     ] = None
     reproducible: Annotated[
