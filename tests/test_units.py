@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smoe.errors import ConfigError
-from smoe.units import format_bytes, format_remaining, format_seconds, parse_bytes, parse_seconds, parse_share
+from smoe.units import (
+    format_bytes,
+    format_digits,
+    format_remaining,
+    format_seconds,
+    parse_bytes,
+    parse_seconds,
+    parse_share,
+)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +91,14 @@ def test_three_digits_at_most_four(count: int) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.00"), (0.351, "0.35"), (9.996, "10.0"), (41.32, "41.3"), (99.96, "100"), (4130.4, "4,130")],
+)
+def test_figures_without_a_unit(value: float, text: str) -> None:
+    assert format_digits(value) == text
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,12 @@ def format_remaining(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def format_digits(value: float) -> str:
+    """A figure of a table whose heading has the unit: three significant digits (`0.35`, `41.3`, `4,130`)."""
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:,.{digits}f}"
+
+
 def format_rate(tokens_per_second: float) -> str:
     """A speed for a reader (`3.27 tokens/s`, `148 tokens/s`, `43,100 tokens/s`)."""
     if tokens_per_second < 1000:

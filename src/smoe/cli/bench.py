@@ -118,6 +118,7 @@ def _ablate(
 
     from smoe.benchmark.ablation import ABLATIONS, DEVICE_ABLATIONS, TIMED_TOKENS, ablate
     from smoe.benchmark.ablation import as_json as results
+    from smoe.cli.ablation import print_table
     from smoe.cli.console import gives_json, is_quiet, print_json, progress, warn
     from smoe.cli.interrupts import exit_code
     from smoe.config import EMULATED
@@ -147,7 +148,7 @@ def _ablate(
     if not lines:
         raise KeyboardInterrupt
     if not (gives_json(as_json) and is_quiet()):
-        _print_ablation(lines, has_device, config.device == EMULATED)
+        print_table(lines, has_device, config.device == EMULATED)
     if plot is not None:
         _draw_ablation(lines, model, batch, config.profile if config.device == EMULATED else None, plot)
     if gives_json(as_json):
@@ -187,55 +188,6 @@ def _rows_of_text(model: str, options: EngineOptions, text: Path | None, batch: 
             allowed=f"text of at least {needed * batch} tokens",
         )
     return [ids[n * needed : (n + 1) * needed] for n in range(batch)]
-
-
-def _print_ablation(lines: list[Line], has_device: bool, is_emulated: bool) -> None:
-    from rich.table import Table
-
-    from smoe.cli.console import errors
-    from smoe.units import format_bytes, format_seconds
-
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("", no_wrap=True)
-    traffic = "on CPU" if has_device else "read"
-    for heading in ("TPOT", "change", "hits", traffic, "swapped", "right", "waited"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for line in lines:
-        values = line.as_json()
-
-        def percent(name: str, values: dict[str, Any] = values) -> str:
-            return "-" if values[name] is None else f"{values[name]:.0%}"
-
-        table.add_row(
-            line.step.name,
-            format_seconds(line.seconds),
-            f"{line.seconds / lines[0].seconds - 1:+.0%}",
-            percent("hit_ratio"),
-            percent("host_computed_share") if has_device else format_bytes(values["bytes_read_per_token"]),
-            percent("substituted_share"),
-            percent("prefetch_precision"),
-            format_seconds(values["wait_seconds_per_token"] + values["host_wait_seconds_per_token"]),
-        )
-    errors().print(table)
-    errors().print(f"[dim]{_legend(lines, has_device, is_emulated)}[/dim]", soft_wrap=True)
-
-
-def _legend(lines: list[Line], has_device: bool, is_emulated: bool) -> str:
-    """What the table's words mean, and how far to trust emulated times."""
-    said = [
-        f"{lines[0].turns[0].resident_share:.0%} of the experts resident. CE: eviction by score; CR: substitution; "
-        "Pre: prefetch; BA: balance of CPU and link.",
-        "change: against the first line; swapped: replaced by a substitute; right: of the prefetched, used; "
-        "waited: for loads and the CPU"
-        + ("; on CPU: of the experts used, computed beside the device" if has_device else ""),
-    ]
-    if is_emulated:
-        late = max(line.share(lambda c: c.late_seconds, lambda c: c.forward_seconds) or 0.0 for line in lines)
-        said.append(
-            f"emulated times; this machine was late by {late:.0%} at most "
-            "(above a few per cent the figures are partly its own)"
-        )
-    return "\n".join(said)
 
 
 def _config(model: str, engine: EngineOptions, cells: list[Cell]) -> EngineConfig:
