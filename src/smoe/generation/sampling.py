@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from smoe.errors import ConfigError
 
 
+def check_seed(seed: int) -> None:
+    """Raise `ConfigError` for a seed that the library's generators do not take."""
+    if not -(2**63) <= seed < 2**63:
+        raise ConfigError.out_of_bounds("seed", seed, "a whole number of 64 bits, such as 1")
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen and when to stop. Greedy by default, whatever the checkpoint's own defaults are;
@@ -34,10 +40,10 @@ class Sampling:
             ("top_p", top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
             ("top_k", top_k is None or top_k >= 0, "0 (all) or more"),
             ("repetition_penalty", penalty is None or 0 < penalty < math.inf, "above 0 (1: none)"),
-            ("seed", -(2**63) <= self.seed < 2**63, "a whole number of 64 bits, such as 1"),
         ):
             if not holds:
                 raise ConfigError.out_of_bounds(name, getattr(self, name), allowed)
+        check_seed(self.seed)
         if not all(self.stop):
             raise ConfigError(
                 "`stop` was given an empty string; give the text at which to end, or leave it out",

@@ -28,7 +28,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from smoe.config import EngineConfig
-from smoe.errors import BudgetError
+from smoe.errors import BudgetError, ContextError
 from smoe.kernels.proof import same_bits
 from smoe.kernels.threads import threads
 from smoe.load.selftest import library_result
@@ -37,7 +37,7 @@ from smoe.memory.store import LayerExperts
 from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.experts import ExpertsSite
 from smoe.models.kv_cache import RowCache
-from smoe.models.spec import read_spec
+from smoe.models.spec import choose_context, read_spec
 from smoe.models.twin import ModelPart, parts_of, share_weights
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import Routed, StepObserver
@@ -101,8 +101,17 @@ class Reference:
 
 def reference_of(model: str, config: EngineConfig, revision: str | None, tokens: int) -> Reference:
     """Index the checkpoint and make sure that one layer and a cache of `tokens` positions fit in RAM; raises
-    `BudgetError` with sizes where not."""
+    `BudgetError` with sizes where not, and `ContextError` where the context is too short."""
     spec = read_spec(model, config, revision)
+    context = choose_context(spec.config, config)
+    if tokens + DECODE_STEPS > context:
+        raise ContextError(
+            f"a prompt of {tokens} tokens and {DECODE_STEPS} after it do not fit the context of {context}; give fewer "
+            "`tokens`, or more `context_tokens`",
+            setting="tokens",
+            given=tokens,
+            allowed=f"a whole number from 2 to {context - DECODE_STEPS} in this context",
+        )
     experts = whole_checkpoint(model, revision).experts(spec)
     layer_bytes = max(site.experts for site in spec.sites) * spec.expert_bytes
     needed = _COPIES * layer_bytes + spec.anatomy.kv_bytes_per_token * (tokens + DECODE_STEPS)
