@@ -54,6 +54,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("gpt2", "no folder gpt2"),
         ("", "no model is named; give a model folder"),
         (" ", "no model is named; give a model folder"),
+        ("https://huggingface.co/Qwen/Qwen3-30B-A3B", "is an address; the hub id is its last part, owner/name"),
         ("demoo", "no folder demoo .near it: demo."),
         ("a\0b", "hub id"),
         ("x" * 5000, "hub id"),

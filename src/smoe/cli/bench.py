@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from smoe.cli.options import Debug, EngineOptions, Json, Model, check_plot
+from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,7 +60,9 @@ def command(
     from smoe.cli.console import errors, gives_json, is_quiet, print_json, warn
     from smoe.cli.interrupts import exit_code
     from smoe.cli.session import loaded, tokenizer_of
+    from smoe.generation.sampling import check_seed
 
+    check_seed(seed)
     given = {"text": text, "rounds": rounds, "batch": batch, "plot": plot, "tokens": tokens}
     _check(given, ablation, quick, engine.preset)
     if ablation is not None:
@@ -70,6 +73,8 @@ def command(
         errors().print(_PHYSICS, soft_wrap=True)
     cells = QUICK_CELLS if quick else CELLS
     config = _config(model, engine, cells)
+    if config.context_tokens is not None and not fitting(cells, config.context_tokens):
+        raise _no_cell(config.context_tokens, cells)
     with loaded(model, config, engine.revision) as ready:
         tokenizer = tokenizer_of(model, engine.revision)
         offload: Any = ready.offload
@@ -85,10 +90,15 @@ def command(
         raise typer.Exit(exit_code())
 
 
+def _no_cell(context_tokens: int, cells: list[Cell]) -> ConfigError:
+    least = min(cell.prompt_tokens + cell.new_tokens for cell in cells)
+    message = f"`context_tokens` {context_tokens} holds none of the cells; the shortest takes {least} tokens"
+    allowed = f"at least {least}"
+    return ConfigError(f"{message}: give {allowed}", setting="context_tokens", given=context_tokens, allowed=allowed)
+
+
 def _check(given: dict[str, Any], ablation: str | None, quick: bool, preset: str) -> None:
     """Options that would be ignored are refused."""
-    from smoe.errors import ConfigError
-
     for name, value in given.items():
         if ablation is None and value is not None:
             raise ConfigError.idle(name, value if isinstance(value, int) else str(value), "`ablation` smoe")
@@ -122,7 +132,6 @@ def _ablate(
     from smoe.cli.console import gives_json, is_quiet, print_json, progress, warn
     from smoe.cli.interrupts import exit_code
     from smoe.config import EMULATED
-    from smoe.errors import ConfigError
     from smoe.load.pretrained import choose_device, load
 
     if name not in ABLATIONS:
@@ -173,14 +182,13 @@ def _rows_of_text(model: str, options: EngineOptions, text: Path | None, batch: 
     """Stretches of the text, one for each sequence of the batch, in tokens."""
     from smoe.benchmark.ablation import PROMPT_TOKENS, WARM_TOKENS
     from smoe.cli.session import tokenizer_of
-    from smoe.errors import ConfigError
     from smoe.eval.texts import read_documents
 
     needed = PROMPT_TOKENS + WARM_TOKENS + tokens
     tokenizer = tokenizer_of(model, options.revision)
     ids = [token for document in read_documents(text) for token in tokenizer(document)["input_ids"]]
     if len(ids) < needed * batch:
-        source = str(text or "the stories of the demo")
+        source = str(text or "the demo's text")
         raise ConfigError(
             f"{source} has {len(ids)} tokens; {needed * batch} are needed: give a longer --text, or fewer --tokens",
             setting="text",

@@ -121,7 +121,7 @@ def _measure(
         tokens = sum(map(len, documents))
         asked = _fitting(asked, tokenizer, offload.context_tokens)
         if tokens < least:
-            source = str(material.text or "the stories of the demo")
+            source = str(material.text or "the demo's text")
             message = f"{source} has {tokens} tokens, and at least {least} are needed; give a longer --text"
             allowed = f"text of at least {least} tokens"
             raise ConfigError(message, setting="text", given=source, allowed=allowed)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from smoe.runtime.engine import Engine
     from smoe.trace.recorder import Recorder
 
+_TOKENS = 2000
+"""Read of a text, at most, where the user does not say."""
 EPILOG = """Examples:
 
 smoe record --out demo.trace -p "Once upon a time" --max-new-tokens 200
@@ -48,7 +50,7 @@ def command(
     text: Annotated[
         Path | None, typer.Option(help="Read this, token by token, instead of generating: .txt, or .jsonl with 'text'.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text, at most.")] = 2000,
+    tokens: Annotated[int | None, typer.Option(help="For --text: tokens of it, at most. \\[default: 2000]")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
     json: Json = False,
     debug: Debug = False,
@@ -67,8 +69,13 @@ def command(
     if text is not None and (prompt or prompt_file):
         message = "--text is read instead of generating; give it without --prompt and --prompt-file"
         raise ConfigError(message, setting="text", given=str(text), allowed="only without `prompt` and `prompt_file`")
+    if tokens is not None and text is None:
+        raise ConfigError.idle("tokens", tokens, "`text`")
+    if tokens is not None and tokens < 1:
+        raise ConfigError.out_of_bounds("tokens", tokens, "at least 1")
     texts = _prompts(prompt or [], prompt_file or [], model) if text is None else read_documents(text)
-    found = _record(model, engine, to_sampling(sampling), texts, tokens if text is not None else None, path, force)
+    most = None if text is None else _TOKENS if tokens is None else tokens
+    found = _record(model, engine, to_sampling(sampling), texts, most, path, force)
     if json:
         print_json(found)
     else:

@@ -174,6 +174,9 @@ def choose_device(config: EngineConfig) -> torch.device:
             given=config.device,
             allowed="cpu or emulated on this machine",
         )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        allowed = ", ".join(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+        raise ConfigError.no_choice("device", config.device, ["cpu", allowed, "emulated"])
     return device
 
 

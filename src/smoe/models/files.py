@@ -38,6 +38,9 @@ def local_place(model: str | Path) -> Path | None:
         return DEMO_FOLDER
     if not str(model).strip():
         raise no_model(model, f"no model is named; {_GIVE}")
+    if str(model).startswith(("http:", "https:")):
+        why = "is an address; the hub id is its last part, owner/name"
+        raise no_model(model, f"{model} {why}: {_GIVE}")
     path = _path_of(model)
     if path.is_dir():
         return _checked(path)
