@@ -50,7 +50,12 @@ def test_a_mistyped_line_is_an_object_too(run, checkpoint, arguments):
 
 @pytest.mark.parametrize(
     ("arguments", "setting", "given"),
-    [(("--rounds", "many"), "rounds", "many"), (("--seed=x",), "seed", "x"), (("replay",), "trace", None)],
+    [
+        (("--rounds", "many"), "rounds", "many"),
+        (("--context", "long"), "context_tokens", "long"),
+        (("--seed=x",), "seed", "x"),
+        (("replay",), "trace", None),
+    ],
 )
 def test_what_the_parser_refuses_has_facts(run, arguments, setting, given):
     ran = run(*(() if arguments == ("replay",) else ("bench",)), *arguments, "--json")

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from smoe.cli.settings import option_of
+from smoe.cli.settings import OPTION_OF, option_of
 from smoe.errors import BudgetError, ContextError, NotMoEError, SmoeError
 from smoe.units import format_bytes, format_remaining
 
@@ -85,8 +85,9 @@ def _facts_of_a_mistyped_line(error: BaseException) -> dict[str, object]:
             given = following
         elif word.partition("=")[0] in parameter.opts:
             given = word.partition("=")[2]
-    allowed = str(getattr(error, "message", "")).removeprefix("Input should be ")
-    return {"setting": parameter.name, "given": given, "allowed": allowed or "must be given"}
+    setting = next((name for name, option in OPTION_OF.items() if option in parameter.opts), parameter.name)
+    allowed = str(getattr(error, "message", "")).removeprefix("Input should be ").partition(", unable to parse")[0]
+    return {"setting": setting, "given": given, "allowed": allowed or "must be given"}
 
 
 def stdin() -> TextIO | None:
