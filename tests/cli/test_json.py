@@ -67,7 +67,7 @@ def test_a_model_that_is_none_has_facts(run):
     error = run("plan", "./nowhere", "--json").json["error"]
     assert error["type"] == "ModelError"
     assert (error["setting"], error["given"], error["allowed"]) == (
-        "model", "./nowhere", "a model folder, a hub id, or 'demo'"
+        "model", "./nowhere", "a model folder, a GGUF file, a hub id, or 'demo'"
     )  # fmt: skip
 
 

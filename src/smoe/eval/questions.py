@@ -153,7 +153,10 @@ def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, most: int, stops
     if len(ids) >= cache.capacity_tokens:
         raise ContextError(
             f"a question of {len(ids)} tokens leaves no room for an answer in a context of {cache.capacity_tokens}; "
-            "raise `context_tokens`"
+            "raise `context_tokens`",
+            setting="context_tokens",
+            given=cache.capacity_tokens,
+            allowed=f"at least {len(ids) + 1} for this question",
         )
     said: list[int] = []
     ends = end_tokens(model, tokenizer)

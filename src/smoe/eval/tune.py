@@ -302,7 +302,9 @@ def recall(circumstances: dict[str, Any]) -> Tuning:
         model, memory = circumstances["model"], format_bytes(circumstances["memory_budget_bytes"])
         raise ConfigError(
             f"the time per token of {model} in {memory} with a context of {circumstances['context_tokens']} tokens has "
-            "not been measured; run smoe tune once with the same `memory`, `context_tokens` and other settings"
+            "not been measured; run smoe tune once with the same `memory`, `context_tokens` and other settings",
+            setting="tpot",
+            allowed="only for what smoe tune has measured",
         )
     rounds = [[Timing(**timing) for timing in timings] for timings in stored["rounds"]]
     return Tuning(circumstances, stored["alphas"], rounds, stored["bytes_per_second"])

@@ -120,7 +120,10 @@ def reference_of(model: str, config: EngineConfig, revision: str | None, tokens:
         raise BudgetError(
             f"checking needs up to {format_bytes(needed)} for one layer's experts ({format_bytes(layer_bytes)}, read, "
             f"stacked and converted) and a second KV cache; {format_bytes(free)} are free ({source}): close other "
-            "programs, give a smaller `memory`, or check a shorter prompt with `tokens`"
+            "programs, give a smaller `memory`, or check a shorter prompt with `tokens`",
+            setting="tokens",
+            given=tokens,
+            allowed="fewer, or with more free memory",
         )
     return Reference({site.layer: site for site in spec.sites}, experts, spec.shell)
 
