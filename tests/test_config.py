@@ -32,25 +32,85 @@ def test_an_unknown_cpu_isa_is_refused_whatever_the_model(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", ["dtype", "eviction", "prefetch", "direct_io"])
 def test_choices_are_listed(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is 'nonsense'; choose one of"):
+    with pytest.raises(ConfigError, match=f"`{name}` is 'nonsense'; choose one of"):
         EngineConfig(**{name: "nonsense"})
 
 
 def test_a_trial_is_on_off_or_left_to_the_prefetch() -> None:
-    with pytest.raises(ConfigError, match="prefetch_trial is 'no'; it must be True, False or None"):
+    with pytest.raises(ConfigError, match="`prefetch_trial` is 'no'; it must be true or false"):
         EngineConfig(prefetch_trial="no")
+    assert EngineConfig(prefetch_trial=None).prefetch_trial is None
+
+
+@pytest.mark.parametrize("name", module.SWITCHES)
+def test_a_switch_is_true_or_false(name: str) -> None:
+    """Would catch the word "no", which Python takes for true."""
+    with pytest.raises(ConfigError, match=f"`{name}` is 'no'"):
+        EngineConfig(**{name: "no"})
+
+
+@pytest.mark.parametrize(("name", "most"), [("threads", 1024), ("io_threads", 64)])
+def test_threads_have_an_upper_bound(name: str, most: int) -> None:
+    """A process dies of a million threads."""
+    assert getattr(EngineConfig(**{name: most}), name) == most
+    with pytest.raises(ConfigError, match=f"`{name}` is {most + 1}; it must be a whole number from 1 to {most}"):
+        EngineConfig(**{name: most + 1})
+
+
+def test_only_settings_with_such_a_default_can_be_left_out() -> None:
+    for field in fields(EngineConfig):
+        if field.default is None or field.name in ("device", "profile"):
+            continue
+        with pytest.raises(ConfigError, match=field.name):
+            EngineConfig(**{field.name: None})
+
+
+@pytest.mark.parametrize("name", sorted({field.name for field in fields(EngineConfig)} - {"device", "profile"}))
+def test_what_is_allowed_can_be_said_of_every_setting(name: str) -> None:
+    assert module.allowed_of(name)
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(**{name: object()})
+    assert error.value.facts["allowed"] == module.allowed_of(name)
 
 
 @pytest.mark.parametrize(
     ("setting", "given", "allowed"),
-    [("io_threads", 0, "a whole number of at least 1"), ("alpha", 2.0, "from 0"), ("eviction", "x", "auto, lru")],
+    [("io_threads", 0, "a whole number from 1 to 64"), ("alpha", 2.0, "from 0"), ("eviction", "x", "auto, lru")],
 )
 def test_errors_carry_facts_for_programs(setting: str, given: Any, allowed: str) -> None:
     with pytest.raises(ConfigError) as error:
         EngineConfig(**{setting: given})
     facts = error.value.facts
     assert (facts["setting"], facts["given"]) == (setting, given) and allowed in str(facts["allowed"])
-    assert ConfigError("two settings that cannot go together").facts == {}
+    assert ConfigError("nothing in particular").facts == {}
+
+
+def test_facts_are_plain() -> None:
+    """Would catch what no JSON can hold: numbers that are none, objects."""
+    for value in (float("nan"), float("inf"), object()):
+        with pytest.raises(ConfigError) as error:
+            EngineConfig(alpha=value)  # type: ignore[arg-type]
+        assert error.value.facts["given"] == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("switches", "setting", "allowed"),
+    [
+        ({"memory_bytes": 2**20, "resident_share": 0.5}, "resident_share", "only without `memory`"),
+        ({"dilation": 3.0}, "dilation", "only with `device` emulated"),
+        ({"device": "cpu", "balance": "host"}, "balance", "auto or none"),
+        ({"alpha": 0.2, "reproducible": True, "eviction": "lru"}, "eviction", "auto or score"),
+        ({"evicton": "lru"}, "evicton", "settings are alpha, "),
+        ({"preset": "fast"}, "preset", "exact, lru"),
+    ],
+)
+def test_settings_that_do_not_go_together_name_the_one_to_change(
+    switches: dict[str, Any], setting: str, allowed: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        configure(**switches)
+    facts = error.value.facts
+    assert facts["setting"] == setting and facts["given"] == switches[setting] and allowed in str(facts["allowed"])
 
 
 def test_belady_cannot_serve() -> None:
@@ -62,7 +122,7 @@ def test_belady_cannot_serve() -> None:
 def test_unknown_settings_and_presets_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown setting 'memori_bytes'"):
         configure(memori_bytes=1)
-    with pytest.raises(ConfigError, match="unknown preset 'fast'"):
+    with pytest.raises(ConfigError, match="`preset` is 'fast'; choose one of: exact, lru"):
         configure("fast")
 
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from smoe.errors import ConfigError
-from smoe.units import format_bytes, format_remaining, format_seconds, parse_bytes, parse_share
+from smoe.units import (
+    format_bytes,
+    format_digits,
+    format_remaining,
+    format_seconds,
+    parse_bytes,
+    parse_seconds,
+    parse_share,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +51,28 @@ def test_a_size_without_its_unit_is_asked_for_it(text: str) -> None:
         parse_bytes(text)
 
 
+@pytest.mark.parametrize(
+    ("parse", "text", "says", "allowed"),
+    [
+        (parse_bytes, "lots", "`x` is 'lots', which is not a size; write for example 8GiB", "a size, for example 8GiB"),
+        (parse_bytes, "8", "`x` is '8', which has no unit and would be 8 bytes", "a size with its unit, 8GiB or 8MiB"),
+        (parse_share, "140%", "`x` is '140%', which is not a share above 0 and at most 100%", "a share above 0"),
+        (parse_seconds, "fast", "`x` is 'fast', which is not a time; write for example 40ms", "a time above 0"),
+        (parse_seconds, "0ms", "`x` is '0ms', which is not a time above 0", "a time above 0"),
+    ],
+)
+def test_an_error_names_its_setting_where_it_is_told(
+    parse: Callable[..., float], text: str, says: str, allowed: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as error:
+        parse(text, "x")
+    facts = error.value.facts
+    assert (facts["setting"], facts["given"]) == ("x", text) and str(facts["allowed"]).startswith(allowed)
+    with pytest.raises(ConfigError, match=f"^'{text}' ") as error:
+        parse(text)
+    assert error.value.facts == {}
+
+
 @given(count=st.integers(0, 10**15))
 def test_what_we_print_we_read(count: int) -> None:
     """Within the three digits printed; would catch a unit that is off by 1024."""
@@ -59,6 +91,14 @@ def test_three_digits_at_most_four(count: int) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.00"), (0.351, "0.35"), (9.996, "10.0"), (41.32, "41.3"), (99.96, "100"), (4130.4, "4,130")],
+)
+def test_figures_without_a_unit(value: float, text: str) -> None:
+    assert format_digits(value) == text
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
@@ -24,6 +25,8 @@ from smoe.policy.registry import (
 )
 from smoe.units import format_bytes
 
+MOST_THREADS = 1024
+"""Computing threads; the largest machines have fewer cores, and torch ends the process where it cannot start them."""
 MOST_IO_THREADS = 64
 """Reading threads; two saturate a disk."""
 EMULATED = "emulated"
@@ -45,8 +48,75 @@ def max_cpu_isa() -> str:
     that is none of `CPU_ISA`.
     """
     value = os.environ.get("SMOE_MAX_CPU_ISA", "").strip().lower() or "all"
-    _one_of("the environment's SMOE_MAX_CPU_ISA", value, CPU_ISA)
+    if value not in CPU_ISA:
+        allowed = ", ".join(CPU_ISA)
+        message = f"the environment's SMOE_MAX_CPU_ISA is {value!r}; choose one of: {allowed}"
+        raise ConfigError(message, setting="SMOE_MAX_CPU_ISA", given=value, allowed=allowed)
     return value
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": DTYPES,
+    "eviction": tuple(ONLINE_EVICTION),
+    "pools": POOLS,
+    "prefetch": PREFETCH,
+    "prefetch_what": PREFETCH_WHAT,
+    "balance": BALANCE,
+    "balance_order": BALANCE_ORDER,
+    "prefill_keep": PREFILL_KEEP,
+    "dense_precision": DENSE_PRECISION,
+    "direct_io": DIRECT_IO,
+    "kernels": KERNELS,
+    "substitutes": SUBSTITUTES,
+    "substitute_weights": SUBSTITUTE_WEIGHTS,
+}
+"""What the settings that are names can be."""
+LIMITS: dict[str, tuple[int, int | None]] = {
+    "memory_bytes": (1, None),
+    "host_memory_bytes": (1, None),
+    "context_tokens": (1, None),
+    "max_sequences": (1, None),
+    "prefill_tokens": (1, None),
+    "threads": (1, MOST_THREADS),
+    "io_threads": (1, MOST_IO_THREADS),
+    "score_window": (0, None),
+    "recent_costs": (1, None),
+    "emulated_expert_bytes": (1, None),
+}
+"""The least and the most of the settings that are counted."""
+_NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "resident_share": ("a number above 0 and at most 1", lambda value: 0 < value <= 1),
+    "dilation": ("a number of at least 1", lambda value: value >= 1),
+    "alpha": ("a number from 0 (exact) to 1", lambda value: 0 <= value <= 1),
+    "turn_timeout_seconds": ("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
+}
+SWITCHES = ("prefetch_trial", "prefill_balance", "alpha_as_priced", "share_substitutes", "reproducible")
+"""Settings that are true or false."""
+
+
+def allowed_of(setting: str) -> str:
+    """What a setting of `EngineConfig` can be, in words."""
+    if setting in CHOICES:
+        return ", ".join(CHOICES[setting])
+    if setting in LIMITS:
+        least, most = LIMITS[setting]
+        of_bytes = " of bytes" if setting.endswith("_bytes") else ""
+        return f"a whole number{of_bytes} " + (f"of at least {least}" if most is None else f"from {least} to {most}")
+    return "true or false" if setting in SWITCHES else _NUMBERS[setting][0]
+
+
+def _is_allowed(setting: str, value: Any) -> bool:
+    """Whether a setting of `EngineConfig` can be this; None is its default's to allow."""
+    if setting in CHOICES:
+        return value in CHOICES[setting]
+    if setting in SWITCHES:
+        return isinstance(value, bool)
+    if isinstance(value, bool):
+        return False
+    if setting in LIMITS:
+        least, most = LIMITS[setting]
+        return isinstance(value, int) and least <= value and (most is None or value <= most)
+    return isinstance(value, (int, float)) and _NUMBERS[setting][1](value)
 
 
 DEFAULT_ALPHA = 0.3
@@ -151,51 +221,45 @@ class EngineConfig:
         return self.alpha > 0
 
     def __post_init__(self) -> None:
-        _at_least("memory_bytes", self.memory_bytes, 1)
-        _check_share(self.resident_share, self.memory_bytes)
-        _at_least("host_memory_bytes", self.host_memory_bytes, 1)
-        _at_least("context_tokens", self.context_tokens, 1)
-        _at_least("max_sequences", self.max_sequences, 1)
-        _at_least("prefill_tokens", self.prefill_tokens, 1)
-        _at_least("threads", self.threads, 1)
-        _at_least("io_threads", self.io_threads, 1)
-        if self.io_threads > MOST_IO_THREADS:
-            raise ConfigError.out_of_bounds("io_threads", self.io_threads, f"at most {MOST_IO_THREADS}")
-        _at_least("score_window", self.score_window, 0)
-        _at_least("recent_costs", self.recent_costs, 1)
-        _at_least("emulated_expert_bytes", self.emulated_expert_bytes, 1)
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("eviction", self.eviction, tuple(ONLINE_EVICTION))
-        _one_of("pools", self.pools, POOLS)
-        _one_of("prefetch", self.prefetch, PREFETCH)
-        if self.prefetch_trial not in (None, True, False):
-            raise ConfigError.out_of_bounds("prefetch_trial", self.prefetch_trial, "True, False or None")
-        _one_of("prefetch_what", self.prefetch_what, PREFETCH_WHAT)
-        _one_of("balance", self.balance, BALANCE)
-        _one_of("balance_order", self.balance_order, BALANCE_ORDER)
-        _one_of("prefill_keep", self.prefill_keep, PREFILL_KEEP)
-        _one_of("direct_io", self.direct_io, DIRECT_IO)
-        _one_of("dense_precision", self.dense_precision, DENSE_PRECISION)
-        _one_of("kernels", self.kernels, KERNELS)
-        _one_of("substitutes", self.substitutes, SUBSTITUTES)
-        _one_of("substitute_weights", self.substitute_weights, SUBSTITUTE_WEIGHTS)
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)) or not 0 <= self.alpha <= 1:
-            raise ConfigError.out_of_bounds("alpha", self.alpha, "a number from 0 (exact) to 1")
-        _seconds_or_none("turn_timeout_seconds", self.turn_timeout_seconds)
+        for name in (*LIMITS, *CHOICES, *SWITCHES, *_NUMBERS):
+            value = getattr(self, name)
+            is_left_out = value is None and getattr(EngineConfig, name) is None
+            if is_left_out or _is_allowed(name, value):
+                continue
+            if name in CHOICES:
+                raise ConfigError.no_choice(name, value, CHOICES[name])
+            raise ConfigError.out_of_bounds(name, value, allowed_of(name))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Settings that go only, or not at all, with others."""
+        if self.memory_bytes is not None and self.resident_share is not None:
+            raise ConfigError(
+                f"a budget of {format_bytes(self.memory_bytes)} and {100 * self.resident_share:.3g}% of the experts "
+                "both say how much stays in memory; give one of `memory` and `resident`",
+                setting="resident_share",
+                given=self.resident_share,
+                allowed="only without `memory`",
+            )
         for name in ("dilation", "emulated_expert_bytes"):
             if getattr(self, name) is not None and self.device != EMULATED:
-                raise ConfigError(f"{name} has a meaning only with `device` emulated; add that, or leave it out")
-        if self.dilation is not None and not self.dilation >= 1:
-            raise ConfigError.out_of_bounds("dilation", self.dilation, "a number of at least 1")
+                raise ConfigError.idle(name, getattr(self, name), "`device` emulated")
         if self.device == "cpu" and self.balance not in ("auto", "none"):
             raise ConfigError(
-                f"balance {self.balance} (an option, or part of a preset) needs a device beside the CPU: use `device` "
-                "cuda or `device` emulated, or another preset"
+                f"`balance` {self.balance} (an option, or part of a preset) needs a device beside the CPU: use "
+                "`device` cuda or `device` emulated, or another preset",
+                setting="balance",
+                given=self.balance,
+                allowed="auto or none on a CPU",
             )
         if self.reproducible and self.alpha > 0 and self.eviction not in ORDERLESS_EVICTION:
+            allowed = " or ".join(ORDERLESS_EVICTION)
             raise ConfigError(
-                f"with `reproducible` and an alpha above 0, {self.eviction!r} would keep experts by the order in which "
-                f"they arrive; use `eviction` {' or '.join(ORDERLESS_EVICTION)}"
+                f"with `reproducible` and an alpha above 0, `eviction` {self.eviction} would keep experts by the order "
+                f"in which they arrive; use `eviction` {allowed}",
+                setting="eviction",
+                given=self.eviction,
+                allowed=allowed,
             )
 
 
@@ -230,48 +294,20 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
     """
     max_cpu_isa()  # what cannot be understood is refused also where nothing would ask
     if preset not in PRESETS:
-        raise ConfigError(
-            f"unknown preset {preset!r}; choose one of: {', '.join(sorted(PRESETS))}",
-            setting="preset",
-            given=preset,
-            allowed=", ".join(sorted(PRESETS)),
-        )
+        raise ConfigError.no_choice("preset", preset, PRESETS)
     known = {field.name for field in fields(EngineConfig)}
     unknown = sorted(switches.keys() - known)
     if unknown:
         near = get_close_matches(unknown[0], known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"unknown setting {unknown[0]!r}; {hint}known settings are: {', '.join(sorted(known))}")
+        names = ", ".join(sorted(known))
+        raise ConfigError(
+            f"unknown setting {unknown[0]!r}; {hint}known settings are: {names}",
+            setting=unknown[0],
+            given=switches[unknown[0]],
+            allowed=f"settings are {names}",
+        )
     given = {name: value for name, value in switches.items() if value is not None}
     if "alpha" in given:
         given = {"alpha_as_priced": False} | given
     return replace(EngineConfig(**PRESETS[preset]), **given)
-
-
-def _check_share(share: float | None, memory_bytes: int | None) -> None:
-    if share is None:
-        return
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise ConfigError.out_of_bounds("resident_share", share, "a number above 0 and at most 1")
-    if memory_bytes is not None:
-        raise ConfigError(
-            f"a budget of {format_bytes(memory_bytes)} and {100 * share:.3g}% of the experts both say how much stays "
-            "in memory; give one of `memory` and `resident`"
-        )
-
-
-def _at_least(name: str, value: Any, bound: int) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < bound):
-        raise ConfigError.out_of_bounds(name, value, f"a whole number of at least {bound}")
-
-
-def _seconds_or_none(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ConfigError.out_of_bounds(name, value, "a number of seconds of at least 0, or None to wait for ever")
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError.no_choice(name, value, allowed)

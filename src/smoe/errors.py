@@ -21,45 +21,55 @@ them; the command line shows its own options in their place (`cli/console.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 
 class SmoeError(Exception):
-    """Base of all errors that smoe raises on purpose."""
+    """Base of all errors that smoe raises on purpose.
 
-
-class ConfigError(SmoeError, ValueError):
-    """A setting is out of bounds or unknown.
-
-    Where it is about one setting, `setting`, `given` and `allowed` (in words) say so to programs.
+    Where one is about a setting, `setting`, `given` and `allowed` (in words) say so to programs. `setting` is a field
+    of `EngineConfig`, an argument of the function that was called, or an option of the command.
     """
 
     def __init__(
-        self, message: str, *, setting: str | None = None, given: object = None, allowed: str | None = None
+        self, *args: object, setting: str | None = None, given: object = None, allowed: str | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(*args)
         self.setting = setting
         self.given = given
         self.allowed = allowed
 
+    @property
+    def facts(self) -> dict[str, object]:
+        """Setting, given and allowed, where the error is about a setting: for JSON."""
+        if self.setting is None:
+            return {}
+        is_plain = isinstance(self.given, (str, int, type(None))) or (
+            isinstance(self.given, float) and math.isfinite(self.given)
+        )
+        return {"setting": self.setting, "given": self.given if is_plain else repr(self.given), "allowed": self.allowed}
+
+
+class ConfigError(SmoeError, ValueError):
+    """A setting is out of bounds or unknown."""
+
     @classmethod
     def out_of_bounds(cls, setting: str, given: object, allowed: str) -> ConfigError:
         """`setting` is `given`; it must be `allowed`."""
-        return cls(f"{setting} is {given!r}; it must be {allowed}", setting=setting, given=given, allowed=allowed)
+        return cls(f"`{setting}` is {given!r}; it must be {allowed}", setting=setting, given=given, allowed=allowed)
 
     @classmethod
     def no_choice(cls, setting: str, given: object, choices: Iterable[str]) -> ConfigError:
         """`setting` is `given`, which is none of the `choices`."""
         allowed = ", ".join(choices)
-        return cls(f"{setting} is {given!r}; choose one of: {allowed}", setting=setting, given=given, allowed=allowed)
+        return cls(f"`{setting}` is {given!r}; choose one of: {allowed}", setting=setting, given=given, allowed=allowed)
 
-    @property
-    def facts(self) -> dict[str, object]:
-        """Setting, given and allowed, where the error is about one setting: for JSON."""
-        if self.setting is None:
-            return {}
-        plain = self.given if isinstance(self.given, (str, int, float, bool, type(None))) else repr(self.given)
-        return {"setting": self.setting, "given": plain, "allowed": self.allowed}
+    @classmethod
+    def idle(cls, setting: str, given: object, owner: str) -> ConfigError:
+        """`setting` would have no effect, as it belongs to `owner`, which was not given."""
+        message = f"`{setting}` belongs to {owner}; add that, or leave it out"
+        return cls(message, setting=setting, given=given, allowed=f"only with {owner}")
 
 
 class BudgetError(SmoeError):

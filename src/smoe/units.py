@@ -19,21 +19,28 @@ _POWERS = {"": 1, "B": 1} | {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(text: str | int) -> int:
-    """`"8GiB"`, `"512M"`, `"2GB"` or a plain number of bytes, as bytes.
+def parse_bytes(text: str | int, setting: str | None = None) -> int:
+    """`"8GiB"`, `"512M"`, `"2GB"` or a plain number of bytes, as bytes; errors name the `setting` that it is for.
 
     `K`, `M`, `G`, `T` alone mean the binary units, as in `free` and most command lines. A plain number below 1024 has
     lost its unit: `ConfigError`, as for whatever is no size.
     """
-    if isinstance(text, int):
+    if not isinstance(text, str):
         return text
     match = _SIZE.fullmatch(text)
     scale = {unit.lower(): factor for unit, factor in _POWERS.items()}.get(match[2].lower()) if match else None
     if match is None or scale is None:
-        raise ConfigError(f"{text!r} is not a size; write for example 8GiB, 512MiB, 2GB or a number of bytes")
+        raise _refusal(text, setting, "is not a size", "a size", "for example 8GiB, 512MiB, 2GB or a number of bytes")
     if not match[2] and 0 < float(match[1]) < 1024:
-        raise ConfigError(f"{text!r} has no unit and would be {match[1]} bytes; write {match[1]}GiB or {match[1]}MiB")
+        with_units = f"{match[1]}GiB or {match[1]}MiB"
+        raise _refusal(text, setting, f"has no unit and would be {match[1]} bytes", "a size with its unit", with_units)
     return int(float(match[1]) * scale)
+
+
+def _refusal(text: str, setting: str | None, why: str, kind: str, examples: str) -> ConfigError:
+    """`text` is not of this kind: why, and what to write."""
+    what = f"{text!r} {why}" if setting is None else f"`{setting}` is {text!r}, which {why}"
+    return ConfigError(f"{what}; write {examples}", setting=setting, given=text, allowed=f"{kind}, {examples}")
 
 
 def format_bytes(count: float) -> str:
@@ -66,6 +73,12 @@ def format_remaining(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def format_digits(value: float) -> str:
+    """A figure of a table whose heading has the unit: three significant digits (`0.35`, `41.3`, `4,130`)."""
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:,.{digits}f}"
+
+
 def format_rate(tokens_per_second: float) -> str:
     """A speed for a reader (`3.27 tokens/s`, `148 tokens/s`, `43,100 tokens/s`)."""
     if tokens_per_second < 1000:
@@ -87,22 +100,24 @@ def identifier(name: str) -> str:
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*")
 
 
-def parse_share(text: str) -> float:
-    """`"40%"` or `"0.4"`, as a share: more than nothing, at most all."""
+def parse_share(text: str, setting: str | None = None) -> float:
+    """`"40%"` or `"0.4"`, as a share: more than nothing, at most all; errors name the `setting` that it is for."""
     match = _SHARE.fullmatch(text)
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share <= 1:
-        raise ConfigError(f"{text!r} is not a share; write for example 40% or 0.4")
+        kind = "a share" if match is None else "a share above 0 and at most 100%"
+        raise _refusal(text, setting, f"is not {kind}", "a share above 0 and at most 100%", "for example 40% or 0.4")
     return share
 
 
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(us|ms|s)\s*")
 
 
-def parse_seconds(text: str) -> float:
-    """`"40ms"`, `"0.1s"` or `"500us"`, as seconds; more than nothing."""
+def parse_seconds(text: str, setting: str | None = None) -> float:
+    """`"40ms"`, `"0.1s"` or `"500us"`, as seconds, more than nothing; errors name the `setting` that it is for."""
     match = _DURATION.fullmatch(text)
     seconds = float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]] if match else 0.0
     if seconds <= 0:
-        raise ConfigError(f"{text!r} is not a time; write for example 40ms or 0.1s")
+        kind = "a time" if match is None else "a time above 0"
+        raise _refusal(text, setting, f"is not {kind}", "a time above 0", "for example 40ms or 0.1s")
     return seconds

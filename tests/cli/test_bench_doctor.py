@@ -6,6 +6,7 @@ import pytest
 
 from smoe.benchmark import ablation
 from smoe.benchmark.ablation import ABLATIONS, DEVICE_ABLATIONS
+from smoe.benchmark.cells import Cell
 from smoe.machine import measure as hardware
 
 
@@ -21,9 +22,22 @@ def test_bench_ends_with_one_line_of_json(run, checkpoint):
     assert "Prefill" in ran.err and "TPOT" in ran.err
 
 
-def test_bench_leaves_out_what_the_context_cannot_hold(run, checkpoint):
+def test_bench_leaves_out_what_the_context_cannot_hold(run, checkpoint, monkeypatch):
+    monkeypatch.setattr("smoe.benchmark.cells.QUICK_CELLS", [Cell(8, 4, 1), Cell(16, 64, 1)])
     ran = run("bench", checkpoint, "--memory", "64MiB", "--quick", "--context", 64)
-    assert ran.code == 0 and ran.json["cells"] == [] and "2 cells need more" in ran.err
+    assert ran.code == 0 and [c["prompt_tokens"] for c in ran.json["cells"]] == [8] and "1 cells need more" in ran.err
+
+
+def test_a_context_that_holds_no_cell_is_refused_before_the_model_is_loaded(run, checkpoint):
+    ran = run("bench", checkpoint, "--quick", "--context", 64, "--json")
+    assert ran.code == 2 and "--context 64 holds none of the cells; the shortest takes 80 tokens" in ran.err
+    assert ran.json["error"]["setting"] == "context_tokens" and "resident" not in ran.err
+
+
+def test_a_seed_that_no_generator_takes_is_refused(run, checkpoint):
+    for command in ("bench", "verify"):
+        ran = run(command, checkpoint, "--seed", 10**30)
+        assert ran.code == 2 and f"--seed is {10**30}; it must be a whole number of 64 bits" in ran.err
 
 
 @pytest.fixture
@@ -54,7 +68,23 @@ def test_summary_uses_the_profile_and_says_so(run, checkpoint, tmp_path, quick_m
 
 def test_doctor_refuses_a_folder_that_is_not_there(run, tmp_path):
     ran = run("doctor", "--folder", tmp_path / "nowhere")
-    assert ran.code == 2 and "nowhere" in ran.err
+    assert ran.code == 2 and "nowhere', which is not there; give the folder" in ran.err.replace("\n", "")
+    (tmp_path / "file").write_text("")
+    ran = run("doctor", "--folder", tmp_path / "file")
+    assert ran.code == 2 and "file', which is a file; give the folder" in ran.err.replace("\n", "")
+
+
+@pytest.mark.parametrize("size", ["0", "1KiB", "1TiB"])
+def test_doctor_refuses_a_size_that_it_cannot_measure(run, tmp_path, size):
+    """Would catch a division by nothing, and a terabyte of zeros."""
+    ran = run("doctor", "--folder", tmp_path, "--expert-size", size)
+    assert ran.code == 2 and f"--expert-size is '{size}'; it must be a size from 4.00 KiB to 2.00 GiB" in ran.err
+
+
+def test_doctor_refuses_more_threads_than_there_can_be(run, tmp_path):
+    """The process would end without a word."""
+    ran = run("doctor", "--folder", tmp_path, "--threads", 10**7)
+    assert ran.code == 2 and "--threads" in ran.err and "1024" in ran.err
 
 
 def test_a_profile_of_another_machine_is_not_used(run, tmp_path, quick_measurements):
@@ -155,7 +185,8 @@ def test_an_interrupted_ablation_shows_what_it_has(run, checkpoint, tmp_path, mo
     ("arguments", "words"),
     [
         (("--ablation", "unknown"), "choose one of: smoe"),
-        (("--ablation", "smoe", "--rounds", 0), "at least 1"),
+        (("--ablation", "smoe", "--rounds", 0), "--rounds is 0; it must be at least 1"),
+        (("--ablation", "smoe", "--batch", -1), "--batch is -1; it must be at least 1"),
         (("--ablation", "smoe", "--tokens", 0), "at least 1"),
         (("--quick", "--tokens", 9), "--tokens belongs to --ablation"),
         (("--ablation", "smoe", "--plot", "/nowhere/x.png"), "no folder"),

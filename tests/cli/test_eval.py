@@ -63,6 +63,9 @@ def test_eval_goes_on_and_says_when_it_cannot(run, checkpoint, text, tmp_path):
         (("--tasks", "piqa", "--questions", "q.jsonl"), "both say what is asked"),
         (("--task-folder", "mine"), "belongs to --tasks"),
         (("--tasks", "piqa", "--most-questions", 0), "at least 1"),
+        (("--tasks", " , "), "--tasks is ' , '; it must be names of tasks"),
+        (("--most-questions", -1), "--most-questions is -1; it must be at least 0"),
+        (("--alphas", "0,nan"), "--alphas is '0,nan'; it must be numbers from 0 (exact) to 1"),
     ],
 )
 def test_bad_options_are_refused_before_the_model_is_loaded(run, checkpoint, arguments, words):
@@ -77,6 +80,13 @@ def test_results_that_could_not_be_kept_are_refused_first(run, checkpoint, tmp_p
         assert ran.code == 2 and "where no results can be kept" in " ".join(ran.err.split()) and "budget" not in ran.err
     ran = run("eval", checkpoint, "--plot", tmp_path)
     assert ran.code == 2 and "must end in" in ran.err
+
+
+def test_a_plot_that_could_not_be_drawn_is_refused_first(run, checkpoint, tmp_path, monkeypatch):
+    """Would catch an hour of measuring that ends with a missing library."""
+    monkeypatch.setattr("smoe.cli.options.find_spec", lambda name: None)
+    ran = run("eval", checkpoint, "--plot", tmp_path / "price.png")
+    assert ran.code == 2 and "a plot needs matplotlib: pip install matplotlib" in ran.err and "budget" not in ran.err
 
 
 def test_tasks_without_the_harness_say_what_to_install(run, checkpoint, monkeypatch):

@@ -151,7 +151,7 @@ def test_answer_is_clipped_to_the_context_and_says_so(run, checkpoint):
         (["--memory", "64MiB", "--temperature", "-1", "-p", "x"], "--temperature"),
         (["--memory", "64MiB", "--top-p", "0", "-p", "x"], "--top-p"),
         (["--memory", "64MiB", "--max-sequences", "1", "-p", "x", "-p", "y"], "--max-sequences 2"),
-        (["--preset", "fastest", "-p", "x"], "unknown preset"),
+        (["--preset", "fastest", "-p", "x"], "--preset is 'fastest'; choose one of: exact"),
         (["--eviction", "belady", "-p", "x"], "eviction"),
         (["--device", "quantum", "-p", "x"], "device"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),

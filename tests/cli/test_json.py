@@ -15,25 +15,30 @@ import pytest
 
 TEXT = "once upon a time there was a cat " * 8
 SMALL = ("--memory", "2700KiB", "--context", 128)
-BAD: dict[str, tuple[object, ...]] = {
-    "generate": ("-p", "x", "--memory", "plenty"),
-    "plan": ("--memory", "plenty"),
-    "bench": ("--memory", "plenty"),
-    "eval": ("--alphas", "a,b"),
-    "tune": ("--tpot", "fast"),
-    "verify": ("--eviction", "belady"),
-    "record": ("--out", "/nowhere/x.trace"),
-    "replay": ("--slots", 4),
-    "doctor": ("--folder", "/nowhere"),
+BAD: dict[str, tuple[tuple[object, ...], str, object]] = {
+    "generate": (("-p", "x", "--memory", "plenty"), "memory_bytes", "plenty"),
+    "plan": (("--resident", "140%"), "resident_share", "140%"),
+    "bench": (("--rounds", 2), "rounds", 2),
+    "eval": (("--alphas", "a,b"), "alphas", "a,b"),
+    "tune": (("--tpot", "fast"), "tpot", "fast"),
+    "verify": (("--eviction", "belady"), "eviction", "belady"),
+    "record": (("--out", "/nowhere/x.trace"), "out", "/nowhere/x.trace"),
+    "replay": (("--slots", 4), "trace", "none.trace"),
+    "doctor": (("--folder", "/nowhere"), "folder", "/nowhere"),
 }
+"""Of every command: options, and the setting and the value that its error is about."""
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_an_error_is_an_object_for_programs(run, checkpoint, tmp_path, name):
-    model = {"doctor": (), "replay": (tmp_path / "none.trace",)}.get(name, (checkpoint,))
-    ran = run(name, *model, *BAD[name], "--json")
+def test_an_error_is_an_object_for_programs(run, checkpoint, name):
+    options, setting, given = BAD[name]
+    model = {"doctor": (), "replay": ("none.trace",)}.get(name, (checkpoint,))
+    ran = run(name, *model, *options, "--json")
     assert ran.code == 2 and ran.json.keys() == {"error"}
-    assert ran.json["error"]["type"] in ("ConfigError", "TraceError") and len(ran.json["error"]["message"]) > 10
+    error = ran.json["error"]
+    assert error["type"] in ("ConfigError", "TraceError") and len(error["message"]) > 10
+    assert (error["setting"], error["given"]) == (setting, given) and error["allowed"]
+    assert "`" not in error["message"] + error["allowed"], "what a shell cannot type"
     assert "Traceback" not in ran.err
 
 
@@ -41,6 +46,47 @@ def test_an_error_is_an_object_for_programs(run, checkpoint, tmp_path, name):
 def test_a_mistyped_line_is_an_object_too(run, checkpoint, arguments):
     ran = run("bench" if arguments else "replay", *((checkpoint, *arguments) if arguments else ()), "--json")
     assert ran.code == 2 and ran.json["error"]["type"] and ran.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting", "given"),
+    [
+        (("--rounds", "many"), "rounds", "many"),
+        (("--context", "long"), "context_tokens", "long"),
+        (("--seed=x",), "seed", "x"),
+        (("replay",), "trace", None),
+    ],
+)
+def test_what_the_parser_refuses_has_facts(run, arguments, setting, given):
+    ran = run(*(() if arguments == ("replay",) else ("bench",)), *arguments, "--json")
+    error = ran.json["error"]
+    assert (error["setting"], error["given"]) == (setting, given) and error["allowed"]
+
+
+def test_a_model_that_is_none_has_facts(run):
+    error = run("plan", "./nowhere", "--json").json["error"]
+    assert error["type"] == "ModelError"
+    assert (error["setting"], error["given"], error["allowed"]) == (
+        "model", "./nowhere", "a model folder, a GGUF file, a hub id, or 'demo'"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "setting"), [("--memory", "memory_bytes"), ("--resident", "resident_share")])
+def test_a_budget_that_cannot_work_has_facts(run, checkpoint, asked, setting):
+    error = run("plan", checkpoint, asked, {"--memory": "64KiB", "--resident": "1%"}[asked], "--json").json["error"]
+    assert error["type"] == "BudgetError" and error["setting"] == setting
+    assert error["given"] == {"--memory": 65536, "--resident": 0.01}[asked] and error["allowed"].startswith("at least")
+
+
+def test_a_prompt_beyond_the_context_has_facts(run, checkpoint):
+    ran = run("generate", checkpoint, "-p", "once upon a time there was", "--context", 3, "--json")
+    error = ran.json["error"]
+    assert error["type"] == "ContextError" and (error["setting"], error["given"]) == ("context_tokens", 3)
+
+
+def test_a_number_that_is_none_is_an_object_all_the_same(run, checkpoint):
+    ran = run("generate", checkpoint, "--alpha", "nan", "--json")
+    assert ran.code == 2 and (ran.json["error"]["setting"], ran.json["error"]["given"]) == ("alpha", "nan")
 
 
 def test_a_surprise_is_an_object_and_keeps_its_traceback(run, checkpoint, monkeypatch, capsys):
@@ -122,5 +168,5 @@ def test_a_byte_that_is_no_text_is_said(run, checkpoint, monkeypatch):
 def test_an_error_about_a_setting_has_its_facts(run, checkpoint):
     ran = run("generate", checkpoint, "-p", "x", "--set", "io_threads=0", "--json")
     assert ran.json["error"] == ran.json["error"] | {
-        "setting": "io_threads", "given": 0, "allowed": "a whole number of at least 1"
+        "setting": "io_threads", "given": 0, "allowed": "a whole number from 1 to 64"
     }  # fmt: skip

@@ -92,7 +92,7 @@ def test_an_emulated_device_is_planned_by_its_profile(run, config_only):
     assert "loaded" in ran.out and "read per token" not in ran.out
     assert ", emulated: speeds are that machine's, with every expert in its RAM" in ran.err and "doctor" not in ran.err
     refused = run(*asked[:-1], "no-such-card")
-    assert refused.code == 2 and "no device profile 'no-such-card'" in refused.err
+    assert refused.code == 2 and "--profile is 'no-such-card', and there is no such profile or file" in refused.err
 
 
 def test_speeds_are_a_range_from_uniform_to_typical_routing(run, config_only):
@@ -143,7 +143,10 @@ def test_a_share_of_the_experts_in_place_of_a_budget(run, config_only, checkpoin
     ("options", "words"),
     [
         (("--resident", "40%", "--memory", "4MiB"), "give one of --memory and --resident"),
-        (("--resident", "1%"), "one token of a layer uses 4"),
+        (
+            ("--resident", "1%"),
+            "--resident 1% of 32 experts is 1, and one token uses 4 of a layer; ask for 12.5%",
+        ),
         (("--resident", "140%"), "not a share"),
     ],
 )

@@ -68,27 +68,63 @@ def test_times_are_those_of_the_virtual_clock(run, trace):
     [
         (("--slots", 9, "--balance", "optimal"), "--balance belongs to --profile"),
         (("--slots", 9, "--profile", "rtx-a6000"), "add --expert-size"),
-        (("--slots", 9, "--profile", "rtx-1", "--expert-size", "9MiB"), "use rtx-4060-ti, rtx-a6000 or a JSON file"),
+        (
+            ("--slots", 9, "--profile", "rtx-1", "--expert-size", "9MiB"),
+            "give rtx-4060-ti, rtx-a6000 or the path of a JSON file",
+        ),
         (("--slots", 16, *CLOCK, "--pools", "layer"), "leave --pools out"),
         (("--slots", 9, *CLOCK, "--balance", "half"), "none, paper, optimal, host"),
         (("--slots", 9, *CLOCK, "--foresight", 2), "from 0 to 1"),
         (("--slots", 9, "--profile", "rtx-a6000", "--expert-size", "0B"), "from 1B to 1TiB"),
         ((), "one of --slots N and --resident"),
-        (("--slots", 9, "--resident", "40%"), "one of --slots N and --resident"),
+        (
+            ("--slots", 9, "--resident", "40%"),
+            "--slots 9 and --resident 40% both say how large the cache is; leave one",
+        ),
         (("--resident", "many"), "is not a share"),
         (("--resident", "140%"), "is not a share"),
-        (("--slots", 3), "uses 4 of a layer"),
+        (("--slots", 3), "--slots 3: a cache of 3 experts is too small: the model uses 4 of a layer"),
+        (("--resident", "1%"), "--resident 1%: a cache of 0 experts is too small"),
+        (("--resident", "1%"), "give at least 4, 12.5% of the 32"),
         (("--slots", 15, "--pools", "layer"), "each of 4 layers; give at least 16"),
-        (("--slots", 900), "has 32 experts"),
+        (("--slots", 900), "--slots is 900; the model has 32 experts: give at most 32"),
         (("--slots", 15, "--pools", "own"), "global, layer"),
         (("--slots", 9, "--eviction", "belady, lfu"), "belady, lfu"),
         (("--slots", 9, "--alpha", 2), "from 0 (exact) to 1"),
-        (("--slots", 9, "--alpha", 0.3, "--eviction", "belady"), "belady knows"),
+        (("--slots", 9, "--alpha", 0.3, "--eviction", "belady"), "--eviction belady knows"),
     ],
 )
 def test_bad_options_are_refused(run, trace, arguments, words):
     ran = run("replay", trace, *arguments)
     assert ran.code == 2 and words in " ".join(ran.err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting", "given"),
+    [
+        ((), "slots", None),
+        (("--slots", 9, "--resident", "40%"), "slots", 9),
+        (("--slots", 3), "slots", 3),
+        (("--resident", "1%"), "resident", "1%"),
+        (("--resident", "140%"), "resident", "140%"),
+        (("--slots", 9, "--balance", "optimal"), "balance", "optimal"),
+        (("--slots", 9, "--profile", "nofile.json", "--expert-size", "9MiB"), "profile", "nofile.json"),
+        (("--slots", 9, "--profile", "rtx-a6000", "--expert-size", "9"), "expert_size", "9"),
+    ],
+)
+def test_what_is_refused_has_facts(run, trace, arguments, setting, given):
+    error = run("replay", trace, *arguments, "--json").json["error"]
+    assert (error["setting"], error["given"]) == (setting, given) and error["allowed"]
+
+
+def test_a_bad_profile_is_refused_before_the_trace_is_read(run):
+    ran = run("replay", "none.trace", "--slots", 9, "--profile", "nofile.json", "--expert-size", "9MiB")
+    assert ran.code == 2 and "--profile is 'nofile.json', and there is no such profile or file" in ran.err
+
+
+def test_a_folder_is_no_trace(run, tmp_path):
+    ran = run("replay", tmp_path, "--slots", 9)
+    assert ran.code == 2 and "it is a folder; give a file that smoe record has written" in " ".join(ran.err.split())
 
 
 def test_what_is_no_trace_is_refused(run, tmp_path):

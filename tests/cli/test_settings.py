@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from smoe.cli.options import EngineOptions
-from smoe.cli.settings import OPTION_OF, SETTABLE, settings_of
+from smoe.cli.settings import OPTION_OF, SETTABLE, described, settings_of
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 
@@ -52,20 +52,52 @@ def test_values_have_their_type(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["prefill_keep"], "NAME=VALUE, where NAME is one of: alpha_as_priced"),
-        (["eviction=lru"], "--set eviction: use --eviction"),
+        (["prefill_keep"], "must be NAME=VALUE, such as io_threads=2; --set help lists all names"),
+        (["eviction=lru"], "--set eviction: it has an option of its own, use --eviction"),
         (["memory_bytes=3"], "use --memory"),
-        (["prefill_kep=eviction"], "did you mean 'prefill_keep'?"),
-        (["io_threads=two"], "--set io_threads=two: it must be a whole number"),
+        (["prefill_kep=eviction"], "knows no 'prefill_kep'; did you mean prefill_keep? --set help lists all names"),
+        (["evicton=lru"], "did you mean --eviction? --set help lists all names"),
+        (["nonsense=1"], r"knows no 'nonsense'; the closest name is \w+; --set help lists all names"),
+        (["=1"], "--set is '=1'; it must be NAME=VALUE"),
+        ([""], "--set is ''; it must be NAME=VALUE"),
+        (["io_threads=two"], "`io_threads` is 'two'; it must be a whole number from 1 to 64"),
         (["prefill_balance=maybe"], "true or false"),
         (["io_threads=2", "io_threads=3"], "gives io_threads twice"),
-        (["io_threads=0"], "at least 1"),
-        (["io_threads=99999"], "at most 64"),
-        (["emulated_expert_bytes=9"], "no unit"),
-        (["dilation=5"], "only with `device` emulated"),
+        (["io_threads=0"], "from 1 to 64"),
+        (["io_threads=99999"], "from 1 to 64"),
+        (["emulated_expert_bytes=9"], "`emulated_expert_bytes` is '9', which has no unit"),
+        (["dilation=5"], "belongs to `device` emulated"),
         (["prefill_keep=never"], "choose one of: last-uses, eviction"),
     ],
 )
 def test_what_cannot_be_understood_is_refused(given: list[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says.replace("?", r"\?")):
+    with pytest.raises(ConfigError, match=says.replace("?", r"\?")) as error:
         EngineOptions(settings=given).config()
+    assert error.value.facts["setting"] in ("set", given[0].partition("=")[0]) and error.value.facts["allowed"]
+
+
+@pytest.mark.parametrize("asked", ["help", "?"])
+def test_all_names_are_listed_with_what_they_mean(run, monkeypatch, asked):
+    monkeypatch.setenv("COLUMNS", "80")
+    ran = run("record", "--set", asked)  # without the --out that it otherwise needs
+    assert ran.code == 0 and ran.err == "" and max(map(len, ran.out.splitlines())) <= 80
+    said = {entry["name"]: entry for entry in run("record", "--set", asked, "--json").json["settings"]}
+    assert set(said) == set(SETTABLE)
+    words = " ".join(ran.out.split())
+    for name, entry in said.items():
+        assert f"{name} {entry['meaning']} {entry['allowed']} (default: {entry['default']})" in words
+        assert len(entry["meaning"]) <= 76, "a line"
+    assert said["prefill_keep"]["allowed"] == "last-uses, eviction" and said["prefill_keep"]["default"] == "last-uses"
+    assert said["io_threads"] == said["io_threads"] | {"allowed": "a whole number from 1 to 64", "default": "2"}
+    assert said["prefill_balance"]["default"] == "true"
+
+
+@pytest.mark.parametrize("name", SETTABLE)
+def test_a_default_can_be_given(name):
+    """Would catch a list that names what is refused; a default of None is in words of its own."""
+    (entry,) = [entry for entry in described() if entry["name"] == name]
+    default = getattr(EngineConfig(), name)
+    if default is None:
+        assert entry["default"] != "None"
+    else:
+        assert settings_of([f"{name}={entry['default']}"]) == {name: default}

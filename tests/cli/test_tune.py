@@ -278,7 +278,7 @@ def test_what_costs_too_much_is_not_chosen(run, checkpoint, priced_text, monkeyp
         (("--max-perplexity-increase", "some"), "is not a share"),
         (("--max-perplexity-increase", "1"), "means 100%; give at most 50%, such as 1%"),
         (("--max-perplexity-increase", "1%", "--tpot", "40ms"), "both choose alpha"),
-        (("--max-perplexity-increase", "1%", "--tokens", 30), "at least 640 are needed"),
+        (("--max-perplexity-increase", "1%", "--tokens", 30), "--tokens is 30; it must be at least 640"),
         (("--max-perplexity-increase", "1%", "--alpha", 0.2), "sets alpha itself"),
         (("--tokens", 800), "belongs to --max-perplexity-increase"),
         (("--out", "results"), "belongs to --max-perplexity-increase"),
@@ -293,7 +293,7 @@ def test_a_text_too_short_to_price_on_is_refused(run, checkpoint, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("once upon a time")
     ran = run("tune", checkpoint, *COMMON, "--text", path, "--max-perplexity-increase", "1%")
-    assert ran.code == 2 and "at least 640 are needed; give more with --text" in ran.err
+    assert ran.code == 2 and "at least 640 are needed; give a longer --text" in ran.err
 
 
 def test_an_interrupt_is_said(run, checkpoint, text, monkeypatch):

@@ -32,6 +32,25 @@ def test_every_layer_is_equal(run, checkpoint):
     assert ran.out.rstrip().endswith("not compared: several sequences at once, prompts read in chunks")
 
 
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (("--tokens", 99), "a prompt of 99 tokens and 2 after it do not fit the context of 64; give fewer --tokens"),
+        (("--tokens", 63), "a prompt of 63 tokens"),
+        (("--alpha", 0.3), "alpha is 0.3, which replaces experts"),
+        (("--preset", "smoe"), "--preset smoe-exact instead of smoe"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused_before_anything_is(run, checkpoint, asked, says):
+    """Would catch a lossy model that is called damaged."""
+    ran = run("verify", checkpoint, "--context", 64, *asked)
+    assert ran.code == 2 and ran.out == "" and "resident" not in ran.err and says in " ".join(ran.err.split())
+
+
+def test_the_longest_prompt_of_a_context_is_checked(run, checkpoint):
+    assert run("verify", checkpoint, "--context", 64, "--tokens", 62).code == 0
+
+
 def test_json(run, checkpoint):
     value = run("verify", checkpoint, "--memory", "64MiB", "--json").json
     assert value["is_exact"] and value["not_compared"] == []

@@ -134,19 +134,24 @@ def test_the_demos_own_texts() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", "{", "line 1 of .* is no JSON"),
-        ("a.jsonl", "[1]", "no JSON object"),
-        ("a.jsonl", '{"body": "x"}', "has no text"),
-        ("a.txt", " ", "is empty"),
-        ("missing.txt", None, "cannot read"),
+        ("a.jsonl", "{", r"line 1 of .* is no JSON \(.*\); every line must be a JSON object"),
+        ("a.jsonl", "[1]", "no JSON object; every line must be one"),
+        ("a.jsonl", '{"body": "x"}', "has no text; every line must have"),
+        ("a.txt", " ", "is empty; give a file with some text"),
+        ("a.txt", "caf\udce9", "cannot read `text` .*: its byte 3 is not UTF-8; give a file with text in UTF-8"),
+        ("missing.txt", None, "cannot read `text` .*: No such file or directory; give a file"),
     ],
 )
 def test_bad_texts_are_refused(name: str, content: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / name
     if content is not None:
-        path.write_text(content)
-    with pytest.raises(ConfigError, match=message):
+        path.write_bytes(content.encode("utf8", "surrogateescape"))
+    with pytest.raises(ConfigError, match=message) as error:
         read_documents(path)
+    assert error.value.facts == error.value.facts | {"setting": "text", "given": str(path)}
+    with pytest.raises(ConfigError, match=message.replace("`text`", "`prompt_file`")) as error:
+        read_documents(path, "prompt_file")
+    assert error.value.facts["setting"] == "prompt_file"
 
 
 def test_the_largest_alpha_within_a_price() -> None:

@@ -14,7 +14,8 @@ from smoe import from_pretrained
 from smoe.errors import ConfigError, ContextError, ModelError
 from smoe.generation.chat import Chat
 from smoe.generation.detokenizer import TextStream
-from smoe.generation.generate import Sampling, encode, generate, generate_batch, pad
+from smoe.generation.generate import encode, generate, generate_batch, pad
+from smoe.generation.sampling import Sampling
 from tests.toy import ASCII, END, TEMPLATE, ascii_tokenizer, byte_tokenizer, save_toy
 
 BYTES = byte_tokenizer(sorted(pre_tokenizers.ByteLevel.alphabet()))

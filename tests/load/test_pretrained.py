@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from smoe import from_pretrained
 from smoe.compute.expert_math import ExpertMath
-from smoe.errors import BudgetError, UnsupportedModelError
+from smoe.config import configure
+from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.kernels.spinning_pool import is_supported
 from smoe.load import pretrained
 from smoe.models.experts import is_experts
@@ -21,6 +22,17 @@ from tests import oracle, zoo
 from tests.threads import engine_threads
 
 Open = Callable[..., PreTrainedModel]
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pretrained.choose_device(configure(device="cuda:1")) == torch.device("cuda:1")
+    with pytest.raises(
+        ConfigError, match="`device` is 'cuda:2'; choose one of: cpu, cuda:0, cuda:1, emulated"
+    ) as error:
+        pretrained.choose_device(configure(device="cuda:2"))
+    assert error.value.facts["setting"] == "device"
 
 
 def test_by_default_the_whole_model_fits(toy: Callable[..., Path]) -> None:

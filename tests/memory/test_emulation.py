@@ -123,8 +123,8 @@ def test_shipped_profiles_are_read(name: str) -> None:
         ({"link_bytes_per_second": "fast"}, "positive"),
         ({"link_bytes_per_second": 1e-300}, "positive"),
         ({"link_bytes_per_second": float("inf")}, "positive"),
-        ({"link_bandwidth": 3}, "link_bandwidth is unknown"),
-        ({"name": None}, "name"),
+        ({"link_bandwidth": 3}, "has link_bandwidth, which no profile has"),
+        ({"name": None}, "None for name; it must be text"),
     ],
 )
 def test_a_bad_profile_is_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -137,5 +137,30 @@ def test_a_bad_profile_is_refused(change: dict[str, Any], says: str, tmp_path: P
 
 
 def test_an_unknown_profile_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="rtx-a6000"):
-        read_profile("rtx-9090")
+    with pytest.raises(ConfigError, match=r"no such profile or file.*give rtx-4060-ti, rtx-a6000 or the path") as error:
+        read_profile("nofile.json")
+    assert error.value.facts["setting"] == "profile" and error.value.facts["given"] == "nofile.json"
+    with pytest.raises(ConfigError, match="did you mean rtx-a6000"):
+        read_profile("rtx-a600")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[1, 2]", "which holds a JSON list; it must hold an object with the entries name, source, link_bytes_per"),
+        ("3", "which holds a JSON value; it must hold an object"),
+        ('{"name": "x"}', r"which lacks source, .*; add what is missing .*rtx-a6000\.json is a whole profile"),
+        ("fast", "which is no JSON .Expecting value in line 1."),
+        ("\udcff", "which is no text; give"),
+    ],
+)
+def test_a_file_that_is_no_profile_says_what_one_is(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_bytes(text.encode("utf8", "surrogateescape"))
+    with pytest.raises(ConfigError, match=says):
+        read_profile(str(path))
+
+
+def test_a_folder_is_no_profile(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_profile(str(tmp_path))

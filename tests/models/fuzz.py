@@ -43,7 +43,8 @@ from smoe import from_pretrained
 from smoe.cli.session import tokenizer_of
 from smoe.errors import SmoeError
 from smoe.generation.chat import Chat
-from smoe.generation.generate import Sampling, generate
+from smoe.generation.generate import generate
+from smoe.generation.sampling import Sampling
 from smoe.models.registration import register_local_families
 from tests.models.mutations import mutate
 from tests.toy import TEMPLATE, save_toy

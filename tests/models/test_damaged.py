@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from smoe.cli.session import tokenizer_of
 from smoe.errors import CheckpointError, ModelError
 from smoe.generation.chat import Chat
-from smoe.generation.generate import Sampling, generate
+from smoe.generation.generate import generate
+from smoe.generation.sampling import Sampling
 from tests import oracle, zoo
 from tests.models.test_checkpoints import copy_of, pack_folder
 from tests.toy import save_toy

@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from smoe.benchmark.prompts import prompt_ids
-from smoe.generation.generate import Sampling, generate_batch, pad
+from smoe.generation.generate import generate_batch, pad
+from smoe.generation.sampling import Sampling
 from smoe.machine.measure import quick_rates
 from smoe.report.run import RunReport, report_on
 from smoe.runtime.engine import Engine

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from smoe.cli.options import Debug, EngineOptions, Json, Model, check_plot
+from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,8 +60,10 @@ def command(
     from smoe.cli.console import errors, gives_json, is_quiet, print_json, warn
     from smoe.cli.interrupts import exit_code
     from smoe.cli.session import loaded, tokenizer_of
+    from smoe.generation.sampling import check_seed
 
-    given = {"--text": text, "--rounds": rounds, "--batch": batch, "--plot": plot, "--tokens": tokens}
+    check_seed(seed)
+    given = {"text": text, "rounds": rounds, "batch": batch, "plot": plot, "tokens": tokens}
     _check(given, ablation, quick, engine.preset)
     if ablation is not None:
         amounts = (2 if rounds is None else rounds, 1 if batch is None else batch, tokens)
@@ -70,6 +73,8 @@ def command(
         errors().print(_PHYSICS, soft_wrap=True)
     cells = QUICK_CELLS if quick else CELLS
     config = _config(model, engine, cells)
+    if config.context_tokens is not None and not fitting(cells, config.context_tokens):
+        raise _no_cell(config.context_tokens, cells)
     with loaded(model, config, engine.revision) as ready:
         tokenizer = tokenizer_of(model, engine.revision)
         offload: Any = ready.offload
@@ -85,19 +90,28 @@ def command(
         raise typer.Exit(exit_code())
 
 
+def _no_cell(context_tokens: int, cells: list[Cell]) -> ConfigError:
+    least = min(cell.prompt_tokens + cell.new_tokens for cell in cells)
+    message = f"`context_tokens` {context_tokens} holds none of the cells; the shortest takes {least} tokens"
+    allowed = f"at least {least}"
+    return ConfigError(f"{message}: give {allowed}", setting="context_tokens", given=context_tokens, allowed=allowed)
+
+
 def _check(given: dict[str, Any], ablation: str | None, quick: bool, preset: str) -> None:
     """Options that would be ignored are refused."""
-    from smoe.errors import ConfigError
-
-    idle = [name for name, value in given.items() if value is not None]
-    if ablation is None and idle:
-        raise ConfigError(f"{idle[0]} belongs to --ablation; add --ablation smoe, or leave it out")
+    for name, value in given.items():
+        if ablation is None and value is not None:
+            raise ConfigError.idle(name, value if isinstance(value, int) else str(value), "`ablation` smoe")
+        if isinstance(value, int) and value < 1:
+            raise ConfigError.out_of_bounds(name, value, "at least 1")
     if ablation is not None and quick:
-        raise ConfigError("--quick has no meaning with --ablation; fewer --rounds make it shorter")
+        message = "--quick has no meaning with --ablation; fewer --rounds make it shorter"
+        raise ConfigError(message, setting="quick", given=True, allowed="only without `ablation`")
     if ablation is not None and preset != "exact":
-        raise ConfigError("--ablation sets the switches of every step itself; leave --preset out")
-    if given["--plot"] is not None:
-        check_plot(given["--plot"])
+        message = "--ablation sets the switches of every step itself; leave --preset out"
+        raise ConfigError(message, setting="preset", given=preset, allowed="only without `ablation`")
+    if given["plot"] is not None:
+        check_plot(given["plot"])
 
 
 def _ablate(
@@ -114,17 +128,15 @@ def _ablate(
 
     from smoe.benchmark.ablation import ABLATIONS, DEVICE_ABLATIONS, TIMED_TOKENS, ablate
     from smoe.benchmark.ablation import as_json as results
+    from smoe.cli.ablation import print_table
     from smoe.cli.console import gives_json, is_quiet, print_json, progress, warn
     from smoe.cli.interrupts import exit_code
     from smoe.config import EMULATED
-    from smoe.errors import ConfigError
     from smoe.load.pretrained import choose_device, load
 
     if name not in ABLATIONS:
-        raise ConfigError(f"--ablation is {name!r}; choose one of: {', '.join(ABLATIONS)}")
+        raise ConfigError.no_choice("ablation", name, ABLATIONS)
     rounds, batch, tokens = amounts[0], amounts[1], TIMED_TOKENS if amounts[2] is None else amounts[2]
-    if min(rounds, batch, tokens) < 1:
-        raise ConfigError(f"--rounds is {rounds}, --batch {batch}, --tokens {tokens}; each must be at least 1")
     config = options.config(batch)
     has_device = config.device == EMULATED or choose_device(config).type != "cpu"
     steps = (DEVICE_ABLATIONS if has_device else ABLATIONS)[name]
@@ -145,7 +157,7 @@ def _ablate(
     if not lines:
         raise KeyboardInterrupt
     if not (gives_json(as_json) and is_quiet()):
-        _print_ablation(lines, has_device, config.device == EMULATED)
+        print_table(lines, has_device, config.device == EMULATED)
     if plot is not None:
         _draw_ablation(lines, model, batch, config.profile if config.device == EMULATED else None, plot)
     if gives_json(as_json):
@@ -170,67 +182,20 @@ def _rows_of_text(model: str, options: EngineOptions, text: Path | None, batch: 
     """Stretches of the text, one for each sequence of the batch, in tokens."""
     from smoe.benchmark.ablation import PROMPT_TOKENS, WARM_TOKENS
     from smoe.cli.session import tokenizer_of
-    from smoe.errors import ConfigError
     from smoe.eval.texts import read_documents
 
     needed = PROMPT_TOKENS + WARM_TOKENS + tokens
     tokenizer = tokenizer_of(model, options.revision)
     ids = [token for document in read_documents(text) for token in tokenizer(document)["input_ids"]]
     if len(ids) < needed * batch:
+        source = str(text or "the demo's text")
         raise ConfigError(
-            f"the text has {len(ids)} tokens; {needed * batch} are needed: give a longer one with --text, "
-            "or fewer --tokens"
+            f"{source} has {len(ids)} tokens; {needed * batch} are needed: give a longer --text, or fewer --tokens",
+            setting="text",
+            given=source,
+            allowed=f"text of at least {needed * batch} tokens",
         )
     return [ids[n * needed : (n + 1) * needed] for n in range(batch)]
-
-
-def _print_ablation(lines: list[Line], has_device: bool, is_emulated: bool) -> None:
-    from rich.table import Table
-
-    from smoe.cli.console import errors
-    from smoe.units import format_bytes, format_seconds
-
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("", no_wrap=True)
-    traffic = "on CPU" if has_device else "read"
-    for heading in ("TPOT", "change", "hits", traffic, "swapped", "right", "waited"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for line in lines:
-        values = line.as_json()
-
-        def percent(name: str, values: dict[str, Any] = values) -> str:
-            return "-" if values[name] is None else f"{values[name]:.0%}"
-
-        table.add_row(
-            line.step.name,
-            format_seconds(line.seconds),
-            f"{line.seconds / lines[0].seconds - 1:+.0%}",
-            percent("hit_ratio"),
-            percent("host_computed_share") if has_device else format_bytes(values["bytes_read_per_token"]),
-            percent("substituted_share"),
-            percent("prefetch_precision"),
-            format_seconds(values["wait_seconds_per_token"] + values["host_wait_seconds_per_token"]),
-        )
-    errors().print(table)
-    errors().print(f"[dim]{_legend(lines, has_device, is_emulated)}[/dim]", soft_wrap=True)
-
-
-def _legend(lines: list[Line], has_device: bool, is_emulated: bool) -> str:
-    """What the table's words mean, and how far to trust emulated times."""
-    said = [
-        f"{lines[0].turns[0].resident_share:.0%} of the experts resident. CE: eviction by score; CR: substitution; "
-        "Pre: prefetch; BA: balance of CPU and link.",
-        "change: against the first line; swapped: replaced by a substitute; right: of the prefetched, used; "
-        "waited: for loads and the CPU"
-        + ("; on CPU: of the experts used, computed beside the device" if has_device else ""),
-    ]
-    if is_emulated:
-        late = max(line.share(lambda c: c.late_seconds, lambda c: c.forward_seconds) or 0.0 for line in lines)
-        said.append(
-            f"emulated times; this machine was late by {late:.0%} at most "
-            "(above a few per cent the figures are partly its own)"
-        )
-    return "\n".join(said)
 
 
 def _config(model: str, engine: EngineOptions, cells: list[Cell]) -> EngineConfig:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from smoe.generation.chat import Chat
-    from smoe.generation.generate import Sampling
+    from smoe.generation.sampling import Sampling
 
 EPILOG = """Examples:
 
@@ -81,7 +81,7 @@ def _sampling(options: ChatSamplingOptions, model: PreTrainedModel | None) -> Sa
     """The generator's own form of the options; what nobody has given is the model's."""
     import secrets
 
-    from smoe.generation.generate import Sampling
+    from smoe.generation.sampling import Sampling
 
     own = model.generation_config.max_new_tokens if model is not None else None
     given = options.max_new_tokens

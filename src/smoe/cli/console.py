@@ -19,8 +19,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from smoe.cli.settings import option_of
-from smoe.errors import BudgetError, ConfigError, ContextError, NotMoEError, SmoeError
+from smoe.cli.settings import OPTION_OF, option_of
+from smoe.errors import BudgetError, ContextError, NotMoEError, SmoeError
 from smoe.units import format_bytes, format_remaining
 
 _PATIENCE_SECONDS = 1.0
@@ -68,9 +68,26 @@ def print_json(value: Any) -> None:
 
 
 def print_json_error(error: BaseException) -> None:
-    """An error for the program that asked for JSON."""
-    facts = error.facts if isinstance(error, ConfigError) else {}
-    print_json({"error": {"type": type(error).__name__, "message": words_of(error)} | facts})
+    """An error for the program that asked for JSON; with the facts where it is about a setting."""
+    facts = error.facts if isinstance(error, SmoeError) else _facts_of_a_mistyped_line(error)
+    in_words = {name: as_options(fact) for name, fact in facts.items() if name == "allowed" and isinstance(fact, str)}
+    print_json({"error": {"type": type(error).__name__, "message": words_of(error)} | facts | in_words})
+
+
+def _facts_of_a_mistyped_line(error: BaseException) -> dict[str, object]:
+    """What the parser of the command line knows of the parameter that it refused."""
+    parameter = getattr(error, "param", None)
+    if parameter is None:
+        return {}
+    given = None
+    for word, following in zip(sys.argv, [*sys.argv[1:], None], strict=True):
+        if word in parameter.opts:
+            given = following
+        elif word.partition("=")[0] in parameter.opts:
+            given = word.partition("=")[2]
+    setting = next((name for name, option in OPTION_OF.items() if option in parameter.opts), parameter.name)
+    allowed = str(getattr(error, "message", "")).removeprefix("Input should be ").partition(", unable to parse")[0]
+    return {"setting": setting, "given": given, "allowed": allowed or "must be given"}
 
 
 def stdin() -> TextIO | None:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from smoe.cli.options import Debug, Json
+from smoe.config import MOST_THREADS
+from smoe.errors import ConfigError
+from smoe.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from smoe.machine.findings import Finding
@@ -24,6 +27,8 @@ kept for smoe plan and for summaries, in smoe/profile.json of the user's cache
 folder (XDG_CACHE_HOME says where that is).
 """
 
+_LEAST_BYTES, _MOST_BYTES = 2**12, 2**31
+"""Of an expert: a page; two experts of the most still fit an ordinary machine's memory."""
 _MARKS = {"good": "[green]ok  [/green]", "better": "[yellow]hint[/yellow]", "bad": "[red]bad [/red]"}
 
 
@@ -32,7 +37,9 @@ def command(
         Path | None, typer.Option(help="Where models lie: the disk to measure. \\[default: the hub's cache]")
     ] = None,
     expert_size: Annotated[str, typer.Option(help="Size of one read, as big as one expert.")] = "8MiB",
-    threads: Annotated[int | None, typer.Option(help="Computing threads to measure with.", min=1)] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Computing threads to measure with.", min=1, max=MOST_THREADS)
+    ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -40,17 +47,20 @@ def command(
 
     Floors of the time per token (smoe plan, summaries, smoe bench) are computed from this profile.
     """
+    read_bytes = parse_bytes(expert_size, "expert_size")
+    if not _LEAST_BYTES <= read_bytes <= _MOST_BYTES:
+        allowed = f"a size from {format_bytes(_LEAST_BYTES)} to {format_bytes(_MOST_BYTES)}"
+        raise ConfigError.out_of_bounds("expert_size", expert_size, allowed)
     import smoe.load.pretrained  # noqa: F401 - a process with a model has all of these libraries
     from smoe.cli.console import note, print_json
     from smoe.cli.keeping import Keeping
     from smoe.machine.findings import examine, models_folder
     from smoe.machine.measure import save_profile
     from smoe.machine.process_memory import beside_budget
-    from smoe.units import identifier, parse_bytes
+    from smoe.units import identifier
 
     where = models_folder(folder)
     beside = beside_budget(0)  # before anything is measured, which takes memory too
-    read_bytes = parse_bytes(expert_size)
     keeping = Keeping()
     profile = _measure(where, read_bytes, threads)
     findings = examine(profile, where)

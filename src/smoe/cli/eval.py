@@ -80,12 +80,16 @@ def command(
     if plot is not None:
         check_plot(plot)
     if tasks is not None and questions is not None:
-        raise ConfigError("--tasks and --questions both say what is asked; give one of them")
+        message = "--tasks and --questions both say what is asked; give one of them"
+        raise ConfigError(message, setting="tasks", given=tasks, allowed="only without `questions`")
     if task_folder is not None and tasks is None:
-        raise ConfigError("--task-folder belongs to --tasks; add that, or leave it out")
-    if tasks is not None and most_questions < 1:
-        raise ConfigError(f"--most-questions is {most_questions}; --tasks needs at least 1")
+        raise ConfigError.idle("task_folder", str(task_folder), "`tasks`")
+    if most_questions < (0 if tasks is None else 1):
+        allowed = "at least 0" if tasks is None else "at least 1 with `tasks`"
+        raise ConfigError.out_of_bounds("most_questions", most_questions, allowed)
     names = tuple(name.strip() for name in tasks.split(",") if name.strip()) if tasks is not None else ()
+    if tasks is not None and not names:
+        raise ConfigError.out_of_bounds("tasks", tasks, "names of tasks separated by commas, such as arc_easy,piqa")
     material = Material(text, tokens, questions, most_questions, names, task_folder)
     prices, circumstances = measured(engine, model, thresholds, material, out)
     writes_json = gives_json(json)
@@ -100,13 +104,16 @@ def command(
         note(str(plot))
 
 
-def _thresholds(given: str) -> list[float]:
-    from smoe.config import configure
+def _no_alphas(given: str) -> ConfigError:
+    allowed = "numbers from 0 (exact) to 1 separated by commas, such as 0,0.2,0.4"
+    return ConfigError.out_of_bounds("alphas", given, allowed)
 
+
+def _thresholds(given: str) -> list[float]:
     try:
         found = [float(part) for part in given.split(",")]
     except ValueError as error:
-        raise ConfigError(f"--alphas is {given!r}; give numbers separated by commas, such as 0,0.2,0.4") from error
-    for alpha in found:
-        configure(alpha=alpha)  # complains where it is out of bounds
+        raise _no_alphas(given) from error
+    if not all(0 <= alpha <= 1 for alpha in found):
+        raise _no_alphas(given)
     return found

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from smoe.generation.detokenizer import OnText
-    from smoe.generation.generate import Answer, Sampling
+    from smoe.generation.generate import Answer
+    from smoe.generation.sampling import Sampling
     from smoe.report.run import RunReport
 
 EPILOG = """Examples:
@@ -86,13 +87,14 @@ def read_prompts(options: PromptOptions, model: str) -> list[str]:
         note(f'no prompt was given; taking "{DEMO_PROMPT}" (see --prompt)')
         texts = [DEMO_PROMPT]
     if not texts:
-        raise ConfigError('there is no prompt; give one with -p "...", --prompt-file FILE, or on stdin')
+        message = 'there is no prompt; give one with -p "...", --prompt-file FILE, or on stdin'
+        raise ConfigError(message, setting="prompt", allowed="at least one, or `prompt_file`, or stdin")
     return texts
 
 
 def to_sampling(options: SamplingOptions) -> Sampling:
     """The generator's own form of the options."""
-    from smoe.generation.generate import Sampling
+    from smoe.generation.sampling import Sampling
 
     return Sampling(
         max_new_tokens=options.max_new_tokens,
@@ -108,8 +110,9 @@ def _seconds(tpot: str | None, engine: EngineOptions) -> float | None:
     from smoe.units import parse_seconds
 
     if tpot is not None and engine.alpha is not None:
-        raise ConfigError("--tpot chooses alpha; give one of --tpot and --alpha")
-    return parse_seconds(tpot) if tpot is not None else None
+        message = "--tpot chooses alpha; give one of --tpot and --alpha"
+        raise ConfigError(message, setting="alpha", given=engine.alpha, allowed="only without `tpot`")
+    return parse_seconds(tpot, "tpot") if tpot is not None else None
 
 
 def _meet(seconds: float, model: str, preset: str, ready: PreTrainedModel) -> None:
@@ -211,16 +214,19 @@ def _finish(answers: list[Answer]) -> None:
 
 
 def _read(name: str) -> str:
+    from smoe.eval.texts import unread
+
     if name == "-":
         from smoe.cli.console import stdin
 
         piped = stdin()
         if piped is None:
-            raise ConfigError("--prompt-file - reads stdin, and stdin is closed; give a file, or -p")
+            message = "--prompt-file - reads stdin, and stdin is closed; give a file, or -p"
+            raise ConfigError(message, setting="prompt_file", given="-", allowed="a file, as stdin is closed")
         text = piped.read()
         check_text(text, "stdin")
         return text
     try:
         return Path(name).read_text(encoding="utf8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the prompt file {name}: {error}") from error
+        raise unread(Path(name), "prompt_file", error) from error

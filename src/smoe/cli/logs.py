@@ -50,5 +50,7 @@ def _level(verbosity: int) -> int | None:
     if not asked:
         return None
     if asked not in _LEVELS:
-        raise ConfigError(f"SMOE_LOG is {asked!r}; set it to one of: {', '.join(_LEVELS)}, or unset it")
+        levels = ", ".join(_LEVELS)
+        message = f"SMOE_LOG is {asked!r}; set it to one of: {levels}, or unset it"
+        raise ConfigError(message, setting="SMOE_LOG", given=asked, allowed=levels)
     return int(getattr(logging, asked.upper()))

@@ -8,17 +8,19 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from smoe.cli.console import speaking
+from smoe.cli.console import output, print_json, speaking
 from smoe.cli.interrupts import ending_in_order
 from smoe.cli.logs import logged
-from smoe.cli.settings import settings_of
+from smoe.cli.settings import asks_for_help, described, listing, settings_of
 from smoe.config import DEFAULT_ALPHA, DTYPES, EMULATED, KERNELS, PRESETS, EngineConfig, configure
 from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE
@@ -48,6 +50,17 @@ _Verbose = Annotated[
 ]
 _EVERYWHERE: dict[str, tuple[Any, Any]] = {"quiet": (_Quiet, False), "verbose": (_Verbose, 0)}
 """Options of every command: annotation, default."""
+
+
+def _list_settings(given: list[str] | None) -> list[str] | None:
+    """What `--set help` asks for, and leave; anything else goes on."""
+    if not asks_for_help(given or ()):
+        return given
+    if "--json" in sys.argv[1:]:
+        print_json({"settings": described()})
+    else:
+        print(listing(min(output().width, 100)))
+    raise typer.Exit
 
 
 @dataclass(frozen=True)
@@ -144,8 +157,10 @@ class EngineOptions:
         typer.Option(
             "--set",
             metavar="NAME=VALUE",
-            help="Any other setting, e.g. prefill_keep=eviction; --set '?' names them. Repeatable.",
+            help="Any other setting, e.g. prefill_keep=eviction; --set help lists them. Repeatable.",
             rich_help_panel=_ENGINE,
+            is_eager=True,  # a listing needs no other options
+            callback=_list_settings,
         ),
     ] = None
     reproducible: Annotated[
@@ -160,15 +175,20 @@ class EngineOptions:
         """
         if self.alpha and self.preset == "smoe-exact":
             raise ConfigError(
-                f"--preset smoe-exact is exact, --alpha {self.alpha:g} is not; use --preset smoe, or leave one out"
+                f"--preset smoe-exact is exact, --alpha {self.alpha:g} is not; use --preset smoe, or leave one out",
+                setting="alpha",
+                given=self.alpha,
+                allowed="0 with `preset` smoe-exact",
             )
         if self.profile is not None and self.device != EMULATED:
-            raise ConfigError("--profile says whose times --device emulated takes; add that, or leave --profile out")
+            raise ConfigError.idle("profile", self.profile, "`device` emulated")
         return configure(
             "smoe" if self.alpha and self.preset == "exact" else self.preset,
-            memory_bytes=parse_bytes(self.memory) if self.memory is not None else None,
-            resident_share=parse_share(self.resident) if self.resident is not None else None,
-            host_memory_bytes=parse_bytes(self.host_memory) if self.host_memory is not None else None,
+            memory_bytes=parse_bytes(self.memory, "memory_bytes") if self.memory is not None else None,
+            resident_share=parse_share(self.resident, "resident_share") if self.resident is not None else None,
+            host_memory_bytes=(
+                parse_bytes(self.host_memory, "host_memory_bytes") if self.host_memory is not None else None
+            ),
             context_tokens=self.context,
             max_sequences=self.max_sequences if self.max_sequences is not None else sequences,
             threads=self.threads,
@@ -192,7 +212,8 @@ def substituting(options: EngineOptions, sequences: int = 1) -> EngineConfig:
     Raises `ConfigError` where a threshold was given, as the command chooses its own.
     """
     if options.alpha is not None:
-        raise ConfigError("this command sets alpha itself; leave --alpha out")
+        message = "this command sets alpha itself; leave --alpha out"
+        raise ConfigError(message, setting="alpha", given=options.alpha, allowed="nothing: it is set by the command")
     if options.preset == "exact":
         options = replace(options, preset="smoe")
     config = replace(options.config(sequences), alpha_as_priced=False)
@@ -205,18 +226,28 @@ def check_text(text: str, source: str) -> None:
         text.encode("utf8")
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{source} has bytes that are not UTF-8, the first after {text[: error.start][-20:]!r}; write it as UTF-8"
+            f"{source} has bytes that are not UTF-8, the first after {text[: error.start][-20:]!r}; write it as UTF-8",
+            setting=source.removeprefix("--").replace("-", "_"),
+            given=ascii(text),
+            allowed="text in UTF-8",
         ) from error
 
 
 def check_plot(path: Path) -> None:
     """Refuse before hours of work what could not be drawn after them."""
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot is {str(path)!r}; it must end in .png, .svg or .pdf")
+        raise _no_plot(path, "; it must end in .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot is {str(path)!r}; there is no folder {path.absolute().parent}")
+        raise _no_plot(path, f"; there is no folder {path.absolute().parent}: make it, or give another")
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise ConfigError(f"--plot is {str(path)!r}, which cannot be written")
+        raise _no_plot(path, ", which cannot be written; give another file")
+    if find_spec("matplotlib") is None:
+        raise _no_plot(path, ", and a plot needs matplotlib: pip install matplotlib, or leave --plot out")
+
+
+def _no_plot(path: Path, why: str) -> ConfigError:
+    allowed = "a file that can be written and ends in .png, .svg or .pdf"
+    return ConfigError(f"--plot is {str(path)!r}{why}", setting="plot", given=str(path), allowed=allowed)
 
 
 @dataclass(frozen=True)

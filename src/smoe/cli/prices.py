@@ -97,7 +97,10 @@ def _make_folder(out: Path) -> None:
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise ConfigError(f"--out is {str(out)!r}, where no results can be kept: {error.strerror}") from error
+        message = f"--out is {str(out)!r}, where no results can be kept: {error.strerror}; give a folder"
+        raise ConfigError(
+            message, setting="out", given=str(out), allowed="a folder that is there or can be made"
+        ) from error
 
 
 def _measure(
@@ -105,7 +108,7 @@ def _measure(
 ) -> tuple[list[Price], dict[str, Any]]:
     least, most = material.least_tokens, material.most_questions
     if material.tokens < least:
-        raise ConfigError(f"--tokens is {material.tokens}; at least {least} are needed")
+        raise ConfigError.out_of_bounds("tokens", material.tokens, f"at least {least}")
     texts = read_documents(material.text)
     harness = _harness(material) if material.tasks else None
     has_questions = harness is None and most > 0 and (material.questions is not None or model == "demo")
@@ -118,7 +121,10 @@ def _measure(
         tokens = sum(map(len, documents))
         asked = _fitting(asked, tokenizer, offload.context_tokens)
         if tokens < least:
-            raise ConfigError(f"the text has {tokens} tokens, and at least {least} are needed; give more with --text")
+            source = str(material.text or "the demo's text")
+            message = f"{source} has {tokens} tokens, and at least {least} are needed; give a longer --text"
+            allowed = f"text of at least {least} tokens"
+            raise ConfigError(message, setting="text", given=source, allowed=allowed)
         circumstances = {
             "model": model,
             "memory_budget_bytes": offload.ledger.budget_bytes,
@@ -145,7 +151,10 @@ def _harness(material: Material) -> Exam:
     try:
         from smoe.eval.harness import Harness
     except ImportError as error:
-        raise ConfigError(f"--tasks needs the evaluation harness: pip install 'smoe[lm-eval]' ({error})") from error
+        message = f"--tasks needs the evaluation harness: pip install 'smoe[lm-eval]' ({error})"
+        raise ConfigError(
+            message, setting="tasks", given=",".join(material.tasks), allowed="only with lm_eval installed"
+        ) from error
     return Harness(material.tasks, material.task_folder, material.most_questions)
 
 
@@ -153,7 +162,10 @@ def _fitting(asked: list[Question], tokenizer: Any, context_tokens: int) -> list
     """The questions that the context has room for; says how many it has not."""
     possible = fitting(asked, tokenizer, context_tokens)
     if asked and not possible:
-        raise ConfigError(f"no question fits the context of {context_tokens} tokens; raise --context")
+        message = f"no question fits the context of {context_tokens} tokens; raise --context"
+        raise ConfigError(
+            message, setting="context_tokens", given=context_tokens, allowed="more, as the questions are longer"
+        )
     if len(possible) < len(asked):
         left_out = len(asked) - len(possible)
         warn(f"{left_out} of {len(asked)} questions leave no room for an answer in {context_tokens} tokens: not asked")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -12,10 +13,13 @@ from smoe.cli.options import Debug, EngineOptions, Json, Model, SamplingOptions
 from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from smoe.generation.generate import Batch, Sampling
+    from smoe.generation.generate import Batch
+    from smoe.generation.sampling import Sampling
     from smoe.runtime.engine import Engine
     from smoe.trace.recorder import Recorder
 
+_TOKENS = 2000
+"""Read of a text, at most, where the user does not say."""
 EPILOG = """Examples:
 
 smoe record --out demo.trace -p "Once upon a time" --max-new-tokens 200
@@ -46,7 +50,7 @@ def command(
     text: Annotated[
         Path | None, typer.Option(help="Read this, token by token, instead of generating: .txt, or .jsonl with 'text'.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text, at most.")] = 2000,
+    tokens: Annotated[int | None, typer.Option(help="For --text: tokens of it, at most. \\[default: 2000]")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
     json: Json = False,
     debug: Debug = False,
@@ -63,9 +67,15 @@ def command(
 
     path = _destination(out, model, force)
     if text is not None and (prompt or prompt_file):
-        raise ConfigError("--text is read instead of generating; give it without --prompt and --prompt-file")
+        message = "--text is read instead of generating; give it without --prompt and --prompt-file"
+        raise ConfigError(message, setting="text", given=str(text), allowed="only without `prompt` and `prompt_file`")
+    if tokens is not None and text is None:
+        raise ConfigError.idle("tokens", tokens, "`text`")
+    if tokens is not None and tokens < 1:
+        raise ConfigError.out_of_bounds("tokens", tokens, "at least 1")
     texts = _prompts(prompt or [], prompt_file or [], model) if text is None else read_documents(text)
-    found = _record(model, engine, to_sampling(sampling), texts, tokens if text is not None else None, path, force)
+    most = None if text is None else _TOKENS if tokens is None else tokens
+    found = _record(model, engine, to_sampling(sampling), texts, most, path, force)
     if json:
         print_json(found)
     else:
@@ -82,11 +92,23 @@ def _destination(out: Path, model: str, force: bool) -> Path:
     from smoe.trace.file import refuse_existing
 
     path = out / f"{Path(model).name or 'model'}.trace" if out.is_dir() else out
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--out is {str(out)!r}; there is no folder {path.absolute().parent}")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise _no_place(out, f"there is no folder {folder}; make it, or give another")
     if not force:
         refuse_existing(path)
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = f"nothing can be written in {folder} ({error.strerror or error}); give another folder"
+        raise _no_place(out, why) from error
     return path
+
+
+def _no_place(out: Path, why: str) -> ConfigError:
+    allowed = "a file in a folder that can be written"
+    return ConfigError(f"`out` is {str(out)!r}: {why}", setting="out", given=str(out), allowed=allowed)
 
 
 def _prompts(given: list[str], files: list[Path], model: str) -> list[str]:
@@ -94,9 +116,10 @@ def _prompts(given: list[str], files: list[Path], model: str) -> list[str]:
     from smoe.cli.console import note
     from smoe.eval.texts import read_documents
 
-    texts = [*given, *(text for path in files for text in read_documents(path))]
+    texts = [*given, *(text for path in files for text in read_documents(path, "prompt_file"))]
     if not texts and model != "demo":
-        raise ConfigError('there is nothing to record; give -p "...", --prompt-file FILE or --text FILE')
+        message = 'there is nothing to record; give -p "...", --prompt-file FILE or --text FILE'
+        raise ConfigError(message, setting="prompt", allowed="at least one, or `prompt_file`, or `text`")
     if not texts:
         note(f'no prompt was given; taking "{DEMO_PROMPT}" (see --prompt)')
     return texts or [DEMO_PROMPT]
@@ -155,7 +178,10 @@ def _batches(tokenizer: Any, prompts: list[str], engine: Engine) -> list[Batch]:
     if longest >= engine.context_tokens:
         raise ContextError(
             f"a prompt has {longest} tokens, the context reserved in the budget is {engine.context_tokens}; "
-            "shorten it, or give more --context"
+            "shorten it, or give more --context",
+            setting="context_tokens",
+            given=engine.context_tokens,
+            allowed=f"at least {longest + 1} for this prompt",
         )
     return batches
 

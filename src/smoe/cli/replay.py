@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -97,36 +98,48 @@ def command(
 def _check(slots: int | None, resident: str | None, eviction: str, alpha: float, pools: str) -> None:
     """What can be refused before the trace is opened."""
     if pools not in POOLS:
-        raise ConfigError(f"--pools is {pools!r}; choose one of: {', '.join(POOLS)}")
+        raise ConfigError.no_choice("pools", pools, POOLS)
     configure(alpha=alpha)
-    if (slots is None) == (resident is None):
-        raise ConfigError("how large is the cache? give one of --slots N and --resident 40%")
-    if eviction == "belady" and alpha > 0:
-        raise ConfigError("belady knows the future of the model's own choice, which an alpha changes; leave out one")
+    if slots is None and resident is None:
+        message = "how large is the cache? give one of --slots N and --resident 40%"
+        raise ConfigError(message, setting="slots", allowed="a whole number, where `resident` is not given")
+    if slots is not None and resident is not None:
+        message = f"--slots {slots} and --resident {resident} both say how large the cache is; leave one of them out"
+        raise ConfigError(message, setting="slots", given=slots, allowed="only without `resident`")
+    if resident is not None:
+        parse_share(resident, "resident")
     if eviction not in EVICTION:
-        raise ConfigError(f"--eviction is {eviction!r}; choose one of: {', '.join(sorted(EVICTION))}")
+        raise ConfigError.no_choice("eviction", eviction, EVICTION)
+    if eviction == "belady" and alpha > 0:
+        message = "--eviction belady knows the future of the model's own choice, which --alpha changes; leave out one"
+        raise ConfigError(message, setting="alpha", given=alpha, allowed="0 with `eviction` belady")
 
 
 def _check_clock(
     profile: str | None, expert_size: str | None, balance: str | None, foresight: float | None, pools: str
 ) -> None:
     """What a simulated time needs, and what is idle without one."""
+    from smoe.memory.emulation import read_profile
     from smoe.report.replayed import BALANCE
 
-    idle = {"--expert-size": expert_size, "--balance": balance, "--foresight": foresight}
-    given = [name for name, value in idle.items() if value is not None]
-    if profile is None and given:
-        raise ConfigError(f"{given[0]} belongs to --profile; add that, or leave it out")
+    idle = {"expert_size": expert_size, "balance": balance, "foresight": foresight}
+    for name, value in idle.items():
+        if profile is None and value is not None:
+            raise ConfigError.idle(name, value, "`profile`")
     if profile is not None and expert_size is None:
-        raise ConfigError("--profile needs the size of an expert, which a trace does not tell: add --expert-size 9MiB")
+        message = "--profile needs the size of an expert, which a trace does not tell: add --expert-size 9MiB"
+        raise ConfigError(message, setting="expert_size", allowed="a size, with `profile`")
     if profile is not None and pools != "global":
-        raise ConfigError("--profile simulates one pool for all layers; leave --pools out")
-    if expert_size is not None and not 1 <= parse_bytes(expert_size) <= 2**40:
-        raise ConfigError(f"--expert-size is {expert_size}; it must be from 1B to 1TiB")
+        message = "--profile simulates one pool for all layers; leave --pools out"
+        raise ConfigError(message, setting="pools", given=pools, allowed="global with `profile`")
+    if expert_size is not None and not 1 <= parse_bytes(expert_size, "expert_size") <= 2**40:
+        raise ConfigError.out_of_bounds("expert_size", expert_size, "from 1B to 1TiB")
     if balance is not None and balance not in BALANCE:
-        raise ConfigError(f"--balance is {balance!r}; choose one of: {', '.join(BALANCE)}")
+        raise ConfigError.no_choice("balance", balance, BALANCE)
     if foresight is not None and not 0 <= foresight <= 1:
-        raise ConfigError(f"--foresight is {foresight!r}; it must be a probability from 0 to 1")
+        raise ConfigError.out_of_bounds("foresight", foresight, "a probability from 0 to 1")
+    if profile is not None:
+        read_profile(profile)
 
 
 def _on_clock(
@@ -190,15 +203,20 @@ def _replay(
 
 
 def _slots(header: TraceHeader, slots: int | None, resident: str | None, pools: str) -> int:
-    room = slots if slots is not None else int(header.experts * parse_share(resident or ""))
+    room = slots if slots is not None else int(header.experts * parse_share(resident or "", "resident"))
     least = max(layer.top_k for layer in header.layers) * (len(header.layers) if pools == "layer" else 1)
+    if least <= room <= header.experts:
+        return room
+    setting, given = ("slots", str(slots)) if slots is not None else ("resident", str(resident))
+    share = f", {math.ceil(1000 * least / header.experts) / 10:g}% of the {header.experts}" if slots is None else ""
+    allowed = f"at least {least}{share}" if room < least else f"at most {header.experts}"
     if room < least:
-        why = f"{header.model} uses {max(layer.top_k for layer in header.layers)} of a layer for every token"
+        why = f"the model uses {max(layer.top_k for layer in header.layers)} of a layer for every token"
         each = f", and --pools layer asks that of each of {len(header.layers)} layers" if pools == "layer" else ""
-        raise ConfigError(f"a cache of {room} experts is too small: {why}{each}; give at least {least}")
-    if room > header.experts:
-        raise ConfigError(f"--slots is {room}; the model has {header.experts} experts")
-    return room
+        message = f"`{setting}` {given}: a cache of {room} experts is too small: {why}{each}; give {allowed}"
+    else:
+        message = f"`{setting}` is {given}; the model has {header.experts} experts: give {allowed}"
+    raise ConfigError(message, setting=setting, given=given if slots is None else slots, allowed=allowed)
 
 
 def _policy(name: str, future: Sequence[Routing]) -> Eviction:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from smoe.config import EngineConfig
+from smoe.config import EngineConfig, allowed_of
 from smoe.errors import ConfigError
 from smoe.units import parse_bytes
 
@@ -18,27 +19,35 @@ OPTION_OF = {
     "context_tokens": "--context",
 }
 """Settings whose option has another name."""
-SETTABLE = (
-    "alpha_as_priced",
-    "balance_order",
-    "dense_precision",
-    "dilation",
-    "direct_io",
-    "emulated_expert_bytes",
-    "io_threads",
-    "prefetch_trial",
-    "prefetch_what",
-    "prefill_balance",
-    "prefill_keep",
-    "prefill_tokens",
-    "recent_costs",
-    "score_window",
-    "share_substitutes",
-    "substitute_weights",
-    "substitutes",
-    "turn_timeout_seconds",
-)
-"""Settings without an option."""
+SETTABLE: dict[str, str] = {
+    "alpha_as_priced": "Take the alpha that the model was priced for, where it has one.",
+    "balance_order": "Which experts are loaded first where the CPU computes others.",
+    "dense_precision": "Quantised weights beside the experts: kept so, or unpacked to --dtype at load.",
+    "dilation": "With --device emulated: how much slower than reported it really runs.",
+    "direct_io": "Bypass the page cache; auto: unless free RAM holds the whole model.",
+    "emulated_expert_bytes": "With --device emulated: pace everything as if every expert had this size.",
+    "io_threads": "Reading threads; one or two saturate a disk.",
+    "prefetch_trial": "Prefetch only while a clock finds that it pays.",
+    "prefetch_what": "Which predicted experts are loaded: those of top score, or all.",
+    "prefill_balance": "Where the CPU computes missing experts, it helps with prompts, too.",
+    "prefill_keep": "Which experts stay after a prompt: by its last tokens, or by the eviction.",
+    "prefill_tokens": "Tokens of all sequences in one step; longer prompts are read in chunks.",
+    "recent_costs": "Measured loads and computations that the balancer's costs are the means of.",
+    "score_window": "With --eviction score: steps over which scores are averaged.",
+    "share_substitutes": "In a batch, prefer substitutes that serve several of its sequences.",
+    "substitute_weights": "What a substitute weighs: by its own score, or what the missing one would.",
+    "substitutes": "What becomes of a missing low-score expert with --alpha.",
+    "turn_timeout_seconds": "How long a request waits for another thread's to end.",
+}
+"""Settings without an option, and what they mean in a line."""
+_LEFT_OUT = {
+    "dilation": "as this machine needs",
+    "emulated_expert_bytes": "the model's own",
+    "prefetch_trial": "true with --prefetch auto, else false",
+    "turn_timeout_seconds": "as long as it takes",
+}
+"""What stands for a default of None."""
+_HOW = "--set help lists all names"
 _TRUTH = {"true": True, "false": False, "on": True, "off": False}
 
 
@@ -60,24 +69,34 @@ def settings_of(given: Sequence[str]) -> dict[str, Any]:
     for text in given:
         name, equals, value = text.partition("=")
         name = name.strip().replace("-", "_")
-        if not equals:
-            raise ConfigError(f"--set is {text!r}; it must be NAME=VALUE, where NAME is one of: {', '.join(SETTABLE)}")
+        if not equals or not name:
+            raise _refusal(text, f"--set is {text!r}; it must be NAME=VALUE, such as io_threads=2; {_HOW}")
         if name not in known:
-            near = get_close_matches(name, SETTABLE, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"--set knows no {name!r}; {hint}there are: {', '.join(SETTABLE)}")
+            raise _refusal(text, f"--set knows no {name!r}; {_closest(name, known)} {_HOW}")
         if name not in SETTABLE:
-            raise ConfigError(f"--set {name}: use {option_of(name)}")
+            raise _refusal(text, f"--set {name}: it has an option of its own, use {option_of(name)}")
         if name in found:
-            raise ConfigError(f"--set gives {name} twice, {found[name]!r} and {value!r}; leave one out")
+            raise _refusal(text, f"--set gives {name} twice, {found[name]!r} and {value!r}; leave one out")
         found[name] = _value(name, known[name], value.strip())
     return found
+
+
+def _refusal(given: str, message: str) -> ConfigError:
+    return ConfigError(message, setting="set", given=given, allowed=f"NAME=VALUE, NAME one of: {', '.join(SETTABLE)}")
+
+
+def _closest(name: str, known: Iterable[str]) -> str:
+    """The name most like one that is none, as it is given; sure of it only where the two are alike."""
+    alike = get_close_matches(name, known, n=1, cutoff=0.5)
+    if alike:
+        return f"did you mean {alike[0] if alike[0] in SETTABLE else option_of(alike[0])}?"
+    return f"the closest name is {get_close_matches(name, SETTABLE, n=1, cutoff=0.0)[0]};"
 
 
 def _value(name: str, kind: str, text: str) -> Any:
     """The text as what the setting's annotation says."""
     if name.endswith("_bytes"):
-        return parse_bytes(text)
+        return parse_bytes(text, name)
     try:
         if "bool" in kind:
             return _TRUTH[text.lower()]
@@ -85,5 +104,38 @@ def _value(name: str, kind: str, text: str) -> Any:
             return int(text)
         return float(text) if "float" in kind else text
     except (ValueError, KeyError):
-        wanted = "true or false" if "bool" in kind else "a whole number" if "int" in kind else "a number"
-        raise ConfigError(f"--set {name}={text}: it must be {wanted}") from None
+        raise ConfigError.out_of_bounds(name, text, allowed_of(name)) from None
+
+
+def asks_for_help(given: Sequence[str]) -> bool:
+    """Whether `--set help` or `--set ?` is among what was given."""
+    return any(text.strip() in ("help", "?") for text in given)
+
+
+def described() -> list[dict[str, str]]:
+    """Every settable name with its meaning, what is allowed and its default, in words."""
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    return [
+        {
+            "name": name,
+            "meaning": meaning,
+            "allowed": "a size, such as 9MiB" if name.endswith("_bytes") else allowed_of(name),
+            "default": _LEFT_OUT[name] if defaults[name] is None else _in_words(defaults[name]),
+        }
+        for name, meaning in SETTABLE.items()
+    ]
+
+
+def _in_words(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def listing(width: int) -> str:
+    """What `--set help` shows, in lines of `width`."""
+    first = "Given as --set NAME=VALUE, any number of times. All other settings have options: see --help."
+    lines = textwrap.wrap(first, width)
+    for entry in described():
+        lines += ["", entry["name"]]
+        for text in (entry["meaning"], f"{entry['allowed']} (default: {entry['default']})"):
+            lines += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)

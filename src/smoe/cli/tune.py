@@ -71,19 +71,23 @@ def command(
 
     if max_perplexity_increase is not None:
         if tpot is not None:
-            raise ConfigError("--tpot and --max-perplexity-increase both choose alpha; give one of them")
-        allowed = parse_share(max_perplexity_increase)
+            message = "--tpot and --max-perplexity-increase both choose alpha; give one of them"
+            raise ConfigError(message, setting="tpot", given=tpot, allowed="only without `max_perplexity_increase`")
+        allowed = parse_share(max_perplexity_increase, "max_perplexity_increase")
         if allowed > _MOST_ALLOWED:
             raise ConfigError(
                 f"--max-perplexity-increase {max_perplexity_increase} means {allowed:.0%}; give at most "
-                f"{_MOST_ALLOWED:.0%}, such as 1% or 0.01"
+                f"{_MOST_ALLOWED:.0%}, such as 1% or 0.01",
+                setting="max_perplexity_increase",
+                given=max_perplexity_increase,
+                allowed=f"a share above 0 and at most {_MOST_ALLOWED:.0%}",
             )
         _price(model, engine, text, _PRICED_TOKENS if tokens is None else tokens, out, allowed, json)
         return
-    for name, value in (("--tokens", tokens), ("--out", out)):
+    for name, value in (("tokens", tokens), ("out", str(out) if out is not None else None)):
         if value is not None:
-            raise ConfigError(f"{name} belongs to --max-perplexity-increase; add that, or leave it out")
-    budget = parse_seconds(tpot) if tpot is not None else None
+            raise ConfigError.idle(name, value, "`max_perplexity_increase`")
+    budget = parse_seconds(tpot, "tpot") if tpot is not None else None
     try:
         _tune(model, substituting(engine), engine.revision, text, budget, json)
     except KeyboardInterrupt:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from smoe.cli.options import Debug, EngineOptions, Json, Model
+from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
     from smoe.report.verify import Comparison, Report
@@ -38,7 +39,9 @@ def command(
     and by the library's own modules. The results must be equal bit by bit.
     """
     from smoe.cli.console import is_quiet, print_json
+    from smoe.generation.sampling import check_seed
 
+    check_seed(seed)
     report = _verify(model, engine, tokens, seed, is_quiet=json or is_quiet())
     if json:
         layers = [_entry(comparison) for comparison in report.comparisons]
@@ -58,6 +61,14 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
     from smoe.report.verify import EXPERTS, PASSES, reference_of, verify
 
     config = engine.config()
+    if config.is_lossy:
+        raise ConfigError(
+            f"alpha is {config.alpha:g}, which replaces experts, and smoe verify checks the model without that: leave "
+            "--alpha out, and take --preset smoe-exact instead of smoe",
+            setting="alpha",
+            given=config.alpha,
+            allowed="0 where exactness is checked",
+        )
     reference = reference_of(model, config, engine.revision, tokens)
     with loaded(model, config, engine.revision) as ready, progress("verify") as bars:
         task = bars.add_task("comparing layers", total=len(reference.sites) * PASSES, amount="")

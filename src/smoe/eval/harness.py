@@ -77,7 +77,8 @@ class Harness:
         self._manager = TaskManager(include_path=str(folder) if folder is not None else None)
         unknown = [name for name in tasks if name not in self._manager.all_tasks]
         if unknown:
-            raise ConfigError(f"the evaluation harness has no task {unknown[0]!r}; lm_eval ls tasks lists them")
+            message = f"the evaluation harness has no task {unknown[0]!r}; lm_eval ls tasks lists them"
+            raise ConfigError(message, setting="tasks", given=unknown[0], allowed="tasks that lm_eval ls tasks lists")
 
     def __call__(self, model: PreTrainedModel, tokenizer: Any, tick: Tick) -> list[bool]:
         """For each question, task after task, whether it was answered rightly."""

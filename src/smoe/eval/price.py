@@ -141,7 +141,10 @@ class _Results:
                 name = differing[0]
                 raise ConfigError(
                     f"{path} holds results of another {name.replace('_', ' ')}: {before.get(name)!r}, now "
-                    f"{circumstances.get(name)!r}; choose another `out` or remove it"
+                    f"{circumstances.get(name)!r}; choose another `out` or remove it",
+                    setting="out",
+                    given=str(path.parent),
+                    allowed="a folder that is new, or has results of the same circumstances",
                 )
             self._content = earlier
 

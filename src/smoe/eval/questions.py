@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from smoe.errors import ConfigError, ContextError
-from smoe.eval.texts import records
+from smoe.errors import ContextError
+from smoe.eval.texts import records, unusable
 from smoe.generation.generate import end_tokens
 from smoe.generation.teacher_forcing import forced
 from smoe.models.files import DEMO_FOLDER
@@ -34,6 +34,8 @@ Tick = Callable[[int], None]
 """Hears how many tokens have been done."""
 
 FORMATS = ("short", "letter", "number", "choice", "cloze")
+_SETTING = "questions"
+"""What the file is given for."""
 _ANSWER_TOKENS = {"short": 12, "letter": 12, "number": 256}
 _LEAST_ANSWER_TOKENS = 12
 """Room in the context without which a question is not asked."""
@@ -66,9 +68,10 @@ def read_questions(path: Path | None) -> list[Question]:
     None: the demo's. Lines without an answer are left out.
     """
     path = path or DEMO_FOLDER / "questions.jsonl"
-    found = [_question(record, path) for record in records(path) if record.get("answer") is not None]
+    found = [_question(record, path) for record in records(path, _SETTING) if record.get("answer") is not None]
     if not found:
-        raise ConfigError(f"{path} has no question with an answer")
+        why = f'{path} has no question with an answer; a line is, for example, {{"prompt": "2 + 2 =", "answer": "4"}}'
+        raise unusable(path, _SETTING, why)
     return found
 
 
@@ -76,17 +79,14 @@ def _question(record: dict[str, Any], path: Path) -> Question:
     prompt, choices = record.get("prompt"), tuple(map(str, record.get("choices") or ()))
     kind = record.get("format") or ("choice" if choices else "short")
     if not isinstance(prompt, str):
-        raise ConfigError(f"a line of {path} has no 'prompt'")
+        raise unusable(path, _SETTING, f"a line of {path} has no 'prompt'; every question needs one, which is text")
     if kind not in FORMATS:
-        raise ConfigError(
-            f"{path} has questions of the format {kind!r}; those that can be scored: {', '.join(FORMATS)}"
-        )
+        why = f"{path} has questions of the format {kind!r}; those that can be scored: {', '.join(FORMATS)}"
+        raise unusable(path, _SETTING, why)
     answer = str(record["answer"])
     if kind in ("choice", "cloze") and answer not in string.ascii_uppercase[: len(choices)]:
-        raise ConfigError(
-            f"a line of {path} has {len(choices)} choices and the answer {answer!r}; the answer must be the letter of "
-            "a choice, A for the first"
-        )
+        why = f"a line of {path} has {len(choices)} choices and the answer {answer!r}"
+        raise unusable(path, _SETTING, f"{why}; the answer must be the letter of a choice, A for the first")
     answers = (answer, *map(str, record.get("aliases") or ()))
     return Question(prompt, answers, kind, choices, str(record.get("suffix") or ""))
 
@@ -153,7 +153,10 @@ def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, most: int, stops
     if len(ids) >= cache.capacity_tokens:
         raise ContextError(
             f"a question of {len(ids)} tokens leaves no room for an answer in a context of {cache.capacity_tokens}; "
-            "raise `context_tokens`"
+            "raise `context_tokens`",
+            setting="context_tokens",
+            given=cache.capacity_tokens,
+            allowed=f"at least {len(ids) + 1} for this question",
         )
     said: list[int] = []
     ends = end_tokens(model, tokenizer)

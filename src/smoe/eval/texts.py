@@ -10,37 +10,57 @@ from typing import Any
 from smoe.errors import ConfigError
 from smoe.models.files import DEMO_FOLDER
 
+_ALLOWED = {"questions": "a .jsonl file with 'prompt' and 'answer' in every line"}
 
-def read_documents(path: Path | None) -> list[str]:
-    """Documents of a text file (one) or a `.jsonl` file (`text` or `prompt` of each line); None: the demo's stories."""
+
+def read_documents(path: Path | None, setting: str = "text") -> list[str]:
+    """Documents of a text file (one) or a `.jsonl` file (`text` or `prompt` of each line); None: the demo's stories.
+
+    Errors name the `setting` that the file was given for.
+    """
     path = path or DEMO_FOLDER / "stories.jsonl"
     if path.suffix != ".jsonl":
-        return [_read(path)]
-    documents = [record.get("text") or record.get("prompt") for record in records(path)]
+        return [_read(path, setting)]
+    documents = [record.get("text") or record.get("prompt") for record in records(path, setting)]
     if not all(isinstance(document, str) and document for document in documents):
-        raise ConfigError(f"a line of {path} has no text; every line must have a string under 'text' or 'prompt'")
+        why = f"a line of {path} has no text; every line must have a string under 'text' or 'prompt'"
+        raise unusable(path, setting, why)
     return [document for document in documents if document]
 
 
-def records(path: Path) -> Iterator[dict[str, Any]]:
+def records(path: Path, setting: str) -> Iterator[dict[str, Any]]:
     """The objects of a file with one a line."""
-    for number, line in enumerate(_read(path).splitlines(), start=1):
+    for number, line in enumerate(_read(path, setting).splitlines(), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"line {number} of {path} is no JSON: {error.msg}") from error
+            why = f"line {number} of {path} is no JSON ({error.msg}); every line must be a JSON object"
+            raise unusable(path, setting, why) from error
         if not isinstance(record, dict):
-            raise ConfigError(f"line {number} of {path} is no JSON object")
+            raise unusable(path, setting, f"line {number} of {path} is no JSON object; every line must be one")
         yield record
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, setting: str) -> str:
     try:
         text = path.read_text(encoding="utf8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise unread(path, setting, error) from error
     if not text.strip():
-        raise ConfigError(f"{path} is empty")
+        raise unusable(path, setting, f"`{setting}` {path} is empty; give a file with some text")
     return text
+
+
+def unread(path: Path, setting: str, error: OSError | UnicodeDecodeError) -> ConfigError:
+    """A file of the user's cannot be read: why, and what to give."""
+    why = error.strerror or error if isinstance(error, OSError) else f"its byte {error.start} is not UTF-8"
+    return unusable(path, setting, f"cannot read `{setting}` {path}: {why}; give a file with text in UTF-8")
+
+
+def unusable(path: Path, setting: str, why: str) -> ConfigError:
+    """A file of the user's is not what it should be."""
+    return ConfigError(
+        why, setting=setting, given=str(path), allowed=_ALLOWED.get(setting, "a file with text in UTF-8")
+    )

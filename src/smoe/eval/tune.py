@@ -116,7 +116,10 @@ class Tuning:
                 raise ConfigError(
                     f"{format_seconds(seconds)} a token is out of reach: a token takes "
                     f"{format_seconds(self.flat_seconds)} (+/- {format_seconds(self.noise_seconds)}) here, whatever "
-                    f"alpha is{self._when_read()}; give more `memory`, or a longer time"
+                    f"alpha is{self._when_read()}; give more `memory`, or a longer time",
+                    setting="tpot",
+                    given=seconds,
+                    allowed=f"at least {self.flat_seconds:.3g} s here",
                 )
             return min(self.alphas)
         alpha = smallest_alpha(self.points, seconds)
@@ -125,7 +128,10 @@ class Tuning:
             raise ConfigError(
                 f"{format_seconds(seconds)} a token is out of reach: the fastest that was measured is "
                 f"{format_seconds(best)} (+/- {format_seconds(self.noise_seconds)}), at alpha {fastest:g}"
-                f"{self._when_read()}; give more `memory`, or a longer time"
+                f"{self._when_read()}; give more `memory`, or a longer time",
+                setting="tpot",
+                given=seconds,
+                allowed=f"at least {best:.3g} s here",
             )
         return alpha
 
@@ -178,12 +184,17 @@ def measure_times(
     context_tokens = model.offload.context_tokens  # type: ignore[union-attr]
     if context_tokens < turn_tokens():
         raise ConfigError(
-            f"`context_tokens` {context_tokens} is too short to measure in; at least {turn_tokens()} are needed"
+            f"`context_tokens` {context_tokens} is too short to measure in; at least {turn_tokens()} are needed",
+            setting="context_tokens",
+            given=context_tokens,
+            allowed=f"at least {turn_tokens()}",
         )
     if len(ids) < turn_tokens():
         raise ConfigError(
             f"the text has {len(ids)} tokens, and at least {turn_tokens()} are needed to measure on; give a longer one "
-            "with `text`"
+            "with `text`",
+            setting="text",
+            allowed=f"text of at least {turn_tokens()} tokens",
         )
     rounds = [[_turn(model, alpha, ids, number, tick) for alpha in alphas] for number in range(_ROUNDS)]
     rate = middle_rate([timing.bytes_per_second for timings in rounds for timing in timings])
@@ -291,7 +302,9 @@ def recall(circumstances: dict[str, Any]) -> Tuning:
         model, memory = circumstances["model"], format_bytes(circumstances["memory_budget_bytes"])
         raise ConfigError(
             f"the time per token of {model} in {memory} with a context of {circumstances['context_tokens']} tokens has "
-            "not been measured; run smoe tune once with the same `memory`, `context_tokens` and other settings"
+            "not been measured; run smoe tune once with the same `memory`, `context_tokens` and other settings",
+            setting="tpot",
+            allowed="only for what smoe tune has measured",
         )
     rounds = [[Timing(**timing) for timing in timings] for timings in stored["rounds"]]
     return Tuning(circumstances, stored["alphas"], rounds, stored["bytes_per_second"])

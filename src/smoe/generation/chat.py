@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from smoe.generation.detokenizer import OnText
-from smoe.generation.generate import Generation, Sampling, end_tokens, generate_batch, pad
+from smoe.generation.generate import Generation, end_tokens, generate_batch, pad
+from smoe.generation.sampling import Sampling
 from smoe.models.files import naming
 from smoe.models.kv_cache import RowCache
 from smoe.runtime.engine import Engine

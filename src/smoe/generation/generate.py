@@ -18,39 +18,12 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList, Stoppi
 
 from smoe.errors import CheckpointError, ConfigError, ContextError, ModelError
 from smoe.generation.detokenizer import OnText, TextStream
+from smoe.generation.sampling import Sampling
 from smoe.metrics import Counters
 from smoe.models.kv_cache import RowCache
 from smoe.runtime.engine import Engine
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen and when to stop. Greedy by default, whatever the checkpoint's own defaults are;
-    None leaves a choice to the checkpoint's generation config, as the library does."""
-
-    max_new_tokens: int = 128
-    temperature: float | None = 0.0
-    """0: the most likely token."""
-    top_p: float | None = 1.0
-    top_k: int | None = 0
-    """0: all tokens."""
-    repetition_penalty: float | None = 1.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    """Strings that end the text; they are not part of it."""
-    ignores_end: bool = False
-    """Go on after the model's end token (for measuring)."""
-
-    def __post_init__(self) -> None:
-        _check(self.max_new_tokens >= 1, f"`max_new_tokens` is {self.max_new_tokens}; it must be at least 1")
-        heat, top_p, top_k, penalty = self.temperature, self.top_p, self.top_k, self.repetition_penalty
-        _check(heat is None or heat >= 0, f"`temperature` is {heat}; it must be 0 (greedy) or more")
-        _check(top_p is None or 0 < top_p <= 1, f"`top_p` is {top_p}; it must be above 0 and at most 1")
-        _check(top_k is None or top_k >= 0, f"`top_k` is {top_k}; it must be 0 (all) or more")
-        _check(penalty is None or penalty > 0, f"`repetition_penalty` is {penalty}; it must be above 0 (1: none)")
-        _check(all(self.stop), "`stop` was given an empty string")
 
 
 @dataclass(frozen=True)
@@ -146,7 +119,13 @@ def encode(tokenizer: Any, prompts: Sequence[str]) -> Batch:
     for number, row in enumerate(rows, start=1):
         if not row and tokenizer.bos_token_id is not None:
             row.append(tokenizer.bos_token_id)
-        _check(bool(row), f"prompt {number} is empty, and this model has no token to begin a text with")
+        if not row:
+            raise ConfigError(
+                f"prompt {number} is empty, and this model has no token to begin a text with; give some text",
+                setting="prompt",
+                given=prompts[number - 1],
+                allowed="text of at least one token",
+            )
     return pad(rows, pad_token(tokenizer))
 
 
@@ -230,7 +209,9 @@ def _check_tokens(model: PreTrainedModel, tokenizer: Any, batch: Batch) -> None:
     if batch.input_ids.numel() == 0:
         raise ConfigError(
             f"the prompt has no tokens by the tokenizer in {tokenizer.name_or_path}; give some text, or, where there "
-            "was some, look at the checkpoint's chat template (chat_template.jinja) and tokenizer"
+            "was some, look at the checkpoint's chat template (chat_template.jinja) and tokenizer",
+            setting="prompt",
+            allowed="text of at least one token",
         )
     largest, vocabulary = int(batch.input_ids.max()), int(model.config.get_text_config().vocab_size)
     if largest >= vocabulary:
@@ -246,13 +227,19 @@ def _room(engine: Engine, batch: Batch, wanted: int) -> tuple[int, list[str]]:
     config = engine.config
     if rows > config.max_sequences:
         raise ConfigError(
-            f"{rows} prompts at once need `max_sequences` {rows}; the budget was made for {config.max_sequences}"
+            f"{rows} prompts at once need `max_sequences` {rows}; the budget was made for {config.max_sequences}",
+            setting="max_sequences",
+            given=config.max_sequences,
+            allowed=f"at least {rows} for these prompts",
         )
     if tokens >= engine.context_tokens:
         raise ContextError(
             f"the prompt has {tokens} tokens, the context reserved in the budget is {engine.context_tokens}; "
             f"shorten the prompt, or give `context_tokens` {tokens + wanted} (more context leaves less memory for "
-            "experts)"
+            "experts)",
+            setting="context_tokens",
+            given=engine.context_tokens,
+            allowed=f"at least {tokens + 1} for this prompt, {tokens + wanted} with all new tokens",
         )
     room = engine.context_tokens - tokens
     if wanted <= room:
@@ -383,8 +370,3 @@ class _RefuseNaN(LogitsProcessor):  # type: ignore[misc]
                 "damaged (check with smoe verify) or its dtype is too narrow (try `dtype` bfloat16 or float32)"
             )
         return scores
-
-
-def _check(holds: bool, message: str) -> None:
-    if not holds:
-        raise ConfigError(message)

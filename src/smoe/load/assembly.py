@@ -200,7 +200,10 @@ def _host_experts(
     if device.type != "cpu" and not all(layer.is_movable for layer in math.values()):
         raise ConfigError(
             f"`balance` {_balance(config, tiers)}: this family's experts end in a norm that only the device has; use "
-            "none"
+            "none",
+            setting="balance",
+            given=config.balance,
+            allowed="none for this model",
         )
     return HostExperts(tiers.host, tiers.filler, store, math, _host_threads(pacing), pacing)
 
@@ -226,7 +229,10 @@ def _balancer(config: EngineConfig, tiers: _Tiers, host: ComputeUnit | None, pac
     if by_measured_times and method != "host":
         raise ConfigError(
             f"with `reproducible` and an alpha above 0, `balance` {method} would decide by measured times; "
-            "use `balance` none or host"
+            "use `balance` none or host",
+            setting="balance",
+            given=config.balance,
+            allowed="none or host",
         )
     if config.reproducible and config.alpha > 0 and method != "host" and isinstance(pacing, Emulation):
         profile, nbytes = pacing.profile, pacing.expert_bytes

@@ -57,9 +57,9 @@ def from_pretrained(
     and its kinds for models that cannot be served exactly.
     """
     if resident is not None:
-        switches["resident_share"] = parse_share(resident) if isinstance(resident, str) else resident
+        switches["resident_share"] = parse_share(resident, "resident_share") if isinstance(resident, str) else resident
     sizes = {"memory_bytes": memory, "host_memory_bytes": host_memory}
-    switches |= {name: parse_bytes(size) for name, size in sizes.items() if size is not None}
+    switches |= {name: parse_bytes(size, name) for name, size in sizes.items() if size is not None}
     torch_s_own = {name: given for name, given in switches.items() if isinstance(given, (torch.dtype, torch.device))}
     switches |= {name: str(given).removeprefix("torch.") for name, given in torch_s_own.items()}
     return load(model, configure(preset, **switches), revision)
@@ -80,8 +80,11 @@ def load(
     profile = read_profile(config.profile) if config.device == EMULATED else None
     if device.type == "cpu" and profile is None and config.balance not in ("auto", "none"):
         raise ConfigError(
-            f"balance {config.balance} (an option, or part of a preset) needs a device beside the CPU; this machine "
-            "computes on its CPU: use another preset, or `device` emulated as a test bench"
+            f"`balance` {config.balance} (an option, or part of a preset) needs a device beside the CPU; this machine "
+            "computes on its CPU: use another preset, or `device` emulated as a test bench",
+            setting="balance",
+            given=config.balance,
+            allowed="auto or none on a CPU",
         )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -161,9 +164,21 @@ def choose_device(config: EngineConfig) -> torch.device:
     try:
         device = torch.device(config.device)
     except RuntimeError as error:
-        raise ConfigError(f"unknown device {config.device!r}; use cpu, cuda, cuda:1 or emulated") from error
+        raise _no_device(config.device) from error
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {config.device!r} is not supported; use cpu, cuda or emulated")
+        raise _no_device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device is usable here; leave `device` out to run on the CPU")
+        raise ConfigError(
+            f"`device` is {config.device}, and no CUDA device is usable here; leave `device` out to run on the CPU",
+            setting="device",
+            given=config.device,
+            allowed="cpu or emulated on this machine",
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        allowed = ", ".join(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+        raise ConfigError.no_choice("device", config.device, ["cpu", allowed, "emulated"])
     return device
+
+
+def _no_device(given: str) -> ConfigError:
+    return ConfigError.out_of_bounds("device", given, "auto, cpu, cuda, a numbered GPU such as cuda:1, or emulated")

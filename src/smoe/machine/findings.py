@@ -45,7 +45,9 @@ def models_folder(asked: Path | None) -> Path:
     """
     if asked is not None:
         if not asked.is_dir():
-            raise ConfigError(f"there is no folder {asked}")
+            what = "is a file" if asked.exists() else "is not there"
+            message = f"`folder` is {str(asked)!r}, which {what}; give the folder where models lie"
+            raise ConfigError(message, setting="folder", given=str(asked), allowed="a folder")
         return asked
     cache = Path(constants.HF_HUB_CACHE)
     return next((p for p in [cache, *cache.parents] if p.is_dir() and _takes_files(p)), Path(gettempdir()))

@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -222,25 +223,50 @@ def read_profile(name: str) -> DeviceProfile:
     try:
         text = (shipped / f"{name}.json").read_text("utf8") if name in known else Path(name).read_text("utf8")
         entries = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"device profile {name!r} is no JSON ({error})") from error
-    except OSError as error:
-        raise ConfigError(f"no device profile {name!r}; use {', '.join(known)} or a JSON file") from error
-    return _checked(name, entries)
-
-
-def _checked(name: str, entries: Any) -> DeviceProfile:
-    wanted = {field.name: field.type for field in fields(DeviceProfile)}
-    given = set(entries) if isinstance(entries, dict) else set()
-    if given != wanted.keys():
-        wrong = [f"{entry} is missing" for entry in sorted(wanted.keys() - given)]
-        wrong += [f"{entry} is unknown" for entry in sorted(given - wanted.keys())]
-        raise ConfigError(f"device profile {name!r}: {', '.join(wrong)}")
-    for entry, value in entries.items():
-        is_right = isinstance(value, str) if wanted[entry] == "str" else _is_positive(value)
-        if not is_right:
-            raise ConfigError(f"device profile {name!r}: {entry} is {value!r}; it must be a positive number")
+    except (OSError, ValueError) as error:
+        near = get_close_matches(name, known, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        allowed = f"{', '.join(known)} or the path of a JSON file"
+        message = f"`profile` is {name!r}, {_why_unread(name, error)}{hint}; give {allowed}"
+        raise ConfigError(message, setting="profile", given=name, allowed=allowed) from error
+    wrong = _wrong_entries(entries)
+    if wrong is not None:
+        message = f"`profile` is {name!r}, which {wrong} ({shipped / known[-1]}.json is a whole profile)"
+        allowed = f"a JSON object with the entries {', '.join(_ENTRIES)}"
+        raise ConfigError(message, setting="profile", given=name, allowed=allowed)
     return DeviceProfile(**entries)
+
+
+def _why_unread(name: str, error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError) or not name:
+        return "and there is no such profile or file"
+    if isinstance(error, json.JSONDecodeError):
+        return f"which is no JSON ({error.msg} in line {error.lineno})"
+    if isinstance(error, OSError):
+        return f"which cannot be read ({error.strerror or error})"
+    return "which is no text"
+
+
+_ENTRIES = {field.name: field.type for field in fields(DeviceProfile)}
+"""Of a profile, with their types."""
+
+
+def _wrong_entries(entries: Any) -> str | None:
+    """What keeps the contents of a JSON file from being a profile, and what to do; None where nothing does."""
+    if not isinstance(entries, dict):
+        kind = "list" if isinstance(entries, list) else "value"
+        return f"holds a JSON {kind}; it must hold an object with the entries {', '.join(_ENTRIES)}"
+    missing = [entry for entry in _ENTRIES if entry not in entries]
+    if missing:
+        return f"lacks {', '.join(missing)}; add what is missing"
+    unknown = [entry for entry in entries if entry not in _ENTRIES]
+    if unknown:
+        return f"has {', '.join(unknown)}, which no profile has; take that out"
+    for entry, value in entries.items():
+        is_text = _ENTRIES[entry] == "str"
+        if not (isinstance(value, str) if is_text else _is_positive(value)):
+            return f"has {value!r} for {entry}; it must be {'text' if is_text else 'a positive number'}"
+    return None
 
 
 def _is_positive(value: Any) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from smoe.errors import CheckpointError, DiskSpaceError, ModelError, SmoeError
 from smoe.memory.gguf_header import is_gguf, part_paths, part_stem
 from smoe.models import hub
+from smoe.models.hub import no_model
 from smoe.units import format_bytes
 
 DEMO = "demo"
@@ -35,20 +36,23 @@ def local_place(model: str | Path) -> Path | None:
         if not (DEMO_FOLDER / "config.json").exists():
             raise ModelError(f"the embedded model is missing from {DEMO_FOLDER}; reinstall smoe")
         return DEMO_FOLDER
-    if not str(model):
-        raise ModelError(f"no model is named; {_GIVE}")
+    if not str(model).strip():
+        raise no_model(model, f"no model is named; {_GIVE}")
+    if str(model).startswith(("http:", "https:")):
+        why = "is an address; the hub id is its last part, owner/name"
+        raise no_model(model, f"{model} {why}: {_GIVE}")
     path = _path_of(model)
     if path.is_dir():
         return _checked(path)
     if path.is_file() and is_gguf(path):
         return part_paths(path)[0]
     if path.exists() or path.is_symlink():
-        raise ModelError(_no_folder(path))
+        raise no_model(model, _no_folder(path))
     if path.suffix.lower() in _WEIGHT_FILES:
-        raise ModelError(f"there is no file {path}{_near(path)}; {_reads(path)}")
+        raise no_model(model, f"there is no file {path}{_near(path)}; {_reads(path)}")
     is_written_as_path = path.is_absolute() or str(model).startswith(("./", "../", "~")) or str(model).endswith("/")
     if is_written_as_path or not hub.is_id(str(model)) or (len(path.parts) == 2 and _near(path)):
-        raise ModelError(f"there is no folder {model}{_near(path)}; {_GIVE}")
+        raise no_model(model, f"there is no folder {model}{_near(path)}; {_GIVE}")
     return None
 
 
@@ -57,7 +61,7 @@ def _path_of(model: str | Path) -> Path:
         path = Path(model).expanduser()
         path.is_dir()  # a name that no file system takes fails here
     except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"{str(model)!r:.200} is no path: {error}; {_GIVE}") from error
+        raise no_model(model, f"{str(model)!r:.200} is no path: {error}; {_GIVE}") from error
     return path
 
 
@@ -71,11 +75,13 @@ def _checked(folder: Path) -> Path:
         models = _gguf_models(folder)
         if len(models) > 1:
             names = ", ".join(path.name for path in models[:_MOST_NAMES]) + (", ..." if models[_MOST_NAMES:] else "")
-            raise CheckpointError(f"{folder} holds {len(models)} GGUF models: give the path of one of {names}")
+            why = f"{folder} holds {len(models)} GGUF models: give the path of one of {names}"
+            raise no_model(folder, why, CheckpointError)
         if models:
             return part_paths(models[0])[0]
     if not has_config:
-        raise CheckpointError(f"{folder} has no config.json; give the folder that holds a model's config and weights")
+        why = f"{folder} has no config.json; give the folder that holds a model's config and weights"
+        raise no_model(folder, why, CheckpointError)
     for path in folder.iterdir():
         if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.is_file():
             raise CheckpointError(f"{path} is not an ordinary file; download the checkpoint again")
@@ -113,6 +119,7 @@ def _near(path: Path) -> str:
     except OSError:
         parent = next((each for each in path.parents if each.is_dir()), None)
         return f" (there is {parent}, but no {path.parent})" if parent not in (None, Path()) else ""
+    names += [DEMO] if path.parent == Path() else []
     close = [str(path.parent / name) for name in get_close_matches(path.name, names, n=3, cutoff=0.7)]
     return f" (near it: {', '.join(close)})" if close else ""
 

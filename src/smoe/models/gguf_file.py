@@ -89,7 +89,10 @@ class GgufFile:
     def check_packable(self) -> None:
         raise ConfigError(
             f"{self.place} is a GGUF file, in which every matrix of an expert lies in one piece: there is nothing to "
-            "pack; smoe pack is for folders of safetensors"
+            "pack; smoe pack is for folders of safetensors",
+            setting="model",
+            given=str(self.place),
+            allowed="a folder of safetensors, where it is to be packed",
         )
 
     def load_dense(self, spec: ModelSpec, device: torch.device) -> PreTrainedModel:

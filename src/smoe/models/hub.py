@@ -108,9 +108,10 @@ def check_reachable(model: str) -> None:
     """Raise `ModelError` where the hub cannot be asked for `model`."""
     reason = unreachable()
     if reason is not None:
-        raise ModelError(
+        raise no_model(
+            model,
             f"{model!r} is neither a folder here nor in the hub's cache ({cache_folder()}), and {reason}; give a "
-            "folder, or run this once where there is a network" + HINT
+            "folder, or run this once where there is a network" + HINT,
         )
 
 
@@ -164,6 +165,10 @@ def _asking(model: str) -> Iterator[None]:
         raise
     except Exception as error:  # the network stack below the hub has error kinds of its own
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(
-            f"{model!r} is neither a folder here nor a model that the hub gives: {lines[0]}{HINT}"
-        ) from error
+        message = f"{model!r} is neither a folder here nor a model that the hub gives: {lines[0]}{HINT}"
+        raise no_model(model, message) from error
+
+
+def no_model(model: str | Path, message: str, kind: type[ModelError] = ModelError) -> ModelError:
+    """What was given is no model that can be had."""
+    return kind(message, setting="model", given=str(model), allowed="a model folder, a GGUF file, a hub id, or 'demo'")

@@ -46,7 +46,10 @@ class RowCache(DynamicCache):
         if self.length + tokens > self.capacity_tokens:
             raise ContextError(
                 f"{self.length + tokens} tokens do not fit the context of {self.capacity_tokens} reserved; "
-                "shorten the prompt or raise `context_tokens`"
+                "shorten the prompt or raise `context_tokens`",
+                setting="context_tokens",
+                given=self.capacity_tokens,
+                allowed=f"at least {self.length + tokens} for these tokens",
             )
         self._pending = tokens
 

@@ -154,7 +154,10 @@ def choose_context(model_config: PretrainedConfig, config: EngineConfig) -> int:
     if limit is not None and config.context_tokens > limit:
         raise ConfigError(
             f"`context_tokens` {config.context_tokens} is more than the {limit} positions the model was made for by "
-            "its config.json"
+            f"its config.json; give at most {limit}",
+            setting="context_tokens",
+            given=config.context_tokens,
+            allowed=f"a whole number from 1 to {limit}",
         )
     return config.context_tokens
 

@@ -86,7 +86,8 @@ def allocate(budget_bytes: int, demand: Demand) -> Ledger:
     staging = _staging(slots)
     cache = min(slots - staging, demand.total_experts)
     if cache < demand.top_k:
-        raise BudgetError(_refusal(budget_bytes, demand))
+        allowed = f"at least {minimum_bytes(demand)} bytes"
+        raise BudgetError(_refusal(budget_bytes, demand), setting="memory_bytes", given=budget_bytes, allowed=allowed)
     return Ledger(budget_bytes, demand, cache, staging)
 
 
@@ -97,9 +98,13 @@ def budget_for_share(share: float, demand: Demand) -> int:
     """
     wanted = math.ceil(share * demand.total_experts - 1e-9)
     if wanted < demand.top_k:
+        least = math.ceil(1000 * demand.top_k / demand.total_experts) / 10
         raise BudgetError(
-            f"{share:.3g} of {demand.total_experts} experts are {wanted}; one token of a layer uses {demand.top_k}: "
-            f"ask for {demand.top_k / demand.total_experts:.1%} or more"
+            f"`resident_share` {100 * share:.3g}% of {demand.total_experts} experts is {wanted}, and one token uses "
+            f"{demand.top_k} of a layer; ask for {least:.1f}% or more",
+            setting="resident_share",
+            given=share,
+            allowed=f"at least {least / 100:.4g}",
         )
     possible = range(wanted + MIN_STAGING_SLOTS, wanted + MAX_STAGING_SLOTS + 1)
     slots = next(slots for slots in possible if slots - _staging(slots) >= wanted)

@@ -71,7 +71,8 @@ def make_pools(
 def make_eviction(name: str, score_window: int | None = None) -> Eviction:
     """A fresh online eviction policy by name; `score_window` is for the one that has one (None: the usual)."""
     if name not in ONLINE_EVICTION:
-        known = ", ".join(sorted(ONLINE_EVICTION))
+        known = ", ".join(ONLINE_EVICTION)
         hint = " (belady needs the future: use it in the simulator)" if name == "belady" else ""
-        raise ConfigError(f"unknown eviction policy {name!r}{hint}; choose one of: {known}")
+        message = f"`eviction` is {name!r}{hint}; choose one of: {known}"
+        raise ConfigError(message, setting="eviction", given=name, allowed=known)
     return _score(score_window) if name == "score" else ONLINE_EVICTION[name]()

@@ -29,7 +29,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from smoe.compute.quantised_math import ROUNDINGS
 from smoe.config import EngineConfig
-from smoe.errors import BudgetError
+from smoe.errors import BudgetError, ContextError
 from smoe.kernels.proof import same_bits
 from smoe.kernels.threads import threads
 from smoe.load.selftest import is_same, library_result
@@ -41,7 +41,7 @@ from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.experts import ExpertsSite
 from smoe.models.kv_cache import RowCache
 from smoe.models.quantised_linear import QuantisedWeight
-from smoe.models.spec import read_spec
+from smoe.models.spec import choose_context, read_spec
 from smoe.models.twin import ModelPart, parts_of, share_weights
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import Routed, StepObserver
@@ -110,8 +110,17 @@ class Reference:
 
 def reference_of(model: str, config: EngineConfig, revision: str | None, tokens: int) -> Reference:
     """Index the checkpoint and make sure that one layer and a cache of `tokens` positions fit in RAM; raises
-    `BudgetError` with sizes where not."""
+    `BudgetError` with sizes where not, and `ContextError` where the context is too short."""
     spec = read_spec(model, config, revision)
+    context = choose_context(spec.config, config)
+    if tokens + DECODE_STEPS > context:
+        raise ContextError(
+            f"a prompt of {tokens} tokens and {DECODE_STEPS} after it do not fit the context of {context}; give fewer "
+            "`tokens`, or more `context_tokens`",
+            setting="tokens",
+            given=tokens,
+            allowed=f"a whole number from 2 to {context - DECODE_STEPS} in this context",
+        )
     experts = whole_checkpoint(model, revision).experts(spec)
     layer_bytes = max(site.experts for site in spec.sites) * spec.expert_bytes
     needed = _COPIES * layer_bytes + spec.anatomy.kv_bytes_per_token * (tokens + DECODE_STEPS)
@@ -120,7 +129,10 @@ def reference_of(model: str, config: EngineConfig, revision: str | None, tokens:
         raise BudgetError(
             f"checking needs up to {format_bytes(needed)} for one layer's experts ({format_bytes(layer_bytes)}, read, "
             f"stacked and converted) and a second KV cache; {format_bytes(free)} are free ({source}): close other "
-            "programs, give a smaller `memory`, or check a shorter prompt with `tokens`"
+            "programs, give a smaller `memory`, or check a shorter prompt with `tokens`",
+            setting="tokens",
+            given=tokens,
+            allowed="fewer, or with more free memory",
         )
     return Reference({site.layer: site for site in spec.sites}, experts, spec.shell, spec.dense)
 

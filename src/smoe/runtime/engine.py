@@ -134,7 +134,12 @@ class Engine:
         Raises `ConfigError` where the model was loaded without scores (no `alpha`, and an eviction that needs none).
         """
         if alpha > 0 and not self.rules:
-            raise ConfigError("load the model with an alpha above 0, or with `eviction` score, to substitute experts")
+            raise ConfigError(
+                "load the model with an alpha above 0, or with `eviction` score, to substitute experts",
+                setting="alpha",
+                given=alpha,
+                allowed="0 for a model loaded with alpha 0 and an eviction other than score",
+            )
         with self.turn():
             self._refuse_in_pass("use_alpha")
             self.config = replace(self.config, alpha=alpha)

@@ -43,7 +43,12 @@ _PAGE = 4096
 def refuse_existing(path: Path) -> None:
     """Raise `ConfigError` where there is something already."""
     if path.exists():
-        raise ConfigError(f"{path} is there already; choose another `out`, or replace it with `force`")
+        raise ConfigError(
+            f"{path} is there already; choose another `out`, or replace it with `force`",
+            setting="out",
+            given=str(path),
+            allowed="a file that is not there yet, or any with `force`",
+        )
 
 
 class TraceWriter:
@@ -135,9 +140,15 @@ class TraceWriter:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskSpaceError(
                     f"the disk of {self._path} was full after {format_bytes(self.nbytes)} of trace, of which nothing "
-                    "is kept; free some, give another `out`, or record fewer tokens"
+                    "is kept; free some, give another `out`, or record fewer tokens",
+                    setting="out",
+                    given=str(self._path),
+                    allowed="a file on a disk with more room",
                 ) from error
-            raise TraceError(f"cannot write {self._partial}: {error.strerror or error}") from error
+            message = f"cannot write {self._path}: {error.strerror or error}; give another `out`"
+            raise TraceError(
+                message, setting="out", given=str(self._path), allowed="a file in a folder that can be written"
+            ) from error
 
 
 class Trace:
@@ -151,10 +162,9 @@ class Trace:
         self.header, start, count = _read_header(path)
         row, size = self.header.row, path.stat().st_size
         if size != start + count * row.itemsize:
-            raise TraceError(
-                f"{path} is truncated or damaged: {size} bytes, its header says {start + count * row.itemsize}; "
-                "copy or record it again"
-            )
+            whole = start + count * row.itemsize
+            message = f"{path} is truncated or damaged: {size} bytes, its header says {whole}; copy or record it again"
+            raise _no_trace(message, path)
         self.rows: np.ndarray = np.memmap(path, row, "r", start, (count,)) if count else np.zeros(0, row)
         """[rows] with the fields of `TraceHeader.row`, in the order in which the routers spoke."""
 
@@ -228,20 +238,26 @@ def _read_header(path: Path) -> tuple[TraceHeader, int, int]:
         with path.open("rb") as file:
             head = file.read(_HEAD.size)
             if len(head) < _HEAD.size or head[:8] != MAGIC:
-                raise TraceError(f"{path} is not a routing trace; smoe record writes one")
+                raise _no_trace(f"{path} is not a routing trace; smoe record writes one", path)
             _, version, length, count = _HEAD.unpack(head)
             text = file.read(length)
     except OSError as error:
-        raise TraceError(f"cannot read {path}: {error.strerror or error}") from error
+        why = "it is a folder" if path.is_dir() else error.strerror or error
+        raise _no_trace(f"cannot read {path}: {why}; give a file that smoe record has written", path) from error
     if version != VERSION:
-        raise TraceError(f"{path} is a trace of format {version}, this smoe reads format {VERSION}; record it again")
+        message = f"{path} is a trace of format {version}, this smoe reads format {VERSION}; record it again"
+        raise _no_trace(message, path)
     if count == _UNFINISHED:
-        raise TraceError(f"{path} was never finished: its recording was interrupted; record it again")
+        raise _no_trace(f"{path} was never finished: its recording was interrupted; record it again", path)
     try:
         header: Any = json.loads(text)
         return TraceHeader.from_json(header), _page_ceil(_HEAD.size + length), count
     except (ValueError, KeyError, TypeError) as error:
-        raise TraceError(f"the header of {path} is damaged ({error}); copy or record it again") from error
+        raise _no_trace(f"the header of {path} is damaged ({error}); copy or record it again", path) from error
+
+
+def _no_trace(message: str, path: Path) -> TraceError:
+    return TraceError(message, setting="trace", given=str(path), allowed="a file that smoe record has written")
 
 
 def _page_ceil(count: int) -> int:

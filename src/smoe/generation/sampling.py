@@ -1,0 +1,53 @@
+"""How the next token is chosen, and when a text ends."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from smoe.errors import ConfigError
+
+
+def check_seed(seed: int) -> None:
+    """Raise `ConfigError` for a seed that the library's generators do not take."""
+    if not -(2**63) <= seed < 2**63:
+        raise ConfigError.out_of_bounds("seed", seed, "a whole number of 64 bits, such as 1")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen and when to stop. Greedy by default, whatever the checkpoint's own defaults are;
+    None leaves a choice to the checkpoint's generation config, as the library does."""
+
+    max_new_tokens: int = 128
+    temperature: float | None = 0.0
+    """0: the most likely token."""
+    top_p: float | None = 1.0
+    top_k: int | None = 0
+    """0: all tokens."""
+    repetition_penalty: float | None = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; they are not part of it."""
+    ignores_end: bool = False
+    """Go on after the model's end token (for measuring)."""
+
+    def __post_init__(self) -> None:
+        heat, top_p, top_k, penalty = self.temperature, self.top_p, self.top_k, self.repetition_penalty
+        for name, holds, allowed in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "a whole number of at least 1"),
+            ("temperature", heat is None or 0 <= heat < math.inf, "0 (greedy) or more"),
+            ("top_p", top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
+            ("top_k", top_k is None or top_k >= 0, "0 (all) or more"),
+            ("repetition_penalty", penalty is None or 0 < penalty < math.inf, "above 0 (1: none)"),
+        ):
+            if not holds:
+                raise ConfigError.out_of_bounds(name, getattr(self, name), allowed)
+        check_seed(self.seed)
+        if not all(self.stop):
+            raise ConfigError(
+                "`stop` was given an empty string; give the text at which to end, or leave it out",
+                setting="stop",
+                given="",
+                allowed="text of at least one character",
+            )
