@@ -15,6 +15,7 @@ OPTIONS = {field.name for field in fields(EngineOptions)}
 GIVEN = {
     "alpha_as_priced": ("false", False),
     "balance_order": ("tokens", "tokens"),
+    "dense_precision": ("dtype", "dtype"),
     "dilation": ("2.5", 2.5),
     "direct_io": ("off", "off"),
     "emulated_expert_bytes": ("9MiB", 9 * 2**20),

@@ -9,6 +9,7 @@ from smoe.policy.budget import minimum_bytes
 from smoe.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
+    from smoe.models.spec import ModelSpec
     from smoe.report.forecast import Choice, Forecast
 
 EPILOG = """Examples:
@@ -132,6 +133,11 @@ def _size(result: Forecast) -> str:
     layers = len(spec.sites)
     return (
         f"{layers} layers of {max(site.experts for site in spec.sites)} experts of {format_bytes(spec.expert_bytes)}, "
-        f"{top_k} a token; {format_bytes(spec.experts_bytes + spec.weights_bytes)} in "
-        f"{str(spec.dtype).removeprefix('torch.')}"
+        f"{top_k} a token; {format_bytes(spec.experts_bytes + spec.weights_bytes)} in {_precision(spec)}"
     )
+
+
+def _precision(spec: ModelSpec) -> str:
+    """What the weights are stored in."""
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return dtype if spec.stored_bytes is None else f"its quantised formats, computed in {dtype}"

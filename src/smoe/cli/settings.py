@@ -22,7 +22,7 @@ OPTION_OF = {
 SETTABLE: dict[str, str] = {
     "alpha_as_priced": "Take the alpha that the model was priced for, where it has one.",
     "balance_order": "Which experts are loaded first where the CPU computes others.",
-    "dense_precision": "Quantised weights beside the experts: kept so, or unpacked to --dtype at load.",
+    "dense_precision": "Quantised weights beside the experts: kept as stored, or in --dtype.",
     "dilation": "With --device emulated: how much slower than reported it really runs.",
     "direct_io": "Bypass the page cache; auto: unless free RAM holds the whole model.",
     "emulated_expert_bytes": "With --device emulated: pace everything as if every expert had this size.",

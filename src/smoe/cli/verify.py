@@ -114,7 +114,7 @@ def _print_line(line: list[Comparison]) -> None:
     first = line[0]
     verdict = "[green]equal[/green]"
     if not all(one.is_equal for one in line):
-        verdict = "[green]equal up to rounding: the experts are quantised[/green]"
+        verdict = "[green]equal up to rounding of quantised weights[/green]"
     differing = [f"{one.part} differs by {one.largest_difference:.3g}" for one in line if not one.is_near]
     if not all(one.is_finite for one in line):
         broken = ", ".join(one.part for one in line if not one.is_finite)
@@ -149,7 +149,7 @@ def _print_verdict(report: Report) -> None:
         rounded = sum(not one.is_equal for one in found)
         output().print(
             f"[bold green]as near as can be:[/bold green] {layers} layers, {len(found)} comparisons, every bit equal "
-            f"but in {rounded}, which hold quantised experts and differ by rounding: the library computes on the "
+            f"but in {rounded}, which hold quantised weights and differ by rounding: the library computes on the "
             "numbers that the codes stand for",
             soft_wrap=True,
         )
