@@ -91,8 +91,11 @@ def budget_bytes(folder: Path, budget: str | int, **switches: Any) -> int:
 
 
 def open_model(folder: Path | str, budget: str | int = "half", **switches: Any) -> PreTrainedModel:
-    """Our model inside a named budget or a number of cache slots; whoever opens it closes `model.offload`."""
-    switches = {"context_tokens": CONTEXT, **switches}
+    """Our model inside a named budget or a number of cache slots; whoever opens it closes `model.offload`.
+
+    Experts are read when they are wanted, so that tests can say when, unless `preload` says otherwise.
+    """
+    switches = {"context_tokens": CONTEXT, "preload": False, **switches}
     return from_pretrained(folder, memory=budget_bytes(folder, budget, **switches), **switches)
 
 

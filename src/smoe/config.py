@@ -90,7 +90,7 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "alpha": ("a number from 0 (exact) to 1", lambda value: 0 <= value <= 1),
     "turn_timeout_seconds": ("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
 }
-SWITCHES = ("prefetch_trial", "prefill_balance", "alpha_as_priced", "share_substitutes", "reproducible")
+SWITCHES = ("preload", "prefetch_trial", "prefill_balance", "alpha_as_priced", "share_substitutes", "reproducible")
 """Settings that are true or false."""
 
 
@@ -186,6 +186,9 @@ class EngineConfig:
     direct_io: str = "auto"
     """Bypass the page cache; auto: unless free RAM beside the budget holds the whole model."""
 
+    preload: bool | None = None
+    """Read every expert once the model is loaded, in the background and behind what is asked for; None: where the
+    budget holds them all."""
     dense_precision: str = "as-stored"
     """Quantised weights beside the experts: kept as the file has them, or unpacked to `dtype` when they are loaded."""
     kernels: str = "auto"

@@ -25,6 +25,7 @@ GIVEN = {
     "prefill_balance": ("off", False),
     "prefill_keep": ("eviction", "eviction"),
     "prefill_tokens": ("64", 64),
+    "preload": ("off", False),
     "recent_costs": ("4", 4),
     "score_window": ("8", 8),
     "share_substitutes": ("false", False),

@@ -32,6 +32,7 @@ SETTABLE: dict[str, str] = {
     "prefill_balance": "Where the CPU computes missing experts, it helps with prompts, too.",
     "prefill_keep": "Which experts stay after a prompt: by its last tokens, or by the eviction.",
     "prefill_tokens": "Tokens of all sequences in one step; longer prompts are read in chunks.",
+    "preload": "Read every expert in the background as soon as the model is loaded.",
     "recent_costs": "Measured loads and computations that the balancer's costs are the means of.",
     "score_window": "With --eviction score: steps over which scores are averaged.",
     "share_substitutes": "In a batch, prefer substitutes that serve several of its sequences.",
@@ -44,6 +45,7 @@ _LEFT_OUT = {
     "dilation": "as this machine needs",
     "emulated_expert_bytes": "the model's own",
     "prefetch_trial": "true with --prefetch auto, else false",
+    "preload": "true where the budget holds every expert",
     "turn_timeout_seconds": "as long as it takes",
 }
 """What stands for a default of None."""

@@ -35,6 +35,8 @@ LONE_UNIT = 128
 """Of a single product, of which the last unit would else be waited for."""
 _SPIN_CYCLES = 20_000
 """How long a helper looks out for work before it sleeps: some 10 us. Longer takes from the readers what it gives us."""
+_SPIN_CYCLES_ALONE = 2_000_000
+"""The same where nothing is read: some 0.6 ms, the longest that Python takes between two products of a token."""
 WAKING_WEIGHTS = 1 << 20
 """Fewer weights are multiplied before a sleeper would be awake."""
 _CLOSING_SECONDS = 0.001
@@ -97,6 +99,10 @@ class SpinningPool:
         for helper, alarm in zip(self._helpers, self._alarms, strict=True):
             alarm.acquire()
             helper.start()
+
+    def expect_readers(self, are_there: bool) -> None:
+        """Whether other threads have use for the cores between two works; if not, helpers look out for work longer."""
+        self._block[tasks.PATIENCE] = _SPIN_CYCLES if are_there else _SPIN_CYCLES_ALONE
 
     def word(self, index: int) -> int:
         """The address of a word of the block."""

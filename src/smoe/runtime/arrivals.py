@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from smoe.compute.expert_math import ExpertMath, Weights
-from smoe.expert import ExpertKey
+from smoe.expert import EXACT, ExpertKey
 from smoe.memory.arena import Arena
 from smoe.memory.store import ExpertStore
 from smoe.memory.transfer import State, Ticket, Transfers
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import LayerPlan, Load, Serve
+from smoe.policy.plan import LayerPlan, Load, Reason, Serve
 from smoe.policy.progress import Progress
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
@@ -89,6 +89,15 @@ class Arrivals:
         """Bring in what a later layer may want, after all that the running layer waits for."""
         self.counters.prefetches += len(loads)
         self._progress.prefetch(loads)
+
+    def preload(self) -> None:
+        """Bring in experts while slots are free, in order and behind all that is asked for meanwhile."""
+        keys, here = self._store.keys(), self.table.ready.keys() | self.table.inflight.keys()
+        missing = [key for key in ((*at, EXACT) for at in keys) if key not in here]
+        slots = list(self.table.free_cache)
+        self._progress.prefetch(
+            [Load(key, slot, None, True, Reason.PREFETCH, 0) for key, slot in zip(missing, slots, strict=False)]
+        )
 
     def _begin(self, load: Load) -> None:
         self._weights[load.slot] = self._bind(load)

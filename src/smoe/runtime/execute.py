@@ -160,6 +160,8 @@ class LayerExecutor:
         self.counters.plan_seconds += self.now() - started
         if phase is Phase.PREFILL:
             return self.compute.prefill(plan, hidden, top_k_weights)
+        if self.compute.spinning_pool is not None:
+            self.compute.spinning_pool.expect_readers(len(self.table.ready) < self._experts)
         output = self.compute.decode(plan, hidden, top_k_weights, partial(self._look_ahead, plan, hidden, real))
         self._measure_shadow()
         return output
