@@ -31,8 +31,8 @@ from smoe.memory.emulation import read_profile
 from smoe.policy.budget import MIN_STAGING_SLOTS
 from smoe.policy.eviction.belady import Belady
 from smoe.policy.eviction.lru import LRU
+from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import layer_share, observation
-from smoe.policy.progress import carry_out
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide

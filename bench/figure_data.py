@@ -16,8 +16,8 @@ from smoe.errors import ConfigError
 from smoe.memory.emulation import read_profile
 from smoe.models.scoring import ScoringRule
 from smoe.policy.budget import MAX_STAGING_SLOTS, MIN_STAGING_SLOTS
+from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import layer_share
-from smoe.policy.progress import carry_out
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import ExpertsAtHand, SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide

@@ -29,8 +29,8 @@ from smoe import from_pretrained
 from smoe.policy.balance import Balance, Costs
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.score import ScoreWindow
+from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import observation, plan_layer, plan_prefetch
-from smoe.policy.progress import carry_out
 from smoe.policy.residency import ExpertsAtHand, SlotTable
 from smoe.policy.substitution import applied, substitute
 from smoe.routing import Phase, Routing

@@ -12,8 +12,8 @@ from smoe.expert import EXACT
 from smoe.memory.arena import Arena
 from smoe.memory.link import CudaLink
 from smoe.memory.page_lock import CudaRegistry, lock_pages
+from smoe.memory.reading_threads import Ticket
 from smoe.memory.streams import CudaStreams
-from smoe.memory.transfer import Ticket
 from smoe.policy.plan import Load, Reason
 
 SIZES = tuple(1 << exponent for exponent in range(18, 28))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from smoe.memory.link import Link
-from smoe.memory.transfer import Ticket
+from smoe.memory.reading_threads import Ticket
 
 PATIENCE_SECONDS = 20
 

@@ -16,7 +16,7 @@ import torch
 from smoe.expert import EXACT
 from smoe.memory.disk import CHUNK_BYTES
 from smoe.memory.link import OUTSTANDING, CudaLink
-from smoe.memory.transfer import State, Ticket, Transfers
+from smoe.memory.reading_threads import State, Ticket, Transfers
 from smoe.policy.plan import Load, Reason
 from tests.memory.fake_streams import ArenaMover, FakeStreams
 

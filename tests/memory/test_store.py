@@ -21,9 +21,9 @@ from smoe.memory import disk
 from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.movers import Filler, SlotMover, torch_dtype
+from smoe.memory.reading_threads import Ticket
 from smoe.memory.safetensors_index import ITEM_BYTES, read_header
 from smoe.memory.store import MATRIX_ALIGNMENT, PAGE, STAGED_BYTES, ExpertStore, LayerExperts, Part, row_of
-from smoe.memory.transfer import Ticket
 from smoe.policy.plan import Load, Reason
 
 INNER, HIDDEN, EXPERTS = 48, 40, 3

@@ -15,8 +15,8 @@ from smoe.errors import BudgetError
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.balance import Balance, Costs
 from smoe.policy.plan import HOST, LayerPlan, PrefetchPlan, Reason
+from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import LAST_TOKENS, observation, plan_layer, plan_prefetch, routes_by_key
-from smoe.policy.progress import carry_out
 from smoe.policy.registry import ONLINE_EVICTION, make_eviction
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing

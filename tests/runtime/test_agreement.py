@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from smoe.metrics import Counters
 from smoe.policy.plan import LayerPlan
+from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import LAST_TOKENS, observation
-from smoe.policy.progress import carry_out
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import SlotTable
 from smoe.policy.step import Decision, Switches, decide

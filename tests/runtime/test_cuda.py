@@ -24,8 +24,8 @@ from smoe.load.pretrained import choose_device, demand_of, open_store
 from smoe.memory.link import CudaLink
 from smoe.memory.movers import HostMover
 from smoe.memory.page_lock import CudaRegistry
+from smoe.memory.reading_threads import State, Transfers
 from smoe.memory.streams import CudaStreams
-from smoe.memory.transfer import State, Transfers
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.spec import read_spec
 from smoe.policy.budget import Demand, full_bytes, minimum_bytes

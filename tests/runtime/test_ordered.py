@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from smoe.expert import EXACT
 from smoe.load import assembly
 from smoe.memory.link import CudaLink
-from smoe.memory.transfer import State, Ticket
+from smoe.memory.reading_threads import State, Ticket
 from smoe.metrics import Counters
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.plan import Load, Reason, Serve

@@ -10,9 +10,9 @@ import random
 
 import pytest
 
+from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import layer_share
 from smoe.policy.prediction import Moment
-from smoe.policy.progress import carry_out
 from smoe.policy.registry import ONLINE_EVICTION, make_eviction
 from smoe.policy.residency import SlotTable
 from smoe.policy.step import EXACT_SWITCHES, decide

@@ -31,9 +31,9 @@ from smoe.memory.movers import Filler, HostMover, SlotMover
 from smoe.memory.pacing import Pacing
 from smoe.memory.page_lock import CudaRegistry
 from smoe.memory.quantised_store import QuantisedStore
+from smoe.memory.reading_threads import Mover, Transfers
 from smoe.memory.store import ExpertStore, LayerExperts
 from smoe.memory.streams import CudaStreams
-from smoe.memory.transfer import Mover, Transfers
 from smoe.models.experts import ExpertsSite
 from smoe.models.scoring import ScoringRule, find_rule
 from smoe.models.spec import ModelSpec

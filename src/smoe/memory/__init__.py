@@ -1,1 +1,1 @@
-"""The memory hierarchy: disk, host, device. One file a level, the same verbs on every one."""
+"""The memory hierarchy: files, disk, host and device; what reads, what copies, where experts lie, and the time it takes."""

@@ -29,8 +29,8 @@ import torch
 
 from smoe.memory.disk import CHUNK_BYTES
 from smoe.memory.emulation import Emulation
+from smoe.memory.reading_threads import Ticket
 from smoe.memory.streams import Event, Streams
-from smoe.memory.transfer import Ticket
 
 OUTSTANDING = 2
 """Chunks of a prefetch in the device's queue: one that is being copied, and one so that the link never idles."""

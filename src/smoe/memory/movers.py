@@ -13,8 +13,8 @@ from smoe.memory.disk import DiskReader
 from smoe.memory.dtypes import TORCH
 from smoe.memory.host import HostTier
 from smoe.memory.link import Link
+from smoe.memory.reading_threads import Ticket
 from smoe.memory.store import ExpertStore, Placement
-from smoe.memory.transfer import Ticket
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from smoe.compute.expert_math import ExpertMath, Weights
 from smoe.expert import EXACT, ExpertKey
 from smoe.memory.arena import Arena
+from smoe.memory.reading_threads import State, Ticket, Transfers
 from smoe.memory.store import ExpertStore
-from smoe.memory.transfer import State, Ticket, Transfers
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan, Load, Reason, Serve
-from smoe.policy.progress import Progress
+from smoe.policy.plan_progress import Progress
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
 

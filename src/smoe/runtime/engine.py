@@ -22,8 +22,8 @@ from smoe.errors import ConfigError, EngineStateError
 from smoe.kernels.threads import threads
 from smoe.memory.arena import Arena
 from smoe.memory.pacing import Pacing
+from smoe.memory.reading_threads import Transfers
 from smoe.memory.store import ExpertStore
-from smoe.memory.transfer import Transfers
 from smoe.metrics import Counters
 from smoe.models.anatomy import Anatomy
 from smoe.models.kv_cache import RowCache

@@ -24,7 +24,7 @@ import torch
 
 from smoe.compute.host_experts import Balancer
 from smoe.kernels.threads import threads
-from smoe.memory.transfer import Ticket
+from smoe.memory.reading_threads import Ticket
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import DEVICE, LayerPlan

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from smoe.memory.arena import Arena
-from smoe.memory.transfer import Transfers
+from smoe.memory.reading_threads import Transfers
 
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 """Engines that Python has not collected, closed or not."""

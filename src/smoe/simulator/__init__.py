@@ -1,1 +1,1 @@
-"""The same plans on no hardware at all: cache statistics of a recorded routing."""
+"""The same plans on no hardware at all: hits, misses and times of a recorded routing."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from smoe.policy.eviction.base import Eviction
+from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import layer_share
-from smoe.policy.progress import carry_out
 from smoe.policy.residency import SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide
 from smoe.routing import Phase, Routing

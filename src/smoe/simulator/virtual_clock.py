@@ -23,9 +23,9 @@ from smoe.expert import ExpertKey
 from smoe.policy.balance import Balance, Costs
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import DEVICE, LayerPlan, Load
+from smoe.policy.plan_progress import Progress
 from smoe.policy.planner import layer_share, plan_prefetch
 from smoe.policy.prediction import Moment, Predictor, Sight
-from smoe.policy.progress import Progress
 from smoe.policy.residency import SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide
 from smoe.routing import Phase, Routing

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from smoe.expert import ExpertKey
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.plan import Load
+from smoe.policy.plan_progress import Progress
 from smoe.policy.planner import plan_layer, plan_prefetch
-from smoe.policy.progress import Progress
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
 from tests.policy.tables import EXPERTS, LAYERS, TOP_K, guesses, routings, used

@@ -15,7 +15,7 @@ import pytest
 
 from smoe.errors import TransferError
 from smoe.expert import EXACT
-from smoe.memory.transfer import State, Ticket, Transfers
+from smoe.memory.reading_threads import State, Ticket, Transfers
 from smoe.policy.plan import Load, Reason
 
 PATIENCE_SECONDS = 10
