@@ -16,10 +16,10 @@ from torch import nn
 
 from smoe.compute.row_groups import Filling, Shape, product
 from smoe.kernels.elementwise import activation_table, is_table_of
-from smoe.kernels.experts import MOST_ROWS, TokenExperts
+from smoe.kernels.experts import TokenExperts
 from smoe.kernels.matrix import Matrix, in_bf16
 from smoe.kernels.proof import agrees, agrees_on_rows, same_bits
-from smoe.kernels.spinning_pool import Product, SpinningPool
+from smoe.kernels.spinning_pool import MOST_ROWS, Product, SpinningPool
 from smoe.memory.arena import Arena
 from smoe.memory.store import Part
 

@@ -17,10 +17,10 @@ from torch import nn
 
 from smoe.compute.expert_math import ExpertMath, Weights
 from smoe.compute.row_groups import product
-from smoe.kernels.experts import MOST_ROWS, TokenExperts
+from smoe.kernels.experts import TokenExperts
 from smoe.kernels.matrix import Matrix, products_of
 from smoe.kernels.proof import is_as_near
-from smoe.kernels.spinning_pool import SpinningPool
+from smoe.kernels.spinning_pool import MOST_ROWS, SpinningPool
 from smoe.kernels.unpacked import unpacked
 from smoe.memory.arena import Arena
 from smoe.memory.quantised_store import StoredMatrix
@@ -142,13 +142,9 @@ class QuantisedMath(ExpertMath):
         return self._multiplied(pool, self._activate(wide), [down])
 
     def _multiplied(self, pool: SpinningPool, x: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor:
-        """Few rows times matrices, row by row: they stay in a cache meanwhile."""
+        """Few rows times matrices, whose outputs come side by side."""
         x, out = x.contiguous(), x.new_empty(x.shape[0], sum(matrix.outputs for matrix in matrices))
-        for n in range(x.shape[0]):
-            begin = 0
-            for matrix in matrices:
-                pool.multiply_quantised(x[n : n + 1], matrix, out[n : n + 1, begin : begin + matrix.outputs])
-                begin += matrix.outputs
+        pool.multiply_quantised(x, matrices, out)
         return out
 
     def _times(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

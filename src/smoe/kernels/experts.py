@@ -20,12 +20,10 @@ import torch
 from smoe.kernels import tasks
 from smoe.kernels.matrix import Matrix
 from smoe.kernels.row_product import chain_of
-from smoe.kernels.spinning_pool import LONE_UNIT, UNIT, WAKING_WEIGHTS, Pairs, SpinningPool
+from smoe.kernels.spinning_pool import LONE_UNIT, MOST_ROWS, UNIT, WAKING_WEIGHTS, Pairs, SpinningPool
 
 MOST_EXPERTS = tasks.MOST_COUNTS
 """At once: each has a count of its own."""
-MOST_ROWS = 4
-"""Tokens of one expert: for more the library, which has them all in its registers at once, is faster."""
 MOST_TOKENS = tasks.MOST_TASKS - MOST_EXPERTS * (MOST_ROWS + 2)
 """At once: each has a sum, an expert has two products and a gate for every row."""
 _SUM_UNIT = 512

@@ -61,7 +61,7 @@ def is_as_near(pool: SpinningPool, matrix: Matrix, form: Format, rows: torch.Ten
     outputs, numbers = rows.shape[0], torch.from_numpy(form.decode(rows.numpy()))
     x = torch.randn(1, matrix.columns, generator=torch.Generator().manual_seed(0)).bfloat16()
     ours = torch.empty(1, outputs, dtype=torch.bfloat16)
-    pool.multiply_quantised(x, matrix._replace(outputs=outputs), ours)
+    pool.multiply_quantised(x, [matrix._replace(outputs=outputs)], ours)
     exact, theirs = x.double() @ numbers.double().T, x @ numbers.bfloat16().T
     error, bound = ((each.double() - exact).square().mean() for each in (ours, theirs))
     return bool(error <= 1.1 * bound)  # where every weight is a bf16 number both round alike

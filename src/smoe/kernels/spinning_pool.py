@@ -33,6 +33,8 @@ UNIT = 256
 by another thread."""
 LONE_UNIT = 128
 """Of a single product, of which the last unit would else be waited for."""
+MOST_ROWS = 4
+"""Rows that are multiplied by one matrix at once."""
 _SPIN_CYCLES = 20_000
 """How long a helper looks out for work before it sleeps: some 10 us. Longer takes from the readers what it gives us."""
 _SPIN_CYCLES_ALONE = 2_000_000
@@ -134,14 +136,30 @@ class SpinningPool:
         self.run(fields, -(-outputs // LONE_UNIT), is_long=columns * outputs >= WAKING_WEIGHTS)
 
     def multiply_quantised(
-        self, x: torch.Tensor, matrix: Matrix, out: torch.Tensor, bias: torch.Tensor | None = None
+        self, x: torch.Tensor, matrices: Sequence[Matrix], out: torch.Tensor, bias: torch.Tensor | None = None
     ) -> None:
-        """out [N] = x [K] times a quantised matrix, plus the bias [N] where there is one."""
-        address, outputs, columns, products = matrix
-        assert products is not None
-        fields = [0, outputs, LONE_UNIT, tasks.FORMAT, self.at_once, 0, self.nowhere, products.of_rows[0]]
-        fields += [x.data_ptr(), address, out.data_ptr(), columns, 0 if bias is None else bias.data_ptr()]
-        self.run(fields, -(-outputs // LONE_UNIT), is_long=columns * outputs >= WAKING_WEIGHTS)
+        """out [M, N] = x [M, K] times quantised matrices, side by side; M is 4 at most, both lie in one piece.
+
+        `bias` [N] is added to a single row only.
+        """
+        fields: list[int] = []
+        rows, kept = x.shape[0], []
+        assert rows <= MOST_ROWS and (bias is None or rows == 1), rows
+        units = weights = column = 0
+        for address, outputs, columns, products in matrices:
+            assert products is not None
+            fields += (units, outputs, LONE_UNIT, tasks.FORMAT, self.at_once, 0, self.nowhere)
+            to, at = out.data_ptr() + 2 * column, 0 if bias is None else bias.data_ptr() + 2 * column
+            if rows == 1:
+                fields += (products.of_rows[0], x.data_ptr(), address, to, columns, at)
+            else:
+                pairs = Pairs([(x.data_ptr() + 2 * columns * n, to + 2 * out.shape[1] * n) for n in range(rows)])
+                kept.append(pairs)
+                fields += (products.of_rows[pairs.count // 2], pairs.address, address, 0, columns, 0)
+            units += -(-outputs // LONE_UNIT)
+            weights += outputs * columns
+            column += outputs
+        self.run(fields, units, is_long=weights >= WAKING_WEIGHTS)
 
     def unpack(self, matrices: Sequence[tuple[Matrix, int]]) -> None:
         """Write quantised matrices as bf16, each to an address of its own."""

@@ -1,5 +1,5 @@
-"""From a name and settings to a model: structure, index, budget, slots, weights, in this order, so that what cannot work is
-refused before anything large is read. The engine is put together of them in `assembly.py`.
+"""From a name and settings to a model: structure, index, budget, slots, weights, in this order, so that what cannot
+work is refused before anything large is read. The engine is put together of them in `assembly.py`.
 """
 
 from __future__ import annotations

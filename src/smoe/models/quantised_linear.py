@@ -17,12 +17,11 @@ from torch.nn import functional
 
 from smoe.formats.base import Format
 from smoe.kernels.matrix import Matrix, products_of
-from smoe.kernels.spinning_pool import SpinningPool
+from smoe.kernels.spinning_pool import MOST_ROWS, SpinningPool
 from smoe.kernels.unpacked import unpacked
 
 PIECE_ELEMENTS = 2**22
 """Numbers that are unpacked at a time."""
-_FEW_ROWS = 4
 
 
 class QuantisedWeight(nn.Module):
@@ -75,7 +74,7 @@ class QuantisedLinear(QuantisedWeight):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]"""
         rows = input.reshape(-1, self.in_features)
-        if self.pool is not None and rows.shape[0] <= _FEW_ROWS and rows.dtype is torch.bfloat16:
+        if self.pool is not None and rows.shape[0] <= MOST_ROWS and rows.dtype is torch.bfloat16:
             out = self._by_codes(self.pool, rows.contiguous())
         else:
             out = rows.new_empty(rows.shape[0], self.out_features)
@@ -86,8 +85,11 @@ class QuantisedLinear(QuantisedWeight):
 
     def _by_codes(self, pool: SpinningPool, rows: torch.Tensor) -> torch.Tensor:
         out, matrix = rows.new_empty(rows.shape[0], self.out_features), self._matrix(0, self.out_features)
+        if self.bias is None:
+            pool.multiply_quantised(rows, [matrix], out)
+            return out
         for n in range(rows.shape[0]):
-            pool.multiply_quantised(rows[n], matrix, out[n], self.bias)
+            pool.multiply_quantised(rows[n : n + 1], [matrix], out[n : n + 1], self.bias)
         return out
 
 
