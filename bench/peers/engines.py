@@ -115,6 +115,7 @@ ENGINES: dict[str, Engine] = {
     "smoe": Engine(_smoe_command, Setup.checkpoint),
     "smoe-gguf": Engine(_smoe_gguf_command, lambda setup: [setup.gguf]),
     "llama.cpp": _llama("mmap"),
+    "llama.cpp-mapped": _llama("mapped-only"),
     "llama.cpp-direct": _llama("direct"),
     "transformers": _transformers("grouped_mm"),
     "transformers-eager": _transformers("eager"),

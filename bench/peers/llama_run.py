@@ -14,7 +14,9 @@ from llama_cpp import llama_cpp as api  # type: ignore[import-not-found]
 
 from bench.peers.worker import Stopwatch, measure, report, workload_from, workload_parser
 
-LOAD_MODES = {"ram": 0, "mmap": 1, "direct": 4}  # newer llama.cpp: `load_mode`; older: `use_mmap`
+LOAD_MODES = {"ram": 0, "mmap": 1, "mapped-only": 1, "direct": 4}  # newer llama.cpp: `load_mode`; older: `use_mmap`
+MAPPED_ONLY = "mapped-only"
+"""Weights stay where they are mapped: no second copy in the layout that is fastest on this CPU."""
 CONTEXT_SLACK = 64
 
 
@@ -70,7 +72,9 @@ class LlamaSession:
         if hasattr(parameters, "load_mode"):
             parameters.load_mode = LOAD_MODES[mode]
         else:
-            parameters.use_mmap = mode == "mmap"
+            parameters.use_mmap = mode in ("mmap", MAPPED_ONLY)
+        if mode == MAPPED_ONLY:
+            parameters.use_extra_bufts = False
         return parameters
 
 
