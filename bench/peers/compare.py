@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -180,6 +180,9 @@ def as_json(
 def arena_from(options: argparse.Namespace) -> Arena:
     """What stays the same in all rounds, from the command line."""
     shape = read_shape(options.model)
+    if "smoe-gguf" in options.engines:  # both read that file
+        file = options.gguf or options.model.with_suffix(".gguf")
+        shape = replace(shape, bytes_per_weight=file.stat().st_size / shape.weights)
     setup = Setup(
         model=options.model.resolve(),
         gguf=(options.gguf or options.model.with_suffix(".gguf")).resolve(),

@@ -121,6 +121,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a random-weight Qwen3-MoE checkpoint.")
     parser.add_argument("out", type=Path, help="directory to create")
     for field in fields(ModelShape):
+        if field.type != "int":
+            continue  # what is written is bf16
         option = "--" + field.name.replace("_", "-")
         parser.add_argument(option, type=int, default=field.default, help=f"default {field.default}")
     parser.add_argument("--seed", type=int, default=DEFAULT_SEED)

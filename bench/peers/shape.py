@@ -9,8 +9,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-BYTES_PER_WEIGHT = 2  # bf16
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -25,18 +23,27 @@ class ModelShape:
     heads: int = 16
     key_value_heads: int = 4
     head_dim: int = 128
+    bytes_per_weight: float = 2.0
+    """bf16; of a quantised file the mean."""
+
+    @property
+    def weights(self) -> int:
+        """Of the whole model, norms aside."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.key_value_heads)
+        experts = self.experts * 3 * self.hidden * self.expert_inner
+        return self.layers * (attention + self.experts * self.hidden + experts) + 2 * self.vocabulary * self.hidden
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert: gate, up and down."""
-        return 3 * self.hidden * self.expert_inner * BYTES_PER_WEIGHT
+        return int(3 * self.hidden * self.expert_inner * self.bytes_per_weight)
 
     @property
     def dense_bytes(self) -> int:
         """Bytes every token reads besides experts: attention, router and head (the embedding gives one row only)."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.key_value_heads)
         per_layer = attention + self.experts * self.hidden
-        return (self.layers * per_layer + self.vocabulary * self.hidden) * BYTES_PER_WEIGHT
+        return int((self.layers * per_layer + self.vocabulary * self.hidden) * self.bytes_per_weight)
 
     @property
     def touched_bytes(self) -> int:
