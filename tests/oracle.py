@@ -13,8 +13,8 @@ from smoe import from_pretrained
 from smoe.config import EngineConfig, configure
 from smoe.load.pretrained import demand_of, open_store
 from smoe.models.checkpoint import checkpoint_at
+from smoe.models.read_spec import read_spec
 from smoe.models.registration import register_local_families
-from smoe.models.spec import read_spec
 from smoe.policy.budget import Demand, full_bytes, minimum_bytes
 
 CONTEXT = 96

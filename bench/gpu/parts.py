@@ -28,7 +28,7 @@ from smoe.config import EngineConfig, configure
 from smoe.load.pretrained import choose_device, demand_of, load, open_store
 from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.files import fetch
-from smoe.models.spec import read_spec
+from smoe.models.read_spec import read_spec
 from smoe.policy.budget import full_bytes, minimum_bytes
 
 TEXT = Path(__file__).parent.parent / "text.txt"

@@ -21,8 +21,8 @@ from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.store import PAGE, ExpertStore
 from smoe.models import packed
 from smoe.models.checkpoint import checkpoint_at
+from smoe.models.read_spec import read_spec
 from smoe.models.reference import reference_parameters
-from smoe.models.spec import read_spec
 from tests import oracle, zoo
 
 Open = Callable[..., PreTrainedModel]

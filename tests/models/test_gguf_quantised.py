@@ -20,7 +20,7 @@ from smoe.config import configure
 from smoe.errors import CheckpointError
 from smoe.formats.registry import FORMATS
 from smoe.models.quantised_linear import PIECE_ELEMENTS, QuantisedWeight
-from smoe.models.spec import read_spec
+from smoe.models.read_spec import read_spec
 from tests import gguf_toy, oracle, zoo
 from tests.formats.blocks import random_rows
 

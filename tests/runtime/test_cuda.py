@@ -27,7 +27,7 @@ from smoe.memory.page_lock import CudaRegistry
 from smoe.memory.reading_threads import State, Transfers
 from smoe.memory.streams import CudaStreams
 from smoe.models.checkpoint import checkpoint_at
-from smoe.models.spec import read_spec
+from smoe.models.read_spec import read_spec
 from smoe.policy.budget import Demand, full_bytes, minimum_bytes
 from smoe.policy.plan import Load, Reason
 from tests import oracle, zoo

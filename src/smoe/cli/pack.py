@@ -51,7 +51,7 @@ def _pack(model: str, dtype: str, revision: str | None, force: bool) -> tuple[Pa
     from smoe.memory.store import ExpertStore
     from smoe.models.checkpoint import local_checkpoint, whole_checkpoint
     from smoe.models.packed import pack
-    from smoe.models.spec import read_spec
+    from smoe.models.read_spec import read_spec
     from smoe.units import format_bytes
 
     known = local_checkpoint(model)

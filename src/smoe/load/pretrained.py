@@ -25,7 +25,8 @@ from smoe.memory.pacing import Pacing
 from smoe.memory.quantised_store import QuantisedStore, is_quantised
 from smoe.memory.store import ExpertStore, LayerExperts, page_ceil
 from smoe.models.checkpoint import Checkpoint, local_checkpoint, whole_checkpoint
-from smoe.models.spec import ModelSpec, read_spec
+from smoe.models.read_spec import read_spec
+from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes
 from smoe.runtime.lifetime import collect_dropped
 from smoe.units import parse_bytes, parse_share

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -19,9 +19,7 @@ from smoe.memory.store import ExpertStore, LayerExperts
 from smoe.models.files import described_place, fetch, local_place
 from smoe.models.gguf_file import GgufFile
 from smoe.models.safetensors_folder import SafetensorsFolder
-
-if TYPE_CHECKING:
-    from smoe.models.spec import ModelSpec
+from smoe.models.spec import ModelSpec
 
 
 class Checkpoint(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
@@ -30,9 +30,7 @@ from smoe.models.files import naming
 from smoe.models.gguf_config import architecture_of, read_gguf_config
 from smoe.models.gguf_tokenizer import read_gguf_tokenizer, read_sampling
 from smoe.models.quantised_linear import can_stay_quantised, keep_quantised
-
-if TYPE_CHECKING:
-    from smoe.models.spec import ModelSpec
+from smoe.models.spec import ModelSpec
 
 _GATE, _UP, _DOWN, _GATE_UP = (f"ffn_{name}_exps.weight" for name in ("gate", "up", "down", "gate_up"))
 _PARTS = {"gate_up_proj", "down_proj"}

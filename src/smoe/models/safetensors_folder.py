@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
@@ -23,9 +23,7 @@ from smoe.models.files import naming
 from smoe.models.generation_file import check_generation
 from smoe.models.packed import packed_store
 from smoe.models.registration import register_local_families
-
-if TYPE_CHECKING:
-    from smoe.models.spec import ModelSpec
+from smoe.models.spec import ModelSpec
 
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TOKENIZER_FILE = re.compile(r"tokenizer|special_tokens|added_tokens|vocab|merges|chat_template")

@@ -24,7 +24,8 @@ from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at
 from smoe.machine.measure import emulated_rates, load_profile, measure_small_disk, quick_rates
 from smoe.machine.process_memory import beside_budget
 from smoe.memory.emulation import DeviceProfile, read_profile
-from smoe.models.spec import ModelSpec, read_spec
+from smoe.models.read_spec import read_spec
+from smoe.models.spec import ModelSpec
 from smoe.models.workspace import reserved_kernel_bytes
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_bytes
 from smoe.units import identifier

@@ -41,7 +41,7 @@ from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.experts import ExpertsSite
 from smoe.models.kv_cache import RowCache
 from smoe.models.quantised_linear import QuantisedWeight
-from smoe.models.spec import choose_context, read_spec
+from smoe.models.read_spec import choose_context, read_spec
 from smoe.models.twin import ModelPart, parts_of, share_weights
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import Routed, StepObserver
