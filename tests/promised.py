@@ -29,7 +29,7 @@ _NO: Callable[..., Any] = lambda *_: False  # noqa: E731
 _NONE: Callable[..., Any] = lambda *_: None  # noqa: E731
 PROOFS: dict[str, dict[str, Callable[..., Any]]] = {
     "experts": {"smoe.compute.expert_math.agrees": _NO, "smoe.kernels.proof.agrees": _NO},
-    "rows": {"smoe.compute.decode_experts.agrees_on_rows": _NO, "smoe.kernels.proof.agrees_on_rows": _NO},
+    "rows": {"smoe.compute.expert_math.agrees_on_rows": _NO, "smoe.kernels.proof.agrees_on_rows": _NO},
     "linears": {"smoe.fastpath.linear.part_that_agrees": _NONE, "smoe.kernels.proof.part_that_agrees": _NONE},
     "attention": {"smoe.fastpath.attention.agrees": _NO},
     "norms": {"smoe.fastpath.norm.agrees": _NO},

@@ -180,7 +180,8 @@ def test_interrupt_at_any_line(toy: Callable[..., Path], open_model: Open) -> No
             "runtime.arrivals",
             "policy.residency",
             "policy.eviction.auto",
-            "memory.transfer",
+            "policy.plan_progress",
+            "memory.reading_threads",
             "runtime.engine",
             "runtime.turns",
         )
