@@ -106,8 +106,17 @@ class _Work:
         """The first products, into the scratch: row after row, expert after expert."""
         inner, hidden, x, at_once = self._shape.inner, self._shape.hidden, self._x, self._shape.pool.at_once
         wide, count = self._shape.wide.data_ptr(), self._counts
+        fields, size = self.fields, self._size
         for matrices, places in self._experts:
             before, column = self.units, wide
+            if len(places) == 1 and len(matrices) == 2 and matrices[0].products is None:  # `_product`, without the call
+                fields += (before, 2 * inner, size, tasks.PRODUCT, at_once, 0, count)
+                fields += (x + 2 * hidden * places[0][0], matrices[0].address, wide, 0, hidden, hidden)
+                self.units += -(-2 * inner // size)
+                self._ups.append(self.units - before)
+                wide += 4 * inner
+                count += 8
+                continue
             for matrix in matrices[:-1]:
                 pairs = [(x + 2 * hidden * token, column + 4 * inner * i) for i, (token, _) in enumerate(places)]
                 self._product(matrix, at_once, 0, count, pairs)
@@ -121,7 +130,19 @@ class _Work:
         shape, fields, out = self._shape, self.fields, self._rows
         hidden, inner, nowhere, table = shape.hidden, shape.inner, shape.pool.nowhere, shape.table.data_ptr()
         wide, gated, count = shape.wide.data_ptr(), shape.gated.data_ptr(), self._counts
+        size = self._size
         for (matrices, places), ups in zip(self._experts, self._ups, strict=True):
+            down = matrices[-1]
+            if len(places) == 1 and down.products is None:  # as below, without calls
+                unit, to = self.units, out + 2 * hidden * places[0][1]
+                fields += (unit, inner, inner, tasks.GATE, count, ups, count, wide, table, gated, inner, 0, 0)
+                fields += (unit + 1, hidden, size, tasks.PRODUCT, count, ups + 1, nowhere)
+                fields += (gated, down.address, to, 0, inner, inner)
+                self.units = unit + 1 - (-hidden // size)
+                wide += 4 * inner
+                gated += 2 * inner
+                count += 8
+                continue
             pairs = []
             for _, row in places:
                 fields += (self.units, inner, inner, tasks.GATE, count, ups, count, wide, table, gated, inner, 0, 0)
@@ -129,7 +150,7 @@ class _Work:
                 self.units += 1
                 wide += 4 * inner
                 gated += 2 * inner
-            self._product(matrices[-1], count, ups + len(places), nowhere, pairs)
+            self._product(down, count, ups + len(places), nowhere, pairs)
             count += 8
 
     def _product(
