@@ -26,6 +26,7 @@ from smoe.formats.registry import FORMATS
 from smoe.kernels.isa import ISAS, Isa
 from smoe.kernels.jit import compile_functions
 from smoe.kernels.quantised import module_of, products_name, unpack_name
+from tests.formats.blocks import random_rows
 
 COLUMNS, OUTPUTS, PROOF, ROUNDS = 2048, 30720, 512, 7
 _ARGUMENTS = (ctypes.c_void_p,) * 4 + (ctypes.c_longlong,) * 3
@@ -55,7 +56,7 @@ def measure(form: Format, isa: Isa, memory: float) -> dict[str, Any]:
     """One format on one instruction set."""
     names = [*(products_name(form, n) for n in (1, 2, 4)), unpack_name(form)]
     one, two, four, unpack = compile_functions(module_of([form], isa), dict.fromkeys(names, _ARGUMENTS))
-    data = random_matrix(form)
+    data = random_rows(form, OUTPUTS, COLUMNS, seed=0)
     x = torch.randn(4, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()
     out = torch.empty(4, OUTPUTS, dtype=torch.bfloat16)
     row: dict[str, Any] = {"isa": isa.name, "format": form.name, "memory_gb_per_second": memory}
@@ -76,20 +77,6 @@ def relative_error(form: Format, data: npt.NDArray[np.uint8], x: torch.Tensor, o
     exact = x.double() @ numbers.double().T
     errors = [(each.double() - exact).square().mean().sqrt() for each in (ours, x @ numbers.bfloat16().T)]
     return float(errors[0] / errors[1])
-
-
-def random_matrix(form: Format) -> npt.NDArray[np.uint8]:
-    """Any codes, with scales of a model's size."""
-    chance = np.random.default_rng(0)
-    data = chance.integers(0, 256, (OUTPUTS, form.row_bytes(COLUMNS)), dtype=np.uint8)
-    blocks = data.reshape(-1, form.nbytes)
-    for scalar in (form.scale,) if form.minimum is None else (form.scale, form.minimum):
-        if scalar.is_exponent:
-            blocks[:, scalar.byte] = chance.integers(110, 125, len(blocks))
-        else:
-            scales = chance.uniform(-0.01, 0.01, (len(blocks), 1)).astype(np.float16)
-            blocks[:, scalar.byte : scalar.byte + 2] = scales.view(np.uint8)
-    return data
 
 
 def _product(

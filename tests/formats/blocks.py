@@ -15,7 +15,7 @@ def random_rows(form: Format, rows: int, columns: int, seed: int, spread: float 
     chance = np.random.default_rng(seed)
     data = chance.integers(0, 256, (rows, form.row_bytes(columns)), dtype=np.uint8)
     blocks = data.reshape(-1, form.nbytes)
-    for scalar in (form.scale,) if form.minimum is None else (form.scale, form.minimum):
+    for scalar in form.scalars:
         if scalar.is_exponent:
             blocks[:, scalar.byte] = chance.integers(110, 125, len(blocks))
         else:

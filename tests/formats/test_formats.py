@@ -72,7 +72,7 @@ def codes_of(group: Group) -> tuple[Field, ...]:
 def test_scales_that_are_no_numbers_are_found(form: Format) -> None:
     data = random_rows(form, 4, form.numbers, 0)
     assert form.is_finite(data)
-    for scalar in (form.scale,) if form.minimum is None else (form.scale, form.minimum):
+    for scalar in form.scalars:
         for bits in (255,) if scalar.is_exponent else (0x7C00, 0xFC00, 0x7E00):
             broken = data.copy()
             broken[2, scalar.byte :][: 1 if scalar.is_exponent else 2] = np.array([bits], np.uint16).view(np.uint8)[

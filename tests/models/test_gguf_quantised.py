@@ -21,6 +21,8 @@ from smoe.errors import CheckpointError
 from smoe.formats.registry import FORMATS
 from smoe.models.quantised_linear import PIECE_ELEMENTS, QuantisedWeight
 from smoe.models.read_spec import read_spec
+from smoe.report.forecast import dense_bytes_read
+from smoe.report.run import dense_bytes
 from tests import gguf_toy, oracle, zoo
 from tests.formats.blocks import random_rows
 
@@ -37,10 +39,10 @@ MIXTURES = {
 
 
 def quantised(
-    path: Path, mixture: str, family: str = "qwen3_moe", dtype: torch.dtype = torch.bfloat16
+    path: Path, mixture: str, family: str = "qwen3_moe", dtype: torch.dtype = torch.bfloat16, is_tied: bool = False
 ) -> tuple[Path, PreTrainedModel]:
     """A toy file whose experts are random blocks, of formats that alternate between layers, and the library's model."""
-    model = zoo.make(family, dtype=dtype, **SIZES)
+    model = zoo.make(family, dtype=dtype, tie_word_embeddings=is_tied, **SIZES)
     blocks = {}
     weights = gguf_toy.tensors_of(model)
     for layer, (up, down) in zip(range(model.config.num_hidden_layers), cycle(MIXTURES[mixture]), strict=False):
@@ -98,6 +100,39 @@ def test_shared_experts_and_several_sequences(tmp_path: Path, open_model: Open) 
     ids = torch.cat([oracle.PROMPT, oracle.PROMPT.flip(1)])
     ours = steps(open_model(path, "half", max_sequences=2), ids)
     assert_near(ours, steps(theirs, ids), 0.04, others=4)
+
+
+def test_tied_embeddings_that_are_quantised(tmp_path: Path, open_model: Open) -> None:
+    """One matrix in the file for both ends of the model."""
+    path, theirs = quantised(tmp_path / "toy.gguf", "Q8_0", dtype=torch.float32, is_tied=True)
+    ours = open_model(path, "half", dtype="float32")
+    assert isinstance(ours.lm_head, QuantisedWeight)
+    assert_near(steps(ours, oracle.PROMPT), steps(theirs, oracle.PROMPT), 1e-4)
+    spec = read_spec(path, configure(context_tokens=32, dtype="float32"))
+    read = dense_bytes(ours) + bytes_of_positions(ours)
+    assert read == dense_bytes_read(spec) == ours.offload._dense_bytes, "the one matrix is read as output"
+
+
+def test_the_floor_counts_what_is_read(tmp_path: Path, open_model: Open) -> None:
+    """Beside the weights a row of the input embedding, which is none of them."""
+    path, _ = quantised(tmp_path / "toy.gguf", "Q8_0")
+    ours, spec = open_model(path, "half"), read_spec(path, configure(context_tokens=32))
+    embedding = ours.get_input_embeddings().codes.nbytes
+    read = dense_bytes(ours) + bytes_of_positions(ours)
+    assert read == dense_bytes_read(spec) == ours.offload._dense_bytes - embedding
+
+
+def bytes_of_positions(model: PreTrainedModel) -> int:
+    """Of buffers that are no weights."""
+    others = {each.data_ptr(): each.nbytes for name, each in model.named_buffers() if not name.endswith("codes")}
+    return sum(others.values())
+
+
+def test_on_an_emulated_device(tmp_path: Path, open_model: Open) -> None:
+    """Through the host tier, and experts on the CPU beside it."""
+    path, theirs = quantised(tmp_path / "toy.gguf", "Q4_K_M", dtype=torch.float32)
+    ours = open_model(path, "half", dtype="float32", device="emulated", dilation=1000.0)
+    assert_near(steps(ours, oracle.PROMPT[:, :14]), steps(theirs, oracle.PROMPT[:, :14]), 1e-4)
 
 
 def test_sizes_are_those_of_the_file(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ chosen kernels alone (grade E1), and no further from those of the dequantised we
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -50,17 +50,17 @@ class Tile:
 class QuantisedWeights:
     """One expert in its slot. `up` and `down` are unpacked when they are asked for, each into the other's place."""
 
-    __slots__ = ("_data", "_tile", "down_bias", "matrices", "up_bias")
-
     def __init__(self, data: Sequence[tuple[StoredMatrix, torch.Tensor]], tile: Tile) -> None:
         """`data`: bytes [outputs, bytes of a row] of every matrix; the last is that of the second product."""
-        self._data = data
+        self.data = data
         self._tile = tile
         self.up_bias: torch.Tensor | None = None
         self.down_bias: torch.Tensor | None = None
-        self.matrices: Sequence[Matrix] = [
-            Matrix(rows.data_ptr(), stored.outputs, stored.columns, products_of(stored.form)) for stored, rows in data
-        ]
+
+    @cached_property
+    def matrices(self) -> Sequence[Matrix]:
+        """Made when they are first asked for: machine code takes some tenths of a second, once for each format."""
+        return [Matrix(rows.data_ptr(), each.outputs, each.columns, products_of(each.form)) for each, rows in self.data]
 
     @property
     def up(self) -> torch.Tensor:
@@ -72,7 +72,7 @@ class QuantisedWeights:
 
     def _unpacked(self, which: slice) -> torch.Tensor:
         """Matrices one below the other, ready for `x @ ...`."""
-        data, tile = self._data[which], self._tile
+        data, tile = self.data[which], self._tile
         stored, rows = data[0]
         out = tile.take(sum(each.outputs for each, _ in data), stored.columns, rows.device)
         begins = [0]
@@ -114,7 +114,7 @@ class QuantisedMath(ExpertMath):
         assert isinstance(weights, QuantisedWeights)
         return all(
             matrix.products is not None and is_as_near(pool, matrix, stored.form, rows[:_PROOF_OUTPUTS])
-            for matrix, (stored, rows) in zip_longest(weights.matrices, weights._data)
+            for matrix, (stored, rows) in zip(weights.matrices, weights.data, strict=True)
         )
 
     def is_proof(self, ours: torch.Tensor, theirs: torch.Tensor) -> bool:

@@ -86,6 +86,11 @@ class Format:
     has_signed_scales: bool = False
     """Groups' scale codes are signed bytes."""
 
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        """The block's own numbers: its scale, and its minimum where it has one."""
+        return (self.scale,) if self.minimum is None else (self.scale, self.minimum)
+
     def row_bytes(self, numbers: int) -> int:
         """Bytes of a row of so many numbers, a whole number of blocks."""
         assert numbers % self.numbers == 0, (self.name, numbers)
@@ -112,8 +117,7 @@ class Format:
     def is_finite(self, data: Bytes) -> bool:
         """Whether no scale of these blocks is NaN or infinite; codes cannot be."""
         blocks = data.reshape(-1, self.nbytes)
-        scalars = (self.scale,) if self.minimum is None else (self.scale, self.minimum)
-        return all(_is_finite(blocks, scalar) for scalar in scalars)
+        return all(_is_finite(blocks, scalar) for scalar in self.scalars)
 
     def _scale_code(self, blocks: Bytes, group: Group) -> Floats:
         if not group.scale:

@@ -13,6 +13,11 @@ def _six_bits(at: int, group: int) -> tuple[tuple[Field, ...], tuple[Field, ...]
     return (Field(at + group + 4, 0, 15), high_scale), (Field(at + group + 4, 4, 15), high_minimum)
 
 
+def _place(group: int) -> tuple[int, int, int]:
+    """Of one of 16 groups: its half of the block, its quarter of that (32 numbers), its first number there."""
+    return group // 8, group % 8 // 2, 16 * (group % 2)
+
+
 def _q4_k() -> tuple[Group, ...]:
     groups = []
     for n in range(8):
@@ -34,7 +39,7 @@ def _q5_k() -> tuple[Group, ...]:
 def _q6_k() -> tuple[Group, ...]:
     groups = []
     for n in range(16):
-        half, quarter, offset = n // 8, n % 8 // 2, 16 * (n % 2)
+        half, quarter, offset = _place(n)
         low = Field(64 * half + 32 * (quarter % 2) + offset, 4 * (quarter // 2), 15)
         high = Field(128 + 32 * half + offset, 2 * quarter, 3, 4)
         groups.append(Group((Run(16 * n, 16, (low, high)),), (Field(192 + n),)))
@@ -44,7 +49,7 @@ def _q6_k() -> tuple[Group, ...]:
 def _q2_k() -> tuple[Group, ...]:
     groups = []
     for n in range(16):
-        half, quarter, offset = n // 8, n % 8 // 2, 16 * (n % 2)
+        half, quarter, offset = _place(n)
         codes = Field(16 + 32 * half + offset, 2 * quarter, 3)
         groups.append(Group((Run(16 * n, 16, (codes,)),), (Field(n, 0, 15),), (Field(n, 4, 15),)))
     return tuple(groups)
@@ -53,7 +58,7 @@ def _q2_k() -> tuple[Group, ...]:
 def _q3_k() -> tuple[Group, ...]:
     groups = []
     for n in range(16):
-        half, quarter, offset = n // 8, n % 8 // 2, 16 * (n % 2)
+        half, quarter, offset = _place(n)
         low = Field(32 + 32 * half + offset, 2 * quarter, 3)
         high = Field(offset, 4 * half + quarter, 1, 2)
         scale = (Field(96 + n % 8, 4 * (n // 8), 15), Field(104 + n % 4, 2 * (n // 4), 3, 4))

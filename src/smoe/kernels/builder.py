@@ -38,9 +38,6 @@ class Code:
     def number(self, value: int) -> Value:
         return ir.Constant(LONG, value)
 
-    def real(self, value: float) -> Value:
-        return ir.Constant(FLOAT, value)
-
     def reals(self, value: float, lanes: int | None = None) -> Value:
         """A register of so many times the same."""
         return ir.Constant(self.registers(FLOAT, lanes), [ir.Constant(FLOAT, value)] * (lanes or self.isa.lanes))
@@ -111,17 +108,14 @@ class Code:
         """A register of copies of a number."""
         kind = self.registers(value.type, lanes)
         one = self.build.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(WORD, 0))
-        return self._shuffle(one, [0] * kind.count)
+        return self.pick(one, [0] * kind.count)
 
     def lane(self, register: Value, n: int) -> Value:
         """A register of copies of the n-th number of a register."""
-        return self._shuffle(register, [n] * self.isa.lanes)
+        return self.pick(register, [n] * self.isa.lanes)
 
     def pick(self, register: Value, lanes: Sequence[int]) -> Value:
-        """Those numbers of a register."""
-        return self._shuffle(register, lanes)
-
-    def _shuffle(self, register: Value, lanes: Sequence[int]) -> Value:
+        """Those numbers of a register, in that order."""
         return self.build.shuffle_vector(register, ir.Constant(register.type, ir.Undefined), self.words(lanes))
 
     def summed(self, register: Value) -> Value:
@@ -129,7 +123,7 @@ class Code:
         while register.type.count > 1:
             half = register.type.count // 2
             low, high = range(half), range(half, 2 * half)
-            register = self.build.fadd(self._shuffle(register, list(low)), self._shuffle(register, list(high)))
+            register = self.build.fadd(self.pick(register, list(low)), self.pick(register, list(high)))
         return self.build.extract_element(register, ir.Constant(WORD, 0))
 
     def widened(self, halves: Value) -> Value:

@@ -99,27 +99,21 @@ class _Work:
         self._ups: list[int] = []
         """Units of each expert's first product."""
         self._counts = shape.pool.word(tasks.PROGRESS)
-        self._x, self._rows = x.data_ptr(), rows.data_ptr()
+        self._x, self._out = x.data_ptr(), rows.data_ptr()
         self._kept: list[object] = []
 
     def ups(self) -> None:
         """The first products, into the scratch: row after row, expert after expert."""
         inner, hidden, x, at_once = self._shape.inner, self._shape.hidden, self._x, self._shape.pool.at_once
         wide, count = self._shape.wide.data_ptr(), self._counts
-        fields, size = self.fields, self._size
         for matrices, places in self._experts:
             before, column = self.units, wide
-            if len(places) == 1 and len(matrices) == 2 and matrices[0].products is None:  # `_product`, without the call
-                fields += (before, 2 * inner, size, tasks.PRODUCT, at_once, 0, count)
-                fields += (x + 2 * hidden * places[0][0], matrices[0].address, wide, 0, hidden, hidden)
-                self.units += -(-2 * inner // size)
-                self._ups.append(self.units - before)
-                wide += 4 * inner
-                count += 8
-                continue
             for matrix in matrices[:-1]:
-                pairs = [(x + 2 * hidden * token, column + 4 * inner * i) for i, (token, _) in enumerate(places)]
-                self._product(matrix, at_once, 0, count, pairs)
+                if len(places) == 1:
+                    self._row(matrix, at_once, 0, count, x + 2 * hidden * places[0][0], column)
+                else:
+                    pairs = [(x + 2 * hidden * token, column + 4 * inner * i) for i, (token, _) in enumerate(places)]
+                    self._rows(matrix, at_once, 0, count, pairs)
                 column += 2 * matrix.outputs
             self._ups.append(self.units - before)
             wide += 4 * inner * len(places)
@@ -127,62 +121,54 @@ class _Work:
 
     def downs(self) -> None:
         """Gates and second products."""
-        shape, fields, out = self._shape, self.fields, self._rows
+        shape, fields, out = self._shape, self.fields, self._out
         hidden, inner, nowhere, table = shape.hidden, shape.inner, shape.pool.nowhere, shape.table.data_ptr()
         wide, gated, count = shape.wide.data_ptr(), shape.gated.data_ptr(), self._counts
-        size = self._size
         for (matrices, places), ups in zip(self._experts, self._ups, strict=True):
-            down = matrices[-1]
-            if len(places) == 1 and down.products is None:  # as below, without calls
-                unit, to = self.units, out + 2 * hidden * places[0][1]
-                fields += (unit, inner, inner, tasks.GATE, count, ups, count, wide, table, gated, inner, 0, 0)
-                fields += (unit + 1, hidden, size, tasks.PRODUCT, count, ups + 1, nowhere)
-                fields += (gated, down.address, to, 0, inner, inner)
-                self.units = unit + 1 - (-hidden // size)
-                wide += 4 * inner
-                gated += 2 * inner
-                count += 8
-                continue
-            pairs = []
-            for _, row in places:
+            first = gated
+            for _ in places:
                 fields += (self.units, inner, inner, tasks.GATE, count, ups, count, wide, table, gated, inner, 0, 0)
-                pairs.append((gated, out + 2 * hidden * row))
                 self.units += 1
                 wide += 4 * inner
                 gated += 2 * inner
-            self._product(down, count, ups + len(places), nowhere, pairs)
+            need = ups + len(places)
+            if len(places) == 1:
+                self._row(matrices[-1], count, need, nowhere, first, out + 2 * hidden * places[0][1])
+            else:
+                pairs = [(first + 2 * inner * i, out + 2 * hidden * row) for i, (_, row) in enumerate(places)]
+                self._rows(matrices[-1], count, need, nowhere, pairs)
             count += 8
 
-    def _product(
-        self, matrix: Matrix, wait_at: int, wait_for: int, count_at: int, pairs: Sequence[tuple[int, int]]
-    ) -> None:
-        """A matrix times the rows of `pairs` (x, out)."""
+    def _row(self, matrix: Matrix, wait_at: int, wait_for: int, count_at: int, x: int, out: int) -> None:
+        """A matrix times one row."""
         address, outputs, columns, products = matrix
         size = self._size
-        head = (self.units, outputs, size)
-        if len(pairs) == 1:
-            ((x, out),) = pairs
-            if products is None:
-                kind, arguments = tasks.PRODUCT, (x, address, out, 0, columns, columns)
-            else:
-                kind, arguments = tasks.FORMAT, (products.of_rows[0], x, address, out, columns, 0)
+        if products is None:
+            self.fields += (self.units, outputs, size, tasks.PRODUCT, wait_at, wait_for, count_at)
+            self.fields += (x, address, out, 0, columns, columns)
         else:
-            rows = Pairs(pairs)
-            self._kept.append(rows)
-            if products is None:
-                chain = chain_of(columns, len(pairs))
-                kind, arguments = tasks.ROWS, (rows.address, address, 0, rows.count, columns, chain)
-            else:
-                kind, arguments = (
-                    tasks.FORMAT,
-                    (products.of_rows[rows.count // 2], rows.address, address, 0, columns, 0),
-                )
-        self.fields += (*head, kind, wait_at, wait_for, count_at, *arguments)
+            self.fields += (self.units, outputs, size, tasks.FORMAT, wait_at, wait_for, count_at)
+            self.fields += (products.of_rows[0], x, address, out, columns, 0)
+        self.units += -(-outputs // size)
+
+    def _rows(
+        self, matrix: Matrix, wait_at: int, wait_for: int, count_at: int, pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """A matrix times several rows: (x, out) of each."""
+        address, outputs, columns, products = matrix
+        rows, size = Pairs(pairs), self._size
+        self._kept.append(rows)
+        if products is None:
+            self.fields += (self.units, outputs, size, tasks.ROWS, wait_at, wait_for, count_at)
+            self.fields += (rows.address, address, 0, rows.count, columns, chain_of(columns, len(pairs)))
+        else:
+            self.fields += (self.units, outputs, size, tasks.FORMAT, wait_at, wait_for, count_at)
+            self.fields += (products.of_rows[rows.count // 2], rows.address, address, 0, columns, 0)
         self.units += -(-outputs // size)
 
     def sums(self, sums: Sums) -> None:
         """Every token's rows, once all products are there."""
-        pool, hidden, out, before = self._shape.pool, self._shape.hidden, self._rows, self.units
+        pool, hidden, out, before = self._shape.pool, self._shape.hidden, self._out, self.units
         gains = (ctypes.c_float * len(sums.gains))(*sums.gains)
         self._kept.append(gains)
         for token, (first, count) in enumerate(sums.spans):

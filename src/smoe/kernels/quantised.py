@@ -25,7 +25,6 @@ from smoe.kernels.isa import Isa
 
 AT_ONCE = 4
 """Rows of the matrix in the making at the same time, for one row of x; they share what is loaded of it."""
-
 AHEAD = 8192
 """Bytes between what is computed and what is fetched: a row is too short for the hardware to see a pattern in it."""
 LINE = 64
@@ -65,7 +64,7 @@ class _Row(NamedTuple):
     numbers: Value
     """Address of K float32 numbers."""
     sums: Value
-    """Address of the sum of every group of them; None where the format needs none."""
+    """Address of the sum of every group of them; not filled where the format needs none."""
 
 
 class _Scales(NamedTuple):

@@ -20,7 +20,6 @@ from smoe.formats.registry import FORMATS
 from smoe.memory.gguf_header import GgufHeader
 from smoe.memory.gguf_index import index_gguf, read_headers
 from smoe.memory.gguf_tensors import is_readable, read_bytes, read_tensor
-from smoe.memory.quantised_store import is_quantised
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import ExpertStore, LayerExperts, row_of
 from smoe.models.dense import check_loaded, quiet_library
@@ -45,14 +44,14 @@ class GgufFile:
 
     def config(self) -> PretrainedConfig:
         architecture_of(self._headers[0])  # a family that is not read is said before anything of the file is checked
-        return read_gguf_config(self._headers[0], self.tensors())
+        return read_gguf_config(self._headers[0], self._tensors)
 
     def tensors(self) -> dict[str, StoredTensor]:
-        return index_gguf(self._headers)
+        return dict(self._tensors)
 
     def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
-        tensors = self.tensors()
-        layers = {site.layer: self._layer(site, spec, tensors) for site in spec.sites}
+        tensors = self._tensors
+        layers = {site.layer: self._layer(site, spec) for site in spec.sites}
         names = self._parameters(spec)
         self._check_dense(spec, tensors, names)
         known = {*names, *(f"blk.{layer}.{name}" for layer in layers for name in (_GATE, _UP, _DOWN, _GATE_UP))}
@@ -65,16 +64,14 @@ class GgufFile:
         return layers
 
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
-        layers = self.experts(spec)
-        if not is_quantised(layers):
+        found = {site.layer: self._matrices(site, spec) for site in spec.sites}
+        if not any(tensor.dtype in FORMATS for tensors in found.values() for tensor in tensors):
             return None
-        return {
-            layer: sum(tensor.nbytes for tensors in experts.sources[0].values() for tensor in tensors)
-            for layer, experts in layers.items()
-        }
+        experts = {site.layer: site.experts for site in spec.sites}
+        return {layer: sum(tensor.nbytes for tensor in found[layer]) // experts[layer] for layer in found}
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
-        stored, found = self.tensors(), {}
+        stored, found = self._tensors, {}
         for key, name in self._parameters(spec).items():
             module = spec.shell.get_submodule(name.rpartition(".")[0])
             if key in stored and stored[key].dtype in FORMATS and can_stay_quantised(module):
@@ -96,7 +93,7 @@ class GgufFile:
     def load_dense(self, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
         spec.config._experts_implementation = "eager"
         sampling = read_sampling(self._headers[0])
-        stored, weights = self.tensors(), dict(spec.shell.named_parameters())
+        stored, weights = self._tensors, dict(spec.shell.named_parameters())
         keys = {name: key for key, name in self._parameters(spec).items() if key in stored}
         # torch's own memory begins at a cache line, where our kernels want matrices to begin
         state = {name: _room(weights[name], name in spec.dense) for name in keys}
@@ -135,6 +132,10 @@ class GgufFile:
                 "checkpoint again"
             )
         return codes
+
+    @cached_property
+    def _tensors(self) -> dict[str, StoredTensor]:
+        return index_gguf(self._headers)
 
     @cached_property
     def _headers(self) -> list[GgufHeader]:
@@ -177,31 +178,36 @@ class GgufFile:
                 "incomplete"
             )
 
-    def _layer(self, site: ExpertsSite, spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> LayerExperts:
+    def _layer(self, site: ExpertsSite, spec: ModelSpec) -> LayerExperts:
         """The experts of a layer: row e of each tensor [E, ...] is expert e's."""
-        module = spec.shell.get_submodule(site.name)
-        if {part.name for part in site.parts} != _PARTS or getattr(module, "is_transposed", False):
-            raise UnsupportedModelError(
-                f"the experts of {spec.config.model_type!r} are kept in another form than in GGUF files; "
-                "take the model's safetensors release"
-            )
-        fused = tensors.get(f"blk.{site.layer}.{_GATE_UP}")
-        up = [fused] if fused is not None else [self._experts(site, name, tensors) for name in (_GATE, _UP)]
-        down = self._experts(site, _DOWN, tensors)
-        shapes = {part.name: part.shape for part in site.parts}
-        rows, width = shapes["gate_up_proj"]
-        for tensor in up:
-            _check_shape(tensor, (site.experts, rows // len(up), width))
-        _check_shape(down, (site.experts, *shapes["down_proj"]))
+        *up, down = self._matrices(site, spec)
         sources = [
             {"gate_up_proj": tuple(row_of(tensor, expert) for tensor in up), "down_proj": (row_of(down, expert),)}
             for expert in range(site.experts)
         ]
         return LayerExperts(site.layer, site.parts, sources)
 
-    def _experts(self, site: ExpertsSite, name: str, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
+    def _matrices(self, site: ExpertsSite, spec: ModelSpec) -> list[StoredTensor]:
+        """The tensors [E, ...] of a layer's experts: of the first product one or two, then that of the second."""
+        module = spec.shell.get_submodule(site.name)
+        if {part.name for part in site.parts} != _PARTS or getattr(module, "is_transposed", False):
+            raise UnsupportedModelError(
+                f"the experts of {spec.config.model_type!r} are kept in another form than in GGUF files; "
+                "take the model's safetensors release"
+            )
+        fused = self._tensors.get(f"blk.{site.layer}.{_GATE_UP}")
+        up = [fused] if fused is not None else [self._experts(site, name) for name in (_GATE, _UP)]
+        down = self._experts(site, _DOWN)
+        shapes = {part.name: part.shape for part in site.parts}
+        rows, width = shapes["gate_up_proj"]
+        for tensor in up:
+            _check_shape(tensor, (site.experts, rows // len(up), width))
+        _check_shape(down, (site.experts, *shapes["down_proj"]))
+        return [*up, down]
+
+    def _experts(self, site: ExpertsSite, name: str) -> StoredTensor:
         key = f"blk.{site.layer}.{name}"
-        tensor = tensors.get(key)
+        tensor = self._tensors.get(key)
         if tensor is None:
             raise CheckpointError(
                 f"{self.place} has no {key!r}, the experts of layer {site.layer}, which its metadata asks for; it is "

@@ -113,13 +113,16 @@ def can_stay_quantised(module: nn.Module) -> bool:
 
 
 def keep_quantised(model: nn.Module, name: str, form: Format, codes: torch.Tensor, dtype: torch.dtype) -> None:
-    """Put a layer of ours in the place of the one whose `name.weight` is quantised."""
-    parent, _, child = name.removesuffix(".weight").rpartition(".")
-    holder = model.get_submodule(parent)
-    module = getattr(holder, child)
-    ours: QuantisedWeight
+    """Put layers of ours in the places of all that have the parameter `name`: tied ones share the codes, too."""
+    weight = model.get_parameter(name)
+    tied = [(path, module) for path, module in model.named_modules() if module._parameters.get("weight") is weight]
+    for path, module in tied:
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, _of_codes(module, form, codes, dtype))
+
+
+def _of_codes(module: nn.Module, form: Format, codes: torch.Tensor, dtype: torch.dtype) -> QuantisedWeight:
     if isinstance(module, nn.Embedding):
-        ours = QuantisedEmbedding(form, codes, dtype, module.padding_idx)
-    else:
-        ours = QuantisedLinear(form, codes, dtype, None if module.bias is None else module.bias.data)
-    setattr(holder, child, ours)
+        return QuantisedEmbedding(form, codes, dtype, module.padding_idx)
+    assert isinstance(module, nn.Linear), module
+    return QuantisedLinear(form, codes, dtype, None if module.bias is None else module.bias.data)

@@ -243,10 +243,11 @@ def _as_json(recommended: Recommendation | None) -> dict[str, Any] | None:
 def dense_bytes_read(spec: ModelSpec) -> int:
     """Non-expert weights that a decode step reads: all of them, of an untied input embedding just a row."""
     embedding, output = spec.shell.get_input_embeddings(), spec.shell.get_output_embeddings()
-    unread = 0
-    if embedding is not None and output is not None and embedding.weight is not output.weight:
-        unread = embedding.weight.numel() * spec.dtype.itemsize
-    return spec.weights_bytes - unread
+    if embedding is None or output is None or embedding.weight is output.weight:
+        return spec.weights_bytes
+    name = next(name for name, weight in spec.shell.named_parameters() if weight is embedding.weight)
+    stored = spec.dense.get(name)
+    return spec.weights_bytes - (embedding.weight.numel() * spec.dtype.itemsize if stored is None else stored.nbytes)
 
 
 def _rates(device: torch.device, expert_bytes: int, profile: DeviceProfile | None) -> Rates:

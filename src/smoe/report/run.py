@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from smoe.generation.generate import Generation
@@ -18,6 +20,7 @@ from smoe.machine.process_memory import ProcessMemory, process_memory
 from smoe.memory.emulation import Emulation
 from smoe.memory.pacing import Pacing
 from smoe.metrics import Counters
+from smoe.models.quantised_linear import QuantisedWeight
 from smoe.runtime.engine import Engine
 from smoe.units import identifier
 
@@ -174,10 +177,18 @@ def route_shares(decode: Counters) -> dict[str, float]:
 def dense_bytes(model: PreTrainedModel) -> int:
     """Non-expert weight bytes that a decode step reads: all of them, of an untied input embedding just a row."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    if embedding is not None and output is not None and embedding.weight is not output.weight:
-        total -= embedding.weight.numel() * embedding.weight.element_size()
-    return int(total)
+    layers = [module for module in model.modules() if isinstance(module, QuantisedWeight)]
+    weights = {each.data_ptr(): each for each in (*model.parameters(), *(layer.codes for layer in layers))}
+    if embedding is not None and output is not None and _stored(embedding).data_ptr() != _stored(output).data_ptr():
+        del weights[_stored(embedding).data_ptr()]
+    return sum(each.numel() * each.element_size() for each in weights.values())
+
+
+def _stored(layer: nn.Module) -> torch.Tensor:
+    """A layer's weights as they are kept."""
+    weights = layer.codes if isinstance(layer, QuantisedWeight) else layer.weight
+    assert isinstance(weights, torch.Tensor)
+    return weights
 
 
 def time_shares(generation: Generation, has_link: bool) -> dict[str, float]:

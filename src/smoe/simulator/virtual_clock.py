@@ -22,7 +22,7 @@ from math import inf
 from smoe.expert import ExpertKey
 from smoe.policy.balance import Balance, Costs
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import DEVICE, LayerPlan, Load
+from smoe.policy.plan import DEVICE, LayerPlan, Load, Reason
 from smoe.policy.plan_progress import Progress
 from smoe.policy.planner import layer_share, plan_prefetch
 from smoe.policy.prediction import Moment, Predictor, Sight
@@ -159,8 +159,6 @@ class VirtualClock:
         self._link = _Link(times.load)
         self._now = 0.0
         self._progress = Progress(self._table, eviction, self._begin)
-        self._is_waited_for = True
-        """Whether the loads that begin now are the running layer's own."""
         self._last_layer: float = inf
         """Of the decode step before; infinity: a new step begins in any case."""
 
@@ -195,7 +193,7 @@ class VirtualClock:
     # -- as `runtime/arrivals.py` does on hardware ---------------------------------------------------------------------
 
     def _begin(self, load: Load) -> None:
-        self._link.submit(load.key, self._now, self._is_waited_for)
+        self._link.submit(load.key, self._now, load.reason is Reason.DEMAND)
 
     def _drop_stale(self, routing: Routing) -> None:
         wanted = {expert for row in routing.top_k_index for expert in row}
@@ -224,9 +222,7 @@ class VirtualClock:
         if prediction is not None:
             loads = plan_prefetch(prediction.layer, prediction.experts, self._table, plan).loads
             self.result.prefetches += len(loads)
-            self._is_waited_for = False
             self._progress.prefetch(loads)
-            self._is_waited_for = True
 
     def _compute(self, plan: LayerPlan, is_decode: bool) -> None:
         """Residents first, then what is missing, each waited for in the order of the plan."""

@@ -1,0 +1,79 @@
+"""Linear layers and embeddings by codes, against the library's on the numbers that the codes stand for.
+
+Would catch: a bias that is lost, a piece of the outputs in another's place, tied layers of which one is left empty.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from smoe.formats.base import Format
+from smoe.formats.registry import FORMATS
+from smoe.kernels.isa import widest
+from smoe.kernels.spinning_pool import SpinningPool, is_supported
+from smoe.models import quantised_linear
+from smoe.models.quantised_linear import QuantisedEmbedding, QuantisedLinear, keep_quantised
+from tests.formats.blocks import random_rows
+
+OUTPUTS, COLUMNS = 70, 512
+needs_kernels = pytest.mark.skipif(widest() is None, reason="this CPU has no instruction set that kernels are for")
+
+
+@pytest.fixture(params=["Q8_0", "Q4_0", "Q4_K", "Q6_K"])
+def form(request: pytest.FixtureRequest) -> Format:
+    return FORMATS[request.param]
+
+
+@pytest.fixture
+def pool():
+    with SpinningPool(2, has_bf16=is_supported()) as made:
+        yield made
+
+
+def codes_of(form: Format) -> torch.Tensor:
+    return torch.from_numpy(random_rows(form, OUTPUTS, COLUMNS, seed=1))
+
+
+def numbers_of(form: Format, codes: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(form.decode(codes.numpy()))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("by_kernel", [pytest.param(True, marks=needs_kernels), False])
+def test_a_linear_layer(
+    form: Format, rows: int, has_bias: bool, by_kernel: bool, pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantised_linear, "PIECE_ELEMENTS", 30 * COLUMNS)  # several pieces, the last one shorter
+    codes, bias = codes_of(form), torch.randn(OUTPUTS).bfloat16() if has_bias else None
+    ours = QuantisedLinear(form, codes, torch.bfloat16, bias)
+    ours.pool = pool if by_kernel else None
+    x = torch.randn(1, rows, COLUMNS, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    wanted = x.double() @ numbers_of(form, codes).double().T + (0 if bias is None else bias.double())
+    result = ours(x)
+    assert result.shape == (1, rows, OUTPUTS) and result.dtype is torch.bfloat16
+    assert float((result.double() - wanted).abs().max()) <= 2.0**-7 * float(wanted.abs().max())
+
+
+def test_in_32_bits(form: Format) -> None:
+    codes, x = codes_of(form), torch.randn(3, COLUMNS)
+    ours = QuantisedLinear(form, codes, torch.float32, None)(x)
+    assert torch.allclose(ours, x @ numbers_of(form, codes).T, rtol=1e-4, atol=1e-5)
+
+
+def test_an_embedding(form: Format) -> None:
+    codes, ids = codes_of(form), torch.tensor([[3, 0], [OUTPUTS - 1, 3]])
+    ours = QuantisedEmbedding(form, codes, torch.float32, None)(ids)
+    assert torch.allclose(ours, numbers_of(form, codes)[ids], rtol=1e-6, atol=1e-9)
+
+
+def test_tied_layers_share_their_codes(form: Format) -> None:
+    model = nn.Module()
+    model.embedding, model.output = nn.Embedding(OUTPUTS, COLUMNS), nn.Linear(COLUMNS, OUTPUTS, bias=False)
+    model.output.weight = model.embedding.weight
+    keep_quantised(model, "embedding.weight", form, codes_of(form), torch.float32)
+    assert isinstance(model.embedding, QuantisedEmbedding) and isinstance(model.output, QuantisedLinear)
+    assert model.output.codes.data_ptr() == model.embedding.codes.data_ptr()
+    assert not list(model.parameters())
