@@ -34,7 +34,7 @@ from smoe.policy.eviction.lru import LRU
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import layer_share, observation
 from smoe.policy.registry import make_eviction
-from smoe.policy.residency import SlotTable
+from smoe.policy.residency import PoolSize, SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide
 from smoe.report.replayed import replayed_on
 from smoe.routing import Phase, Routing
@@ -135,7 +135,7 @@ def static(trace: Sequence[Routing], slots: int) -> dict[str, float]:
 
 def left_by_prompt(trace: Sequence[Routing], slots: int) -> set[tuple[int, int]]:
     """Who is resident when the prompt has been read."""
-    table, eviction = SlotTable(slots, MIN_STAGING_SLOTS), LRU()
+    table, eviction = SlotTable(PoolSize(slots, MIN_STAGING_SLOTS)), LRU()
     for routing in trace:
         if routing.phase is Phase.PREFILL:
             plan = decide(routing, table, eviction, layer_share(slots, len(layers_of(trace))), EXACT_SWITCHES).plan

@@ -19,7 +19,7 @@ from smoe.policy.budget import MAX_STAGING_SLOTS, MIN_STAGING_SLOTS
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import layer_share
 from smoe.policy.registry import make_eviction
-from smoe.policy.residency import ExpertsAtHand, SlotTable
+from smoe.policy.residency import ExpertsAtHand, PoolSize, SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide
 from smoe.policy.substitution import substitute
 from smoe.report.replayed import times_on
@@ -109,7 +109,7 @@ def missing_by_kind(routings: Sequence[Routing], slots: int, eviction: str, alph
 
     `begin`: the first routing that is counted; those before it warm the cache.
     """
-    table, policy = SlotTable(slots, MIN_STAGING_SLOTS), make_eviction(eviction)
+    table, policy = SlotTable(PoolSize(slots, MIN_STAGING_SLOTS)), make_eviction(eviction)
     share = layer_share(slots, len({routing.layer for routing in routings}))
     top = low = routes = 0
     for number, routing in enumerate(routings):

@@ -31,7 +31,7 @@ from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.score import ScoreWindow
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import observation, plan_layer, plan_prefetch
-from smoe.policy.residency import ExpertsAtHand, SlotTable
+from smoe.policy.residency import ExpertsAtHand, PoolSize, SlotTable
 from smoe.policy.substitution import applied, substitute
 from smoe.routing import Phase, Routing
 
@@ -66,7 +66,7 @@ def plan_costs(repeats: int) -> dict[str, float]:
 
 def _plan_cost(batch: int, slots: int, repeats: int, alpha: float = 0.0) -> float:
     """With `alpha`, substitution and the score window's victims are part of the plan."""
-    table, chance = SlotTable(slots, 8), random.Random(0)
+    table, chance = SlotTable(PoolSize(slots, 8)), random.Random(0)
     eviction = LRU() if alpha == 0 else ScoreWindow()
     seconds: list[float] = []
     for step in range(repeats * 4):
@@ -85,7 +85,7 @@ def _plan_cost(batch: int, slots: int, repeats: int, alpha: float = 0.0) -> floa
 def prefetch_costs(repeats: int) -> dict[str, float]:
     """Median microseconds of `plan_prefetch`, and of sharing three misses out, at half the experts resident."""
     slots, chance = EXPERTS * LAYERS // 2, random.Random(0)
-    table, eviction = SlotTable(slots, 8), LRU()
+    table, eviction = SlotTable(PoolSize(slots, 8)), LRU()
     balance = Balance("optimal", "score", Costs(1.0, 0.7))
     prefetch: list[float] = []
     split: list[float] = []

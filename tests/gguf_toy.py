@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,24 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
 
+from smoe.formats.registry import FORMATS
+from tests import zoo
+from tests.formats.blocks import random_rows
 from tests.toy import ASCII, END, TEMPLATE
 
 ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
 TOKENS = [*ASCII, END, "<|im_start|>", "<|im_end|>", "~~"]
 NORMAL, CONTROL = 1, 3
+
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 64}
+MIXTURES = {
+    "Q8_0": [("Q8_0", "Q8_0")],
+    "Q4_0": [("Q4_0", "Q4_0")],
+    "Q5_1": [("Q5_1", "Q5_0")],
+    "Q4_K_M": [("Q4_K", "Q6_K"), ("Q4_K", "Q4_K")],
+    "Q3_K_M": [("Q3_K", "Q5_K"), ("Q2_K", "Q4_K")],
+    "MXFP4": [("MXFP4", "MXFP4"), ("Q4_1", "Q8_0")],
+}
 
 _GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _IN_LAYER = {
@@ -154,3 +168,25 @@ def _add_tokenizer(writer: gguf.GGUFWriter, split: str | None) -> None:
     writer.add_eos_token_id(len(ASCII))
     writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)
+
+
+def quantised(
+    path: Path, mixture: str, family: str = "qwen3_moe", dtype: torch.dtype = torch.bfloat16, is_tied: bool = False
+) -> tuple[Path, PreTrainedModel]:
+    """A toy file whose experts are random blocks, of formats that alternate between layers, and the library's model."""
+    model = zoo.make(family, dtype=dtype, tie_word_embeddings=is_tied, **SIZES)
+    blocks = {}
+    weights = tensors_of(model)
+    for layer, (up, down) in zip(range(model.config.num_hidden_layers), cycle(MIXTURES[mixture]), strict=False):
+        for n, (kind, name) in enumerate((("gate", up), ("up", up), ("down", down))):
+            key = f"blk.{layer}.ffn_{kind}_exps.weight"
+            if key in weights:
+                experts, rows, columns = weights[key].shape
+                data = random_rows(FORMATS[name], experts * rows, columns, 10 * layer + n, spread=0.004)
+                blocks[key] = data.reshape(experts, rows, -1), Type[name]
+    write(path, model, blocks=blocks, dense=Type.Q8_0)
+    stored = dequantised(path)
+    with torch.no_grad():
+        for key, weight in weights.items():
+            weight.copy_(stored[key])
+    return path, model

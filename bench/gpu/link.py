@@ -26,7 +26,7 @@ def link_rates(device: torch.device, nbytes: int) -> dict[str, Any]:
     """Bytes a second of everything, over `nbytes` of host memory; without a GPU, only what is the host's own."""
     figures: dict[str, Any] = {"bytes": nbytes}
     for threads in (1, 16):
-        arena = Arena(1, nbytes, torch.device("cpu"))
+        arena = Arena([(1, nbytes)], torch.device("cpu"))
         began = time.perf_counter()
         arena.touch(threads)
         arena.wait_touched(None)
@@ -34,7 +34,7 @@ def link_rates(device: torch.device, nbytes: int) -> dict[str, Any]:
         arena.close()
     if device.type != "cuda":
         return figures | {"skipped": "copies"}
-    arena, target = Arena(1, nbytes, torch.device("cpu")), torch.empty(nbytes, dtype=torch.uint8, device=device)
+    arena, target = Arena([(1, nbytes)], torch.device("cpu")), torch.empty(nbytes, dtype=torch.uint8, device=device)
     pageable = {size: _rate(device, _copies(arena.bytes, target, size), nbytes) for size in SIZES[-1:]}
     registry, began = CudaRegistry(device), time.perf_counter()
     locked = lock_pages(arena, registry)

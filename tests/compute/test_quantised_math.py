@@ -43,7 +43,7 @@ class Layer:
         parts = (Part("gate_up_proj", (2 * INNER, HIDDEN)), Part("down_proj", (HIDDEN, INNER)))
         self.math = QuantisedMath(self.module, parts, torch.bfloat16, stored, Tile(torch.bfloat16))
         nbytes = sum(each.nbytes for each in stored)
-        self.arena = Arena(EXPERTS, -(-nbytes // PAGE) * PAGE, torch.device("cpu"))
+        self.arena = Arena([(EXPERTS, -(-nbytes // PAGE) * PAGE)], torch.device("cpu"))
         self.offsets, at = {}, 0
         for each in stored:
             self.offsets[each.name] = at

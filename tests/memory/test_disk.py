@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def buffer() -> Iterator[memoryview]:
-    arena = Arena(1, 32 * PAGE, torch.device("cpu"))
+    arena = Arena([(1, 32 * PAGE)], torch.device("cpu"))
     yield arena.buffer(0)
 
 

@@ -30,7 +30,7 @@ def fill(host: HostTier, expert: int) -> Lease:
 
 @pytest.fixture
 def host() -> HostTier:
-    return HostTier(2, PAGE, lambda _: False)
+    return HostTier([(2, PAGE)], lambda layer: 0, lambda _: False)
 
 
 def test_what_is_filled_is_found_again(host: HostTier) -> None:
@@ -38,6 +38,20 @@ def test_what_is_filled_is_found_again(host: HostTier) -> None:
     host.give_back(lease)
     again = host.lease(copy(1))
     assert again.is_hit and again.slot == lease.slot
+
+
+def test_a_size_gives_up_its_own() -> None:
+    """Experts of layer 1 are larger: would catch a small slot for one of them, or a large one that is lost."""
+    host = HostTier([(1, PAGE), (1, 3 * PAGE)], lambda layer: layer, lambda _: False)
+    small, large = copy(1), (1, 1, EXACT)
+    for key in (small, large):
+        lease = host.lease(key)
+        host.note_filled(lease)
+        host.give_back(lease)
+    again = host.lease((1, 2, EXACT))
+    assert len(host.arena.buffer(again.slot)) == 3 * PAGE
+    host.give_back(again)
+    assert host.lease(small).is_hit
 
 
 @pytest.mark.parametrize("first_back", [0, 1])
@@ -67,7 +81,7 @@ def test_a_slot_that_could_not_be_filled_is_tried_again(host: HostTier) -> None:
     again = host.lease(copy(1))
     assert not again.is_hit
     host.give_back(again)
-    assert not host._leased and len(host._free) == 2
+    assert not host._leased and host._free == [[0, 1]]
 
 
 def test_an_error_after_filling_costs_nobody_the_bytes(host: HostTier) -> None:
@@ -103,7 +117,7 @@ class FakeRegistry:
 def test_pages_are_locked_in_whole_slots_and_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_lock, "_PIECE_BYTES", 7 * PAGE)
     registry = FakeRegistry()
-    host = HostTier(8, 3 * PAGE, lambda _: False, registry)
+    host = HostTier([(8, 3 * PAGE)], lambda layer: 0, lambda _: False, registry)
     begin = host.arena.bytes.data_ptr()
     assert registry.locked == {begin + n * 6 * PAGE: 6 * PAGE for n in range(4)}
     host.close()
@@ -114,7 +128,7 @@ def test_a_refusal_is_said_and_forgotten(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr(page_lock, "_PIECE_BYTES", PAGE)
     registry = FakeRegistry(refuses=3)
     with caplog.at_level(logging.WARNING, "smoe"):
-        host = HostTier(8, PAGE, lambda _: False, registry)
+        host = HostTier([(8, PAGE)], lambda layer: 0, lambda _: False, registry)
     assert len(registry.locked) == 3 and registry.forgotten == 1
     assert "12.0 KiB of 32.0 KiB" in caplog.text and "`host_memory`" in caplog.text
     host.close()
@@ -128,12 +142,12 @@ def test_pages_are_backed_before_they_are_locked(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(page_lock.Arena, "wait_touched", lambda a, s: (happened.append("wait"), wait(a, s))[0])
     registry = FakeRegistry()
     monkeypatch.setattr(registry, "register", lambda *_: happened.append("lock") or 0)
-    HostTier(4, PAGE, lambda _: False, registry)
+    HostTier([(4, PAGE)], lambda layer: 0, lambda _: False, registry)
     assert happened == ["touch True", "wait", "lock"]
 
 
 def test_backing_pages_leaves_contents_and_other_threads_alone() -> None:
-    arena = page_lock.Arena(64, 2**20, page_lock.torch.device("cpu"))
+    arena = page_lock.Arena([(64, 2**20)], page_lock.torch.device("cpu"))
     arena.tensor(5)[:] = 9
     arena.touch(3)
     arena.wait_touched(None)

@@ -80,7 +80,7 @@ def expected_parts(tensors: Mapping[str, torch.Tensor], expert: int, dtype: torc
 
 def assert_slots_hold_the_experts(store: ExpertStore, tensors: Tensors, is_direct: bool) -> None:
     """Fill the slots of a dirty arena in an order of their own and compare every part."""
-    arena = Arena(EXPERTS, store.slot_bytes, torch.device("cpu"))
+    arena = Arena([(EXPERTS, max(store.slot_bytes.values()))], torch.device("cpu"))
     arena.bytes.fill_(0xA5)
     reader = DiskReader(is_direct)
     mover = SlotMover(Filler(store, reader), reader, arena)
@@ -108,14 +108,14 @@ def assert_placements_are_legal(store: ExpertStore) -> None:
         for read in placement.reads:
             assert read.target >= end
             end = read.target + read.nbytes
-        assert end <= store.slot_bytes
+        assert end <= max(store.slot_bytes.values())
         for piece in placement.pieces:
             assert piece.read.nbytes <= store.staging_buffer_bytes <= STAGED_BYTES + 2 * PAGE
             assert piece.source + piece.nbytes <= piece.read.need
         alignment = ITEM_BYTES[store.dtype] if store.dtype == "BF16" else MATRIX_ALIGNMENT
         assert all(offset % alignment == 0 for offset in placement.parts.values())
         assert bool(placement.pieces) is store.is_staged
-    assert store.slot_bytes % PAGE == 0
+    assert max(store.slot_bytes.values()) % PAGE == 0
 
 
 @pytest.mark.parametrize("is_direct", [True, False])
@@ -170,7 +170,7 @@ def test_a_demand_load_inside_a_staged_prefetch_keeps_its_hands_off_the_buffer(
     monkeypatch.setattr(disk, "CHUNK_BYTES", PAGE)
     tensors = make_tensors(torch.float32)
     store = ExpertStore({0: write(tmp_path, tensors, "apart", 0)}, "F32")
-    arena = Arena(2, store.slot_bytes, torch.device("cpu"))
+    arena = Arena([(2, max(store.slot_bytes.values()))], torch.device("cpu"))
     reader = DiskReader(False)
     filler = Filler(store, reader)
     passed: list[int] = []

@@ -5,8 +5,8 @@ Would catch: gate and up exchanged, a layer read in another layer's format, a re
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import cycle
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -27,37 +27,6 @@ from tests import gguf_toy, oracle, zoo
 from tests.formats.blocks import random_rows
 
 Open = Callable[..., PreTrainedModel]
-SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 64}
-MIXTURES = {
-    "Q8_0": [("Q8_0", "Q8_0")],
-    "Q4_0": [("Q4_0", "Q4_0")],
-    "Q5_1": [("Q5_1", "Q5_0")],
-    "Q4_K_M": [("Q4_K", "Q6_K"), ("Q4_K", "Q4_K")],
-    "Q3_K_M": [("Q3_K", "Q5_K"), ("Q2_K", "Q4_K")],
-    "MXFP4": [("MXFP4", "MXFP4"), ("Q4_1", "Q8_0")],
-}
-
-
-def quantised(
-    path: Path, mixture: str, family: str = "qwen3_moe", dtype: torch.dtype = torch.bfloat16, is_tied: bool = False
-) -> tuple[Path, PreTrainedModel]:
-    """A toy file whose experts are random blocks, of formats that alternate between layers, and the library's model."""
-    model = zoo.make(family, dtype=dtype, tie_word_embeddings=is_tied, **SIZES)
-    blocks = {}
-    weights = gguf_toy.tensors_of(model)
-    for layer, (up, down) in zip(range(model.config.num_hidden_layers), cycle(MIXTURES[mixture]), strict=False):
-        for n, (kind, name) in enumerate((("gate", up), ("up", up), ("down", down))):
-            key = f"blk.{layer}.ffn_{kind}_exps.weight"
-            if key in weights:
-                experts, rows, columns = weights[key].shape
-                data = random_rows(FORMATS[name], experts * rows, columns, 10 * layer + n, spread=0.004)
-                blocks[key] = data.reshape(experts, rows, -1), Type[name]
-    gguf_toy.write(path, model, blocks=blocks, dense=Type.Q8_0)
-    stored = gguf_toy.dequantised(path)
-    with torch.no_grad():
-        for key, weight in weights.items():
-            weight.copy_(stored[key])
-    return path, model
 
 
 def assert_near(ours: list[torch.Tensor], theirs: list[torch.Tensor], bound: float, others: int = 0) -> None:
@@ -77,11 +46,11 @@ def steps(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("mixture", gguf_toy.MIXTURES)
 def test_logits_are_those_of_the_dequantised_model(
     mixture: str, kernels: str, tmp_path: Path, open_model: Open
 ) -> None:
-    path, theirs = quantised(tmp_path / "toy.gguf", mixture)
+    path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", mixture)
     wanted = steps(theirs, oracle.PROMPT)
     full, minimum = (steps(open_model(path, budget, kernels=kernels), oracle.PROMPT) for budget in ("full", "minimum"))
     assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
@@ -90,13 +59,13 @@ def test_logits_are_those_of_the_dequantised_model(
 
 @pytest.mark.parametrize("mixture", ["Q4_0", "Q4_K_M", "MXFP4"])
 def test_in_32_bits_they_are_equal_but_for_the_last_ones(mixture: str, tmp_path: Path, open_model: Open) -> None:
-    path, theirs = quantised(tmp_path / "toy.gguf", mixture, dtype=torch.float32)
+    path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", mixture, dtype=torch.float32)
     ours = steps(open_model(path, "half", dtype="float32"), oracle.PROMPT)
     assert_near(ours, steps(theirs, oracle.PROMPT), 1e-4)
 
 
 def test_shared_experts_and_several_sequences(tmp_path: Path, open_model: Open) -> None:
-    path, theirs = quantised(tmp_path / "toy.gguf", "Q4_K_M", "qwen2_moe")
+    path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M", "qwen2_moe")
     ids = torch.cat([oracle.PROMPT, oracle.PROMPT.flip(1)])
     ours = steps(open_model(path, "half", max_sequences=2), ids)
     assert_near(ours, steps(theirs, ids), 0.04, others=4)
@@ -104,7 +73,7 @@ def test_shared_experts_and_several_sequences(tmp_path: Path, open_model: Open) 
 
 def test_tied_embeddings_that_are_quantised(tmp_path: Path, open_model: Open) -> None:
     """One matrix in the file for both ends of the model."""
-    path, theirs = quantised(tmp_path / "toy.gguf", "Q8_0", dtype=torch.float32, is_tied=True)
+    path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", "Q8_0", dtype=torch.float32, is_tied=True)
     ours = open_model(path, "half", dtype="float32")
     assert isinstance(ours.lm_head, QuantisedWeight)
     assert_near(steps(ours, oracle.PROMPT), steps(theirs, oracle.PROMPT), 1e-4)
@@ -115,7 +84,7 @@ def test_tied_embeddings_that_are_quantised(tmp_path: Path, open_model: Open) ->
 
 def test_the_floor_counts_what_is_read(tmp_path: Path, open_model: Open) -> None:
     """Beside the weights a row of the input embedding, which is none of them."""
-    path, _ = quantised(tmp_path / "toy.gguf", "Q8_0")
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q8_0")
     ours, spec = open_model(path, "half"), read_spec(path, configure(context_tokens=32))
     embedding = ours.get_input_embeddings().codes.nbytes
     read = dense_bytes(ours) + bytes_of_positions(ours)
@@ -128,15 +97,50 @@ def bytes_of_positions(model: PreTrainedModel) -> int:
     return sum(others.values())
 
 
+def test_slots_of_two_sizes_on_every_tier(tmp_path: Path, open_model: Open) -> None:
+    """A host tier too small for all: would catch an expert in a slot of the other size, and one that waits for ever."""
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M", dtype=torch.float32)
+    needs = oracle.demand(path)
+    assert [each.layers[0] for each in needs.classes] == [0, 1], "six bits in layer 0, four in layer 1"
+    switches = {"dtype": "float32", "device": "emulated", "dilation": 1000.0, "balance": "none"}
+    found = []
+    for host_memory in (5 * sum(each.slot_bytes for each in needs.classes), None):
+        model = open_model(path, "half", host_memory_bytes=host_memory, io_threads=1, **switches)
+        found.append(steps(model, oracle.PROMPT))
+        model.offload.executor.table.check()
+    assert all(map(torch.equal, *found))
+
+
+def test_an_interrupt_leaves_every_slot_to_its_size(tmp_path: Path, open_model: Open) -> None:
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M")
+    model = open_model(path, "half")
+    wanted = steps(model, oracle.PROMPT)
+    for calls in range(1, 40, 7):
+        left = iter(range(calls))
+
+        def strike(*args: object, left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+
+        handle = model.model.layers[1].register_forward_hook(strike)
+        with suppress(KeyboardInterrupt):
+            steps(model, oracle.PROMPT.flip(1))
+        handle.remove()
+        executor = model.offload.executor
+        executor.table.check()
+        assert set(executor.table.ready) == executor.arrivals.eviction.residents()
+    assert all(map(torch.equal, steps(model, oracle.PROMPT), wanted))
+
+
 def test_on_an_emulated_device(tmp_path: Path, open_model: Open) -> None:
     """Through the host tier, and experts on the CPU beside it."""
-    path, theirs = quantised(tmp_path / "toy.gguf", "Q4_K_M", dtype=torch.float32)
+    path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M", dtype=torch.float32)
     ours = open_model(path, "half", dtype="float32", device="emulated", dilation=1000.0)
     assert_near(steps(ours, oracle.PROMPT[:, :14]), steps(theirs, oracle.PROMPT[:, :14]), 1e-4)
 
 
 def test_sizes_are_those_of_the_file(tmp_path: Path) -> None:
-    path, _ = quantised(tmp_path / "toy.gguf", "Q4_K_M")
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M")
     spec = read_spec(path, configure(context_tokens=32))
     bits = {"Q4_K": 4.5, "Q6_K": 6.5625}
     assert spec.expert_bytes == 256 * 256 * (2 * bits["Q4_K"] + bits["Q6_K"]) / 8
@@ -152,7 +156,7 @@ def test_sizes_are_those_of_the_file(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_what_was_promised(tmp_path: Path, open_model: Open) -> None:
-    path, _ = quantised(tmp_path / "toy.gguf", "Q8_0")
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q8_0")
     model = open_model(path, "full")
     layers = [module for module in model.modules() if isinstance(module, QuantisedWeight)]
     assert len(layers) == 2 + 4 * model.config.num_hidden_layers, "embedding, output, projections"
@@ -160,7 +164,7 @@ def test_what_is_kept_is_what_was_promised(tmp_path: Path, open_model: Open) -> 
 
 
 def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:
-    model = zoo.make("qwen3_moe", dtype=torch.bfloat16, **SIZES)
+    model = zoo.make("qwen3_moe", dtype=torch.bfloat16, **gguf_toy.SIZES)
     data = random_rows(FORMATS["Q8_0"], model.config.num_experts * 256, 256, 0).reshape(-1, 256, 272)
     data[3, 7, :2] = np.array([np.inf], np.float16).view(np.uint8)
     path = gguf_toy.write(
@@ -173,7 +177,7 @@ def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:
 
 
 def test_experts_that_are_quantised_in_part_are_refused(tmp_path: Path) -> None:
-    model = zoo.make("qwen3_moe", dtype=torch.bfloat16, **SIZES)
+    model = zoo.make("qwen3_moe", dtype=torch.bfloat16, **gguf_toy.SIZES)
     data = random_rows(FORMATS["Q8_0"], model.config.num_experts * 256, 256, 0).reshape(-1, 256, 272)
     path = gguf_toy.write(tmp_path / "toy.gguf", model, blocks={"blk.0.ffn_up_exps.weight": (data, Type.Q8_0)})
     with pytest.raises(CheckpointError, match=r"BF16.*other matrices of the experts are quantised"):

@@ -82,6 +82,7 @@ class EvictionContract:
         """
         eviction, resident = make(name, events)
         victims = eviction.victims(count, shield)
+        assert eviction.residents() == resident
         assert len(victims) == len(set(victims))
         assert set(victims) <= resident - shield
         assert len(victims) == min(count, len(resident - shield))

@@ -38,8 +38,8 @@ class Executor:
     It asserts everything that would be a wrong result or a deadlock on real hardware.
     """
 
-    def __init__(self, cache_slots: int, staging_slots: int, eviction: Eviction) -> None:
-        self.table = SlotTable(cache_slots, staging_slots)
+    def __init__(self, table: SlotTable, eviction: Eviction) -> None:
+        self.table = table
         self.eviction = eviction
         self.keeps: dict[ExpertKey, bool] = {}
         """Loads under way: whether they go to a cache slot."""

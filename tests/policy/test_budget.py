@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,20 +10,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smoe.errors import BudgetError
-from smoe.policy.budget import MAX_STAGING_SLOTS, MIN_STAGING_SLOTS, Demand, allocate, full_bytes, minimum_bytes
+from smoe.policy.budget import (
+    MAX_STAGING_SLOTS,
+    MIN_STAGING_SLOTS,
+    Demand,
+    SlotClass,
+    allocate,
+    budget_for_share,
+    full_bytes,
+    minimum_bytes,
+    slot_classes,
+)
 from smoe.units import format_bytes
 
 
 @st.composite
-def demands(draw: st.DrawFn) -> Demand:
+def slot_class(draw: st.DrawFn, layers: tuple[int, ...] = ()) -> SlotClass:
     top_k = draw(st.integers(1, 16))
+    return SlotClass(4096 * draw(st.integers(1, 10**5)), top_k, draw(st.integers(top_k, 2000)), layers)
+
+
+@st.composite
+def demands(draw: st.DrawFn, most_classes: int = 3) -> Demand:
     return Demand(
         weights_bytes=draw(st.integers(0, 10**10)),
         workspace_bytes=draw(st.integers(0, 10**9)),
         kv_cache_bytes=draw(st.integers(0, 10**10)),
-        slot_bytes=4096 * draw(st.integers(1, 10**5)),
-        top_k=top_k,
-        total_experts=draw(st.integers(top_k, 2000)),
+        classes=tuple(draw(slot_class((layer,))) for layer in range(draw(st.integers(1, most_classes)))),
     )
 
 
@@ -35,18 +49,23 @@ def test_entries_add_up_and_stay_inside(demand: Demand, more: int) -> None:
     ledger = allocate(minimum_bytes(demand) + more, demand)
     assert sum(ledger.entries().values()) == ledger.total_bytes <= ledger.budget_bytes
     assert list(ledger.entries().values())[:3] == [demand.weights_bytes, demand.workspace_bytes, demand.kv_cache_bytes]
-    assert demand.top_k <= ledger.cache_slots <= demand.total_experts
-    assert MIN_STAGING_SLOTS <= ledger.staging_slots <= MAX_STAGING_SLOTS
+    for pool, each in zip(ledger.pools, demand.classes, strict=True):
+        assert each.top_k <= pool.cache <= each.experts
+        assert MIN_STAGING_SLOTS <= pool.staging <= MAX_STAGING_SLOTS
+        assert pool.layers == each.layers
     assert ledger.resident_share == ledger.cache_slots / demand.total_experts
     left = ledger.budget_bytes - ledger.total_bytes
-    assert left < demand.slot_bytes or ledger.cache_slots == demand.total_experts, "a slot that would fit is not used"
+    most = sum(each.slot_bytes for each in demand.classes)
+    assert left < most or ledger.cache_slots == demand.total_experts, "a slot that would fit is not used"
 
 
 @given(demand=demands())
 def test_the_minimum_is_the_least_that_works(demand: Demand) -> None:
     least = minimum_bytes(demand)
     ledger = allocate(least, demand)
-    assert (ledger.cache_slots, ledger.staging_slots) == (demand.top_k, MIN_STAGING_SLOTS)
+    assert [(pool.cache, pool.staging) for pool in ledger.pools] == [
+        (each.top_k, MIN_STAGING_SLOTS) for each in demand.classes
+    ]
     for budget in (least - 1, least // 2, 0):
         with pytest.raises(BudgetError):
             allocate(budget, demand)
@@ -61,11 +80,46 @@ def test_the_full_budget_holds_every_expert(demand: Demand) -> None:
 def test_more_memory_is_never_less_room(demand: Demand, budgets: tuple[int, int]) -> None:
     """Would catch a staging share that eats the cache slot it was taken from: more memory, fewer residents."""
     smaller, larger = (allocate(minimum_bytes(demand) + more, demand) for more in sorted(budgets))
-    assert smaller.cache_slots <= larger.cache_slots
-    assert smaller.staging_slots <= larger.staging_slots
+    for less, more in zip(smaller.pools, larger.pools, strict=True):
+        assert less.cache <= more.cache
+        assert less.staging <= more.staging
 
 
-DEMAND = Demand(3 * 2**30, 200 * 2**20, 700 * 2**20, 9 * 2**20 + 4096, 8, 768)
+@given(demand=demands(), room=st.floats(0, 1))
+def test_every_size_keeps_the_same_part_of_its_experts(demand: Demand, room: float) -> None:
+    """Beyond the least, and up to a slot: would catch a size that takes what others need."""
+    least = minimum_bytes(demand)
+    ledger = allocate(least + int(room * (full_bytes(demand) - least)), demand)
+    for pool, each in zip(ledger.pools, demand.classes, strict=True):
+        wanted = each.least + room * (each.most - each.least)
+        assert pool.cache + pool.staging == pytest.approx(wanted, abs=1.001) or pool.cache == each.experts
+
+
+@given(demand=demands(), share=st.floats(0.01, 1))
+def test_the_budget_for_a_share_is_the_smallest(demand: Demand, share: float) -> None:
+    wanted = math.ceil(share * demand.total_experts - 1e-9)
+    if wanted < sum(each.top_k for each in demand.classes):
+        with pytest.raises(BudgetError, match="one token uses"):
+            budget_for_share(share, demand)
+        return
+    budget = budget_for_share(share, demand)
+    assert allocate(budget, demand).cache_slots >= wanted
+    assert budget == minimum_bytes(demand) or allocate(budget - 1, demand).cache_slots < wanted
+
+
+def alone(slot_bytes: int, layers: int) -> dict[int, SlotClass]:
+    return {layer: SlotClass(slot_bytes + layer, 2 + layer, 8) for layer in range(layers)}
+
+
+def test_layers_of_like_size_share_slots() -> None:
+    """Would catch a class for every layer whose file offsets differ, or slots too small for one of their layers."""
+    large, small = slot_classes({0: 950, 1: 500, 2: 1000, 3: 480}, alone(4096, 4))
+    assert large == SlotClass(4098, 4, 16, (0, 2)) and small == SlotClass(4099, 5, 16, (1, 3))
+    (one,) = slot_classes({0: 1000, 1: 1000, 2: 1000}, alone(4096, 3))
+    assert one.layers == (0, 1, 2)
+
+
+DEMAND = Demand(3 * 2**30, 200 * 2**20, 700 * 2**20, (SlotClass(9 * 2**20 + 4096, 8, 768),))
 
 
 def test_the_refusal_names_every_part_and_what_to_do() -> None:
@@ -86,7 +140,10 @@ def test_each_claim_costs_what_it_says() -> None:
     for name in ("weights_bytes", "workspace_bytes", "kv_cache_bytes"):
         grown = replace(DEMAND, **{name: getattr(DEMAND, name) + 1})
         assert minimum_bytes(grown) == minimum_bytes(DEMAND) + 1
-    assert minimum_bytes(replace(DEMAND, top_k=9)) == minimum_bytes(DEMAND) + DEMAND.slot_bytes
+    assert (
+        minimum_bytes(replace(DEMAND, classes=(DEMAND.classes[0]._replace(top_k=9),)))
+        == minimum_bytes(DEMAND) + DEMAND.slot_bytes
+    )
 
 
 @pytest.mark.parametrize(("slots", "staging"), [(10, 2), (59, 2), (60, 3), (100, 5), (400, 8)])

@@ -14,7 +14,7 @@ from smoe.policy.eviction.lru import LRU
 from smoe.policy.plan import Load
 from smoe.policy.plan_progress import Progress
 from smoe.policy.planner import plan_layer, plan_prefetch
-from smoe.policy.residency import SlotTable
+from smoe.policy.residency import PoolSize, SlotTable
 from smoe.routing import Phase, Routing
 from tests.policy.tables import EXPERTS, LAYERS, TOP_K, guesses, routings, used
 
@@ -89,7 +89,7 @@ def serve_all(progress: Progress, loads: Loads, routing: Routing, predicted: lis
 @given(steps, st.integers(TOP_K, LAYERS * EXPERTS), st.integers(2, 6), st.data())
 def test_table_and_policy_agree_after_every_layer(steps, cache_slots, staging_slots, data) -> None:
     loads = Loads()
-    progress = Progress(SlotTable(cache_slots, staging_slots), OnceEach(), loads.begin)
+    progress = Progress(SlotTable(PoolSize(cache_slots, staging_slots)), OnceEach(), loads.begin)
     for routing, predicted in steps:
         serve_all(progress, loads, routing, predicted, data)
         assert_agreement(progress)
@@ -99,7 +99,7 @@ def test_table_and_policy_agree_after_every_layer(steps, cache_slots, staging_sl
 @given(steps, routings(), st.integers(TOP_K, 8), st.data())
 def test_an_interrupt_anywhere_is_undone(steps, last, cache_slots, data) -> None:
     loads = Loads()
-    progress = Progress(SlotTable(cache_slots, 3), OnceEach(), loads.begin)
+    progress = Progress(SlotTable(PoolSize(cache_slots, 3)), OnceEach(), loads.begin)
     for routing, predicted in steps:
         serve_all(progress, loads, routing, predicted, data)
     drop_stale(progress, loads, last)

@@ -16,9 +16,17 @@ from smoe.expert import EXACT, ExpertKey
 from smoe.policy.balance import Balance, Costs
 from smoe.policy.plan import HOST, LayerPlan, PrefetchPlan, Reason
 from smoe.policy.plan_progress import carry_out
-from smoe.policy.planner import LAST_TOKENS, observation, plan_layer, plan_prefetch, routes_by_key
-from smoe.policy.registry import ONLINE_EVICTION, make_eviction
-from smoe.policy.residency import SlotTable
+from smoe.policy.planner import (
+    LAST_TOKENS,
+    PREFILL_KEEP,
+    layer_shares,
+    observation,
+    plan_layer,
+    plan_prefetch,
+    routes_by_key,
+)
+from smoe.policy.registry import ONLINE_EVICTION, POOLS, make_eviction, make_eviction_for
+from smoe.policy.residency import PoolSize, SlotTable
 from smoe.routing import Phase, Routing
 from tests.policy.tables import (
     EXPERTS,
@@ -57,8 +65,10 @@ def assert_plan_is_sound(plan: LayerPlan, routing: Routing, executor: Executor) 
 def assert_prefetch_is_modest(prefetch: PrefetchPlan, plan: LayerPlan, executor: Executor) -> None:
     table = executor.table
     assert all(not load.keep and load.victim is None and load.reason is Reason.PREFETCH for load in prefetch.loads)
-    assert {(load.slot, load.after) for load in prefetch.loads} <= set(plan.spare)
-    assert len({load.slot for load in prefetch.loads}) == len(prefetch.loads) < table.staging_slots
+    pool = table.pool(prefetch.layer)
+    if pool is table.pool(plan.layer):
+        assert {(load.slot, load.after) for load in prefetch.loads} <= set(plan.spare)
+    assert len({load.slot for load in prefetch.loads}) == len(prefetch.loads) < pool.staging_slots
     copies = [load.key for load in prefetch.loads]
     assert len(set(copies)) == len(copies)
     assert not set(copies) & (table.ready.keys() | table.inflight.keys())
@@ -84,12 +94,23 @@ def run(
     keep: str = "last-uses",
     balance: Balance | None = None,
 ) -> Executor:
-    executor = Executor(cache, staging, make_eviction(name))
+    table = SlotTable(PoolSize(cache, staging))
+    return run_on(Executor(table, make_eviction(name)), steps, looks_ahead, keep, balance)
+
+
+def run_on(
+    executor: Executor,
+    steps: list[tuple[Routing, list[int]]],
+    looks_ahead: bool,
+    keep: str = "last-uses",
+    balance: Balance | None = None,
+) -> Executor:
+    shares = layer_shares(executor.table, range(LAYERS))
     for routing, predicted in steps:
         executor.drop_stale(routing)
         executor.eviction.observe(observation(routing))
         residents = set(executor.table.cached())
-        plan = plan_layer(routing, executor.table, executor.eviction, max(1, cache // LAYERS), balance, keep)
+        plan = plan_layer(routing, executor.table, executor.eviction, shares[routing.layer], balance, keep)
         assert_plan_is_sound(plan, routing, executor)
         executor.promote([promotion for promotion in plan.promotions if not promotion.after])
         promoted = plan._replace(promotions=[promotion for promotion in plan.promotions if promotion.after])
@@ -106,8 +127,9 @@ def run(
             else:
                 assert len(residents) <= len(set(executor.table.cached())), "prefill lost a cache slot"
             assert len(set(executor.loaded[loaded:])) == len(executor.loaded[loaded:]), "prefill reads an expert once"
-        assert set(executor.table.cached()) == set(executor.eviction.victims(99, ()))
-        assert len(executor.table.free_staging) >= 1, "no staging slot is left for the next layer"
+        assert set(executor.table.cached()) == executor.eviction.residents()
+        free = [len(pool.free_staging) for pool in executor.table.pools]
+        assert min(free) >= 1, "no staging slot is left for the next layer"
     return executor
 
 
@@ -124,6 +146,29 @@ def test_any_sequence_with_look_ahead(
 ) -> None:
     """Right and wrong guesses before decode and prefill alike: never a deadlock, never a wrong slot."""
     run(steps, cache, staging, name, looks_ahead=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    steps=steps,
+    cache=st.tuples(cache_sizes, cache_sizes),
+    staging=st.tuples(staging_sizes, staging_sizes),
+    name=policies,
+    pools=st.sampled_from(POOLS),
+    keep=st.sampled_from(PREFILL_KEEP),
+)
+def test_any_sequence_over_slots_of_two_sizes(
+    steps: list[tuple[Routing, list[int]]],
+    cache: tuple[int, int],
+    staging: tuple[int, int],
+    name: str,
+    pools: str,
+    keep: str,
+) -> None:
+    """Would catch an expert that is given a slot of another size, as a victim's, a prefetch's or a promotion's."""
+    sizes = [PoolSize(cache[0], staging[0], (1,)), PoolSize(cache[1], staging[1], (0, 2))]
+    eviction = make_eviction_for(name, pools, sizes, dict.fromkeys(range(LAYERS), EXPERTS))
+    run_on(Executor(SlotTable(*sizes), eviction), steps, True, keep)
 
 
 @settings(max_examples=100, deadline=None)
@@ -144,7 +189,8 @@ def test_the_simulator_s_shortcut_is_the_same(
     steps: list[tuple[Routing, list[int]]], cache: int, staging: int, name: str
 ) -> None:
     """`carry_out` against the event by event executor: same residents, same slots, after every step."""
-    executor, table, eviction = Executor(cache, staging, make_eviction(name)), SlotTable(cache, staging), None
+    executor = Executor(SlotTable(PoolSize(cache, staging)), make_eviction(name))
+    table = SlotTable(PoolSize(cache, staging))
     eviction = make_eviction(name)
     for routing, _ in steps:
         plans = []
@@ -155,10 +201,10 @@ def test_the_simulator_s_shortcut_is_the_same(
         executor.carry_out(plans[0])
         carry_out(plans[1], table, eviction)
         table.check()
-        assert (table.ready, table.free_cache, table.free_staging) == (
+        assert (table.ready, table.pools[0].free_cache, table.pools[0].free_staging) == (
             executor.table.ready,
-            executor.table.free_cache,
-            executor.table.free_staging,
+            executor.table.pools[0].free_cache,
+            executor.table.pools[0].free_staging,
         )
         assert eviction.victims(99, ()) == executor.eviction.victims(99, ())
 
@@ -192,7 +238,7 @@ def served(executor: Executor, routing: Routing, share: int = 9) -> LayerPlan:
 
 def test_decode_computes_what_is_here_before_it_waits() -> None:
     """Resident, then under way, then missing, whatever their numbers: computing hides reading."""
-    executor = Executor(6, 2, make_eviction("lru"))
+    executor = Executor(SlotTable(PoolSize(6, 2)), make_eviction("lru"))
     served(executor, decode(0, 3, 5))
     routing = Routing(0, Phase.DECODE, EXPERTS, [[0, 5], [3, 1]])
     plan = plan_layer(routing, executor.table, executor.eviction, 9)
@@ -203,7 +249,7 @@ def test_decode_computes_what_is_here_before_it_waits() -> None:
 
 def test_waves_reuse_the_slots_of_experts_computed_before() -> None:
     """Six experts through two slots: each load waits for just one more serve."""
-    executor = Executor(2, 2, make_eviction("lru"))
+    executor = Executor(SlotTable(PoolSize(2, 2)), make_eviction("lru"))
     plan = served(executor, Routing(0, Phase.DECODE, EXPERTS, [[0, 1], [2, 3], [4, 5]]))
     assert [load.after for load in plan.loads] == [0, 0, 1, 2, 3, 4]
     assert [load.slot for load in plan.loads] == [0, 1, 0, 1, 0, 1]
@@ -211,7 +257,7 @@ def test_waves_reuse_the_slots_of_experts_computed_before() -> None:
 
 
 def test_a_right_guess_is_promoted_and_a_wrong_one_forgotten() -> None:
-    executor = Executor(4, 3, make_eviction("lru"))
+    executor = Executor(SlotTable(PoolSize(4, 3)), make_eviction("lru"))
     plan = plan_layer(decode(0, 0, 1), executor.table, executor.eviction, 9)
     executor.carry_out(plan, plan_prefetch(1, [4, 2], executor.table, plan))
     assert executor.table.staged == {(1, 4, EXACT), (1, 2, EXACT)}
@@ -225,7 +271,7 @@ def test_a_right_guess_is_promoted_and_a_wrong_one_forgotten() -> None:
 
 def test_look_ahead_leaves_one_staging_slot_alone() -> None:
     for staging in (2, 3, 8):
-        table = SlotTable(4, staging)
+        table = SlotTable(PoolSize(4, staging))
         plan = LayerPlan(0, [], [], [], 0, [(4 + n, 0) for n in range(staging)])
         assert len(plan_prefetch(1, range(9), table, plan).loads) == staging - 1
 
@@ -233,14 +279,14 @@ def test_look_ahead_leaves_one_staging_slot_alone() -> None:
 def test_prefill_keeps_what_the_last_tokens_use() -> None:
     """A layer's share of two: of six experts those stay that the end of the prompt uses most."""
     rows = [[0, 1]] * LAST_TOKENS + [[2, 3]] * (LAST_TOKENS - 2) + [[4, 2]] * 2
-    executor = Executor(6, 2, make_eviction("lru"))
+    executor = Executor(SlotTable(PoolSize(6, 2)), make_eviction("lru"))
     served(executor, Routing(0, Phase.PREFILL, EXPERTS, rows), share=2)
     assert sorted(executor.table.cached()) == [(0, 2, EXACT), (0, 3, EXACT)]
 
 
 def test_a_second_prompt_takes_the_places_of_the_first() -> None:
     """The layer is full: what the new prompt ends with stays instead of what it does not use, or no longer."""
-    executor = Executor(6, 2, make_eviction("lru"))
+    executor = Executor(SlotTable(PoolSize(6, 2)), make_eviction("lru"))
     served(executor, Routing(0, Phase.PREFILL, EXPERTS, [[0, 1]] * 4), share=2)
     served(executor, Routing(1, Phase.PREFILL, EXPERTS, [[0, 1]] * 4), share=2)
     served(executor, Routing(0, Phase.PREFILL, EXPERTS, [[0, 1]] * 9 + [[4, 5]] * LAST_TOKENS), share=2)
@@ -249,7 +295,7 @@ def test_a_second_prompt_takes_the_places_of_the_first() -> None:
 
 def test_who_has_not_served_yet_does_not_give_way() -> None:
     """Experts are taken in ascending order: 1 is computed after 0 has come and gone."""
-    executor = Executor(6, 2, make_eviction("lru"))
+    executor = Executor(SlotTable(PoolSize(6, 2)), make_eviction("lru"))
     served(executor, Routing(0, Phase.PREFILL, EXPERTS, [[1, 1]] * 4), share=1)
     served(executor, Routing(0, Phase.PREFILL, EXPERTS, [[1, 1]] + [[0, 0]] * LAST_TOKENS), share=1)
     assert list(executor.table.cached()) == [(0, 1, EXACT)]
@@ -260,7 +306,7 @@ def test_who_has_not_served_yet_does_not_give_way() -> None:
 def test_the_eviction_policy_may_decide_what_stays() -> None:
     """Expert 0 has been used by more steps than the resident of another layer, so it takes that one's slot."""
     eviction = make_eviction("lfu")
-    executor = Executor(2, 2, eviction)
+    executor = Executor(SlotTable(PoolSize(2, 2)), eviction)
     served(executor, decode(1, 2, 3))
     for _ in range(3):
         eviction.observe(decode(0, 0, 5))
@@ -275,8 +321,8 @@ def test_the_cpu_takes_a_prompts_experts_of_few_tokens() -> None:
     """Loads take 4 each; three experts for 9, 2 and 1 tokens that cost the CPU 1 a token, or 1.5 at least."""
     rows = [[0, 0]] * 9 + [[1, 1]] * 2 + [[2, 2]]
     costs = Costs(load=4.0, host=1.5, token=0.5)
-    table, eviction = SlotTable(2, 2), make_eviction("lru")
-    table.free_cache.clear()  # nothing stays
+    table, eviction = SlotTable(PoolSize(2, 2)), make_eviction("lru")
+    table.pools[0].free_cache.clear()  # nothing stays
     plan = plan_layer(Routing(0, Phase.PREFILL, EXPERTS, rows), table, eviction, 1, Balance("host", "score", costs))
     assert [serve.key[1] for serve in plan.serves] == [0, 1, 2], "served in ascending order all the same"
     assert [serve.key[1] for serve in plan.serves if serve.unit == HOST] == [1, 2]
@@ -284,7 +330,7 @@ def test_the_cpu_takes_a_prompts_experts_of_few_tokens() -> None:
 
 
 def test_what_stays_is_loaded_though_the_cpu_is_faster() -> None:
-    executor = Executor(1, 2, make_eviction("lru"))
+    executor = Executor(SlotTable(PoolSize(1, 2)), make_eviction("lru"))
     costs = Costs(load=9.0, host=1.0, token=0.1)
     prompt = Routing(0, Phase.PREFILL, EXPERTS, [[0, 1], [0, 2]])
     plan = plan_layer(prompt, executor.table, executor.eviction, 1, Balance("optimal", "score", costs))
@@ -307,7 +353,7 @@ def test_each_sequence_of_a_batch_has_its_own_end() -> None:
     routing = Routing(0, Phase.PREFILL, EXPERTS, rows, None, sequences=3)
     heard = observation(routing).top_k_index
     assert heard == [[2, 3], [4, 3], [5, 3]] * (LAST_TOKENS // 3), "token by token, as a batch decodes"
-    executor = Executor(12, 2, make_eviction("lru"))
+    executor = Executor(SlotTable(PoolSize(12, 2)), make_eviction("lru"))
     served(executor, routing, share=4)
     assert sorted(key[1] for key in executor.table.cached()) == [2, 3, 4, 5]
 
@@ -323,12 +369,12 @@ def test_padding_is_no_last_token() -> None:
 def test_padding_alone_plans_nothing() -> None:
     for phase in Phase:
         for rows in ([[EXPERTS] * 2], [[EXPERTS] * 2] * 3):
-            plan = plan_layer(Routing(0, phase, EXPERTS, rows), SlotTable(2, 2), make_eviction("lru"), 1)
+            plan = plan_layer(Routing(0, phase, EXPERTS, rows), SlotTable(PoolSize(2, 2)), make_eviction("lru"), 1)
             assert not plan.serves and not plan.loads and plan.hits == 0
 
 
 def test_prefill_without_staging_is_a_budget_error() -> None:
-    executor = Executor(2, 0, make_eviction("lru"))
+    executor = Executor(SlotTable(PoolSize(2, 0)), make_eviction("lru"))
     served(executor, decode(1, 0, 1))
     with pytest.raises(BudgetError, match="staging"):
         plan_layer(Routing(0, Phase.PREFILL, EXPERTS, [[0, 1]]), executor.table, executor.eviction, 1)

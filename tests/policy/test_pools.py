@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.lru import LRU
-from smoe.policy.eviction.pools import LayerPools
+from smoe.policy.eviction.pools import LayerPools, SizePools
 from smoe.policy.planner import layer_share
-from smoe.policy.registry import make_eviction, make_pools
+from smoe.policy.registry import ONLINE_EVICTION, make_eviction, make_pools
 from smoe.routing import Phase, Routing
 from smoe.simulator.replay import replay, replay_by_layer
 
@@ -64,3 +64,23 @@ def test_full_pools_are_caches_of_their_own(uses: list[tuple[int, int]]) -> None
     assert layer_share(slots, LAYERS) == share
     ours = replay(trace, slots, 2, make_pools("lru", "layer", slots, LAYERS))
     assert ours == replay_by_layer(trace, slots, 2, lambda part: make_eviction("lru"))
+
+
+@given(USES, st.integers(0, 30), st.sets(st.integers(0, EXPERTS - 1)), st.sampled_from(sorted(ONLINE_EVICTION)))
+def test_slots_of_another_size_are_nobody_s_victims(
+    uses: list[tuple[int, int]], count: int, shielded: set[int], name: str
+) -> None:
+    large, small = make_eviction(name), make_eviction(name)
+    pools, residents = SizePools({0: large, 1: small, 2: large}), set()
+    for layer, expert in uses:
+        if (key := (layer, expert, EXACT)) not in residents:
+            pools.insert(key)
+            residents.add(key)
+        pools.observe(Routing(layer, Phase.DECODE, EXPERTS, [[expert]]))
+    running = uses[-1][0]
+    shield = {(running, expert, EXACT) for expert in shielded}
+    fitting = {key for key in residents if (key[0] == 1) == (running == 1)}
+    victims = pools.victims(count, shield)
+    assert pools.residents() == residents
+    assert len(set(victims)) == len(victims) == min(count, len(fitting - shield))
+    assert set(victims) <= fitting - shield

@@ -6,6 +6,7 @@ found.
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.plan import Load, Promotion, Reason
-from smoe.policy.residency import SlotTable
+from smoe.policy.residency import PoolSize, SlotTable
 
 COPIES = [(layer, expert, EXACT) for layer in range(3) for expert in range(4)]
 
@@ -24,7 +25,7 @@ class Model(RuleBasedStateMachine):
 
     @initialize(cache=st.integers(1, 5), staging=st.integers(0, 3))
     def start(self, cache: int, staging: int) -> None:
-        self.table = SlotTable(cache, staging)
+        self.table = SlotTable(PoolSize(cache, staging))
         self.state: dict[ExpertKey, tuple[str, str, int]] = {}
         self.sizes = {"cache": cache, "staging": staging}
 
@@ -46,13 +47,13 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.absent() and self.room("cache"))
     @rule(data=st.data())
     def load_into_free_cache(self, data: Any) -> None:
-        slot = data.draw(st.sampled_from(list(self.table.free_cache)))
+        slot = data.draw(st.sampled_from(list(self.table.pools[0].free_cache)))
         self.begin(data.draw(st.sampled_from(self.absent())), slot, None, "cache")
 
     @precondition(lambda self: self.absent() and self.room("staging"))
     @rule(data=st.data())
     def load_into_free_staging(self, data: Any) -> None:
-        slot = data.draw(st.sampled_from(list(self.table.free_staging)))
+        slot = data.draw(st.sampled_from(list(self.table.pools[0].free_staging)))
         self.begin(data.draw(st.sampled_from(self.absent())), slot, None, "staging")
 
     @precondition(lambda self: self.absent() and self.those("ready", "cache"))
@@ -97,7 +98,7 @@ class Model(RuleBasedStateMachine):
         freed = self.state.pop(victim)[2]
         self.table.promote(Promotion(key, victim))
         self.state[key] = (self.state[key][0], "cache", self.state[key][2])
-        assert freed in self.table.free_staging
+        assert freed in self.table.pools[0].free_staging
 
     @rule()
     def settle(self) -> None:
@@ -115,8 +116,8 @@ class Model(RuleBasedStateMachine):
         assert table.staged == {key for key, s in state.items() if s[1] == "staging"}
         assert sorted(table.cached()) == self.those("ready", "cache")
         assert all((key in table) == (key in table.ready) for key in COPIES)
-        assert len(table.free_cache) == self.room("cache")
-        assert len(table.free_staging) == self.room("staging")
+        assert len(table.pools[0].free_cache) == self.room("cache")
+        assert len(table.pools[0].free_staging) == self.room("staging")
 
 
 TestSlotTable = Model.TestCase
@@ -128,7 +129,7 @@ def load(key: ExpertKey, slot: int, victim: ExpertKey | None = None, keep: bool 
 
 def test_misuse_is_an_assertion() -> None:
     """Our own invariants: a copy twice, a victim in another slot, a release of a resident, a table without slots."""
-    table = SlotTable(2, 1)
+    table = SlotTable(PoolSize(2, 1))
     table.begin(load(COPIES[0], 0))
     with pytest.raises(AssertionError):
         table.begin(load(COPIES[0], 1))
@@ -140,17 +141,17 @@ def test_misuse_is_an_assertion() -> None:
     with pytest.raises(AssertionError):
         table.promote(Promotion(COPIES[0], None))
     with pytest.raises(AssertionError):
-        SlotTable(0, 2)
+        SlotTable(PoolSize(0, 2))
 
 
 @pytest.mark.parametrize("damage", ["lost slot", "slot twice", "staged but absent", "promoted by hand"])
 def test_check_sees_damage(damage: str) -> None:
     """The checker itself: would catch a check that is always content."""
-    table = SlotTable(2, 2)
+    table = SlotTable(PoolSize(2, 2))
     table.begin(load(COPIES[0], 2, keep=False))
     table.arrive(COPIES[0])
     if damage == "lost slot":
-        table.free_cache.pop()
+        table.pools[0].free_cache.pop()
     elif damage == "slot twice":
         table.inflight[COPIES[1]] = 0
     elif damage == "staged but absent":
@@ -162,9 +163,9 @@ def test_check_sees_damage(damage: str) -> None:
 
 
 def test_clear_is_like_new() -> None:
-    table, new = SlotTable(3, 2), SlotTable(3, 2)
+    table, new = SlotTable(PoolSize(3, 2)), SlotTable(PoolSize(3, 2))
     table.begin(load(COPIES[0], 1))
     table.arrive(COPIES[0])
     table.begin(load(COPIES[1], 4, keep=False))
     table.clear()
-    assert vars(table) == vars(new)
+    assert pickle.dumps(table) == pickle.dumps(new)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from smoe.expert import EXACT
 from smoe.policy.plan import Load, Reason
-from smoe.policy.residency import ExpertsAtHand, ExpertsUnderWay, SlotTable
+from smoe.policy.residency import ExpertsAtHand, ExpertsUnderWay, PoolSize, SlotTable
 from smoe.policy.substitution import NOTHING, Replacement, Selection, applied, substitute
 from smoe.routing import Phase, Routing
 
@@ -183,7 +183,7 @@ def test_what_a_batch_waits_for_anyway_costs_no_wait_of_its_own() -> None:
 
 
 def test_the_table_says_what_is_under_way() -> None:
-    table = SlotTable(2, 2)
+    table = SlotTable(PoolSize(2, 2))
     for expert, slot, keep in ((3, 0, True), (5, 2, False)):
         table.begin(Load((1, expert, EXACT), slot, None, keep, Reason.PREFETCH, 0))
     table.arrive((1, 3, EXACT))

@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 from smoe.metrics import Counters
 from smoe.policy.plan import LayerPlan
 from smoe.policy.plan_progress import carry_out
-from smoe.policy.planner import LAST_TOKENS, observation
+from smoe.policy.planner import LAST_TOKENS, layer_shares, observation
 from smoe.policy.registry import make_eviction
-from smoe.policy.residency import SlotTable
+from smoe.policy.residency import PoolSize, SlotTable
 from smoe.policy.step import Decision, Switches, decide
 from smoe.routing import Phase, Routing
 from smoe.runtime.observer import StepObserver
 from smoe.simulator.replay import replay
-from tests import oracle, zoo
+from tests import gguf_toy, oracle, zoo
 
 Open = Callable[..., PreTrainedModel]
 
@@ -34,7 +34,8 @@ def simulated(
     trace: Sequence[Routing], cache_slots: int, staging_slots: int, eviction_name: str, keep: str = "last-uses"
 ) -> Counters:
     """The engine's counters, from plans that are carried out on nothing."""
-    table, eviction, counters = SlotTable(cache_slots, staging_slots), make_eviction(eviction_name), Counters()
+    table = SlotTable(PoolSize(cache_slots, staging_slots))
+    eviction, counters = make_eviction(eviction_name), Counters()
     layers = len({routing.layer for routing in trace})
     for routing in trace:
         plan = decide(routing, table, eviction, max(1, cache_slots // layers), Switches(prefill_keep=keep)).plan
@@ -104,18 +105,22 @@ def without_slots(plan: LayerPlan) -> Any:
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "score", "auto"])
-def test_a_recorded_run_gives_the_same_plans(eviction: str, toy: Callable[..., Path], open_model: Open) -> None:
+@pytest.mark.parametrize("sizes", [1, 2])
+def test_a_recorded_run_gives_the_same_plans(
+    sizes: int, eviction: str, toy: Callable[..., Path], open_model: Open, tmp_path: Path
+) -> None:
     """Not only as many hits and loads: who serves in which order, what is loaded for whom, and who has to go."""
-    model = open_model(toy("qwen2_moe"), "half", eviction=eviction)
+    file = toy("qwen2_moe") if sizes == 1 else gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M")[0]
+    model = open_model(file, "half", eviction=eviction)
     engine, plans = model.offload, Plans()
+    assert len(engine.ledger.pools) == sizes
     with engine.recording() as trace, engine.observed_by(plans):
         oracle.greedy(model, oracle.PROMPT, 24)
         oracle.greedy(model, oracle.PROMPT[:, :9].flip(1), 24)
-    ledger, replayed = engine.ledger, []
-    table, policy = SlotTable(ledger.cache_slots, ledger.staging_slots), make_eviction(eviction)
-    share = max(1, ledger.cache_slots // len(engine.store.layers))
+    table, policy, replayed = SlotTable(*engine.ledger.pools), engine.fresh_eviction(), []
+    shares = layer_shares(table, list(engine.store.layers))
     for routing in trace:
-        plan = decide(routing, table, policy, share, Switches()).plan
+        plan = decide(routing, table, policy, shares[routing.layer], Switches()).plan
         if routing.phase is Phase.DECODE:
             replayed.append(without_slots(plan))
         carry_out(plan, table, policy)

@@ -22,7 +22,7 @@ from smoe.memory.reading_threads import State, Ticket
 from smoe.metrics import Counters
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.plan import Load, Reason, Serve
-from smoe.policy.residency import SlotTable
+from smoe.policy.residency import PoolSize, SlotTable
 from smoe.runtime.arrivals import Arrivals
 from tests import oracle
 from tests.memory.fake_streams import PumpedStreams
@@ -110,7 +110,7 @@ def arrivals() -> Arrivals:
     store = types.SimpleNamespace(placement=lambda *_: types.SimpleNamespace(layout=0, parts={}))
     return Arrivals(
         store=store,
-        table=SlotTable(slots, 0),
+        table=SlotTable(PoolSize(slots, 0)),
         eviction=LRU(),
         transfers=StillTransfers(),
         arena=None,

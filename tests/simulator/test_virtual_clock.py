@@ -14,7 +14,7 @@ from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import layer_share
 from smoe.policy.prediction import Moment
 from smoe.policy.registry import ONLINE_EVICTION, make_eviction
-from smoe.policy.residency import SlotTable
+from smoe.policy.residency import PoolSize, SlotTable
 from smoe.policy.step import EXACT_SWITCHES, decide
 from smoe.routing import Phase, Routing
 from smoe.simulator.foresight import Foresight
@@ -75,7 +75,7 @@ def test_with_all_experts_resident_only_computing_takes_time() -> None:
 def test_steps_take_as_long_as_by_a_simpler_clock(slots: int) -> None:
     """On demand: loads one after the other from the decision on, residents meanwhile, the others in their order."""
     routings = trace()
-    table, eviction, share = SlotTable(slots, 2), make_eviction("lru"), layer_share(slots, LAYERS)
+    table, eviction, share = SlotTable(PoolSize(slots, 2)), make_eviction("lru"), layer_share(slots, LAYERS)
     expected, now = [], 0.0
     for routing in routings:
         plan = decide(routing, table, eviction, share, EXACT_SWITCHES).plan

@@ -21,19 +21,13 @@ from smoe.kernels.spinning_pool import SpinningPool, is_supported
 from smoe.load.calibration import calibrate
 from smoe.load.choose_kernel import choose_way
 from smoe.load.selftest import check_experts
-from smoe.machine.available_memory import free_device_bytes, less_margin
+from smoe.load.tiers import Tiers, make_tiers
 from smoe.memory.arena import Arena
-from smoe.memory.disk import DiskReader
 from smoe.memory.emulation import Emulation
-from smoe.memory.host import HostTier
-from smoe.memory.link import CudaLink, EmulatedLink, Link
-from smoe.memory.movers import Filler, HostMover, SlotMover
 from smoe.memory.pacing import Pacing
-from smoe.memory.page_lock import CudaRegistry
 from smoe.memory.quantised_store import QuantisedStore
-from smoe.memory.reading_threads import Mover, Transfers
+from smoe.memory.reading_threads import Transfers
 from smoe.memory.store import ExpertStore, LayerExperts
-from smoe.memory.streams import CudaStreams
 from smoe.models.experts import ExpertsSite
 from smoe.models.scoring import ScoringRule, find_rule
 from smoe.models.spec import ModelSpec
@@ -89,9 +83,9 @@ def assemble(
     ledger = budget.ledger
     rules = _rules(model, spec) if config.needs_scores else {}
     predictors = _predictors(model, spec, config, rules, arena.device)
-    table = SlotTable(ledger.cache_slots, ledger.staging_slots)
+    table = SlotTable(*ledger.pools)
     with ExitStack() as made:  # closed, last first, where a later step fails
-        tiers = _tiers(store, arena, table, config, pacing, on_host_tier)
+        tiers = make_tiers(store, arena, table, ledger.demand.classes, config, pacing, on_host_tier)
         transfers = Transfers(tiers.mover, config.io_threads, pacing.now)
         made.callback(transfers.close)
         compute = _compute(model, spec, config, store, arena, table, tiers, transfers, pacing)
@@ -139,7 +133,7 @@ def _compute(
     store: ExpertStore,
     arena: Arena,
     table: SlotTable,
-    tiers: _Tiers,
+    tiers: Tiers,
     transfers: Transfers,
     pacing: Pacing,
 ) -> LayerCompute:
@@ -191,7 +185,7 @@ def _host_experts(
     spec: ModelSpec,
     config: EngineConfig,
     store: ExpertStore,
-    tiers: _Tiers,
+    tiers: Tiers,
     device: torch.device,
     pacing: Pacing,
 ) -> HostExperts | None:
@@ -215,14 +209,14 @@ def _host_threads(pacing: Pacing) -> int:
     return 1 if pacing.is_emulated else torch.get_num_threads()
 
 
-def _balance(config: EngineConfig, tiers: _Tiers) -> str:
+def _balance(config: EngineConfig, tiers: Tiers) -> str:
     """The method by which misses are shared out."""
     if config.balance == "auto":
         return "none" if tiers.host is None else "optimal"
     return config.balance
 
 
-def _balancer(config: EngineConfig, tiers: _Tiers, host: ComputeUnit | None, pacing: Pacing) -> Balancer | None:
+def _balancer(config: EngineConfig, tiers: Tiers, host: ComputeUnit | None, pacing: Pacing) -> Balancer | None:
     """What shares misses out between the link and the CPU."""
     if host is None:
         return None
@@ -346,49 +340,6 @@ def _rules(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ScoringRule]:
         hidden, top_k = spec.config.get_text_config().hidden_size, spec.anatomy.top_k[site.layer]
         rules[site.layer] = find_rule(modules[name], block, hidden, site.experts, top_k, site.layer)
     return rules
-
-
-class _Tiers(NamedTuple):
-    """What lies below the device."""
-
-    mover: Mover
-    filler: Filler
-    host: HostTier | None = None
-    """None where the device's memory is the host's."""
-    link: Link | None = None
-
-
-def _tiers(
-    store: ExpertStore,
-    arena: Arena,
-    table: SlotTable,
-    config: EngineConfig,
-    pacing: Pacing,
-    on_host_tier: Callable[[int], None] | None,
-) -> _Tiers:
-    free, _ = free_device_bytes(torch.device("cpu"))
-    if arena.device.type == "cpu" and not pacing.is_emulated:
-        reader = DiskReader(_reads_directly(config, store, free - arena.nbytes))
-        filler = Filler(store, reader)
-        return _Tiers(SlotMover(filler, reader, arena), filler)
-    budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
-    least = 2 * config.io_threads + 1  # a demand load inside a prefetch on every reading thread, and the CPU's own
-    slots = min(len(store.keys()), max(least, budget // store.slot_bytes))
-    reader = DiskReader(_reads_directly(config, store, free - slots * store.slot_bytes))
-    filler = Filler(store, reader)
-    registry = None if pacing.is_emulated else CudaRegistry(arena.device)
-    if registry is not None and on_host_tier is not None:
-        on_host_tier(slots * store.slot_bytes)
-    host = HostTier(slots, store.slot_bytes, lambda key: key in table.ready, registry)
-    link: Link = EmulatedLink(pacing) if isinstance(pacing, Emulation) else CudaLink(CudaStreams(arena.device))
-    return _Tiers(HostMover(filler, reader, host, arena, link), filler, host, link)
-
-
-def _reads_directly(config: EngineConfig, store: ExpertStore, spare_bytes: int) -> bool:
-    """Past the page cache, unless RAM beside our own use holds every expert anyway."""
-    if config.direct_io == "auto":
-        return spare_bytes < store.total_bytes * 1.1
-    return config.direct_io == "on"
 
 
 def _one_of_each_kind(sites: list[ExpertsSite], compute: LayerCompute) -> list[ExpertsSite]:

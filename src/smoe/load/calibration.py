@@ -30,7 +30,7 @@ def calibrate(model: PreTrainedModel, emulation: Emulation, link: Link) -> None:
     layers = counts.forward_passes * len(engine.store.layers)
     expert = counts.compute_seconds / max(1, counts.decode_uses)
     emulation.choose_dilation(
-        copy=_copy_seconds(engine.slot_memory, engine.store.slot_bytes),
+        copy=_copy_seconds(engine.slot_memory, engine.ledger.demand.slot_bytes),
         expert=expert,
         host=_host_seconds(model, engine, expert),
         layer=counts.dense_seconds / max(1, layers),

@@ -23,7 +23,7 @@ from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.emulation import Emulation, read_profile
 from smoe.memory.pacing import Pacing
 from smoe.memory.quantised_store import QuantisedStore, is_quantised
-from smoe.memory.store import ExpertStore, LayerExperts, page_ceil
+from smoe.memory.store import ExpertStore, LayerExperts
 from smoe.models.checkpoint import Checkpoint, local_checkpoint, whole_checkpoint
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
@@ -93,7 +93,7 @@ def load(
     checkpoint = local_checkpoint(model)
     experts = None if checkpoint is None else checkpoint.experts(spec)  # a damaged file first, not its sizes
     if config.memory_bytes is not None:  # what cannot work even in the best case is refused before a download
-        allocate(config.memory_bytes, spec.demand(config, page_ceil(spec.expert_bytes)))
+        allocate(config.memory_bytes, spec.demand(config, spec.least_slot_bytes()))
     if checkpoint is None or experts is None:
         checkpoint = whole_checkpoint(model, revision)
         experts = checkpoint.experts(spec)
@@ -106,7 +106,7 @@ def load(
         alpha, alpha_reason = threshold_of(checkpoint.place, ledger.resident_share)
         config = replace(config, alpha=alpha, alpha_as_priced=False)
     forget_peak(device)
-    arena = Arena(ledger.cache_slots + ledger.staging_slots, store.slot_bytes, device)
+    arena = Arena(ledger.sizes, device)
     try:
         arena.touch()  # slower than the disk, and free beside the loading of the other weights
         loaded = checkpoint.load_dense(spec, device)

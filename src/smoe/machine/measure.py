@@ -161,7 +161,7 @@ def measure_memory(seconds: float, memory: torch.Tensor | None = None) -> float:
     """
     if memory is None or memory.numel() < _ENOUGH_MEMORY_BYTES:
         own_bytes = _MEMORY_BYTES if memory is None else _ENOUGH_MEMORY_BYTES
-        memory = Arena(1, own_bytes, torch.device("cpu")).bytes
+        memory = Arena([(1, own_bytes)], torch.device("cpu")).bytes
         memory.fill_(1)  # pages never written to would all be one and the same page of zeros
     words = memory[:_MEMORY_BYTES].view(torch.int64)
     return words.numel() * 8 / _best(lambda: words.sum(), seconds)
@@ -193,7 +193,7 @@ def measure_disk(folder: Path, request_bytes: int, seconds: float, file_bytes: i
 
 def _read_some(reader: DiskReader, path: Path, size: int, order: Sequence[int], until: float) -> int:
     """Bytes read until the clock says `until`."""
-    arena = Arena(1, size, torch.device("cpu"))
+    arena = Arena([(1, size)], torch.device("cpu"))
     done = 0
     for n in order:
         done += reader.read(Read(path, n * size, size, 0, size), arena.buffer(0))

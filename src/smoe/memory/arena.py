@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import accumulate
 
 import torch
 
@@ -24,27 +25,28 @@ _POPULATE_BYTES = 64 * 2**20
 
 
 class Arena:
-    """`slots` buffers of `slot_bytes` each, contiguous and page-aligned."""
+    """Page-aligned buffers, numbered from 0, one behind the other: so many of each size, the sizes in turn."""
 
-    def __init__(self, slots: int, slot_bytes: int, device: torch.device) -> None:
-        assert slot_bytes % PAGE == 0, slot_bytes
-        self.slots = slots
-        self.slot_bytes = slot_bytes
+    def __init__(self, sizes: Sequence[tuple[int, int]], device: torch.device) -> None:
+        """`sizes`: (slots, bytes of each)."""
+        assert not any(nbytes % PAGE for _, nbytes in sizes), sizes
         self.device = device
+        self.begins = list(accumulate((nbytes for slots, nbytes in sizes for _ in range(slots)), initial=0))
+        """Offset of every slot, and of the end."""
         self._map: mmap.mmap | None = None
         self._touchers: list[threading.Thread] = []
         self._is_closing = False
         if device.type == "cpu":
-            self._map = mmap.mmap(-1, slots * slot_bytes)
+            self._map = mmap.mmap(-1, self.nbytes)
             _ask_for_huge_pages(self._map)
             self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
             self._view = memoryview(self._map)
         else:
-            self.bytes = torch.empty(slots * slot_bytes, dtype=torch.uint8, device=device)
+            self.bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
     @property
     def nbytes(self) -> int:
-        return self.slots * self.slot_bytes
+        return self.begins[-1]
 
     def touch(self, threads: int = 1) -> None:
         """Have the operating system back every page, in threads of its own; contents are left alone.
@@ -78,15 +80,15 @@ class Arena:
 
     def buffer(self, slot: int) -> memoryview:
         """A slot's bytes for a reader (CPU arenas only)."""
-        return self._view[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+        return self._view[self.begins[slot] : self.begins[slot + 1]]
 
     def tensor(self, slot: int) -> torch.Tensor:
-        """A slot's bytes: uint8 [slot_bytes]."""
-        return self.bytes[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+        """A slot's bytes: uint8 [bytes of the slot]."""
+        return self.bytes[self.begins[slot] : self.begins[slot + 1]]
 
     def view(self, slot: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A weight inside a slot, `offset` bytes from its start, without copying."""
-        begin = slot * self.slot_bytes + offset
+        begin = self.begins[slot] + offset
         count = dtype.itemsize
         for n in shape:
             count *= n

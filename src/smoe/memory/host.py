@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -38,19 +39,22 @@ class HostTier:
 
     def __init__(
         self,
-        slots: int,
-        slot_bytes: int,
+        sizes: Sequence[tuple[int, int]],
+        size_of: Callable[[int], int],
         is_on_device: Callable[[ExpertKey], bool],
         registry: PageRegistry | None = None,
     ) -> None:
-        self.arena = Arena(slots, slot_bytes, torch.device("cpu"))
+        """`sizes`: (slots, bytes of each); `size_of`: which of them a layer's experts have."""
+        self.arena = Arena(sizes, torch.device("cpu"))
+        self._size_of = size_of
         self._is_on_device = is_on_device
         self._registry = registry
         self._lock = threading.Condition()
         self._slots: OrderedDict[ExpertKey, int] = OrderedDict()
         self._leased: Counter[ExpertKey] = Counter()
         self._filling: set[ExpertKey] = set()
-        self._free = list(range(slots))
+        numbers = iter(range(len(self.arena.begins) - 1))
+        self._free = [list(islice(numbers, slots)) for slots, _ in sizes]
         self._locked = [] if registry is None else lock_pages(self.arena, registry)
         """Addresses of what the driver has locked."""
 
@@ -62,7 +66,7 @@ class HostTier:
                     self._slots.move_to_end(key)
                     self._leased[key] += 1
                     return Lease(key, self._slots[key], True)
-                slot = None if key in self._filling else self._take()
+                slot = None if key in self._filling else self._take(key)
                 if slot is not None:
                     self._slots[key] = slot
                     self._filling.add(key)
@@ -84,7 +88,7 @@ class HostTier:
                 del self._leased[lease.key]
             if not lease.is_hit and lease.key in self._filling:
                 self._filling.discard(lease.key)
-                self._free.append(self._slots.pop(lease.key))
+                self._free[self._size_of(lease.key[0])].append(self._slots.pop(lease.key))
             self._lock.notify_all()
 
     def close(self) -> None:
@@ -95,9 +99,10 @@ class HostTier:
             self._locked = []
             self.arena.close()
 
-    def _take(self) -> int | None:
-        if self._free:
-            return self._free.pop()
-        evictable = [key for key in self._slots if key not in self._leased]
+    def _take(self, wanted: ExpertKey) -> int | None:
+        size = self._size_of(wanted[0])
+        if self._free[size]:
+            return self._free[size].pop()
+        evictable = [key for key in self._slots if key not in self._leased and self._size_of(key[0]) == size]
         victim = next((key for key in evictable if self._is_on_device(key)), next(iter(evictable), None))
         return None if victim is None else self._slots.pop(victim)

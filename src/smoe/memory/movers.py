@@ -77,7 +77,7 @@ class Filler:
         try:
             return self._idle.pop()
         except IndexError:
-            return Arena(1, self._store.staging_buffer_bytes, torch.device("cpu"))
+            return Arena([(1, self._store.staging_buffer_bytes)], torch.device("cpu"))
 
 
 def _elements_at(staging: Arena, begin: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:

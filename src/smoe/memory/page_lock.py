@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -61,10 +63,9 @@ def lock_pages(arena: Arena, registry: PageRegistry) -> list[int]:
     arena.touch(min(_MOST_THREADS, os.cpu_count() or 1))
     arena.wait_touched(None)
     locked: list[int] = []
-    piece = max(1, _PIECE_BYTES // arena.slot_bytes) * arena.slot_bytes
-    for begin in range(0, arena.nbytes, piece):
+    for begin, end in _pieces(arena):
         address = arena.bytes.data_ptr() + begin
-        error = registry.register(address, min(piece, arena.nbytes - begin))
+        error = registry.register(address, end - begin)
         if error:
             registry.forget_error()
             _log.warning(
@@ -77,3 +78,13 @@ def lock_pages(arena: Arena, registry: PageRegistry) -> list[int]:
             break
         locked.append(address)
     return locked
+
+
+def _pieces(arena: Arena) -> Iterator[tuple[int, int]]:
+    """Whole slots together, of about `_PIECE_BYTES`: a copy must not cross from one locked piece into the next."""
+    first = 0
+    for begin, end in pairwise(arena.begins):
+        if end - first > _PIECE_BYTES and begin > first:
+            yield first, begin
+            first = begin
+    yield first, arena.nbytes

@@ -142,7 +142,11 @@ class ExpertStore:
         for key, placement in zip(self.keys(), in_place, strict=True):
             self._placements[key] = placement if placement and not self.is_staged else self._staged(*key)
         placements = self._placements.values()
-        self.slot_bytes = max(page_ceil(p.nbytes if self.is_staged else p.buffer_bytes) for p in placements)
+        self.slot_bytes: dict[int, int] = {}
+        """What a slot for any expert of a layer must have."""
+        for (layer, _), p in self._placements.items():
+            needed = page_ceil(p.nbytes if self.is_staged else p.buffer_bytes)
+            self.slot_bytes[layer] = max(needed, self.slot_bytes.get(layer, 0))
         self.staging_buffer_bytes = max(p.buffer_bytes for p in placements) if self.is_staged else 0
         self.expert_bytes = max(p.nbytes for p in placements)
         self.total_bytes = sum(p.nbytes for p in placements)

@@ -19,7 +19,7 @@ from smoe.models.anatomy import Anatomy
 from smoe.models.experts import ExpertsSite
 from smoe.models.quantised_linear import PIECE_ELEMENTS
 from smoe.models.workspace import workspace_bytes
-from smoe.policy.budget import Demand
+from smoe.policy.budget import Demand, SlotClass, slot_classes
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,22 @@ class ModelSpec:
             return self.stored_bytes[site.layer]
         return sum(math.prod(part.shape) for part in site.parts) * self.dtype.itemsize
 
-    def demand(self, config: EngineConfig, slot_bytes: int | None = None, read_buffer_bytes: int = 0) -> Demand:
-        """What the model asks of the budget; without `slot_bytes`, with the largest alignment a slot may need."""
+    def least_slot_bytes(self) -> dict[int, int]:
+        """A slot of each layer, without what alignment adds."""
+        return {site.layer: page_ceil(self._expert_bytes(site)) for site in self.sites}
+
+    def _slot_classes(self, slot_bytes: Mapping[int, int] | None) -> tuple[SlotClass, ...]:
+        if slot_bytes is None:
+            slot_bytes = {layer: nbytes + PAGE for layer, nbytes in self.least_slot_bytes().items()}
+        top_k = self.anatomy.top_k
+        alone = {site.layer: SlotClass(slot_bytes[site.layer], top_k[site.layer], site.experts) for site in self.sites}
+        return slot_classes({site.layer: self._expert_bytes(site) for site in self.sites}, alone)
+
+    def demand(
+        self, config: EngineConfig, slot_bytes: Mapping[int, int] | None = None, read_buffer_bytes: int = 0
+    ) -> Demand:
+        """What the model asks of the budget; without `slot_bytes` of each layer, with the largest alignment that a slot
+        may need."""
         tokens = min(config.prefill_tokens, self.context_tokens * config.max_sequences)
         text = self.config.get_text_config()
         item = self.dtype.itemsize
@@ -87,8 +101,6 @@ class ModelSpec:
             + self.unpacked_bytes,
             kv_cache_bytes=self.anatomy.kv_bytes_per_token * self.context_tokens * config.max_sequences
             + self.anatomy.state_bytes_per_sequence * config.max_sequences,
-            slot_bytes=slot_bytes or page_ceil(self.expert_bytes) + PAGE,
-            top_k=max(self.anatomy.top_k.values()),
-            total_experts=sum(site.experts for site in self.sites),
+            classes=self._slot_classes(slot_bytes),
             read_buffer_bytes=read_buffer_bytes,
         )

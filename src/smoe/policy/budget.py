@@ -3,20 +3,77 @@
 On a machine without a GPU the budget is RAM beside the interpreter and its libraries; on a GPU it is device memory.
 Order of claims: non-expert weights, workspace, KV cache, read buffers, staging (at least two experts); all the rest is
 cache slots. The minimum number of cache slots is the top-k of the widest layer.
+
+Layers whose experts differ in size, as in a file of several formats, have slots of several sizes. Each size, a *slot
+class*, gets the least that its layers need and its share of what is left, so that all keep the same part of their
+experts.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from smoe.errors import BudgetError
+from smoe.policy.residency import PoolSize
 from smoe.units import format_bytes
 
 MIN_STAGING_SLOTS = 2
 MAX_STAGING_SLOTS = 8
 STAGING_SHARE = 0.05
 """Staging takes this share of what is left for experts, within the two bounds above."""
+_ALIKE = 1 / 16
+"""Layers whose experts differ by less share slots: a class of its own would cost two staging slots more, and slots
+that other layers cannot have."""
+
+
+class SlotClass(NamedTuple):
+    """Slots of one size, and who uses them."""
+
+    slot_bytes: int
+    """One expert slot, alignment included."""
+    top_k: int
+    """Experts one token uses of one of these layers, at most."""
+    experts: int
+    """Routed experts of these layers together."""
+    layers: tuple[int, ...] = ()
+    """Ascending; empty: all."""
+
+    @property
+    def least(self) -> int:
+        """The fewest slots with which a token can pass."""
+        return self.top_k + MIN_STAGING_SLOTS
+
+    @property
+    def most(self) -> int:
+        """Slots with which every expert is resident."""
+        return self.experts + MAX_STAGING_SLOTS
+
+
+def slot_classes(expert_bytes: Mapping[int, int], layers: Mapping[int, SlotClass]) -> tuple[SlotClass, ...]:
+    """The classes of a model, the largest slots first.
+
+    `expert_bytes`: weights of an expert of each layer, by which layers are put together; `layers`: the class that each
+    would be alone.
+    """
+    found: list[list[int]] = []
+    for layer in sorted(layers, key=lambda n: (-expert_bytes[n], n)):
+        if found and expert_bytes[layer] > (1 - _ALIKE) * expert_bytes[found[-1][0]]:
+            found[-1].append(layer)
+        else:
+            found.append([layer])
+    return tuple(
+        SlotClass(
+            max(layers[n].slot_bytes for n in members),
+            max(layers[n].top_k for n in members),
+            sum(layers[n].experts for n in members),
+            tuple(sorted(members)),
+        )
+        for members in found
+    )
 
 
 @dataclass(frozen=True)
@@ -29,14 +86,34 @@ class Demand:
     """Activations of the largest step and the logits of the last position."""
     kv_cache_bytes: int
     """Reserved at context x sequences."""
-    slot_bytes: int
-    """One expert slot, alignment included."""
-    top_k: int
-    """Experts one token of one layer uses."""
-    total_experts: int
-    """Routed experts of all layers."""
+    classes: tuple[SlotClass, ...]
+    """Where experts go."""
     read_buffer_bytes: int = 0
     """Buffers of the reading threads, where experts cannot be read straight into their slots."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """One expert slot, the largest."""
+        return max(each.slot_bytes for each in self.classes)
+
+    @property
+    def top_k(self) -> int:
+        """Experts one token of one layer uses, at most."""
+        return max(each.top_k for each in self.classes)
+
+    @property
+    def total_experts(self) -> int:
+        """Routed experts of all layers."""
+        return sum(each.experts for each in self.classes)
+
+    @property
+    def experts_bytes(self) -> int:
+        """All routed experts, each in its slot."""
+        return sum(each.experts * each.slot_bytes for each in self.classes)
+
+    def slots_bytes(self, slots: Sequence[int]) -> int:
+        """So many slots of each class."""
+        return sum(count * each.slot_bytes for count, each in zip(slots, self.classes, strict=True))
 
     @property
     def fixed_bytes(self) -> int:
@@ -59,15 +136,29 @@ class Ledger:
 
     budget_bytes: int
     demand: Demand
-    cache_slots: int
-    staging_slots: int
+    pools: tuple[PoolSize, ...]
+    """Slots of each of the demand's classes."""
+
+    @property
+    def cache_slots(self) -> int:
+        return sum(pool.cache for pool in self.pools)
+
+    @property
+    def staging_slots(self) -> int:
+        return sum(pool.staging for pool in self.pools)
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(slots, bytes of each) by class, cache and staging together."""
+        classes = self.demand.classes
+        return [(pool.cache + pool.staging, each.slot_bytes) for pool, each in zip(self.pools, classes, strict=True)]
 
     def entries(self) -> dict[str, int]:
         """Bytes by name, in order of claim."""
         demand = self.demand
         return demand.fixed_entries() | {
-            "staging": self.staging_slots * demand.slot_bytes,
-            "expert slots": self.cache_slots * demand.slot_bytes,
+            "staging": demand.slots_bytes([pool.staging for pool in self.pools]),
+            "expert slots": demand.slots_bytes([pool.cache for pool in self.pools]),
         }
 
     @property
@@ -82,13 +173,27 @@ class Ledger:
 
 def allocate(budget_bytes: int, demand: Demand) -> Ledger:
     """Divide the budget; raises `BudgetError` with the ledger and the smallest budget that would work."""
-    slots = max(0, budget_bytes - demand.fixed_bytes) // demand.slot_bytes
-    staging = _staging(slots)
-    cache = min(slots - staging, demand.total_experts)
-    if cache < demand.top_k:
+    pools = []
+    for each, slots in zip(demand.classes, share_out(budget_bytes - demand.fixed_bytes, demand.classes), strict=True):
+        staging = _staging(slots)
+        pools.append(PoolSize(min(slots - staging, each.experts), staging, each.layers))
+    if any(pool.cache < each.top_k for pool, each in zip(pools, demand.classes, strict=True)):
         allowed = f"at least {minimum_bytes(demand)} bytes"
         raise BudgetError(_refusal(budget_bytes, demand), setting="memory_bytes", given=budget_bytes, allowed=allowed)
-    return Ledger(budget_bytes, demand, cache, staging)
+    return Ledger(budget_bytes, demand, tuple(pools))
+
+
+def share_out(room: int, classes: Sequence[SlotClass]) -> list[int]:
+    """Slots of each class in `room` bytes: the least, then each its share of the rest by what it still lacks.
+
+    None of any where not even the least fits; more than the most where there is room for more.
+    """
+    rest = room - sum(each.least * each.slot_bytes for each in classes)
+    if rest < 0:
+        return [0] * len(classes)
+    lacking = [(each.most - each.least) * each.slot_bytes for each in classes]
+    total = sum(lacking)
+    return [each.least + rest * lacks // total // each.slot_bytes for each, lacks in zip(classes, lacking, strict=True)]
 
 
 def budget_for_share(share: float, demand: Demand) -> int:
@@ -96,29 +201,28 @@ def budget_for_share(share: float, demand: Demand) -> int:
 
     Raises `BudgetError` for a share that is less than the experts of one token.
     """
-    wanted = math.ceil(share * demand.total_experts - 1e-9)
-    if wanted < demand.top_k:
-        least = math.ceil(1000 * demand.top_k / demand.total_experts) / 10
+    wanted, fewest = math.ceil(share * demand.total_experts - 1e-9), sum(each.top_k for each in demand.classes)
+    if wanted < fewest:
+        least = math.ceil(1000 * fewest / demand.total_experts) / 10
         raise BudgetError(
             f"`resident_share` {100 * share:.3g}% of {demand.total_experts} experts is {wanted}, and one token uses "
-            f"{demand.top_k} of a layer; ask for {least:.1f}% or more",
+            f"{fewest} of a layer{_each_size(demand)}; ask for {least:.1f}% or more",
             setting="resident_share",
             given=share,
             allowed=f"at least {least / 100:.4g}",
         )
-    possible = range(wanted + MIN_STAGING_SLOTS, wanted + MAX_STAGING_SLOTS + 1)
-    slots = next(slots for slots in possible if slots - _staging(slots) >= wanted)
-    return demand.fixed_bytes + slots * demand.slot_bytes
+    possible = range(minimum_bytes(demand), full_bytes(demand) + 1)
+    return possible[bisect_left(possible, wanted, key=lambda budget: allocate(budget, demand).cache_slots)]
 
 
 def minimum_bytes(demand: Demand) -> int:
     """The smallest budget with which the model can run at all."""
-    return demand.fixed_bytes + (demand.top_k + MIN_STAGING_SLOTS) * demand.slot_bytes
+    return demand.fixed_bytes + demand.slots_bytes([each.least for each in demand.classes])
 
 
 def full_bytes(demand: Demand) -> int:
     """The budget with which every expert is resident."""
-    return demand.fixed_bytes + (demand.total_experts + MAX_STAGING_SLOTS) * demand.slot_bytes
+    return demand.fixed_bytes + demand.slots_bytes([each.most for each in demand.classes])
 
 
 def _staging(slots: int) -> int:
@@ -126,17 +230,25 @@ def _staging(slots: int) -> int:
     return min(MAX_STAGING_SLOTS, max(MIN_STAGING_SLOTS, int(slots * STAGING_SHARE)))
 
 
+def _each_size(demand: Demand) -> str:
+    return "" if len(demand.classes) == 1 else f" of each of {len(demand.classes)} sizes"
+
+
 def _refusal(budget_bytes: int, demand: Demand) -> str:
+    of_each = _each_size(demand)
     needed = demand.fixed_entries() | {
-        f"staging ({MIN_STAGING_SLOTS} experts)": MIN_STAGING_SLOTS * demand.slot_bytes,
-        f"expert slots (top-k = {demand.top_k})": demand.top_k * demand.slot_bytes,
+        f"staging ({MIN_STAGING_SLOTS} experts{of_each})": demand.slots_bytes(
+            [MIN_STAGING_SLOTS for _ in demand.classes]
+        ),
+        f"expert slots (top-k = {demand.top_k}{of_each})": demand.slots_bytes([each.top_k for each in demand.classes]),
     }
-    lines = [f"  {name:<28}{format_bytes(count):>12}" for name, count in needed.items()]
+    width = max(28, *(len(name) + 2 for name in needed))
+    lines = [f"  {name:<{width}}{format_bytes(count):>12}" for name, count in needed.items()]
     return "\n".join(
         [
             f"a budget of {format_bytes(budget_bytes)} cannot hold this model; the least it needs is",
             *lines,
-            f"  {'together':<28}{format_bytes(minimum_bytes(demand)):>12}",
+            f"  {'together':<{width}}{format_bytes(minimum_bytes(demand)):>12}",
             "give more with `memory`, or ask for less with `context_tokens` or `max_sequences`",
         ]
     )

@@ -75,8 +75,7 @@ class Progress:
         self._promoted.clear()
         self._staying.clear()
         self.table.settle()
-        slots = self.table.cache_slots + self.table.staging_slots
-        resident, believed = self.table.ready.keys(), set(self.eviction.victims(slots, ()))
+        resident, believed = self.table.ready.keys(), self.eviction.residents()
         for key in sorted(believed - resident):
             self.eviction.remove(key)
         for key in sorted(resident - believed):

@@ -26,7 +26,7 @@ from smoe.expert import EXACT, ExpertKey
 from smoe.policy.balance import Balance
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import DEVICE, HOST, LayerPlan, Load, PrefetchPlan, Promotion, Reason, Serve
-from smoe.policy.residency import SlotTable
+from smoe.policy.residency import SlotPool, SlotTable
 from smoe.routing import Phase, Routing
 
 PREFILL_KEEP = ("last-uses", "eviction")
@@ -65,6 +65,13 @@ def layer_share(cache_slots: int, layers: int) -> int:
     return max(1, cache_slots // layers)
 
 
+def layer_shares(residency: SlotTable, layers: Sequence[int]) -> dict[int, int]:
+    """`layer_share` of every layer, where they may have slots of several sizes."""
+    pools = {layer: residency.pool(layer) for layer in layers}
+    sharing = Counter(pools.values())
+    return {layer: layer_share(pool.cache_slots, sharing[pool]) for layer, pool in pools.items()}
+
+
 def plan_prefetch(layer: int, predicted: Iterable[int], residency: SlotTable, current: LayerPlan) -> PrefetchPlan:
     """Bring in predicted experts of `layer`, best first, while `current` runs: only into the staging slots it spares.
 
@@ -76,9 +83,11 @@ def plan_prefetch(layer: int, predicted: Iterable[int], residency: SlotTable, cu
         for key in ((layer, expert, EXACT) for expert in predicted)
         if key not in residency.ready and key not in residency.inflight
     )
+    pool = residency.pool(layer)
+    spare = current.spare if pool is residency.pool(current.layer) else _spare(pool)
     loads = [
         Load(key, slot, None, False, Reason.PREFETCH, after)
-        for key, (slot, after) in zip(wanted, current.spare[: residency.staging_slots - 1], strict=False)
+        for key, (slot, after) in zip(wanted, spare[: pool.staging_slots - 1], strict=False)
     ]
     return PrefetchPlan(layer, loads)
 
@@ -138,7 +147,7 @@ def _plan_decode(
     eviction: Eviction,
     balance: Balance | None,
 ) -> LayerPlan:
-    layer = routing.layer
+    layer, pool = routing.layer, residency.pool(routing.layer)
     ready_slots, inflight, staged = residency.ready, residency.inflight, residency.staged
     ready: list[Serve] = []
     waiting: list[Serve] = []
@@ -156,15 +165,15 @@ def _plan_decode(
             wanted_staged.append(key)
     hits = len(ready) + len(waiting)
     if not missing and not wanted_staged:
-        return LayerPlan(layer, ready + waiting, [], [], hits, _spare_in_decode(residency))
+        return LayerPlan(layer, ready + waiting, [], [], hits, _spare(pool))
 
     missing, on_host = (missing, []) if balance is None else balance.split(missing, routing)
-    free = deque(residency.free_cache)
+    free = deque(pool.free_cache)
     victims = deque(eviction.victims(max(0, len(missing) + len(wanted_staged) - len(free)), routes))
     promotions = _promote(wanted_staged, free, victims)
     serves = ready + waiting + missing
     loads = _loads(missing, serves, free, victims, residency, {p.key for p in promotions})
-    return LayerPlan(layer, serves + on_host, loads, promotions, hits, _spare_in_decode(residency))
+    return LayerPlan(layer, serves + on_host, loads, promotions, hits, _spare(pool))
 
 
 def _promote(wanted: Sequence[ExpertKey], free: deque[int], victims: deque[ExpertKey]) -> list[Promotion]:
@@ -201,7 +210,8 @@ def _loads(
             position, victim = next(reusable, (0, None))
             if victim is None or victim == serve.key:
                 raise BudgetError(
-                    f"layer {serve.key[0]} needs one more expert slot and none of {residency.cache_slots} can be freed"
+                    f"layer {serve.key[0]} needs one more expert slot and none of "
+                    f"{residency.pool(serve.key[0]).cache_slots} can be freed"
                 )
             slot = slot_of[victim] if victim in slot_of else _slot(victim, residency)
             after = position + 1
@@ -218,8 +228,9 @@ def _in_cache(key: ExpertKey, residency: SlotTable, promoted: set[ExpertKey]) ->
     return key not in residency.staged or key in promoted
 
 
-def _spare_in_decode(residency: SlotTable) -> list[tuple[int, int]]:
-    return [(slot, 0) for slot in residency.free_staging]
+def _spare(pool: SlotPool) -> list[tuple[int, int]]:
+    """What nobody uses: the staging slots of a layer that is decoded, or of another size than the running layer's."""
+    return [(slot, 0) for slot in pool.free_staging]
 
 
 def _plan_prefill(
@@ -229,17 +240,17 @@ def _plan_prefill(
     staying: _Staying,
     balance: Balance | None,
 ) -> LayerPlan:
-    ready, inflight = residency.ready, residency.inflight
+    ready, inflight, pool = residency.ready, residency.inflight, residency.pool(layer)
     missing = [key for key in routes if key not in ready and key not in inflight]
     serves = [Serve(key, positions, key not in ready) for key, positions in routes.items()]
     if balance is not None:
         serves = _share_with_host(serves, {key for key in missing if not staying.has(key)}, len(missing), balance)
     on_host = {serve.key for serve in serves if serve.unit != DEVICE}
     loaded = [key for key in missing if key not in on_host]
-    free = deque(residency.free_cache)
+    free = deque(pool.free_cache)
     promotions = _promotions(serves, residency, staying, free)
     passing = [key for key in routes if key not in staying.free and (key in residency.staged or key in loaded)]
-    slots = _staging_order(serves, passing, residency, staying.instead)
+    slots = _staging_order(serves, passing, residency, pool.free_staging, staying.instead)
     loads: list[Load] = []
     for key in loaded:
         if key in staying.free:
@@ -247,7 +258,7 @@ def _plan_prefill(
             continue
         place = next(slots, None)
         if place is None:
-            raise BudgetError(f"layer {layer} of a prefill needs a staging slot; there are {residency.staging_slots}")
+            raise BudgetError(f"layer {layer} of a prefill needs a staging slot; there are {pool.staging_slots}")
         loads.append(Load(key, place[0], None, False, Reason.DEMAND, place[1]))
     return LayerPlan(layer, serves, loads, promotions, len(serves) - len(missing), list(slots))
 
@@ -294,7 +305,7 @@ def _staying(
     )
     newcomers = [key for key in routes if key in staged or (key not in ready and key not in inflight)]
     residents = [key for key in ready if key[0] == routing.layer and key not in staged]
-    room = max(0, min(len(residency.free_cache), layer_share - len(residents)))
+    room = max(0, min(len(residency.pool(routing.layer).free_cache), layer_share - len(residents)))
     value: Callable[[ExpertKey], float] = last_uses.__getitem__
     newcomers.sort(key=lambda key: (-value(key), key))
     if keep == "eviction":
@@ -335,7 +346,11 @@ def _share_with_host(serves: list[Serve], passing: Container[ExpertKey], missing
 
 
 def _staging_order(
-    serves: Sequence[Serve], passing: Sequence[ExpertKey], residency: SlotTable, instead: Mapping[ExpertKey, ExpertKey]
+    serves: Sequence[Serve],
+    passing: Sequence[ExpertKey],
+    residency: SlotTable,
+    free_staging: Iterable[int],
+    instead: Mapping[ExpertKey, ExpertKey],
 ) -> Iterator[tuple[int, int]]:
     """Staging slots in the order in which they come free while `serves` are computed: (slot, serves computed before).
 
@@ -345,7 +360,7 @@ def _staging_order(
     too.
     """
     handed_out: deque[int] = deque()
-    for slot in residency.free_staging:
+    for slot in free_staging:
         handed_out.append(slot)
         yield slot, 0
     passes = set(passing)

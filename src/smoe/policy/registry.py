@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from smoe.errors import ConfigError
@@ -10,7 +10,8 @@ from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.belady import Belady
 from smoe.policy.eviction.lfu import LFU
 from smoe.policy.eviction.lru import LRU
-from smoe.policy.eviction.pools import LayerPools
+from smoe.policy.eviction.pools import LayerPools, SizePools
+from smoe.policy.residency import PoolSize
 
 
 def _score(window: int | None = None) -> Eviction:
@@ -49,6 +50,24 @@ POOLS = ("global", "layer")
 """One pool of slots for all layers, or a share for each."""
 
 
+def make_eviction_for(
+    name: str,
+    pools: str,
+    sizes: Sequence[PoolSize],
+    experts: Mapping[int, int],
+    score_window: int | None = None,
+) -> Eviction:
+    """A fresh online eviction policy over slots of these `sizes`; `experts` has the number of each layer's."""
+    if len(sizes) == 1:
+        return make_pools(name, pools, sizes[0].cache, len(experts), sum(experts.values()), score_window)
+    by_layer: dict[int, Eviction] = {}
+    for size in sizes:
+        count = sum(experts[layer] for layer in size.layers)
+        policy = make_pools(name, pools, size.cache, len(size.layers), count, score_window)
+        by_layer |= dict.fromkeys(size.layers, policy)
+    return SizePools(by_layer)
+
+
 def make_pools(
     name: str,
     pools: str,
@@ -57,9 +76,9 @@ def make_pools(
     experts: int | None = None,
     score_window: int | None = None,
 ) -> Eviction:
-    """A fresh online eviction policy over `cache_slots` slots of `layers` layers.
+    """A fresh online eviction policy over `cache_slots` slots of one size, of `layers` layers.
 
-    Where all the model's `experts` fit, nobody is ever forgotten: `auto` is then the policy that costs least.
+    Where all the layers' `experts` fit, nobody is ever forgotten: `auto` is then the policy that costs least.
     """
     if name == "auto" and experts is not None and cache_slots >= experts:
         return LRU()

@@ -7,30 +7,79 @@ cache, a prefetch that has not proven itself). Every slot is at all times in exa
     free cache | free staging | in flight (cache or staging) | ready (cache or staging)
 
 and `check` asserts it. A plan reads the table, the engine changes it between plans.
+
+Where layers differ in the size of their experts there is a pool of slots for each size, each with cache and staging
+slots of its own; the numbers of all run on.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
+from typing import NamedTuple
 
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.plan import Load, Promotion
 
 
-class SlotTable:
-    """Residency of one device: `cache_slots + staging_slots` slots, numbered from 0."""
+class PoolSize(NamedTuple):
+    """Slots of one size."""
 
-    def __init__(self, cache_slots: int, staging_slots: int) -> None:
+    cache: int
+    staging: int
+    layers: tuple[int, ...] = ()
+    """Whose experts they hold; empty: all layers'."""
+
+
+class SlotPool:
+    """The slots of one size: `cache_slots + staging_slots`, numbered from `first`."""
+
+    __slots__ = ("cache_slots", "first", "free_cache", "free_staging", "staging_slots")
+
+    def __init__(self, first: int, cache_slots: int, staging_slots: int) -> None:
         assert cache_slots > 0 and staging_slots >= 0, (cache_slots, staging_slots)
+        self.first = first
         self.cache_slots = cache_slots
         self.staging_slots = staging_slots
+        self.free_cache: deque[int] = deque(range(first, first + cache_slots))
+        self.free_staging: deque[int] = deque(range(first + cache_slots, self.end))
+
+    @property
+    def end(self) -> int:
+        """The number after the last."""
+        return self.first + self.cache_slots + self.staging_slots
+
+    def settle(self, used: set[int]) -> None:
+        """Cache slots in `used` are taken, all others free."""
+        free = [slot for slot in range(self.first, self.end) if slot not in used]
+        in_cache = len(free) - self.staging_slots
+        self.free_cache, self.free_staging = deque(free[:in_cache]), deque(free[in_cache:])
+
+
+class SlotTable:
+    """Residency of one device, over the slots of one or several sizes."""
+
+    def __init__(self, *sizes: PoolSize) -> None:
+        self.pools: list[SlotPool] = []
+        self._pool_of: dict[int, SlotPool] = {}
+        for cache, staging, layers in sizes:
+            self.pools.append(SlotPool(self.slots, cache, staging))
+            self._pool_of |= dict.fromkeys(layers, self.pools[-1])
+        assert len(sizes) == 1 or all(layers for _, _, layers in sizes), sizes
         self.ready: dict[ExpertKey, int] = {}
         self.inflight: dict[ExpertKey, int] = {}
         self.staged: set[ExpertKey] = set()
         """Copies, ready or in flight, that sit in a staging slot."""
-        self.free_cache: deque[int] = deque(range(cache_slots))
-        self.free_staging: deque[int] = deque(range(cache_slots, cache_slots + staging_slots))
+
+    @property
+    def slots(self) -> int:
+        """Cache and staging slots of all sizes."""
+        return self.pools[-1].end if self.pools else 0
+
+    def pool(self, layer: int) -> SlotPool:
+        """The slots that experts of a layer can have."""
+        return self._pool_of[layer] if self._pool_of else self.pools[0]
 
     def __contains__(self, key: ExpertKey) -> bool:
         """Whether the copy is ready."""
@@ -48,7 +97,8 @@ class SlotTable:
             assert self.ready[victim] == slot and victim not in self.staged, (load, self.ready.get(victim))
             del self.ready[victim]
         else:
-            (self.free_cache if load.keep else self.free_staging).remove(slot)
+            pool = self.pool(key[0])
+            (pool.free_cache if load.keep else pool.free_staging).remove(slot)
         self.inflight[key] = slot
         if not load.keep:
             self.staged.add(key)
@@ -71,8 +121,9 @@ class SlotTable:
         key, victim, _ = promotion
         assert key in self.staged, f"{key} is not staged"
         self.staged.discard(key)
-        freed = self.free_cache.popleft() if victim is None else self.ready.pop(victim)
-        self.free_staging.append(freed)
+        pool = self.pool(key[0])
+        freed = pool.free_cache.popleft() if victim is None else self.ready.pop(victim)
+        pool.free_staging.append(freed)
 
     def clear(self) -> None:
         """Forget everything, as if new."""
@@ -84,27 +135,40 @@ class SlotTable:
 
         Only `ready` is believed: a copy enters it after its load has ended and leaves it before its slot is written.
         """
-        self.ready = dict([item for item in self.ready.items() if item[0] not in self.staged][: self.cache_slots])
+        room = {pool.first: pool.cache_slots for pool in self.pools}
+        kept: dict[ExpertKey, int] = {}
+        for key, slot in self.ready.items():
+            first = self.pool(key[0]).first
+            if key not in self.staged and room[first]:
+                room[first] -= 1
+                kept[key] = slot
+        self.ready = kept
         self.inflight.clear()
         self.staged.clear()
-        free = sorted(set(range(self.cache_slots + self.staging_slots)) - set(self.ready.values()))
-        self.free_cache = deque(free[: self.cache_slots - len(self.ready)])
-        self.free_staging = deque(free[self.cache_slots - len(self.ready) :])
+        for pool in self.pools:
+            pool.settle(set(kept.values()))
 
     def _free(self, key: ExpertKey, slot: int) -> None:
+        pool = self.pool(key[0])
         if key in self.staged:
             self.staged.discard(key)
-            self.free_staging.append(slot)
+            pool.free_staging.append(slot)
         else:
-            self.free_cache.append(slot)
+            pool.free_cache.append(slot)
 
     def check(self) -> None:
-        """Assert that every slot is in exactly one state and the two sets kept their sizes."""
-        used = [*self.ready.values(), *self.inflight.values(), *self.free_cache, *self.free_staging]
-        assert sorted(used) == list(range(self.cache_slots + self.staging_slots)), used
+        """Assert that every slot is in exactly one state, the two sets kept their sizes, and every copy lies in a slot
+        of its size."""
+        free = chain.from_iterable((*pool.free_cache, *pool.free_staging) for pool in self.pools)
+        used = [*self.ready.values(), *self.inflight.values(), *free]
+        assert sorted(used) == list(range(self.slots)), used
         assert not self.ready.keys() & self.inflight.keys(), self.ready.keys() & self.inflight.keys()
         assert self.staged <= self.ready.keys() | self.inflight.keys(), self.staged
-        assert len(self.free_staging) + len(self.staged) == self.staging_slots, (self.free_staging, self.staged)
+        for pool in self.pools:
+            staged = sum(self.pool(key[0]) is pool for key in self.staged)
+            assert len(pool.free_staging) + staged == pool.staging_slots, (pool.free_staging, self.staged)
+        for key, slot in chain(self.ready.items(), self.inflight.items()):
+            assert slot in range(self.pool(key[0]).first, self.pool(key[0]).end), (key, slot)
 
 
 class ExpertsAtHand:

@@ -171,7 +171,7 @@ def _alternatives(chosen: Ledger) -> list[Ledger]:
     least, full = minimum_bytes(demand), full_bytes(demand)
     sizes = {least, full}
     for share in _SHARES:
-        size = full - int((1 - share) * demand.total_experts) * demand.slot_bytes
+        size = full - int((1 - share) * demand.experts_bytes)
         if least < size < full:
             sizes.add(size)
     return [allocate(size, demand) for size in sorted(sizes - {chosen.budget_bytes})]

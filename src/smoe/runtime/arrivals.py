@@ -45,7 +45,7 @@ class Arrivals:
         self._math = math
         self._clock = clock
         self._progress = Progress(table, eviction, self._begin)
-        self._weights: list[Weights | None] = [None] * (table.cache_slots + table.staging_slots)
+        self._weights: list[Weights | None] = [None] * table.slots
         self._views: dict[tuple[int, int], Weights] = {}
         self._flowing: list[Ticket] = []
         """Taken in while their bytes are still on their way: the device waits for them, nobody else needs to."""
@@ -94,9 +94,10 @@ class Arrivals:
         """Bring in experts while slots are free, in order and behind all that is asked for meanwhile."""
         keys, here = self._store.keys(), self.table.ready.keys() | self.table.inflight.keys()
         missing = [key for key in ((*at, EXACT) for at in keys) if key not in here]
-        slots = list(self.table.free_cache)
+        free = {pool: iter(list(pool.free_cache)) for pool in self.table.pools}
+        slots = ((key, next(free[self.table.pool(key[0])], None)) for key in missing)
         self._progress.prefetch(
-            [Load(key, slot, None, True, Reason.PREFETCH, 0) for key, slot in zip(missing, slots, strict=False)]
+            [Load(key, slot, None, True, Reason.PREFETCH, 0) for key, slot in slots if slot is not None]
         )
 
     def _begin(self, load: Load) -> None:

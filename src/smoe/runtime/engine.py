@@ -30,7 +30,7 @@ from smoe.models.kv_cache import RowCache
 from smoe.models.scoring import ScoringRule
 from smoe.policy.budget import Ledger
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.registry import make_pools
+from smoe.policy.registry import make_eviction_for
 from smoe.routing import Phase, Routing
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.lifetime import Held
@@ -149,8 +149,8 @@ class Engine:
     def fresh_eviction(self) -> Eviction:
         """A new eviction policy, as configured, with no history."""
         config, ledger = self.config, self.ledger
-        layers, experts = len(self.store.layers), len(self.store.keys())
-        return make_pools(config.eviction, config.pools, ledger.cache_slots, layers, experts, config.score_window)
+        experts = {layer: held.experts for layer, held in self.store.layers.items()}
+        return make_eviction_for(config.eviction, config.pools, ledger.pools, experts, config.score_window)
 
     def wait_ready(self) -> None:
         """Wait until the operating system has backed all slots; only measurements need to."""

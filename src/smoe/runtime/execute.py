@@ -28,7 +28,7 @@ from smoe.memory.reading_threads import Ticket
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import DEVICE, LayerPlan
-from smoe.policy.planner import last_rows, layer_share, plan_prefetch, real_rows
+from smoe.policy.planner import last_rows, layer_shares, plan_prefetch, real_rows
 from smoe.policy.prediction import Moment, Predictor, Sight
 from smoe.policy.residency import SlotTable
 from smoe.policy.step import Decision, decide
@@ -72,7 +72,7 @@ class LayerExecutor:
         self._hearing = list({id(predictor): predictor for predictor in predictors.values()}.values())
         self._awaited: deque[tuple[list[Ticket], float]] = deque(maxlen=_SHADOWS)
         """Of the last layers, what each still waited for when its resident experts were done, and when that was."""
-        self._layer_share = layer_share(self.table.cache_slots, len(compute.store.layers))
+        self._layer_shares = layer_shares(self.table, list(compute.store.layers))
         self._experts = len(compute.store.keys())
 
     @property
@@ -193,7 +193,7 @@ class LayerExecutor:
             routing,
             self.table,
             self.arrivals.eviction,
-            self._layer_share,
+            self._layer_shares[routing.layer],
             self.substitution.switches,
             None if balancer is None else lambda: balancer.balance(routing.phase, self.arrivals.running),
             self.arrivals.drop_stale,

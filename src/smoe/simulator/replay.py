@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import layer_share
-from smoe.policy.residency import SlotTable
+from smoe.policy.residency import PoolSize, SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide
 from smoe.routing import Phase, Routing
 
@@ -41,7 +41,7 @@ def replay(
     Slots beyond the trace's needs are harmless. With an `alpha` above 0 (the trace must have scores) missing low-score
     experts are substituted; that the model would then have routed otherwise is not seen. O(steps x experts used).
     """
-    table = SlotTable(cache_slots, staging_slots)
+    table = SlotTable(PoolSize(cache_slots, staging_slots))
     share = layer_share(cache_slots, len({routing.layer for routing in trace}) or 1)
     uses = misses = 0
     for routing in trace:

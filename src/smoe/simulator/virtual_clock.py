@@ -26,7 +26,7 @@ from smoe.policy.plan import DEVICE, LayerPlan, Load, Reason
 from smoe.policy.plan_progress import Progress
 from smoe.policy.planner import layer_share, plan_prefetch
 from smoe.policy.prediction import Moment, Predictor, Sight
-from smoe.policy.residency import SlotTable
+from smoe.policy.residency import PoolSize, SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide
 from smoe.routing import Phase, Routing
 
@@ -149,7 +149,7 @@ class VirtualClock:
         """`balance` is one of `policy.balance.BALANCERS`; None: all that is missing is loaded. Needs `times.host`."""
         assert balance is None or times.host is not None
         self.result = Timed()
-        self._table = SlotTable(cache_slots, staging_slots)
+        self._table = SlotTable(PoolSize(cache_slots, staging_slots))
         self._share = layer_share(cache_slots, layers)
         self._eviction = eviction
         self._times = times

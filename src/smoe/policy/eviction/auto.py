@@ -108,6 +108,10 @@ class Adaptive(Eviction):
         self._is_resident[key[0] * self._width + key[1]] = False
         self._is_full = True
 
+    def residents(self) -> set[ExpertKey]:
+        places = (divmod(place, self._width) for place in self._is_resident.nonzero()[0].tolist())
+        return {(*place, EXACT) for place in places}
+
     def observe(self, routing: Routing) -> None:
         layer, experts, rows = routing.layer, routing.experts, routing.top_k_index
         self._fit(layer, experts)

@@ -2,7 +2,8 @@
 
 A policy hears three things, in the order in which they happen, and answers two questions.
 
-* `insert(copy)`, `remove(copy)`: a copy became or ceased to be a cache resident. Never twice in a row.
+* `insert(copy)`, `remove(copy)`: a copy became or ceased to be a cache resident. Never twice in a row. `residents()`
+  are those that came and did not leave.
 * `observe(routing)`: the router of a layer has spoken. Called once for each layer and step, before the plan is
   carried out, whether or not the experts are resident. The only place where statistics change.
 * `worth(copy)`: how much a copy will be missed, resident or not, for a prefill that asks whether what passes through
@@ -39,6 +40,10 @@ class Eviction(ABC):
     @abstractmethod
     def remove(self, key: ExpertKey) -> None:
         """`key` is no longer a cache resident."""
+
+    @abstractmethod
+    def residents(self) -> set[ExpertKey]:
+        """What was inserted and not removed; after an interrupt the slot table may know better."""
 
     @abstractmethod
     def observe(self, routing: Routing) -> None:

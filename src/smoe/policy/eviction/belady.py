@@ -38,6 +38,9 @@ class Belady(Eviction):
     def remove(self, key: ExpertKey) -> None:
         self._resident.remove(key)
 
+    def residents(self) -> set[ExpertKey]:
+        return set(self._resident)
+
     def observe(self, routing: Routing) -> None:
         self._now += 1
 

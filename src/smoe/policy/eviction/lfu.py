@@ -26,6 +26,9 @@ class LFU(Eviction):
     def remove(self, key: ExpertKey) -> None:
         self._resident.remove(key)
 
+    def residents(self) -> set[ExpertKey]:
+        return set(self._resident)
+
     def observe(self, routing: Routing) -> None:
         self._uses.update(used_copies(routing))
 

@@ -27,6 +27,9 @@ class LRU(Eviction):
     def remove(self, key: ExpertKey) -> None:
         del self._order[key]
 
+    def residents(self) -> set[ExpertKey]:
+        return set(self._order)
+
     def observe(self, routing: Routing) -> None:
         order = self._order
         for key in used_copies(routing):

@@ -1,14 +1,15 @@
-"""Slots shared out among the layers: one eviction policy for each, so that no layer starves another.
+"""Slots in several pools, each with an eviction policy of its own: by layer, or by the size of the slots.
 
-In one global pool a layer whose experts score alike, or are used in turn, loses its slots to the others. Here every
-layer has an equal share. A layer that has it gives up its own experts; one that has less takes from those that have
-more, the fullest first.
+Pools by size are no choice: an expert can only have a slot that it fits. Pools by layer are one (`pools` layer), so
+that no layer starves another: in one global pool a layer whose experts score alike, or are used in turn, loses its
+slots to the others. There every layer has an equal share. A layer that has it gives up its own experts; one that has
+less takes from those that have more, the fullest first.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 
 from smoe.expert import ExpertKey
 from smoe.policy.eviction.base import Eviction
@@ -41,6 +42,9 @@ class LayerPools(Eviction):
     def remove(self, key: ExpertKey) -> None:
         self._pool(key[0]).remove(key)
         self._sizes[key[0]] -= 1
+
+    def residents(self) -> set[ExpertKey]:
+        return set().union(*(pool.residents() for pool in self._pools.values()))
 
     def observe(self, routing: Routing) -> None:
         self._running = routing.layer
@@ -77,3 +81,40 @@ class LayerPools(Eviction):
         if layer not in self._pools:
             self._pools[layer] = self._make()
         return self._pools[layer]
+
+
+class SizePools(Eviction):
+    """A policy of its own for the layers of each slot size: a layer's victims have slots that its experts fit."""
+
+    name = "size pools"
+
+    def __init__(self, pools: Mapping[int, Eviction]) -> None:
+        """`pools`: by layer; the same object for layers that share slots."""
+        self._pools = pools
+        self._all = list({id(pool): pool for pool in pools.values()}.values())
+        self._running = self._all[0]
+        """Of the layer whose router has spoken last: whoever asks for victims asks for it."""
+
+    @property
+    def rule(self) -> str:
+        return ", ".join(sorted({pool.rule for pool in self._all}))
+
+    def insert(self, key: ExpertKey) -> None:
+        self._pools[key[0]].insert(key)
+
+    def remove(self, key: ExpertKey) -> None:
+        self._pools[key[0]].remove(key)
+
+    def residents(self) -> set[ExpertKey]:
+        return set().union(*(pool.residents() for pool in self._all))
+
+    def observe(self, routing: Routing) -> None:
+        self._running = self._pools[routing.layer]
+        self._running.observe(routing)
+
+    def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
+        """Of the running layer's pool only: fewer where it has no more."""
+        return self._running.victims(count, shield)
+
+    def worth(self, key: ExpertKey) -> float:
+        return self._pools[key[0]].worth(key)

@@ -44,6 +44,10 @@ class ScoreWindow(Eviction):
     def remove(self, key: ExpertKey) -> None:
         self._is_resident[key[0], key[1]] = False
 
+    def residents(self) -> set[ExpertKey]:
+        layers, experts = self._is_resident.nonzero()
+        return {(layer, expert, EXACT) for layer, expert in zip(layers.tolist(), experts.tolist(), strict=True)}
+
     def observe(self, routing: Routing) -> None:
         number, experts = routing.layer, routing.experts
         scores = routing.scores or _as_scores(routing)

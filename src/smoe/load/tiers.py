@@ -1,0 +1,80 @@
+"""What lies below the device: disk alone, or disk, host tier and link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from smoe.config import EngineConfig
+from smoe.machine.available_memory import free_device_bytes, less_margin
+from smoe.memory.arena import Arena
+from smoe.memory.disk import DiskReader
+from smoe.memory.emulation import Emulation
+from smoe.memory.host import HostTier
+from smoe.memory.link import CudaLink, EmulatedLink, Link
+from smoe.memory.movers import Filler, HostMover, SlotMover
+from smoe.memory.pacing import Pacing
+from smoe.memory.page_lock import CudaRegistry
+from smoe.memory.reading_threads import Mover
+from smoe.memory.store import ExpertStore
+from smoe.memory.streams import CudaStreams
+from smoe.policy.budget import SlotClass
+from smoe.policy.residency import SlotTable
+
+
+class Tiers(NamedTuple):
+    """What lies below the device."""
+
+    mover: Mover
+    filler: Filler
+    host: HostTier | None = None
+    """None where the device's memory is the host's."""
+    link: Link | None = None
+
+
+def make_tiers(
+    store: ExpertStore,
+    arena: Arena,
+    table: SlotTable,
+    classes: Sequence[SlotClass],
+    config: EngineConfig,
+    pacing: Pacing,
+    on_host_tier: Callable[[int], None] | None,
+) -> Tiers:
+    """Beside a device with a memory of its own a host tier and a link; else reads land in the slots.
+
+    `on_host_tier` hears how many bytes of host memory are about to be backed and locked for a GPU.
+    """
+    free, _ = free_device_bytes(torch.device("cpu"))
+    if arena.device.type == "cpu" and not pacing.is_emulated:
+        reader = DiskReader(_reads_directly(config, store, free - arena.nbytes))
+        filler = Filler(store, reader)
+        return Tiers(SlotMover(filler, reader, arena), filler)
+    budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
+    sizes = _host_sizes(classes, budget, config.io_threads)
+    nbytes = sum(slots * each for slots, each in sizes)
+    reader = DiskReader(_reads_directly(config, store, free - nbytes))
+    filler = Filler(store, reader)
+    registry = None if pacing.is_emulated else CudaRegistry(arena.device)
+    if registry is not None and on_host_tier is not None:
+        on_host_tier(nbytes)
+    size_of = {layer: n for n, each in enumerate(classes) for layer in each.layers}
+    host = HostTier(sizes, size_of.__getitem__, lambda key: key in table.ready, registry)
+    link: Link = EmulatedLink(pacing) if isinstance(pacing, Emulation) else CudaLink(CudaStreams(arena.device))
+    return Tiers(HostMover(filler, reader, host, arena, link), filler, host, link)
+
+
+def _host_sizes(classes: Sequence[SlotClass], budget: int, io_threads: int) -> list[tuple[int, int]]:
+    """(slots, bytes of each) of the host tier by class: all experts, or as large a part of each class."""
+    whole = sum(each.experts * each.slot_bytes for each in classes)
+    least = 2 * io_threads + 1  # a demand load inside a prefetch on every reading thread, and the CPU's own
+    return [(min(each.experts, max(least, budget * each.experts // whole)), each.slot_bytes) for each in classes]
+
+
+def _reads_directly(config: EngineConfig, store: ExpertStore, spare_bytes: int) -> bool:
+    """Past the page cache, unless RAM beside our own use holds every expert anyway."""
+    if config.direct_io == "auto":
+        return spare_bytes < store.total_bytes * 1.1
+    return config.direct_io == "on"
