@@ -21,7 +21,7 @@ from smoe.kernels.unpacked import unpacked
 from smoe.memory.arena import Arena
 from smoe.memory.quantised_store import StoredMatrix
 from smoe.memory.store import PAGE, Part
-from tests.formats.blocks import by_gguf, random_rows
+from tests.formats.blocks import by_others, random_rows
 
 HIDDEN, INNER, EXPERTS = 512, 256, 3
 MIXTURES = [("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_K", "Q6_K"), ("Q2_K", "Q3_K"), ("Q5_0", "Q5_1"), ("MXFP4", "Q4_1")]
@@ -57,7 +57,7 @@ class Layer:
             data = random_rows(each.form, each.outputs, each.columns, 10 * expert + n, spread=0.003)
             begin = self.offsets[each.name]
             self.arena.tensor(expert)[begin : begin + each.nbytes] = torch.from_numpy(data).flatten()
-            numbers = torch.from_numpy(by_gguf(each.form, data))
+            numbers = torch.from_numpy(by_others(each.form, data))
             found.append(numbers)
         with torch.no_grad():
             self.module.gate_up_proj[expert] = torch.cat(found[:2])

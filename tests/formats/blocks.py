@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from smoe.formats.base import Format
 
@@ -24,7 +26,11 @@ def random_rows(form: Format, rows: int, columns: int, seed: int, spread: float 
     return data
 
 
-def by_gguf(form: Format, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """The gguf package's decoder."""
+def by_others(form: Format, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """The gguf package's decoder, or transformers' for the layout of OpenAI: uint8 [rows, bytes] -> [rows, numbers]."""
+    if form.name == "MXFP4_PAIRS":
+        blocks = torch.from_numpy(data).view(1, len(data), -1, form.nbytes)
+        columns: torch.Tensor = convert_moe_packed_tensors(blocks[..., 1:], blocks[..., 0], dtype=torch.float32)
+        return columns[0].t().numpy()
     numbers: npt.NDArray[np.float32] = dequantize(data, GGMLQuantizationType[form.name])
     return numbers

@@ -1,4 +1,4 @@
-"""Every format's declaration against the gguf package's decoders and two written here by hand.
+"""Every format's declaration against the gguf package's and transformers' decoders, and some written here by hand.
 
 Would catch: a swapped nibble, a scale of the wrong group, a sign, a block read one byte off.
 """
@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from smoe.formats.base import Field, Format, Group
 from smoe.formats.registry import FORMATS
-from tests.formats.blocks import by_gguf, random_rows
+from tests.formats.blocks import by_others, random_rows
 
 every = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 
 
-@every
+@pytest.mark.parametrize("form", [form for name, form in FORMATS.items() if name in GGMLQuantizationType.__members__])
 def test_the_block_is_as_large_as_in_ggml(form: Format) -> None:
     assert GGML_QUANT_SIZES[GGMLQuantizationType[form.name]] == (form.numbers, form.nbytes)
 
@@ -28,10 +28,10 @@ def test_the_block_is_as_large_as_in_ggml(form: Format) -> None:
 @every
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), spread=st.sampled_from([0.0, 1e-7, 0.01, 100.0]))
-def test_numbers_are_those_of_the_gguf_package(form: Format, seed: int, spread: float) -> None:
+def test_numbers_are_those_of_others(form: Format, seed: int, spread: float) -> None:
     """Any codes; scales that are zero, denormal in 16 bits, usual and large."""
     data = random_rows(form, 3, 2 * form.numbers, seed, spread)
-    np.testing.assert_array_equal(form.decode(data), by_gguf(form, data))
+    np.testing.assert_array_equal(form.decode(data), by_others(form, data))
 
 
 def test_q8_0_by_hand() -> None:
@@ -53,11 +53,20 @@ def test_q4_k_by_hand() -> None:
     assert FORMATS["Q4_K"].decode(data).tolist() == expected
 
 
+def test_pairs_of_mxfp4_by_hand() -> None:
+    """Number 2j is in the lower half of byte j, 2j + 1 in the upper one."""
+    codes = [2 * n % 16 for n in range(32)]
+    data = np.array([128, *(codes[2 * j] | codes[2 * j + 1] << 4 for j in range(16))], np.uint8)
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    assert FORMATS["MXFP4_PAIRS"].decode(data).tolist() == [2.0 * table[code] for code in codes]
+
+
 @every
 def test_every_number_has_one_place(form: Format) -> None:
     """Runs cover the block once, in whole registers of the widest kind, and stay inside its bytes."""
     runs = [run for group in form.groups for run in group.runs]
-    assert sorted(n for run in runs for n in range(run.first, run.first + run.numbers)) == list(range(form.numbers))
+    numbers = [run.first + n * run.step for run in runs for n in range(run.numbers)]
+    assert sorted(numbers) == list(range(form.numbers))
     assert all(run.numbers % 16 == 0 for run in runs)
     assert len({sum(run.numbers for run in group.runs) for group in form.groups}) == 1, "groups of one size"
     used = [field.byte + run.numbers - 1 for run in runs for field in run.fields if isinstance(field, Field)]

@@ -3,7 +3,8 @@
     block            | scale | minimum | scales of groups | codes .............................. |
     number           = scale * (group's scale) * (code - zero)  -  minimum * (group's minimum)
 
-Where a code lies is said in *fields*, bits of one byte; the codes of neighbouring numbers lie in neighbouring bytes.
+Where a code lies is said in *fields*, bits of one byte; the codes of neighbouring numbers, or of every second one, lie
+in neighbouring bytes.
 Nothing here computes but `decode`, the reference: kernels are generated from the same values
 (`kernels/quantised.py`), and tests hold both to the decoders of others.
 """
@@ -37,11 +38,12 @@ class Bits(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Some numbers from `first` on; the fields of number `first + i` lie `i` bytes behind those of the first."""
+    """Some numbers from `first` on; the fields of number `first + i * step` lie `i` bytes behind those of the first."""
 
     first: int
     numbers: int
     fields: tuple[Field | Bits, ...]
+    step: int = 1
 
 
 class Group(NamedTuple):
@@ -67,7 +69,7 @@ class Format:
     """One quantised format."""
 
     name: str
-    """As files have it."""
+    """As files have it, where they have one."""
     numbers: int
     """Of one block."""
     nbytes: int
@@ -111,7 +113,7 @@ class Format:
             offset = 0 if minimum is None else minimum * _minimum_code(blocks, group)
             for run in group.runs:
                 for i in range(run.numbers):
-                    out[:, run.first + i] = gain * self._value(_code(blocks, run.fields, i)) - offset
+                    out[:, run.first + i * run.step] = gain * self._value(_code(blocks, run.fields, i)) - offset
         return out.reshape(*data.shape[:-1], -1)
 
     def is_finite(self, data: Bytes) -> bool:

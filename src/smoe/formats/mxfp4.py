@@ -1,15 +1,28 @@
-"""MXFP4 (OCP Microscaling, version 1.0) as ggml lays it out: 32 numbers of four bits and one power of two."""
+"""MXFP4 (OCP Microscaling, version 1.0): 32 numbers of four bits and one power of two, as ggml and OpenAI lay it out.
+
+Of ggml's 16 bytes of codes, byte j has the numbers j and 16 + j; of OpenAI's, 2j and 2j + 1; lower half first.
+"""
 
 from __future__ import annotations
 
 from smoe.formats.base import Field, Format, Group, Run, Scalar
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_TABLE = (*_E2M1, *(-number for number in _E2M1))
 MXFP4 = Format(
     "MXFP4",
     32,
     17,
     Scalar(0, is_exponent=True),
     (Group((Run(0, 16, (Field(1, 0, 15),)), Run(16, 16, (Field(1, 4, 15),)))),),
-    table=(*_E2M1, *(-number for number in _E2M1)),
+    table=_TABLE,
 )
+MXFP4_PAIRS = Format(
+    "MXFP4_PAIRS",
+    32,
+    17,
+    Scalar(0, is_exponent=True),
+    (Group((Run(0, 16, (Field(1, 0, 15),), step=2), Run(1, 16, (Field(1, 4, 15),), step=2))),),
+    table=_TABLE,
+)
+"""OpenAI's. Its files have codes and scales in tensors of their own; the block is put together in the slot."""

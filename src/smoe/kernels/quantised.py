@@ -1,7 +1,8 @@
 """Products of rows with quantised matrices, straight from the file's layout, for any format and instruction set.
 
     matrix   row n | block | block | ...        each block: scales, codes (`smoe/formats/base.py`)
-    x        k .................. in float32, once for many rows, with the sum of every group of numbers
+    x        k .................. in float32, once for many rows, with the sum of every group of numbers; within a group
+                                  in the order of its runs, so that codes in neighbouring bytes meet neighbours
 
     output n = sum over groups of  scale * (codes . x)  -  offset * (sum of the group's x)
 
@@ -79,6 +80,27 @@ def _group_numbers(form: Format) -> int:
     return form.numbers // len(form.groups)
 
 
+def _order(form: Format) -> list[int]:
+    """The numbers of a group, counted from its first, run after run."""
+    runs = form.groups[0].runs
+    first = min(run.first for run in runs)
+    return [run.first - first + i * run.step for run in runs for i in range(run.numbers)]
+
+
+def _arranged(code: Code, registers: Sequence[Value], order: Sequence[int]) -> list[Value]:
+    """Registers whose n-th number is number `order[n]` of those given; each takes its own from two at most."""
+    lanes, arranged = code.isa.lanes, []
+    if list(order) == list(range(len(order))):
+        return list(registers)
+    for begin in range(0, len(order), lanes):
+        wanted = order[begin : begin + lanes]
+        low, high = min(wanted) // lanes, max(wanted) // lanes
+        assert {n // lanes for n in wanted} == {low, high}, wanted
+        places = [n - low * lanes if n // lanes == low else n - high * lanes + lanes for n in wanted]
+        arranged.append(code.build.shuffle_vector(registers[low], registers[high], code.words(places)))
+    return arranged
+
+
 def _has_offsets(form: Format) -> bool:
     return form.minimum is not None or form.zero != 0
 
@@ -138,13 +160,15 @@ def _row(code: Code, form: Format, x: Value, columns: Value) -> _Row:
     sums = code.scratch(build.mul(build.sdiv(columns, code.number(size)), code.number(4)))
 
     def group(k: Value, _: list[Value]) -> list[Value]:
-        total = None
+        total, wides = None, []
         for i in range(0, size, lanes):
-            place = build.add(k, code.number(i))
-            halves = code.load(code.registers(HALF_WORD), code.at(x, build.mul(place, code.number(2))))
-            wide = code.widened(halves)
-            code.store(wide, code.at(numbers, build.mul(place, code.number(4))))
+            place = build.mul(build.add(k, code.number(i)), code.number(2))
+            wide = code.widened(code.load(code.registers(HALF_WORD), code.at(x, place)))
             total = wide if total is None else build.fadd(total, wide)
+            wides.append(wide)
+        for n, wide in enumerate(_arranged(code, wides, _order(form))):
+            place = build.mul(build.add(k, code.number(n * lanes)), code.number(4))
+            code.store(wide, code.at(numbers, place))
         if _has_offsets(form):
             place = build.mul(build.sdiv(k, code.number(size)), code.number(4))
             code.store(code.summed(total), code.at(sums, place))
@@ -192,14 +216,16 @@ def _group_dots(code: Code, form: Format, group: Group, places: Sequence[Value],
     """The codes of one group of every row of the matrix, times every row of x; unscaled."""
     lanes, build = code.isa.lanes, code.build
     sums: list[Value] = [None] * (len(places) * len(xs))
+    begin = min(run.first for run in group.runs)
     for run in group.runs:
         for i in range(0, run.numbers, lanes):
-            xs_here = [code.load(code.registers(FLOAT), code.at(x, 4 * (run.first + i)), 4) for x in xs]
+            xs_here = [code.load(code.registers(FLOAT), code.at(x, 4 * (begin + i)), 4) for x in xs]
             for row, place in enumerate(places):
                 codes = _codes(code, form, run.fields, place, i)
                 for r, x in enumerate(xs_here):
                     n = row * len(xs) + r
                     sums[n] = build.fmul(codes, x) if sums[n] is None else code.fma(codes, x, sums[n])
+        begin += run.numbers
     return sums
 
 
@@ -300,6 +326,8 @@ def _unpack(module: ir.Module, isa: Isa, form: Format) -> None:
     build = code.build
     blocks = build.sdiv(columns, code.number(form.numbers))
     first, last = build.mul(begin, blocks), build.mul(end, blocks)
+    order = _order(form)
+    in_order = [order.index(n) for n in range(len(order))]
 
     def block(b: Value, _: list[Value]) -> list[Value]:
         place = code.at(w, build.mul(b, code.number(form.nbytes)))
@@ -308,11 +336,14 @@ def _unpack(module: ir.Module, isa: Isa, form: Format) -> None:
         for g, group in enumerate(form.groups):
             gain = code.lane(scales.gains, g)
             offset = None if scales.offsets is None else build.fneg(code.lane(scales.offsets, g))
+            numbers = []
             for run in group.runs:
                 for i in range(0, run.numbers, isa.lanes):
                     codes = _codes(code, form, run.fields, place, i)
-                    number = build.fmul(gain, codes) if offset is None else code.fma(gain, codes, offset)
-                    code.store(code.rounded(number), code.at(to, 2 * (run.first + i)))
+                    numbers.append(build.fmul(gain, codes) if offset is None else code.fma(gain, codes, offset))
+            at = min(run.first for run in group.runs)
+            for n, number in enumerate(_arranged(code, numbers, in_order)):
+                code.store(code.rounded(number), code.at(to, 2 * (at + n * isa.lanes)))
         return []
 
     code.loop(first, last, 1, [], block)

@@ -20,7 +20,8 @@ def unpacked(form: Format, data: torch.Tensor, dtype: torch.dtype) -> torch.Tens
             offset = minimum * _codes(blocks, group.minimum, 1).float()
         for run in group.runs:
             values = _values(form, _codes(blocks, run.fields, run.numbers)) * gain
-            out[:, run.first : run.first + run.numbers] = values if offset is None else values - offset
+            end = run.first + run.numbers * run.step
+            out[:, run.first : end : run.step] = values if offset is None else values - offset
     return out.view(data.shape[0], -1)
 
 
