@@ -34,7 +34,7 @@ from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.policy.plan import Load, Reason
 from tests import gguf_toy, zoo
-from tests.formats.blocks import by_gguf, random_rows
+from tests.formats.blocks import by_others, random_rows
 
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 512, "num_hidden_layers": 3, "num_experts": 3}
 MATRICES = {"gate_up_proj.0": "gate", "gate_up_proj.1": "up", "down_proj.0": "down"}
@@ -77,7 +77,7 @@ def by_the_package(path: Path) -> dict[str, gguf.ReaderTensor]:
 def slots_filled(store: QuantisedStore, is_direct: bool) -> dict[tuple[int, int], bytes]:
     """Every expert's slot in an arena that was dirty before, filled as a running model fills it."""
     keys = store.keys()
-    arena = Arena(len(keys), store.slot_bytes, torch.device("cpu"))
+    arena = Arena([(len(keys), max(store.slot_bytes.values()))], torch.device("cpu"))
     arena.bytes.fill_(0xA5)
     reader = DiskReader(is_direct)
     mover = SlotMover(Filler(store, reader), reader, arena)
@@ -121,7 +121,7 @@ def test_placements_are_legal(parts: int, tmp_path: Path) -> None:
             assert read.offset % PAGE == read.nbytes % PAGE == read.target % PAGE == 0 < read.need <= read.nbytes
             assert read.target >= end
             end = read.target + read.nbytes
-        assert end <= placement.buffer_bytes <= store.slot_bytes and not placement.pieces
+        assert end <= placement.buffer_bytes <= store.slot_bytes[key[0]] and not placement.pieces
     sizes = [store.placement(*key).nbytes for key in store.keys()]  # noqa: SIM118
     assert store.total_bytes == sum(sizes) and store.expert_bytes == max(sizes) > min(sizes)
 
@@ -234,7 +234,7 @@ def test_a_scale_that_is_no_number_is_named(name: str, kind: str) -> None:
     form, number = FORMATS[name], list(MATRICES.values()).index(kind)
     tensors = [replace(each, key=key) for each, key in zip(expert([name] * 3, 32), MATRICES.values(), strict=True)]
     store = QuantisedStore({4: layer_of(tensors, tensors, layer=4)})
-    placement, slot, data = store.placement(4, 1), bytearray(store.slot_bytes), []
+    placement, slot, data = store.placement(4, 1), bytearray(store.slot_bytes[4]), []
     for matrix in store.matrices(4):
         begin = placement.parts[matrix.name]
         data.append(np.frombuffer(slot, np.uint8, matrix.nbytes, begin).reshape(matrix.outputs, -1))
@@ -251,14 +251,14 @@ def test_a_scale_that_is_no_number_is_named(name: str, kind: str) -> None:
 
     last = data[number][-1, -form.nbytes :]
     for begin in HALVES.get(name, (0,)):
-        scale = last[begin : begin + (1 if name == "MXFP4" else 2)]
+        scale = last[begin : begin + (1 if form.scale.is_exponent else 2)]
         before = scale.copy()
-        for bits in (b"\xfe",) if name == "MXFP4" else (b"\xff\x7b", b"\xff\xfb"):
+        for bits in (b"\xfe",) if form.scale.is_exponent else (b"\xff\x7b", b"\xff\xfb"):
             scale[:] = np.frombuffer(bits, np.uint8)
             assert is_good()
-        for bits in (b"\xff",) if name == "MXFP4" else (b"\0\x7c", b"\0\xfc", b"\1\x7c", b"\0\xfe"):
+        for bits in (b"\xff",) if form.scale.is_exponent else (b"\0\x7c", b"\0\xfc", b"\1\x7c", b"\0\xfe"):
             scale[:] = np.frombuffer(bits, np.uint8)
             assert not is_good(), (begin, bits)
             with np.errstate(invalid="ignore"):  # of the package's power of two 255 is a number, by the standard NaN
-                assert name == "MXFP4" or not np.isfinite(by_gguf(form, data[number])).all()
+                assert form.scale.is_exponent or not np.isfinite(by_others(form, data[number])).all()
         scale[:] = before
