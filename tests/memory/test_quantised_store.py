@@ -1,7 +1,9 @@
-"""Placements of quantised experts: what lands in a slot is what the gguf package reads from the file, byte for byte.
+"""Placements of quantised experts: what lands in a slot is what the gguf package reads from the file, byte for byte, or
+safetensors where codes and scales lie apart.
 
 Would catch: gate and up exchanged, an expert's rows taken from its neighbour, a layer read in another layer's format,
-views shared by experts that lie otherwise in their slots, a damaged scale that is laid to another tensor.
+views shared by experts that lie otherwise in their slots, a damaged scale that is laid to another tensor, scales laid
+to the codes of another row, a piece that begins inside a block.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file
 
 from smoe.config import configure
 from smoe.errors import CheckpointError
@@ -33,7 +36,7 @@ from smoe.memory.store import PAGE, LayerExperts, Part
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.policy.plan import Load, Reason
-from tests import gguf_toy, zoo
+from tests import gguf_toy, mxfp4_toy, zoo
 from tests.formats.blocks import by_others, random_rows
 
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 512, "num_hidden_layers": 3, "num_experts": 3}
@@ -124,6 +127,36 @@ def test_placements_are_legal(parts: int, tmp_path: Path) -> None:
         assert end <= placement.buffer_bytes <= store.slot_bytes[key[0]] and not placement.pieces
     sizes = [store.placement(*key).nbytes for key in store.keys()]  # noqa: SIM118
     assert store.total_bytes == sum(sizes) and store.expert_bytes == max(sizes) > min(sizes)
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "buffered"])
+@pytest.mark.parametrize("staged_bytes", [512, 2**22], ids=["many pieces", "one piece"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_codes_and_scales_meet_in_the_slot(
+    shards: int, staged_bytes: int, is_direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From one file or from two; blocks in pieces that fit a small buffer, biases behind them."""
+    monkeypatch.setattr("smoe.memory.store.STAGED_BYTES", staged_bytes)
+    mxfp4_toy.save(tmp_path, shards=shards, hidden_size=96, intermediate_size=64)
+    stored = {key: each for path in tmp_path.glob("*.safetensors") for key, each in load_file(path).items()}
+    experts = checkpoint_at(tmp_path).experts(read_spec(tmp_path, configure(context_tokens=32)))
+    store = QuantisedStore(experts, "BF16")
+    assert is_quantised(experts) and store.is_staged
+    assert {path.name for path in store.paths()} == {path.name for path in tmp_path.glob("*.safetensors")}
+    for (layer, expert), slot in slots_filled(store, is_direct).items():
+        placement, stem = store.placement(layer, expert), f"model.layers.{layer}.mlp.experts."
+        for matrix in store.matrices(layer):
+            codes, scales = (stored[f"{stem}{matrix.part}_{kind}"][expert] for kind in ("blocks", "scales"))
+            wanted = torch.cat([scales.unsqueeze(-1), codes], -1).numpy().tobytes()
+            begin = placement.parts[matrix.name]
+            assert slot[begin : begin + matrix.nbytes] == wanted, (layer, expert, matrix.name)
+            bias, begin = stored[f"{stem}{matrix.part}_bias"][expert], placement.parts[f"{matrix.part}_bias"]
+            wanted = bias.view(torch.uint8).numpy().tobytes()
+            assert slot[begin : begin + len(wanted)] == wanted and begin % 64 == 0
+            assert (matrix.outputs, matrix.columns) == (codes.shape[0], 32 * codes.shape[1])
+        for read in [piece.read for piece in placement.pieces]:
+            assert read.offset % PAGE == read.nbytes % PAGE == read.target == 0 < read.need <= read.nbytes
+            assert read.nbytes <= store.staging_buffer_bytes <= staged_bytes + 2 * PAGE
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from smoe.memory.arena import Arena
@@ -14,7 +15,7 @@ from smoe.memory.dtypes import TORCH
 from smoe.memory.host import HostTier
 from smoe.memory.link import Link
 from smoe.memory.reading_threads import Ticket
-from smoe.memory.store import ExpertStore, Placement
+from smoe.memory.store import ExpertStore, Piece, Placement
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -44,7 +45,7 @@ class Filler:
         else:
             staging = self._staging()
             try:
-                came = self._assemble(placement, staging, torch.frombuffer(buffer, dtype=torch.uint8), between)
+                came = self._assemble(placement, staging, buffer, between)
             finally:
                 self._idle.append(staging)
         if (layer, expert) not in self._seen:
@@ -59,14 +60,18 @@ class Filler:
         )
 
     def _assemble(
-        self, placement: Placement, staging: Arena, slot: torch.Tensor, between: Callable[[], None] | None
+        self, placement: Placement, staging: Arena, buffer: memoryview, between: Callable[[], None] | None
     ) -> int:
         """Read piece by piece, and copy, and where the dtype differs convert, each to its place."""
+        slot = torch.frombuffer(buffer, dtype=torch.uint8)
         target_dtype, came = torch_dtype(self._store.dtype), 0
         for piece in placement.pieces:
             if came and between is not None:
                 between()
             came += self._reader.read(piece.read, staging.buffer(0))
+            if piece.spread is not None:
+                _spread(piece, staging.buffer(0), buffer)
+                continue
             dtype = torch_dtype(piece.dtype)
             source = _elements_at(staging, piece.source, piece.nbytes, dtype)
             length = source.numel() * target_dtype.itemsize
@@ -78,6 +83,15 @@ class Filler:
             return self._idle.pop()
         except IndexError:
             return Arena([(1, self._store.staging_buffer_bytes)], torch.device("cpu"))
+
+
+def _spread(piece: Piece, staging: memoryview, slot: memoryview) -> None:
+    """Copy a piece's bytes to where they go, by one call without the interpreter lock: 2880 x 2880 codes take 0.3 ms,
+    a twentieth of what reading them does."""
+    assert piece.spread is not None
+    width, stride = piece.spread
+    source = np.frombuffer(staging, f"V{width}", piece.nbytes // width, piece.source)
+    np.ndarray(source.shape, source.dtype, slot, piece.target, (stride,))[:] = source
 
 
 def _elements_at(staging: Arena, begin: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:

@@ -63,6 +63,8 @@ class StoredTensor:
     """Its name in the file; a row of a fused tensor has that tensor's."""
     identity: FileIdentity | None = None
     """The file as it was when its header was read."""
+    scales: StoredTensor | None = None
+    """Of a quantised tensor whose scales lie apart: these. `offset` and `nbytes` are then those of the codes alone."""
 
 
 def index_checkpoint(folder: Path) -> dict[str, StoredTensor]:

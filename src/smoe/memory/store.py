@@ -11,12 +11,13 @@ tensors or one row of a fused tensor. Two ways to fill a slot:
       slot      |....gate.......up..........down.....|          same remainder, nothing is moved
 
 * **staged**: otherwise (Mixtral's w1, w2, w3, where gate and up are not neighbours; another dtype; fp32 at an odd
-  address) runs are read into a buffer of the reading thread and the pieces are copied, and converted, to the slot.
+  address; codes and scales apart) runs are read into a buffer of the reading thread and the pieces are copied, and
+  converted, to the slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,6 +64,14 @@ class Read(NamedTuple):
     need: int
 
 
+class Spread(NamedTuple):
+    """Where the bytes of a piece go that lie together in the file and apart in the slot: every `width` of them to the
+    next `stride` bytes."""
+
+    width: int
+    stride: int
+
+
 class Piece(NamedTuple):
     """A run of elements of one stored tensor: read into a staging buffer, then copied, and converted, into the slot."""
 
@@ -74,6 +83,8 @@ class Piece(NamedTuple):
     """As stored."""
     target: int
     """Where in the slot they belong."""
+    spread: Spread | None = None
+    """None: one behind the other. Else they are bytes, of which nothing is converted."""
 
 
 class Placement(NamedTuple):
@@ -99,6 +110,13 @@ class Part:
 
     name: str
     shape: tuple[int, ...]
+    """As the library has it."""
+    is_turned: bool = False
+    """Stored the other way round, row by column."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return self.shape[::-1] if self.is_turned else self.shape
 
 
 @dataclass(frozen=True)
@@ -160,12 +178,17 @@ class ExpertStore:
 
     def paths(self) -> list[Path]:
         """The files that hold experts."""
-        layers = self.layers.values()
-        return sorted({t.path for layer in layers for parts in layer.sources for ts in parts.values() for t in ts})
+        return sorted({tensor.path for tensor in self._tensors()})
 
     def check_finite(self, layer: int, expert: int, placement: Placement, buffer: memoryview) -> None:
         """Raise `CheckpointError` where the weights in a filled buffer hold NaN or infinity."""
-        for part in self.layers[layer].parts:
+        self._check_parts(layer, expert, self.layers[layer].parts, placement, buffer)
+
+    def _check_parts(
+        self, layer: int, expert: int, parts: Iterable[Part], placement: Placement, buffer: memoryview
+    ) -> None:
+        """`check_finite` of some parts, which are of the slots' dtype."""
+        for part in parts:
             weights = np.frombuffer(buffer, _BITS[self.item_bytes], _elements(part.shape), placement.parts[part.name])
             if is_finite(weights, self.dtype):
                 continue
@@ -186,9 +209,15 @@ class ExpertStore:
 
     def identities(self) -> dict[Path, FileIdentity]:
         """The files that hold experts, as they were when they were indexed."""
-        layers = self.layers.values()
-        tensors = (t for layer in layers for parts in layer.sources for ts in parts.values() for t in ts)
-        return {tensor.path: tensor.identity for tensor in tensors if tensor.identity is not None}
+        return {tensor.path: tensor.identity for tensor in self._tensors() if tensor.identity is not None}
+
+    def _tensors(self) -> Iterator[StoredTensor]:
+        for layer in self.layers.values():
+            for parts in layer.sources:
+                for tensor in (tensor for tensors in parts.values() for tensor in tensors):
+                    yield tensor
+                    if tensor.scales is not None:
+                        yield tensor.scales
 
     def _layout(self, experts: LayerExperts, parts: Mapping[str, int]) -> int:
         return self._layouts.setdefault((experts.parts, *parts.items()), len(self._layouts))
@@ -218,7 +247,7 @@ class ExpertStore:
         for part in experts.parts:
             parts[part.name] = target
             for tensor in experts.sources[expert][part.name]:
-                pieces += _pieces(tensor, target, self.item_bytes)
+                pieces += pieces_of(tensor, target, self.item_bytes)
                 target += _elements(tensor.shape) * self.item_bytes
             target = -(-target // self._piece_alignment) * self._piece_alignment
         buffer_bytes = max(piece.read.nbytes for piece in pieces)
@@ -239,18 +268,19 @@ def is_finite(bits: npt.NDArray[np.unsignedinteger[Any]], dtype: str) -> bool:
 def _check_part(whose: str, part: Part, tensors: Sequence[StoredTensor]) -> None:
     """Raise `CheckpointError` unless the tensors, one below the other, are the part: element counts alone would let a
     transposed matrix pass."""
+    shape = part.stored_shape
     for tensor in tensors:
         if tensor.dtype not in (*EXPERT_DTYPES, *FORMATS):
             raise CheckpointError(
                 f"{tensor.path}: {tensor.key!r} ({whose}: {part.name}) is {tensor.dtype}; smoe reads experts in "
                 f"{', '.join((*EXPERT_DTYPES, *FORMATS))}"
             )
-        if len(tensor.shape) != len(part.shape) or tensor.shape[1:] != part.shape[1:]:
+        if len(tensor.shape) != len(shape) or tensor.shape[1:] != shape[1:]:
             raise CheckpointError(
                 f"{tensor.path}: {tensor.key!r} has the shape {list(tensor.shape)}, but {whose}: "
-                f"{part.name} is {list(part.shape)} by config.json; download the checkpoint again"
+                f"{part.name} is {list(shape)} by config.json; download the checkpoint again"
             )
-    rows, wanted = sum(tensor.shape[0] for tensor in tensors), part.shape[0]
+    rows, wanted = sum(tensor.shape[0] for tensor in tensors), shape[0]
     if rows != wanted:
         where = f"{tensors[0].path}: {tensors[0].key!r} and what belongs to it are" if tensors else "the checkpoint has"
         raise CheckpointError(
@@ -258,22 +288,26 @@ def _check_part(whose: str, part: Part, tensors: Sequence[StoredTensor]) -> None
         )
 
 
-def _pieces(tensor: StoredTensor, target: int, item_bytes: int) -> list[Piece]:
-    """A tensor in pieces of at most `STAGED_BYTES`: a reading thread's buffer stays small, whatever the expert."""
+def pieces_of(tensor: StoredTensor, target: int, item_bytes: int, spread: Spread | None = None) -> list[Piece]:
+    """A tensor in pieces of at most `STAGED_BYTES`: a reading thread's buffer stays small, whatever the expert.
+
+    `item_bytes` are those of an element in the slot.
+    """
     pieces: list[Piece] = []
-    stored_item = ITEM_BYTES[tensor.dtype]
+    stored_item, item_bytes = (ITEM_BYTES[tensor.dtype], item_bytes) if spread is None else spread
     for begin in range(0, tensor.nbytes, STAGED_BYTES):
         offset, nbytes = tensor.offset + begin, min(STAGED_BYTES, tensor.nbytes - begin)
         shift = offset % PAGE
         read = Read(tensor.path, offset - shift, page_ceil(shift + nbytes), 0, shift + nbytes)
-        pieces.append(Piece(read, shift, nbytes, tensor.dtype, target + begin // stored_item * item_bytes))
+        pieces.append(Piece(read, shift, nbytes, tensor.dtype, target + begin // stored_item * item_bytes, spread))
     return pieces
 
 
 def row_of(tensor: StoredTensor, row: int) -> StoredTensor:
     """Row `row` of a fused tensor [E, ...] as a stored tensor of its own."""
     nbytes = tensor.nbytes // tensor.shape[0]
-    return replace(tensor, offset=tensor.offset + row * nbytes, nbytes=nbytes, shape=tensor.shape[1:])
+    scales = None if tensor.scales is None else row_of(tensor.scales, row)
+    return replace(tensor, offset=tensor.offset + row * nbytes, nbytes=nbytes, shape=tensor.shape[1:], scales=scales)
 
 
 def _elements(shape: Sequence[int]) -> int:
