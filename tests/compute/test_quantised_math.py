@@ -1,14 +1,15 @@
 """Experts of quantised matrices, by our kernels and unpacked, against the same module on dequantised weights.
 
 Would catch: gate and up in each other's place, a tile that is overwritten too early, a row of a batch that gets another
-one's result.
+one's result, a bias that is left out or added to the wrong product.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from smoe.compute.decode_experts import decode_experts, proven_kernel
@@ -71,6 +72,38 @@ class Layer:
             return self.module(x, index, gains)
 
 
+class BiasedLayer(Layer):
+    """As gpt_oss has them: rows of gate and up in turn, limits, biases behind the matrices, and the library's own
+    matrices the other way round."""
+
+    def __init__(self, form: Format) -> None:
+        config = GptOssConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS, swiglu_limit=1.0)
+        config._experts_implementation = "eager"
+        self.module = GptOssExperts(config).bfloat16()
+        stored = [
+            StoredMatrix("gate_up_proj.0", "gate_up_proj", form, 2 * INNER, HIDDEN),
+            StoredMatrix("down_proj.0", "down_proj", form, HIDDEN, INNER),
+        ]
+        parts = [Part(name, weight.shape[1:]) for name, weight in self.module.named_parameters()]
+        self.math = QuantisedMath(self.module, parts, torch.bfloat16, stored, Tile(torch.bfloat16))
+        self.offsets = {"gate_up_proj.0": 0, "down_proj.0": stored[0].nbytes}
+        end = sum(each.nbytes for each in stored)
+        self.offsets |= {"gate_up_proj_bias": end, "down_proj_bias": end + 2 * 2 * INNER}
+        self.arena = Arena([(EXPERTS, -(-(end + 2 * (2 * INNER + HIDDEN)) // PAGE) * PAGE)], torch.device("cpu"))
+        for expert in range(EXPERTS):
+            self._fill(expert, stored)
+
+    def _fill(self, expert: int, stored: list[StoredMatrix]) -> None:
+        for n, each in enumerate(stored):
+            data = random_rows(each.form, each.outputs, each.columns, 10 * expert + n)
+            self.arena.view(expert, self.offsets[each.name], data.shape, torch.uint8).copy_(torch.from_numpy(data))
+            with torch.no_grad():
+                getattr(self.module, each.part)[expert] = torch.from_numpy(by_others(each.form, data)).t()
+        for name in ("gate_up_proj_bias", "down_proj_bias"):
+            bias = getattr(self.module, name).data[expert].normal_(generator=torch.Generator().manual_seed(expert))
+            self.arena.view(expert, self.offsets[name], bias.shape, bias.dtype).copy_(bias)
+
+
 @pytest.fixture(params=MIXTURES, ids="-".join)
 def layer(request: pytest.FixtureRequest) -> Layer:
     return Layer(*(FORMATS[name] for name in request.param))
@@ -112,6 +145,36 @@ def test_by_kernels(layer: Layer, rows: int, pool: SpinningPool) -> None:
         assert layer.math.agrees(pool, weights)
         index, ones = torch.full((rows, 1), expert), torch.ones(rows, 1).bfloat16()
         assert near(layer.math.forward(x, weights), layer.library(x, index, ones))
+
+
+def test_what_is_proven_of_rows_is_of_the_layout_that_multiplies_them() -> None:
+    """Unpacked matrices lie row by row, those of the library's own module the other way round."""
+    layer = BiasedLayer(FORMATS["MXFP4_PAIRS"])
+    weights = layer.weights()[0]
+    for shape, matrix in zip(layer.math.shapes, (weights.up, weights.down), strict=True):
+        assert (shape.columns, shape.outputs) == matrix.shape
+        assert shape.is_transposed is matrix.t().is_contiguous()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 40])
+@pytest.mark.parametrize("has_kernels", [False, pytest.param(True, marks=needs_kernels)], ids=["torch", "kernels"])
+def test_biases_are_added(has_kernels: bool, rows: int, request: pytest.FixtureRequest) -> None:
+    """To the products of every number of rows, on both sides of the activation; one expert alone or several."""
+    layer = BiasedLayer(FORMATS["MXFP4_PAIRS"])
+    weights = layer.weights()
+    if has_kernels:
+        pool = request.getfixturevalue("pool")
+        assert layer.math.agrees(pool, weights[0])
+        layer.math.compute_by(pool, None)
+    x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    ones = torch.ones(rows, 1).bfloat16()
+    wanted = [layer.library(x, torch.full((rows, 1), expert), ones) for expert in range(EXPERTS)]
+    ours = [layer.math.forward(x, each) for each in weights]
+    assert all(map(near, ours, wanted))
+    if rows == 1:
+        together = torch.empty(EXPERTS, HIDDEN, dtype=torch.bfloat16)
+        layer.math.forward_each(x, weights, together)
+        assert torch.equal(together, torch.cat(ours)), "a result that hangs on who else is there"
 
 
 @needs_kernels

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from smoe.compute.expert_math import ExpertMath, Weights
-from smoe.compute.row_groups import product
+from smoe.compute.row_groups import Shape, product
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.matrix import Matrix, products_of
 from smoe.kernels.proof import is_as_near
@@ -50,12 +50,19 @@ class Tile:
 class QuantisedWeights:
     """One expert in its slot. `up` and `down` are unpacked when they are asked for, each into the other's place."""
 
-    def __init__(self, data: Sequence[tuple[StoredMatrix, torch.Tensor]], tile: Tile) -> None:
-        """`data`: bytes [outputs, bytes of a row] of every matrix; the last is that of the second product."""
+    def __init__(
+        self,
+        data: Sequence[tuple[StoredMatrix, torch.Tensor]],
+        tile: Tile,
+        up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+    ) -> None:
+        """`data`: bytes [outputs, bytes of a row] of every matrix; the last is that of the second product. Biases are
+        [2I] and [H], in the model's type."""
         self.data = data
         self._tile = tile
-        self.up_bias: torch.Tensor | None = None
-        self.down_bias: torch.Tensor | None = None
+        self.up_bias = up_bias
+        self.down_bias = down_bias
 
     @cached_property
     def matrices(self) -> Sequence[Matrix]:
@@ -99,6 +106,11 @@ class QuantisedMath(ExpertMath):
         self._tile = tile
 
     @property
+    def shapes(self) -> tuple[Shape, Shape]:
+        """Of the two matrices once they are unpacked, which is row by row as they are stored."""
+        return Shape(self.hidden, self.up_width, True), Shape(self.inner, self.hidden, True)
+
+    @property
     def kind(self) -> tuple[object, ...]:
         return (*super().kind, *(each.form.name for each in self._stored))
 
@@ -107,7 +119,11 @@ class QuantisedMath(ExpertMath):
         for each in self._stored:
             begin = offsets[each.name]
             data.append((each, rows[begin : begin + each.nbytes].view(each.outputs, -1)))
-        return QuantisedWeights(data, self._tile)
+        if not self._has_bias:
+            return QuantisedWeights(data, self._tile)
+        names = f"{self._up_name}_bias", "down_proj_bias"
+        biases = (arena.view(slot, offsets[name], self._shapes[name], self._dtype) for name in names)
+        return QuantisedWeights(data, self._tile, *biases)
 
     def agrees(self, pool: SpinningPool, weights: Weights) -> bool:
         """Whether our kernel is no further from the numbers that the codes stand for than torch's product is."""
@@ -138,14 +154,16 @@ class QuantisedMath(ExpertMath):
         if pool is None or x.shape[0] > MOST_ROWS or self._post_norm is not None:
             return super().forward(x, weights)
         *ups, down = weights.matrices
-        wide = self._multiplied(pool, x, ups)
-        return self._multiplied(pool, self._activate(wide), [down])
+        wide = self._multiplied(pool, x, ups, weights.up_bias)
+        return self._multiplied(pool, self._activate(wide), [down], weights.down_bias)
 
-    def _multiplied(self, pool: SpinningPool, x: torch.Tensor, matrices: Sequence[Matrix]) -> torch.Tensor:
-        """Few rows times matrices, whose outputs come side by side."""
+    def _multiplied(
+        self, pool: SpinningPool, x: torch.Tensor, matrices: Sequence[Matrix], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Few rows times matrices, whose outputs come side by side, plus the bias of all of them."""
         x, out = x.contiguous(), x.new_empty(x.shape[0], sum(matrix.outputs for matrix in matrices))
         pool.multiply_quantised(x, matrices, out)
-        return out
+        return out if bias is None else out.add_(bias)
 
     def _times(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         return x @ matrix if x.shape[0] == 1 else product(x, matrix, self.filling)
