@@ -65,6 +65,7 @@ def _pack(model: str, dtype: str, revision: str | None, force: bool) -> dict[str
         known.check_packable()
     spec = read_spec(model, configure(dtype=dtype), revision)
     checkpoint = whole_checkpoint(model, revision)
+    checkpoint.check_packable()
     try:
         packed = None if force else checkpoint.packed(spec, None)
     except CheckpointError:

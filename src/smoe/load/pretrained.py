@@ -127,7 +127,7 @@ def open_store(
 ) -> ExpertStore:
     """The experts' places on disk: the packed file where there is one for this dtype, else the checkpoint itself."""
     if is_quantised(experts):
-        return QuantisedStore(experts)
+        return QuantisedStore(experts, SAFETENSORS[spec.dtype])
     alignment = _CUDA_ALIGNMENT if device.type == "cuda" else None
     return checkpoint.packed(spec, alignment) or ExpertStore(experts, SAFETENSORS[spec.dtype], alignment)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from smoe.errors import CheckpointError, UnsupportedModelError
+from smoe.formats.registry import FORMATS
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import LayerExperts, row_of
 from smoe.models.experts import ExpertsSite
@@ -51,13 +53,13 @@ def index_experts(
         site, part = wanted[target]
         pieces = found[site.layer, part]
         if pattern is None:
-            for expert in range(_fused_experts(site, key, tensor)):
+            for expert in range(_fused_experts(site, tensor)):
                 pieces[expert].append((0, row_of(tensor, expert)))
         else:
             converter = converter_of[pattern]
             _check_operations(converter, key)
             pieces[_expert_number(key, tensor, site)].append((converter.source_patterns.index(pattern), tensor))
-    layers = {site.layer: _layer(folder, site, found) for site in sites}
+    layers = {site.layer: _layer(folder, model, site, found) for site in sites}
     if not any(len(converter.target_patterns) > 1 for converter in converters):  # what such a one reaches is not told
         _check_whole(folder, model, reached)
     return layers
@@ -109,10 +111,10 @@ def _check_whole(folder: Path, model: PreTrainedModel, reached: Set[str]) -> Non
         )
 
 
-def _fused_experts(site: ExpertsSite, key: str, tensor: StoredTensor) -> int:
+def _fused_experts(site: ExpertsSite, tensor: StoredTensor) -> int:
     if not tensor.shape or tensor.shape[0] != site.experts:
         raise CheckpointError(
-            f"{key!r} in {tensor.path} should have {site.experts} experts in its first dimension, its shape is "
+            f"{tensor.key!r} in {tensor.path} should have {site.experts} experts in its first dimension, its shape is "
             f"{list(tensor.shape)}"
         )
     return site.experts
@@ -148,7 +150,10 @@ def _check_like(pieces: Sequence[StoredTensor]) -> None:
 
 
 def _layer(
-    folder: Path, site: ExpertsSite, found: Mapping[tuple[int, str], Mapping[int, list[tuple[int, StoredTensor]]]]
+    folder: Path,
+    model: PreTrainedModel,
+    site: ExpertsSite,
+    found: Mapping[tuple[int, str], Mapping[int, list[tuple[int, StoredTensor]]]],
 ) -> LayerExperts:
     sources: list[dict[str, tuple[StoredTensor, ...]]] = []
     for expert in range(site.experts):
@@ -163,4 +168,10 @@ def _layer(
             pieces[part.name] = tuple(tensor for _, tensor in sorted(entries, key=lambda entry: entry[0]))
             _check_like(pieces[part.name])
         sources.append(pieces)
-    return LayerExperts(site.layer, site.parts, sources)
+    is_transposed = bool(getattr(model.get_submodule(site.name), "is_transposed", False))
+    parts = tuple(
+        # quantised rows are an output's, whatever the library does
+        replace(part, is_turned=is_transposed and sources[0][part.name][0].dtype in FORMATS)
+        for part in site.parts
+    )
+    return LayerExperts(site.layer, parts, sources)

@@ -59,8 +59,8 @@ def _refuse_quantised(model_config: PretrainedConfig) -> None:
             quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else type(quantisation).__name__
         )
         raise UnsupportedModelError(
-            f"the checkpoint is quantised ({method}); smoe reads bf16, fp16 and fp32 checkpoints so far: "
-            "take the unquantised release of the model"
+            f"the checkpoint is quantised ({method}), {model_config.model_type!r}; smoe reads bf16, fp16 and fp32 "
+            "checkpoints, gpt_oss in mxfp4, and GGUF files: take the unquantised release of the model, or a GGUF file"
         )
 
 

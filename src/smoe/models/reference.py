@@ -1,5 +1,5 @@
-"""Expert weights as the library would have them, read through safetensors' own reader, or dequantised by the gguf
-package: the other side of every comparison."""
+"""Expert weights as the library would have them, read through safetensors' own reader, or dequantised, by the gguf
+package or by transformers: the other side of every comparison."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from smoe.memory.gguf_header import is_gguf
 from smoe.memory.gguf_tensors import plain_tensor
@@ -21,17 +22,27 @@ def reference_parameters(experts: LayerExperts, chosen: Sequence[int], dtype: to
     parameters: dict[str, torch.Tensor] = {}
     for part in experts.parts:
         rows = [
-            torch.cat([_tensor(piece) for piece in experts.sources[expert][part.name]]).reshape(part.shape)
+            torch.cat([_tensor(piece) for piece in experts.sources[expert][part.name]]).reshape(part.stored_shape)
             for expert in chosen
         ]
-        parameters[part.name] = torch.stack(rows).to(dtype)
+        stored = torch.stack(rows).to(dtype)
+        parameters[part.name] = stored.transpose(1, 2).contiguous() if part.is_turned else stored
     return parameters
 
 
 def _tensor(piece: StoredTensor) -> torch.Tensor:
-    """A stored tensor, or a row of one: by key through safetensors, or by the gguf package."""
+    """The numbers of a stored tensor, or of a row of one."""
     if is_gguf(piece.path):
         return plain_tensor(piece)
+    if piece.scales is not None:
+        codes, scales = _by_key(piece), _by_key(piece.scales)
+        numbers: torch.Tensor = convert_moe_packed_tensors(codes.unsqueeze(0), scales.unsqueeze(0))  # exact in bf16
+        return numbers[0].t()
+    return _by_key(piece)
+
+
+def _by_key(piece: StoredTensor) -> torch.Tensor:
+    """A stored tensor, or a row of one, in the type and shape that the file has it in."""
     if piece.identity is not None:
         with piece.path.open("rb") as file:
             check_identity(piece.path, file.fileno(), piece.identity)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from smoe.errors import ModelError
+from smoe.errors import ConfigError, ModelError
 from smoe.memory.checkpoint_json import read_object
 from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.safetensors_index import StoredTensor, index_checkpoint
@@ -21,6 +22,7 @@ from smoe.models.expert_index import index_experts, stored_as
 from smoe.models.experts import without_expert_weights
 from smoe.models.files import naming
 from smoe.models.generation_file import check_generation
+from smoe.models.mxfp4_experts import check_mxfp4, expert_bytes, has_mxfp4_experts, joined
 from smoe.models.packed import packed_store
 from smoe.models.registration import register_local_families
 from smoe.models.spec import ModelSpec
@@ -42,16 +44,22 @@ class SafetensorsFolder:
             config: PretrainedConfig = AutoConfig.from_pretrained(
                 self.place, trust_remote_code=False, local_files_only=True
             )
+        if self._has_mxfp4:
+            del config.quantization_config  # with it the library would convert, or fetch kernels
         return config
 
     def tensors(self) -> dict[str, StoredTensor]:
         return index_checkpoint(self.place)
 
     def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
-        return index_experts(self.place, spec.shell, spec.sites, self.tensors())
+        if not self._has_mxfp4:
+            return index_experts(self.place, spec.shell, spec.sites, self.tensors())
+        experts = index_experts(self.place, spec.shell, spec.sites, joined(self.tensors()))
+        check_mxfp4(experts)
+        return experts
 
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
-        return None
+        return expert_bytes(spec.sites, spec.dtype, self.config_place) if self._has_mxfp4 else None
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
         return {}
@@ -60,7 +68,19 @@ class SafetensorsFolder:
         return packed_store(self.place, spec.sites, SAFETENSORS[spec.dtype], alignment)
 
     def check_packable(self) -> None:
-        """Always: what gains nothing by it is packed as well."""
+        """What gains nothing by it is packed as well; what packing would unpack is not."""
+        if self._has_mxfp4:
+            raise ConfigError(
+                f"the experts in {self.place} are stored in MXFP4 and served as they are; packed they would be in "
+                "another type and take four times the space: use the model as it is",
+                setting="model",
+                given=str(self.place),
+                allowed="a folder of safetensors in bfloat16, float16 or float32, where it is to be packed",
+            )
+
+    @cached_property
+    def _has_mxfp4(self) -> bool:
+        return has_mxfp4_experts(read_object(self.config_place))
 
     def load_dense(self, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
         spec.config._experts_implementation = "eager"

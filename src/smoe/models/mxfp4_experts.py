@@ -1,0 +1,113 @@
+"""Experts of gpt-oss as OpenAI releases them: MXFP4, with codes and scales in tensors of their own.
+
+mlp.experts.gate_up_proj_blocks   uint8 [E, 2I, H / 32, 16]   two codes a byte, the lower half first
+mlp.experts.gate_up_proj_scales   uint8 [E, 2I, H / 32]       e for 2 ** (e - 127)
+mlp.experts.down_proj_...         [E, H, I / 32, ...]         biases beside them, [E, 2I] and [E, H], are plain
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smoe.errors import CheckpointError
+from smoe.formats.mxfp4 import MXFP4_PAIRS
+from smoe.memory.safetensors_index import StoredTensor
+from smoe.memory.store import LayerExperts
+from smoe.models.experts import ExpertsSite
+
+FAMILIES = ("gpt_oss",)
+_CODES, _SCALES = "_blocks", "_scales"
+_CODE_BYTES = 16
+"""Of a block."""
+
+
+def has_mxfp4_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that the experts are stored so, in a family whose files are known."""
+    quantisation = config.get("quantization_config")
+    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+    return method == "mxfp4" and config.get("model_type") in FAMILIES
+
+
+def expert_bytes(sites: Sequence[ExpertsSite], dtype: torch.dtype, config_place: Path) -> dict[int, int]:
+    """An expert of every layer by the configuration alone: matrices in MXFP4, biases in `dtype`.
+
+    Raises `CheckpointError` for rows that are not made of whole blocks.
+    """
+    found = {}
+    for site in sites:
+        found[site.layer] = 0
+        for part in site.parts:
+            if len(part.shape) == 1:
+                found[site.layer] += part.shape[0] * dtype.itemsize
+                continue
+            columns, outputs = part.shape  # as the library has them in these families
+            if not MXFP4_PAIRS.fits(columns):
+                raise CheckpointError(
+                    f"{config_place}: rows of {part.name} have {columns} numbers by its sizes, and MXFP4 comes in "
+                    f"blocks of {MXFP4_PAIRS.numbers}; download it again"
+                )
+            found[site.layer] += outputs * MXFP4_PAIRS.row_bytes(columns)
+    return found
+
+
+def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint, each pair of codes and scales as the one weight that it is: [E, outputs, columns].
+
+    Raises `CheckpointError` where one of a pair is missing, or they do not fit each other.
+    """
+    found = {key: tensor for key, tensor in tensors.items() if not key.endswith((_CODES, _SCALES))}
+    for key, tensor in tensors.items():
+        if key.endswith(_SCALES):
+            _other(tensors, key, _SCALES, _CODES)
+        elif key.endswith(_CODES):
+            name = key.removesuffix(_CODES)
+            if name in found:
+                raise CheckpointError(f"{tensor.path} holds {key!r} beside {name!r}, the same weight; download again")
+            found[name] = _joined(tensor, _other(tensors, key, _CODES, _SCALES))
+    return found
+
+
+def check_mxfp4(layers: Mapping[int, LayerExperts]) -> None:
+    """Raise `CheckpointError` where experts are not stored as the configuration says."""
+    for experts in layers.values():
+        for part in experts.parts:
+            tensor = experts.sources[0][part.name][0]
+            if len(part.shape) > 1 and tensor.dtype != MXFP4_PAIRS.name:
+                raise CheckpointError(
+                    f"{tensor.path}: {tensor.key!r} is {tensor.dtype}, but by config.json experts are in MXFP4; if "
+                    "they have been converted, remove 'quantization_config' from config.json"
+                )
+
+
+def _other(tensors: Mapping[str, StoredTensor], key: str, ending: str, other: str) -> StoredTensor:
+    """What belongs to a tensor: the scales of codes, or the codes of scales."""
+    wanted = key.removesuffix(ending) + other
+    if wanted not in tensors:
+        raise CheckpointError(
+            f"{tensors[key].path} has {key!r}, but no shard has {wanted!r}, which belongs to it; the checkpoint is "
+            "incomplete"
+        )
+    return tensors[wanted]
+
+
+def _joined(codes: StoredTensor, scales: StoredTensor) -> StoredTensor:
+    for tensor in (codes, scales):
+        if tensor.dtype != "U8":
+            raise CheckpointError(
+                f"{tensor.path}: {tensor.key!r} is {tensor.dtype}, and MXFP4 is kept in bytes (U8); download the "
+                "checkpoint again"
+            )
+    *leading, blocks, width = codes.shape if len(codes.shape) == 4 else (0, 0)
+    if width != _CODE_BYTES or scales.shape != (*leading, blocks) or not math.prod(codes.shape):
+        raise CheckpointError(
+            f"{scales.path}: {scales.key!r} has the shape {list(scales.shape)} and {codes.key!r} {list(codes.shape)}; "
+            f"they should be [experts, rows, blocks] and [experts, rows, blocks, {_CODE_BYTES}]; download again"
+        )
+    shape = (*leading, blocks * MXFP4_PAIRS.numbers)
+    return replace(codes, dtype=MXFP4_PAIRS.name, shape=shape, scales=scales)
