@@ -35,6 +35,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 DIRECT_IO = ("auto", "on", "off")
 KERNELS = ("auto", "native", "torch")
 DENSE_PRECISION = ("as-stored", "dtype")
+PRECISION = ("auto", "int8", "int4", "int2")
 SUBSTITUTES = ("replace", "drop")
 SUBSTITUTE_WEIGHTS = ("own", "inherited")
 CPU_ISA = ("none", "avx2", "avx512", "avx512_bf16", "all")
@@ -65,6 +66,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "balance_order": BALANCE_ORDER,
     "prefill_keep": PREFILL_KEEP,
     "dense_precision": DENSE_PRECISION,
+    "precision": PRECISION,
     "direct_io": DIRECT_IO,
     "kernels": KERNELS,
     "substitutes": SUBSTITUTES,
@@ -189,6 +191,9 @@ class EngineConfig:
     preload: bool | None = None
     """Read every expert once the model is loaded, in the background and behind what is asked for; None: where the
     budget holds them all."""
+    precision: str = "auto"
+    """The routed experts in fewer bits, from the file that `smoe pack --precision` wrote (lossy); auto: as the
+    checkpoint has them."""
     dense_precision: str = "as-stored"
     """Quantised weights beside the experts: kept as the file has them, or unpacked to `dtype` when they are loaded."""
     kernels: str = "auto"
@@ -221,7 +226,7 @@ class EngineConfig:
     @property
     def is_lossy(self) -> bool:
         """Whether the text may differ from the unmodified model's by more than rounding."""
-        return self.alpha > 0
+        return self.alpha > 0 or self.precision != "auto"
 
     def __post_init__(self) -> None:
         for name in (*LIMITS, *CHOICES, *SWITCHES, *_NUMBERS):

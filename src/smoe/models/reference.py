@@ -1,5 +1,5 @@
-"""Expert weights as the library would have them, read through safetensors' own reader, or dequantised by the gguf
-package: the other side of every comparison."""
+"""Expert weights as the library would have them, read through safetensors' own reader, or dequantised, by the gguf
+package or by our reference decoders: the other side of every comparison."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from smoe.formats.registry import FORMATS
 from smoe.memory.gguf_header import is_gguf
-from smoe.memory.gguf_tensors import plain_tensor
+from smoe.memory.gguf_tensors import plain_tensor, read_bytes
 from smoe.memory.safetensors_index import StoredTensor, check_identity, read_header
 from smoe.memory.store import LayerExperts
 
@@ -32,6 +33,9 @@ def _tensor(piece: StoredTensor) -> torch.Tensor:
     """A stored tensor, or a row of one: by key through safetensors, or by the gguf package."""
     if is_gguf(piece.path):
         return plain_tensor(piece)
+    if piece.dtype in FORMATS:
+        form = FORMATS[piece.dtype]
+        return torch.from_numpy(form.decode(read_bytes(piece).view(piece.shape[0], -1).numpy()))
     if piece.identity is not None:
         with piece.path.open("rb") as file:
             check_identity(piece.path, file.fileno(), piece.identity)

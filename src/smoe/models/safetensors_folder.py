@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from smoe.errors import ModelError
+from smoe.errors import ConfigError, ModelError
 from smoe.memory.checkpoint_json import read_object
-from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.safetensors_index import StoredTensor, index_checkpoint
-from smoe.memory.store import ExpertStore, LayerExperts
+from smoe.memory.store import LayerExperts
 from smoe.models.config_file import check_config
 from smoe.models.dense import check_loaded, move_to_own_memory, quiet_library
 from smoe.models.expert_index import index_experts, stored_as
 from smoe.models.experts import without_expert_weights
 from smoe.models.files import naming
 from smoe.models.generation_file import check_generation
-from smoe.models.packed import packed_store
+from smoe.models.packed import Contents, Packed, contents_in_precision, read_packed
 from smoe.models.registration import register_local_families
 from smoe.models.spec import ModelSpec
 
@@ -48,16 +47,32 @@ class SafetensorsFolder:
         return index_checkpoint(self.place)
 
     def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
-        return index_experts(self.place, spec.shell, spec.sites, self.tensors())
+        stored = index_experts(self.place, spec.shell, spec.sites, self.tensors())
+        if spec.precision == "auto":
+            return stored
+        contents = self._contents(spec)
+        packed = self.packed(contents)
+        if packed is None:
+            raise ConfigError(
+                f"`precision` {spec.precision}: {contents.path(self.place)} is not there; write it with: smoe pack "
+                f"{self.place} --precision {spec.precision}",
+                setting="precision",
+                given=spec.precision,
+                allowed="auto, or a precision that the model has been packed in",
+            )
+        return packed.layers
 
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
-        return None
+        if spec.precision == "auto":
+            return None
+        contents = self._contents(spec)
+        return {layer: contents.expert_bytes(layer) for layer in contents.parts}
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
         return {}
 
-    def packed(self, spec: ModelSpec, alignment: int | None) -> ExpertStore | None:
-        return packed_store(self.place, spec.sites, SAFETENSORS[spec.dtype], alignment)
+    def packed(self, contents: Contents) -> Packed | None:
+        return read_packed(self.place, contents)
 
     def check_packable(self) -> None:
         """Always: what gains nothing by it is packed as well."""
@@ -81,6 +96,9 @@ class SafetensorsFolder:
             move_to_own_memory(loaded)
         model: PreTrainedModel = loaded.to(device).eval().requires_grad_(False)
         return model
+
+    def _contents(self, spec: ModelSpec) -> Contents:
+        return contents_in_precision(spec.sites, spec.precision, spec.config.model_type)
 
     def tokenizer(self) -> Any:
         for name in _TOKENIZER_SETTINGS:

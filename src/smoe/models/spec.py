@@ -34,6 +34,8 @@ class ModelSpec:
     dtype: torch.dtype
     context_tokens: int
     """Positions reserved for every sequence."""
+    precision: str = "auto"
+    """Of the routed experts (`EngineConfig.precision`)."""
     stored_bytes: Mapping[int, int] | None = None
     """An expert of every layer, where they are quantised and stay so; None: they are of the model's dtype."""
     dense: Mapping[str, StoredTensor] = field(default_factory=dict)
