@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -173,6 +175,38 @@ def test_no_prompt(run, checkpoint, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     ran = run("generate", checkpoint)
     assert ran.code == 2 and "there is no prompt" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("prompts", "number"), [(("-p", ""), 1), (("-p", "x", "-p", ""), 2), (("--prompt-file", "FILE"), 1)]
+)
+def test_an_empty_prompt_is_refused_before_the_weights_are_read(
+    run, checkpoint, tmp_path, monkeypatch, prompts, number
+):
+    """Where the model has no token to begin a text with; files that are empty are prompts, too."""
+
+    def load_dense(*_: object) -> None:
+        raise AssertionError("reads the weights first")
+
+    monkeypatch.setattr("smoe.models.safetensors_folder.SafetensorsFolder.load_dense", load_dense)
+    (tmp_path / "empty.txt").touch()
+    prompts = [part.replace("FILE", str(tmp_path / "empty.txt")) for part in prompts]
+    ran = run("generate", checkpoint, "--memory", "64MiB", *prompts)
+    assert (ran.code, ran.out) == (2, "") and ran.err.count("error:") == 1
+    assert f"prompt {number} is empty" in ran.err and "give some text" in ran.err and "Traceback" not in ran.err
+    facts = {"type": "ConfigError", "setting": "prompt", "given": "", "allowed": "text of at least one token"}
+    assert run("generate", checkpoint, "--memory", "64MiB", *prompts, "--json").json["error"].items() >= facts.items()
+
+
+def test_an_empty_prompt_begins_with_the_models_own_token(run, checkpoint, tmp_path):
+    """Where it has one."""
+    folder = tmp_path / "begins"
+    shutil.copytree(checkpoint, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "A"}))
+    asked = ("generate", folder, "--memory", "64MiB", "--max-new-tokens", 4, "--json")
+    found = run(*asked, "-p", "").json
+    assert found["prompt_tokens"] == 1 and found["token_ids"] == run(*asked, "-p", "A").json["token_ids"]
 
 
 def test_unknown_model(run):

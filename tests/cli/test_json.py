@@ -22,6 +22,7 @@ BAD: dict[str, tuple[tuple[object, ...], str, object]] = {
     "eval": (("--alphas", "a,b"), "alphas", "a,b"),
     "tune": (("--tpot", "fast"), "tpot", "fast"),
     "verify": (("--eviction", "belady"), "eviction", "belady"),
+    "pack": (("--dtype", "int4"), "dtype", "int4"),
     "record": (("--out", "/nowhere/x.trace"), "out", "/nowhere/x.trace"),
     "replay": (("--slots", 4), "trace", "none.trace"),
     "doctor": (("--folder", "/nowhere"), "folder", "/nowhere"),

@@ -34,6 +34,33 @@ def test_a_good_pack_is_left_alone(run, mixtral):
     assert _packed(mixtral)[0].stat().st_mtime_ns != written
 
 
+def test_for_programs_one_object_says_what_was_packed(run, mixtral):
+    """All there is on stdout; a pack that is there already is said in a key."""
+    asked = ("pack", mixtral, "--dtype", "bfloat16", "--json")
+    found = run(*asked).json
+    (path,) = _packed(mixtral)
+    assert found == {
+        "file": str(path),
+        "model": str(mixtral),
+        "dtype": "bfloat16",
+        "experts": 4 * 8,
+        "bytes": path.stat().st_size,
+        "was_packed_before": False,
+    }
+    again = run(*asked)
+    assert again.json == found | {"was_packed_before": True} and "packed already" not in again.out
+    assert run(*asked, "--force").json == found
+
+
+def test_for_programs_an_interrupt_is_an_object(run, mixtral, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(packed, "_expert_bytes", interrupted)
+    ran = run("pack", mixtral, "--json")
+    assert ran.code == 130 and ran.json["error"]["type"] == "Interrupted"
+
+
 def test_a_truncated_pack_is_refused_and_packed_again(run, mixtral):
     run("pack", mixtral)
     path = _packed(mixtral)[0]

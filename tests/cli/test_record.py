@@ -47,6 +47,12 @@ def test_prompts_together(run, checkpoint, tmp_path):
     assert set(Trace(tmp_path / "a.trace").rows["sequence"].tolist()) == {0, 1, 2}
 
 
+def test_an_empty_prompt_is_refused_before_the_weights_are_read(run, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("smoe.models.safetensors_folder.SafetensorsFolder.load_dense", lambda *_: 1 / 0)
+    ran = run("record", checkpoint, *COMMON, "-p", "once", "-p", "", "--out", tmp_path / "a.trace")
+    assert ran.code == 2 and "prompt 2 is empty" in ran.err and not (tmp_path / "a.trace").exists()
+
+
 def test_a_text_is_read_token_by_token(run, checkpoint, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": words}) + "\n" for words in ("once upon a time", "a cat", "unread")))

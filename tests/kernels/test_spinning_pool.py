@@ -6,13 +6,14 @@ that works on the products before these.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 
 import pytest
 import torch
 
-from smoe.kernels import jit, row_product, spinning_pool
+from smoe.kernels import jit, row_product, spinning_pool, tasks
 from smoe.kernels.proof import agrees, agrees_on_rows, part_that_agrees
 from smoe.kernels.row_product import fits
 from smoe.kernels.spinning_pool import Product, SpinningPool
@@ -131,6 +132,52 @@ def test_closing_ends_the_helpers() -> None:
         time.sleep(0.01)  # asleep
     assert threading.active_count() == before
     assert pool.threads == 4
+
+
+def wait_until_asleep(pool: SpinningPool) -> None:
+    for _ in range(10_000):  # a busy machine takes its time; who never sleeps is not waited for
+        if all(pool._is_asleep):
+            return
+        time.sleep(0.001)
+    raise AssertionError("a helper does not sleep")
+
+
+def test_helpers_look_out_longer_where_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acted to the extreme: not at all beside readers, for ever without. Would catch a patience that nothing sets, or
+    the wrong way round, and a helper that keeps the one it began with."""
+    promised.needs(jit.is_available(), "a compiler")
+    assert 0 < spinning_pool._SPIN_CYCLES < spinning_pool._SPIN_CYCLES_ALONE
+    monkeypatch.setattr(spinning_pool, "_SPIN_CYCLES", 0)
+    monkeypatch.setattr(spinning_pool, "_SPIN_CYCLES_ALONE", 1 << 62)
+    meeting = threading.Barrier(2)
+    met: list[bool] = []
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+    def meet(arguments: int, unit: int) -> None:
+        try:
+            meeting.wait(10)
+            met.append(True)
+        except threading.BrokenBarrierError:
+            met.append(False)
+
+    def both_come(is_long: bool) -> bool:
+        """Whether a unit each was taken by the helper and by this thread."""
+        met.clear()
+        pool.share(jit.address_of(meet), [], 2, is_long)
+        return met == [True, True]
+
+    with SpinningPool(2, has_bf16=False) as pool:
+        try:
+            wait_until_asleep(pool)
+            pool.expect_readers(False)
+            assert both_come(is_long=True), "woken"
+            for _ in range(20):
+                time.sleep(0.001)
+                assert both_come(is_long=False), "still awake, as nobody wakes it for this"
+            pool.expect_readers(True)
+            wait_until_asleep(pool)  # in the middle of looking out
+        finally:
+            pool._block[tasks.PATIENCE] = 0  # or a helper that never tires could not be ended
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import EntryNotFoundError
 
-from smoe import cli
-from smoe.errors import ModelError
+from smoe import cli, from_pretrained
+from smoe.errors import ConfigError, ModelError
 from smoe.models import files, hub
 
 HUB_ID = "Qwen/Qwen3-30B-A3B"
@@ -81,6 +81,42 @@ def test_what_is_no_model_is_said_without_the_hub(
 @pytest.mark.parametrize("model", [HUB_ID, "mistralai/Mixtral-8x7B-v0.1", "owner/model.v2"])
 def test_a_hub_id_is_one(model: str, here: Path) -> None:
     assert files.local_place(model) is None
+
+
+@pytest.mark.parametrize("model", ["my-moe", "./my-moe", "big.gguf", "gguf-only", "demo"])
+def test_a_model_on_disk_has_no_revision(model: str, here: Path) -> None:
+    """Which would else be left out of account without a word."""
+    for call in (files.described_place, files.fetch, files.refuse_unknown):
+        with pytest.raises(ConfigError, match=f"`revision` is 'v2', and {model} is no model of the hub") as error:
+            call(model, "v2")
+        assert error.value.facts == {"setting": "revision", "given": "v2", "allowed": "only with a hub id"}
+        call(model, None)
+    with pytest.raises(ConfigError, match="'v2'"):
+        from_pretrained(model, revision="v2")
+
+
+@pytest.mark.parametrize("command", ["plan", "generate", "chat", "pack", "verify", "record"])
+@pytest.mark.parametrize("model", ["my-moe", "big.gguf"])
+def test_commands_refuse_a_revision_of_a_model_on_disk(
+    model: str, command: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {"record": ["--out", "x.trace", "-p", "a"], "generate": ["-p", "a"]}.get(command, [])
+    monkeypatch.setattr("sys.argv", ["smoe", command, model, "--revision", "v2", *more])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    shown = " ".join(capsys.readouterr().err.split())
+    assert left.value.code == 2 and shown.count("error:") == 1
+    assert f"--revision is 'v2', and {model} is no model of the hub" in shown and "Traceback" not in shown
+
+
+@pytest.mark.parametrize("call", [files.described_place, files.fetch])
+def test_a_hub_model_has_the_revision_that_is_asked_for(
+    call: Callable[..., Path], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    for name in ("config_folder", "cached"):
+        monkeypatch.setattr(hub, name, lambda model, revision: asked.append((model, revision)) or here)
+    assert call(HUB_ID, "v2") == here and asked == [(HUB_ID, "v2")]
 
 
 def no_route(*_: Any, **__: Any) -> Any:

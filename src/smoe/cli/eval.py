@@ -79,17 +79,7 @@ def command(
     thresholds = _thresholds(alphas)
     if plot is not None:
         check_plot(plot)
-    if tasks is not None and questions is not None:
-        message = "--tasks and --questions both say what is asked; give one of them"
-        raise ConfigError(message, setting="tasks", given=tasks, allowed="only without `questions`")
-    if task_folder is not None and tasks is None:
-        raise ConfigError.idle("task_folder", str(task_folder), "`tasks`")
-    if most_questions < (0 if tasks is None else 1):
-        allowed = "at least 0" if tasks is None else "at least 1 with `tasks`"
-        raise ConfigError.out_of_bounds("most_questions", most_questions, allowed)
-    names = tuple(name.strip() for name in tasks.split(",") if name.strip()) if tasks is not None else ()
-    if tasks is not None and not names:
-        raise ConfigError.out_of_bounds("tasks", tasks, "names of tasks separated by commas, such as arc_easy,piqa")
+    names = _task_names(tasks, task_folder, questions, most_questions)
     material = Material(text, tokens, questions, most_questions, names, task_folder)
     prices, circumstances = measured(engine, model, thresholds, material, out)
     writes_json = gives_json(json)
@@ -102,6 +92,25 @@ def command(
 
         draw(prices, f"{model}, {circumstances['resident_share']:.0%} of the experts resident", plot)
         note(str(plot))
+
+
+def _task_names(
+    tasks: str | None, task_folder: Path | None, questions: Path | None, most_questions: int
+) -> tuple[str, ...]:
+    """The tasks of lm_eval that are asked, none where they are not; raises `ConfigError` for options that do not go
+    together."""
+    if tasks is not None and questions is not None:
+        message = "--tasks and --questions both say what is asked; give one of them"
+        raise ConfigError(message, setting="tasks", given=tasks, allowed="only without `questions`")
+    if task_folder is not None and tasks is None:
+        raise ConfigError.idle("task_folder", str(task_folder), "`tasks`")
+    if most_questions < (0 if tasks is None else 1):
+        allowed = "at least 0" if tasks is None else "at least 1 with `tasks`"
+        raise ConfigError.out_of_bounds("most_questions", most_questions, allowed)
+    names = tuple(name.strip() for name in tasks.split(",") if name.strip()) if tasks is not None else ()
+    if tasks is not None and not names:
+        raise ConfigError.out_of_bounds("tasks", tasks, "names of tasks separated by commas, such as arc_easy,piqa")
+    return names
 
 
 def _no_alphas(given: str) -> ConfigError:

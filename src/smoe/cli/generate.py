@@ -146,7 +146,7 @@ def _run(
     from smoe.report.run import report_on
 
     config = engine.config(len(texts)) if tpot is None else substituting(engine, len(texts))
-    with loaded(model, config, engine.revision) as ready:
+    with loaded(model, config, engine.revision, texts) as ready:
         if tpot is not None:
             _meet(tpot, model, engine.preset, ready)
         tokenizer = tokenizer_of(model, engine.revision)

@@ -140,7 +140,7 @@ def _record(
     from smoe.trace.recorder import recording
 
     config = options.config()
-    with loaded(model, config, options.revision) as ready:
+    with loaded(model, config, options.revision, texts if tokens is None else ()) as ready:
         tokenizer, offload = tokenizer_of(model, options.revision), cast("Engine", ready.offload)
         documents = _cut(tokenizer, texts, tokens, offload.context_tokens) if tokens is not None else []
         batches = _batches(tokenizer, texts, offload) if tokens is None else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from smoe.cli.console import Patience, note
 from smoe.config import EngineConfig
+from smoe.generation.generate import encode
 from smoe.load.pretrained import load
 from smoe.models.checkpoint import whole_checkpoint
 from smoe.policy.budget import Ledger
@@ -22,12 +23,23 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def loaded(model: str, config: EngineConfig, revision: str | None) -> Iterator[PreTrainedModel]:
-    """The model behind its engine, closed at the end; says what the budget is and why."""
+def loaded(
+    model: str, config: EngineConfig, revision: str | None, prompts: Sequence[str] = ()
+) -> Iterator[PreTrainedModel]:
+    """The model behind its engine, closed at the end; says what the budget is and why.
+
+    `prompts` of no tokens are refused before the weights are read.
+    """
     transformers.logging.set_verbosity_error()
     watch = _Watch(f"loading {model}")
+
+    def start(ledger: Ledger) -> None:
+        if not all(prompt.strip() for prompt in prompts):  # what they become hangs on the tokenizer
+            encode(tokenizer_of(model, revision), prompts)
+        watch.start(ledger)
+
     try:
-        ready = load(model, config, revision, watch.start, watch.expect)
+        ready = load(model, config, revision, start, watch.expect)
     finally:
         watch.stop()
     engine: Any = ready.offload

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
-from smoe.errors import CheckpointError, DiskSpaceError, ModelError, SmoeError
+from smoe.errors import CheckpointError, ConfigError, DiskSpaceError, ModelError, SmoeError
 from smoe.memory.gguf_header import is_gguf, part_paths, part_stem
 from smoe.models import hub
 from smoe.models.hub import no_model
@@ -124,15 +124,29 @@ def _near(path: Path) -> str:
     return f" (near it: {', '.join(close)})" if close else ""
 
 
+def _place_on_disk(model: str | Path, revision: str | None) -> Path | None:
+    """`local_place`, where no revision is asked for; raises `ConfigError` for one of files that have no other."""
+    place = local_place(model)
+    if place is not None and revision is not None:
+        raise ConfigError(
+            f"`revision` is {revision!r}, and {model} is no model of the hub but one on disk, which is taken as it is: "
+            "leave it out, or give a hub id such as Qwen/Qwen3-30B-A3B",
+            setting="revision",
+            given=revision,
+            allowed="only with a hub id",
+        )
+    return place
+
+
 def described_place(model: str | Path, revision: str | None) -> Path:
     """Where a model's configuration is: its own place, or for a hub id a folder into which nothing else was
     downloaded."""
-    return local_place(model) or hub.config_folder(str(model), revision)
+    return _place_on_disk(model, revision) or hub.config_folder(str(model), revision)
 
 
 def fetch(model: str | Path, revision: str | None) -> Path:
     """The folder, or the GGUF file, of a model, downloaded from the hub if need be."""
-    folder = local_place(model) or hub.cached(str(model), revision)
+    folder = _place_on_disk(model, revision) or hub.cached(str(model), revision)
     if folder is not None:
         return folder
     size = hub.size_bytes(str(model), revision)
@@ -141,8 +155,9 @@ def fetch(model: str | Path, revision: str | None) -> Path:
 
 
 def refuse_unknown(model: str, revision: str | None) -> None:
-    """Raise `ModelError` for a model that cannot be had: before anything heavy is imported, and within seconds."""
-    if local_place(model) is None and not hub.has_config(model, revision):
+    """Raise `ModelError` for a model that cannot be had, `ConfigError` for a revision of one on disk: before anything
+    heavy is imported, and within seconds."""
+    if _place_on_disk(model, revision) is None and not hub.has_config(model, revision):
         hub.check_reachable(model)
 
 
