@@ -68,6 +68,11 @@ class Contents:
     def experts(self) -> int:
         return sum(site.experts for site in self.sites)
 
+    @property
+    def nbytes(self) -> int:
+        """All experts; the file is larger by what brings each to whole pages."""
+        return sum(site.experts * self.expert_bytes(site.layer) for site in self.sites)
+
     def expert_bytes(self, layer: int) -> int:
         return sum(part.nbytes for part in self.parts[layer])
 
@@ -104,8 +109,8 @@ def contents_in_precision(sites: Sequence[ExpertsSite], precision: str, model_ty
         if {part.name for part in site.parts} != _QUANTISABLE or any(len(part.shape) != 2 for part in site.parts):
             names = ", ".join(part.name for part in site.parts)
             raise UnsupportedModelError(
-                f"experts of {model_type!r} are made of {names}, and smoe quantises those that are made of gate_up_proj "
-                "and down_proj alone: leave `precision` out"
+                f"experts of {model_type!r} are made of {names}, and smoe quantises those that are made of "
+                "gate_up_proj and down_proj alone: leave `precision` out"
             )
         parts[site.layer] = tuple(PackedPart(part, _format_of(precision, part, site.layer)) for part in site.parts)
     return Contents(precision, sites, parts)
