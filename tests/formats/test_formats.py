@@ -14,18 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smoe.formats.base import Field, Format, Group
-from smoe.formats.registry import FORMATS
+from smoe.formats.registry import FORMATS, GGML
 from tests.formats.blocks import by_gguf, random_rows
 
 every = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+of_ggml = pytest.mark.parametrize("form", GGML.values(), ids=GGML)
 
 
-@every
+@of_ggml
 def test_the_block_is_as_large_as_in_ggml(form: Format) -> None:
     assert GGML_QUANT_SIZES[GGMLQuantizationType[form.name]] == (form.numbers, form.nbytes)
 
 
-@every
+@of_ggml
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), spread=st.sampled_from([0.0, 1e-7, 0.01, 100.0]))
 def test_numbers_are_those_of_the_gguf_package(form: Format, seed: int, spread: float) -> None:
