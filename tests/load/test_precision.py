@@ -80,7 +80,7 @@ def test_the_same_budget_holds_more_experts(toy: Callable[..., Path], tmp_path: 
 
 def test_a_precision_must_have_been_packed(toy: Callable[..., Path], open_model: Open, tmp_path: Path) -> None:
     folder = packed_toy(toy, "mixtral", "int8", tmp_path / "model", torch.float32)
-    with pytest.raises(ConfigError, match=r"smoe pack .* --precision int4") as refusal:
+    with pytest.raises(ConfigError, match=r"smoe pack on .* with `precision` int4") as refusal:
         open_model(folder, 10**9, precision="int4")
     assert refusal.value.setting == "precision"
 

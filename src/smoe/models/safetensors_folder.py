@@ -54,8 +54,8 @@ class SafetensorsFolder:
         packed = self.packed(contents)
         if packed is None:
             raise ConfigError(
-                f"`precision` {spec.precision}: {contents.path(self.place)} is not there; write it with: smoe pack "
-                f"{self.place} --precision {spec.precision}",
+                f"`precision` {spec.precision}: {contents.path(self.place)} is not there; run smoe pack on "
+                f"{self.place} with `precision` {spec.precision} first",
                 setting="precision",
                 given=spec.precision,
                 allowed="auto, or a precision that the model has been packed in",
