@@ -16,9 +16,9 @@ from smoe.policy.plan_progress import Progress
 from smoe.policy.planner import plan_layer, plan_prefetch
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
-from tests.policy.tables import EXPERTS, LAYERS, TOP_K, guesses, routings, used
+from tests.policy.tables import EXPERTS, LAYERS, TOP_K, depths, predictions, routings
 
-steps = st.lists(st.tuples(routings(), guesses), min_size=1, max_size=12)
+steps = st.lists(st.tuples(routings(), depths), min_size=1, max_size=12)
 
 
 class OnceEach(LRU):
@@ -56,7 +56,7 @@ def assert_agreement(progress: Progress) -> None:
 
 def drop_stale(progress: Progress, loads: Loads, routing: Routing) -> None:
     """As the engine does before a plan is made: what was prefetched and is not wanted leaves."""
-    for key in set(progress.table.staged) - set(used(routing)):
+    for key in progress.look_through(routing)[1]:
         if key in loads.running:
             loads.running.remove(key)
             progress.fail(key)
@@ -64,7 +64,9 @@ def drop_stale(progress: Progress, loads: Loads, routing: Routing) -> None:
             progress.table.release(key)
 
 
-def serve_all(progress: Progress, loads: Loads, routing: Routing, predicted: list[int], data: st.DataObject) -> None:
+def serve_all(
+    progress: Progress, loads: Loads, routing: Routing, guessed: list[list[int]], data: st.DataObject
+) -> None:
     """One layer, every load ending at a time of its own but before it is computed; prefetches may outlive the layer."""
     table = progress.table
     drop_stale(progress, loads, routing)
@@ -72,7 +74,7 @@ def serve_all(progress: Progress, loads: Loads, routing: Routing, predicted: lis
     loads.begun = []
     progress.adopt(plan)
     if routing.phase is Phase.DECODE:
-        progress.prefetch(plan_prefetch((routing.layer + 1) % LAYERS, predicted, table, plan).loads)
+        progress.prefetch(plan_prefetch(predictions(routing.layer, guessed), table, plan))
     for computed, serve in enumerate(plan.serves, start=1):
         for key in data.draw(st.lists(st.sampled_from(loads.running), unique=True)) if loads.running else ():
             loads.running.remove(key)
@@ -90,8 +92,8 @@ def serve_all(progress: Progress, loads: Loads, routing: Routing, predicted: lis
 def test_table_and_policy_agree_after_every_layer(steps, cache_slots, staging_slots, data) -> None:
     loads = Loads()
     progress = Progress(SlotTable(cache_slots, staging_slots), OnceEach(), loads.begin)
-    for routing, predicted in steps:
-        serve_all(progress, loads, routing, predicted, data)
+    for routing, guessed in steps:
+        serve_all(progress, loads, routing, guessed, data)
         assert_agreement(progress)
 
 
@@ -100,8 +102,8 @@ def test_table_and_policy_agree_after_every_layer(steps, cache_slots, staging_sl
 def test_an_interrupt_anywhere_is_undone(steps, last, cache_slots, data) -> None:
     loads = Loads()
     progress = Progress(SlotTable(cache_slots, 3), OnceEach(), loads.begin)
-    for routing, predicted in steps:
-        serve_all(progress, loads, routing, predicted, data)
+    for routing, guessed in steps:
+        serve_all(progress, loads, routing, guessed, data)
     drop_stale(progress, loads, last)
     plan = plan_layer(last, progress.table, progress.eviction, 2)
     progress.adopt(plan)

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from smoe.errors import BudgetError
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.balance import Balance, Costs
-from smoe.policy.plan import HOST, LayerPlan, PrefetchPlan, Reason
+from smoe.policy.plan import HOST, LayerPlan, Load, Reason
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import LAST_TOKENS, observation, plan_layer, plan_prefetch, routes_by_key
+from smoe.policy.prediction import Prediction
 from smoe.policy.registry import ONLINE_EVICTION, make_eviction
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
@@ -27,12 +28,13 @@ from tests.policy.tables import (
     Executor,
     assert_loads_can_start,
     assert_plan_serves,
-    guesses,
+    depths,
+    predictions,
     routings,
     used,
 )
 
-steps = st.lists(st.tuples(routings(), guesses), min_size=1, max_size=25)
+steps = st.lists(st.tuples(routings(), depths), min_size=1, max_size=25)
 cache_sizes = st.integers(TOP_K, LAYERS * EXPERTS + 2)
 staging_sizes = st.integers(2, 8)
 policies = st.sampled_from(sorted(ONLINE_EVICTION))
@@ -54,12 +56,12 @@ def assert_plan_is_sound(plan: LayerPlan, routing: Routing, executor: Executor) 
     assert all(load.reason is Reason.DEMAND for load in plan.loads)
 
 
-def assert_prefetch_is_modest(prefetch: PrefetchPlan, plan: LayerPlan, executor: Executor) -> None:
+def assert_prefetch_is_modest(prefetch: list[Load], plan: LayerPlan, executor: Executor) -> None:
     table = executor.table
-    assert all(not load.keep and load.victim is None and load.reason is Reason.PREFETCH for load in prefetch.loads)
-    assert {(load.slot, load.after) for load in prefetch.loads} <= set(plan.spare)
-    assert len({load.slot for load in prefetch.loads}) == len(prefetch.loads) < table.staging_slots
-    copies = [load.key for load in prefetch.loads]
+    assert all(not load.keep and load.victim is None and load.reason is Reason.PREFETCH for load in prefetch)
+    assert {(load.slot, load.after) for load in prefetch} <= set(plan.spare)
+    assert len({load.slot for load in prefetch}) == len(prefetch) < table.staging_slots
+    copies = [load.key for load in prefetch]
     assert len(set(copies)) == len(copies)
     assert not set(copies) & (table.ready.keys() | table.inflight.keys())
 
@@ -76,7 +78,7 @@ def assert_prefill_kept_the_best(before: set[ExpertKey], routing: Routing, execu
 
 
 def run(
-    steps: list[tuple[Routing, list[int]]],
+    steps: list[tuple[Routing, list[list[int]]]],
     cache: int,
     staging: int,
     name: str,
@@ -85,7 +87,7 @@ def run(
     balance: Balance | None = None,
 ) -> Executor:
     executor = Executor(cache, staging, make_eviction(name))
-    for routing, predicted in steps:
+    for routing, guessed in steps:
         executor.drop_stale(routing)
         executor.eviction.observe(observation(routing))
         residents = set(executor.table.cached())
@@ -93,10 +95,9 @@ def run(
         assert_plan_is_sound(plan, routing, executor)
         executor.promote([promotion for promotion in plan.promotions if not promotion.after])
         promoted = plan._replace(promotions=[promotion for promotion in plan.promotions if promotion.after])
-        prefetch = None
+        prefetch: list[Load] = []
         if looks_ahead:
-            following = (routing.layer + 1) % LAYERS
-            prefetch = plan_prefetch(following, predicted, executor.table, plan)
+            prefetch = plan_prefetch(predictions(routing.layer, guessed), executor.table, plan)
             assert_prefetch_is_modest(prefetch, plan, executor)
         loaded = len(executor.loaded)
         executor.carry_out(promoted, prefetch)
@@ -113,14 +114,16 @@ def run(
 
 @settings(max_examples=150, deadline=None)
 @given(steps=steps, cache=cache_sizes, staging=staging_sizes, name=policies)
-def test_any_sequence_of_steps(steps: list[tuple[Routing, list[int]]], cache: int, staging: int, name: str) -> None:
+def test_any_sequence_of_steps(
+    steps: list[tuple[Routing, list[list[int]]]], cache: int, staging: int, name: str
+) -> None:
     run(steps, cache, staging, name, looks_ahead=False)
 
 
 @settings(max_examples=200, deadline=None)
 @given(steps=steps, cache=cache_sizes, staging=staging_sizes, name=policies)
 def test_any_sequence_with_look_ahead(
-    steps: list[tuple[Routing, list[int]]], cache: int, staging: int, name: str
+    steps: list[tuple[Routing, list[list[int]]]], cache: int, staging: int, name: str
 ) -> None:
     """Right and wrong guesses before decode and prefill alike: never a deadlock, never a wrong slot."""
     run(steps, cache, staging, name, looks_ahead=True)
@@ -131,7 +134,7 @@ def test_any_sequence_with_look_ahead(
     steps=steps, cache=cache_sizes, staging=staging_sizes, name=policies, looks_ahead=st.booleans(), host=st.booleans()
 )
 def test_any_sequence_kept_by_the_eviction_policy(
-    steps: list[tuple[Routing, list[int]]], cache: int, staging: int, name: str, looks_ahead: bool, host: bool
+    steps: list[tuple[Routing, list[list[int]]]], cache: int, staging: int, name: str, looks_ahead: bool, host: bool
 ) -> None:
     """And with a CPU beside the device that takes as long as the link."""
     balance = Balance("optimal", "score", Costs(1.0, 1.0, 0.0, 0.5)) if host else None
@@ -141,7 +144,7 @@ def test_any_sequence_kept_by_the_eviction_policy(
 @settings(max_examples=60, deadline=None)
 @given(steps=steps, cache=cache_sizes, staging=staging_sizes, name=policies)
 def test_the_simulator_s_shortcut_is_the_same(
-    steps: list[tuple[Routing, list[int]]], cache: int, staging: int, name: str
+    steps: list[tuple[Routing, list[list[int]]]], cache: int, staging: int, name: str
 ) -> None:
     """`carry_out` against the event by event executor: same residents, same slots, after every step."""
     executor, table, eviction = Executor(cache, staging, make_eviction(name)), SlotTable(cache, staging), None
@@ -213,7 +216,7 @@ def test_waves_reuse_the_slots_of_experts_computed_before() -> None:
 def test_a_right_guess_is_promoted_and_a_wrong_one_forgotten() -> None:
     executor = Executor(4, 3, make_eviction("lru"))
     plan = plan_layer(decode(0, 0, 1), executor.table, executor.eviction, 9)
-    executor.carry_out(plan, plan_prefetch(1, [4, 2], executor.table, plan))
+    executor.carry_out(plan, plan_prefetch([Prediction(1, [4, 2])], executor.table, plan))
     assert executor.table.staged == {(1, 4, EXACT), (1, 2, EXACT)}
     following = decode(1, 4, 5)
     executor.drop_stale(following)
@@ -227,7 +230,7 @@ def test_look_ahead_leaves_one_staging_slot_alone() -> None:
     for staging in (2, 3, 8):
         table = SlotTable(4, staging)
         plan = LayerPlan(0, [], [], [], 0, [(4 + n, 0) for n in range(staging)])
-        assert len(plan_prefetch(1, range(9), table, plan).loads) == staging - 1
+        assert len(plan_prefetch([Prediction(1, range(9))], table, plan)) == staging - 1
 
 
 def test_prefill_keeps_what_the_last_tokens_use() -> None:

@@ -66,7 +66,7 @@ def test_the_best_come_first(rows: int, family: str, toy: Callable[..., Path], o
     for layer, after in gate._following.items():
         if after in model.offload.anatomy.gates:
             _, weights, index = in_order(modules[model.offload.anatomy.gates[after]](hidden))
-            assert gate.predict(Sight(layer, hidden)) == (after, by_hand(index, weights.float()))
+            assert gate.predict(Sight(layer, hidden)) == ((after, by_hand(index, weights.float())),)
             asked += 1
     assert asked or not model.offload.anatomy.gates
 

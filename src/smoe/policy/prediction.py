@@ -1,4 +1,4 @@
-"""What guesses the experts of a later layer: when it is asked, what it may see, what it answers.
+"""What guesses the experts of later layers: when it is asked, what it may see, what it answers.
 
     one layer        | router | resident experts | wait for loads | missing experts |
     it is asked             ^ ROUTED             ^ RESIDENTS_DONE
@@ -60,5 +60,5 @@ class Predictor(ABC):
         del routing
 
     @abstractmethod
-    def predict(self, sight: Sight) -> Prediction | None:
-        """The experts of a later layer, or None where there is nothing to say."""
+    def predict(self, sight: Sight) -> Sequence[Prediction]:
+        """The experts of later layers, the nearest layer first; empty where there is nothing to say."""
