@@ -23,6 +23,8 @@ def demands(draw: st.DrawFn) -> Demand:
         slot_bytes=4096 * draw(st.integers(1, 10**5)),
         top_k=top_k,
         total_experts=draw(st.integers(top_k, 2000)),
+        read_buffer_bytes=draw(st.integers(0, 10**8)),
+        predictor_bytes=draw(st.integers(0, 10**8)),
     )
 
 
@@ -83,7 +85,7 @@ def test_the_refusal_names_every_part_and_what_to_do() -> None:
 
 def test_each_claim_costs_what_it_says() -> None:
     """One byte more of anything raises the minimum by that byte."""
-    for name in ("weights_bytes", "workspace_bytes", "kv_cache_bytes"):
+    for name in ("weights_bytes", "workspace_bytes", "kv_cache_bytes", "read_buffer_bytes", "predictor_bytes"):
         grown = replace(DEMAND, **{name: getattr(DEMAND, name) + 1})
         assert minimum_bytes(grown) == minimum_bytes(DEMAND) + 1
     assert minimum_bytes(replace(DEMAND, top_k=9)) == minimum_bytes(DEMAND) + DEMAND.slot_bytes

@@ -127,11 +127,12 @@ def late(move: Callable[..., int]) -> Callable[..., int]:
 PREDICTING: list[dict[str, Any]] = [
     {"prefetch": "next-gate"},
     {"prefetch": "look-ahead"},
+    {"prefetch": "stacked-gates"},
     {"prefetch": "look-ahead", "device": "emulated", "dilation": 1.0},
 ]
 
 
-@pytest.mark.parametrize("switches", PREDICTING, ids=["next gate", "look-ahead", "beside a device"])
+@pytest.mark.parametrize("switches", PREDICTING, ids=["next gate", "look-ahead", "stacked gates", "beside a device"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
 def test_predictions_are_in_no_output(
     family: str,
@@ -163,7 +164,7 @@ def test_predictions_are_in_no_output(
         assert predictor.peeks > peeks
 
 
-@pytest.mark.parametrize("switches", PREDICTING, ids=["next gate", "look-ahead", "beside a device"])
+@pytest.mark.parametrize("switches", PREDICTING, ids=["next gate", "look-ahead", "stacked gates", "beside a device"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "granitemoe"])
 def test_hooks_fire_as_often_as_without_us(
     family: str,

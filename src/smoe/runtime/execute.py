@@ -220,12 +220,11 @@ class LayerExecutor:
             pacing.look_ahead(began, sight.hidden.shape[0])
         elif phase is Phase.DECODE:
             pacing.ask_gate(began)
-        if predictions:
-            planning = pacing.begin_planning()
-            if phase is Phase.PREFILL:  # which takes them in ascending order
-                predictions = [named._replace(experts=sorted(named.experts)) for named in predictions]
-            self.arrivals.prefetch(plan_prefetch(predictions, self.table, plan))
-            pacing.end_planning(planning)
+        planning = pacing.begin_planning()
+        if phase is Phase.PREFILL:  # which takes them in ascending order
+            predictions = [named._replace(experts=sorted(named.experts)) for named in predictions]
+        self.arrivals.prefetch(plan_prefetch(predictions, self.table, plan))
+        pacing.end_planning(planning)
 
     def _has_room(self, phase: Phase, plan: LayerPlan) -> bool:
         """Whether a prefetch has somewhere to go and something to bring, and pays at present."""
