@@ -52,6 +52,11 @@ def test_values_have_their_type(name: str) -> None:
     assert getattr(config, name) == value
 
 
+def test_a_predictor_and_how_far_it_looks_are_given_together() -> None:
+    config = EngineOptions(prefetch="stacked-gates", settings=["prefetch-depth=3"]).config()
+    assert (config.prefetch, config.prefetch_depth) == ("stacked-gates", 3)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
