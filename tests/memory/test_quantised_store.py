@@ -22,7 +22,7 @@ from gguf import GGMLQuantizationType as Type
 from smoe.config import configure
 from smoe.errors import CheckpointError
 from smoe.expert import EXACT
-from smoe.formats.registry import FORMATS
+from smoe.formats.registry import FORMATS, GGML
 from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.movers import Filler, SlotMover
@@ -77,7 +77,7 @@ def by_the_package(path: Path) -> dict[str, gguf.ReaderTensor]:
 def slots_filled(store: QuantisedStore, is_direct: bool) -> dict[tuple[int, int], bytes]:
     """Every expert's slot in an arena that was dirty before, filled as a running model fills it."""
     keys = store.keys()
-    arena = Arena(len(keys), store.slot_bytes, torch.device("cpu"))
+    arena = Arena([(1, store.slot_bytes[layer]) for layer, _ in keys], torch.device("cpu"))
     arena.bytes.fill_(0xA5)
     reader = DiskReader(is_direct)
     mover = SlotMover(Filler(store, reader), reader, arena)
@@ -121,7 +121,7 @@ def test_placements_are_legal(parts: int, tmp_path: Path) -> None:
             assert read.offset % PAGE == read.nbytes % PAGE == read.target % PAGE == 0 < read.need <= read.nbytes
             assert read.target >= end
             end = read.target + read.nbytes
-        assert end <= placement.buffer_bytes <= store.slot_bytes and not placement.pieces
+        assert end <= placement.buffer_bytes <= store.slot_bytes[layer] and not placement.pieces
     sizes = [store.placement(*key).nbytes for key in store.keys()]  # noqa: SIM118
     assert store.total_bytes == sum(sizes) and store.expert_bytes == max(sizes) > min(sizes)
 
@@ -228,13 +228,13 @@ HALVES = {
 
 
 @pytest.mark.parametrize("kind", MATRICES.values())
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", GGML)
 def test_a_scale_that_is_no_number_is_named(name: str, kind: str) -> None:
     """NaN and both infinities, in the scale and the minimum of the last block; the largest number is neither."""
     form, number = FORMATS[name], list(MATRICES.values()).index(kind)
     tensors = [replace(each, key=key) for each, key in zip(expert([name] * 3, 32), MATRICES.values(), strict=True)]
     store = QuantisedStore({4: layer_of(tensors, tensors, layer=4)})
-    placement, slot, data = store.placement(4, 1), bytearray(store.slot_bytes), []
+    placement, slot, data = store.placement(4, 1), bytearray(store.slot_bytes[4]), []
     for matrix in store.matrices(4):
         begin = placement.parts[matrix.name]
         data.append(np.frombuffer(slot, np.uint8, matrix.nbytes, begin).reshape(matrix.outputs, -1))

@@ -70,6 +70,13 @@ class ModelSpec:
         elements = (0 if self.stored_bytes is None else largest) + (PIECE_ELEMENTS if self.dense else 0)
         return elements * self.dtype.itemsize
 
+    @property
+    def router_bytes(self) -> int:
+        """The routers of all layers but the first, biases included, in the model's dtype: what it takes to stack them
+        (`prediction/stacked_gates.py`)."""
+        experts = sum(site.experts for site in self.sites[1:])
+        return experts * (int(self.config.get_text_config().hidden_size) + 1) * self.dtype.itemsize
+
     def _expert_bytes(self, site: ExpertsSite) -> int:
         if self.stored_bytes is not None:
             return self.stored_bytes[site.layer]
@@ -105,4 +112,5 @@ class ModelSpec:
             + self.anatomy.state_bytes_per_sequence * config.max_sequences,
             classes=self._slot_classes(slot_bytes),
             read_buffer_bytes=read_buffer_bytes,
+            predictor_bytes=self.router_bytes if config.prefetch == "stacked-gates" else 0,
         )

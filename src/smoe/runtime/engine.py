@@ -372,7 +372,8 @@ class Engine:
         """
         if self._arena.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._arena.device))
-        fixed = self._dense_bytes + self._arena.nbytes + self.ledger.demand.workspace_bytes
+        demand = self.ledger.demand
+        fixed = self._dense_bytes + self._arena.nbytes + demand.workspace_bytes + demand.predictor_bytes
         return fixed + self._peak_cache_bytes
 
     @property
