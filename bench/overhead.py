@@ -31,6 +31,7 @@ from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.score import ScoreWindow
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import observation, plan_layer, plan_prefetch
+from smoe.policy.prediction import Prediction
 from smoe.policy.residency import ExpertsAtHand, PoolSize, SlotTable
 from smoe.policy.substitution import applied, substitute
 from smoe.routing import Phase, Routing
@@ -94,7 +95,7 @@ def prefetch_costs(repeats: int) -> dict[str, float]:
         plan = plan_layer(_routing(layer, 1, chance), table, eviction, slots // LAYERS)
         following = _routing((layer + 1) % LAYERS, 1, chance)
         started = perf_counter()
-        plan_prefetch(following.layer, following.top_k_index[0], table, plan)
+        plan_prefetch([Prediction(following.layer, following.top_k_index[0])], table, plan)
         prefetch.append(perf_counter() - started)
         started = perf_counter()
         balance.split([serve for serve in plan.serves if serve.waits][:3], following)

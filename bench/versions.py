@@ -1,7 +1,8 @@
-"""Two versions of the source on the same model, tokens and budget, in fresh processes that alternate.
+"""Two versions of the source, or two settings, on the same model, tokens and budget, in fresh processes that alternate.
 
     git worktree add ../before v0.1.0
     python -m bench.versions ../before/src src MODEL --memory 2GiB,all --rounds 3 [--text FILE] [--set eviction=lru]
+    python -m bench.versions src src MODEL --memory 2GiB --set-b precision=int4
 
 Every process loads the model, reads a prompt of 64 tokens, decodes some forced tokens untimed and the rest timed, and
 prints one line. Order is A B B A A B, so that a drift of the machine falls on both. Of each round the ratio of the mean
@@ -63,7 +64,8 @@ def main() -> None:
         for number in range(options.rounds):
             pair = {}
             for side in ("a", "b") if number % 2 == 0 else ("b", "a"):
-                pair[side] = _run(getattr(options, side), options, memory, ids)
+                switches = options.set + (options.set_b if side == "b" else [])
+                pair[side] = _run(getattr(options, side), options, switches, memory, ids)
             ratio = mean(pair["b"]["seconds"]) / mean(pair["a"]["seconds"])
             rounds.append({"memory": memory, "round": number, "ratio": ratio} | pair)
             print(_line(memory, pair, ratio), file=sys.stderr, flush=True)
@@ -79,12 +81,12 @@ def _line(memory: str, pair: dict[str, Any], ratio: float) -> str:
     return f"{memory:>6}  {' | '.join(shown)}  ratio {ratio:.3f}  {same}"
 
 
-def _run(source: Path, options: argparse.Namespace, memory: str, ids: list[int]) -> dict[str, Any]:
+def _run(source: Path, options: argparse.Namespace, switches: list[str], memory: str, ids: list[int]) -> dict[str, Any]:
     asked = {
         "model": str(options.model.resolve()),
         "memory": None if memory == "all" else memory,
         "context": CONTEXT_TOKENS,
-        "switches": dict(entry.split("=", 1) for entry in options.set),
+        "switches": dict(entry.split("=", 1) for entry in switches),
         "ids": ids,
         "prompt": PROMPT_TOKENS,
         "warm": WARM_TOKENS,
@@ -130,6 +132,7 @@ def _finish(options: argparse.Namespace, rounds: list[dict[str, Any]]) -> None:
         "versions": describe_versions(),
         "model": options.model.name,
         "switches": options.set,
+        "switches_b": options.set_b,
         "tokens": options.tokens,
         "ratio": summary,
     }
@@ -149,6 +152,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="timed ones")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--set", action="append", default=[], help="a setting for both, such as eviction=lru")
+    parser.add_argument("--set-b", action="append", default=[], help="a setting for the second alone")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 

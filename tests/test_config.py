@@ -42,6 +42,19 @@ def test_a_trial_is_on_off_or_left_to_the_prefetch() -> None:
     assert EngineConfig(prefetch_trial=None).prefetch_trial is None
 
 
+@pytest.mark.parametrize("depth", [0, 17, 2.0, True])
+def test_the_depth_of_a_prefetch_has_bounds(depth: Any) -> None:
+    with pytest.raises(ConfigError, match=f"`prefetch_depth` is {depth}; it must be a whole number from 1 to 16"):
+        EngineConfig(prefetch_depth=depth)
+
+
+def test_who_asks_for_scores_is_known_beforehand() -> None:
+    """Would catch a predictor that ranks by rules which nobody has looked for."""
+    assert not EngineConfig().needs_scores and not EngineConfig(prefetch="next-gate").needs_scores
+    for switches in ({"alpha": 0.1}, {"eviction": "score"}, {"prefetch": "stacked-gates"}):
+        assert EngineConfig(**switches).needs_scores
+
+
 @pytest.mark.parametrize("name", module.SWITCHES)
 def test_a_switch_is_true_or_false(name: str) -> None:
     """Would catch the word "no", which Python takes for true."""

@@ -27,6 +27,7 @@ ORDER = (
     "kernels",
     "machine",
     "models",
+    "packing",
     "compute",
     "fastpath",
     "prediction",

@@ -22,6 +22,7 @@ from smoe.policy.registry import (
     PREFETCH,
     PREFETCH_WHAT,
     SCORED_EVICTION,
+    SCORED_PREFETCH,
 )
 from smoe.units import format_bytes
 
@@ -29,12 +30,15 @@ MOST_THREADS = 1024
 """Computing threads; the largest machines have fewer cores, and torch ends the process where it cannot start them."""
 MOST_IO_THREADS = 64
 """Reading threads; two saturate a disk."""
+MOST_PREFETCH_DEPTH = 16
+"""Layers ahead; the papers guess up to three."""
 EMULATED = "emulated"
 """The device that is emulated on the CPU (`memory/emulation.py`)."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DIRECT_IO = ("auto", "on", "off")
 KERNELS = ("auto", "native", "torch")
 DENSE_PRECISION = ("as-stored", "dtype")
+PRECISION = ("auto", "int8", "int4", "int2")
 SUBSTITUTES = ("replace", "drop")
 SUBSTITUTE_WEIGHTS = ("own", "inherited")
 CPU_ISA = ("none", "avx2", "avx512", "avx512_bf16", "all")
@@ -65,6 +69,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "balance_order": BALANCE_ORDER,
     "prefill_keep": PREFILL_KEEP,
     "dense_precision": DENSE_PRECISION,
+    "precision": PRECISION,
     "direct_io": DIRECT_IO,
     "kernels": KERNELS,
     "substitutes": SUBSTITUTES,
@@ -79,6 +84,7 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "prefill_tokens": (1, None),
     "threads": (1, MOST_THREADS),
     "io_threads": (1, MOST_IO_THREADS),
+    "prefetch_depth": (1, MOST_PREFETCH_DEPTH),
     "score_window": (0, None),
     "recent_costs": (1, None),
     "emulated_expert_bytes": (1, None),
@@ -170,6 +176,9 @@ class EngineConfig:
     prefetch_what: str = "top-score"
     """Which predicted experts are worth a load: those predicted to be top-score by `alpha` (all, where it is 0), or all
     that are predicted to be chosen."""
+    prefetch_depth: int = 2
+    """For the prefetch `stacked-gates`: how many layers ahead is looked at most for experts to bring in (HOBBIT's p). A
+    layer is looked at where those before it have all that is predicted for them."""
     balance: str = "none"
     """Which missing experts the CPU computes, on a machine with a device beside it (SMoE's CPU-load balancer); such
     a layer's result has grade E2."""
@@ -189,6 +198,9 @@ class EngineConfig:
     preload: bool | None = None
     """Read every expert once the model is loaded, in the background and behind what is asked for; None: where the
     budget holds them all."""
+    precision: str = "auto"
+    """The routed experts in fewer bits, from the file that `smoe pack --precision` wrote (lossy); auto: as the
+    checkpoint has them."""
     dense_precision: str = "as-stored"
     """Quantised weights beside the experts: kept as the file has them, or unpacked to `dtype` when they are loaded."""
     kernels: str = "auto"
@@ -215,13 +227,13 @@ class EngineConfig:
 
     @property
     def needs_scores(self) -> bool:
-        """Whether a policy asks for every expert's score, not only for the choice."""
-        return self.alpha > 0 or self.eviction in SCORED_EVICTION
+        """Whether a policy asks for every expert's score, not only for the choice, or a predictor makes scores."""
+        return self.alpha > 0 or self.eviction in SCORED_EVICTION or self.prefetch in SCORED_PREFETCH
 
     @property
     def is_lossy(self) -> bool:
         """Whether the text may differ from the unmodified model's by more than rounding."""
-        return self.alpha > 0
+        return self.alpha > 0 or self.precision != "auto"
 
     def __post_init__(self) -> None:
         for name in (*LIMITS, *CHOICES, *SWITCHES, *_NUMBERS):

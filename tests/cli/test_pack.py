@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from smoe.models import packed
+from smoe.packing import writer
 from tests.toy import save_toy
 
 
@@ -39,24 +39,26 @@ def test_for_programs_one_object_says_what_was_packed(run, mixtral):
     asked = ("pack", mixtral, "--dtype", "bfloat16", "--json")
     found = run(*asked).json
     (path,) = _packed(mixtral)
-    assert found == {
+    (file,) = found.pop("files")
+    assert found == {"model": str(mixtral), "dtype": "bfloat16"}
+    assert [layer["layer"] for layer in file.pop("layers")] == [0, 1, 2, 3]
+    assert file == {
         "file": str(path),
-        "model": str(mixtral),
-        "dtype": "bfloat16",
+        "contents": "BF16",
         "experts": 4 * 8,
         "bytes": path.stat().st_size,
         "was_packed_before": False,
     }
     again = run(*asked)
-    assert again.json == found | {"was_packed_before": True} and "packed already" not in again.out
-    assert run(*asked, "--force").json == found
+    assert again.json["files"][0]["was_packed_before"] and "packed already" not in again.out
+    assert not run(*asked, "--force").json["files"][0]["was_packed_before"]
 
 
 def test_for_programs_an_interrupt_is_an_object(run, mixtral, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(packed, "_expert_bytes", interrupted)
+    monkeypatch.setattr(writer, "_expert", interrupted)
     ran = run("pack", mixtral, "--json")
     assert ran.code == 130 and ran.json["error"]["type"] == "Interrupted"
 
@@ -71,20 +73,74 @@ def test_a_truncated_pack_is_refused_and_packed_again(run, mixtral):
     assert run("generate", mixtral, "--memory", "64MiB", "-p", "x", "--max-new-tokens", 1).code == 0
 
 
-def test_interrupt_leaves_nothing(run, mixtral, monkeypatch):
-    whole = packed._expert_bytes
-    calls = []
+def test_an_interrupt_can_be_gone_on_from(run, mixtral, monkeypatch):
+    whole, calls = writer._expert, []
 
     def third_is_interrupted(*args):
         calls.append(args)
         if len(calls) == 3:
-            assert any("partial" in path.name for path in _packed(mixtral))
             raise KeyboardInterrupt
         return whole(*args)
 
-    monkeypatch.setattr(packed, "_expert_bytes", third_is_interrupted)
+    monkeypatch.setattr(writer, "_expert", third_is_interrupted)
     ran = run("pack", mixtral)
-    assert ran.code == 130 and _packed(mixtral) == []
+    assert ran.code == 130 and all("partial" in path.name for path in _packed(mixtral))
+    assert run("pack", mixtral).code == 0 and [path.suffix for path in _packed(mixtral)] == [".smoe"]
+
+
+def test_fewer_bits_from_pack_to_eval(run, mixtral, tmp_path):
+    """What a user does: pack, see what it costs, serve it, check it; and is told what is missing."""
+    asked = ("generate", mixtral, "--memory", "64MiB", "-p", "Hello", "--max-new-tokens", 4, "--precision", "int4")
+    missing = run(*asked)
+    assert missing.code == 2 and "with --precision int4 first" in " ".join(missing.err.split())
+    ran = run("pack", mixtral, "--precision", "int4,int2,int4")
+    assert ran.code == 0 and [line.split(".")[-2] for line in ran.out.split()] == ["int4", "int2"]
+    assert "error of the weights in int4" in ran.err and "layer  3" in ran.err
+    assert run(*asked).code == 0
+    assert run("verify", mixtral, "--memory", "64MiB", "--precision", "int4").code == 0
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a cat. " * 20)
+    priced = run(
+        "eval",
+        mixtral,
+        "--precision",
+        "int2",
+        "--alphas",
+        "0",
+        "--memory",
+        "64MiB",
+        "--text",
+        text,
+        "--tokens",
+        60,
+        "--json",
+    ).json
+    assert [(price["precision"], price["alpha"]) for price in priced["prices"]] == [("auto", 0.0), ("int2", 0.0)]
+    assert priced["prices"][1]["kl_nats"] > 0 and priced["precision"] == "int2"
+
+
+def test_json_has_every_file_and_layer(run, mixtral):
+    found = run("pack", mixtral, "--precision", "int8,int4", "--json").json
+    assert [each["contents"] for each in found["files"]] == ["int8", "int4"]
+    assert all(0 < layer["relative_error"] < 0.1 for each in found["files"] for layer in each["layers"])
+    assert not found["files"][0]["was_packed_before"]
+    assert run("pack", mixtral, "--precision", "int8", "--json").json["files"][0]["was_packed_before"]
+
+
+def test_damage_is_seen_and_mended(run, mixtral):
+    run("pack", mixtral, "--precision", "int4")
+    (path,) = _packed(mixtral)
+    whole = path.read_bytes()
+    data = bytearray(whole)
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    ran = run("pack", mixtral, "--precision", "int4")
+    assert ran.code == 0 and "damaged in layers" in ran.err and path.read_bytes() == whole
+
+
+def test_a_precision_that_there_is_not(run, mixtral):
+    ran = run("pack", mixtral, "--precision", "int8,int3")
+    assert ran.code == 2 and "int3" in ran.err and "int2" in ran.err and _packed(mixtral) == []
 
 
 def test_too_little_disk_is_refused_before_writing(run, mixtral, monkeypatch):

@@ -20,6 +20,7 @@ GIVEN = {
     "direct_io": ("off", "off"),
     "emulated_expert_bytes": ("9MiB", 9 * 2**20),
     "io_threads": ("3", 3),
+    "prefetch_depth": ("2", 2),
     "prefetch_trial": ("on", True),
     "prefetch_what": ("chosen", "chosen"),
     "prefill_balance": ("off", False),
@@ -51,6 +52,11 @@ def test_values_have_their_type(name: str) -> None:
     assert getattr(config, name) == value
 
 
+def test_a_predictor_and_how_far_it_looks_are_given_together() -> None:
+    config = EngineOptions(prefetch="stacked-gates", settings=["prefetch-depth=3"]).config()
+    assert (config.prefetch, config.prefetch_depth) == ("stacked-gates", 3)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -66,6 +72,8 @@ def test_values_have_their_type(name: str) -> None:
         (["prefill_balance=maybe"], "true or false"),
         (["io_threads=2", "io_threads=3"], "gives io_threads twice"),
         (["io_threads=0"], "from 1 to 64"),
+        (["prefetch_depth=0"], "`prefetch_depth` is 0; it must be a whole number from 1 to 16"),
+        (["prefetch_depth=17"], "from 1 to 16"),
         (["io_threads=99999"], "from 1 to 64"),
         (["emulated_expert_bytes=9"], "`emulated_expert_bytes` is '9', which has no unit"),
         (["dilation=5"], "belongs to `device` emulated"),

@@ -10,6 +10,7 @@ from gguf.quants import dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from smoe.formats.base import Format
+from smoe.formats.registry import OPENAI
 
 
 def random_rows(form: Format, rows: int, columns: int, seed: int, spread: float = 0.01) -> npt.NDArray[np.uint8]:
@@ -26,11 +27,19 @@ def random_rows(form: Format, rows: int, columns: int, seed: int, spread: float 
     return data
 
 
-def by_others(form: Format, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """The gguf package's decoder, or transformers' for the layout of OpenAI: uint8 [rows, bytes] -> [rows, numbers]."""
-    if form.name == "MXFP4_PAIRS":
-        blocks = torch.from_numpy(data).view(1, len(data), -1, form.nbytes)
-        columns: torch.Tensor = convert_moe_packed_tensors(blocks[..., 1:], blocks[..., 0], dtype=torch.float32)
-        return columns[0].t().numpy()
+def by_gguf(form: Format, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """The gguf package's decoder."""
     numbers: npt.NDArray[np.float32] = dequantize(data, GGMLQuantizationType[form.name])
     return numbers
+
+
+def by_transformers(form: Format, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """transformers' decoder of what OpenAI released: uint8 [rows, bytes] -> [rows, numbers]."""
+    blocks = torch.from_numpy(data).view(1, len(data), -1, form.nbytes)
+    columns: torch.Tensor = convert_moe_packed_tensors(blocks[..., 1:], blocks[..., 0], dtype=torch.float32)
+    return columns[0].t().numpy()
+
+
+def by_others(form: Format, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """Whichever knows the format."""
+    return (by_transformers if form.name in OPENAI else by_gguf)(form, data)

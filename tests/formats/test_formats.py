@@ -1,4 +1,4 @@
-"""Every format's declaration against the gguf package's and transformers' decoders, and some written here by hand.
+"""Every format's declaration against decoders of others and some written here by hand.
 
 Would catch: a swapped nibble, a scale of the wrong group, a sign, a block read one byte off.
 """
@@ -14,18 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smoe.formats.base import Field, Format, Group
-from smoe.formats.registry import FORMATS
+from smoe.formats.registry import FORMATS, GGML, OPENAI
 from tests.formats.blocks import by_others, random_rows
 
 every = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+of_ggml = pytest.mark.parametrize("form", GGML.values(), ids=GGML)
 
 
-@pytest.mark.parametrize("form", [form for name, form in FORMATS.items() if name in GGMLQuantizationType.__members__])
+@of_ggml
 def test_the_block_is_as_large_as_in_ggml(form: Format) -> None:
     assert GGML_QUANT_SIZES[GGMLQuantizationType[form.name]] == (form.numbers, form.nbytes)
 
 
-@every
+@pytest.mark.parametrize("form", (GGML | OPENAI).values(), ids=GGML | OPENAI)
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), spread=st.sampled_from([0.0, 1e-7, 0.01, 100.0]))
 def test_numbers_are_those_of_others(form: Format, seed: int, spread: float) -> None:

@@ -17,13 +17,12 @@ from transformers import PreTrainedModel
 
 from smoe.config import configure
 from smoe.errors import CheckpointError, DiskSpaceError
-from smoe.memory.dtypes import SAFETENSORS
-from smoe.memory.store import PAGE, ExpertStore
-from smoe.models import packed
+from smoe.memory.store import PAGE
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.models.reference import reference_parameters
 from tests import oracle, zoo
+from tests.packs import pack_folder
 
 Open = Callable[..., PreTrainedModel]
 Disk = namedtuple("Disk", "total used free")
@@ -32,12 +31,6 @@ Disk = namedtuple("Disk", "total used free")
 def copy_of(folder: Path, target: Path) -> Path:
     shutil.copytree(folder, target, dirs_exist_ok=True)
     return target
-
-
-def pack_folder(folder: Path, dtype: str = "auto", progress: Callable[[int, int], None] = lambda *_: None) -> Path:
-    plan = read_spec(folder, configure(dtype=dtype, context_tokens=oracle.CONTEXT))
-    store = ExpertStore(checkpoint_at(folder).experts(plan), SAFETENSORS[plan.dtype])
-    return packed.pack(folder, plan.sites, store, progress)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe"])
@@ -140,20 +133,6 @@ def test_a_flipped_bit_in_the_first_expert_fails_the_proof(
         open_model(folder, "half")
 
 
-def test_an_interrupted_pack_leaves_nothing(toy: Callable[..., Path], tmp_path: Path) -> None:
-    folder = copy_of(toy("mixtral"), tmp_path)
-    before = sorted(path.name for path in folder.iterdir())
-
-    def interrupt(done: int, total: int) -> None:
-        assert total == 32
-        if done == 7:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        pack_folder(folder, progress=interrupt)
-    assert sorted(path.name for path in folder.iterdir()) == before
-
-
 def test_a_full_disk_is_seen_before_packing(
     toy: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +151,7 @@ def test_an_expert_with_nan_is_not_packed(toy: Callable[..., Path], tmp_path: Pa
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="expert 5 in layer 2"):
         pack_folder(folder)
-    assert not list(folder.glob("*.smoe*"))
+    assert not list(folder.glob("*.smoe"))
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)

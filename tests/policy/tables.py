@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import HOST, LayerPlan, Load, PrefetchPlan, Promotion, Serve
+from smoe.policy.plan import HOST, LayerPlan, Load, Promotion, Serve
+from smoe.policy.prediction import Prediction
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
 
@@ -24,7 +25,14 @@ def routings(draw: st.DrawFn, max_tokens: int = 8) -> Routing:
 
 
 guesses = st.lists(st.integers(0, EXPERTS - 1), max_size=EXPERTS, unique=True)
-"""What a predictor says of the next layer, best first."""
+"""What a predictor says of a later layer, best first."""
+depths = st.lists(guesses, max_size=LAYERS - 1)
+"""What it says of the next layer, and of those after it."""
+
+
+def predictions(layer: int, guessed: Sequence[Sequence[int]]) -> list[Prediction]:
+    """The guesses as they are asked for in `layer`, the nearest layer first."""
+    return [Prediction((layer + ahead) % LAYERS, experts) for ahead, experts in enumerate(guessed, start=1)]
 
 
 def used(routing: Routing) -> list[ExpertKey]:
@@ -77,19 +85,21 @@ class Executor:
 
     def drop_stale(self, routing: Routing) -> None:
         """What was prefetched and is not wanted leaves before the plan is made; what was under way has ended by
-        then.
+        then. In decode what is meant for later layers stays.
         """
         for key in sorted(self.table.staged - set(used(routing))):
+            if routing.phase is Phase.DECODE and key[0] > routing.layer:
+                continue
             if key in self.table.inflight:
                 self.arrive(key)
             self.table.release(key)
 
-    def carry_out(self, plan: LayerPlan, prefetch: PrefetchPlan | None = None) -> None:
+    def carry_out(self, plan: LayerPlan, prefetch: Sequence[Load] = ()) -> None:
         """Serve by serve; every expert that is missing arrives as late as it can."""
         self.promote([promotion for promotion in plan.promotions if not promotion.after])
         self.later = {promotion.key: promotion for promotion in plan.promotions if promotion.after}
         self.waiting = {serve.key for serve in plan.serves}
-        queue = [*plan.loads, *(prefetch.loads if prefetch else ())]
+        queue = [*plan.loads, *prefetch]
         self._issue(queue, 0)
         for computed, serve in enumerate(plan.serves, start=1):
             self._serve(serve)

@@ -37,6 +37,8 @@ def demands(draw: st.DrawFn, most_classes: int = 3) -> Demand:
         workspace_bytes=draw(st.integers(0, 10**9)),
         kv_cache_bytes=draw(st.integers(0, 10**10)),
         classes=tuple(draw(slot_class((layer,))) for layer in range(draw(st.integers(1, most_classes)))),
+        read_buffer_bytes=draw(st.integers(0, 10**8)),
+        predictor_bytes=draw(st.integers(0, 10**8)),
     )
 
 
@@ -137,7 +139,7 @@ def test_the_refusal_names_every_part_and_what_to_do() -> None:
 
 def test_each_claim_costs_what_it_says() -> None:
     """One byte more of anything raises the minimum by that byte."""
-    for name in ("weights_bytes", "workspace_bytes", "kv_cache_bytes"):
+    for name in ("weights_bytes", "workspace_bytes", "kv_cache_bytes", "read_buffer_bytes", "predictor_bytes"):
         grown = replace(DEMAND, **{name: getattr(DEMAND, name) + 1})
         assert minimum_bytes(grown) == minimum_bytes(DEMAND) + 1
     assert (

@@ -9,16 +9,16 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smoe.expert import ExpertKey
+from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.lru import LRU
-from smoe.policy.plan import Load
+from smoe.policy.plan import LayerPlan, Load, Reason
 from smoe.policy.plan_progress import Progress
 from smoe.policy.planner import plan_layer, plan_prefetch
 from smoe.policy.residency import PoolSize, SlotTable
 from smoe.routing import Phase, Routing
-from tests.policy.tables import EXPERTS, LAYERS, TOP_K, guesses, routings, used
+from tests.policy.tables import EXPERTS, LAYERS, TOP_K, depths, predictions, routings
 
-steps = st.lists(st.tuples(routings(), guesses), min_size=1, max_size=12)
+steps = st.lists(st.tuples(routings(), depths), min_size=1, max_size=12)
 
 
 class OnceEach(LRU):
@@ -56,7 +56,7 @@ def assert_agreement(progress: Progress) -> None:
 
 def drop_stale(progress: Progress, loads: Loads, routing: Routing) -> None:
     """As the engine does before a plan is made: what was prefetched and is not wanted leaves."""
-    for key in set(progress.table.staged) - set(used(routing)):
+    for key in progress.look_through(routing)[1]:
         if key in loads.running:
             loads.running.remove(key)
             progress.fail(key)
@@ -64,7 +64,9 @@ def drop_stale(progress: Progress, loads: Loads, routing: Routing) -> None:
             progress.table.release(key)
 
 
-def serve_all(progress: Progress, loads: Loads, routing: Routing, predicted: list[int], data: st.DataObject) -> None:
+def serve_all(
+    progress: Progress, loads: Loads, routing: Routing, guessed: list[list[int]], data: st.DataObject
+) -> None:
     """One layer, every load ending at a time of its own but before it is computed; prefetches may outlive the layer."""
     table = progress.table
     drop_stale(progress, loads, routing)
@@ -72,7 +74,7 @@ def serve_all(progress: Progress, loads: Loads, routing: Routing, predicted: lis
     loads.begun = []
     progress.adopt(plan)
     if routing.phase is Phase.DECODE:
-        progress.prefetch(plan_prefetch((routing.layer + 1) % LAYERS, predicted, table, plan).loads)
+        progress.prefetch(plan_prefetch(predictions(routing.layer, guessed), table, plan))
     for computed, serve in enumerate(plan.serves, start=1):
         for key in data.draw(st.lists(st.sampled_from(loads.running), unique=True)) if loads.running else ():
             loads.running.remove(key)
@@ -90,8 +92,8 @@ def serve_all(progress: Progress, loads: Loads, routing: Routing, predicted: lis
 def test_table_and_policy_agree_after_every_layer(steps, cache_slots, staging_slots, data) -> None:
     loads = Loads()
     progress = Progress(SlotTable(PoolSize(cache_slots, staging_slots)), OnceEach(), loads.begin)
-    for routing, predicted in steps:
-        serve_all(progress, loads, routing, predicted, data)
+    for routing, guessed in steps:
+        serve_all(progress, loads, routing, guessed, data)
         assert_agreement(progress)
 
 
@@ -100,8 +102,8 @@ def test_table_and_policy_agree_after_every_layer(steps, cache_slots, staging_sl
 def test_an_interrupt_anywhere_is_undone(steps, last, cache_slots, data) -> None:
     loads = Loads()
     progress = Progress(SlotTable(PoolSize(cache_slots, 3)), OnceEach(), loads.begin)
-    for routing, predicted in steps:
-        serve_all(progress, loads, routing, predicted, data)
+    for routing, guessed in steps:
+        serve_all(progress, loads, routing, guessed, data)
     drop_stale(progress, loads, last)
     plan = plan_layer(last, progress.table, progress.eviction, 2)
     progress.adopt(plan)
@@ -115,3 +117,53 @@ def test_an_interrupt_anywhere_is_undone(steps, last, cache_slots, data) -> None
     progress.start_anew(OnceEach())
     assert not known(progress) and not progress.table.ready
     progress.table.check()
+
+
+def decode(layer: int, *experts: int) -> Routing:
+    return Routing(layer, Phase.DECODE, EXPERTS, [list(experts)])
+
+
+def begun(*keys: ExpertKey) -> Progress:
+    """Layer 0 of a decode step has run and prefetched these."""
+    progress = Progress(SlotTable(4, 6), LRU(), lambda load: None)
+    progress.adopt(LayerPlan(0, [], [], [], 0, []))
+    progress.prefetch([Load(key, 4 + n, None, False, Reason.PREFETCH, 0) for n, key in enumerate(keys)])
+    return progress
+
+
+NEXT, WRONG, LATER, LAST = (1, 3, EXACT), (1, 4, EXACT), (2, 3, EXACT), (5, 0, EXACT)
+
+
+def test_what_is_for_later_layers_stays_until_they_come() -> None:
+    """Ready or under way alike; a guess for this layer that is not wanted goes."""
+    progress = begun(NEXT, WRONG, LATER, LAST)
+    progress.arrive(LATER)
+    wanted, stale = progress.look_through(decode(1, 3, 0))
+    assert (wanted, stale) == ([NEXT], [WRONG])
+    progress.adopt(LayerPlan(1, [], [], [], 0, []))
+    wanted, stale = progress.look_through(decode(2, 3, 0))
+    assert wanted == [LATER] and set(stale) == {NEXT, WRONG}, "what was for a layer before has missed it"
+    progress.adopt(LayerPlan(2, [], [], [], 0, []))
+    assert progress.look_through(decode(5, 1, 2))[1].count(LAST) == 1
+
+
+def test_a_prompt_finds_no_copies_for_later_layers() -> None:
+    progress = begun(NEXT, LATER)
+    wanted, stale = progress.look_through(Routing(1, Phase.PREFILL, EXPERTS, [[3, 0]]))
+    assert (wanted, stale) == ([NEXT], [LATER]), "it streams through these slots"
+
+
+def test_what_a_pass_has_left_is_not_taken_for_the_next_ones() -> None:
+    """A wrong guess for the last layer, still under way when the next token begins, and for two layers more."""
+    progress = begun(LATER, LAST)
+    progress.adopt(LayerPlan(5, [], [], [], 0, []))
+    for layer in (0, 1):
+        assert set(progress.look_through(decode(layer, 0, 1))[1]) == {LATER, LAST}
+        progress.adopt(LayerPlan(layer, [], [], [], 0, []))
+
+
+def test_nothing_is_expected_after_an_interrupt() -> None:
+    progress = begun(NEXT, LATER)
+    progress.recover()
+    progress.prefetch([Load(LAST, progress.table.pools[0].free_staging[0], None, False, Reason.PREFETCH, 0)])
+    assert progress._expected == {LAST}

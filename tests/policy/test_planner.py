@@ -7,6 +7,8 @@ takes the last staging slot.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from smoe.errors import BudgetError
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.balance import Balance, Costs
-from smoe.policy.plan import HOST, LayerPlan, PrefetchPlan, Reason
+from smoe.policy.plan import HOST, LayerPlan, Load, Reason
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import (
     LAST_TOKENS,
@@ -23,8 +25,10 @@ from smoe.policy.planner import (
     observation,
     plan_layer,
     plan_prefetch,
+    prefetch_slots,
     routes_by_key,
 )
+from smoe.policy.prediction import Prediction
 from smoe.policy.registry import ONLINE_EVICTION, POOLS, make_eviction, make_eviction_for
 from smoe.policy.residency import PoolSize, SlotTable
 from smoe.routing import Phase, Routing
@@ -35,12 +39,13 @@ from tests.policy.tables import (
     Executor,
     assert_loads_can_start,
     assert_plan_serves,
-    guesses,
+    depths,
+    predictions,
     routings,
     used,
 )
 
-steps = st.lists(st.tuples(routings(), guesses), min_size=1, max_size=25)
+steps = st.lists(st.tuples(routings(), depths), min_size=1, max_size=25)
 cache_sizes = st.integers(TOP_K, LAYERS * EXPERTS + 2)
 staging_sizes = st.integers(2, 8)
 policies = st.sampled_from(sorted(ONLINE_EVICTION))
@@ -62,14 +67,14 @@ def assert_plan_is_sound(plan: LayerPlan, routing: Routing, executor: Executor) 
     assert all(load.reason is Reason.DEMAND for load in plan.loads)
 
 
-def assert_prefetch_is_modest(prefetch: PrefetchPlan, plan: LayerPlan, executor: Executor) -> None:
+def assert_prefetch_is_modest(prefetch: list[Load], plan: LayerPlan, executor: Executor) -> None:
     table = executor.table
-    assert all(not load.keep and load.victim is None and load.reason is Reason.PREFETCH for load in prefetch.loads)
-    pool = table.pool(prefetch.layer)
-    if pool is table.pool(plan.layer):
-        assert {(load.slot, load.after) for load in prefetch.loads} <= set(plan.spare)
-    assert len({load.slot for load in prefetch.loads}) == len(prefetch.loads) < pool.staging_slots
-    copies = [load.key for load in prefetch.loads]
+    assert all(not load.keep and load.victim is None and load.reason is Reason.PREFETCH for load in prefetch)
+    for pool in map(table.pool, {load.key[0] for load in prefetch}):
+        if pool is table.pool(plan.layer):
+            assert {(load.slot, load.after) for load in prefetch} <= set(plan.spare)
+        assert len({load.slot for load in prefetch}) == len(prefetch) < pool.staging_slots
+    copies = [load.key for load in prefetch]
     assert len(set(copies)) == len(copies)
     assert not set(copies) & (table.ready.keys() | table.inflight.keys())
 
@@ -86,7 +91,7 @@ def assert_prefill_kept_the_best(before: set[ExpertKey], routing: Routing, execu
 
 
 def run(
-    steps: list[tuple[Routing, list[int]]],
+    steps: list[tuple[Routing, list[list[int]]]],
     cache: int,
     staging: int,
     name: str,
@@ -100,13 +105,13 @@ def run(
 
 def run_on(
     executor: Executor,
-    steps: list[tuple[Routing, list[int]]],
+    steps: list[tuple[Routing, list[list[int]]]],
     looks_ahead: bool,
     keep: str = "last-uses",
     balance: Balance | None = None,
 ) -> Executor:
     shares = layer_shares(executor.table, range(LAYERS))
-    for routing, predicted in steps:
+    for routing, guessed in steps:
         executor.drop_stale(routing)
         executor.eviction.observe(observation(routing))
         residents = set(executor.table.cached())
@@ -114,10 +119,9 @@ def run_on(
         assert_plan_is_sound(plan, routing, executor)
         executor.promote([promotion for promotion in plan.promotions if not promotion.after])
         promoted = plan._replace(promotions=[promotion for promotion in plan.promotions if promotion.after])
-        prefetch = None
+        prefetch: list[Load] = []
         if looks_ahead:
-            following = (routing.layer + 1) % LAYERS
-            prefetch = plan_prefetch(following, predicted, executor.table, plan)
+            prefetch = plan_prefetch(predictions(routing.layer, guessed), executor.table, plan)
             assert_prefetch_is_modest(prefetch, plan, executor)
         loaded = len(executor.loaded)
         executor.carry_out(promoted, prefetch)
@@ -135,14 +139,16 @@ def run_on(
 
 @settings(max_examples=150, deadline=None)
 @given(steps=steps, cache=cache_sizes, staging=staging_sizes, name=policies)
-def test_any_sequence_of_steps(steps: list[tuple[Routing, list[int]]], cache: int, staging: int, name: str) -> None:
+def test_any_sequence_of_steps(
+    steps: list[tuple[Routing, list[list[int]]]], cache: int, staging: int, name: str
+) -> None:
     run(steps, cache, staging, name, looks_ahead=False)
 
 
 @settings(max_examples=200, deadline=None)
 @given(steps=steps, cache=cache_sizes, staging=staging_sizes, name=policies)
 def test_any_sequence_with_look_ahead(
-    steps: list[tuple[Routing, list[int]]], cache: int, staging: int, name: str
+    steps: list[tuple[Routing, list[list[int]]]], cache: int, staging: int, name: str
 ) -> None:
     """Right and wrong guesses before decode and prefill alike: never a deadlock, never a wrong slot."""
     run(steps, cache, staging, name, looks_ahead=True)
@@ -176,7 +182,7 @@ def test_any_sequence_over_slots_of_two_sizes(
     steps=steps, cache=cache_sizes, staging=staging_sizes, name=policies, looks_ahead=st.booleans(), host=st.booleans()
 )
 def test_any_sequence_kept_by_the_eviction_policy(
-    steps: list[tuple[Routing, list[int]]], cache: int, staging: int, name: str, looks_ahead: bool, host: bool
+    steps: list[tuple[Routing, list[list[int]]]], cache: int, staging: int, name: str, looks_ahead: bool, host: bool
 ) -> None:
     """And with a CPU beside the device that takes as long as the link."""
     balance = Balance("optimal", "score", Costs(1.0, 1.0, 0.0, 0.5)) if host else None
@@ -186,7 +192,7 @@ def test_any_sequence_kept_by_the_eviction_policy(
 @settings(max_examples=60, deadline=None)
 @given(steps=steps, cache=cache_sizes, staging=staging_sizes, name=policies)
 def test_the_simulator_s_shortcut_is_the_same(
-    steps: list[tuple[Routing, list[int]]], cache: int, staging: int, name: str
+    steps: list[tuple[Routing, list[list[int]]]], cache: int, staging: int, name: str
 ) -> None:
     """`carry_out` against the event by event executor: same residents, same slots, after every step."""
     executor = Executor(SlotTable(PoolSize(cache, staging)), make_eviction(name))
@@ -259,7 +265,7 @@ def test_waves_reuse_the_slots_of_experts_computed_before() -> None:
 def test_a_right_guess_is_promoted_and_a_wrong_one_forgotten() -> None:
     executor = Executor(SlotTable(PoolSize(4, 3)), make_eviction("lru"))
     plan = plan_layer(decode(0, 0, 1), executor.table, executor.eviction, 9)
-    executor.carry_out(plan, plan_prefetch(1, [4, 2], executor.table, plan))
+    executor.carry_out(plan, plan_prefetch([Prediction(1, [4, 2])], executor.table, plan))
     assert executor.table.staged == {(1, 4, EXACT), (1, 2, EXACT)}
     following = decode(1, 4, 5)
     executor.drop_stale(following)
@@ -273,7 +279,68 @@ def test_look_ahead_leaves_one_staging_slot_alone() -> None:
     for staging in (2, 3, 8):
         table = SlotTable(PoolSize(4, staging))
         plan = LayerPlan(0, [], [], [], 0, [(4 + n, 0) for n in range(staging)])
-        assert len(plan_prefetch(1, range(9), table, plan).loads) == staging - 1
+        assert len(plan_prefetch([Prediction(1, range(9))], table, plan)) == staging - 1
+
+
+NEAR, NEXT, FAR = Prediction(1, [3, 1]), Prediction(2, [0, 5]), Prediction(3, [4])
+
+
+def prefetched(table: SlotTable, predictions: list[Prediction]) -> list[ExpertKey]:
+    plan = LayerPlan(0, [], [], [], 0, [(slot, 0) for slot in table.pools[0].free_staging])
+    return [load.key for load in plan_prefetch(predictions, table, plan)]
+
+
+def table_of(*ready: ExpertKey, staging: int = 4) -> SlotTable:
+    table = SlotTable(PoolSize(8, staging))
+    for slot, key in enumerate(ready):
+        table.begin(Load(key, slot, None, True, Reason.DEMAND, 0))
+        table.arrive(key)
+    return table
+
+
+def test_what_the_nearest_layer_misses_comes_first_and_alone() -> None:
+    assert prefetched(table_of(), [NEAR, NEXT]) == [(1, 3, EXACT), (1, 1, EXACT)], "best first"
+    assert prefetched(table_of((1, 3, EXACT)), [NEAR, NEXT]) == [(1, 1, EXACT)], "not the layer after it, too"
+    assert prefetched(table_of((2, 0, EXACT), (2, 5, EXACT)), [NEXT]) == []
+    assert prefetched(table_of(), []) == []
+
+
+def test_a_layer_is_looked_at_where_those_before_it_have_everything() -> None:
+    near, following = [(1, 3, EXACT), (1, 1, EXACT)], [(2, 0, EXACT), (2, 5, EXACT)]
+    assert prefetched(table_of(*near), [NEAR, NEXT, FAR]) == following
+    assert prefetched(table_of(*near, *following), [NEAR, NEXT, FAR]) == [(3, 4, EXACT)]
+    assert prefetched(table_of(*near, *following), [NEAR, NEXT]) == []
+    assert prefetched(table_of(), [Prediction(1, []), NEXT]) == following, "of finished rows nothing is wanted"
+
+
+def test_what_is_under_way_or_staged_counts_as_there() -> None:
+    table = table_of((1, 3, EXACT))
+    table.begin(Load((1, 1, EXACT), 8, None, False, Reason.PREFETCH, 0))
+    assert prefetched(table, [NEAR, NEXT]) == [(2, 0, EXACT), (2, 5, EXACT)]
+    table.arrive((1, 1, EXACT))
+    assert prefetched(table, [NEAR, NEXT]) == [(2, 0, EXACT), (2, 5, EXACT)]
+
+
+def test_layers_further_on_are_not_even_asked_for() -> None:
+    """A predictor ranks when it is asked: mostly only for the nearest layer."""
+
+    def asked() -> Iterator[Prediction]:
+        yield NEAR
+        raise AssertionError("the nearest layer misses something")
+
+    plan = LayerPlan(0, [], [], [], 0, [(8, 0), (9, 0)])
+    assert len(plan_prefetch(asked(), table_of(), plan)) == 2
+
+
+def test_copies_for_later_layers_do_not_take_the_last_staging_slot() -> None:
+    """Of four slots two hold such copies: one more may be filled. What this layer has had staged is as good as gone."""
+    for layer, room in ((2, 1), (0, 2)):
+        table = table_of(staging=4)
+        for slot, expert in ((8, 0), (9, 5)):
+            table.begin(Load((layer, expert, EXACT), slot, None, False, Reason.PREFETCH, 0))
+        plan = LayerPlan(0, [], [], [], 0, [(slot, 0) for slot in table.pools[0].free_staging])
+        assert len(prefetch_slots(table, plan, table.pools[0])) == room
+        assert len(plan_prefetch([Prediction(1, range(6))], table, plan)) == room
 
 
 def test_prefill_keeps_what_the_last_tokens_use() -> None:

@@ -66,7 +66,7 @@ def test_the_best_come_first(rows: int, family: str, toy: Callable[..., Path], o
     for layer, after in gate._following.items():
         if after in model.offload.anatomy.gates:
             _, weights, index = in_order(modules[model.offload.anatomy.gates[after]](hidden))
-            assert gate.predict(Sight(layer, hidden)) == (after, by_hand(index, weights.float()))
+            assert gate.predict(Sight(layer, hidden)) == ((after, by_hand(index, weights.float())),)
             asked += 1
     assert asked or not model.offload.anatomy.gates
 
@@ -127,11 +127,12 @@ def late(move: Callable[..., int]) -> Callable[..., int]:
 PREDICTING: list[dict[str, Any]] = [
     {"prefetch": "next-gate"},
     {"prefetch": "look-ahead"},
+    {"prefetch": "stacked-gates"},
     {"prefetch": "look-ahead", "device": "emulated", "dilation": 1.0},
 ]
 
 
-@pytest.mark.parametrize("switches", PREDICTING, ids=["next gate", "look-ahead", "beside a device"])
+@pytest.mark.parametrize("switches", PREDICTING, ids=["next gate", "look-ahead", "stacked gates", "beside a device"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
 def test_predictions_are_in_no_output(
     family: str,
@@ -163,7 +164,7 @@ def test_predictions_are_in_no_output(
         assert predictor.peeks > peeks
 
 
-@pytest.mark.parametrize("switches", PREDICTING, ids=["next gate", "look-ahead", "beside a device"])
+@pytest.mark.parametrize("switches", PREDICTING, ids=["next gate", "look-ahead", "stacked gates", "beside a device"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "granitemoe"])
 def test_hooks_fire_as_often_as_without_us(
     family: str,

@@ -69,12 +69,15 @@ def test_switches_change_no_bit(switches: dict[str, str], toy: Callable[..., Pat
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
 
 
+@pytest.mark.parametrize("prefetch", ["next-gate", "stacked-gates"])
 @pytest.mark.parametrize("budget", ["half", "minimum"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "minimax_m2", "granitemoe"])
-def test_prefetch_changes_no_bit(family: str, budget: str, toy: Callable[..., Path], open_model: Open) -> None:
+def test_prefetch_changes_no_bit(
+    family: str, budget: str, prefetch: str, toy: Callable[..., Path], open_model: Open
+) -> None:
     """Look-ahead fills staging slots beside the running layer: would catch a guess that evicts or overwrites."""
     folder = toy(family)
-    model = open_model(folder, budget, prefetch="next-gate")
+    model = open_model(folder, budget, prefetch=prefetch)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     counters, table = model.offload.stats(), model.offload.executor.table
     assert counters.prefetches > 0, "nothing was prefetched: this test tested nothing"

@@ -99,10 +99,17 @@ def test_steps_take_as_long_as_by_a_simpler_clock(slots: int) -> None:
         assert min(found) >= LAYER + TOP_K * EXPERT
 
 
-def foreseen(recall: float, asked: Moment = Moment.ROUTED, load: float = LOAD, asking: float = 0.0) -> Timed:
+def foreseen(
+    recall: float,
+    asked: Moment = Moment.ROUTED,
+    load: float = LOAD,
+    asking: float = 0.0,
+    depth: int = 1,
+    slots: int = 20,
+) -> Timed:
     routings = trace()
-    predictor = Foresight(routings, recall, asked)
-    return replay_on_clock(routings, 20, 6, make_eviction("lru"), times(load, asking=asking), predictor=predictor)
+    predictor = Foresight(routings, recall, asked, depth=depth)
+    return replay_on_clock(routings, slots, 6, make_eviction("lru"), times(load, asking=asking), predictor=predictor)
 
 
 def test_what_is_foreseen_in_time_is_not_waited_for() -> None:
@@ -116,6 +123,15 @@ def test_what_is_foreseen_in_time_is_not_waited_for() -> None:
     least = STEPS * LAYERS * (LAYER + TOP_K * EXPERT)
     assert least <= sum(perfect.step_seconds) <= least + first_layers
     assert sum(perfect.step_seconds) < sum(on_demand.step_seconds)
+
+
+def test_what_is_foreseen_layers_ahead_is_kept_until_its_layer_comes() -> None:
+    """Loads of two layers' time each, and half of what a layer wants is there: begun as soon as the layers before miss
+    nothing, more of them are over in time. All are right, so each that is dropped or brought in twice would show."""
+    near, far = (foreseen(1.0, load=2 * LAYER, depth=depth, slots=40) for depth in (1, LAYERS - 1))
+    assert near.prefetches_used == near.prefetches and far.prefetches_used == far.prefetches
+    assert far.seconds_per_step < near.seconds_per_step
+    assert far.uses == near.uses
 
 
 @pytest.mark.parametrize("asked", list(Moment))

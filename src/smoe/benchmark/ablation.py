@@ -241,7 +241,8 @@ def ablate(
 
 def _with(step: Step, config: EngineConfig) -> EngineConfig:
     wanted = replace(config, **step.switches)
-    return replace(wanted, alpha=config.alpha, alpha_as_priced=False) if wanted.is_lossy and config.is_lossy else wanted
+    substitutes = wanted.alpha > 0 and config.alpha > 0
+    return replace(wanted, alpha=config.alpha, alpha_as_priced=False) if substitutes else wanted
 
 
 def _turn(step: Step, model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Turn:

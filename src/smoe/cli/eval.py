@@ -18,6 +18,8 @@ smoe eval ./my-moe --memory 8GiB --text book.txt --alphas 0,0.2,0.4 --plot price
 
 smoe eval ./my-moe --memory 8GiB --questions qa.jsonl --out results     (goes on where it was interrupted)
 
+smoe eval ./my-moe --memory 8GiB --precision int4 --alphas 0     (after: smoe pack ./my-moe --precision int4)
+
 smoe eval ./my-moe --memory 8GiB --tasks arc_easy,piqa --most-questions 50
 
 A line of questions, by how the answer is scored ("short" is the default):
@@ -34,7 +36,8 @@ With "format": "cloze" the likeliest per character; with a "suffix" beside
 the choices, the one that makes the suffix likeliest. A is the first choice.
 
 The table goes to stderr; one line of JSON to stdout, unless that is a
-terminal (--json: always). Alpha 0 is the model itself. Ctrl-C and SIGTERM
+terminal (--json: always). Alpha 0 is the model itself,
+unless --precision puts its experts in fewer bits: then both are measured. Ctrl-C and SIGTERM
 keep the thresholds that are done, and say where.
 """
 
@@ -90,7 +93,8 @@ def command(
     if plot is not None:
         from smoe.eval.plot import draw
 
-        draw(prices, f"{model}, {circumstances['resident_share']:.0%} of the experts resident", plot)
+        priced = [price for price in prices if price.quality.precision == circumstances["precision"]]
+        draw(priced, f"{model}, {circumstances['resident_share']:.0%} of the experts resident", plot)
         note(str(plot))
 
 

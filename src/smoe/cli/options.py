@@ -102,6 +102,13 @@ class EngineOptions:
         str | None,
         typer.Option(help=f"{', '.join(DTYPES)} (the checkpoint's own).", rich_help_panel=_ENGINE),
     ] = None
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="LOSSY: the experts in fewer bits, as smoe pack --precision wrote them: int8, int4, int2.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit of a hub model.", rich_help_panel=_ENGINE)
     ] = None
@@ -193,6 +200,7 @@ class EngineOptions:
             max_sequences=self.max_sequences if self.max_sequences is not None else sequences,
             threads=self.threads,
             dtype=self.dtype,
+            precision=self.precision,
             device=self.device,
             eviction=self.eviction,
             pools=self.pools,

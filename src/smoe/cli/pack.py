@@ -1,4 +1,4 @@
-"""`smoe pack`: put every expert in one piece, once, so that each is a single read."""
+"""`smoe pack`: put every expert in one piece, once, so that each is a single read; as it is, or in fewer bits."""
 
 from __future__ import annotations
 
@@ -9,90 +9,157 @@ import typer
 from smoe.cli.options import Debug, Json, Model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from smoe.memory.store import ExpertStore
-    from smoe.models.experts import ExpertsSite
+    from smoe.models.checkpoint import Checkpoint
+    from smoe.models.packed import Contents, Packed
+    from smoe.models.spec import ModelSpec
 
 EPILOG = """Examples:
 
 smoe pack ./my-mixtral
 
+smoe pack ./my-mixtral --precision int4        then: smoe generate ./my-mixtral --precision int4
+
 smoe pack mistralai/Mixtral-8x7B-v0.1 --dtype bfloat16
 
-The packed file lies beside the checkpoint and is found by itself. Delete it at any time; nothing else depends on it.
+The packed files lie beside the checkpoint. One in a dtype is found by itself; one in fewer bits is used where
+--precision asks for it. Delete them at any time; nothing else depends on them.
 """
 
 _DTYPE_HELP = "auto (the checkpoint's own), bfloat16, float16, float32."
+_PRECISION_HELP = "int8, int4 or int2 (lossy), or several with commas between: a file for each."
 
 
 def command(
     model: Model,
     dtype: Annotated[str, typer.Option(help=_DTYPE_HELP)] = "auto",
+    precision: Annotated[str | None, typer.Option(help=_PRECISION_HELP)] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Pack again even where a good file is there.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Write a model's experts into one file, each contiguous and page-aligned.
+    """Write a model's experts into one file, each contiguous and page-aligned, as they are or in fewer bits.
 
-    Worth it where a checkpoint scatters its experts (Mixtral's w1, w2, w3) or is read in another dtype than it
-    is stored in. Needs as much free disk as the experts take; interrupted, it leaves nothing behind.
+    As they are: worth it where a checkpoint scatters its experts (Mixtral's w1, w2, w3) or is read in another dtype
+    than it is stored in. In fewer bits: as many more experts fit the same memory. int8 takes 8.5 bits a weight, int4
+    4.5, int2 3; what that costs is said for every layer, and smoe eval measures it on text.
+
+    Needs as much free disk as the file takes; interrupted, it goes on where it was when called again.
     """
     from smoe.cli.console import note, print_json
 
-    found = _pack(model, dtype, revision, force)
+    found = _pack(model, dtype, _precisions(precision), revision, force)
     if json:
         print_json(found)
         return
-    if found["was_packed_before"]:
-        note("packed already, from these very weights (--force packs again)")
-    print(found["file"])
+    for each in found["files"]:
+        if each["was_packed_before"]:
+            note("packed already, from these very weights (--force packs again)")
+        _show_errors(each)
+        print(each["file"])
 
 
-def _pack(model: str, dtype: str, revision: str | None, force: bool) -> dict[str, Any]:
-    """Pack where there is no good file yet, and say what is there then."""
+def _precisions(given: str | None) -> list[str | None]:
+    """What was asked for, each once; None: as the dtype says."""
+    from smoe.config import PRECISION
+    from smoe.errors import ConfigError
+
+    if given is None:
+        return [None]
+    wanted = list(dict.fromkeys(part.strip() for part in given.split(",")))
+    for part in wanted:
+        if part not in PRECISION[1:]:
+            raise ConfigError.no_choice("precision", part, PRECISION[1:])
+    return list(wanted)
+
+
+def _pack(model: str, dtype: str, precisions: list[str | None], revision: str | None, force: bool) -> dict[str, Any]:
+    """Pack what there is no good file of yet, and say what is there then."""
     from smoe.config import configure
-    from smoe.errors import CheckpointError
     from smoe.memory.dtypes import SAFETENSORS
-    from smoe.memory.store import ExpertStore
     from smoe.models.checkpoint import local_checkpoint, whole_checkpoint
+    from smoe.models.packed import contents_in_dtype, contents_in_precision
     from smoe.models.read_spec import read_spec
 
     known = local_checkpoint(model)
     if known is not None:
         known.check_packable()
     spec = read_spec(model, configure(dtype=dtype), revision)
+    asked = [
+        contents_in_dtype(spec.sites, SAFETENSORS[spec.dtype])
+        if precision is None
+        else contents_in_precision(spec.sites, precision, spec.config.model_type)
+        for precision in precisions
+    ]
     checkpoint = whole_checkpoint(model, revision)
     checkpoint.check_packable()
-    try:
-        packed = None if force else checkpoint.packed(spec, None)
-    except CheckpointError:
-        packed = None  # of other weights, or cut short: packing again is what is asked for
-    store = packed or ExpertStore(checkpoint.experts(spec), SAFETENSORS[spec.dtype])
-    path = packed.paths()[0] if packed else _write(checkpoint.place, spec.sites, store)
-    return {
-        "file": str(path),
-        "model": model,
-        "dtype": str(spec.dtype).removeprefix("torch."),
-        "experts": len(store.keys()),
-        "bytes": path.stat().st_size,
-        "was_packed_before": packed is not None,
-    }
+    files = []
+    for contents in asked:
+        packed = None if force else _good(checkpoint, contents)
+        records = packed.records if packed else _write(checkpoint, spec, contents)
+        path = contents.path(checkpoint.place)
+        files.append(
+            {
+                "file": str(path),
+                "contents": contents.name,
+                "experts": contents.experts,
+                "bytes": path.stat().st_size,
+                "was_packed_before": packed is not None,
+                "layers": records,
+            }
+        )
+    return {"model": model, "dtype": str(spec.dtype).removeprefix("torch."), "files": files}
 
 
-def _write(folder: Path, sites: Sequence[ExpertsSite], store: ExpertStore) -> Path:
-    from smoe.cli.console import note, progress
-    from smoe.models.packed import pack
+def _good(checkpoint: Checkpoint, contents: Contents) -> Packed | None:
+    """The packed file that is there, where it fits the checkpoint and every byte is as it was written."""
+    from smoe.cli.console import progress, warn
+    from smoe.errors import CheckpointError
+    from smoe.packing.writer import damaged_layers
     from smoe.units import format_bytes
 
-    note(f"{len(store.keys())} experts, {format_bytes(store.total_bytes)}, to {folder}")
+    try:
+        packed = checkpoint.packed(contents)
+    except CheckpointError:
+        return None  # of other weights, or cut short: packing again is what is asked for
+    if packed is None:
+        return None
     with progress("pack") as bars:
-        task = bars.add_task("packing", total=len(store.keys()), amount="")
+        task = bars.add_task("checking", total=contents.experts * contents.stride, amount="")
 
         def show(done: int, total: int) -> None:
-            amount = f"{format_bytes(done * store.expert_bytes)} of {format_bytes(total * store.expert_bytes)}"
+            bars.update(task, completed=done, amount=f"{format_bytes(done)} of {format_bytes(total)}")
+
+        damaged = damaged_layers(packed, contents, show)
+    if damaged:
+        warn(f"{packed.path} is damaged in layers {', '.join(map(str, damaged))}: it is written again")
+    return None if damaged else packed
+
+
+def _write(checkpoint: Checkpoint, spec: ModelSpec, contents: Contents) -> list[dict[str, Any]]:
+    from smoe.cli.console import note, progress
+    from smoe.packing.writer import pack
+    from smoe.units import format_bytes
+
+    experts = checkpoint.experts(spec)
+    note(f"{contents.experts} experts in {contents.name}, {format_bytes(contents.nbytes)}, to {checkpoint.place}")
+    with progress("pack") as bars:
+        task = bars.add_task("packing", total=contents.experts, amount="")
+
+        def show(done: int, total: int) -> None:
+            amount = f"{format_bytes(done * contents.stride)} of {format_bytes(total * contents.stride)}"
             bars.update(task, completed=done, amount=amount)
 
-        return pack(folder, sites, store, show)
+        return pack(checkpoint.place, contents, experts, show, spec.dtype)
+
+
+def _show_errors(found: dict[str, Any]) -> None:
+    """What quantising cost, by layer: the error of the weights, relative to their size."""
+    from smoe.cli.console import note
+
+    errors = [(each["layer"], each["relative_error"]) for each in found["layers"] if "relative_error" in each]
+    if not errors:
+        return
+    note(f"error of the weights in {found['contents']}, relative to their size (root mean square):")
+    for begin in range(0, len(errors), 6):
+        note("  " + "   ".join(f"layer {layer:>2} {error:6.2%}" for layer, error in errors[begin : begin + 6]))

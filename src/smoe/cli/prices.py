@@ -13,11 +13,12 @@ from rich.table import Table
 from smoe.cli.console import errors, note, progress, warn
 from smoe.cli.options import EngineOptions, substituting
 from smoe.cli.session import loaded, tokenizer_of
+from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.eval.paired_bootstrap import Change
 from smoe.eval.price import RESULTS, Price, sweep
 from smoe.eval.questions import Question, Questions, fitting, read_questions
-from smoe.eval.stepwise import Exam
+from smoe.eval.stepwise import EXACT, Exam
 from smoe.eval.texts import read_documents
 
 _TABLE_WIDTH = 80
@@ -33,8 +34,8 @@ _HEADS = (
     "hits\n%",
     "TPOT\nms",
 )
-_LEGEND = """change: interval of 95 % of the difference from alpha 0; KL, top 1: next token's
-distribution and likeliest token against alpha 0's; hits: experts in memory"""
+_LEGEND = """change: interval of 95 % of the difference from the exact model; KL, top 1: next
+token's distribution and likeliest token against its; hits: experts in memory"""
 
 
 @dataclass(frozen=True)
@@ -115,36 +116,54 @@ def _measure(
     asked = read_questions(material.questions)[:most] if has_questions else []
     config = replace(substituting(options), alpha=max(thresholds))  # so that the router's rule is proven
     tokenizer = tokenizer_of(model, options.revision)
-    with loaded(model, config, options.revision) as ready:
-        offload: Any = ready.offload
-        documents = _cut(tokenizer, texts, material.tokens, offload.context_tokens)
-        tokens = sum(map(len, documents))
-        asked = _fitting(asked, tokenizer, offload.context_tokens)
-        if tokens < least:
-            source = str(material.text or "the demo's text")
-            message = f"{source} has {tokens} tokens, and at least {least} are needed; give a longer --text"
-            allowed = f"text of at least {least} tokens"
-            raise ConfigError(message, setting="text", given=source, allowed=allowed)
-        circumstances = {
-            "model": model,
-            "memory_budget_bytes": offload.ledger.budget_bytes,
-            "slots": offload.ledger.cache_slots,
-            "resident_share": offload.ledger.resident_share,
-            "eviction": config.eviction,
-            "prefetch": config.prefetch,
-            "substitutes": config.substitutes,
-            "substitute_weights": config.substitute_weights,
-            "text": str(material.text) if material.text else "stories of the demo",
-            "text_tokens": tokens - len(documents),
-            "questions_from": str(material.questions) if material.questions else "the demo" if asked else None,
-            "questions": len(asked),
-            "tasks": list(material.tasks),
-            "most_questions": most,
-        }
-        exam: Exam | None = harness or (Questions(asked) if asked else None)
-        with _Bar(thresholds, tokens, len(asked) or most * len(material.tasks)) as bar:
-            prices = sweep(ready, tokenizer, thresholds, documents, exam, folder, circumstances, bar.start)
-        return prices, circumstances
+    # The model itself comes first, which all else is compared with.
+    settings = [(EXACT, [0.0])] if config.precision != EXACT else []
+    prices: list[Price] = []
+    found: dict[str, Any] = {}
+    for precision, alphas in [*settings, (config.precision, thresholds)]:
+        with loaded(model, replace(config, precision=precision), options.revision) as ready:
+            offload: Any = ready.offload
+            documents = _documents(tokenizer, texts, material, offload.context_tokens)
+            tokens = sum(map(len, documents))
+            asked = _fitting(asked, tokenizer, offload.context_tokens)
+            circumstances = _circumstances(model, config, material, offload.ledger.budget_bytes) | {
+                "text_tokens": tokens - len(documents),
+                "questions_from": (str(material.questions) if material.questions else "the demo") if asked else None,
+                "questions": len(asked),
+            }
+            exam: Exam | None = harness or (Questions(asked) if asked else None)
+            with _Bar(precision, alphas, tokens, len(asked) or most * len(material.tasks)) as bar:
+                prices += sweep(ready, tokenizer, alphas, documents, exam, folder, circumstances, bar.start)
+            ledger = offload.ledger
+            resident = {"slots": ledger.cache_slots, "resident_share": ledger.resident_share}
+            found = circumstances | {"precision": precision, **resident}
+    return prices, found
+
+
+def _circumstances(model: str, config: EngineConfig, material: Material, budget_bytes: int) -> dict[str, Any]:
+    """What results can be compared under."""
+    return {
+        "model": model,
+        "memory_budget_bytes": budget_bytes,
+        "eviction": config.eviction,
+        "prefetch": config.prefetch,
+        "substitutes": config.substitutes,
+        "substitute_weights": config.substitute_weights,
+        "text": str(material.text) if material.text else "stories of the demo",
+        "tasks": list(material.tasks),
+        "most_questions": material.most_questions,
+    }
+
+
+def _documents(tokenizer: Any, texts: list[str], material: Material, context_tokens: int) -> list[list[int]]:
+    """Token ids; raises `ConfigError` where they are too few."""
+    documents, least = _cut(tokenizer, texts, material.tokens, context_tokens), material.least_tokens
+    tokens = sum(map(len, documents))
+    if tokens < least:
+        source = str(material.text or "the demo's text")
+        message = f"{source} has {tokens} tokens, and at least {least} are needed; give a longer --text"
+        raise ConfigError(message, setting="text", given=source, allowed=f"text of at least {least} tokens")
+    return documents
 
 
 def _harness(material: Material) -> Exam:
@@ -188,8 +207,9 @@ def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[li
 class _Bar:
     """One bar over all thresholds; the length of answers is not known before, so it is a guess."""
 
-    def __init__(self, thresholds: list[float], text_tokens: int, questions: int) -> None:
+    def __init__(self, precision: str, thresholds: list[float], text_tokens: int, questions: int) -> None:
         self._progress = progress("price", "tokens")
+        self._in_precision = "" if precision == EXACT else f"{precision}, "
         self._alphas = sorted({0.0, *thresholds})
         self._each = text_tokens + questions * 40
         self._started = 0
@@ -204,7 +224,7 @@ class _Bar:
 
     def start(self, alpha: float) -> Any:
         number = self._alphas.index(alpha)
-        title = f"alpha {alpha:g} ({number + 1} of {len(self._alphas)})"
+        title = f"{self._in_precision}alpha {alpha:g} ({number + 1} of {len(self._alphas)})"
         # whatever else came before was measured in an earlier run, and took no time of this one
         skipped = (number - self._started) * self._each
         self._started += 1
@@ -227,7 +247,7 @@ def print_table(prices: list[Price]) -> None:
 def _row(price: Price) -> list[str]:
     quality = price.quality
     return [
-        f"{quality.alpha:g}",
+        f"{quality.alpha:g}" if quality.precision == EXACT else f"{quality.precision} {quality.alpha:g}",
         f"{quality.perplexity:.2f}",
         _interval(None if price.is_base else price.perplexity, price.has_enough_tokens),
         f"{quality.kl:.4f}",

@@ -61,7 +61,7 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
     from smoe.report.verify import EXPERTS, PASSES, reference_of, verify
 
     config = engine.config()
-    if config.is_lossy:
+    if config.alpha > 0:
         raise ConfigError(
             f"alpha is {config.alpha:g}, which replaces experts, and smoe verify checks the model without that: leave "
             "--alpha out, and take --preset smoe-exact instead of smoe",

@@ -1,7 +1,7 @@
-"""The price of a threshold: quality lost for time won, with confidence, resumable.
+"""The price of a threshold, or of fewer bits: quality lost for time won, with confidence, resumable.
 
-Every threshold is compared with alpha 0 on the same tokens, so the noise of the text cancels; the interval comes from
-resampling blocks of tokens (and questions) together for both.
+Every one is compared with the model itself on the same tokens, so the noise of the text cancels; the interval comes
+from resampling blocks of tokens (and questions) together for both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from smoe.errors import ConfigError
 from smoe.eval.paired_bootstrap import Change, bootstrapped
 from smoe.eval.questions import Tick
-from smoe.eval.stepwise import ExactDistributions, Exam, Quality, measure
+from smoe.eval.stepwise import EXACT, ExactDistributions, Exam, Quality, measure
 from smoe.whole_file import whole_file
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Price:
     @property
     def is_base(self) -> bool:
         """Whether this is what all others are compared with: an interval against itself says nothing."""
-        return self.quality.alpha == 0
+        return self.quality.is_base
 
     @property
     def has_enough_tokens(self) -> bool:
@@ -59,6 +59,7 @@ class Price:
     def as_json(self) -> dict[str, Any]:
         quality = self.quality
         return {
+            "precision": quality.precision,
             "alpha": quality.alpha,
             "tokens": quality.tokens,
             "perplexity": quality.perplexity,
@@ -88,21 +89,27 @@ def sweep(
     circumstances: dict[str, Any],
     on_alpha: Callable[[float], Tick],
 ) -> list[Price]:
-    """Measure every threshold, 0 first; what `folder` holds from an earlier run in the same circumstances is kept."""
+    """Measure every threshold, 0 first; what `folder` holds from an earlier run in the same circumstances is kept.
+
+    Of a model whose experts are in fewer bits, every threshold is compared with the model itself, which must have been
+    measured into `folder` before.
+    """
+    precision: str = model.offload.config.precision  # type: ignore[union-attr,assignment]
+    wanted = sorted({0.0, *alphas} if precision == EXACT else set(alphas))
     folder.mkdir(parents=True, exist_ok=True)
     results = _Results(folder / RESULTS, circumstances)
     tokens = sum(len(ids) - 1 for ids in documents)
     vocabulary = model.config.get_text_config().vocab_size
-    exact = ExactDistributions(folder / "exact.npy", tokens, vocabulary, is_written=results.get(0.0) is not None)
-    for alpha in sorted({0.0, *alphas}):
-        if results.get(alpha) is None:
+    exact = ExactDistributions(folder / "exact.npy", tokens, vocabulary, is_written=results.base is not None)
+    for alpha in wanted:
+        if results.get(precision, alpha) is None:
             results.put(measure(model, tokenizer, alpha, documents, exam, exact, on_alpha(alpha)))
             _log.info("alpha %g is measured and kept in %s", alpha, folder)
         else:
             _log.info("alpha %g was measured before", alpha)
-    base = results.get(0.0)
+    base = results.base
     assert base is not None
-    found = [results.get(alpha) for alpha in sorted({0.0, *alphas})]
+    found = [results.get(precision, alpha) for alpha in wanted]
     return [price_of(quality, base) for quality in found if quality is not None]
 
 
@@ -115,7 +122,7 @@ def largest_within(prices: Sequence[Price], allowed: float) -> Price:
 
 
 def price_of(quality: Quality, base: Quality) -> Price:
-    """`quality` against `base` (alpha 0), measured on the same tokens and questions."""
+    """`quality` against `base` (the model itself), measured on the same tokens and questions."""
     counts = np.array(base.block_tokens, dtype=float)
     nats = np.array(quality.block_nats) - np.array(base.block_nats)
     perplexity = bootstrapped(lambda rows: float(np.expm1(nats[rows].sum() / counts[rows].sum())), len(nats))
@@ -148,9 +155,14 @@ class _Results:
                 )
             self._content = earlier
 
-    def get(self, alpha: float) -> Quality | None:
+    @property
+    def base(self) -> Quality | None:
+        """The model itself."""
+        return self.get(EXACT, 0.0)
+
+    def get(self, precision: str, alpha: float) -> Quality | None:
         for entry in self._content["qualities"]:
-            if entry["alpha"] == alpha:
+            if entry["alpha"] == alpha and entry.get("precision", EXACT) == precision:
                 return Quality(**entry)
         return None
 

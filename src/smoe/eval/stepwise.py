@@ -23,6 +23,8 @@ from smoe.runtime.engine import Engine
 BLOCK_TOKENS = 64
 """Neighbouring tokens are alike, so confidence is computed from blocks of so many."""
 
+EXACT = "auto"
+"""The precision of the model itself."""
 Exam = Callable[[PreTrainedModel, Any, Tick], list[bool]]
 """Asks (model, tokenizer, tick) its questions, always the same, and says for each whether the answer was right."""
 
@@ -49,6 +51,13 @@ class Quality:
     """Share of routes served by a substitute."""
     low_score: float = 0.0
     bytes_per_token: float = 0.0
+    precision: str = EXACT
+    """Of the experts (`EngineConfig.precision`)."""
+
+    @property
+    def is_base(self) -> bool:
+        """Whether this is the model itself, which all others are compared with."""
+        return self.alpha == 0 and self.precision == EXACT
 
     @property
     def perplexity(self) -> float:
@@ -87,11 +96,11 @@ def measure(
 ) -> Quality:
     """Feed all documents (token ids) and ask all questions at one threshold, from a cold cache.
 
-    With `alpha` 0 the distributions go into `exact`, otherwise they are compared with it.
+    The distributions of the model itself go into `exact`, all others are compared with it.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     engine.use_alpha(alpha)
-    quality, seconds = Quality(alpha), []
+    quality, seconds = Quality(alpha, precision=engine.config.precision), []
     kl = agreed = 0.0
     for ids in documents:
         nats = []
@@ -99,7 +108,7 @@ def measure(
             log_p = logits.float().log_softmax(-1)
             nats.append(-float(log_p[ids[position + 1]]))
             seconds.append(took)
-            if alpha == 0:
+            if quality.is_base:
                 exact.put(quality.tokens, log_p)
             else:
                 truth = exact.get(quality.tokens)
@@ -111,7 +120,7 @@ def measure(
             block = nats[begin : begin + BLOCK_TOKENS]
             quality.block_nats.append(sum(block))
             quality.block_tokens.append(len(block))
-    if alpha == 0:
+    if quality.is_base:
         exact.flush()
     else:
         quality.kl, quality.top1_agreement = kl / quality.tokens, agreed / quality.tokens

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from smoe.formats.base import Format
+from smoe.formats.grouped import INT2, INT4
 from smoe.formats.k_quants import Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
 from smoe.formats.mxfp4 import MXFP4, MXFP4_PAIRS
 from smoe.formats.rounded import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 
-FORMATS: dict[str, Format] = {
-    each.name: each for each in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, MXFP4, MXFP4_PAIRS)
+GGML: dict[str, Format] = {
+    each.name: each for each in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, MXFP4)
 }
+"""Those that GGUF files have."""
+OWN: dict[str, Format] = {each.name: each for each in (INT4, INT2)}
+"""Those that `smoe pack` writes, beside ggml's."""
+OPENAI: dict[str, Format] = {MXFP4_PAIRS.name: MXFP4_PAIRS}
+"""What OpenAI's releases become in slots."""
+FORMATS = GGML | OWN | OPENAI
+
+PRECISIONS: dict[str, tuple[Format, ...]] = {"int8": (Q8_0,), "int4": (INT4, Q4_1), "int2": (INT2, INT4, Q4_1)}
+"""What `smoe pack` makes of a matrix when a precision is asked for: the first whose blocks its rows are made of."""
+
+
+def format_of(precision: str, columns: int) -> Format | None:
+    """The format of a matrix whose rows have so many numbers; None where none of the precision's fits."""
+    return next((form for form in PRECISIONS[precision] if form.fits(columns)), None)

@@ -303,7 +303,7 @@ def _predictors(
     device: torch.device,
 ) -> Mapping[Phase, Predictor]:
     """A prefill always starts the next layer's reads early: nearly all are needed, so guessing is cheap and right."""
-    subject = Subject(model, spec, rules, config.prefetch_what)
+    subject = Subject(model, spec, rules, config.prefetch_what, config.prefetch_depth)
     found: dict[Phase, Predictor] = {Phase.PREFILL: subject.next_gate}
     decode = PREDICTORS[_predictor_name(spec, config, device)](subject)
     return found if decode is None else found | {Phase.DECODE: decode}
@@ -334,7 +334,7 @@ def _rules(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ScoringRule]:
         if name is None:
             raise UnsupportedModelError(
                 f"the router of layer {site.layer} could not be found, so its scores cannot be heard; without `alpha`, "
-                "and with an eviction other than score, the model works"
+                "and with an eviction other than score and a prefetch other than stacked-gates, the model works"
             )
         block = modules[site.name.rpartition(".")[0]]
         hidden, top_k = spec.config.get_text_config().hidden_size, spec.anatomy.top_k[site.layer]

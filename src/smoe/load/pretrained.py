@@ -25,6 +25,7 @@ from smoe.memory.pacing import Pacing
 from smoe.memory.quantised_store import QuantisedStore, is_quantised
 from smoe.memory.store import ExpertStore, LayerExperts
 from smoe.models.checkpoint import Checkpoint, local_checkpoint, whole_checkpoint
+from smoe.models.packed import contents_in_dtype
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes
@@ -129,7 +130,9 @@ def open_store(
     if is_quantised(experts):
         return QuantisedStore(experts, SAFETENSORS[spec.dtype])
     alignment = _CUDA_ALIGNMENT if device.type == "cuda" else None
-    return checkpoint.packed(spec, alignment) or ExpertStore(experts, SAFETENSORS[spec.dtype], alignment)
+    dtype = SAFETENSORS[spec.dtype]
+    packed = checkpoint.packed(contents_in_dtype(spec.sites, dtype))
+    return ExpertStore(experts if packed is None else packed.layers, dtype, alignment)
 
 
 def make_ledger(

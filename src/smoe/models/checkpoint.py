@@ -15,9 +15,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from smoe.memory.gguf_header import is_gguf
 from smoe.memory.safetensors_index import StoredTensor
-from smoe.memory.store import ExpertStore, LayerExperts
+from smoe.memory.store import LayerExperts
 from smoe.models.files import described_place, fetch, local_place
 from smoe.models.gguf_file import GgufFile
+from smoe.models.packed import Contents, Packed
 from smoe.models.safetensors_folder import SafetensorsFolder
 from smoe.models.spec import ModelSpec
 
@@ -44,17 +45,18 @@ class Checkpoint(Protocol):
         """Every tensor by its key in the file, from the headers alone."""
 
     def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
-        """Where the routed experts of every layer lie. All other weights are compared with `spec`, too: which there
-        are, and of what shape and type."""
+        """Where the routed experts of every layer lie, in the precision of `spec`. All other weights are compared with
+        `spec`, too: which there are, and of what shape and type."""
 
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
-        """An expert of every layer as the files have it, where experts are quantised; else None."""
+        """An expert of every layer as the files have it, where experts are quantised; else None. Raises `ConfigError`
+        for a precision that `spec` cannot have of these files."""
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
         """Weights beside the experts that are quantised and can stay so, by the library's names."""
 
-    def packed(self, spec: ModelSpec, alignment: int | None) -> ExpertStore | None:
-        """The store over the file that `smoe pack` wrote, where there is one."""
+    def packed(self, contents: Contents) -> Packed | None:
+        """The file that `smoe pack` wrote with these contents, where there is one."""
 
     def check_packable(self) -> None:
         """Raise `ConfigError` where there is nothing that packing could gather."""

@@ -21,13 +21,14 @@ from smoe.memory.gguf_header import GgufHeader
 from smoe.memory.gguf_index import index_gguf, read_headers
 from smoe.memory.gguf_tensors import is_readable, read_bytes, read_tensor
 from smoe.memory.safetensors_index import StoredTensor
-from smoe.memory.store import ExpertStore, LayerExperts, row_of
+from smoe.memory.store import LayerExperts, row_of
 from smoe.models.dense import check_loaded, quiet_library
 from smoe.models.expert_index import missing_weights
 from smoe.models.experts import ExpertsSite, without_expert_weights
 from smoe.models.files import naming
 from smoe.models.gguf_config import architecture_of, read_gguf_config
 from smoe.models.gguf_tokenizer import read_gguf_tokenizer, read_sampling
+from smoe.models.packed import Contents, Packed
 from smoe.models.quantised_linear import can_stay_quantised, keep_quantised
 from smoe.models.spec import ModelSpec
 
@@ -64,6 +65,14 @@ class GgufFile:
         return layers
 
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
+        if spec.precision != "auto":
+            raise ConfigError(
+                f"`precision` {spec.precision}: {self.place} is a GGUF file, whose experts are served in the precision "
+                "that it has them in; take a file of the precision that you want",
+                setting="precision",
+                given=spec.precision,
+                allowed="auto for a GGUF file",
+            )
         found = {site.layer: self._matrices(site, spec) for site in spec.sites}
         if not any(tensor.dtype in FORMATS for tensors in found.values() for tensor in tensors):
             return None
@@ -78,7 +87,7 @@ class GgufFile:
                 found[name] = stored[key]
         return found
 
-    def packed(self, spec: ModelSpec, alignment: int | None) -> ExpertStore | None:
+    def packed(self, contents: Contents) -> Packed | None:
         return None
 
     def check_packable(self) -> None:

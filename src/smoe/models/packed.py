@@ -2,11 +2,13 @@
 
     offset 0        8 bytes magic, 8 bytes little-endian header length, JSON header, zeros up to the next page
     then            experts in (layer, expert) order at a fixed stride, parts in order, zeros up to the stride
+    then            JSON records of the layers (checksum, what quantising cost), their length in 8 bytes, the magic
 
-One read of whole pages brings an expert, with no bounce and no slack; worth it for checkpoints whose experts are
-scattered (gate and up apart, an expert split between shards) or of another dtype. The header names the checkpoint's
-shards with their sizes and times: a pack of other weights is refused, not used. The file appears under its name only
-when it is whole.
+One read of whole pages brings an expert, with no bounce and no slack. A file has all experts in one form: in a dtype,
+worth it for checkpoints whose experts are scattered (gate and up apart, an expert split between shards) or of another
+dtype; or in fewer bits, which is asked for by name (`precision`) and lossy. The header names the checkpoint's shards
+with their sizes and times: a pack of other weights is refused, not used. The file appears under its name only when it
+is whole (`smoe/packing`).
 """
 
 from __future__ import annotations
@@ -15,124 +17,195 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-
-from smoe.errors import CheckpointError
+from smoe.errors import CheckpointError, UnsupportedModelError
+from smoe.formats.registry import FORMATS, format_of
 from smoe.memory.checkpoint_json import check_regular, parse_object
-from smoe.memory.dtypes import TORCH
 from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor, identity_of, shard_paths
-from smoe.memory.store import ExpertStore, LayerExperts, page_ceil
+from smoe.memory.store import LayerExperts, Part, page_ceil
 from smoe.models.experts import ExpertsSite
-from smoe.models.files import check_disk
-from smoe.models.reference import reference_parameters
-from smoe.whole_file import whole_file
 
 MAGIC = b"smoepack"
-VERSION = 1
+VERSION = 2
+_QUANTISABLE = {"gate_up_proj", "down_proj"}
 
 
-def pack_path(folder: Path, dtype: str) -> Path:
-    """Where the packed file of a checkpoint lies."""
-    return folder / f"experts.{dtype.lower()}.smoe"
+class PackedPart(NamedTuple):
+    """One weight of an expert as the file has it."""
+
+    part: Part
+    kind: str
+    """The dtype's safetensors name, or the format's."""
+
+    @property
+    def nbytes(self) -> int:
+        rows = math.prod(self.part.shape[:-1])
+        if self.kind in FORMATS:
+            return rows * FORMATS[self.kind].row_bytes(self.part.shape[-1])
+        return rows * self.part.shape[-1] * ITEM_BYTES[self.kind]
 
 
-def packed_store(
-    folder: Path, sites: Sequence[ExpertsSite], dtype: str, alignment: int | None = None
-) -> ExpertStore | None:
-    """The store over the packed file of `folder`, or None where there is none; raises where it does not fit the
-    checkpoint."""
-    path = pack_path(folder, dtype)
+@dataclass(frozen=True)
+class Contents:
+    """What a packed file has of every layer's experts, and where."""
+
+    name: str
+    """A dtype's safetensors name, or a precision: `BF16`, `int4`."""
+    sites: Sequence[ExpertsSite]
+    parts: Mapping[int, tuple[PackedPart, ...]]
+    """By layer."""
+
+    @property
+    def stride(self) -> int:
+        """From one expert to the next."""
+        return page_ceil(max(map(self.expert_bytes, self.parts)))
+
+    @property
+    def experts(self) -> int:
+        return sum(site.experts for site in self.sites)
+
+    @property
+    def nbytes(self) -> int:
+        """All experts; the file is larger by what brings each to whole pages."""
+        return sum(site.experts * self.expert_bytes(site.layer) for site in self.sites)
+
+    def expert_bytes(self, layer: int) -> int:
+        return sum(part.nbytes for part in self.parts[layer])
+
+    def path(self, folder: Path) -> Path:
+        """Where the packed file of a checkpoint lies, beside it."""
+        return folder / f"experts.{self.name.lower()}.smoe"
+
+    def header(self, folder: Path) -> dict[str, Any]:
+        """All that is known before anything is packed, and that must be the same when it is read."""
+        shards = [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in shard_paths(folder)]
+        layout = [
+            [site.layer, site.experts, [[each.part.name, each.kind, list(each.part.shape)] for each in parts]]
+            for site in self.sites
+            for parts in (self.parts[site.layer],)
+        ]
+        return {
+            "version": VERSION,
+            "contents": self.name,
+            "stride": self.stride,
+            "layout": layout,
+            "checkpoint": hashlib.sha256(json.dumps(shards).encode()).hexdigest(),
+        }
+
+
+def contents_in_dtype(sites: Sequence[ExpertsSite], dtype: str) -> Contents:
+    """The experts as they are, in a dtype by its safetensors name."""
+    return Contents(dtype, sites, {site.layer: tuple(PackedPart(part, dtype) for part in site.parts) for site in sites})
+
+
+def contents_in_precision(sites: Sequence[ExpertsSite], precision: str, model_type: str) -> Contents:
+    """The experts in fewer bits. Raises `UnsupportedModelError` for weights that no format of the precision fits."""
+    parts = {}
+    for site in sites:
+        if {part.name for part in site.parts} != _QUANTISABLE or any(len(part.shape) != 2 for part in site.parts):
+            names = ", ".join(part.name for part in site.parts)
+            raise UnsupportedModelError(
+                f"experts of {model_type!r} are made of {names}, and smoe quantises those that are made of "
+                "gate_up_proj and down_proj alone: leave `precision` out"
+            )
+        parts[site.layer] = tuple(PackedPart(part, _format_of(precision, part, site.layer)) for part in site.parts)
+    return Contents(precision, sites, parts)
+
+
+def _format_of(precision: str, part: Part, layer: int) -> str:
+    form = format_of(precision, part.shape[-1])
+    if form is None:
+        raise UnsupportedModelError(
+            f"{part.name} of layer {layer} has rows of {part.shape[-1]} numbers, and {precision} takes multiples of 32"
+        )
+    return form.name
+
+
+class Packed(NamedTuple):
+    """A packed file that fits its checkpoint."""
+
+    path: Path
+    layers: dict[int, LayerExperts]
+    records: list[dict[str, Any]]
+    """Of every layer: `sha256` of its experts, and of a precision the `relative_error` of its weights."""
+    start: int
+    """Where the experts begin."""
+
+
+def read_packed(folder: Path, contents: Contents) -> Packed | None:
+    """The packed file of `folder` with these contents, or None where there is none.
+
+    Raises `CheckpointError` where it does not fit the checkpoint, or is cut short.
+    """
+    path = contents.path(folder)
     if not path.exists():
         return None
     check_regular(path)
     header, start, identity = _read_header(path)
-    expected = _header(folder, sites, dtype)
-    if header != expected:
+    if header != contents.header(folder):
         raise CheckpointError(
             f"{path} was packed from other weights, or by another version; delete it, or run smoe pack again"
         )
-    stride = header["stride"]  # ours, as the headers are equal
-    experts = sum(site.experts for site in sites)
-    if identity.nbytes != start + experts * stride:
+    records, begin = _read_records(path, identity.nbytes)
+    if begin != start + contents.experts * contents.stride or len(records) != len(contents.sites):
         raise CheckpointError(f"{path} is truncated; delete it, or run smoe pack again")
     layers: dict[int, LayerExperts] = {}
     offset = start
-    for site in sites:
-        layers[site.layer] = _packed_layer(path, identity, site, dtype, offset, stride)
-        offset += site.experts * stride
-    return ExpertStore(layers, dtype, alignment)
-
-
-def pack(folder: Path, sites: Sequence[ExpertsSite], store: ExpertStore, progress: Callable[[int, int], None]) -> Path:
-    """Write the packed file of a checkpoint; `progress(done, total)` counts experts. Interrupted, it leaves nothing
-    behind.
-
-    Raises `DiskSpaceError` before it begins, `CheckpointError` for an expert with NaN or infinity.
-    """
-    path = pack_path(folder, store.dtype)
-    header = _header(folder, sites, store.dtype)
-    keys = store.keys()
-    check_disk(folder, len(keys) * header["stride"], f"packing {folder.name}")
-    with whole_file(path) as file:
-        file.write(_header_bytes(header))
-        for done, (layer, expert) in enumerate(keys, start=1):
-            data = _expert_bytes(store.layers[layer], expert, store.dtype)
-            file.write(data + bytes(header["stride"] - len(data)))
-            progress(done, len(keys))
-    return path
-
-
-def _expert_bytes(experts: LayerExperts, expert: int, dtype: str) -> bytes:
-    parameters = reference_parameters(experts, [expert], TORCH[dtype])
-    for name, value in parameters.items():
-        if not bool(torch.isfinite(value).all()):
-            raise CheckpointError(
-                f"{name} of expert {expert} in layer {experts.layer} holds NaN or infinity; download again"
-            )
-    return b"".join(parameters[part.name].contiguous().view(torch.uint8).numpy().tobytes() for part in experts.parts)
+    for site in contents.sites:
+        layers[site.layer] = _packed_layer(path, identity, site, contents, offset)
+        offset += site.experts * contents.stride
+    return Packed(path, layers, records, start)
 
 
 def _packed_layer(
-    path: Path, identity: FileIdentity, site: ExpertsSite, dtype: str, offset: int, stride: int
+    path: Path, identity: FileIdentity, site: ExpertsSite, contents: Contents, offset: int
 ) -> LayerExperts:
     sources = []
     for expert in range(site.experts):
-        place = offset + expert * stride
+        place = offset + expert * contents.stride
         pieces: dict[str, tuple[StoredTensor, ...]] = {}
-        for part in site.parts:
-            nbytes = _part_bytes(part.shape, dtype)
-            key = f"{site.name}.{part.name}[{expert}]"
-            pieces[part.name] = (StoredTensor(path, place, nbytes, dtype, part.shape, key, identity),)
-            place += nbytes
+        for each in contents.parts[site.layer]:
+            key = f"{site.name}.{each.part.name}[{expert}]"
+            stored = StoredTensor(path, place, each.nbytes, each.kind, each.part.shape, key, identity)
+            pieces[each.part.name] = (stored,)
+            place += each.nbytes
         sources.append(pieces)
     return LayerExperts(site.layer, site.parts, sources)
 
 
-def _part_bytes(shape: Sequence[int], dtype: str) -> int:
-    return ITEM_BYTES[dtype] * math.prod(shape)
-
-
-def _header(folder: Path, sites: Sequence[ExpertsSite], dtype: str) -> dict[str, Any]:
-    largest = max(sum(_part_bytes(part.shape, dtype) for part in site.parts) for site in sites)
-    shards = [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in shard_paths(folder)]
-    layout = [[site.layer, site.experts, [[part.name, list(part.shape)] for part in site.parts]] for site in sites]
-    return {
-        "version": VERSION,
-        "dtype": dtype,
-        "stride": page_ceil(largest),
-        "layout": layout,
-        "checkpoint": hashlib.sha256(json.dumps(shards).encode()).hexdigest(),
-    }
-
-
-def _header_bytes(header: dict[str, Any]) -> bytes:
+def header_bytes(header: dict[str, Any]) -> bytes:
+    """The file's first pages."""
     text = json.dumps(header).encode()
     data = MAGIC + struct.pack("<Q", len(text)) + text
     return data + bytes(page_ceil(len(data)) - len(data))
+
+
+def record_bytes(records: Sequence[dict[str, Any]]) -> bytes:
+    """The file's end."""
+    text = json.dumps({"layers": list(records)}).encode()
+    return text + struct.pack("<Q", len(text)) + MAGIC
+
+
+def _read_records(path: Path, nbytes: int) -> tuple[list[dict[str, Any]], int]:
+    """The layers' records, and where they begin."""
+    with path.open("rb") as file:
+        file.seek(max(0, nbytes - 16))
+        end = file.read(16)
+        length = struct.unpack("<Q", end[:8])[0] if len(end) == 16 and end[8:] == MAGIC else 0
+        begin = nbytes - 16 - length
+        if not 0 < length < 1 << 26 or begin < 0:
+            raise CheckpointError(f"{path} is truncated; delete it, or run smoe pack again")
+        file.seek(begin)
+        text = file.read(length)
+    try:
+        records = parse_object(text, path)["layers"]
+    except (CheckpointError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged at its end; delete it, or run smoe pack again") from error
+    return records, begin
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, FileIdentity]:

@@ -35,7 +35,7 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
     with naming(unclear, UnsupportedModelError):
         anatomy = examine(shell, sites, dtype)
     _check_anatomy(anatomy, sites, path)
-    spec = ModelSpec(model_config, shell, sites, anatomy, dtype, context_tokens)
+    spec = ModelSpec(model_config, shell, sites, anatomy, dtype, context_tokens, config.precision)
     dense = checkpoint.quantised_dense(spec) if config.dense_precision == "as-stored" else {}
     return replace(spec, stored_bytes=checkpoint.quantised_bytes(spec), dense=dense)
 

@@ -1,5 +1,5 @@
 """Expert weights as the library would have them, read through safetensors' own reader, or dequantised, by the gguf
-package or by transformers: the other side of every comparison."""
+package, by transformers or by our reference decoders: the other side of every comparison."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from safetensors import safe_open
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from smoe.formats.registry import FORMATS
 from smoe.memory.gguf_header import is_gguf
-from smoe.memory.gguf_tensors import plain_tensor
+from smoe.memory.gguf_tensors import plain_tensor, read_bytes
 from smoe.memory.safetensors_index import StoredTensor, check_identity, read_header
 from smoe.memory.store import LayerExperts
 
@@ -38,6 +39,9 @@ def _tensor(piece: StoredTensor) -> torch.Tensor:
         codes, scales = _by_key(piece), _by_key(piece.scales)
         numbers: torch.Tensor = convert_moe_packed_tensors(codes.unsqueeze(0), scales.unsqueeze(0))  # exact in bf16
         return numbers[0].t()
+    if piece.dtype in FORMATS:
+        form = FORMATS[piece.dtype]
+        return torch.from_numpy(form.decode(read_bytes(piece).view(piece.shape[0], -1).numpy()))
     return _by_key(piece)
 
 

@@ -13,9 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from smoe.errors import ConfigError, ModelError
 from smoe.memory.checkpoint_json import read_object
-from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.safetensors_index import StoredTensor, index_checkpoint
-from smoe.memory.store import ExpertStore, LayerExperts
+from smoe.memory.store import LayerExperts
 from smoe.models.config_file import check_config
 from smoe.models.dense import check_loaded, move_to_own_memory, quiet_library
 from smoe.models.expert_index import index_experts, stored_as
@@ -23,7 +22,7 @@ from smoe.models.experts import without_expert_weights
 from smoe.models.files import naming
 from smoe.models.generation_file import check_generation
 from smoe.models.mxfp4_experts import check_mxfp4, expert_bytes, has_mxfp4_experts, joined
-from smoe.models.packed import packed_store
+from smoe.models.packed import Contents, Packed, contents_in_precision, read_packed
 from smoe.models.registration import register_local_families
 from smoe.models.spec import ModelSpec
 
@@ -52,20 +51,35 @@ class SafetensorsFolder:
         return index_checkpoint(self.place)
 
     def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
-        if not self._has_mxfp4:
-            return index_experts(self.place, spec.shell, spec.sites, self.tensors())
-        experts = index_experts(self.place, spec.shell, spec.sites, joined(self.tensors()))
-        check_mxfp4(experts)
-        return experts
+        tensors = joined(self.tensors()) if self._has_mxfp4 else self.tensors()
+        stored = index_experts(self.place, spec.shell, spec.sites, tensors)
+        if self._has_mxfp4:
+            check_mxfp4(stored)
+        if spec.precision == "auto":
+            return stored
+        contents = self._contents(spec)
+        packed = self.packed(contents)
+        if packed is None:
+            raise ConfigError(
+                f"`precision` {spec.precision}: {contents.path(self.place)} is not there; run smoe pack on "
+                f"{self.place} with `precision` {spec.precision} first",
+                setting="precision",
+                given=spec.precision,
+                allowed="auto, or a precision that the model has been packed in",
+            )
+        return packed.layers
 
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
-        return expert_bytes(spec.sites, spec.dtype, self.config_place) if self._has_mxfp4 else None
+        if spec.precision == "auto":
+            return expert_bytes(spec.sites, spec.dtype, self.config_place) if self._has_mxfp4 else None
+        contents = self._contents(spec)
+        return {layer: contents.expert_bytes(layer) for layer in contents.parts}
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
         return {}
 
-    def packed(self, spec: ModelSpec, alignment: int | None) -> ExpertStore | None:
-        return packed_store(self.place, spec.sites, SAFETENSORS[spec.dtype], alignment)
+    def packed(self, contents: Contents) -> Packed | None:
+        return read_packed(self.place, contents)
 
     def check_packable(self) -> None:
         """What gains nothing by it is packed as well; what packing would unpack is not."""
@@ -101,6 +115,9 @@ class SafetensorsFolder:
             move_to_own_memory(loaded)
         model: PreTrainedModel = loaded.to(device).eval().requires_grad_(False)
         return model
+
+    def _contents(self, spec: ModelSpec) -> Contents:
+        return contents_in_precision(spec.sites, spec.precision, spec.config.model_type)
 
     def tokenizer(self) -> Any:
         for name in _TOKENIZER_SETTINGS:

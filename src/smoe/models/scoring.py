@@ -24,8 +24,9 @@ from torch import nn
 
 from smoe.errors import UnsupportedModelError
 
-_PROOF_TOKENS = 64
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 3e-2}
+PROOF_TOKENS = 64
+"""Random rows that a router is tried on."""
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 3e-2}
 
 Score = Literal["softmax", "sigmoid"]
 Weight = Literal["score", "share"]
@@ -119,7 +120,7 @@ def find_rule(router: nn.Module, block: nn.Module, hidden: int, experts: int, to
     """
     parameter = next(router.parameters())
     generator = torch.Generator().manual_seed(layer)
-    x = torch.randn(_PROOF_TOKENS, hidden, generator=generator).to(parameter.dtype).to(parameter.device)
+    x = torch.randn(PROOF_TOKENS, hidden, generator=generator).to(parameter.dtype).to(parameter.device)
     biases = list(_biases(router, block, experts))
     with torch.no_grad():
         logits, weights, index = _ask(router, x, biases)
@@ -129,7 +130,8 @@ def find_rule(router: nn.Module, block: nn.Module, hidden: int, experts: int, to
                 return ScoringRule(rule.score, rule.weight, scale, rule.bias, rule.groups)
     raise UnsupportedModelError(
         f"the router of layer {layer} ({type(router).__name__}) follows no rule that smoe knows, so nobody can say "
-        "what a substitute would weigh; without `alpha`, and with an eviction other than score, the model works"
+        "what a substitute would weigh; without `alpha`, and with an eviction other than score "
+        "and a prefetch other than stacked-gates, the model works"
     )
 
 
@@ -141,10 +143,18 @@ def in_order(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tens
     if len(output) != 3:
         raise UnsupportedModelError(
             f"a router of this model gives {len(output)} values instead of logits, weights and index, so its scores "
-            "cannot be heard; without `alpha`, and with an eviction other than score, the model works"
+            "cannot be heard; without `alpha`, and with an eviction other than score and a prefetch other than "
+            "stacked-gates, the model works"
         )
     first, weights, last = output
     return (first, weights, last) if first.is_floating_point() else (last, weights, first)
+
+
+def answer_of(
+    router: nn.Module, block: nn.Module, x: torch.Tensor, experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits, weights and index of a router for x [T, H]; `block` is the module around it, which may keep its bias."""
+    return _ask(router, x, list(_biases(router, block, experts)))
 
 
 def _ask(
@@ -193,5 +203,5 @@ def _fits(
         return None
     mine = rule.weights(scores, index, torch.float32)
     scale = (weights.float().sum() / mine.sum()).item()
-    tolerance = _TOLERANCE[weights.dtype]
+    tolerance = TOLERANCE[weights.dtype]
     return scale if torch.allclose(mine * scale, weights.float(), rtol=tolerance, atol=tolerance * 1e-2) else None

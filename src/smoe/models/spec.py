@@ -34,6 +34,8 @@ class ModelSpec:
     dtype: torch.dtype
     context_tokens: int
     """Positions reserved for every sequence."""
+    precision: str = "auto"
+    """Of the routed experts (`EngineConfig.precision`)."""
     stored_bytes: Mapping[int, int] | None = None
     """An expert of every layer, where they are quantised and stay so; None: they are of the model's dtype."""
     dense: Mapping[str, StoredTensor] = field(default_factory=dict)
@@ -67,6 +69,13 @@ class ModelSpec:
         largest = max(math.prod(part.shape) for site in self.sites for part in site.parts)
         elements = (0 if self.stored_bytes is None else largest) + (PIECE_ELEMENTS if self.dense else 0)
         return elements * self.dtype.itemsize
+
+    @property
+    def router_bytes(self) -> int:
+        """The routers of all layers but the first, biases included, in the model's dtype: what it takes to stack them
+        (`prediction/stacked_gates.py`)."""
+        experts = sum(site.experts for site in self.sites[1:])
+        return experts * (int(self.config.get_text_config().hidden_size) + 1) * self.dtype.itemsize
 
     def _expert_bytes(self, site: ExpertsSite) -> int:
         if self.stored_bytes is not None:
@@ -103,4 +112,5 @@ class ModelSpec:
             + self.anatomy.state_bytes_per_sequence * config.max_sequences,
             classes=self._slot_classes(slot_bytes),
             read_buffer_bytes=read_buffer_bytes,
+            predictor_bytes=self.router_bytes if config.prefetch == "stacked-gates" else 0,
         )

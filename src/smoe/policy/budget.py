@@ -1,8 +1,8 @@
 """The memory budget as a ledger: every byte has a name, what does not fit is refused before loading.
 
 On a machine without a GPU the budget is RAM beside the interpreter and its libraries; on a GPU it is device memory.
-Order of claims: non-expert weights, workspace, KV cache, read buffers, staging (at least two experts); all the rest is
-cache slots. The minimum number of cache slots is the top-k of the widest layer.
+Order of claims: non-expert weights, workspace, KV cache, what a predictor copies of weights, read buffers, staging (at
+least two experts); all the rest is cache slots. The minimum number of cache slots is the top-k of the widest layer.
 
 Layers whose experts differ in size, as in a file of several formats, have slots of several sizes. Each size, a *slot
 class*, gets the least that its layers need and its share of what is left, so that all keep the same part of their
@@ -90,6 +90,8 @@ class Demand:
     """Where experts go."""
     read_buffer_bytes: int = 0
     """Buffers of the reading threads, where experts cannot be read straight into their slots."""
+    predictor_bytes: int = 0
+    """What a predictor keeps of weights: a second copy of the routers."""
 
     @property
     def slot_bytes(self) -> int:
@@ -118,7 +120,7 @@ class Demand:
     @property
     def fixed_bytes(self) -> int:
         """Everything that does not depend on the number of slots."""
-        return self.weights_bytes + self.workspace_bytes + self.kv_cache_bytes + self.read_buffer_bytes
+        return sum(self.fixed_entries().values())
 
     def fixed_entries(self) -> dict[str, int]:
         """The fixed parts by name, in order of claim."""
@@ -127,7 +129,8 @@ class Demand:
             "workspace": self.workspace_bytes,
             "KV cache": self.kv_cache_bytes,
         }
-        return entries | ({"read buffers": self.read_buffer_bytes} if self.read_buffer_bytes else {})
+        others = {"stacked routers": self.predictor_bytes, "read buffers": self.read_buffer_bytes}
+        return entries | {name: count for name, count in others.items() if count}
 
 
 @dataclass(frozen=True)

@@ -76,10 +76,3 @@ class LayerPlan(NamedTuple):
     """Experts that were ready, or already under way, when the plan was made."""
     spare: list[tuple[int, int]]
     """Staging slots that this plan leaves to a prefetch: (slot, serves that must have been computed before)."""
-
-
-class PrefetchPlan(NamedTuple):
-    """What to bring in ahead for a later layer; `after` counts the serves of the layer that runs meanwhile."""
-
-    layer: int
-    loads: list[Load]

@@ -8,6 +8,7 @@ Only the loads are theirs: `begin` is called with each at the moment that its sl
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,7 @@ from smoe.expert import ExpertKey
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan, Load, Promotion, Serve
 from smoe.policy.residency import SlotTable
+from smoe.routing import Phase, Routing
 
 
 class Progress:
@@ -30,9 +32,14 @@ class Progress:
         """Copies of the running layer that were prefetched and stay, and that have not served yet."""
         self._staying: dict[ExpertKey, Promotion] = {}
         """Copies of the running layer that take a resident's slot once they have served."""
+        self._layer: float = -math.inf
+        """The layer of the last plan."""
+        self._expected: set[ExpertKey] = set()
+        """What this pass has prefetched; what the one before has, until this one looks."""
 
     def adopt(self, plan: LayerPlan) -> None:
         """Start a plan: apply the promotions that are due, keep the later ones, begin loads in their order."""
+        self._layer = plan.layer
         self._staying = {promotion.key: promotion for promotion in plan.promotions if promotion.after}
         for promotion in plan.promotions:
             if not promotion.after:
@@ -42,8 +49,23 @@ class Progress:
 
     def prefetch(self, loads: Sequence[Load]) -> None:
         """Begin these after all that the running layer loads."""
+        self._expected.update(load.key for load in loads if not load.keep)
         self._queue.extend(loads)
         self._issue(0)
+
+    def look_through(self, routing: Routing) -> tuple[list[ExpertKey], list[ExpertKey]]:
+        """What to make of the staged copies before `routing` is planned: those that it wants, and those to drop.
+
+        What a decode step has prefetched for layers still to come is neither: it stays until its layer comes. Dropped
+        are wrong guesses, and what a pass before has left. A prefill streams through the staging slots, so it drops
+        all that its layer does not want. O(staging slots).
+        """
+        if routing.phase is Phase.PREFILL or routing.layer <= self._layer:  # a pass runs its layers in ascending order
+            self._expected.clear()
+        layer, chosen = routing.layer, {expert for row in routing.top_k_index for expert in row}
+        wanted = [key for key in self.table.staged if key[0] == layer and key[1] in chosen]
+        stay = {*wanted, *(key for key in self._expected if key[0] > layer)}
+        return wanted, [key for key in self.table.staged if key not in stay]
 
     def arrive(self, key: ExpertKey) -> None:
         """A load has ended well. What is promoted counts as a resident once it has served, as any other."""
@@ -74,6 +96,7 @@ class Progress:
         self._queue.clear()
         self._promoted.clear()
         self._staying.clear()
+        self._expected.clear()
         self.table.settle()
         resident, believed = self.table.ready.keys(), self.eviction.residents()
         for key in sorted(believed - resident):

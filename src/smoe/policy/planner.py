@@ -25,7 +25,8 @@ from smoe.errors import BudgetError
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.balance import Balance
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import DEVICE, HOST, LayerPlan, Load, PrefetchPlan, Promotion, Reason, Serve
+from smoe.policy.plan import DEVICE, HOST, LayerPlan, Load, Promotion, Reason, Serve
+from smoe.policy.prediction import Prediction
 from smoe.policy.residency import SlotPool, SlotTable
 from smoe.routing import Phase, Routing
 
@@ -72,24 +73,41 @@ def layer_shares(residency: SlotTable, layers: Sequence[int]) -> dict[int, int]:
     return {layer: layer_share(pool.cache_slots, sharing[pool]) for layer, pool in pools.items()}
 
 
-def plan_prefetch(layer: int, predicted: Iterable[int], residency: SlotTable, current: LayerPlan) -> PrefetchPlan:
-    """Bring in predicted experts of `layer`, best first, while `current` runs: only into the staging slots it spares.
+def plan_prefetch(predictions: Iterable[Prediction], residency: SlotTable, current: LayerPlan) -> list[Load]:
+    """Bring in what is missing for the nearest layer that misses anything, best first, while `current` runs.
 
-    A wrong guess thus evicts nothing; a right one is promoted when its layer comes. One staging slot is left alone,
-    so that a layer whose prediction was wrong can always stream through it.
+    `predictions` come nearest layer first; a layer is looked at only where all that is predicted for those before it
+    is here or under way (HOBBIT, arXiv 2411.01433, section 3.3: adaptive depth). A wrong guess evicts nothing, as it
+    goes to a spare staging slot; a right one is promoted when its layer comes. `Load.after` counts the serves of
+    `current`.
     """
-    wanted = (
-        key
-        for key in ((layer, expert, EXACT) for expert in predicted)
-        if key not in residency.ready and key not in residency.inflight
-    )
-    pool = residency.pool(layer)
+    for layer, experts in predictions:
+        missing = [key for key in ((layer, expert, EXACT) for expert in experts) if not residency.is_at_hand(key)]
+        if missing:
+            return [
+                Load(key, slot, None, False, Reason.PREFETCH, after)
+                for key, (slot, after) in zip(
+                    missing, prefetch_slots(residency, current, residency.pool(layer)), strict=False
+                )
+            ]
+    return []
+
+
+def prefetch_slots(residency: SlotTable, current: LayerPlan, pool: SlotPool) -> list[tuple[int, int]]:
+    """The staging slots of a pool that a prefetch may take beside `current`: (slot, serves that must have been
+    computed before).
+
+    One is left alone beside these and those that hold copies for later layers, so that a layer whose prediction was
+    wrong can always stream through it.
+    """
     spare = current.spare if pool is residency.pool(current.layer) else _spare(pool)
-    loads = [
-        Load(key, slot, None, False, Reason.PREFETCH, after)
-        for key, (slot, after) in zip(wanted, spare[: pool.staging_slots - 1], strict=False)
-    ]
-    return PrefetchPlan(layer, loads)
+    held = sum(key[0] > current.layer and residency.pool(key[0]) is pool for key in residency.staged)
+    return spare[: max(0, pool.staging_slots - 1 - held)]
+
+
+def has_prefetch_slots(residency: SlotTable, current: LayerPlan) -> bool:
+    """Whether a prefetch for any layer has somewhere to go."""
+    return any(prefetch_slots(residency, current, pool) for pool in residency.pools)
 
 
 def observation(routing: Routing) -> Routing:

@@ -1,4 +1,4 @@
-"""What guesses the experts of a later layer: when it is asked, what it may see, what it answers.
+"""What guesses the experts of later layers: when it is asked, what it may see, what it answers.
 
     one layer        | router | resident experts | wait for loads | missing experts |
     it is asked             ^ ROUTED             ^ RESIDENTS_DONE
@@ -9,7 +9,7 @@ Arrays are the engine's own (torch tensors there, nothing in a simulator), so th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -60,5 +60,9 @@ class Predictor(ABC):
         del routing
 
     @abstractmethod
-    def predict(self, sight: Sight) -> Prediction | None:
-        """The experts of a later layer, or None where there is nothing to say."""
+    def predict(self, sight: Sight) -> Iterable[Prediction]:
+        """The experts of later layers, the nearest layer first; empty where there is nothing to say.
+
+        Read once and at once, and only as far as the nearer layers miss nothing: what is further on may be worked out
+        when it is asked for.
+        """

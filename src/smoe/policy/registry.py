@@ -38,9 +38,13 @@ ORDERLESS_EVICTION = ("auto", "score")
 EVICTION: dict[str, Callable[..., Eviction]] = {**ONLINE_EVICTION, "belady": Belady}
 """All policies, the offline ones (that need the future) included: for the simulator."""
 
-PREFETCH = ("auto", "none", "next-gate", "look-ahead")
-"""Predictors for the next layer in decode: nothing; its router applied to this layer's input; its attention and router
-run ahead on what the resident experts have given; auto: what pays."""
+PREFETCH = ("auto", "none", "next-gate", "look-ahead", "stacked-gates")
+"""Predictors for later layers in decode: nothing; the next layer's router applied to this layer's input; its attention
+and router run ahead on what the resident experts have given; the routers of several layers at once on this layer's
+input; auto: what pays."""
+
+SCORED_PREFETCH = ("stacked-gates",)
+"""Of these, the ones that need to know how routers come from logits to a choice."""
 
 PREFETCH_WHAT = ("top-score", "chosen")
 """SMoE's second version, and its first."""

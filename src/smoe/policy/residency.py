@@ -85,6 +85,10 @@ class SlotTable:
         """Whether the copy is ready."""
         return key in self.ready
 
+    def is_at_hand(self, key: ExpertKey) -> bool:
+        """Whether the copy is ready or under way, so that nothing has to be loaded."""
+        return key in self.ready or key in self.inflight
+
     def cached(self) -> Iterator[ExpertKey]:
         """Ready copies in cache slots: the candidates for eviction."""
         return (key for key in self.ready if key not in self.staged)

@@ -11,7 +11,7 @@ output is its residual plus its block's output, bit by bit; for the others the n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -59,7 +59,7 @@ class LookAhead(Predictor):
         for station in self._stations.values():
             station.install()
 
-    def predict(self, sight: Sight) -> Prediction | None:
+    def predict(self, sight: Sight) -> Sequence[Prediction]:
         self._next_gate.alpha = self.alpha
         here, there = self._stations.get(sight.layer), self._stations.get(sight.layer + 1)
         if sight.partial is None or here is None or there is None or not here.is_proven:
@@ -69,7 +69,7 @@ class LookAhead(Predictor):
             return self._next_gate.predict(sight)
         self.peeks += 1
         output = there.peek(here.output_of(sight.partial), kwargs)
-        return Prediction(there.layer, self._next_gate.ranked(there.layer, output, sight.rows))
+        return (Prediction(there.layer, self._next_gate.ranked(there.layer, output, sight.rows)),)
 
     def _let_go(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The pass is over: its KV cache must not live longer for our sake."""

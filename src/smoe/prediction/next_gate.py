@@ -41,16 +41,16 @@ class NextGate(Predictor):
         self._rules = rules
         self._what = what
 
-    def predict(self, sight: Sight) -> Prediction | None:
+    def predict(self, sight: Sight) -> Sequence[Prediction]:
         after, hidden = self._following.get(sight.layer), sight.hidden
         if after is None or _has_any_global_hook():
-            return None
+            return ()
         router, experts = self._routers.get(after), self._experts[after]
         if router is None:  # a long prompt uses nearly every expert, whatever the router would say
-            return Prediction(after, range(experts)) if hidden.shape[0] >= experts else None
+            return (Prediction(after, range(experts)),) if hidden.shape[0] >= experts else ()
         with unheard(self._parts[after]):
             output = router(hidden)
-        return Prediction(after, self.ranked(after, output, sight.rows))
+        return (Prediction(after, self.ranked(after, output, sight.rows)),)
 
     def ranked(self, layer: int, output: tuple[Any, ...], rows: Sequence[int] | None = None) -> list[int]:
         """The experts worth a load by a router's output for these rows (None: all), best first.

@@ -8,11 +8,13 @@ from functools import cached_property
 
 from transformers import PreTrainedModel
 
+from smoe.models.router_matrix import find_matrix
 from smoe.models.scoring import ScoringRule
 from smoe.models.spec import ModelSpec
 from smoe.policy.prediction import Predictor
 from smoe.prediction.look_ahead import LookAhead
 from smoe.prediction.next_gate import NextGate
+from smoe.prediction.stacked_gates import StackedGates
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Subject:
     """How routers score, by layer; empty where nobody needs scores."""
     what: str
     """Which of the predicted experts are worth a load (`policy.registry.PREFETCH_WHAT`)."""
+    depth: int
+    """Layers ahead that are guessed at most, by those predictors that can guess more than one."""
 
     @cached_property
     def next_gate(self) -> NextGate:
@@ -36,8 +40,21 @@ def _look_ahead(subject: Subject) -> Predictor:
     return LookAhead(subject.model, subject.spec.sites, subject.spec.anatomy.routers, subject.next_gate)
 
 
+def _stacked_gates(subject: Subject) -> Predictor:
+    """Raises `UnsupportedModelError` where a router cannot be stacked; it has a rule, or loading would have ended."""
+    spec, modules = subject.spec, dict(subject.model.named_modules())
+    hidden = spec.config.get_text_config().hidden_size
+    matrices = {}
+    for site in spec.sites[1:]:
+        router, block = modules[spec.anatomy.routers[site.layer]], modules[site.name.rpartition(".")[0]]
+        matrices[site.layer] = find_matrix(router, block, hidden, site.experts, spec.dtype, site.layer)
+    top_k, next_gate, depth = spec.anatomy.top_k, subject.next_gate, subject.depth
+    return StackedGates(spec.sites, matrices, subject.rules, top_k, next_gate, depth, spec.dtype)
+
+
 PREDICTORS: dict[str, Callable[[Subject], Predictor | None]] = {
     "none": lambda subject: None,
     "next-gate": lambda subject: subject.next_gate,
     "look-ahead": _look_ahead,
+    "stacked-gates": _stacked_gates,
 }

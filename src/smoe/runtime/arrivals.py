@@ -157,17 +157,14 @@ class Arrivals:
                     self._close(key, ticket)
 
     def drop_stale(self, routing: Routing) -> None:
-        """Forget what was prefetched for this layer, or one before it, and is not wanted.
+        """Forget what was prefetched and is not wanted (`Progress.look_through`).
 
         A wrong guess that is being read is left alone in decode, where nobody needs its slot now, and dropped at a
         later layer; a prefill streams through these slots and waits for it.
         """
-        layer, table = routing.layer, self.table
-        wanted = {expert for row in routing.top_k_index for expert in row}
-        for key in list(table.staged):
-            if key[0] == layer and key[1] in wanted:
-                self.counters.prefetches_used += 1
-                continue
+        wanted, stale = self._progress.look_through(routing)
+        self.counters.prefetches_used += len(wanted)
+        for key in stale:
             ticket = self.tickets.get(key)
             if ticket is not None:
                 if not self.transfers.cancel(ticket) and not ticket.is_over:
@@ -175,8 +172,8 @@ class Arrivals:
                         continue
                     ticket.join()  # what is loaded into the slot next is copied behind it
                 self._close(key, ticket)
-            if key in table.ready:
-                table.release(key)
+            if key in self.table.ready:
+                self.table.release(key)
 
     def recover(self) -> None:
         """After an error or an interrupt, wherever it struck: nothing is under way, only what is ready is kept."""

@@ -235,7 +235,9 @@ class Engine:
         served = f"{counters.tokens} tokens in {counters.forward_passes} passes"
         if counters.decode_uses:
             served += f", hit ratio {counters.hit_ratio:.0%}"
-        exact = "exact" if not config.is_lossy else f"alpha {config.alpha:g} (lossy)"
+        lossy = [f"alpha {config.alpha:g}"] if config.alpha else []
+        lossy += [f"experts in {config.precision}"] if config.precision != "auto" else []
+        exact = f"{', '.join(lossy)} (lossy)" if lossy else "exact"
         return (
             f"smoe engine, {state}: {format_bytes(ledger.budget_bytes)} ({self.budget_reason}), "
             f"{ledger.cache_slots} of {ledger.demand.total_experts} experts resident ({ledger.resident_share:.0%})\n"
@@ -370,7 +372,8 @@ class Engine:
         """
         if self._arena.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._arena.device))
-        fixed = self._dense_bytes + self._arena.nbytes + self.ledger.demand.workspace_bytes
+        demand = self.ledger.demand
+        fixed = self._dense_bytes + self._arena.nbytes + demand.workspace_bytes + demand.predictor_bytes
         return fixed + self._peak_cache_bytes
 
     @property

@@ -28,7 +28,7 @@ from smoe.memory.reading_threads import Ticket
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import DEVICE, LayerPlan
-from smoe.policy.planner import last_rows, layer_shares, plan_prefetch, real_rows
+from smoe.policy.planner import has_prefetch_slots, last_rows, layer_shares, plan_prefetch, real_rows
 from smoe.policy.prediction import Moment, Predictor, Sight
 from smoe.policy.residency import SlotTable
 from smoe.policy.step import Decision, decide
@@ -214,22 +214,21 @@ class LayerExecutor:
             return
         began, is_single = time.perf_counter(), sight.hidden.shape[0] == 1
         with threads(1) if is_single else nullcontext():  # a second would wait for a core that readers use
-            predicted = predictor.predict(sight)
+            predictions = predictor.predict(sight)
         pacing = self.compute.pacing
         if moment is Moment.RESIDENTS_DONE:
             pacing.look_ahead(began, sight.hidden.shape[0])
         elif phase is Phase.DECODE:
             pacing.ask_gate(began)
-        if predicted is not None:
-            planning = pacing.begin_planning()
-            layer, experts = predicted
-            wanted = sorted(experts) if phase is Phase.PREFILL else experts  # a prefill takes them in ascending order
-            self.arrivals.prefetch(plan_prefetch(layer, wanted, self.table, plan).loads)
-            pacing.end_planning(planning)
+        planning = pacing.begin_planning()
+        if phase is Phase.PREFILL:  # which takes them in ascending order
+            predictions = [named._replace(experts=sorted(named.experts)) for named in predictions]
+        self.arrivals.prefetch(plan_prefetch(predictions, self.table, plan))
+        pacing.end_planning(planning)
 
     def _has_room(self, phase: Phase, plan: LayerPlan) -> bool:
         """Whether a prefetch has somewhere to go and something to bring, and pays at present."""
-        if not plan.spare or len(self.table.ready) == self._experts:
+        if len(self.table.ready) == self._experts or not has_prefetch_slots(self.table, plan):
             return False
         return phase is Phase.PREFILL or self.trial is None or self.trial.is_on
 

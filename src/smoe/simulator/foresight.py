@@ -1,4 +1,4 @@
-"""A predictor that knows: what any prefetch could bring at best, or at a given recall."""
+"""A predictor that knows: what any prefetch could bring at best, or at a given recall and depth."""
 
 from __future__ import annotations
 
@@ -10,16 +10,24 @@ from smoe.routing import Phase, Routing
 
 
 class Foresight(Predictor):
-    """Says what the next layer of a trace will choose. Hears the trace from its beginning, step by step.
+    """Says what the next `depth` layers of a trace will choose. Hears the trace from its beginning, step by step.
 
     With a `recall` below 1 every expert is named with that probability, and another one in its place else.
     """
 
-    def __init__(self, trace: Sequence[Routing], recall: float = 1.0, asked: Moment = Moment.ROUTED, seed: int = 0):
-        assert 0.0 <= recall <= 1.0, recall
+    def __init__(
+        self,
+        trace: Sequence[Routing],
+        recall: float = 1.0,
+        asked: Moment = Moment.ROUTED,
+        seed: int = 0,
+        depth: int = 1,
+    ) -> None:
+        assert 0.0 <= recall <= 1.0 and depth >= 1, (recall, depth)
         self.asked = asked
         self._trace = trace
         self._recall = recall
+        self._depth = depth
         self._chance = random.Random(seed)
         self._next = 0
 
@@ -27,12 +35,18 @@ class Foresight(Predictor):
         assert self._trace[self._next] is routing or self._trace[self._next] == routing, "another trace"
         self._next += 1
 
-    def predict(self, sight: Sight) -> Prediction | None:
-        if self._next == len(self._trace):
-            return None
-        coming = self._trace[self._next]
-        if coming.phase is not Phase.DECODE or coming.layer <= sight.layer:
-            return None
+    def predict(self, sight: Sight) -> Sequence[Prediction]:
+        """What comes, layer by layer, up to the end of the step."""
+        layer, found = sight.layer, []
+        for number in range(self._next, min(self._next + self._depth, len(self._trace))):
+            coming = self._trace[number]
+            if coming.phase is not Phase.DECODE or coming.layer <= layer:
+                break
+            found.append(self._named(coming))
+            layer = coming.layer
+        return found
+
+    def _named(self, coming: Routing) -> Prediction:
         experts = sorted({expert for row in coming.top_k_index for expert in row} - {coming.experts})
         others = sorted(set(range(coming.experts)) - set(experts))
         named = [

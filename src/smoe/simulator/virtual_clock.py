@@ -24,7 +24,7 @@ from smoe.policy.balance import Balance, Costs
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import DEVICE, LayerPlan, Load, Reason
 from smoe.policy.plan_progress import Progress
-from smoe.policy.planner import layer_share, plan_prefetch
+from smoe.policy.planner import has_prefetch_slots, layer_share, plan_prefetch
 from smoe.policy.prediction import Moment, Predictor, Sight
 from smoe.policy.residency import PoolSize, SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide
@@ -196,11 +196,10 @@ class VirtualClock:
         self._link.submit(load.key, self._now, load.reason is Reason.DEMAND)
 
     def _drop_stale(self, routing: Routing) -> None:
-        wanted = {expert for row in routing.top_k_index for expert in row}
-        for key in list(self._table.staged):
-            if key[0] == routing.layer and key[1] in wanted:
-                self.result.prefetches_used += 1
-            elif key in self._table.ready:
+        wanted, stale = self._progress.look_through(routing)
+        self.result.prefetches_used += len(wanted)
+        for key in stale:
+            if key in self._table.ready:
                 self._table.release(key)
             elif self._link.cancel(key, self._now):
                 self._progress.fail(key)
@@ -215,14 +214,13 @@ class VirtualClock:
         return Balance(self._balance, "score", Costs(self._times.load, self._times.host(1), under_way))
 
     def _ask(self, moment: Moment, plan: LayerPlan) -> None:
-        if self._predictor is None or self._predictor.asked is not moment or not plan.spare:
+        if self._predictor is None or self._predictor.asked is not moment or not has_prefetch_slots(self._table, plan):
             return
-        prediction = self._predictor.predict(Sight(plan.layer, None))
+        predictions = self._predictor.predict(Sight(plan.layer, None))
         self._now += self._times.asking
-        if prediction is not None:
-            loads = plan_prefetch(prediction.layer, prediction.experts, self._table, plan).loads
-            self.result.prefetches += len(loads)
-            self._progress.prefetch(loads)
+        loads = plan_prefetch(predictions, self._table, plan)
+        self.result.prefetches += len(loads)
+        self._progress.prefetch(loads)
 
     def _compute(self, plan: LayerPlan, is_decode: bool) -> None:
         """Residents first, then what is missing, each waited for in the order of the plan."""

@@ -1,0 +1,61 @@
+"""From codes to bytes: the other direction of `Format.decode`, by the same declaration."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from smoe.formats.base import Bits, Bytes, Field, Format, Scalar
+
+Integers = npt.NDArray[np.integer[Any]]
+
+
+class Blocks(NamedTuple):
+    """N blocks, number by number."""
+
+    codes: Integers
+    """[N, numbers], `zero` added where the format has one."""
+    scale: npt.NDArray[np.float16]
+    """[N]"""
+    minimum: npt.NDArray[np.float16] | None = None
+    """[N], as `Format.minimum` has it in the file."""
+    group_scales: Integers | None = None
+    """[N, groups]"""
+    group_minimums: Integers | None = None
+    """[N, groups]"""
+
+
+def encode(form: Format, blocks: Blocks) -> Bytes:
+    """uint8 [N, nbytes]. For formats whose scales are fp16, and whose codes are what they stand for."""
+    assert not form.scale.is_exponent and form.table is None and not form.has_signed_scales, form.name
+    out = np.zeros((len(blocks.codes), form.nbytes), np.uint8)
+    _put_scalar(out, form.scale, blocks.scale)
+    if form.minimum is not None:
+        assert blocks.minimum is not None, form.name
+        _put_scalar(out, form.minimum, blocks.minimum)
+    codes = blocks.codes.astype(np.uint8)
+    for n, group in enumerate(form.groups):
+        for run in group.runs:
+            for i in range(run.numbers):
+                _put(out, run.fields, i, codes[:, run.first + i * run.step])
+        if group.scale:
+            assert blocks.group_scales is not None, form.name
+            _put(out, group.scale, 0, (blocks.group_scales[:, n] + form.scale_zero).astype(np.uint8))
+        if group.minimum:
+            assert blocks.group_minimums is not None, form.name
+            _put(out, group.minimum, 0, blocks.group_minimums[:, n].astype(np.uint8))
+    return out
+
+
+def _put(out: Bytes, fields: tuple[Field | Bits, ...], i: int, codes: Bytes) -> None:
+    for field in fields:
+        if isinstance(field, Bits):
+            out[:, field.byte + i // 8] |= (codes >> field.left & 1) << i % 8
+        else:
+            out[:, field.byte + i] |= (codes >> field.left & field.mask) << field.shift
+
+
+def _put_scalar(out: Bytes, scalar: Scalar, values: npt.NDArray[np.float16]) -> None:
+    out[:, scalar.byte : scalar.byte + 2] = values.astype("<f2").reshape(-1, 1).view(np.uint8)

@@ -1,0 +1,26 @@
+"""Formats of our own, for experts that `smoe pack` quantises: 64 numbers a block, so that narrow experts have whole
+ones, and no number of bits that kernels would have to put together.
+
+    INT4   scale | minimum | 32 bytes                            4.5 bits: number i and i + 32 in one byte
+    INT2   scale | minimum | 4 x (scale, minimum) | 16 bytes     3 bits: i, i + 16, i + 32, i + 48 in one byte
+"""
+
+from __future__ import annotations
+
+from smoe.formats.base import Field, Format, Group, Run, Scalar
+
+
+def _quarter(n: int) -> Group:
+    """16 numbers of two bits, with a scale and a minimum of four bits each."""
+    return Group((Run(16 * n, 16, (Field(8, 2 * n, 3),)),), (Field(4 + n, 0, 15),), (Field(4 + n, 4, 15),))
+
+
+INT4 = Format(
+    "INT4",
+    64,
+    36,
+    Scalar(0),
+    (Group((Run(0, 32, (Field(4, 0, 15),)), Run(32, 32, (Field(4, 4, 15),)))),),
+    minimum=Scalar(2, sign=-1),
+)
+INT2 = Format("INT2", 64, 24, Scalar(0), tuple(map(_quarter, range(4))), minimum=Scalar(2))

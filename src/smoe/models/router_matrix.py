@@ -1,0 +1,60 @@
+"""From a router's input to its logits: the matrix [E, H] that does it, found among its parameters and proven.
+
+With it the logits of several routers are one product of stacked matrices. Most routers compute `F.linear(hidden,
+weight)`, some with a bias, some in float32; names differ, so every parameter of the right shape is tried on random
+input, with every bias there is and without. Where none gives the router's own logits, there is no such matrix.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from smoe.errors import UnsupportedModelError
+from smoe.models.scoring import PROOF_TOKENS, TOLERANCE, answer_of
+
+
+class RouterMatrix(NamedTuple):
+    """logits [T, E] = hidden [T, H] times `weight` transposed, plus `bias`."""
+
+    weight: torch.Tensor
+    """[E, H]"""
+    bias: torch.Tensor | None
+    """[E]"""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, E] for hidden [T, H], computed in its dtype."""
+        bias = None if self.bias is None else self.bias.to(hidden.dtype)
+        return functional.linear(hidden, self.weight.to(hidden.dtype), bias)
+
+
+def find_matrix(
+    router: nn.Module, block: nn.Module, hidden: int, experts: int, dtype: torch.dtype, layer: int
+) -> RouterMatrix:
+    """The matrix of one router: its own parameters, those whose product in `dtype` comes nearest to its logits.
+
+    Hidden states come in `dtype`; `block` as for `find_rule`. Raises `UnsupportedModelError` where the logits are
+    further off than rounding explains.
+    """
+    device = next(router.parameters()).device
+    generator = torch.Generator().manual_seed(layer)
+    x = torch.randn(PROOF_TOKENS, hidden, generator=generator).to(dtype).to(device)
+    parameters = [parameter.detach() for parameter in router.parameters()]
+    weights = [value for value in parameters if value.shape == (experts, hidden)]
+    biases = [value for value in parameters if value.shape == (experts,)]
+    with torch.no_grad():
+        logits = answer_of(router, block, x, experts)[0].float()
+        matrices = [RouterMatrix(weight, bias) for weight, bias in itertools.product(weights, [None, *biases])]
+        errors = [(matrix.logits(x).float() - logits).abs().max().item() for matrix in matrices]
+    error = min(errors, default=math.inf)
+    if not error <= TOLERANCE[dtype] * logits.abs().max().item():  # not a number is refused, too
+        raise UnsupportedModelError(
+            f"the router of layer {layer} ({type(router).__name__}) is no plain product of its input with a matrix, so "
+            "it cannot be stacked; with another `prefetch` than stacked-gates, such as next-gate, the model works"
+        )
+    return matrices[errors.index(error)]

@@ -1,0 +1,161 @@
+"""From weights to blocks of a quantised format, group by group, by least squares.
+
+    codes = round((w - minimum) / scale)      with a grid given
+    scale, minimum = least squares            with the codes given; in turns, from grids of several widths
+
+Rounding to a grid from the smallest to the largest number of a group, which is what the first turn does, leaves 39 % of
+a weight's size as error with two bits for 32 numbers, and 33 % for 16; a narrower grid, which cuts off the largest, and
+the turns bring the latter to 26 %. No data is needed. The alternation is that of k-means in one dimension (S. Lloyd,
+IEEE Transactions on Information Theory 28(2), 1982) with its centres on a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from smoe.formats.base import Format
+from smoe.formats.encode import Blocks, encode
+from smoe.kernels.unpacked import unpacked
+
+_PIECE_NUMBERS = 2**18
+"""Numbers at a time: what is made of them stays in the processor's cache."""
+_TINY = 1e-30
+
+
+class _Search(NamedTuple):
+    widths: tuple[float, ...]
+    """Of the grids begun with, as shares of a group's whole range."""
+    turns: int
+
+
+_SEARCHES = {2: _Search((1.0, 0.85, 0.7, 0.55), 6), 4: _Search((1.0, 0.8), 3)}
+"""By bits of a code. More of either changes the third digit of the error."""
+_REFITS = 3
+"""Turns between a block's own scales and its codes, once its groups' scales are codes, too."""
+
+
+def quantised(weights: torch.Tensor, form: Format) -> tuple[torch.Tensor, float]:
+    """`weights` [outputs, columns] as uint8 [outputs, bytes of a row], and the squared error over all numbers.
+
+    Raises `OverflowError` where a scale is beyond fp16.
+    """
+    rows = max(1, _PIECE_NUMBERS // weights.shape[1])
+    pieces, error = [], 0.0
+    for piece in weights.split(rows):
+        numbers = piece.float()
+        data = torch.from_numpy(encode(form, _blocks(numbers, form)).reshape(len(piece), -1))
+        error += float((unpacked(form, data, torch.float32) - numbers).square().sum(dtype=torch.float64))
+        pieces.append(data)
+    return torch.cat(pieces), error
+
+
+def _blocks(weights: torch.Tensor, form: Format) -> Blocks:
+    blocks = weights.reshape(-1, form.numbers)
+    if form.is_signed:
+        return _symmetric(blocks)
+    if len(form.groups) == 1:
+        return _with_minimum(blocks)
+    return _with_group_scales(blocks, len(form.groups))
+
+
+def _symmetric(blocks: torch.Tensor) -> Blocks:
+    """Eight bits, signed: a grid around zero."""
+    scale = _half(blocks.abs().amax(1, keepdim=True) / 127)
+    codes = (blocks / scale.clamp_min(_TINY)).round().clamp(-127, 127)
+    return Blocks(codes.to(torch.int8).numpy(), scale[:, 0].half().numpy())
+
+
+def _with_minimum(blocks: torch.Tensor) -> Blocks:
+    """Four bits, one group a block."""
+    scale, minimum = map(_half, _fitted(blocks, 4))
+    codes = _codes(blocks, scale, minimum, 15)
+    return Blocks(codes.to(torch.uint8).numpy(), scale[:, 0].half().numpy(), minimum[:, 0].half().numpy())
+
+
+def _with_group_scales(blocks: torch.Tensor, groups: int) -> Blocks:
+    """Two bits; of a block's groups each has a scale and a minimum of four bits, which the block's own multiply."""
+    of_groups = blocks.view(len(blocks), groups, -1)
+    steps, lowest = (each.view(-1, groups, 1) for each in _fitted(of_groups.flatten(0, 1), 2))
+    steps = torch.where(lowest > 0, of_groups.amax(2, keepdim=True) / 3, steps)  # a minimum cannot be above zero
+    depths = (-lowest).clamp_min(0)
+    scale, depth = (each.amax(1, keepdim=True) / 15 for each in (steps, depths))
+    scales = (steps / scale.clamp_min(_TINY)).round().clamp(0, 15)
+    minimums = (depths / depth.clamp_min(_TINY)).round().clamp(0, 15)
+    for _ in range(_REFITS):
+        codes = _codes(of_groups, scale * scales, -depth * minimums, 3)
+        scale, depth = _refitted(of_groups, scales * codes, minimums.expand_as(codes), scale, depth)
+    scale, depth = _half(scale), _half(depth)
+    codes = _codes(of_groups, scale * scales, -depth * minimums, 3)
+    return Blocks(
+        codes.flatten(1).to(torch.uint8).numpy(),
+        scale.view(-1).half().numpy(),
+        depth.view(-1).half().numpy(),
+        scales[..., 0].to(torch.uint8).numpy(),
+        minimums[..., 0].to(torch.uint8).numpy(),
+    )
+
+
+def _codes(numbers: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, most: int) -> torch.Tensor:
+    return ((numbers - minimum) / scale.clamp_min(_TINY)).round_().clamp_(0, most)
+
+
+def _fitted(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and minimum [N, 1] of every group [N, n], the best of the searches'."""
+    search, most = _SEARCHES[bits], 2**bits - 1
+    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    best: tuple[torch.Tensor, ...] | None = None
+    for width in search.widths:
+        scale = width * (high - low) / most
+        minimum = (low + high) / 2 - width * (high - low) / 2
+        for _ in range(search.turns):
+            scale, minimum = _line(groups, _codes(groups, scale, minimum, most), scale)
+        error = (_codes(groups, scale, minimum, most) * scale + minimum - groups).square().sum(1, keepdim=True)
+        found: tuple[torch.Tensor, ...] = (error, scale, minimum)
+        best = found if best is None else _better(best, found)
+    assert best is not None
+    return best[1], best[2]
+
+
+def _better(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Group by group, the one of the smaller error, which comes first."""
+    is_other = other[0] < one[0]
+    return tuple(torch.where(is_other, b, a) for a, b in zip(one, other, strict=True))
+
+
+def _line(numbers: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The line through (codes, numbers) of least squares; where all codes are one, of the slope that it had."""
+    mean_code, mean = codes.mean(1, keepdim=True), numbers.mean(1, keepdim=True)
+    from_mean = codes - mean_code
+    spread = from_mean.square().sum(1, keepdim=True)
+    slope = (from_mean * (numbers - mean)).sum(1, keepdim=True) / spread.clamp_min(_TINY)
+    slope = torch.where(spread > 0, slope, scale)
+    return slope, mean - slope * mean_code
+
+
+def _refitted(
+    numbers: torch.Tensor, gains: torch.Tensor, offsets: torch.Tensor, scale: torch.Tensor, depth: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A block's scale and depth [N, 1, 1] of least squares: numbers = scale * gains - depth * offsets."""
+
+    def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a * b).sum((1, 2), keepdim=True)
+
+    aa, ab, bb = dot(gains, gains), dot(gains, offsets), dot(offsets, offsets)
+    ax, bx = dot(gains, numbers), dot(offsets, numbers)
+    determinant = aa * bb - ab * ab
+    is_clear = determinant > 1e-6 * aa * bb
+    safe = torch.where(is_clear, determinant, 1.0)
+    new_scale, new_depth = (bb * ax - ab * bx) / safe, (ab * ax - aa * bx) / safe
+    is_good = is_clear & (new_scale > 0) & (new_depth >= 0)
+    return torch.where(is_good, new_scale, scale), torch.where(is_good, new_depth, depth)
+
+
+def _half(numbers: torch.Tensor) -> torch.Tensor:
+    """Rounded to fp16, as the file has them; raises `OverflowError` beyond its range."""
+    rounded = numbers.half().float()
+    if not bool(torch.isfinite(rounded).all()):
+        raise OverflowError("weights beyond the range of fp16 scales")
+    return rounded

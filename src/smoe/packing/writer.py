@@ -1,0 +1,158 @@
+"""Writes a packed expert file, layer by layer, and goes on where it was interrupted.
+
+    experts.int4.smoe.partial         header and experts, as far as they are
+    experts.int4.smoe.partial.json    records of the layers that are whole: their checksums, and what quantising cost
+
+A layer's record is written once its bytes are on disk; going on, the layers with a record are read and compared with
+it, and what follows them is written again. The file gets its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from smoe.errors import CheckpointError
+from smoe.formats.registry import FORMATS
+from smoe.memory.dtypes import TORCH
+from smoe.memory.store import LayerExperts
+from smoe.models.experts import ExpertsSite
+from smoe.models.files import check_disk
+from smoe.models.packed import Contents, Packed, header_bytes, record_bytes
+from smoe.models.reference import reference_parameters
+from smoe.packing.quantiser import quantised
+from smoe.whole_file import whole_file
+
+_CHUNK = 1 << 22
+
+
+def pack(
+    folder: Path,
+    contents: Contents,
+    experts: Mapping[int, LayerExperts],
+    progress: Callable[[int, int], None],
+    dtype: torch.dtype,
+) -> list[dict[str, Any]]:
+    """Write the `experts` of a checkpoint into one file beside it, and return the records of its layers.
+
+    `progress(done, total)` counts experts. `dtype`: what numbers are read as. Interrupted, it leaves a `.partial` file
+    from which it goes on when it is called again. Raises `DiskSpaceError` before it begins, and `CheckpointError` for
+    an expert with NaN or infinity, or while another process is packing the same.
+    """
+    path, header = contents.path(folder), header_bytes(contents.header(folder))
+    check_disk(folder, len(header) + contents.experts * contents.stride, f"packing {folder.name}")
+    partial = path.with_name(f"{path.name}.partial")
+    notes = partial.with_name(f"{partial.name}.json")
+    with _only_writer(partial) as file:
+        records = _finished(file, notes, header, contents)
+        done = sum(site.experts for site in contents.sites[: len(records)])
+        file.truncate(len(header) + done * contents.stride)
+        file.seek(0, os.SEEK_END)
+        for site in contents.sites[len(records) :]:
+            digest, errors = hashlib.sha256(), [0.0, 0.0]
+            for expert in range(site.experts):
+                data = _expert(experts[site.layer], expert, contents, dtype, errors)
+                data += bytes(contents.stride - len(data))
+                digest.update(data)
+                file.write(data)
+                done += 1
+                progress(done, contents.experts)
+            file.flush()
+            os.fsync(file.fileno())
+            records.append(_record(site, digest.hexdigest(), errors, contents))
+            with whole_file(notes) as written:
+                written.write(json.dumps({"layers": records}).encode())
+        file.write(record_bytes(records))
+        file.flush()
+        os.fsync(file.fileno())
+        partial.replace(path)
+    notes.unlink(missing_ok=True)
+    return records
+
+
+def damaged_layers(packed: Packed, contents: Contents, progress: Callable[[int, int], None]) -> list[int]:
+    """Layers of a packed file whose bytes are not those that were written; `progress(done, total)` counts bytes."""
+    found, total = [], contents.experts * contents.stride
+    done = 0
+    with packed.path.open("rb") as file:
+        file.seek(packed.start)
+        for site, record in zip(contents.sites, packed.records, strict=True):
+            nbytes = site.experts * contents.stride
+            if _digest(file, nbytes) != record["sha256"]:
+                found.append(site.layer)
+            done += nbytes
+            progress(done, total)
+    return found
+
+
+@contextmanager
+def _only_writer(partial: Path) -> Iterator[IO[bytes]]:
+    with partial.open("a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(f"another process is writing {partial}; wait for it to end, or end it") from error
+        yield file
+
+
+def _finished(file: IO[bytes], notes: Path, header: bytes, contents: Contents) -> list[dict[str, Any]]:
+    """The records of the layers that an interrupted run has left whole; begins the file anew where there are none."""
+    records: list[dict[str, Any]] = []
+    file.seek(0)
+    if file.read(len(header)) == header and notes.exists():
+        try:
+            noted = json.loads(notes.read_bytes())["layers"]
+        except (ValueError, KeyError, TypeError):
+            noted = []
+        for site, record in zip(contents.sites, noted, strict=False):
+            if _digest(file, site.experts * contents.stride) != record["sha256"]:
+                break
+            records.append(record)
+        return records
+    file.truncate(0)
+    file.write(header)
+    return records
+
+
+def _digest(file: IO[bytes], nbytes: int) -> str:
+    digest, done = hashlib.sha256(), 0
+    while done < nbytes and (data := file.read(min(_CHUNK, nbytes - done))):
+        digest.update(data)
+        done += len(data)
+    return digest.hexdigest()
+
+
+def _record(site: ExpertsSite, digest: str, errors: list[float], contents: Contents) -> dict[str, Any]:
+    error, norm = errors
+    is_lossy = any(each.kind in FORMATS for each in contents.parts[site.layer])
+    relative = {"relative_error": (error / norm) ** 0.5 if norm else 0.0} if is_lossy else {}
+    return {"layer": site.layer, "sha256": digest, **relative}
+
+
+def _expert(layer: LayerExperts, expert: int, contents: Contents, dtype: torch.dtype, errors: list[float]) -> bytes:
+    """An expert's bytes; adds the squared error and the squared size of its weights to `errors`."""
+    parameters = reference_parameters(layer, [expert], dtype)
+    data = []
+    for each in contents.parts[layer.layer]:
+        weights, where = parameters[each.part.name][0], f"{each.part.name} of expert {expert} in layer {layer.layer}"
+        if not bool(torch.isfinite(weights).all()):
+            raise CheckpointError(f"{where} holds NaN or infinity; download again")
+        if each.kind in FORMATS:
+            try:
+                stored, error = quantised(weights, FORMATS[each.kind])
+            except OverflowError as problem:
+                raise CheckpointError(f"{where}: {problem}; it cannot be packed in {contents.name}") from problem
+            errors[0] += error
+            errors[1] += float(weights.double().square().sum())
+        else:
+            stored = weights.to(TORCH[each.kind]).contiguous().view(torch.uint8)
+        data.append(stored.numpy().tobytes())
+    return b"".join(data)

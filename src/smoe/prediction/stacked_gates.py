@@ -1,0 +1,100 @@
+"""Guessing the experts of several layers ahead by all their routers at once, on this layer's router input.
+
+                            | router of l+1 |
+    router input of layer l | ...           | ---> one product ---> logits of l+1 ... l+p ---> choices
+                            | router of l+p |
+
+The layer-level adaptive prefetch of HOBBIT (arXiv 2411.01433, section 3.3): residual streams change little from layer
+to layer, so the choice of a layer further on can be guessed, and is worth guessing where the nearer ones have all that
+they are expected to want; `plan_prefetch` decides that. The routers' matrices are copied once, one below the other in
+the order of their layers, so that those of any p neighbours are a view; the copy is an entry of the ledger
+(`ModelSpec.router_bytes`). No module of the model is called, so nobody can hear of a prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from smoe.models.experts import ExpertsSite
+from smoe.models.router_matrix import RouterMatrix
+from smoe.models.scoring import ScoringRule
+from smoe.policy.prediction import Prediction, Predictor, Sight
+from smoe.prediction.next_gate import NextGate
+
+
+class StackedGates(Predictor):
+    """Predict the experts of the next `depth` MoE layers by their routers, stacked."""
+
+    def __init__(
+        self,
+        sites: Sequence[ExpertsSite],
+        matrices: Mapping[int, RouterMatrix],
+        rules: Mapping[int, ScoringRule],
+        top_k: Mapping[int, int],
+        next_gate: NextGate,
+        depth: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """`matrices` and `rules` of every layer but the first, which nobody guesses; `next_gate` ranks the experts.
+
+        `dtype` is that of hidden states.
+        """
+        self._rules = rules
+        self._top_k = top_k
+        self._next_gate = next_gate
+        self._experts = {site.layer: site.experts for site in sites}
+        layers = [site.layer for site in sites]
+        self._following = {layer: layers[n : n + depth] for n, layer in enumerate(layers, start=1)}
+        self._begin: dict[int, int] = {}
+        """The first row of each layer's router."""
+        rows = 0
+        for layer in layers[1:]:
+            self._begin[layer] = rows
+            rows += self._experts[layer]
+        self._stack = _stacked([matrices[layer] for layer in layers[1:]], dtype)
+
+    def predict(self, sight: Sight) -> Iterable[Prediction]:
+        if not self._following[sight.layer]:
+            return ()
+        hidden = sight.hidden if sight.rows is None else sight.hidden[list(sight.rows)]
+        self._next_gate.alpha = self.alpha
+        logits = self.logits(sight.layer, hidden)
+        # the product is one; to rank takes as long again for every layer, and mostly the nearest is all that is read
+        return (Prediction(layer, self._ranked(layer, of)) for layer, of in logits.items())
+
+    def logits(self, layer: int, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
+        """What the routers of the layers after `layer`, the nearest first, say of hidden [T, H]: [T, E] each."""
+        following = self._following[layer]
+        begin, end = self._begin[following[0]], self._begin[following[-1]] + self._experts[following[-1]]
+        weight, bias = self._stack
+        stacked = RouterMatrix(weight[begin:end], None if bias is None else bias[begin:end])
+        logits = stacked.logits(hidden.detach())  # [T, sum of E]
+        sizes = [self._experts[after] for after in following]
+        return dict(zip(following, logits.split(sizes, dim=-1), strict=True))
+
+    def _ranked(self, layer: int, logits: torch.Tensor) -> list[int]:
+        """The experts worth a load by these logits [T, E], as if the layer's own router had answered."""
+        rule = self._rules[layer]
+        scores = rule.scores(logits)
+        index = rule.choice(scores).topk(self._top_k[layer], dim=-1).indices
+        return self._next_gate.ranked(layer, (logits, rule.weights(scores, index, scores.dtype), index))
+
+
+def _stacked(matrices: Sequence[RouterMatrix], dtype: torch.dtype) -> RouterMatrix:
+    """One below the other: [sum of E, H], and [sum of E] if any has a bias, with zeros for those that have none."""
+    if not matrices:
+        return RouterMatrix(torch.empty(0, 0), None)
+    first = matrices[0].weight
+    rows = sum(len(matrix.weight) for matrix in matrices)
+    weight = torch.empty(rows, first.shape[1], dtype=dtype, device=first.device)
+    bias = None if all(matrix.bias is None for matrix in matrices) else weight.new_zeros(rows)
+    begin = 0
+    for matrix in matrices:
+        end = begin + len(matrix.weight)
+        weight[begin:end] = matrix.weight
+        if bias is not None and matrix.bias is not None:
+            bias[begin:end] = matrix.bias
+        begin = end
+    return RouterMatrix(weight, bias)

@@ -1,0 +1,34 @@
+"""Packing a checkpoint, as `smoe pack` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from smoe.config import configure
+from smoe.memory.dtypes import SAFETENSORS
+from smoe.models.checkpoint import checkpoint_at
+from smoe.models.packed import Contents, contents_in_dtype, contents_in_precision
+from smoe.models.read_spec import read_spec
+from smoe.packing.writer import pack
+from tests import oracle
+
+
+def pack_folder(
+    folder: Path,
+    dtype: str = "auto",
+    progress: Callable[[int, int], None] = lambda *_: None,
+    precision: str | None = None,
+) -> Path:
+    """The packed file of a folder, written."""
+    spec = read_spec(folder, configure(dtype=dtype, context_tokens=oracle.CONTEXT))
+    contents = contents_of(folder, dtype, precision)
+    pack(folder, contents, checkpoint_at(folder).experts(spec), progress, spec.dtype)
+    return contents.path(folder)
+
+
+def contents_of(folder: Path, dtype: str = "auto", precision: str | None = None) -> Contents:
+    spec = read_spec(folder, configure(dtype=dtype, context_tokens=oracle.CONTEXT))
+    if precision is None:
+        return contents_in_dtype(spec.sites, SAFETENSORS[spec.dtype])
+    return contents_in_precision(spec.sites, precision, spec.config.model_type)
