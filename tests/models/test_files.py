@@ -186,6 +186,30 @@ def test_a_repository_of_gguf_files_is_named(has_config: bool, monkeypatch: pyte
         (files.fetch if has_config else files.described_place)(HUB_ID, None)
 
 
+def test_of_weights_in_two_forms_those_that_are_read_are_downloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """gpt-oss has its weights a second time in a folder: would catch a download of twice the size, and one refused for
+    want of room that nothing would take."""
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    names = ["config.json", "model-00001-of-00001.safetensors", "original/model.safetensors", "original/config.json"]
+    siblings = [SimpleNamespace(rfilename=name, size=2**n) for n, name in enumerate(names)]
+    asked: list[list[str]] = []
+
+    def snapshot(_: str, *, allow_patterns: Any, ignore_patterns: Any, **more: Any) -> str:
+        asked.append(list(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)))
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "unreachable", lambda: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=siblings))
+    assert hub.size_bytes(HUB_ID, None) == 2
+    assert hub.download(HUB_ID, None) == hub.cached(HUB_ID, None) == tmp_path
+    assert asked == [["config.json", "model-00001-of-00001.safetensors", "original/config.json"]] * 2
+
+
 def test_a_cached_configuration_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(hub, "_cached_config", lambda model, revision: tmp_path / "config.json")

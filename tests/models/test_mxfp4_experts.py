@@ -305,6 +305,12 @@ def test_other_quantisation_is_refused_by_name(
         read_spec(tmp_path, configure())
 
 
+def test_no_other_precision_is_made_of_them(tmp_path: Path) -> None:
+    mxfp4_toy.save(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="'gpt_oss' are made of .*leave `precision` out"):
+        read_spec(tmp_path, configure(precision="int4"))
+
+
 def test_rows_that_are_no_whole_blocks(tmp_path: Path) -> None:
     config = {**zoo.make("gpt_oss", intermediate_size=48).config.to_dict()}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": mxfp4_toy.QUANTISATION}))

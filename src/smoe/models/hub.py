@@ -24,6 +24,9 @@ HINT = "; check the name, the network, and for gated models that you are logged 
 PATIENCE_SECONDS = 2.0
 """How long a connection may take; HF_HUB_ETAG_TIMEOUT, the client's own setting, stands above it."""
 _WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja"]
+_UNWANTED = ["*/*.safetensors"]
+"""Folders hold the same weights once more, in forms that nothing here reads (gpt-oss has them as `original`)."""
+_FILES: Any = {"allow_patterns": _WANTED, "ignore_patterns": _UNWANTED}
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
@@ -59,7 +62,7 @@ def cached(model: str, revision: str | None) -> Path | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED, local_files_only=True))
+        return Path(snapshot_download(model, revision=revision, local_files_only=True, **_FILES))
     except LocalEntryNotFoundError:
         return None
 
@@ -69,7 +72,12 @@ def size_bytes(model: str, revision: str | None) -> int:
     with _asking(model):
         files = _files(model, revision)
         _refuse_gguf(model, files)
-        return sum(size for name, size in files.items() if name.endswith(".safetensors"))
+        return sum(size for name, size in files.items() if _is_wanted(name))
+
+
+def _is_wanted(name: str) -> bool:
+    """Whether a file of a repository is one of the weights that are read."""
+    return name.endswith(".safetensors") and "/" not in name
 
 
 def _files(model: str, revision: str | None) -> dict[str, int]:
@@ -95,7 +103,7 @@ def download(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     with _asking(model):
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED))
+        return Path(snapshot_download(model, revision=revision, **_FILES))
 
 
 def cache_folder() -> Path:
