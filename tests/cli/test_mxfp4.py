@@ -50,6 +50,15 @@ def test_verify_compares_with_the_dequantised_numbers(run, folder):
     assert found["not_compared"] == [] and {entry["part"] for entry in found["layers"]} >= {"experts", "mlp"}
 
 
+def test_verify_needs_room_for_the_numbers_of_a_layer(run, folder, monkeypatch):
+    """As the library has them: four times what is stored."""
+    plain = 2 * zoo.EXPERTS * (64 * 64 + 64 * 32 + 64 + 64)
+    for free in (plain, 10 * plain):
+        monkeypatch.setattr("smoe.report.verify.free_device_bytes", lambda device, free=free: (free, "available RAM"))
+        ran = run("verify", folder, *SMALL)
+        assert (ran.code == 0) is (free > plain) and ("one layer's experts" in ran.err) is (free == plain)
+
+
 def test_pack_says_that_it_would_unpack(run, folder):
     ran = run("pack", folder)
     assert ran.code == 2 and "stored in MXFP4" in ran.err and not list(folder.glob("*.smoe"))

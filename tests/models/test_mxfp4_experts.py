@@ -307,7 +307,7 @@ def test_other_quantisation_is_refused_by_name(
 
 def test_no_other_precision_is_made_of_them(tmp_path: Path) -> None:
     mxfp4_toy.save(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="'gpt_oss' are made of .*leave `precision` out"):
+    with pytest.raises(UnsupportedModelError, match=r"'gpt_oss' are made of .*leave `precision` out"):
         read_spec(tmp_path, configure(precision="int4"))
 
 

@@ -18,6 +18,7 @@ are in memory at a time, never the model. Not compared: several sequences at onc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -122,7 +123,8 @@ def reference_of(model: str, config: EngineConfig, revision: str | None, tokens:
             allowed=f"a whole number from 2 to {context - DECODE_STEPS} in this context",
         )
     experts = whole_checkpoint(model, revision).experts(spec)
-    layer_bytes = max(site.experts for site in spec.sites) * spec.expert_bytes
+    elements = max(site.experts * sum(math.prod(part.shape) for part in site.parts) for site in spec.sites)
+    layer_bytes = elements * spec.dtype.itemsize  # the library's, which are plain where ours are quantised
     needed = _COPIES * layer_bytes + spec.anatomy.kv_bytes_per_token * (tokens + DECODE_STEPS)
     free, source = free_device_bytes(torch.device("cpu"))
     if needed > free:
