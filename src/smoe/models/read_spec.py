@@ -25,7 +25,7 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
     """Read a model's configuration and look at its empty shell."""
     checkpoint = described_checkpoint(model, revision)
     path, model_config = checkpoint.config_place, checkpoint.config()
-    _refuse_quantised(model_config)
+    _refuse_quantised(model_config, path)
     with naming(f"{path} describes no model that can be built"):
         context_tokens = choose_context(model_config, config)
         dtype = choose_dtype(model_config, config)
@@ -52,15 +52,16 @@ def choose_dtype(model_config: PretrainedConfig, config: EngineConfig) -> torch.
     return own if own in SAFETENSORS else torch.bfloat16
 
 
-def _refuse_quantised(model_config: PretrainedConfig) -> None:
+def _refuse_quantised(model_config: PretrainedConfig, path: Path) -> None:
     quantisation = getattr(model_config, "quantization_config", None)
     if quantisation is not None:
         method = (
             quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else type(quantisation).__name__
         )
         raise UnsupportedModelError(
-            f"the checkpoint is quantised ({method}), {model_config.model_type!r}; smoe reads bf16, fp16 and fp32 "
-            "checkpoints, gpt_oss in mxfp4, and GGUF files: take the unquantised release of the model, or a GGUF file"
+            f"{path}: the checkpoint is quantised ({method!s:.80}), {model_config.model_type!r}; smoe reads bf16, fp16 "
+            "and fp32 checkpoints, gpt_oss in mxfp4, and GGUF files: take the unquantised release of the model, or a "
+            "GGUF file"
         )
 
 
