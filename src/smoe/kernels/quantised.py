@@ -21,8 +21,10 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from smoe.formats.base import Bits, Field, Format, Group, Scalar
+from smoe.kernels import quantised_dots
 from smoe.kernels.builder import BYTE, FLOAT, HALF, HALF_WORD, POINTER, WORD, Code, Value
 from smoe.kernels.isa import Isa
+from smoe.kernels.quantised_dots import shift_of
 
 AT_ONCE = 4
 """Rows of the matrix in the making at the same time, for one row of x; they share what is loaded of it."""
@@ -101,8 +103,8 @@ def _arranged(code: Code, registers: Sequence[Value], order: Sequence[int]) -> l
     return arranged
 
 
-def _has_offsets(form: Format) -> bool:
-    return form.minimum is not None or form.zero != 0
+def _has_offsets(isa: Isa, form: Format) -> bool:
+    return form.minimum is not None or form.zero + shift_of(isa, form) != 0
 
 
 def _products(module: ir.Module, isa: Isa, form: Format, rows: int) -> None:
@@ -154,22 +156,24 @@ def _biased(code: Code, total: Value, bias: Value, place: Value) -> Value:
 
 
 def _row(code: Code, form: Format, x: Value, columns: Value) -> _Row:
-    """Widen a row of bf16 numbers, and add up its groups where the format needs that."""
+    """Arrange a row of bf16 numbers, widened where need be, and add up its groups where the format needs that."""
     build, lanes, size = code.build, code.isa.lanes, _group_numbers(form)
+    is_in_halves = quantised_dots.fits(code.isa, form)
     numbers = code.scratch(build.mul(columns, code.number(4)))
     sums = code.scratch(build.mul(build.sdiv(columns, code.number(size)), code.number(4)))
 
     def group(k: Value, _: list[Value]) -> list[Value]:
-        total, wides = None, []
+        total, kept = None, []
         for i in range(0, size, lanes):
             place = build.mul(build.add(k, code.number(i)), code.number(2))
-            wide = code.widened(code.load(code.registers(HALF_WORD), code.at(x, place)))
+            halves = code.load(code.registers(HALF_WORD), code.at(x, place))
+            wide = code.widened(halves)
             total = wide if total is None else build.fadd(total, wide)
-            wides.append(wide)
-        for n, wide in enumerate(_arranged(code, wides, _order(form))):
-            place = build.mul(build.add(k, code.number(n * lanes)), code.number(4))
-            code.store(wide, code.at(numbers, place))
-        if _has_offsets(form):
+            kept.append(halves if is_in_halves else wide)
+        for n, arranged in enumerate(_arranged(code, kept, _order(form))):
+            place = build.mul(build.add(k, code.number(n * lanes)), code.number(2 if is_in_halves else 4))
+            code.store(arranged, code.at(numbers, place))
+        if _has_offsets(code.isa, form):
             place = build.mul(build.sdiv(k, code.number(size)), code.number(4))
             code.store(code.summed(total), code.at(sums, place))
         return []
@@ -182,22 +186,23 @@ def _dots(code: Code, form: Format, matrix: Sequence[Value], xs: Sequence[_Row],
     """The products of every row of the matrix with every row of x: row after row of the matrix."""
     build, groups = code.build, len(form.groups)
     count = len(matrix) * len(xs)
-    begin = [code.reals(0.0)] * count + ([code.reals(0.0, groups)] * count if _has_offsets(form) else [])
+    has_offsets, in_halves = _has_offsets(code.isa, form), quantised_dots.fits(code.isa, form)
+    begin = [code.reals(0.0)] * count + ([code.reals(0.0, groups)] * count if has_offsets else [])
 
     def block(b: Value, carried: list[Value]) -> list[Value]:
         totals, offsets = carried[:count], carried[count:]
         first = build.mul(b, code.number(form.nbytes))
-        k = build.mul(b, code.number(4 * form.numbers))
+        k = build.mul(b, code.number((2 if in_halves else 4) * form.numbers))
         places = [code.at(row, first) for row in matrix]
         for place in places:
             for line in range(0, form.nbytes, LINE):
                 code.prefetch(code.at(place, AHEAD + line))
-        scales = [_scales(code, form, place) for place in places]
-        for g, group in enumerate(form.groups):
-            sums = _group_dots(code, form, group, places, [code.at(x.numbers, k) for x in xs])
-            for n in range(count):
-                gain = code.lane(scales[n // len(xs)].gains, g)
-                totals[n] = code.fma(gain, sums[n], totals[n])
+        scales = [_scales(code, form, place, shift_of(code.isa, form)) for place in places]
+        numbers = [code.at(x.numbers, k) for x in xs]
+        if in_halves:
+            totals = quantised_dots.add_block(code, form, places, numbers, [each.gains for each in scales], totals)
+        else:
+            totals = _add_block(code, form, places, numbers, [each.gains for each in scales], totals)
         if offsets:
             place = build.mul(b, code.number(4 * groups))
             for n in range(count):
@@ -207,9 +212,25 @@ def _dots(code: Code, form: Format, matrix: Sequence[Value], xs: Sequence[_Row],
 
     ended = code.loop(code.number(0), blocks, 1, begin, block)
     totals = [code.summed(total) for total in ended[:count]]
-    if not _has_offsets(form):
+    if not has_offsets:
         return totals
     return [build.fsub(total, code.summed(offset)) for total, offset in zip(totals, ended[count:], strict=True)]
+
+
+def _add_block(
+    code: Code,
+    form: Format,
+    places: Sequence[Value],
+    xs: Sequence[Value],
+    gains: Sequence[Value],
+    totals: Sequence[Value],
+) -> list[Value]:
+    """Totals plus one block of every row of the matrix times every row of x, scaled."""
+    found = list(totals)
+    for g, group in enumerate(form.groups):
+        sums = _group_dots(code, form, group, places, xs)
+        found = [code.fma(code.lane(gains[n // len(xs)], g), sums[n], total) for n, total in enumerate(found)]
+    return found
 
 
 def _group_dots(code: Code, form: Format, group: Group, places: Sequence[Value], xs: Sequence[Value]) -> list[Value]:
@@ -264,8 +285,8 @@ def _bits(code: Code, bits: Bits, place: Value, i: int) -> Value:
     return build.shl(build.zext(flags, code.registers(WORD)), code.words([bits.left] * lanes))
 
 
-def _scales(code: Code, form: Format, place: Value) -> _Scales:
-    """Gains and offsets of a block's groups."""
+def _scales(code: Code, form: Format, place: Value, shift: int = 0) -> _Scales:
+    """Gains and offsets of a block's groups; codes are too large by `shift`."""
     build, groups = code.build, len(form.groups)
     gains = code.splat(_scalar(code, form.scale, place), groups)
     codes = _group_codes(code, [group.scale for group in form.groups], place, form.has_signed_scales)
@@ -273,15 +294,15 @@ def _scales(code: Code, form: Format, place: Value) -> _Scales:
         if form.scale_zero:
             codes = build.sub(codes, code.words([form.scale_zero] * groups))
         gains = build.fmul(build.sitofp(codes, code.registers(FLOAT, groups)), gains)
-    if not _has_offsets(form):
-        return _Scales(gains, None)
+    shift = form.zero + shift
+    by_gain = build.fmul(gains, code.reals(float(shift), groups)) if shift else None
     if form.minimum is None:
-        return _Scales(gains, build.fmul(gains, code.reals(float(form.zero), groups)))
+        return _Scales(gains, by_gain)
     offsets = code.splat(_scalar(code, form.minimum, place), groups)
     codes = _group_codes(code, [group.minimum for group in form.groups], place, False)
     if codes is not None:
         offsets = build.fmul(build.sitofp(codes, code.registers(FLOAT, groups)), offsets)
-    return _Scales(gains, offsets)
+    return _Scales(gains, offsets if by_gain is None else build.fadd(offsets, by_gain))
 
 
 def _scalar(code: Code, scalar: Scalar, place: Value) -> Value:
