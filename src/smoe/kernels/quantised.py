@@ -15,7 +15,7 @@ done for all groups of the block in one register.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -24,13 +24,15 @@ from smoe.formats.base import Bits, Field, Format, Group, Scalar
 from smoe.kernels import quantised_dots
 from smoe.kernels.builder import BYTE, FLOAT, HALF, HALF_WORD, POINTER, WORD, Code, Value
 from smoe.kernels.isa import Isa
-from smoe.kernels.quantised_dots import shift_of
+from smoe.kernels.quantised_dots import subtracted
 
 AT_ONCE = 4
 """Rows of the matrix in the making at the same time, for one row of x; they share what is loaded of it."""
 AHEAD = 8192
 """Bytes between what is computed and what is fetched: a row is too short for the hardware to see a pattern in it."""
 LINE = 64
+UNROLLED = 64
+"""Numbers of a row in one turn of the loop over blocks, at least; a few lines of memory are fetched in each."""
 _ARGUMENTS = ("*given", "*w", "*out", "*bias", "begin", "end", "K")
 
 
@@ -104,7 +106,7 @@ def _arranged(code: Code, registers: Sequence[Value], order: Sequence[int]) -> l
 
 
 def _has_offsets(isa: Isa, form: Format) -> bool:
-    return form.minimum is not None or form.zero + shift_of(isa, form) != 0
+    return form.minimum is not None or subtracted(isa, form) != 0
 
 
 def _products(module: ir.Module, isa: Isa, form: Format, rows: int) -> None:
@@ -194,10 +196,7 @@ def _dots(code: Code, form: Format, matrix: Sequence[Value], xs: Sequence[_Row],
         first = build.mul(b, code.number(form.nbytes))
         k = build.mul(b, code.number((2 if in_halves else 4) * form.numbers))
         places = [code.at(row, first) for row in matrix]
-        for place in places:
-            for line in range(0, form.nbytes, LINE):
-                code.prefetch(code.at(place, AHEAD + line))
-        scales = [_scales(code, form, place, shift_of(code.isa, form)) for place in places]
+        scales = [_scales(code, form, place, subtracted(code.isa, form)) for place in places]
         numbers = [code.at(x.numbers, k) for x in xs]
         if in_halves:
             totals = quantised_dots.add_block(code, form, places, numbers, [each.gains for each in scales], totals)
@@ -210,7 +209,23 @@ def _dots(code: Code, form: Format, matrix: Sequence[Value], xs: Sequence[_Row],
                 offsets[n] = code.fma(scales[n // len(xs)].offsets, x_sums, offsets[n])
         return totals + offsets
 
-    ended = code.loop(code.number(0), blocks, 1, begin, block)
+    def blocks_of(several: int) -> Callable[[Value, list[Value]], list[Value]]:
+        def together(b: Value, carried: list[Value]) -> list[Value]:
+            ahead = build.add(build.mul(b, code.number(form.nbytes)), code.number(AHEAD))
+            for row in matrix:
+                for line in range(0, several * form.nbytes, LINE):
+                    code.prefetch(code.at(code.at(row, ahead), line))
+            for n in range(several):
+                carried = block(build.add(b, code.number(n)), carried)
+            return carried
+
+        return together
+
+    several = max(1, UNROLLED // form.numbers)
+    whole = build.sub(blocks, build.srem(blocks, code.number(several)))
+    ended = code.loop(code.number(0), whole, several, begin, blocks_of(several))
+    if several > 1:
+        ended = code.loop(whole, blocks, 1, ended, blocks_of(1))
     totals = [code.summed(total) for total in ended[:count]]
     if not has_offsets:
         return totals
@@ -285,8 +300,8 @@ def _bits(code: Code, bits: Bits, place: Value, i: int) -> Value:
     return build.shl(build.zext(flags, code.registers(WORD)), code.words([bits.left] * lanes))
 
 
-def _scales(code: Code, form: Format, place: Value, shift: int = 0) -> _Scales:
-    """Gains and offsets of a block's groups; codes are too large by `shift`."""
+def _scales(code: Code, form: Format, place: Value, zero: int) -> _Scales:
+    """Gains and offsets of a block's groups; codes are too large by `zero`."""
     build, groups = code.build, len(form.groups)
     gains = code.splat(_scalar(code, form.scale, place), groups)
     codes = _group_codes(code, [group.scale for group in form.groups], place, form.has_signed_scales)
@@ -294,8 +309,7 @@ def _scales(code: Code, form: Format, place: Value, shift: int = 0) -> _Scales:
         if form.scale_zero:
             codes = build.sub(codes, code.words([form.scale_zero] * groups))
         gains = build.fmul(build.sitofp(codes, code.registers(FLOAT, groups)), gains)
-    shift = form.zero + shift
-    by_gain = build.fmul(gains, code.reals(float(shift), groups)) if shift else None
+    by_gain = build.fmul(gains, code.reals(float(zero), groups)) if zero else None
     if form.minimum is None:
         return _Scales(gains, by_gain)
     offsets = code.splat(_scalar(code, form.minimum, place), groups)
@@ -353,7 +367,7 @@ def _unpack(module: ir.Module, isa: Isa, form: Format) -> None:
     def block(b: Value, _: list[Value]) -> list[Value]:
         place = code.at(w, build.mul(b, code.number(form.nbytes)))
         to = code.at(out, build.mul(b, code.number(2 * form.numbers)))
-        scales = _scales(code, form, place)
+        scales = _scales(code, form, place, form.zero)
         for g, group in enumerate(form.groups):
             gain = code.lane(scales.gains, g)
             offset = None if scales.offsets is None else build.fneg(code.lane(scales.offsets, g))

@@ -3,7 +3,8 @@
     codes of 16 or 32 neighbouring bytes -> 16 bits each -> bf16 -> total += code . x        32 numbers an instruction
 
 A code of up to seven bits becomes a bf16 number by one operation: 128 + code is 0x4300 | code. The 128 goes away with
-what is subtracted anyway, once a block, against the sums of x (`SHIFT`). What a table says is looked up in a register.
+what is subtracted anyway, once a block, against the sums of x. What a table says is looked up in a register, and so are
+four bits from which nothing else is subtracted.
 That takes a third of the instructions of widening each code to 32 bits, converting and multiplying it.
 """
 
@@ -38,9 +39,20 @@ def fits(isa: Isa, form: Format) -> bool:
     return isa.has_bf16_dots and not form.is_signed
 
 
-def shift_of(isa: Isa, form: Format) -> int:
-    """What codes are too large by, as they are multiplied."""
-    return SHIFT if fits(isa, form) and form.table is None else 0
+def subtracted(isa: Isa, form: Format) -> int:
+    """What codes are too large by as they are multiplied, the format's own zero included."""
+    if not fits(isa, form):
+        return form.zero
+    return 0 if _table_of(form) is not None else form.zero + SHIFT
+
+
+def _table_of(form: Format) -> tuple[float, ...] | None:
+    """What each of 16 codes stands for, where that is looked up: nothing is to be subtracted then."""
+    if form.table is not None or form.minimum is not None:
+        return form.table
+    fields = [field for group in form.groups for run in group.runs for field in run.fields]
+    has_four_bits = all(isinstance(field, Field) and field.mask == 15 and not field.left for field in fields)
+    return tuple(float(code - form.zero) for code in range(16)) if has_four_bits else None
 
 
 def add_block(
@@ -85,7 +97,7 @@ def _pairs(form: Format) -> Iterator[tuple[_Piece, _Piece]]:
 
 def _as_bf16(code: Code, form: Format, one: _Piece, other: _Piece, place: Value) -> Value:
     """32 codes, `SHIFT` added, or what the table has for them: bf16 as 16 bits each."""
-    build, total = code.build, None
+    build, total, table = code.build, None, _table_of(form)
     for field, second in zip(one.run.fields, other.run.fields, strict=True):
         if isinstance(field, Bits):
             assert isinstance(second, Bits)
@@ -94,13 +106,13 @@ def _as_bf16(code: Code, form: Format, one: _Piece, other: _Piece, place: Value)
         else:
             assert isinstance(second, Field) and field.left == second.left
             part = _bytes(code, field, one, second, other, place)
-            if form.table is None:
+            if table is None:
                 part = build.and_(part, code.halves([field.mask] * _PIECE + [second.mask] * _PIECE))
             left = field.left
         part = build.shl(part, code.halves([left] * 2 * _PIECE)) if left else part
         total = part if total is None else build.or_(total, part)
-    if form.table is not None:
-        return code.looked_up_halves([_bf16_bits(number) for number in form.table], total)
+    if table is not None:
+        return code.looked_up_halves([_bf16_bits(number) for number in table], total)
     return build.or_(total, code.halves([0x4300] * 2 * _PIECE))
 
 
