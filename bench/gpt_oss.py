@@ -2,6 +2,7 @@
 
     python -m bench.gpt_oss OUT                # the 20b: 24 layers x 32 experts, 13.8 GB
     python -m bench.gpt_oss OUT --layers 4     # 4.2 GB, of which embedding and output matrix are 2.3
+    python -m bench.gpt_oss OUT --layers 8 --vocabulary 32768      # 4.2 GB, of which they are 0.4
 
 Random weights cost the same time as trained ones; routing differs (bench/peers/README.md). Tensors are written layer by
 layer, so peak memory is one shard.
@@ -177,9 +178,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a random-weight gpt-oss checkpoint with MXFP4 experts.")
     parser.add_argument("out", type=Path, help="folder to create")
     parser.add_argument("--layers", type=int, default=Geometry.layers, help=f"default {Geometry.layers}")
+    parser.add_argument("--vocabulary", type=int, default=Geometry.vocabulary, help=f"default {Geometry.vocabulary}")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    geometry = Geometry(layers=given.layers)
+    geometry = Geometry(layers=given.layers, vocabulary=given.vocabulary)
     total = write_model(given.out, geometry, given.seed)
     found = {"bytes": total, "expert_bytes": geometry.expert_bytes, "experts": geometry.layers * geometry.experts}
     print(json.dumps(found))

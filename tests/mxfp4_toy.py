@@ -33,7 +33,9 @@ def encode(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Numbers [..., columns] -> codes [..., columns / 32, 16] and scales [..., columns / 32], uint8."""
     blocks = rows.float().unflatten(-1, (-1, 32))
     power = blocks.abs().amax(-1).clamp(min=2.0**-100).log2().floor() - 2  # the largest code is 6, between 4 and 8
-    codes = (blocks / power.exp2().unsqueeze(-1)).unsqueeze(-1).sub(TABLE).abs().argmin(-1)
+    scaled = blocks / power.exp2().unsqueeze(-1)
+    between = (TABLE[:7] + TABLE[1:8]) / 2
+    codes = torch.bucketize(scaled.abs().contiguous(), between) + 8 * (scaled < 0)
     packed = codes[..., 0::2] | codes[..., 1::2] << 4
     return packed.to(torch.uint8), (power + 127).to(torch.uint8)
 

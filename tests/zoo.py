@@ -137,7 +137,7 @@ FUSED: frozenset[str] = frozenset({"gpt_oss", "granitemoe"})
 """Families published with all experts of a layer in one 3-D tensor; the others have one key per expert and matrix.
 
 gpt_oss: `mlp.experts.gate_up_proj` and `down_proj`, [E, in, out], gate and up interleaved (the released files hold the
-same in mxfp4, as `*_blocks` and `*_scales`). granitemoe: `block_sparse_moe.input_linear.weight` and
+same in mxfp4, as `*_blocks` and `*_scales`: `mxfp4_toy.py`). granitemoe: `block_sparse_moe.input_linear.weight` and
 `output_linear.weight`, [E, out, in], gate rows first.
 """
 

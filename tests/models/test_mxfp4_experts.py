@@ -104,6 +104,17 @@ def test_in_32_bits_they_are_equal_but_for_the_last_ones(tmp_path: Path, open_mo
     assert_near(ours, steps(theirs, oracle.PROMPT), 1e-5)
 
 
+def test_long_sums_in_32_bits_are_right(tmp_path: Path, open_model: Open) -> None:
+    """The library's matrices lie the other way round, so its products of long rows sum in another order:
+    would catch a proof at load that calls that an error."""
+    sizes = {"hidden_size": 1536, "intermediate_size": 1024, "num_local_experts": 3}
+    theirs = mxfp4_toy.save(
+        tmp_path, torch.float32, num_hidden_layers=1, layer_types=["full_attention"], head_dim=16, **sizes
+    )
+    ours = steps(open_model(tmp_path, "full", dtype="float32"), oracle.PROMPT)
+    assert_near(ours, steps(theirs, oracle.PROMPT), 1e-5)
+
+
 def test_several_sequences(tmp_path: Path, open_model: Open) -> None:
     theirs = mxfp4_toy.save(tmp_path)
     ids = torch.cat([oracle.PROMPT, oracle.PROMPT.flip(1), oracle.PROMPT.roll(3, 1)])

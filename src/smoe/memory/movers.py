@@ -86,8 +86,8 @@ class Filler:
 
 
 def _spread(piece: Piece, staging: memoryview, slot: memoryview) -> None:
-    """Copy a piece's bytes to where they go, by one call without the interpreter lock: 2880 x 2880 codes take 0.3 ms,
-    a twentieth of what reading them does."""
+    """Copy a piece's bytes to where they go, by one call without the interpreter lock: 1.1 ms for an expert of 13 MB,
+    a tenth of what reading it takes."""
     assert piece.spread is not None
     width, stride = piece.spread
     source = np.frombuffer(staging, f"V{width}", piece.nbytes // width, piece.source)

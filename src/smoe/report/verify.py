@@ -28,12 +28,11 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from smoe.compute.quantised_math import ROUNDINGS
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError, ContextError
 from smoe.kernels.proof import same_bits
 from smoe.kernels.threads import threads
-from smoe.load.selftest import is_same, library_result
+from smoe.load.selftest import is_same, library_result, quantised_rounding
 from smoe.machine.available_memory import free_device_bytes
 from smoe.memory.quantised_store import QuantisedStore
 from smoe.memory.safetensors_index import StoredTensor
@@ -163,7 +162,7 @@ class _Comparing(StepObserver):
         self._model = model
         self._reference = reference
         is_quantised = isinstance(self.engine.store, QuantisedStore) or bool(reference.dense)
-        self._rounding = ROUNDINGS * torch.finfo(model.dtype).eps if is_quantised else 0.0
+        self._rounding = quantised_rounding(model.dtype) if is_quantised else 0.0
         """How far parts that hold quantised weights may be apart, relative to the largest value."""
         self._on_part = on_part
         self._threads = torch.get_num_threads()
