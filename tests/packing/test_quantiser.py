@@ -18,6 +18,7 @@ NAMES = ("Q8_0", "INT4", "Q4_1", "INT2", "Q2_K")
 LEVELS = {"Q8_0": 254, "INT4": 15, "Q4_1": 15, "INT2": 3, "Q2_K": 3}
 GROUP = {"Q8_0": 32, "INT4": 64, "Q4_1": 32, "INT2": 16, "Q2_K": 16}
 COLUMNS = 256
+MOST = {"Q8_0": 0.006, "INT4": 0.086, "Q4_1": 0.073, "INT2": 0.265, "Q2_K": 0.27}
 every = pytest.mark.parametrize("name", NAMES)
 
 
