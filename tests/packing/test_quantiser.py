@@ -68,9 +68,7 @@ def test_it_is_better_than_rounding(name: str, kind: str, seed: int) -> None:
     assert relative(weights, numbers) <= 1.02 * most + (0.08 if LEVELS[name] == 3 else 0.002)
 
 
-@pytest.mark.parametrize(
-    ("name", "most"), [("Q8_0", 0.006), ("INT4", 0.086), ("Q4_1", 0.073), ("INT2", 0.265), ("Q2_K", 0.27)]
-)
+@pytest.mark.parametrize(("name", "most"), MOST.items())
 def test_the_error_on_numbers_of_a_bell(name: str, most: float) -> None:
     """What the module's docstring says, and rounding alone does not reach: 0.090, 0.078 and 0.33."""
     weights = torch.randn(64, 768, generator=torch.Generator().manual_seed(1))
