@@ -231,9 +231,10 @@ class EngineConfig:
         return self.alpha > 0 or self.eviction in SCORED_EVICTION or self.prefetch in SCORED_PREFETCH
 
     @property
-    def is_lossy(self) -> bool:
-        """Whether the text may differ from the unmodified model's by more than rounding."""
-        return self.alpha > 0 or self.precision != "auto"
+    def lossy(self) -> list[str]:
+        """By what the text may differ from the unmodified model's, by more than rounding."""
+        by_alpha = [f"alpha {self.alpha:g}"] if self.alpha > 0 else []
+        return by_alpha + ([f"experts in {self.precision}"] if self.precision != "auto" else [])
 
     def __post_init__(self) -> None:
         for name in (*LIMITS, *CHOICES, *SWITCHES, *_NUMBERS):

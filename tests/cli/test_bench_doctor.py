@@ -143,7 +143,7 @@ def test_lossy_steps_have_the_models_alpha_or_the_one_given():
 
     lossless, lossy = (next(s for s in ABLATIONS["smoe"] if s.name == name) for name in ("CE", "CE + CR"))
     plain, given = configure(), configure("smoe", alpha=0.5)
-    assert [_with(lossless, config).is_lossy for config in (plain, given)] == [False, False]
+    assert [_with(lossless, config).lossy for config in (plain, given)] == [[], []]
     assert (_with(lossy, plain).alpha, _with(lossy, plain).alpha_as_priced) == (0.3, True)
     assert (_with(lossy, given).alpha, _with(lossy, given).alpha_as_priced) == (0.5, False)
 

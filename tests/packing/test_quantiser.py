@@ -14,15 +14,17 @@ from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS, PRECISIONS, format_of
 from smoe.packing.quantiser import quantised
 
-NAMES = ("Q8_0", "INT4", "Q4_1", "INT2")
-LEVELS = {"Q8_0": 254, "INT4": 15, "Q4_1": 15, "INT2": 3}
-GROUP = {"Q8_0": 32, "INT4": 64, "Q4_1": 32, "INT2": 16}
+NAMES = ("Q8_0", "INT4", "Q4_1", "INT2", "Q2_K")
+LEVELS = {"Q8_0": 254, "INT4": 15, "Q4_1": 15, "INT2": 3, "Q2_K": 3}
+GROUP = {"Q8_0": 32, "INT4": 64, "Q4_1": 32, "INT2": 16, "Q2_K": 16}
+COLUMNS = 256
+MOST = {"Q8_0": 0.006, "INT4": 0.086, "Q4_1": 0.073, "INT2": 0.265, "Q2_K": 0.27}
 every = pytest.mark.parametrize("name", NAMES)
 
 
 def weights_of(kind: str, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    weights = 0.02 * torch.randn(5, 192, generator=generator)
+    weights = 0.02 * torch.randn(5, COLUMNS, generator=generator)
     if kind == "outliers":
         weights[torch.rand(weights.shape, generator=generator) < 0.02] *= 30
     if kind == "positive":
@@ -45,7 +47,7 @@ def plain(weights: torch.Tensor, form: Format, size: int) -> torch.Tensor:
     if form.is_signed:
         high = groups.abs().amax(1, keepdim=True)
         low = -high
-    if form.name == "INT2":
+    if LEVELS[form.name] == 3:
         low = low.clamp_max(0)  # the format has none above
     step = ((high - low) / LEVELS[form.name]).clamp_min(1e-30)
     return (((groups - low) / step).round() * step + low).view_as(weights)
@@ -58,15 +60,15 @@ def test_it_is_better_than_rounding(name: str, kind: str, seed: int) -> None:
     """No worse at least, but for what scales in 4 and 16 bits cost; and the error told is that of the bytes."""
     weights, form = weights_of(kind, seed), FORMATS[name]
     data, squared = quantised(weights, form)
-    assert data.shape == (5, form.row_bytes(192))
+    assert data.shape == (5, form.row_bytes(COLUMNS))
     assert form.is_finite(data.numpy())
     numbers = torch.from_numpy(form.decode(data.numpy()))
     assert squared == pytest.approx(float((numbers - weights).double().square().sum()), rel=1e-3, abs=1e-12)
     most = relative(weights, plain(weights, form, GROUP[name]))
-    assert relative(weights, numbers) <= 1.02 * most + (0.02 if name == "INT2" else 0.002)
+    assert relative(weights, numbers) <= 1.02 * most + (0.08 if LEVELS[name] == 3 else 0.002)
 
 
-@pytest.mark.parametrize(("name", "most"), [("Q8_0", 0.006), ("INT4", 0.086), ("Q4_1", 0.073), ("INT2", 0.265)])
+@pytest.mark.parametrize(("name", "most"), MOST.items())
 def test_the_error_on_numbers_of_a_bell(name: str, most: float) -> None:
     """What the module's docstring says, and rounding alone does not reach: 0.090, 0.078 and 0.33."""
     weights = torch.randn(64, 768, generator=torch.Generator().manual_seed(1))
@@ -76,7 +78,7 @@ def test_the_error_on_numbers_of_a_bell(name: str, most: float) -> None:
 @every
 def test_numbers_on_the_grid_stay(name: str) -> None:
     form, chance = FORMATS[name], np.random.default_rng(0)
-    codes = torch.from_numpy(chance.integers(0, LEVELS[name] + 1, (3, 128))).float()
+    codes = torch.from_numpy(chance.integers(0, LEVELS[name] + 1, (3, COLUMNS))).float()
     codes[:, ::16], codes[:, 1::16] = 0, LEVELS[name]
     weights = (codes - (127 if name == "Q8_0" else 2)) / 8
     data, error = quantised(weights, form)
@@ -86,7 +88,7 @@ def test_numbers_on_the_grid_stay(name: str) -> None:
 
 @every
 def test_scales_beyond_fp16_are_refused(name: str) -> None:
-    weights = torch.full((2, 64), 1e9)
+    weights = torch.full((2, COLUMNS), 1e9)
     weights[:, ::2] *= -1
     with pytest.raises(OverflowError, match="fp16"):
         quantised(weights, FORMATS[name])
@@ -94,7 +96,7 @@ def test_scales_beyond_fp16_are_refused(name: str) -> None:
 
 @every
 def test_numbers_too_small_for_a_scale_become_zero(name: str) -> None:
-    data, _ = quantised(torch.full((2, 64), 1e-12), FORMATS[name])
+    data, _ = quantised(torch.full((2, COLUMNS), 1e-12), FORMATS[name])
     assert not FORMATS[name].decode(data.numpy()).any()
 
 
@@ -103,9 +105,9 @@ def test_a_precision_takes_the_first_format_that_fits() -> None:
     names = {
         (precision, columns): form.name
         for precision in PRECISIONS
-        for columns in (32, 96, 64, 2880, 33)
+        for columns in (32, 96, 64, 2880, 512, 33)
         if (form := format_of(precision, columns)) is not None
     }
     assert names[("int4", 2880)] == "INT4" and names[("int4", 96)] == "Q4_1"
-    assert names[("int2", 64)] == "INT2" and names[("int2", 32)] == "Q4_1"
+    assert names[("int2", 512)] == "Q2_K" and names[("int2", 64)] == "INT2" and names[("int2", 32)] == "Q4_1"
     assert ("int8", 33) not in names and ("int2", 33) not in names

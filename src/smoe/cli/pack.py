@@ -42,7 +42,7 @@ def command(
 
     As they are: worth it where a checkpoint scatters its experts (Mixtral's w1, w2, w3) or is read in another dtype
     than it is stored in. In fewer bits: as many more experts fit the same memory. int8 takes 8.5 bits a weight, int4
-    4.5, int2 3; what that costs is said for every layer, and smoe eval measures it on text.
+    4.5, int2 2.6 to 3; what that costs is said for every layer, and smoe eval measures it on text.
 
     Needs as much free disk as the file takes; interrupted, it goes on where it was when called again.
     """

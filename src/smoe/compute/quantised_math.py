@@ -20,7 +20,7 @@ from smoe.compute.row_groups import Shape, product
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.matrix import Matrix, products_of
 from smoe.kernels.proof import is_as_near
-from smoe.kernels.spinning_pool import MOST_ROWS, SpinningPool
+from smoe.kernels.spinning_pool import MOST_QUANTISED_ROWS, SpinningPool
 from smoe.kernels.unpacked import unpacked
 from smoe.memory.arena import Arena
 from smoe.memory.quantised_store import StoredMatrix
@@ -139,7 +139,7 @@ class QuantisedMath(ExpertMath):
 
     def most_rows(self, pool: SpinningPool, weights: Weights) -> int:
         """As many as the kernel knows: its bits are its own anyway."""
-        return MOST_ROWS
+        return MOST_QUANTISED_ROWS
 
     def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
         self._tile.pool = pool
@@ -151,7 +151,7 @@ class QuantisedMath(ExpertMath):
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         pool = self._tile.pool
-        if pool is None or x.shape[0] > MOST_ROWS or self._post_norm is not None:
+        if pool is None or x.shape[0] > MOST_QUANTISED_ROWS or self._post_norm is not None:
             return super().forward(x, weights)
         *ups, down = weights.matrices
         wide = self._multiplied(pool, x, ups, weights.up_bias)

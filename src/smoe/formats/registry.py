@@ -18,7 +18,7 @@ OPENAI: dict[str, Format] = {MXFP4_PAIRS.name: MXFP4_PAIRS}
 """What OpenAI's releases become in slots."""
 FORMATS = GGML | OWN | OPENAI
 
-PRECISIONS: dict[str, tuple[Format, ...]] = {"int8": (Q8_0,), "int4": (INT4, Q4_1), "int2": (INT2, INT4, Q4_1)}
+PRECISIONS: dict[str, tuple[Format, ...]] = {"int8": (Q8_0,), "int4": (INT4, Q4_1), "int2": (Q2_K, INT2, INT4, Q4_1)}
 """What `smoe pack` makes of a matrix when a precision is asked for: the first whose blocks its rows are made of."""
 
 

@@ -22,6 +22,16 @@ HALF, FLOAT = ir.HalfType(), ir.FloatType()
 POINTER = ir.PointerType()
 
 
+class _BFloat(ir.Type):
+    """bf16 as a type of LLVM's, which llvmlite has no name for."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+_BFLOAT = _BFloat()
+
+
 class Code:
     """One function in the making; addresses are byte pointers, offsets count bytes."""
 
@@ -41,6 +51,9 @@ class Code:
     def reals(self, value: float, lanes: int | None = None) -> Value:
         """A register of so many times the same."""
         return ir.Constant(self.registers(FLOAT, lanes), [ir.Constant(FLOAT, value)] * (lanes or self.isa.lanes))
+
+    def halves(self, values: Sequence[int]) -> Value:
+        return ir.Constant(ir.VectorType(HALF_WORD, len(values)), [ir.Constant(HALF_WORD, value) for value in values])
 
     def words(self, values: Sequence[int]) -> Value:
         return ir.Constant(ir.VectorType(WORD, len(values)), [ir.Constant(WORD, value) for value in values])
@@ -64,6 +77,12 @@ class Code:
         memory.align = 64
         memory.type = POINTER  # llvmlite's own is of a kind that LLVM no longer has
         return memory
+
+    def looked_up_halves(self, table: Sequence[int], codes: Value) -> Value:
+        """Numbers of 16 bits of a table of 16 by codes [32], of which the lowest four bits count."""
+        whole = ir.Constant(codes.type, [ir.Constant(HALF_WORD, each) for each in (*table, *table)])
+        kind = ir.FunctionType(codes.type, [codes.type] * 2)
+        return self._call("llvm.x86.avx512.permvar.hi.512", kind, [whole, codes])
 
     def looked_up(self, table: Sequence[float], codes: Value) -> Value:
         """Numbers of a table of 16 by codes, of which the lowest four bits count.
@@ -103,6 +122,13 @@ class Code:
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """a * b + c of registers, rounded once."""
         return self._call(f"llvm.fma.v{a.type.count}f32", ir.FunctionType(a.type, [a.type] * 3), [a, b, c])
+
+    def dots(self, total: Value, a: Value, b: Value) -> Value:
+        """total [n] + a . b of two bf16 numbers each, given as 16 bits [2n]; a product and a sum are rounded alike."""
+        halves = ir.VectorType(_BFLOAT, a.type.count)
+        kind = ir.FunctionType(total.type, [total.type, halves, halves])
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * total.type.count}"
+        return self._call(name, kind, [total, self.build.bitcast(a, halves), self.build.bitcast(b, halves)])
 
     def splat(self, value: Value, lanes: int | None = None) -> Value:
         """A register of copies of a number."""

@@ -20,12 +20,12 @@ import torch
 from smoe.kernels import tasks
 from smoe.kernels.matrix import Matrix
 from smoe.kernels.row_product import chain_of
-from smoe.kernels.spinning_pool import LONE_UNIT, MOST_ROWS, UNIT, WAKING_WEIGHTS, Pairs, SpinningPool
+from smoe.kernels.spinning_pool import LONE_UNIT, MOST_QUANTISED_ROWS, UNIT, WAKING_WEIGHTS, Pairs, SpinningPool, passes
 
 MOST_EXPERTS = tasks.MOST_COUNTS
 """At once: each has a count of its own."""
-MOST_TOKENS = tasks.MOST_TASKS - MOST_EXPERTS * (MOST_ROWS + 2)
-"""At once: each has a sum, an expert has two products and a gate for every row."""
+MOST_TOKENS = tasks.MOST_TASKS - MOST_EXPERTS * (MOST_QUANTISED_ROWS + 6)
+"""At once: each has a sum, an expert has a gate for every row and three products of two passes."""
 _SUM_UNIT = 512
 
 
@@ -156,15 +156,19 @@ class _Work:
     ) -> None:
         """A matrix times several rows: (x, out) of each."""
         address, outputs, columns, products = matrix
-        rows, size = Pairs(pairs), self._size
-        self._kept.append(rows)
+        size = self._size
         if products is None:
+            rows = Pairs(pairs)
+            self._kept.append(rows)
             self.fields += (self.units, outputs, size, tasks.ROWS, wait_at, wait_for, count_at)
             self.fields += (rows.address, address, 0, rows.count, columns, chain_of(columns, len(pairs)))
-        else:
+            self.units += -(-outputs // size)
+            return
+        for rows in passes(pairs):
+            self._kept.append(rows)
             self.fields += (self.units, outputs, size, tasks.FORMAT, wait_at, wait_for, count_at)
             self.fields += (products.of_rows[rows.count // 2], rows.address, address, 0, columns, 0)
-        self.units += -(-outputs // size)
+            self.units += -(-outputs // size)
 
     def sums(self, sums: Sums) -> None:
         """Every token's rows, once all products are there."""

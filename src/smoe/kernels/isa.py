@@ -17,6 +17,8 @@ class Isa:
     registers: int
     needs: tuple[str, ...]
     """Features by LLVM's names."""
+    has_bf16_dots: bool = False
+    """Products of pairs of bf16 numbers, added up in float32, in one instruction."""
 
     @property
     def is_here(self) -> bool:
@@ -30,9 +32,11 @@ class Isa:
         return f'nounwind "prefer-vector-width"="{bits}" "min-legal-vector-width"="{bits}"'
 
 
-AVX512 = Isa("AVX-512", 16, 32, ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c"))
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c")
+AVX512_BF16 = Isa("AVX-512 BF16", 16, 32, (*_AVX512, "avx512bf16"), has_bf16_dots=True)
+AVX512 = Isa("AVX-512", 16, 32, _AVX512)
 AVX2 = Isa("AVX2", 8, 16, ("avx2", "fma", "f16c"))
-ISAS = (AVX512, AVX2)
+ISAS = (AVX512_BF16, AVX512, AVX2)
 """Widest first."""
 
 

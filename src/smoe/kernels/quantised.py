@@ -15,20 +15,24 @@ done for all groups of the block in one register.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from llvmlite import ir
 
 from smoe.formats.base import Bits, Field, Format, Group, Scalar
+from smoe.kernels import quantised_dots
 from smoe.kernels.builder import BYTE, FLOAT, HALF, HALF_WORD, POINTER, WORD, Code, Value
 from smoe.kernels.isa import Isa
+from smoe.kernels.quantised_dots import subtracted
 
 AT_ONCE = 4
 """Rows of the matrix in the making at the same time, for one row of x; they share what is loaded of it."""
 AHEAD = 8192
 """Bytes between what is computed and what is fetched: a row is too short for the hardware to see a pattern in it."""
 LINE = 64
+UNROLLED = 64
+"""Numbers of a row in one turn of the loop over blocks, at least; a few lines of memory are fetched in each."""
 _ARGUMENTS = ("*given", "*w", "*out", "*bias", "begin", "end", "K")
 
 
@@ -101,8 +105,8 @@ def _arranged(code: Code, registers: Sequence[Value], order: Sequence[int]) -> l
     return arranged
 
 
-def _has_offsets(form: Format) -> bool:
-    return form.minimum is not None or form.zero != 0
+def _has_offsets(isa: Isa, form: Format) -> bool:
+    return form.minimum is not None or subtracted(isa, form) != 0
 
 
 def _products(module: ir.Module, isa: Isa, form: Format, rows: int) -> None:
@@ -154,22 +158,24 @@ def _biased(code: Code, total: Value, bias: Value, place: Value) -> Value:
 
 
 def _row(code: Code, form: Format, x: Value, columns: Value) -> _Row:
-    """Widen a row of bf16 numbers, and add up its groups where the format needs that."""
+    """Arrange a row of bf16 numbers, widened where need be, and add up its groups where the format needs that."""
     build, lanes, size = code.build, code.isa.lanes, _group_numbers(form)
+    is_in_halves = quantised_dots.fits(code.isa, form)
     numbers = code.scratch(build.mul(columns, code.number(4)))
     sums = code.scratch(build.mul(build.sdiv(columns, code.number(size)), code.number(4)))
 
     def group(k: Value, _: list[Value]) -> list[Value]:
-        total, wides = None, []
+        total, kept = None, []
         for i in range(0, size, lanes):
             place = build.mul(build.add(k, code.number(i)), code.number(2))
-            wide = code.widened(code.load(code.registers(HALF_WORD), code.at(x, place)))
+            halves = code.load(code.registers(HALF_WORD), code.at(x, place))
+            wide = code.widened(halves)
             total = wide if total is None else build.fadd(total, wide)
-            wides.append(wide)
-        for n, wide in enumerate(_arranged(code, wides, _order(form))):
-            place = build.mul(build.add(k, code.number(n * lanes)), code.number(4))
-            code.store(wide, code.at(numbers, place))
-        if _has_offsets(form):
+            kept.append(halves if is_in_halves else wide)
+        for n, arranged in enumerate(_arranged(code, kept, _order(form))):
+            place = build.mul(build.add(k, code.number(n * lanes)), code.number(2 if is_in_halves else 4))
+            code.store(arranged, code.at(numbers, place))
+        if _has_offsets(code.isa, form):
             place = build.mul(build.sdiv(k, code.number(size)), code.number(4))
             code.store(code.summed(total), code.at(sums, place))
         return []
@@ -182,22 +188,20 @@ def _dots(code: Code, form: Format, matrix: Sequence[Value], xs: Sequence[_Row],
     """The products of every row of the matrix with every row of x: row after row of the matrix."""
     build, groups = code.build, len(form.groups)
     count = len(matrix) * len(xs)
-    begin = [code.reals(0.0)] * count + ([code.reals(0.0, groups)] * count if _has_offsets(form) else [])
+    has_offsets, in_halves = _has_offsets(code.isa, form), quantised_dots.fits(code.isa, form)
+    begin = [code.reals(0.0)] * count + ([code.reals(0.0, groups)] * count if has_offsets else [])
 
     def block(b: Value, carried: list[Value]) -> list[Value]:
         totals, offsets = carried[:count], carried[count:]
         first = build.mul(b, code.number(form.nbytes))
-        k = build.mul(b, code.number(4 * form.numbers))
+        k = build.mul(b, code.number((2 if in_halves else 4) * form.numbers))
         places = [code.at(row, first) for row in matrix]
-        for place in places:
-            for line in range(0, form.nbytes, LINE):
-                code.prefetch(code.at(place, AHEAD + line))
-        scales = [_scales(code, form, place) for place in places]
-        for g, group in enumerate(form.groups):
-            sums = _group_dots(code, form, group, places, [code.at(x.numbers, k) for x in xs])
-            for n in range(count):
-                gain = code.lane(scales[n // len(xs)].gains, g)
-                totals[n] = code.fma(gain, sums[n], totals[n])
+        scales = [_scales(code, form, place, subtracted(code.isa, form)) for place in places]
+        numbers = [code.at(x.numbers, k) for x in xs]
+        if in_halves:
+            totals = quantised_dots.add_block(code, form, places, numbers, [each.gains for each in scales], totals)
+        else:
+            totals = _add_block(code, form, places, numbers, [each.gains for each in scales], totals)
         if offsets:
             place = build.mul(b, code.number(4 * groups))
             for n in range(count):
@@ -205,11 +209,43 @@ def _dots(code: Code, form: Format, matrix: Sequence[Value], xs: Sequence[_Row],
                 offsets[n] = code.fma(scales[n // len(xs)].offsets, x_sums, offsets[n])
         return totals + offsets
 
-    ended = code.loop(code.number(0), blocks, 1, begin, block)
+    def blocks_of(several: int) -> Callable[[Value, list[Value]], list[Value]]:
+        def together(b: Value, carried: list[Value]) -> list[Value]:
+            ahead = build.add(build.mul(b, code.number(form.nbytes)), code.number(AHEAD))
+            for row in matrix:
+                for line in range(0, several * form.nbytes, LINE):
+                    code.prefetch(code.at(code.at(row, ahead), line))
+            for n in range(several):
+                carried = block(build.add(b, code.number(n)), carried)
+            return carried
+
+        return together
+
+    several = max(1, UNROLLED // form.numbers)
+    whole = build.sub(blocks, build.srem(blocks, code.number(several)))
+    ended = code.loop(code.number(0), whole, several, begin, blocks_of(several))
+    if several > 1:
+        ended = code.loop(whole, blocks, 1, ended, blocks_of(1))
     totals = [code.summed(total) for total in ended[:count]]
-    if not _has_offsets(form):
+    if not has_offsets:
         return totals
     return [build.fsub(total, code.summed(offset)) for total, offset in zip(totals, ended[count:], strict=True)]
+
+
+def _add_block(
+    code: Code,
+    form: Format,
+    places: Sequence[Value],
+    xs: Sequence[Value],
+    gains: Sequence[Value],
+    totals: Sequence[Value],
+) -> list[Value]:
+    """Totals plus one block of every row of the matrix times every row of x, scaled."""
+    found = list(totals)
+    for g, group in enumerate(form.groups):
+        sums = _group_dots(code, form, group, places, xs)
+        found = [code.fma(code.lane(gains[n // len(xs)], g), sums[n], total) for n, total in enumerate(found)]
+    return found
 
 
 def _group_dots(code: Code, form: Format, group: Group, places: Sequence[Value], xs: Sequence[Value]) -> list[Value]:
@@ -264,8 +300,8 @@ def _bits(code: Code, bits: Bits, place: Value, i: int) -> Value:
     return build.shl(build.zext(flags, code.registers(WORD)), code.words([bits.left] * lanes))
 
 
-def _scales(code: Code, form: Format, place: Value) -> _Scales:
-    """Gains and offsets of a block's groups."""
+def _scales(code: Code, form: Format, place: Value, zero: int) -> _Scales:
+    """Gains and offsets of a block's groups; codes are too large by `zero`."""
     build, groups = code.build, len(form.groups)
     gains = code.splat(_scalar(code, form.scale, place), groups)
     codes = _group_codes(code, [group.scale for group in form.groups], place, form.has_signed_scales)
@@ -273,15 +309,14 @@ def _scales(code: Code, form: Format, place: Value) -> _Scales:
         if form.scale_zero:
             codes = build.sub(codes, code.words([form.scale_zero] * groups))
         gains = build.fmul(build.sitofp(codes, code.registers(FLOAT, groups)), gains)
-    if not _has_offsets(form):
-        return _Scales(gains, None)
+    by_gain = build.fmul(gains, code.reals(float(zero), groups)) if zero else None
     if form.minimum is None:
-        return _Scales(gains, build.fmul(gains, code.reals(float(form.zero), groups)))
+        return _Scales(gains, by_gain)
     offsets = code.splat(_scalar(code, form.minimum, place), groups)
     codes = _group_codes(code, [group.minimum for group in form.groups], place, False)
     if codes is not None:
         offsets = build.fmul(build.sitofp(codes, code.registers(FLOAT, groups)), offsets)
-    return _Scales(gains, offsets)
+    return _Scales(gains, offsets if by_gain is None else build.fadd(offsets, by_gain))
 
 
 def _scalar(code: Code, scalar: Scalar, place: Value) -> Value:
@@ -332,7 +367,7 @@ def _unpack(module: ir.Module, isa: Isa, form: Format) -> None:
     def block(b: Value, _: list[Value]) -> list[Value]:
         place = code.at(w, build.mul(b, code.number(form.nbytes)))
         to = code.at(out, build.mul(b, code.number(2 * form.numbers)))
-        scales = _scales(code, form, place)
+        scales = _scales(code, form, place, form.zero)
         for g, group in enumerate(form.groups):
             gain = code.lane(scales.gains, g)
             offset = None if scales.offsets is None else build.fneg(code.lane(scales.offsets, g))

@@ -59,6 +59,16 @@ class Product(NamedTuple):
     """How many k are summed together before the parts are added up; 0: all."""
 
 
+MOST_QUANTISED_ROWS = 8
+"""Of quantised matrices, in passes of `MOST_ROWS`: for more it takes less time to unpack a matrix once."""
+
+
+def passes(pairs: Sequence[tuple[int, int]]) -> list[Pairs]:
+    """What a quantised matrix is multiplied with, `MOST_ROWS` at a time; a last one that is alone comes twice."""
+    parts = [pairs[begin : begin + MOST_ROWS] for begin in range(0, len(pairs), MOST_ROWS)]
+    return [Pairs(part if len(part) > 1 else [*part, *part]) for part in parts]
+
+
 class Pairs:
     """Addresses of rows and of where their products go, for machine code; they must outlive the work.
 
@@ -138,25 +148,28 @@ class SpinningPool:
     def multiply_quantised(
         self, x: torch.Tensor, matrices: Sequence[Matrix], out: torch.Tensor, bias: torch.Tensor | None = None
     ) -> None:
-        """out [M, N] = x [M, K] times quantised matrices, side by side; M is 4 at most, both lie in one piece.
+        """out [M, N] = x [M, K] times quantised matrices, side by side; M is `MOST_QUANTISED_ROWS` at most,
+        and both lie in one piece.
 
         `bias` [N] is added to a single row only.
         """
         fields: list[int] = []
         rows, kept = x.shape[0], []
-        assert rows <= MOST_ROWS and (bias is None or rows == 1), rows
+        assert rows <= MOST_QUANTISED_ROWS and (bias is None or rows == 1), rows
         units = weights = column = 0
         for address, outputs, columns, products in matrices:
             assert products is not None
-            fields += (units, outputs, LONE_UNIT, tasks.FORMAT, self.at_once, 0, self.nowhere)
+            head = (outputs, LONE_UNIT, tasks.FORMAT, self.at_once, 0, self.nowhere)
             to, at = out.data_ptr() + 2 * column, 0 if bias is None else bias.data_ptr() + 2 * column
             if rows == 1:
-                fields += (products.of_rows[0], x.data_ptr(), address, to, columns, at)
+                fields += (units, *head, products.of_rows[0], x.data_ptr(), address, to, columns, at)
+                units += -(-outputs // LONE_UNIT)
             else:
-                pairs = Pairs([(x.data_ptr() + 2 * columns * n, to + 2 * out.shape[1] * n) for n in range(rows)])
-                kept.append(pairs)
-                fields += (products.of_rows[pairs.count // 2], pairs.address, address, 0, columns, 0)
-            units += -(-outputs // LONE_UNIT)
+                both = [(x.data_ptr() + 2 * columns * n, to + 2 * out.shape[1] * n) for n in range(rows)]
+                for pairs in passes(both):
+                    kept.append(pairs)
+                    fields += (units, *head, products.of_rows[pairs.count // 2], pairs.address, address, 0, columns, 0)
+                    units += -(-outputs // LONE_UNIT)
             weights += outputs * columns
             column += outputs
         self.run(fields, units, is_long=weights >= WAKING_WEIGHTS)

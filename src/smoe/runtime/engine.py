@@ -235,9 +235,7 @@ class Engine:
         served = f"{counters.tokens} tokens in {counters.forward_passes} passes"
         if counters.decode_uses:
             served += f", hit ratio {counters.hit_ratio:.0%}"
-        lossy = [f"alpha {config.alpha:g}"] if config.alpha else []
-        lossy += [f"experts in {config.precision}"] if config.precision != "auto" else []
-        exact = f"{', '.join(lossy)} (lossy)" if lossy else "exact"
+        exact = f"{', '.join(config.lossy)} (lossy)" if config.lossy else "exact"
         return (
             f"smoe engine, {state}: {format_bytes(ledger.budget_bytes)} ({self.budget_reason}), "
             f"{ledger.cache_slots} of {ledger.demand.total_experts} experts resident ({ledger.resident_share:.0%})\n"

@@ -29,6 +29,8 @@ from smoe.memory.streams import Fetched
 from smoe.policy.plan import DEVICE, LayerPlan, Serve
 from smoe.runtime.arrivals import Arrivals
 
+_SHORT_PROMPT = 64
+"""Tokens of a prompt that may go through a layer's experts in one piece: all outputs are kept apart until the end."""
 _HANDED_OVER = 4
 """Experts of a prompt that the CPU has been given and has not given back."""
 OnResidentsDone: TypeAlias = Callable[[Callable[[], torch.Tensor]], None]
@@ -198,6 +200,12 @@ class LayerCompute:
             self.arrivals.served(serve, n + 1)
         return tokens.total()
 
+    def _is_short(self, plan: LayerPlan, hidden: torch.Tensor) -> bool:
+        """Whether a prompt's tokens are so few that they go through all experts at once, which are all here."""
+        if self._experts[plan.layer].kernel is None or hidden.shape[0] > _SHORT_PROMPT:
+            return False
+        return not plan.loads and not any(serve.waits or serve.unit != DEVICE for serve in plan.serves)
+
     def _hand_over(
         self, serves: deque[Serve], from_unit: dict[ExpertKey, Future[torch.Tensor]], hidden: Fetched | None, width: int
     ) -> None:
@@ -216,6 +224,8 @@ class LayerCompute:
 
     def prefill(self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Many tokens: experts in ascending order, each read once, loads of this and the next layer running ahead."""
+        if self._is_short(plan, hidden):
+            return self.decode(plan, hidden, top_k_weights, lambda _: None)
         math, total = self._experts[plan.layer], torch.zeros_like(hidden)
         flat_weights, width = top_k_weights.reshape(-1, 1), top_k_weights.shape[1]
         given = routes_on_device([serve.routes for serve in plan.serves], width, self._arena.device)

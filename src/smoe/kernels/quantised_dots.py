@@ -1,0 +1,150 @@
+"""Codes as bf16 numbers, two at a time with those of x: the inner loop where the CPU has such an instruction.
+
+    codes of 16 or 32 neighbouring bytes -> 16 bits each -> bf16 -> total += code . x        32 numbers an instruction
+
+A code of up to seven bits becomes a bf16 number by one operation: 128 + code is 0x4300 | code. The 128 goes away with
+what is subtracted anyway, once a block, against the sums of x. What a table says is looked up in a register, and so are
+four bits from which nothing else is subtracted.
+That takes a third of the instructions of widening each code to 32 bits, converting and multiplying it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from smoe.formats.base import Bits, Field, Format, Run
+from smoe.kernels.builder import BYTE, HALF_WORD, Code, Value
+from smoe.kernels.isa import Isa
+
+SHIFT = 128
+_PIECE = 16
+"""Numbers of a run that are taken together; two pieces fill a register."""
+
+
+class _Piece(NamedTuple):
+    """Numbers i ... i + 15 of a run."""
+
+    group: int
+    run: Run
+    i: int
+
+
+def fits(isa: Isa, form: Format) -> bool:
+    """Whether codes of this format become bf16 numbers exactly, and the CPU multiplies them."""
+    return isa.has_bf16_dots and not form.is_signed
+
+
+def subtracted(isa: Isa, form: Format) -> int:
+    """What codes are too large by as they are multiplied, the format's own zero included."""
+    if not fits(isa, form):
+        return form.zero
+    return 0 if _table_of(form) is not None else form.zero + SHIFT
+
+
+def _table_of(form: Format) -> tuple[float, ...] | None:
+    """What each of 16 codes stands for, where that is looked up: nothing is to be subtracted then."""
+    if form.table is not None or form.minimum is not None:
+        return form.table
+    fields = [field for group in form.groups for run in group.runs for field in run.fields]
+    has_four_bits = all(isinstance(field, Field) and field.mask == 15 and not field.left for field in fields)
+    return tuple(float(code - form.zero) for code in range(16)) if has_four_bits else None
+
+
+def add_block(
+    code: Code,
+    form: Format,
+    places: Sequence[Value],
+    xs: Sequence[Value],
+    gains: Sequence[Value],
+    totals: Sequence[Value],
+) -> list[Value]:
+    """Totals [16 floats each] plus one block of every row of the matrix times every row of x, scaled.
+
+    `places`: where the block begins in each row of the matrix; `xs`: where its numbers begin in each row of x, in the
+    order of the runs; `gains`: of every row of the matrix, a number for each group.
+    """
+    found, at = list(totals), 0
+    for (first, second), pairs in groupby(_pairs(form), lambda pair: (pair[0].group, pair[1].group)):
+        sums = [code.reals(0.0)] * len(found)
+        for one, other in pairs:
+            numbers = [code.load(ir.VectorType(HALF_WORD, 2 * _PIECE), code.at(x, 2 * at), 2) for x in xs]
+            at += 2 * _PIECE
+            for row, place in enumerate(places):
+                codes = _as_bf16(code, form, one, other, place)
+                for r, x in enumerate(numbers):
+                    n = row * len(xs) + r
+                    sums[n] = code.dots(sums[n], codes, x)
+        for n in range(len(found)):
+            lanes = [first] * (_PIECE // 2) + [second] * (_PIECE // 2)
+            found[n] = code.fma(code.pick(gains[n // len(xs)], lanes), sums[n], found[n])
+    return found
+
+
+def _pairs(form: Format) -> Iterator[tuple[_Piece, _Piece]]:
+    pieces = [
+        _Piece(g, run, i)
+        for g, group in enumerate(form.groups)
+        for run in group.runs
+        for i in range(0, run.numbers, _PIECE)
+    ]
+    return iter(list(zip(pieces[::2], pieces[1::2], strict=True)))
+
+
+def _as_bf16(code: Code, form: Format, one: _Piece, other: _Piece, place: Value) -> Value:
+    """32 codes, `SHIFT` added, or what the table has for them: bf16 as 16 bits each."""
+    build, total, table = code.build, None, _table_of(form)
+    for field, second in zip(one.run.fields, other.run.fields, strict=True):
+        if isinstance(field, Bits):
+            assert isinstance(second, Bits)
+            part = _single_bits(code, field, one, second, other, place)
+            left = field.left
+        else:
+            assert isinstance(second, Field) and field.left == second.left
+            part = _bytes(code, field, one, second, other, place)
+            if table is None:
+                part = build.and_(part, code.halves([field.mask] * _PIECE + [second.mask] * _PIECE))
+            left = field.left
+        part = build.shl(part, code.halves([left] * 2 * _PIECE)) if left else part
+        total = part if total is None else build.or_(total, part)
+    if table is not None:
+        return code.looked_up_halves([_bf16_bits(number) for number in table], total)
+    return build.or_(total, code.halves([0x4300] * 2 * _PIECE))
+
+
+def _bytes(code: Code, field: Field, one: _Piece, second: Field, other: _Piece, place: Value) -> Value:
+    """The bytes of two pieces, shifted to where their codes begin: 16 bits each."""
+    build = code.build
+    begins, follows = field.byte + one.i, second.byte + other.i
+    if (follows, second.shift) == (begins + _PIECE, field.shift):
+        raw = build.zext(
+            code.load(ir.VectorType(BYTE, 2 * _PIECE), code.at(place, begins)), ir.VectorType(HALF_WORD, 2 * _PIECE)
+        )
+        return build.lshr(raw, code.halves([field.shift] * 2 * _PIECE)) if field.shift else raw
+    halves = []
+    for begin, shift in ((begins, field.shift), (follows, second.shift)):
+        raw = code.load(ir.VectorType(BYTE, _PIECE), code.at(place, begin))
+        wide = build.zext(raw, ir.VectorType(HALF_WORD, _PIECE))
+        halves.append(build.lshr(wide, code.halves([shift] * _PIECE)) if shift else wide)
+    return build.shuffle_vector(*halves, code.words(range(2 * _PIECE)))
+
+
+def _single_bits(code: Code, bits: Bits, one: _Piece, second: Bits, other: _Piece, place: Value) -> Value:
+    """A bit for each number of two pieces."""
+    build, halves = code.build, []
+    for each, piece in ((bits, one), (second, other)):
+        word = code.load(ir.IntType(_PIECE), code.at(place, each.byte + piece.i // 8))
+        flags = build.bitcast(word, ir.VectorType(ir.IntType(1), _PIECE))
+        halves.append(build.zext(flags, ir.VectorType(HALF_WORD, _PIECE)))
+    return build.shuffle_vector(*halves, code.words(range(2 * _PIECE)))
+
+
+def _bf16_bits(number: float) -> int:
+    """Of a number that is exact in bf16."""
+    bits: int = struct.unpack("<I", struct.pack("<f", number))[0]
+    assert bits & 0xFFFF == 0, number
+    return bits >> 16
