@@ -119,11 +119,15 @@ def assemble(
             calibrate(model, pacing, tiers.link)
         executor.start_anew(engine.fresh_eviction())
         executor.substitute_by(substitution_of(config))  # not before: trials and calibration are exact
-        fits_whole = ledger.cache_slots >= ledger.demand.total_experts and not pacing.is_emulated
-        if fits_whole if config.preload is None else config.preload:
+        if _is_preloaded(config, ledger, pacing):
             executor.arrivals.preload()
         made.pop_all()  # from here on the engine closes them
     return model
+
+
+def _is_preloaded(config: EngineConfig, ledger: Ledger, pacing: Pacing) -> bool:
+    fits_whole = ledger.cache_slots >= ledger.demand.total_experts and not pacing.is_emulated
+    return fits_whole if config.preload is None else config.preload
 
 
 def _compute(
