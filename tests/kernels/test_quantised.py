@@ -6,6 +6,7 @@ Would catch: a wrong lane, a lost remainder of rows, a bias or minimum with the 
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import pytest
 import torch
@@ -40,6 +41,11 @@ def isa(request: pytest.FixtureRequest) -> Isa:
 @pytest.fixture
 def functions(form: Format, isa: Isa) -> dict[object, object]:
     """By the number of rows of x; "unpack"."""
+    return compiled(form, isa)
+
+
+@functools.cache
+def compiled(form: Format, isa: Isa) -> dict[object, object]:
     names = {rows: products_name(form, rows) for rows in (1, 2, 4)} | {"unpack": unpack_name(form)}
     made = compile_functions(module_of([form], isa), dict.fromkeys(names.values(), _ARGUMENTS))
     return dict(zip(names, made, strict=True))
