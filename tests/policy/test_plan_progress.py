@@ -125,7 +125,7 @@ def decode(layer: int, *experts: int) -> Routing:
 
 def begun(*keys: ExpertKey) -> Progress:
     """Layer 0 of a decode step has run and prefetched these."""
-    progress = Progress(SlotTable(4, 6), LRU(), lambda load: None)
+    progress = Progress(SlotTable(PoolSize(4, 6)), LRU(), lambda load: None)
     progress.adopt(LayerPlan(0, [], [], [], 0, []))
     progress.prefetch([Load(key, 4 + n, None, False, Reason.PREFETCH, 0) for n, key in enumerate(keys)])
     return progress
