@@ -134,8 +134,10 @@ def test_damage_is_seen_and_mended(run, mixtral):
     data = bytearray(whole)
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+    ran = run("verify", mixtral, "--memory", "64MiB", "--precision", "int4")
+    assert ran.code == 2 and "is not what was written" in ran.err
     ran = run("pack", mixtral, "--precision", "int4")
-    assert ran.code == 0 and "damaged in layers" in ran.err and path.read_bytes() == whole
+    assert ran.code == 0 and "is damaged in layer" in ran.err and path.read_bytes() == whole
 
 
 def test_a_precision_that_there_is_not(run, mixtral):

@@ -132,7 +132,8 @@ def _good(checkpoint: Checkpoint, contents: Contents) -> Packed | None:
 
         damaged = damaged_layers(packed, contents, show)
     if damaged:
-        warn(f"{packed.path} is damaged in layers {', '.join(map(str, damaged))}: it is written again")
+        layers = f"layer{'s' if len(damaged) > 1 else ''} {', '.join(map(str, damaged))}"
+        warn(f"{packed.path} is damaged in {layers}: the whole file is written again")
     return None if damaged else packed
 
 
@@ -142,7 +143,8 @@ def _write(checkpoint: Checkpoint, spec: ModelSpec, contents: Contents) -> list[
     from smoe.units import format_bytes
 
     experts = checkpoint.experts(spec)
-    note(f"{contents.experts} experts in {contents.name}, {format_bytes(contents.nbytes)}, to {checkpoint.place}")
+    size = format_bytes(contents.experts * contents.stride)
+    note(f"{contents.experts} experts in {contents.name}, {size}, to {contents.path(checkpoint.place)}")
     with progress("pack") as bars:
         task = bars.add_task("packing", total=contents.experts, amount="")
 
@@ -150,7 +152,10 @@ def _write(checkpoint: Checkpoint, spec: ModelSpec, contents: Contents) -> list[
             amount = f"{format_bytes(done * contents.stride)} of {format_bytes(total * contents.stride)}"
             bars.update(task, completed=done, amount=amount)
 
-        return pack(checkpoint.place, contents, experts, show, spec.dtype)
+        try:
+            return pack(checkpoint.place, contents, experts, show, spec.dtype)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("interrupted; the same command goes on after the last whole layer") from None
 
 
 def _show_errors(found: dict[str, Any]) -> None:

@@ -78,9 +78,10 @@ class QuantisedStore(ExpertStore):
             if not matrix.form.is_finite(data):
                 tensor = self._pieces(layer, expert)[matrix.name]
                 tensor = tensor.scales or tensor
+                remedy = "run smoe pack" if tensor.path.suffix == ".smoe" else "download the checkpoint"
                 raise CheckpointError(
                     f"{tensor.path}: {tensor.key!r} ({matrix.part} of expert {expert} in layer {layer}) has a scale "
-                    f"that is NaN or infinite in {matrix.form.name}; download the checkpoint again"
+                    f"that is NaN or infinite in {matrix.form.name}; {remedy} again"
                 )
         self._check_parts(layer, expert, filter(_is_bias, self.layers[layer].parts), placement, buffer)
 

@@ -148,7 +148,9 @@ def read_packed(folder: Path, contents: Contents) -> Packed | None:
     header, start, identity = _read_header(path)
     if header != contents.header(folder):
         raise CheckpointError(
-            f"{path} was packed from other weights, or by another version; delete it, or run smoe pack again"
+            f"{path} was packed from other weights or by another version, or the checkpoint's files have been copied "
+            "or written anew since (their names, sizes and times are compared; cp -p keeps times): run smoe pack "
+            "again, or delete it"
         )
     records, begin = _read_records(path, identity.nbytes)
     if begin != start + contents.experts * contents.stride or len(records) != len(contents.sites):

@@ -48,6 +48,8 @@ def pack(
     an expert with NaN or infinity, or while another process is packing the same.
     """
     path, header = contents.path(folder), header_bytes(contents.header(folder))
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}, which is to be written, is there and is no file; move it away")
     check_disk(folder, len(header) + contents.experts * contents.stride, f"packing {folder.name}")
     partial = path.with_name(f"{path.name}.partial")
     notes = partial.with_name(f"{partial.name}.json")
