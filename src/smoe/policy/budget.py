@@ -12,7 +12,7 @@ experts.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,6 +25,10 @@ MIN_STAGING_SLOTS = 2
 MAX_STAGING_SLOTS = 8
 STAGING_SHARE = 0.05
 """Staging takes this share of what is left for experts, within the two bounds above."""
+_PARTS = 1 << 32
+"""What a class lacks is given out in parts so small that every number of slots occurs, ..."""
+_MOST_PARTS = _PARTS * 32
+"""... and beyond the whole as far as staging grows."""
 _ALIKE = 1 / 16
 """Layers whose experts differ by less share slots: a class of its own would cost two staging slots more, and slots
 that other layers cannot have."""
@@ -176,27 +180,38 @@ class Ledger:
 
 def allocate(budget_bytes: int, demand: Demand) -> Ledger:
     """Divide the budget; raises `BudgetError` with the ledger and the smallest budget that would work."""
-    pools = []
-    for each, slots in zip(demand.classes, share_out(budget_bytes - demand.fixed_bytes, demand.classes), strict=True):
-        staging = _staging(slots)
-        pools.append(PoolSize(min(slots - staging, each.experts), staging, each.layers))
+    pools = share_out(budget_bytes - demand.fixed_bytes, demand.classes)
     if any(pool.cache < each.top_k for pool, each in zip(pools, demand.classes, strict=True)):
         allowed = f"at least {minimum_bytes(demand)} bytes"
         raise BudgetError(_refusal(budget_bytes, demand), setting="memory_bytes", given=budget_bytes, allowed=allowed)
-    return Ledger(budget_bytes, demand, tuple(pools))
+    return Ledger(budget_bytes, demand, pools)
 
 
-def share_out(room: int, classes: Sequence[SlotClass]) -> list[int]:
-    """Slots of each class in `room` bytes: the least, then each its share of the rest by what it still lacks.
+def share_out(room: int, classes: Sequence[SlotClass]) -> tuple[PoolSize, ...]:
+    """Slots of each class in `room` bytes: the least of each, and as large a part of what it still lacks as goes into
+    the room, the same for all. What a class cannot use goes to the others.
 
-    None of any where not even the least fits; more than the most where there is room for more.
+    None of any where not even the least fits.
     """
-    rest = room - sum(each.least * each.slot_bytes for each in classes)
-    if rest < 0:
-        return [0] * len(classes)
-    lacking = [(each.most - each.least) * each.slot_bytes for each in classes]
-    total = sum(lacking)
-    return [each.least + rest * lacks // total // each.slot_bytes for each, lacks in zip(classes, lacking, strict=True)]
+    if room < sum(each.least * each.slot_bytes for each in classes):
+        return tuple(PoolSize(0, 0, each.layers) for each in classes)
+
+    def needed(part: int) -> int:
+        pools = zip(_pools(part, classes), classes, strict=True)
+        return sum((pool.cache + pool.staging) * each.slot_bytes for pool, each in pools)
+
+    return _pools(bisect_right(range(_MOST_PARTS + 1), room, key=needed) - 1, classes)
+
+
+def _pools(part: int, classes: Sequence[SlotClass]) -> tuple[PoolSize, ...]:
+    """Each class with so many `_PARTS` of what it lacks, and never more than all its experts; none shrinks as
+    `part` grows."""
+    pools = []
+    for each in classes:
+        slots = each.least + part * (each.most - each.least) // _PARTS
+        staging = _staging(slots)
+        pools.append(PoolSize(min(slots - staging, each.experts), staging, each.layers))
+    return tuple(pools)
 
 
 def budget_for_share(share: float, demand: Demand) -> int:
