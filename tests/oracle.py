@@ -11,11 +11,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from smoe import from_pretrained
 from smoe.config import EngineConfig, configure
+from smoe.kernels.spinning_pool import is_supported
 from smoe.load.pretrained import demand_of, open_store
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.models.registration import register_local_families
 from smoe.policy.budget import Demand, full_bytes, minimum_bytes
+from tests import promised
 
 CONTEXT = 96
 PROMPT_TOKENS = 24
@@ -93,9 +95,11 @@ def budget_bytes(folder: Path, budget: str | int, **switches: Any) -> int:
 def open_model(folder: Path | str, budget: str | int = "half", **switches: Any) -> PreTrainedModel:
     """Our model inside a named budget or a number of cache slots; whoever opens it closes `model.offload`.
 
-    Experts are read when they are wanted, so that tests can say when, unless `preload` says otherwise.
+    Experts are read when they are wanted, so that tests can say when, unless `preload` says otherwise; and where our
+    kernels cannot have torch's bits, torch computes, whatever is faster.
     """
-    switches = {"context_tokens": CONTEXT, "preload": False, **switches}
+    kernels = "auto" if is_supported() and not promised.disagreeing else "native"
+    switches = {"context_tokens": CONTEXT, "preload": False, "kernels": kernels, **switches}
     return from_pretrained(folder, memory=budget_bytes(folder, budget, **switches), **switches)
 
 

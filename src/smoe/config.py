@@ -36,7 +36,7 @@ EMULATED = "emulated"
 """The device that is emulated on the CPU (`memory/emulation.py`)."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DIRECT_IO = ("auto", "on", "off")
-KERNELS = ("auto", "native", "torch")
+KERNELS = ("auto", "native", "own-order", "torch")
 DENSE_PRECISION = ("as-stored", "dtype")
 PRECISION = ("auto", "int8", "int4", "int2")
 SUBSTITUTES = ("replace", "drop")
@@ -204,8 +204,10 @@ class EngineConfig:
     dense_precision: str = "as-stored"
     """Quantised weights beside the experts: kept as the file has them, or unpacked to `dtype` when they are loaded."""
     kernels: str = "auto"
-    """What multiplies one row by a matrix and what attends with one token on a CPU: torch, or our own kernels where
-    they were found to give torch's bits (bf16); auto: the faster."""
+    """What multiplies few rows by a matrix and what attends with one token on a CPU, in bf16. torch: the library.
+    native: our kernels, where they were found to give torch's bits. own-order: our kernels in an order of sums of their
+    own, equal to torch's up to rounding (grade E1). auto: the faster of torch and native; where torch's bits cannot be
+    had, as without AVX-512 BF16, own-order if it is a tenth faster."""
     alpha: float = 0.0
     """Substitution threshold (SMoE): experts chosen with scores below (1 + alpha) times that of rank k+1 may be
     replaced by resident ones with scores above (1 - alpha) times it. 0: never. Lossy where it is not 0; `smoe eval`

@@ -5,7 +5,6 @@ Would catch: a wrong lane, a lost remainder of rows, a bias or minimum with the 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 
 import pytest
@@ -16,13 +15,13 @@ from smoe.formats.registry import FORMATS
 from smoe.kernels.isa import ISAS, Isa
 from smoe.kernels.jit import is_available
 from tests.formats.blocks import random_rows
+from tests.kernels import products
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="needs llvmlite")
 if is_available():
     from smoe.kernels.jit import compile_functions
     from smoe.kernels.quantised import module_of, products_name, unpack_name
 
-_ARGUMENTS = (ctypes.c_void_p,) * 4 + (ctypes.c_longlong,) * 3
 ROWS = 23
 
 
@@ -47,7 +46,7 @@ def functions(form: Format, isa: Isa) -> dict[object, object]:
 @functools.cache
 def compiled(form: Format, isa: Isa) -> dict[object, object]:
     names = {rows: products_name(form, rows) for rows in (1, 2, 4)} | {"unpack": unpack_name(form)}
-    made = compile_functions(module_of([form], isa), dict.fromkeys(names.values(), _ARGUMENTS))
+    made = compile_functions(module_of([form], isa), dict.fromkeys(names.values(), products.ARGUMENTS))
     return dict(zip(names, made, strict=True))
 
 
@@ -56,16 +55,8 @@ def columns_of(form: Format, blocks: int) -> int:
 
 
 def multiplied(functions, data, x: torch.Tensor, columns: int, begin: int, end: int, bias=None) -> torch.Tensor:
-    out = torch.full((len(x), len(data)), float("nan"), dtype=torch.bfloat16)
-    address = data.ctypes.data
-    if len(x) == 1:
-        bias_at = None if bias is None else bias.data_ptr()
-        functions[1](x.data_ptr(), address, out.data_ptr(), bias_at, begin, end, columns)
-    else:
-        pairs = [pointer for row, to in zip(x, out, strict=True) for pointer in (row.data_ptr(), to.data_ptr())]
-        words = (ctypes.c_int64 * len(pairs))(*pairs)
-        functions[len(x)](ctypes.addressof(words), address, None, None, begin, end, columns)
-    return out
+    assert x.shape[1] == columns
+    return products.multiplied(functions, data.ctypes.data, len(data), x, begin, end, bias)
 
 
 def exact(form: Format, data, x: torch.Tensor) -> torch.Tensor:

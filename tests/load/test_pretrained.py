@@ -124,7 +124,7 @@ class LateError(Exception):
         ("smoe.compute.expert_math.agrees", {}),
         ("smoe.load.choose_kernel._seconds", {}),
         pytest.param(
-            "smoe.load.assembly.linear.speed_up",
+            "smoe.load.choose_kernel.linear.speed_up",
             {"kernels": "native"},
             marks=pytest.mark.skipif(not is_supported(), reason="no kernel"),
         ),

@@ -28,6 +28,7 @@ def _rows(report: RunReport) -> list[tuple[str, str]]:
         ("per token", _per_token(report)),
         ("experts", _experts(report)),
         ("lossy", _lossy(report)),
+        ("arithmetic", _arithmetic(report)),
         ("test bench", _bench(report)),
         ("memory", _memory(report)),
         ("whole process", _process(report)),
@@ -63,6 +64,12 @@ def _lossy(report: RunReport) -> str:
     return (
         f"alpha {report.alpha:g}: {replaced:.1%} of the experts chosen were replaced (smoe eval says what that costs)"
     )
+
+
+def _arithmetic(report: RunReport) -> str:
+    if report.arithmetic != "own-order":
+        return ""
+    return "sums in our own order, equal to torch's up to rounding (--kernels torch has its bits)"
 
 
 def _bench(report: RunReport) -> str:

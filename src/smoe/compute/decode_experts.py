@@ -76,7 +76,7 @@ def proven_kernel(math: ExpertMath, pool: SpinningPool, weights: Weights) -> Tok
     theirs = _OneByOperations(math, None, x, gains, routes, order)
     for way in (ours, theirs):
         way.compute(0, [weights] * _PROOF_EXPERTS)
-    if not math.is_proof(ours.total(), theirs.total()):
+    if not math.is_proof(pool, ours.total(), theirs.total()):
         return None
     kernel.most_rows = math.most_rows(pool, weights)
     return kernel

@@ -3,7 +3,8 @@
 Grade E0 rests on this file: same operations on the same shapes in the same order as the eager loop of `transformers`
 (`x @ up`, bias, gate, `@ down`, bias, post norm, routing weight, sum in ascending expert order). `load/selftest.py`
 compares it with the library's own loop when a model is loaded. The product of a single row may be our kernel's, where
-its bits have been found to be the library's (`kernels/spinning_pool.py`).
+its bits have been found to be the library's (`kernels/spinning_pool.py`); where they cannot be had at speed, few rows
+may be multiplied in an order of our own (grade E1, `kernels/own_order.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,18 @@ from smoe.kernels.elementwise import activation_table, is_table_of
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.matrix import Matrix, in_bf16
 from smoe.kernels.proof import agrees, agrees_on_rows, same_bits
-from smoe.kernels.spinning_pool import MOST_ROWS, Product, SpinningPool
+from smoe.kernels.spinning_pool import MOST_QUANTISED_ROWS, MOST_ROWS, Product, SpinningPool
 from smoe.memory.arena import Arena
 from smoe.memory.store import Part
+
+ROUNDINGS = 4
+"""Roundings to the model's type between input and output of an expert: two right results may differ by as many."""
+
+
+def within_rounding(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two outputs of experts may both be right."""
+    far = (ours.float() - theirs.float()).abs().max()
+    return bool(far <= ROUNDINGS * torch.finfo(theirs.dtype).eps * theirs.float().abs().max())
 
 
 def library_products(products: Sequence[Product]) -> None:
@@ -79,6 +89,8 @@ class ExpertMath:
         up, down = self._shapes[self._up_name], self._shapes["down_proj"]
         self.multiply: Callable[[Sequence[Product]], None] = library_products
         """What multiplies single rows."""
+        self.multiply_few: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+        """Where set, multiplies 2 to `MOST_QUANTISED_ROWS` rows: (x, matrix, out)."""
         self.kernel: TokenExperts | None = None
         """Where set, takes one token through several experts at once."""
         self.filling: Filling | None = None
@@ -90,6 +102,7 @@ class ExpertMath:
         """From now on single rows by our kernels: `pool` multiplies them, `kernel` takes one token through several
         experts. Without a pool the library does both."""
         self.multiply = library_products if pool is None else pool.multiply
+        self.multiply_few = pool.multiply_rows if pool is not None and pool.own_order is not None else None
         self.kernel = kernel
 
     @property
@@ -123,17 +136,20 @@ class ExpertMath:
         return DenseWeights(up, down, part(f"{self._up_name}_bias"), part("down_proj_bias"), matrices)
 
     def agrees(self, pool: SpinningPool, weights: Weights) -> bool:
-        """Whether our kernel gives the library's bits on these weights of one expert."""
+        """Whether our kernel gives the library's bits on these weights of one expert, or, in an order of its own, is as
+        near to the exact numbers."""
         return agrees(pool, weights.up) and agrees(pool, weights.down)
 
-    def is_proof(self, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    def is_proof(self, pool: SpinningPool, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
         """Whether one token's output by our kernel is what the library's operations give."""
-        return same_bits(ours, theirs)
+        return same_bits(ours, theirs) if pool.own_order is None else within_rounding(ours, theirs)
 
     def most_rows(self, pool: SpinningPool, weights: Weights) -> int:
         """Tokens of one expert that our kernel may take at once: more than one where the bits stay the library's."""
         matrices = weights.up, weights.down
         is_proven = pool.several and all(agrees_on_rows(pool, each, n) for each in matrices for n in (2, MOST_ROWS))
+        if pool.own_order is not None:
+            return MOST_QUANTISED_ROWS if is_proven else 1
         return MOST_ROWS if is_proven else 1
 
     def kernel_of(self, pool: SpinningPool) -> TokenExperts | None:
@@ -173,8 +189,12 @@ class ExpertMath:
         self.multiply([Product(inner, expert.down, row) for expert, inner, row in rows])
 
     def _times(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] != 1:
+        rows = x.shape[0]
+        if rows > 1 and (self.multiply_few is None or rows > MOST_QUANTISED_ROWS):
             return product(x, matrix, self.filling)
-        out = x.new_empty(1, matrix.shape[1])
-        self.multiply([Product(x.contiguous(), matrix, out)])
+        x, out = x.contiguous(), x.new_empty(rows, matrix.shape[1])
+        if rows == 1 or self.multiply_few is None:
+            self.multiply([Product(x, matrix, out)])
+        else:
+            self.multiply_few(x, matrix, out)
         return out

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from smoe.compute.expert_math import ExpertMath, Weights
+from smoe.compute.expert_math import ExpertMath, Weights, within_rounding
 from smoe.compute.row_groups import Shape, product
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.matrix import Matrix, products_of
@@ -27,8 +27,6 @@ from smoe.memory.quantised_store import StoredMatrix
 from smoe.memory.store import Part
 
 _PROOF_OUTPUTS = 64
-ROUNDINGS = 4
-"""Roundings to the model's type between input and output of an expert: two right results may differ by as many."""
 
 
 class Tile:
@@ -133,9 +131,8 @@ class QuantisedMath(ExpertMath):
             for matrix, (stored, rows) in zip(weights.matrices, weights.data, strict=True)
         )
 
-    def is_proof(self, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-        far = (ours.float() - theirs.float()).abs().max()
-        return bool(far <= ROUNDINGS * torch.finfo(theirs.dtype).eps * theirs.float().abs().max())
+    def is_proof(self, pool: SpinningPool, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+        return within_rounding(ours, theirs)
 
     def most_rows(self, pool: SpinningPool, weights: Weights) -> int:
         """As many as the kernel knows: its bits are its own anyway."""

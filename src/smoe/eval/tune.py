@@ -318,7 +318,7 @@ def circumstances_of(model: str, engine: Engine) -> dict[str, Any]:
         "memory_budget_bytes": engine.ledger.budget_bytes,
         "context_tokens": engine.context_tokens,
         "slots": engine.ledger.cache_slots,
-        "native_kernel": engine.has_native_kernels,
+        "arithmetic": engine.arithmetic,
         "threads": torch.get_num_threads(),
         "device": config.device if config.device != EMULATED else f"{EMULATED} {config.profile}",
         "balance": config.balance,

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from smoe.kernels.proof import part_that_agrees, same_bits
-from smoe.kernels.spinning_pool import Product, SpinningPool
+from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, Product, SpinningPool
 from smoe.kernels.threads import threads
 from smoe.models.quantised_linear import QuantisedLinear, QuantisedWeight
 
@@ -30,11 +30,14 @@ _SAMPLED_OUTPUTS = 1 << 16
 _Kind = tuple[torch.Size, bool]
 
 
-def speed_up(model: nn.Module, pool: SpinningPool, routers: Mapping[nn.Module, bool]) -> float:
+def speed_up(
+    model: nn.Module, pool: SpinningPool, routers: Mapping[nn.Module, bool], is_measured: bool = True
+) -> float:
     """Replace the one-row product of every linear layer that gains by it; returns their share of the linear weights.
 
     Takes some tens of milliseconds for every distinct shape. `routers` are modules of the library that apply their
-    `weight` themselves; True where hidden states [T, H] are all that they take.
+    `weight` themselves; True where hidden states [T, H] are all that they take. Unless `is_measured`, ours is taken
+    to be faster.
     """
     kinds: dict[_Kind, list[nn.Linear]] = {}
     for module in model.modules():
@@ -42,7 +45,8 @@ def speed_up(model: nn.Module, pool: SpinningPool, routers: Mapping[nn.Module, b
             kinds.setdefault((module.weight.shape, module.bias is not None), []).append(module)
     parts = {kind: part_that_agrees(pool, some[0].weight.t(), some[0].bias) for kind, some in kinds.items()}
     adopted = quantised = multiply_codes(model, pool)
-    for kind, part in _faster(pool, kinds, parts).items():
+    known = {kind: part for kind, part in parts.items() if part is not None}
+    for kind, part in (_faster(pool, kinds, known) if is_measured else known).items():
         for module in kinds[kind]:
             module.forward = _forward(module, pool, part)  # type: ignore[method-assign,assignment]
             adopted += module.weight.numel()
@@ -80,23 +84,23 @@ def _one_row(
 
 
 def _faster(
-    pool: SpinningPool, kinds: Mapping[_Kind, Sequence[nn.Linear]], parts: Mapping[_Kind, int | None]
+    pool: SpinningPool, kinds: Mapping[_Kind, Sequence[nn.Linear]], parts: Mapping[_Kind, int]
 ) -> dict[_Kind, int]:
-    """Which kinds of layers gain, of those that have a part, and their parts.
+    """Which kinds of layers gain, and their parts.
 
     Timed in the order in which a token meets them, on memory as cold as it finds it. The library has one thread: that
     is what it has when nearly all products are ours.
     """
-    known = {kind: part for kind, part in parts.items() if part is not None}
-    chosen = {module: kind for kind in known for module in kinds[kind][:_MOST_TIMED]}
-    theirs: dict[_Kind, list[float]] = {kind: [] for kind in known}
-    ours: dict[_Kind, list[float]] = {kind: [] for kind in known}
+    chosen = {module: kind for kind in parts for module in kinds[kind][:_MOST_TIMED]}
+    theirs: dict[_Kind, list[float]] = {kind: [] for kind in parts}
+    ours: dict[_Kind, list[float]] = {kind: [] for kind in parts}
     with threads(1):
         for _ in range(_TURNS):
             for way, seconds in ((_by_library, theirs), (_by_kernel, ours)):
                 for module, kind in chosen.items():
                     seconds[kind].append(_seconds(functools.partial(way, module, _some_row(module), pool)))
-    return {kind: part for kind, part in known.items() if median(ours[kind]) < median(theirs[kind])}
+    gain = 1.0 if pool.own_order is None else OWN_ORDER_GAIN
+    return {kind: part for kind, part in parts.items() if gain * median(ours[kind]) < median(theirs[kind])}
 
 
 def _some_row(module: nn.Linear) -> torch.Tensor:

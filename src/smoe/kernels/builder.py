@@ -158,6 +158,21 @@ class Code:
         high = self.build.shl(wide, self.words([16] * halves.type.count))
         return self.build.bitcast(high, self.registers(FLOAT, halves.type.count))
 
+    def even_and_odd(self, pairs: Value) -> tuple[Value, Value]:
+        """bf16 numbers, two in each 32 bits -> those of even places and those of odd ones, in float32."""
+        lanes, kind = pairs.type.count, self.registers(FLOAT, pairs.type.count)
+        even = self.build.shl(pairs, self.words([16] * lanes))
+        odd = self.build.and_(pairs, self.words([0xFFFF0000] * lanes))
+        return self.build.bitcast(even, kind), self.build.bitcast(odd, kind)
+
+    def biased(self, total: Value, bias: Value, place: Value) -> Value:
+        """A float32 plus the bf16 number `place` bytes behind the address `bias`, where that is not null."""
+        has_bias = self.build.icmp_unsigned("!=", bias, ir.Constant(bias.type, None))
+        source = self.build.select(has_bias, self.at(bias, place), self.nowhere)
+        number = self.widened(self.load(ir.VectorType(HALF_WORD, 1), source))
+        value = self.build.extract_element(number, ir.Constant(WORD, 0))
+        return self.build.select(has_bias, self.build.fadd(total, value), total)
+
     def rounded(self, reals: Value) -> Value:
         """float32 -> bf16 as 16 bits each, to even; whatever is no number becomes the one NaN."""
         lanes = reals.type.count

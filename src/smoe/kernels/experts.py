@@ -6,7 +6,8 @@ Every thread takes the next unit that nobody has taken; a unit that needs what a
 for it without leaving machine code. Between the parts of a layer nothing falls asleep, and Python runs once.
 
 Same bits as the library's operations one by one (grade E0): the products are `row_product.py`'s, the rest
-`elementwise.py`'s, and both are compared with the library's on the model's own experts at load.
+`elementwise.py`'s, and both are compared with the library's on the model's own experts at load. A pool that multiplies
+in its own order (`own_order.py`) has that of the products instead (grade E1).
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class _Work:
     def _row(self, matrix: Matrix, wait_at: int, wait_for: int, count_at: int, x: int, out: int) -> None:
         """A matrix times one row."""
         address, outputs, columns, products = matrix
-        size = self._size
+        size, products = self._size, products or self._shape.pool.own_order
         if products is None:
             self.fields += (self.units, outputs, size, tasks.PRODUCT, wait_at, wait_for, count_at)
             self.fields += (x, address, out, 0, columns, columns)
@@ -156,7 +157,7 @@ class _Work:
     ) -> None:
         """A matrix times several rows: (x, out) of each."""
         address, outputs, columns, products = matrix
-        size = self._size
+        size, products = self._size, products or self._shape.pool.own_order
         if products is None:
             rows = Pairs(pairs)
             self._kept.append(rows)

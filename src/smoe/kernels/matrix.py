@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,16 +13,17 @@ from smoe.formats.base import Format
 from smoe.kernels.isa import Isa, widest
 from smoe.kernels.jit import address_of, compile_functions
 
-_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_longlong
+_ARGUMENTS = (ctypes.c_void_p,) * 4 + (ctypes.c_longlong,) * 3
+_ROWS = (1, 2, 4)
 
 
 class Products(NamedTuple):
-    """Machine code for a quantised format."""
+    """Machine code for matrices of one format."""
 
     of_rows: tuple[int, int, int]
     """Addresses of the products with one, two and four rows."""
-    unpack: int
-    """Address of what writes rows of the matrix as bf16."""
+    unpack: int | None
+    """Address of what writes rows of the matrix as bf16; None for those that are."""
 
 
 class Matrix(NamedTuple):
@@ -32,7 +33,7 @@ class Matrix(NamedTuple):
     outputs: int
     columns: int
     products: Products | None = None
-    """None: bf16 numbers, which `row_product.py` multiplies."""
+    """None: bf16 numbers, for which the pool chooses: in the library's order or its own."""
 
 
 def in_bf16(*matrices: torch.Tensor) -> tuple[Matrix, ...]:
@@ -47,13 +48,25 @@ def products_of(form: Format) -> Products | None:
     return None if isa is None else _compiled(form, isa)
 
 
+@functools.cache
+def own_order() -> Products | None:
+    """Machine code for bf16 numbers in an order of sums of our own, likewise."""
+    isa = widest()
+    if isa is None:
+        return None
+    from smoe.kernels import own_order
+
+    one, two, four = _addresses(own_order.module_of(isa), [own_order.products_name(rows) for rows in _ROWS])
+    return Products((one, two, four), None)
+
+
 def _compiled(form: Format, isa: Isa) -> Products:
     from smoe.kernels import quantised  # needs llvmlite, which not every machine has
 
-    arguments = (_POINTER,) * 4 + (_NUMBER,) * 3
-    names = [*(quantised.products_name(form, rows) for rows in (1, 2, 4)), quantised.unpack_name(form)]
-    functions: list[Callable[..., None]] = compile_functions(
-        quantised.module_of([form], isa), dict.fromkeys(names, arguments)
-    )
-    one, two, four, unpack = map(address_of, functions)
+    names = [*(quantised.products_name(form, rows) for rows in _ROWS), quantised.unpack_name(form)]
+    one, two, four, unpack = _addresses(quantised.module_of([form], isa), names)
     return Products((one, two, four), unpack)
+
+
+def _addresses(source: str, names: Sequence[str]) -> list[int]:
+    return [address_of(each) for each in compile_functions(source, dict.fromkeys(names, _ARGUMENTS))]

@@ -128,7 +128,7 @@ def _products(module: ir.Module, isa: Isa, form: Format, rows: int) -> None:
         for i in range(count):
             place = build.mul(build.add(n, code.number(i)), code.number(2))
             for r in range(rows):
-                total = _biased(code, totals[i * rows + r], bias, place) if rows == 1 else totals[i * rows + r]
+                total = code.biased(totals[i * rows + r], bias, place) if rows == 1 else totals[i * rows + r]
                 result = code.rounded(code.splat(total, 1))
                 code.store(build.extract_element(result, ir.Constant(WORD, 0)), code.at(outs[r], place))
 
@@ -145,16 +145,6 @@ def _products(module: ir.Module, isa: Isa, form: Format, rows: int) -> None:
     code.loop(begin, whole, at_once, [], several)
     code.loop(whole, end, 1, [], single)
     code.end()
-
-
-def _biased(code: Code, total: Value, bias: Value, place: Value) -> Value:
-    """Plus the bias, where there is one."""
-    build = code.build
-    has_bias = build.icmp_unsigned("!=", bias, ir.Constant(bias.type, None))
-    source = build.select(has_bias, code.at(bias, place), code.nowhere)
-    number = code.widened(code.load(ir.VectorType(HALF_WORD, 1), source))
-    value = build.extract_element(number, ir.Constant(WORD, 0))
-    return build.select(has_bias, build.fadd(total, value), total)
 
 
 def _row(code: Code, form: Format, x: Value, columns: Value) -> _Row:

@@ -25,7 +25,7 @@ import torch
 
 from smoe.kernels import tasks
 from smoe.kernels.jit import compile_functions, cpu_has
-from smoe.kernels.matrix import Matrix
+from smoe.kernels.matrix import Matrix, own_order
 from smoe.kernels.row_product import chain_of
 
 UNIT = 256
@@ -33,6 +33,8 @@ UNIT = 256
 by another thread."""
 LONE_UNIT = 128
 """Of a single product, of which the last unit would else be waited for."""
+OWN_ORDER_GAIN = 1.1
+"""So many times as fast as the library an order of sums of our own must be, where its bits cannot be had."""
 MOST_ROWS = 4
 """Rows that are multiplied by one matrix at once."""
 _SPIN_CYCLES = 20_000
@@ -85,14 +87,17 @@ class Pairs:
 class SpinningPool:
     """The calling thread and `threads - 1` helpers. Used by one thread at a time.
 
-    `several`: knows how to multiply several rows at once, too. `has_bf16`: knows products in bf16, which needs a CPU
-    that `is_supported`; those of quantised formats it always knows.
+    `several`: knows how to multiply several rows at once, too. `has_bf16`: knows products in bf16: in the library's
+    order, which needs a CPU that `is_supported`, or with `in_own_order` in ours (`own_order.py`). Those of quantised
+    formats it always knows.
     """
 
-    def __init__(self, threads: int, several: bool = False, has_bf16: bool = True) -> None:
+    def __init__(self, threads: int, several: bool = False, has_bf16: bool = True, in_own_order: bool = False) -> None:
         self.threads = threads
-        self.several = several
-        self._work, self._serve = _functions(has_bf16, several)
+        self.several = several or in_own_order
+        self.own_order = own_order() if in_own_order else None
+        """What multiplies bf16 matrices in place of the library's order."""
+        self._work, self._serve = _functions(has_bf16 and not in_own_order, several and not in_own_order)
         self._block = (ctypes.c_int64 * (tasks.HEADER + tasks.MOST_TASKS * tasks.FIELDS))()
         self._address = ctypes.addressof(self._block)
         self._block[tasks.PATIENCE] = _SPIN_CYCLES
@@ -129,17 +134,27 @@ class SpinningPool:
         fields: list[int] = []
         units = weights = 0
         size = UNIT if len(products) > 1 else LONE_UNIT
+        own = self.own_order
         for x, matrix, out, bias, part in products:
             columns, rows = matrix.shape
-            fields += (units, rows, size, tasks.PRODUCT, self.at_once, 0, self.nowhere, x.data_ptr(), matrix.data_ptr())
-            fields += (out.data_ptr(), 0 if bias is None else bias.data_ptr(), columns, part or columns)
+            to, plus = out.data_ptr(), 0 if bias is None else bias.data_ptr()
+            if own is None:
+                fields += (units, rows, size, tasks.PRODUCT, self.at_once, 0, self.nowhere)
+                fields += (x.data_ptr(), matrix.data_ptr(), to, plus, columns, part or columns)
+            else:
+                fields += (units, rows, size, tasks.FORMAT, self.at_once, 0, self.nowhere)
+                fields += (own.of_rows[0], x.data_ptr(), matrix.data_ptr(), to, columns, plus)
             units += -(-rows // size)
             weights += rows * columns
         self.run(fields, units, is_long=weights >= WAKING_WEIGHTS)
 
     def multiply_rows(self, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
-        """out [M, N] = x [M, K] @ matrix, in the library's order for M rows."""
+        """out [M, N] = x [M, K] @ matrix, in the library's order for M rows, or in ours, for at most
+        `MOST_QUANTISED_ROWS`."""
         columns, outputs = matrix.shape
+        if self.own_order is not None:
+            self.multiply_quantised(x, [Matrix(matrix.data_ptr(), outputs, columns, self.own_order)], out)
+            return
         pairs = Pairs([(x[row].data_ptr(), out[row].data_ptr()) for row in range(len(x))])
         fields = [0, outputs, LONE_UNIT, tasks.ROWS, self.at_once, 0, self.nowhere, pairs.address]
         fields += [matrix.data_ptr(), 0, pairs.count, columns, chain_of(columns, len(x))]
@@ -179,7 +194,7 @@ class SpinningPool:
         fields: list[int] = []
         units = weights = 0
         for (address, outputs, columns, products), to in matrices:
-            assert products is not None
+            assert products is not None and products.unpack is not None
             fields += (units, outputs, LONE_UNIT, tasks.FORMAT, self.at_once, 0, self.nowhere, products.unpack)
             fields += (to, address, 0, columns, 0)
             units += -(-outputs // LONE_UNIT)

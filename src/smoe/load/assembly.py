@@ -15,11 +15,8 @@ from smoe.compute.quantised_math import QuantisedMath, Tile
 from smoe.compute.unit import ComputeUnit
 from smoe.config import EMULATED, EngineConfig
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
-from smoe.fastpath import attention, linear, norm
-from smoe.kernels.isa import widest
-from smoe.kernels.spinning_pool import SpinningPool, is_supported
 from smoe.load.calibration import calibrate
-from smoe.load.choose_kernel import choose_way
+from smoe.load.choose_kernel import choose_arithmetic
 from smoe.load.selftest import check_experts
 from smoe.load.tiers import Tiers, make_tiers
 from smoe.memory.arena import Arena
@@ -49,8 +46,6 @@ from smoe.runtime.seam import attach
 
 _PREFETCH_PAYS_BYTES = 1 << 20
 """Smaller experts are read in less time than guessing takes; for larger ones the gain is measured (docs/log.md)."""
-_NEARLY_ALL = 0.9
-"""Share of the linear weights that our kernel must have for the library to need no more than one thread."""
 
 
 class Budget(NamedTuple):
@@ -91,7 +86,7 @@ def assemble(
         compute = _compute(model, spec, config, store, arena, table, tiers, transfers, pacing)
         made.callback(compute.close)
         _prove(model, spec, LayerExecutor(compute=compute), checkpoint)
-        leaves_little = _choose_arithmetic(model, spec, config, compute)
+        leaves_little = choose_arithmetic(model, spec, config, compute, _host_threads(pacing))
         executor = LayerExecutor(
             compute=compute,
             predictors=predictors,
@@ -243,48 +238,6 @@ def _balancer(config: EngineConfig, tiers: Tiers, host: ComputeUnit | None, paci
     # measured times must not decide what becomes resident where that decides what is computed
     shares_prompts = config.prefill_balance and not by_measured_times
     return Balancer(method, config.balance_order, tiers.link, host, pacing, fixed, shares_prompts, config.recent_costs)
-
-
-def _choose_arithmetic(model: PreTrainedModel, spec: ModelSpec, config: EngineConfig, compute: LayerCompute) -> bool:
-    """Our kernels where they are wanted, give the library's bits and are faster; several threads where they help.
-
-    Returns whether the library has next to nothing left to compute for one token.
-    """
-    is_native = spec.dtype is torch.bfloat16 and config.kernels != "torch"
-    is_quantised = isinstance(compute.store, QuantisedStore)
-    can_multiply = widest() is not None if is_quantised else is_supported()
-    host = compute.units.get(HOST)
-    if isinstance(host, HostExperts) and is_native and not compute.pacing.is_emulated and can_multiply:
-        # an emulated device is timed with the library's products: docs/log.md
-        host.multiply_by(SpinningPool(_host_threads(compute.pacing), has_bf16=is_supported()))
-    is_wanted = is_native and compute.device.type == "cpu"
-    if is_wanted:
-        compute.fill_up_rows(spec.dtype)
-    pool = None
-    if is_wanted and can_multiply:
-        pool = SpinningPool(torch.get_num_threads(), several=config.max_sequences > 1, has_bf16=is_supported())
-    compute.compute_by(pool)  # whatever happens now, it closes the pool
-    if pool is not None and not compute.agrees(pool):
-        compute.compute_by(None)
-        pool.close()
-        pool = None
-    # of quantised experts the library knows nothing: unpacking one for every token is no rival to measure
-    is_given = is_quantised or (pool is not None and config.kernels == "native")
-    choose_way(compute, spec.sites[0].layer, spec.dtype, pool, is_given)
-    if not (is_wanted and is_supported()):
-        if compute.spinning_pool is not None:
-            linear.multiply_codes(model, compute.spinning_pool)
-        return False
-    norm.speed_up(model)
-    # even on one thread our attention is several times faster than the library's on all
-    chosen = compute.spinning_pool
-    attending = attention.speed_up(model, chosen if chosen is not None else SpinningPool(1))
-    if chosen is None:
-        return False
-    gates = spec.anatomy.gates
-    routers = {model.get_submodule(path): of in gates for of, path in spec.anatomy.routers.items()}
-    share = linear.speed_up(model, chosen, routers)
-    return attending == model.config.get_text_config().num_hidden_layers and share > _NEARLY_ALL
 
 
 def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from smoe.compute.quantised_math import ROUNDINGS
+from smoe.compute.expert_math import ROUNDINGS
 from smoe.errors import UnsupportedModelError
 from smoe.memory.quantised_store import QuantisedStore
 from smoe.memory.store import LayerExperts

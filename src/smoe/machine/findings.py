@@ -15,6 +15,7 @@ from huggingface_hub import constants
 
 from smoe.config import max_cpu_isa
 from smoe.errors import ConfigError
+from smoe.kernels.isa import widest
 from smoe.kernels.jit import is_available
 from smoe.kernels.spinning_pool import is_supported
 from smoe.machine.available_memory import cgroup_room, less_margin
@@ -84,12 +85,18 @@ def _kernel() -> Finding | None:
     if is_supported():
         return Finding("good", "bf16 experts are multiplied by smoe's own kernel (AVX-512 BF16)")
     if max_cpu_isa() != "all":
-        return Finding(
-            "good", f"smoe's own CPU kernels are limited by SMOE_MAX_CPU_ISA={max_cpu_isa()}: torch multiplies"
-        )
+        return Finding("good", f"smoe's own CPU kernels are limited by SMOE_MAX_CPU_ISA={max_cpu_isa()}: {_without()}")
     if not is_available():
         return Finding("better", "smoe's own CPU kernels cannot be compiled", "pip install llvmlite")
-    return Finding("good", "this CPU has no AVX-512 BF16: torch multiplies, at about half the memory's rate")
+    return Finding("good", f"this CPU has no AVX-512 BF16: {_without()}")
+
+
+def _without() -> str:
+    """What multiplies bf16 experts where torch's bits cannot be had."""
+    isa = widest()
+    if isa is None:
+        return "torch multiplies"
+    return f"bf16 is multiplied by torch, or by smoe's own kernel ({isa.name}), equal up to rounding, if that is faster"
 
 
 def _gpu() -> Finding:

@@ -26,6 +26,7 @@ import torch
 from smoe.config import EngineConfig
 from smoe.kernels.elementwise import activation_table
 from smoe.kernels.experts import Expert, TokenExperts
+from smoe.kernels.isa import widest
 from smoe.kernels.matrix import in_bf16
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
 from smoe.machine.floor import Rates
@@ -239,10 +240,10 @@ def measure_experts(expert_bytes: int, seconds: float) -> float:
 
     with torch.no_grad():
         duration = _best(all_experts, seconds)
-        if is_supported():
+        if widest() is not None:
             table, rows = activation_table(_gated), x.new_empty(_CHOSEN, hidden)
             assert table is not None, "a gated activation"
-            with SpinningPool(torch.get_num_threads()) as pool:
+            with SpinningPool(torch.get_num_threads(), in_own_order=not is_supported()) as pool:
                 kernel = TokenExperts(pool, hidden, inner, table)
                 duration = min(duration, _best(lambda: all_in_one_piece(kernel), seconds))
     return experts * used / duration

@@ -69,8 +69,8 @@ class Comparison:
     tokens: int
     is_equal: bool
     is_near: bool
-    """Equal, or no further apart than rounding explains where experts are quantised: the library has no arithmetic for
-    them, so it computes on the numbers that they stand for."""
+    """Equal, or no further apart than rounding explains where that may be: of quantised weights, for which the library
+    has no arithmetic, so it computes on the numbers that they stand for; and of sums in an order of our own."""
     is_finite: bool
     """Whether the library's result is, which it is not where weights are broken."""
     largest_difference: float
@@ -94,6 +94,11 @@ class Report:
     @property
     def bad(self) -> list[Comparison]:
         return [comparison for comparison in self.comparisons if not comparison.is_good]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every part is equal bit by bit."""
+        return not self.bad and all(comparison.is_equal for comparison in self.comparisons)
 
 
 @dataclass(frozen=True)
@@ -162,8 +167,10 @@ class _Comparing(StepObserver):
         self._model = model
         self._reference = reference
         is_quantised = isinstance(self.engine.store, QuantisedStore) or bool(reference.dense)
-        self._rounding = quantised_rounding(model.dtype) if is_quantised else 0.0
-        """How far parts that hold quantised weights may be apart, relative to the largest value."""
+        self._has_own_order = self.engine.arithmetic == "own-order"
+        self._rounding = quantised_rounding(model.dtype) if is_quantised or self._has_own_order else 0.0
+        """How far apart parts may be that hold quantised weights, or all in an order of our own, relative to the
+        largest value."""
         self._on_part = on_part
         self._threads = torch.get_num_threads()
         """The library's, were it alone."""
@@ -236,7 +243,8 @@ class _Comparing(StepObserver):
                 theirs = self._twins[part.path](*(self._theirs if x is self._ours else x for x in args), **given)
             pairs = list(zip(_tensors(output), _tensors(theirs), strict=True))
             has_experts = any(site.name.startswith(f"{part.path}.") for site in self._reference.sites.values())
-            may_round = has_experts or any(isinstance(each, QuantisedWeight) for each in module.modules())
+            is_quantised = any(isinstance(each, QuantisedWeight) for each in module.modules())
+            may_round = self._has_own_order or has_experts or is_quantised
             self._say(
                 part.layer,
                 part.name,

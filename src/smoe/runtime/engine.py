@@ -185,9 +185,10 @@ class Engine:
         return self.executor.compute.pacing
 
     @property
-    def has_native_kernels(self) -> bool:
-        """Whether our own kernels multiply single rows."""
-        return self.executor.compute.spinning_pool is not None
+    def arithmetic(self) -> str:
+        """What multiplies few rows, one of `KERNELS`: torch, native (its bits by our kernels) or own-order (E1)."""
+        pool = self.executor.compute.spinning_pool
+        return "torch" if pool is None else "native" if pool.own_order is None else "own-order"
 
     def cancel(self) -> bool:
         """End the running request, from any thread: at its next layer it raises `GenerationCancelledError`.
@@ -235,7 +236,7 @@ class Engine:
         served = f"{counters.tokens} tokens in {counters.forward_passes} passes"
         if counters.decode_uses:
             served += f", hit ratio {counters.hit_ratio:.0%}"
-        exact = f"{', '.join(config.lossy)} (lossy)" if config.lossy else "exact"
+        exact = f"{', '.join(config.lossy)} (lossy)" if config.lossy else f"exact, arithmetic {self.arithmetic}"
         return (
             f"smoe engine, {state}: {format_bytes(ledger.budget_bytes)} ({self.budget_reason}), "
             f"{ledger.cache_slots} of {ledger.demand.total_experts} experts resident ({ledger.resident_share:.0%})\n"

@@ -1,0 +1,148 @@
+"""Rows times matrices in bf16 by an order of sums of our own: the memory's rate where the library's bits have none.
+
+The library's order (`row_product.py`) asks for AVX-512 BF16. On other CPUs its bits come at half the memory's rate or
+less, and here every output is summed in as many chains as the instruction set likes:
+
+    memory: w k k+1 | k+2 k+3 | ...      32 bits hold two numbers: the even one shifted up, the odd one with its lower
+    x, once        even | odd            half cleared are both float32 already
+
+    output n = all lanes of  sum over k of  even(w) even(x)   +   all lanes of  sum over k of  odd(w) odd(x)
+
+A product of two bf16 numbers is exact in float32, so nothing is rounded but the sums. Their order is fixed by shape,
+rows at once and instruction set (grade E1); that their error is no larger than the library's is proven at load
+(`proof.py`). The functions take the same arguments as those of `quantised.py`: callers need not know which it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+
+from smoe.kernels.builder import FLOAT, HALF_WORD, POINTER, WORD, Code, Value
+from smoe.kernels.isa import Isa
+
+AHEAD = 8192
+"""Bytes between what is computed and what is fetched."""
+LINE = 64
+_LINES = 2
+"""In one turn of the loop over a row."""
+_CHAINS = 8
+"""Running sums at most, shared out among the rows of x: fewer would wait for each other."""
+_ARGUMENTS = ("*given", "*w", "*out", "*bias", "begin", "end", "K")
+
+
+def products_name(rows: int) -> str:
+    """Of the function that multiplies so many rows of x."""
+    return f"products_bf16_{rows}"
+
+
+def module_of(isa: Isa) -> str:
+    """`products_bf16_1`, `_2` and `_4` in LLVM's language; K is a multiple of 32."""
+    module = ir.Module()
+    for rows in (1, 2, 4):
+        _products(module, isa, rows)
+    lines = [line for line in str(module).splitlines() if "target " not in line]
+    defined = [f"{line} #0" if line.startswith("define ") else line for line in lines]
+    return "\n".join([*defined, f"attributes #0 = {{ {isa.attributes} }}", ""])
+
+
+def _products(module: ir.Module, isa: Isa, rows: int) -> None:
+    """One row of the matrix after the other: memory is read faster in one stream than in several."""
+    code = Code(module, isa, products_name(rows), _ARGUMENTS)
+    given, w, out, bias, begin, end, columns = code.arguments
+    build = code.build
+    if rows == 1:
+        xs, outs = [given], [out]
+    else:
+        xs = [code.load(POINTER, code.at(given, 16 * r)) for r in range(rows)]
+        outs = [code.load(POINTER, code.at(given, 16 * r + 8)) for r in range(rows)]
+    xs = xs if isa.has_bf16_dots else [_halved(code, x, columns) for x in xs]
+    stride = build.mul(columns, code.number(2))
+
+    def output(n: Value, _: list[Value]) -> list[Value]:
+        totals = _dots(code, code.at(w, build.mul(n, stride)), xs, columns)
+        place = build.mul(n, code.number(2))
+        for total, to in zip(totals, outs, strict=True):
+            biased = total if rows > 1 else code.biased(total, bias, place)
+            result = code.rounded(code.splat(biased, 1))
+            code.store(build.extract_element(result, ir.Constant(WORD, 0)), code.at(to, place))
+        return []
+
+    code.loop(begin, end, 1, [], output)
+    code.end()
+
+
+def _halved(code: Code, x: Value, columns: Value) -> Value:
+    """A row of bf16 numbers as float32: a register of those in even places, one of those in odd ones, and so on."""
+    build, lanes = code.build, code.isa.lanes
+    scratch = code.scratch(build.mul(columns, code.number(4)))
+
+    def piece(k: Value, _: list[Value]) -> list[Value]:
+        pairs = code.load(code.registers(WORD), code.at(x, build.mul(k, code.number(2))))
+        place = code.at(scratch, build.mul(k, code.number(4)))
+        for n, half in enumerate(code.even_and_odd(pairs)):
+            code.store(half, code.at(place, 4 * lanes * n))
+        return []
+
+    code.loop(code.number(0), columns, 2 * lanes, [], piece)
+    return scratch
+
+
+def _dots(code: Code, row: Value, xs: Sequence[Value], columns: Value) -> list[Value]:
+    """The products of one row of the matrix with every row of x."""
+    build, per_row = code.build, _CHAINS // len(xs)
+    add = _add_pairs if code.isa.has_bf16_dots else _add_halves
+    chains = [[code.reals(0.0)] * per_row for _ in xs]
+
+    def lines(count: int) -> Callable[[Value, list[Value]], list[Value]]:
+        def turn(k: Value, carried: list[Value]) -> list[Value]:
+            sums = [carried[n : n + per_row] for n in range(0, len(carried), per_row)]
+            at = build.mul(k, code.number(2))
+            for line in range(0, count * LINE, LINE):
+                code.prefetch(code.at(code.at(row, at), AHEAD + line))
+            for n, begin in enumerate(range(0, count * LINE, 4 * code.isa.lanes)):
+                add(
+                    code,
+                    n,
+                    code.at(row, build.add(at, code.number(begin))),
+                    xs,
+                    build.add(at, code.number(begin)),
+                    sums,
+                )
+            return [each for some in sums for each in some]
+
+        return turn
+
+    carried = [each for some in chains for each in some]
+    whole = build.and_(columns, code.number(-(_LINES * LINE // 2)))
+    carried = code.loop(code.number(0), whole, _LINES * LINE // 2, carried, lines(_LINES))
+    carried = code.loop(whole, columns, LINE // 2, carried, lines(1))
+    return [_total(code, carried[n : n + per_row]) for n in range(0, len(carried), per_row)]
+
+
+def _add_pairs(code: Code, n: int, weights: Value, xs: Sequence[Value], at: Value, sums: list[list[Value]]) -> None:
+    """The n-th register of a turn times the same of every row of x, by the instruction for it."""
+    kind = code.registers(HALF_WORD, 2 * code.isa.lanes)
+    loaded = code.load(kind, weights)
+    for x, chains in zip(xs, sums, strict=True):
+        chain = n % len(chains)
+        chains[chain] = code.dots(chains[chain], loaded, code.load(kind, code.at(x, at)))
+
+
+def _add_halves(code: Code, n: int, weights: Value, xs: Sequence[Value], at: Value, sums: list[list[Value]]) -> None:
+    """The same in float32: even places and odd ones."""
+    kind, at = code.registers(FLOAT), code.build.mul(at, code.number(2))
+    for half, numbers in enumerate(code.even_and_odd(code.load(code.registers(WORD), weights))):
+        for x, chains in zip(xs, sums, strict=True):
+            chain = (2 * n + half) % len(chains)
+            place = code.at(code.at(x, at), 4 * code.isa.lanes * half)
+            chains[chain] = code.fma(numbers, code.load(kind, place), chains[chain])
+
+
+def _total(code: Code, chains: Sequence[Value]) -> Value:
+    """All lanes of all chains."""
+    while len(chains) > 1:
+        half = len(chains) // 2
+        chains = [code.build.fadd(a, b) for a, b in zip(chains[:half], chains[half:], strict=True)]
+    return code.summed(chains[0])

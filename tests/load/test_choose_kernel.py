@@ -1,0 +1,88 @@
+"""Our own order of sums: when it is taken, and that what it gives hangs on the input alone (grade E1).
+
+Would catch: an order that depends on who is resident, on threads or on how a prompt is cut among experts; one that is
+taken where torch's bits can be had, or where it gains nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from smoe.kernels.isa import widest
+from smoe.load import choose_kernel
+from smoe.report.verify import reference_of, verify
+from tests import oracle
+from tests.models.test_gguf_quantised import assert_near, steps
+
+pytestmark = pytest.mark.skipif(widest() is None, reason="needs llvmlite and AVX2")
+Open = Callable[..., PreTrainedModel]
+WIDE = {"hidden_size": 256, "head_dim": 64}
+INNER = {"mixtral": "intermediate_size", "gpt_oss": "intermediate_size", "granitemoe": "intermediate_size"}
+
+
+def wide(toy: Callable[..., Path], family: str) -> Path:
+    return toy(family, dtype=torch.bfloat16, **WIDE, **{INNER.get(family, "moe_intermediate_size"): 64})
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral", "granitemoe", "dots1"])
+def test_the_logits_are_near_and_the_same_at_every_budget(
+    family: str, toy: Callable[..., Path], open_model: Open
+) -> None:
+    folder = wide(toy, family)
+    models = [open_model(folder, budget, kernels="own-order") for budget in ("full", "half", "minimum")]
+    assert all(model.offload.arithmetic == "own-order" for model in models)
+    assert any("forward" in vars(module) for module in models[0].modules() if type(module) is nn.Linear)
+    ours = [steps(model, oracle.PROMPT) for model in models]
+    for others in ours[1:]:
+        assert all(map(torch.equal, ours[0], others)), "a result that hangs on the budget"
+    assert_near(ours[0], steps(oracle.reference(folder), oracle.PROMPT), 0.04, others=2)
+
+
+def test_several_sequences_are_near(toy: Callable[..., Path], open_model: Open) -> None:
+    folder = wide(toy, "qwen3_moe")
+    model = open_model(folder, "half", kernels="own-order", max_sequences=3)
+    prompts = torch.randint(3, 128, (3, 7), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        ours = model(prompts).logits
+        theirs = oracle.reference(folder)(prompts).logits
+    assert_near([ours], [theirs], 0.04, others=2)
+
+
+def test_verify_calls_it_near_and_not_exact(toy: Callable[..., Path], open_model: Open) -> None:
+    folder = wide(toy, "qwen3_moe")
+    model = open_model(folder, "half", kernels="own-order")
+    reference = reference_of(str(folder), model.offload.config, None, 24)
+    report = verify(model, reference, oracle.PROMPT, lambda _: None)
+    assert not report.bad and not report.is_exact
+    assert "arithmetic own-order" in repr(model.offload)
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [(0.95, "torch"), (0.85, "own-order")])
+def test_it_is_taken_where_bits_cannot_be_had_and_it_is_a_tenth_faster(
+    seconds: float, chosen: str, toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose_kernel, "is_supported", lambda: False)
+    monkeypatch.setattr(choose_kernel, "_seconds", lambda compute, *_: seconds if compute.spinning_pool else 1.0)
+    folder = wide(toy, "qwen3_moe")
+    model = open_model(folder, "half", kernels="auto")
+    assert model.offload.arithmetic == chosen
+    if chosen == "torch":
+        oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+
+
+@pytest.mark.parametrize("switches", [{"kernels": "native"}, {"kernels": "torch"}, {"reproducible": True}])
+def test_it_is_not_taken_where_bits_are_asked_for_or_time_must_not_choose(
+    switches: dict[str, object], toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose_kernel, "is_supported", lambda: False)
+    monkeypatch.setattr(choose_kernel, "_seconds", lambda compute, *_: 0.1 if compute.spinning_pool else 1.0)
+    folder = wide(toy, "qwen3_moe")
+    model = open_model(folder, "half", **{"kernels": "auto", **switches})
+    assert model.offload.arithmetic == "torch"
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
