@@ -60,16 +60,16 @@ def command(
 
 
 def _precisions(given: str | None) -> list[str | None]:
-    """What was asked for, each once; None: as the dtype says."""
+    """What was asked for, in its order; None: as the dtype says."""
     from smoe.config import PRECISION
     from smoe.errors import ConfigError
 
     if given is None:
         return [None]
-    wanted = list(dict.fromkeys(part.strip() for part in given.split(",")))
-    for part in wanted:
-        if part not in PRECISION[1:]:
-            raise ConfigError.no_choice("precision", part, PRECISION[1:])
+    wanted, lossy = [part.strip() for part in given.split(",")], PRECISION[1:]
+    if any(part not in lossy for part in wanted) or len(set(wanted)) < len(wanted):
+        allowed = f"one or more of {', '.join(lossy)}, each once, with commas between"
+        raise ConfigError.out_of_bounds("precision", given, allowed)
     return list(wanted)
 
 
