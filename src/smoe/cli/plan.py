@@ -55,12 +55,12 @@ def _print(result: Forecast) -> None:
     budget = Table(show_header=False, **_STYLE)
     budget.add_column(style="dim")
     budget.add_column(justify="right")
-    for name, count in result.ledger.entries().items():
+    for name, count in _taken(result.ledger.entries()):
         budget.add_row(name, format_bytes(count))
     budget.add_row("[bold]together[/bold]", f"[bold]{format_bytes(result.ledger.total_bytes)}[/bold]")
     if result.beside_budget:
         budget.add_section()
-        for name, count in result.beside_budget.items():
+        for name, count in _taken(result.beside_budget):
             budget.add_row(name, format_bytes(count))
         whole = result.ledger.total_bytes + sum(result.beside_budget.values())
         budget.add_row("[bold]whole process at most[/bold]", f"[bold]{format_bytes(whole)}[/bold]")
@@ -87,6 +87,11 @@ def _print(result: Forecast) -> None:
 
 
 _STYLE: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "dim"}
+
+
+def _taken(entries: dict[str, int]) -> list[tuple[str, int]]:
+    """Entries that take something: what a model lacks, or what is counted elsewhere, is no line to read."""
+    return [(name, count) for name, count in entries.items() if count]
 
 
 def _bytes(choice: Choice) -> str:
