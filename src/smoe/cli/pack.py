@@ -113,10 +113,9 @@ def _pack(model: str, dtype: str, precisions: list[str | None], revision: str | 
 
 def _good(checkpoint: Checkpoint, contents: Contents) -> Packed | None:
     """The packed file that is there, where it fits the checkpoint and every byte is as it was written."""
-    from smoe.cli.console import progress, warn
+    from smoe.cli.console import warn
+    from smoe.cli.pack_check import find_damage
     from smoe.errors import CheckpointError
-    from smoe.packing.writer import damaged_layers
-    from smoe.units import format_bytes
 
     try:
         packed = checkpoint.packed(contents)
@@ -124,13 +123,7 @@ def _good(checkpoint: Checkpoint, contents: Contents) -> Packed | None:
         return None  # of other weights, or cut short: packing again is what is asked for
     if packed is None:
         return None
-    with progress("pack") as bars:
-        task = bars.add_task("checking", total=contents.experts * contents.stride, amount="")
-
-        def show(done: int, total: int) -> None:
-            bars.update(task, completed=done, amount=f"{format_bytes(done)} of {format_bytes(total)}")
-
-        damaged = damaged_layers(packed, contents, show)
+    damaged = find_damage(packed, contents, "pack")
     if damaged:
         layers = f"layer{'s' if len(damaged) > 1 else ''} {', '.join(map(str, damaged))}"
         warn(f"{packed.path} is damaged in {layers}: the whole file is written again")
