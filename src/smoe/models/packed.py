@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from smoe.errors import CheckpointError, UnsupportedModelError
+from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from smoe.formats.registry import FORMATS, format_of
 from smoe.memory.checkpoint_json import check_regular, parse_object
 from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor, identity_of, shard_paths
@@ -123,6 +123,11 @@ def _format_of(precision: str, part: Part, layer: int) -> str:
             f"{part.name} of layer {layer} has rows of {part.shape[-1]} numbers, and {precision} takes multiples of 32"
         )
     return form.name
+
+
+def not_packable(place: Path, why: str, allowed: str) -> ConfigError:
+    """There is nothing that packing the model at `place` could gather; `allowed`: what can be packed."""
+    return ConfigError(why, setting="model", given=str(place), allowed=f"{allowed}, where it is to be packed")
 
 
 class Packed(NamedTuple):

@@ -22,7 +22,7 @@ from smoe.models.experts import without_expert_weights
 from smoe.models.files import naming
 from smoe.models.generation_file import check_generation
 from smoe.models.mxfp4_experts import check_mxfp4, expert_bytes, has_mxfp4_experts, joined
-from smoe.models.packed import Contents, Packed, contents_in_precision, read_packed
+from smoe.models.packed import Contents, Packed, contents_in_precision, not_packable, read_packed
 from smoe.models.registration import register_local_families
 from smoe.models.spec import ModelSpec
 
@@ -84,12 +84,11 @@ class SafetensorsFolder:
     def check_packable(self) -> None:
         """What gains nothing by it is packed as well; what packing would unpack is not."""
         if self._has_mxfp4:
-            raise ConfigError(
+            raise not_packable(
+                self.place,
                 f"the experts in {self.place} are stored in MXFP4 and served as they are; packed they would be in "
                 "another type and take four times the space: use the model as it is",
-                setting="model",
-                given=str(self.place),
-                allowed="a folder of safetensors in bfloat16, float16 or float32, where it is to be packed",
+                "a folder of safetensors in bfloat16, float16 or float32",
             )
 
     @cached_property
