@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from smoe.config import EngineConfig
+from smoe.config import STACKED_GATES, EngineConfig
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import PAGE, page_ceil
 from smoe.models.anatomy import Anatomy
@@ -112,5 +112,5 @@ class ModelSpec:
             + self.anatomy.state_bytes_per_sequence * config.max_sequences,
             classes=self._slot_classes(slot_bytes),
             read_buffer_bytes=read_buffer_bytes,
-            predictor_bytes=self.router_bytes if config.prefetch == "stacked-gates" else 0,
+            predictor_bytes=self.router_bytes if config.prefetch == STACKED_GATES else 0,
         )
