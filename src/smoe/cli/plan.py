@@ -22,12 +22,13 @@ smoe plan ./my-moe --json
 
 smoe plan ./my-moe.gguf --memory 8GiB
 
-Of a hub model only config.json is fetched. Run smoe doctor once for measured rates.
+Of a hub model only config.json is fetched; of weights that are here the headers are read. Run smoe doctor once for
+measured rates.
 """
 
 
 def command(engine: EngineOptions, model: Model = "demo", json: Json = False, debug: Debug = False) -> None:
-    """Tell from a model's config.json alone what it needs and what a memory budget buys.
+    """Tell what a model needs and what a memory budget buys, from its config.json, before its weights are here.
 
     Bytes by role, expert slots, the share of experts that stay in memory, and the speed to expect on this machine: from
     that of experts all equally likely to that of experts which repeat themselves as in recorded texts. The last line

@@ -83,18 +83,27 @@ def index_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def shard_paths(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files, each of which exists."""
+def has_shards(folder: Path) -> bool:
+    """Whether every safetensors file is here that the checkpoint is made of; of none of them anything is read."""
+    paths = _named_shards(folder)
+    return bool(paths) and all(path.exists() for path in paths)
+
+
+def _named_shards(folder: Path) -> list[Path]:
+    """The safetensors files that the checkpoint is made of, whether they are here or not; empty where none is named."""
     index = folder / INDEX_FILE
     if index.is_symlink() or index.exists():
-        names = sorted(set(_weight_map(index).values()))
-    elif (folder / SINGLE_FILE).exists():
-        names = [SINGLE_FILE]
-    else:
+        return [folder / name for name in sorted(set(_weight_map(index).values()))]
+    return [folder / SINGLE_FILE] if (folder / SINGLE_FILE).exists() else []
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The checkpoint's safetensors files, each of which exists."""
+    paths = _named_shards(folder)
+    if not paths:
         raise CheckpointError(
             f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; smoe reads safetensors checkpoints only"
         )
-    paths = [folder / name for name in names]
     absent = [path.name for path in paths if not path.exists()]
     if absent:
         raise CheckpointError(f"{folder} lacks {len(absent)} of {len(paths)} shards, {absent[0]} first; download again")

@@ -47,6 +47,9 @@ class GgufFile:
         architecture_of(self._headers[0])  # a family that is not read is said before anything of the file is checked
         return read_gguf_config(self._headers[0], self._tensors)
 
+    def has_weights(self) -> bool:
+        return True
+
     def tensors(self) -> dict[str, StoredTensor]:
         return dict(self._tensors)
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from smoe.errors import ConfigError, ModelError
 from smoe.memory.checkpoint_json import read_object
-from smoe.memory.safetensors_index import StoredTensor, index_checkpoint
+from smoe.memory.safetensors_index import StoredTensor, has_shards, index_checkpoint
 from smoe.memory.store import LayerExperts
 from smoe.models.config_file import check_config
 from smoe.models.dense import check_loaded, move_to_own_memory, quiet_library
@@ -46,6 +46,9 @@ class SafetensorsFolder:
         if self._has_mxfp4:
             del config.quantization_config  # with it the library would convert, or fetch kernels
         return config
+
+    def has_weights(self) -> bool:
+        return has_shards(self.place)
 
     def tensors(self) -> dict[str, StoredTensor]:
         return index_checkpoint(self.place)

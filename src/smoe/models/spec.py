@@ -88,7 +88,8 @@ class ModelSpec:
 
     def _slot_classes(self, slot_bytes: Mapping[int, int] | None) -> tuple[SlotClass, ...]:
         if slot_bytes is None:
-            slot_bytes = {layer: nbytes + PAGE for layer, nbytes in self.least_slot_bytes().items()}
+            shift = PAGE if self.precision == "auto" else 0  # in a pack every expert begins at a page
+            slot_bytes = {layer: nbytes + shift for layer, nbytes in self.least_slot_bytes().items()}
         top_k = self.anatomy.top_k
         alone = {site.layer: SlotClass(slot_bytes[site.layer], top_k[site.layer], site.experts) for site in self.sites}
         return slot_classes({site.layer: self._expert_bytes(site) for site in self.sites}, alone)
