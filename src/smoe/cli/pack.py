@@ -54,7 +54,7 @@ def command(
         return
     for each in found["files"]:
         if each["was_packed_before"]:
-            note("packed already, from these very weights (--force packs again)")
+            note("packed already, from weights whose headers and samples are these (--force packs again)")
         _show_errors(each)
         print(each["file"])
 

@@ -17,7 +17,7 @@ from smoe.memory.checkpoint_json import check_regular, parse_object, read_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_MAX_HEADER_BYTES = 100 * 2**20
+MAX_HEADER_BYTES = 100 * 2**20
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2}
 ITEM_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1}
@@ -120,7 +120,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         size = identity.nbytes
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
             raise CheckpointError(f"{path} is not a safetensors file, or is truncated ({size} bytes)")
         header = parse_object(file.read(length), path)
     _check_metadata(path, header.pop("__metadata__", None))
