@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-WEIGHT_STD = 0.02
-EMBEDDING_STD = 0.5  # large enough that tokens, not the residual stream's drift, decide the routing
+from bench.random_weights import EMBEDDING_STD, normal, ones, save_tokenizer, write_json, write_shards
+
 SCALE = 120  # uniform codes have a root mean square of 2.9, so 2 ** (120 - 127) makes them about as large as the rest
 BLOCK = 32
 
@@ -93,39 +93,28 @@ class Geometry:
 def write_model(out: Path, geometry: Geometry, seed: int = 0) -> int:
     """Write config, weights and tokenizer of a random model to `out`; the bytes of its weights."""
     out.mkdir(parents=True, exist_ok=True)
-    _write_json(out / "config.json", geometry.config())
+    write_json(out / "config.json", geometry.config())
     _write_tokenizer(out, geometry.vocabulary)
-    generator = torch.Generator().manual_seed(seed)
-    weight_map: dict[str, str] = {}
-    total, shards = 0, geometry.layers + 2
-    for number in range(shards):
-        tensors = _shard(geometry, number, generator)
-        name = f"model-{number:05d}-of-{shards:05d}.safetensors"
-        save_file(tensors, out / name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    _write_json(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
-    return total
+    return write_shards(out, _shards(geometry, torch.Generator().manual_seed(seed)), geometry.layers + 2)
 
 
-def _shard(geometry: Geometry, number: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    if number < geometry.layers:
-        return _layer(geometry, number, generator)
+def _shards(geometry: Geometry, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:
+    for layer in range(geometry.layers):
+        yield _layer(geometry, layer, generator)
     size = geometry.vocabulary, geometry.hidden
-    if number == geometry.layers:
-        return {"model.embed_tokens.weight": _normal(generator, *size, std=EMBEDDING_STD)}
-    return {"lm_head.weight": _normal(generator, *size), "model.norm.weight": _ones(geometry.hidden)}
+    yield {"model.embed_tokens.weight": normal(generator, *size, std=EMBEDDING_STD)}
+    yield {"lm_head.weight": normal(generator, *size), "model.norm.weight": ones(geometry.hidden)}
 
 
 def _layer(geometry: Geometry, layer: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     hidden, inner, experts = geometry.hidden, geometry.inner, geometry.experts
     query, key_value = geometry.heads * geometry.head_dim, geometry.key_value_heads * geometry.head_dim
     tensors = {
-        "input_layernorm.weight": _ones(hidden),
-        "post_attention_layernorm.weight": _ones(hidden),
-        "self_attn.sinks": _normal(generator, geometry.heads),
-        "mlp.router.weight": _normal(generator, experts, hidden),
-        "mlp.router.bias": _normal(generator, experts),
+        "input_layernorm.weight": ones(hidden),
+        "post_attention_layernorm.weight": ones(hidden),
+        "self_attn.sinks": normal(generator, geometry.heads),
+        "mlp.router.weight": normal(generator, experts, hidden),
+        "mlp.router.bias": normal(generator, experts),
     }
     for name, (outputs, columns) in {
         "q_proj": (query, hidden),
@@ -133,26 +122,18 @@ def _layer(geometry: Geometry, layer: int, generator: torch.Generator) -> dict[s
         "v_proj": (key_value, hidden),
         "o_proj": (hidden, query),
     }.items():
-        tensors[f"self_attn.{name}.weight"] = _normal(generator, outputs, columns)
-        tensors[f"self_attn.{name}.bias"] = _normal(generator, outputs)
+        tensors[f"self_attn.{name}.weight"] = normal(generator, outputs, columns)
+        tensors[f"self_attn.{name}.bias"] = normal(generator, outputs)
     for name, (outputs, columns) in {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}.items():
         blocks = experts, outputs, columns // BLOCK
         tensors[f"mlp.experts.{name}_blocks"] = _bytes(generator, 0, 256, *blocks, BLOCK // 2)
         tensors[f"mlp.experts.{name}_scales"] = _bytes(generator, SCALE - 1, SCALE + 2, *blocks)
-        tensors[f"mlp.experts.{name}_bias"] = _normal(generator, experts, outputs)
+        tensors[f"mlp.experts.{name}_bias"] = normal(generator, experts, outputs)
     return {f"model.layers.{layer}.{name}": tensor for name, tensor in tensors.items()}
-
-
-def _normal(generator: torch.Generator, *size: int, std: float = WEIGHT_STD) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.bfloat16).normal_(0, std, generator=generator)
 
 
 def _bytes(generator: torch.Generator, low: int, high: int, *size: int) -> torch.Tensor:
     return torch.randint(low, high, size, dtype=torch.uint8, generator=generator)
-
-
-def _ones(size: int) -> torch.Tensor:
-    return torch.ones(size, dtype=torch.bfloat16)
 
 
 def _write_tokenizer(out: Path, vocabulary: int) -> None:
@@ -164,13 +145,7 @@ def _write_tokenizer(out: Path, vocabulary: int) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={word: n for n, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(out / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    _write_json(out / "tokenizer_config.json", names)
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    save_tokenizer(out, tokenizer)
 
 
 def main() -> None:

@@ -45,7 +45,19 @@ def test_a_trial_is_on_off_or_left_to_the_prefetch() -> None:
 @pytest.mark.parametrize("depth", [0, 17, 2.0, True])
 def test_the_depth_of_a_prefetch_has_bounds(depth: Any) -> None:
     with pytest.raises(ConfigError, match=f"`prefetch_depth` is {depth}; it must be a whole number from 1 to 16"):
-        EngineConfig(prefetch_depth=depth)
+        EngineConfig(prefetch="stacked-gates", prefetch_depth=depth)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_depth_without_the_prefetch_that_has_one_is_refused(preset: str) -> None:
+    """Whatever the preset prefetches; would catch a depth that is silently without effect."""
+    refusal = "`prefetch_depth` belongs to `prefetch` stacked-gates; add that"
+    for switches in ({}, {"prefetch": "look-ahead"}, {"prefetch": "auto"}):
+        with pytest.raises(ConfigError, match=refusal) as error:
+            configure(preset, prefetch_depth=3, **switches)
+        assert error.value.facts["given"] == 3
+    assert configure(preset, prefetch="stacked-gates", prefetch_depth=3).prefetch_depth == 3
+    assert configure(preset, prefetch="stacked-gates").prefetch_depth is None
 
 
 def test_who_asks_for_scores_is_known_beforehand() -> None:

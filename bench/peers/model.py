@@ -15,80 +15,61 @@ by up.
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from bench.peers.shape import ModelShape
+from bench.random_weights import EMBEDDING_STD, normal, ones, save_tokenizer, write_json, write_shards
 
-WEIGHT_STD = 0.02
-EMBEDDING_STD = 0.5  # large enough that tokens, not the residual stream's drift, decide the routing
 DEFAULT_SEED = 1234
 
 
 def write_model(out: Path, shape: ModelShape, seed: int = DEFAULT_SEED) -> int:
     """Write config, weights and tokenizer of a random model to `out`; return the bytes of its weights."""
     out.mkdir(parents=True, exist_ok=True)
-    _write_json(out / "config.json", shape.config())
-    _write_json(out / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 1})
-    total_bytes = _write_weights(out, shape, torch.Generator().manual_seed(seed))
+    write_json(out / "config.json", shape.config())
+    write_json(out / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 1})
+    shards = _shards(shape, torch.Generator().manual_seed(seed))
+    total_bytes = write_shards(out, shards, shape.layers + 1)
     _write_tokenizer(out, shape.vocabulary)
     return total_bytes
 
 
-def _write_weights(out: Path, shape: ModelShape, generator: torch.Generator) -> int:
-    shards = shape.layers + 1
-    weight_map: dict[str, str] = {}
-    total_bytes = 0
-    for number in range(shards):
-        last = number == shape.layers
-        tensors = _outer_tensors(shape, generator) if last else _layer_tensors(shape, number, generator)
-        name = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        save_file(tensors, out / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, name))
-        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    _write_json(out / "model.safetensors.index.json", index)
-    return total_bytes
-
-
-def _normal(generator: torch.Generator, *size: int, std: float = WEIGHT_STD) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.bfloat16).normal_(0, std, generator=generator)
-
-
-def _ones(size: int) -> torch.Tensor:
-    return torch.ones(size, dtype=torch.bfloat16)
+def _shards(shape: ModelShape, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:
+    for layer in range(shape.layers):
+        yield _layer_tensors(shape, layer, generator)
+    yield _outer_tensors(shape, generator)
 
 
 def _layer_tensors(shape: ModelShape, layer: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     query, key_value = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
     hidden, inner = shape.hidden, shape.expert_inner
     tensors = {
-        "input_layernorm": _ones(hidden),
-        "post_attention_layernorm": _ones(hidden),
-        "self_attn.q_norm": _ones(shape.head_dim),
-        "self_attn.k_norm": _ones(shape.head_dim),
-        "self_attn.q_proj": _normal(generator, query, hidden),
-        "self_attn.k_proj": _normal(generator, key_value, hidden),
-        "self_attn.v_proj": _normal(generator, key_value, hidden),
-        "self_attn.o_proj": _normal(generator, hidden, query),
-        "mlp.gate": _normal(generator, shape.experts, hidden),
+        "input_layernorm": ones(hidden),
+        "post_attention_layernorm": ones(hidden),
+        "self_attn.q_norm": ones(shape.head_dim),
+        "self_attn.k_norm": ones(shape.head_dim),
+        "self_attn.q_proj": normal(generator, query, hidden),
+        "self_attn.k_proj": normal(generator, key_value, hidden),
+        "self_attn.v_proj": normal(generator, key_value, hidden),
+        "self_attn.o_proj": normal(generator, hidden, query),
+        "mlp.gate": normal(generator, shape.experts, hidden),
     }
     for expert in range(shape.experts):
-        tensors[f"mlp.experts.{expert}.gate_proj"] = _normal(generator, inner, hidden)
-        tensors[f"mlp.experts.{expert}.up_proj"] = _normal(generator, inner, hidden)
-        tensors[f"mlp.experts.{expert}.down_proj"] = _normal(generator, hidden, inner)
+        tensors[f"mlp.experts.{expert}.gate_proj"] = normal(generator, inner, hidden)
+        tensors[f"mlp.experts.{expert}.up_proj"] = normal(generator, inner, hidden)
+        tensors[f"mlp.experts.{expert}.down_proj"] = normal(generator, hidden, inner)
     return {f"model.layers.{layer}.{name}.weight": tensor for name, tensor in tensors.items()}
 
 
 def _outer_tensors(shape: ModelShape, generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {
-        "model.embed_tokens.weight": _normal(generator, shape.vocabulary, shape.hidden, std=EMBEDDING_STD),
-        "model.norm.weight": _ones(shape.hidden),
-        "lm_head.weight": _normal(generator, shape.vocabulary, shape.hidden),
+        "model.embed_tokens.weight": normal(generator, shape.vocabulary, shape.hidden, std=EMBEDDING_STD),
+        "model.norm.weight": ones(shape.hidden),
+        "lm_head.weight": normal(generator, shape.vocabulary, shape.hidden),
     }
 
 
@@ -107,13 +88,7 @@ def _write_tokenizer(out: Path, vocabulary: int) -> None:
     )
     tokenizer.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
     tokenizer.add_tokens([f"<pad{i}>" for i in range(vocabulary - tokenizer.get_vocab_size())])
-    tokenizer.save(str(out / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    _write_json(out / "tokenizer_config.json", names)
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    save_tokenizer(out, tokenizer)
 
 
 def main() -> None:

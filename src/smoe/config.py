@@ -32,8 +32,11 @@ MOST_IO_THREADS = 64
 """Reading threads; two saturate a disk."""
 MOST_PREFETCH_DEPTH = 16
 """Layers ahead; the papers guess up to three."""
+DEFAULT_PREFETCH_DEPTH = 2
 EMULATED = "emulated"
 """The device that is emulated on the CPU (`memory/emulation.py`)."""
+STACKED_GATES = "stacked-gates"
+"""The prefetch that looks several layers ahead (`prediction/stacked_gates.py`)."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DIRECT_IO = ("auto", "on", "off")
 KERNELS = ("auto", "native", "own-order", "torch")
@@ -96,6 +99,12 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "alpha": ("a number from 0 (exact) to 1", lambda value: 0 <= value <= 1),
     "turn_timeout_seconds": ("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
 }
+_OWNERS = (
+    ("dilation", "device", EMULATED),
+    ("emulated_expert_bytes", "device", EMULATED),
+    ("prefetch_depth", "prefetch", STACKED_GATES),
+)
+"""Settings that would have no effect unless another has this value."""
 SWITCHES = ("preload", "prefetch_trial", "prefill_balance", "alpha_as_priced", "share_substitutes", "reproducible")
 """Settings that are true or false."""
 
@@ -176,9 +185,9 @@ class EngineConfig:
     prefetch_what: str = "top-score"
     """Which predicted experts are worth a load: those predicted to be top-score by `alpha` (all, where it is 0), or all
     that are predicted to be chosen."""
-    prefetch_depth: int = 2
-    """For the prefetch `stacked-gates`: how many layers ahead is looked at most for experts to bring in (HOBBIT's p). A
-    layer is looked at where those before it have all that is predicted for them."""
+    prefetch_depth: int | None = None
+    """For the prefetch `stacked-gates`: how many layers ahead is looked at most for experts to bring in (HOBBIT's p);
+    None: `DEFAULT_PREFETCH_DEPTH`. A layer is looked at where those before it have all that is predicted for them."""
     balance: str = "none"
     """Which missing experts the CPU computes, on a machine with a device beside it (SMoE's CPU-load balancer); such
     a layer's result has grade E2."""
@@ -259,9 +268,9 @@ class EngineConfig:
                 given=self.resident_share,
                 allowed="only without `memory`",
             )
-        for name in ("dilation", "emulated_expert_bytes"):
-            if getattr(self, name) is not None and self.device != EMULATED:
-                raise ConfigError.idle(name, getattr(self, name), "`device` emulated")
+        for name, owner, value in _OWNERS:
+            if getattr(self, name) is not None and getattr(self, owner) != value:
+                raise ConfigError.idle(name, getattr(self, name), f"`{owner}` {value}")
         if self.device == "cpu" and self.balance not in ("auto", "none"):
             raise ConfigError(
                 f"`balance` {self.balance} (an option, or part of a preset) needs a device beside the CPU: use "

@@ -31,7 +31,17 @@ def test_config_alone_is_enough(run, config_only, checkpoint):
     value = run("plan", config_only, "--memory", "4MiB", "--json").json
     assert value.keys() >= FIELDS
     assert sum(value["bytes"].values()) <= value["memory_budget_bytes"] == 4 << 20
-    assert value["bytes"] == run("plan", checkpoint, "--memory", "4MiB", "--json").json["bytes"]
+    whole = run("plan", checkpoint, "--memory", "4MiB", "--json").json
+    for name in ("non_expert_weights", "workspace", "kv_cache"):
+        assert value["bytes"][name] == whole["bytes"][name]
+    assert "from config.json alone" in value["remarks"][-1] and "config.json" not in whole["remarks"][-1]
+
+
+def test_of_a_checkpoint_that_is_not_all_here_the_config_is_planned(run, checkpoint, config_only):
+    """As while it is being downloaded."""
+    (config_only / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    ran = run("plan", config_only, "--memory", "4MiB", "--json")
+    assert ran.code == 0 and "from config.json alone" in ran.json["remarks"][-1]
 
 
 def test_floor_is_the_arithmetic_of_uniform_routing(run, config_only):
@@ -43,8 +53,7 @@ def test_floor_is_the_arithmetic_of_uniform_routing(run, config_only):
     assert value["floor_bound_by"] == "disk" and "uniform" in value["assumption"]
 
 
-def test_the_ledger_promises_what_the_engine_then_does(run, checkpoint):
-    """Planned from the config, the slots may only be fewer: the alignment of a slot is not known yet."""
+def test_the_budget_planned_is_the_budget_of_the_run(run, checkpoint):
     planned = run("plan", checkpoint, "--memory", "4MiB", "--json").json
     ran = run("generate", checkpoint, "--memory", "4MiB", "-p", "x", "--max-new-tokens", 2, "--json").json
     assert ran["memory_budget_bytes"] == planned["memory_budget_bytes"]

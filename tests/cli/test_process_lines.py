@@ -39,6 +39,15 @@ def test_what_the_budget_reserves_is_not_counted_twice():
     assert beside_budget(1 << 40)[LINES[-1]] == 0
 
 
+def test_what_takes_nothing_is_no_line(run, checkpoint, monkeypatch):
+    """Of a large model the budget reserves all scratch; programs still find the entry."""
+    monkeypatch.setattr("smoe.machine.process_memory.LIBRARY_SCRATCH_BYTES", 0)
+    said = run("plan", checkpoint, "--memory", "4MiB").out
+    assert LINES[-2] in said and LINES[-1] not in said
+    beside = run("plan", checkpoint, "--memory", "4MiB", "--json").json["beside_budget_bytes"]
+    assert beside[identifier(LINES[-1])] == 0
+
+
 def test_doctor_measures_them(run, tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "measure_disk", lambda *args, **named: (0.3e9, False))
     monkeypatch.setattr(hardware, "measure_experts", lambda *args, **named: 4e9)

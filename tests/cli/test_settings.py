@@ -48,7 +48,8 @@ def test_values_have_their_type(name: str) -> None:
     text, value = GIVEN[name]
     assert settings_of([f"{name.replace('_', '-')}={text}"]) == {name: value}
     device = "emulated" if name in ("dilation", "emulated_expert_bytes") else None
-    config = EngineOptions(settings=[f"{name}={text}"], device=device).config()
+    prefetch = "stacked-gates" if name == "prefetch_depth" else None
+    config = EngineOptions(settings=[f"{name}={text}"], device=device, prefetch=prefetch).config()
     assert getattr(config, name) == value
 
 
@@ -77,6 +78,7 @@ def test_a_predictor_and_how_far_it_looks_are_given_together() -> None:
         (["io_threads=99999"], "from 1 to 64"),
         (["emulated_expert_bytes=9"], "`emulated_expert_bytes` is '9', which has no unit"),
         (["dilation=5"], "belongs to `device` emulated"),
+        (["prefetch_depth=3"], "belongs to `prefetch` stacked-gates"),
         (["prefill_keep=never"], "choose one of: last-uses, eviction"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -87,7 +86,10 @@ def test_a_precision_must_have_been_packed(toy: Callable[..., Path], open_model:
 
 def test_a_pack_of_other_weights_is_refused(toy: Callable[..., Path], open_model: Open, tmp_path: Path) -> None:
     folder = packed_toy(toy, "mixtral", "int4", tmp_path / "model", torch.float32)
-    os.utime(folder / "model.safetensors", (1, 1))
+    model = oracle.reference(folder)
+    for weight in model.parameters():
+        weight.data += 1
+    model.save_pretrained(folder)
     with pytest.raises(CheckpointError, match="other weights"):
         open_model(folder, "half", precision="int4")
 

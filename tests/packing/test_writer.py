@@ -78,7 +78,7 @@ def test_other_weights_are_begun_with_anew(folder: Path) -> None:
     interrupt(folder, "int4")
     tensors = load_file(folder / "model.safetensors")
     key = zoo.expert_keys("mixtral", 0, 0)[0]
-    tensors[key][0, 0] += 1
+    tensors[key] += 1
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert packed_again(folder, "int4")[1] == list(range(1, 33))
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import HOST, LayerPlan, Load, Promotion, Serve
+from smoe.policy.planner import observation, plan_layer
 from smoe.policy.prediction import Prediction
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
@@ -151,3 +152,16 @@ def assert_loads_can_start(plan: LayerPlan) -> None:
         latest = max(latest, load.after)
         assert 0 <= latest <= position[load.key], load
     assert len({load.key for load in plan.loads}) == len(plan.loads)
+
+
+def decode(layer: int, *experts: int) -> Routing:
+    """A step of one token."""
+    return Routing(layer, Phase.DECODE, EXPERTS, [list(experts)])
+
+
+def served(executor: Executor, routing: Routing, share: int = 9) -> LayerPlan:
+    """Plan a step and carry it out; `share`: how many experts of a layer a prompt leaves."""
+    executor.eviction.observe(observation(routing))
+    plan = plan_layer(routing, executor.table, executor.eviction, share)
+    executor.carry_out(plan)
+    return plan

@@ -16,7 +16,7 @@ from smoe.policy.plan_progress import Progress
 from smoe.policy.planner import plan_layer, plan_prefetch
 from smoe.policy.residency import PoolSize, SlotTable
 from smoe.routing import Phase, Routing
-from tests.policy.tables import EXPERTS, LAYERS, TOP_K, depths, predictions, routings
+from tests.policy.tables import EXPERTS, LAYERS, TOP_K, decode, depths, predictions, routings
 
 steps = st.lists(st.tuples(routings(), depths), min_size=1, max_size=12)
 
@@ -117,10 +117,6 @@ def test_an_interrupt_anywhere_is_undone(steps, last, cache_slots, data) -> None
     progress.start_anew(OnceEach())
     assert not known(progress) and not progress.table.ready
     progress.table.check()
-
-
-def decode(layer: int, *experts: int) -> Routing:
-    return Routing(layer, Phase.DECODE, EXPERTS, [list(experts)])
 
 
 def begun(*keys: ExpertKey) -> Progress:

@@ -240,7 +240,8 @@ def ablate(
 
 
 def _with(step: Step, config: EngineConfig) -> EngineConfig:
-    wanted = replace(config, **step.switches)
+    own = {"prefetch_depth": None} | dict(step.switches)  # a step says itself what is prefetched
+    wanted = replace(config, **own)
     substitutes = wanted.alpha > 0 and config.alpha > 0
     return replace(wanted, alpha=config.alpha, alpha_as_priced=False) if substitutes else wanted
 

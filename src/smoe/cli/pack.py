@@ -54,22 +54,22 @@ def command(
         return
     for each in found["files"]:
         if each["was_packed_before"]:
-            note("packed already, from these very weights (--force packs again)")
+            note("packed already, from weights whose headers and samples are these (--force packs again)")
         _show_errors(each)
         print(each["file"])
 
 
 def _precisions(given: str | None) -> list[str | None]:
-    """What was asked for, each once; None: as the dtype says."""
+    """What was asked for, in its order; None: as the dtype says."""
     from smoe.config import PRECISION
     from smoe.errors import ConfigError
 
     if given is None:
         return [None]
-    wanted = list(dict.fromkeys(part.strip() for part in given.split(",")))
-    for part in wanted:
-        if part not in PRECISION[1:]:
-            raise ConfigError.no_choice("precision", part, PRECISION[1:])
+    wanted, lossy = [part.strip() for part in given.split(",")], PRECISION[1:]
+    if any(part not in lossy for part in wanted) or len(set(wanted)) < len(wanted):
+        allowed = f"one or more of {', '.join(lossy)}, each once, with commas between"
+        raise ConfigError.out_of_bounds("precision", given, allowed)
     return list(wanted)
 
 
@@ -113,10 +113,9 @@ def _pack(model: str, dtype: str, precisions: list[str | None], revision: str | 
 
 def _good(checkpoint: Checkpoint, contents: Contents) -> Packed | None:
     """The packed file that is there, where it fits the checkpoint and every byte is as it was written."""
-    from smoe.cli.console import progress, warn
+    from smoe.cli.console import warn
+    from smoe.cli.pack_check import find_damage
     from smoe.errors import CheckpointError
-    from smoe.packing.writer import damaged_layers
-    from smoe.units import format_bytes
 
     try:
         packed = checkpoint.packed(contents)
@@ -124,13 +123,7 @@ def _good(checkpoint: Checkpoint, contents: Contents) -> Packed | None:
         return None  # of other weights, or cut short: packing again is what is asked for
     if packed is None:
         return None
-    with progress("pack") as bars:
-        task = bars.add_task("checking", total=contents.experts * contents.stride, amount="")
-
-        def show(done: int, total: int) -> None:
-            bars.update(task, completed=done, amount=f"{format_bytes(done)} of {format_bytes(total)}")
-
-        damaged = damaged_layers(packed, contents, show)
+    damaged = find_damage(packed, contents, "pack")
     if damaged:
         layers = f"layer{'s' if len(damaged) > 1 else ''} {', '.join(map(str, damaged))}"
         warn(f"{packed.path} is damaged in {layers}: the whole file is written again")

@@ -22,12 +22,13 @@ smoe plan ./my-moe --json
 
 smoe plan ./my-moe.gguf --memory 8GiB
 
-Of a hub model only config.json is fetched. Run smoe doctor once for measured rates.
+Of a hub model only config.json is fetched; of weights that are here the headers are read. Run smoe doctor once for
+measured rates.
 """
 
 
 def command(engine: EngineOptions, model: Model = "demo", json: Json = False, debug: Debug = False) -> None:
-    """Tell from a model's config.json alone what it needs and what a memory budget buys.
+    """Tell what a model needs and what a memory budget buys, from its config.json, before its weights are here.
 
     Bytes by role, expert slots, the share of experts that stay in memory, and the speed to expect on this machine: from
     that of experts all equally likely to that of experts which repeat themselves as in recorded texts. The last line
@@ -55,12 +56,12 @@ def _print(result: Forecast) -> None:
     budget = Table(show_header=False, **_STYLE)
     budget.add_column(style="dim")
     budget.add_column(justify="right")
-    for name, count in result.ledger.entries().items():
+    for name, count in _taken(result.ledger.entries()):
         budget.add_row(name, format_bytes(count))
     budget.add_row("[bold]together[/bold]", f"[bold]{format_bytes(result.ledger.total_bytes)}[/bold]")
     if result.beside_budget:
         budget.add_section()
-        for name, count in result.beside_budget.items():
+        for name, count in _taken(result.beside_budget):
             budget.add_row(name, format_bytes(count))
         whole = result.ledger.total_bytes + sum(result.beside_budget.values())
         budget.add_row("[bold]whole process at most[/bold]", f"[bold]{format_bytes(whole)}[/bold]")
@@ -87,6 +88,11 @@ def _print(result: Forecast) -> None:
 
 
 _STYLE: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "dim"}
+
+
+def _taken(entries: dict[str, int]) -> list[tuple[str, int]]:
+    """Entries that take something: what a model lacks, or what is counted elsewhere, is no line to read."""
+    return [(name, count) for name, count in entries.items() if count]
 
 
 def _bytes(choice: Choice) -> str:

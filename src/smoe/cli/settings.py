@@ -8,7 +8,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from smoe.config import EngineConfig, allowed_of
+from smoe.config import DEFAULT_PREFETCH_DEPTH, EngineConfig, allowed_of
 from smoe.errors import ConfigError
 from smoe.units import parse_bytes
 
@@ -45,6 +45,7 @@ SETTABLE: dict[str, str] = {
 _LEFT_OUT = {
     "dilation": "as this machine needs",
     "emulated_expert_bytes": "the model's own",
+    "prefetch_depth": str(DEFAULT_PREFETCH_DEPTH),
     "prefetch_trial": "true with --prefetch auto, else false",
     "preload": "true where the budget holds every expert",
     "turn_timeout_seconds": "as long as it takes",

@@ -92,23 +92,15 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
 def _check_pack(model: str, precision: str, revision: str | None, reference: Reference) -> None:
     """Raise `CheckpointError` where a byte of the pack is not what was written: all that follows compares it
     with itself."""
-    from smoe.cli.console import progress
+    from smoe.cli.pack_check import find_damage
     from smoe.errors import CheckpointError
     from smoe.models.checkpoint import whole_checkpoint
     from smoe.models.packed import contents_in_precision
-    from smoe.packing.writer import damaged_layers
-    from smoe.units import format_bytes
 
     contents = contents_in_precision(list(reference.sites.values()), precision, reference.shell.config.model_type)
     packed = whole_checkpoint(model, revision).packed(contents)
     assert packed is not None, "refused before"
-    with progress("verify") as bars:
-        task = bars.add_task("checking the pack", total=contents.experts * contents.stride, amount="")
-
-        def show(done: int, total: int) -> None:
-            bars.update(task, completed=done, amount=f"{format_bytes(done)} of {format_bytes(total)}")
-
-        damaged = damaged_layers(packed, contents, show)
+    damaged = find_damage(packed, contents, "verify")
     if damaged:
         layers = ", ".join(map(str, damaged))
         raise CheckpointError(f"{packed.path} is not what was written, in layers {layers}; run smoe pack again")

@@ -13,7 +13,7 @@ from smoe.compute.expert_math import ExpertMath
 from smoe.compute.host_experts import Balancer, HostExperts
 from smoe.compute.quantised_math import QuantisedMath, Tile
 from smoe.compute.unit import ComputeUnit
-from smoe.config import EMULATED, EngineConfig
+from smoe.config import DEFAULT_PREFETCH_DEPTH, EMULATED, EngineConfig
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.load.calibration import calibrate
 from smoe.load.choose_kernel import choose_arithmetic
@@ -260,7 +260,8 @@ def _predictors(
     device: torch.device,
 ) -> Mapping[Phase, Predictor]:
     """A prefill always starts the next layer's reads early: nearly all are needed, so guessing is cheap and right."""
-    subject = Subject(model, spec, rules, config.prefetch_what, config.prefetch_depth)
+    depth = DEFAULT_PREFETCH_DEPTH if config.prefetch_depth is None else config.prefetch_depth
+    subject = Subject(model, spec, rules, config.prefetch_what, depth)
     found: dict[Phase, Predictor] = {Phase.PREFILL: subject.next_gate}
     decode = PREDICTORS[_predictor_name(spec, config, device)](subject)
     return found if decode is None else found | {Phase.DECODE: decode}

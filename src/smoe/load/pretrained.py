@@ -24,7 +24,7 @@ from smoe.memory.emulation import Emulation, read_profile
 from smoe.memory.pacing import Pacing
 from smoe.memory.quantised_store import QuantisedStore, is_quantised
 from smoe.memory.store import ExpertStore, LayerExperts
-from smoe.models.checkpoint import Checkpoint, local_checkpoint, whole_checkpoint
+from smoe.models.checkpoint import Checkpoint, described_checkpoint, local_checkpoint, whole_checkpoint
 from smoe.models.packed import contents_in_dtype
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
@@ -133,6 +133,20 @@ def open_store(
     dtype = SAFETENSORS[spec.dtype]
     packed = checkpoint.packed(contents_in_dtype(spec.sites, dtype))
     return ExpertStore(experts if packed is None else packed.layers, dtype, alignment)
+
+
+def open_if_here(
+    model: str | Path, spec: ModelSpec, device: torch.device, revision: str | None = None
+) -> ExpertStore | None:
+    """The places of a model's experts where its weights are here; nothing is downloaded, and headers alone are read.
+
+    None where there is the configuration alone, and of a `precision`: the size of its slots is known without its pack,
+    which may have to be written yet.
+    """
+    checkpoint = described_checkpoint(model, revision)
+    if spec.precision != "auto" or not checkpoint.has_weights():
+        return None
+    return open_store(checkpoint, spec, checkpoint.experts(spec), device)
 
 
 def make_ledger(

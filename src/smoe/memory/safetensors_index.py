@@ -17,7 +17,7 @@ from smoe.memory.checkpoint_json import check_regular, parse_object, read_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_MAX_HEADER_BYTES = 100 * 2**20
+MAX_HEADER_BYTES = 100 * 2**20
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2}
 ITEM_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1}
@@ -83,18 +83,27 @@ def index_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def shard_paths(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files, each of which exists."""
+def has_shards(folder: Path) -> bool:
+    """Whether every safetensors file is here that the checkpoint is made of; of none of them anything is read."""
+    paths = _named_shards(folder)
+    return bool(paths) and all(path.exists() for path in paths)
+
+
+def _named_shards(folder: Path) -> list[Path]:
+    """The safetensors files that the checkpoint is made of, whether they are here or not; empty where none is named."""
     index = folder / INDEX_FILE
     if index.is_symlink() or index.exists():
-        names = sorted(set(_weight_map(index).values()))
-    elif (folder / SINGLE_FILE).exists():
-        names = [SINGLE_FILE]
-    else:
+        return [folder / name for name in sorted(set(_weight_map(index).values()))]
+    return [folder / SINGLE_FILE] if (folder / SINGLE_FILE).exists() else []
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The checkpoint's safetensors files, each of which exists."""
+    paths = _named_shards(folder)
+    if not paths:
         raise CheckpointError(
             f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; smoe reads safetensors checkpoints only"
         )
-    paths = [folder / name for name in names]
     absent = [path.name for path in paths if not path.exists()]
     if absent:
         raise CheckpointError(f"{folder} lacks {len(absent)} of {len(paths)} shards, {absent[0]} first; download again")
@@ -111,7 +120,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         size = identity.nbytes
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
             raise CheckpointError(f"{path} is not a safetensors file, or is truncated ({size} bytes)")
         header = parse_object(file.read(length), path)
     _check_metadata(path, header.pop("__metadata__", None))

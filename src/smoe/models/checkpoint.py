@@ -41,6 +41,9 @@ class Checkpoint(Protocol):
     def config(self) -> PretrainedConfig:
         """The configuration; all that a checkpoint whose weights were not downloaded can give."""
 
+    def has_weights(self) -> bool:
+        """Whether the weights are here, not the configuration alone; nothing is read of them."""
+
     def tensors(self) -> dict[str, StoredTensor]:
         """Every tensor by its key in the file, from the headers alone."""
 

@@ -28,7 +28,7 @@ from smoe.models.experts import ExpertsSite, without_expert_weights
 from smoe.models.files import naming
 from smoe.models.gguf_config import architecture_of, read_gguf_config
 from smoe.models.gguf_tokenizer import read_gguf_tokenizer, read_sampling
-from smoe.models.packed import Contents, Packed
+from smoe.models.packed import Contents, Packed, not_packable
 from smoe.models.quantised_linear import can_stay_quantised, keep_quantised
 from smoe.models.spec import ModelSpec
 
@@ -46,6 +46,9 @@ class GgufFile:
     def config(self) -> PretrainedConfig:
         architecture_of(self._headers[0])  # a family that is not read is said before anything of the file is checked
         return read_gguf_config(self._headers[0], self._tensors)
+
+    def has_weights(self) -> bool:
+        return True
 
     def tensors(self) -> dict[str, StoredTensor]:
         return dict(self._tensors)
@@ -91,12 +94,11 @@ class GgufFile:
         return None
 
     def check_packable(self) -> None:
-        raise ConfigError(
+        raise not_packable(
+            self.place,
             f"{self.place} is a GGUF file, in which every matrix of an expert lies in one piece: there is nothing to "
             "pack; smoe pack is for folders of safetensors",
-            setting="model",
-            given=str(self.place),
-            allowed="a folder of safetensors, where it is to be packed",
+            "a folder of safetensors",
         )
 
     def load_dense(self, spec: ModelSpec, device: torch.device) -> PreTrainedModel:

@@ -6,14 +6,13 @@
 
 One read of whole pages brings an expert, with no bounce and no slack. A file has all experts in one form: in a dtype,
 worth it for checkpoints whose experts are scattered (gate and up apart, an expert split between shards) or of another
-dtype; or in fewer bits, which is asked for by name (`precision`) and lossy. The header names the checkpoint's shards
-with their sizes and times: a pack of other weights is refused, not used. The file appears under its name only when it
-is whole (`smoe/packing`).
+dtype; or in fewer bits, which is asked for by name (`precision`) and lossy. The header has a checksum of the
+checkpoint's headers and of samples of its weights (`weight_samples.py`): a pack of other weights is refused, not used.
+The file appears under its name only when it is whole (`smoe/packing`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import struct
@@ -22,15 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from smoe.errors import CheckpointError, UnsupportedModelError
+from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from smoe.formats.registry import FORMATS, format_of
 from smoe.memory.checkpoint_json import check_regular, parse_object
-from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor, identity_of, shard_paths
+from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor, identity_of
 from smoe.memory.store import LayerExperts, Part, page_ceil
 from smoe.models.experts import ExpertsSite
+from smoe.models.weight_samples import checksum
 
 MAGIC = b"smoepack"
-VERSION = 2
+VERSION = 3
 _QUANTISABLE = {"gate_up_proj", "down_proj"}
 
 
@@ -82,7 +82,6 @@ class Contents:
 
     def header(self, folder: Path) -> dict[str, Any]:
         """All that is known before anything is packed, and that must be the same when it is read."""
-        shards = [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in shard_paths(folder)]
         layout = [
             [site.layer, site.experts, [[each.part.name, each.kind, list(each.part.shape)] for each in parts]]
             for site in self.sites
@@ -93,7 +92,7 @@ class Contents:
             "contents": self.name,
             "stride": self.stride,
             "layout": layout,
-            "checkpoint": hashlib.sha256(json.dumps(shards).encode()).hexdigest(),
+            "checkpoint": checksum(folder),
         }
 
 
@@ -125,6 +124,11 @@ def _format_of(precision: str, part: Part, layer: int) -> str:
     return form.name
 
 
+def not_packable(place: Path, why: str, allowed: str) -> ConfigError:
+    """There is nothing that packing the model at `place` could gather; `allowed`: what can be packed."""
+    return ConfigError(why, setting="model", given=str(place), allowed=f"{allowed}, where it is to be packed")
+
+
 class Packed(NamedTuple):
     """A packed file that fits its checkpoint."""
 
@@ -146,12 +150,7 @@ def read_packed(folder: Path, contents: Contents) -> Packed | None:
         return None
     check_regular(path)
     header, start, identity = _read_header(path)
-    if header != contents.header(folder):
-        raise CheckpointError(
-            f"{path} was packed from other weights or by another version, or the checkpoint's files have been copied "
-            "or written anew since (their names, sizes and times are compared; cp -p keeps times): run smoe pack "
-            "again, or delete it"
-        )
+    _check_header(path, header, contents.header(folder))
     records, begin = _read_records(path, identity.nbytes)
     if begin != start + contents.experts * contents.stride or len(records) != len(contents.sites):
         raise CheckpointError(f"{path} is truncated; delete it, or run smoe pack again")
@@ -161,6 +160,20 @@ def read_packed(folder: Path, contents: Contents) -> Packed | None:
         layers[site.layer] = _packed_layer(path, identity, site, contents, offset)
         offset += site.experts * contents.stride
     return Packed(path, layers, records, start)
+
+
+def _check_header(path: Path, header: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise `CheckpointError` where a pack is of another version, or of another checkpoint than the one beside it."""
+    if header.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} is a pack of version {header.get('version')!r:.20}, and this smoe reads version {VERSION}: run "
+            "smoe pack again, or delete it"
+        )
+    if header != wanted:
+        raise CheckpointError(
+            f"{path} was packed from other weights: the names, sizes, headers or samples of the checkpoint's "
+            "safetensors are not those that it was made of; run smoe pack again, or delete it"
+        )
 
 
 def _packed_layer(

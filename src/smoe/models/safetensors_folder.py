@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 
 from smoe.errors import ConfigError, ModelError
 from smoe.memory.checkpoint_json import read_object
-from smoe.memory.safetensors_index import StoredTensor, index_checkpoint
+from smoe.memory.safetensors_index import StoredTensor, has_shards, index_checkpoint
 from smoe.memory.store import LayerExperts
 from smoe.models.config_file import check_config
 from smoe.models.dense import check_loaded, move_to_own_memory, quiet_library
@@ -22,7 +22,7 @@ from smoe.models.experts import without_expert_weights
 from smoe.models.files import naming
 from smoe.models.generation_file import check_generation
 from smoe.models.mxfp4_experts import check_mxfp4, expert_bytes, has_mxfp4_experts, joined
-from smoe.models.packed import Contents, Packed, contents_in_precision, read_packed
+from smoe.models.packed import Contents, Packed, contents_in_precision, not_packable, read_packed
 from smoe.models.registration import register_local_families
 from smoe.models.spec import ModelSpec
 
@@ -46,6 +46,9 @@ class SafetensorsFolder:
         if self._has_mxfp4:
             del config.quantization_config  # with it the library would convert, or fetch kernels
         return config
+
+    def has_weights(self) -> bool:
+        return has_shards(self.place)
 
     def tensors(self) -> dict[str, StoredTensor]:
         return index_checkpoint(self.place)
@@ -84,12 +87,11 @@ class SafetensorsFolder:
     def check_packable(self) -> None:
         """What gains nothing by it is packed as well; what packing would unpack is not."""
         if self._has_mxfp4:
-            raise ConfigError(
+            raise not_packable(
+                self.place,
                 f"the experts in {self.place} are stored in MXFP4 and served as they are; packed they would be in "
                 "another type and take four times the space: use the model as it is",
-                setting="model",
-                given=str(self.place),
-                allowed="a folder of safetensors in bfloat16, float16 or float32, where it is to be packed",
+                "a folder of safetensors in bfloat16, float16 or float32",
             )
 
     @cached_property

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from smoe.config import EngineConfig
+from smoe.config import STACKED_GATES, EngineConfig
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import PAGE, page_ceil
 from smoe.models.anatomy import Anatomy
@@ -88,7 +88,8 @@ class ModelSpec:
 
     def _slot_classes(self, slot_bytes: Mapping[int, int] | None) -> tuple[SlotClass, ...]:
         if slot_bytes is None:
-            slot_bytes = {layer: nbytes + PAGE for layer, nbytes in self.least_slot_bytes().items()}
+            shift = PAGE if self.precision == "auto" else 0  # in a pack every expert begins at a page
+            slot_bytes = {layer: nbytes + shift for layer, nbytes in self.least_slot_bytes().items()}
         top_k = self.anatomy.top_k
         alone = {site.layer: SlotClass(slot_bytes[site.layer], top_k[site.layer], site.experts) for site in self.sites}
         return slot_classes({site.layer: self._expert_bytes(site) for site in self.sites}, alone)
@@ -112,5 +113,5 @@ class ModelSpec:
             + self.anatomy.state_bytes_per_sequence * config.max_sequences,
             classes=self._slot_classes(slot_bytes),
             read_buffer_bytes=read_buffer_bytes,
-            predictor_bytes=self.router_bytes if config.prefetch == "stacked-gates" else 0,
+            predictor_bytes=self.router_bytes if config.prefetch == STACKED_GATES else 0,
         )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from smoe.config import EMULATED, EngineConfig
-from smoe.load.pretrained import choose_device, make_ledger
+from smoe.load.pretrained import choose_device, make_ledger, open_if_here
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at
 from smoe.machine.measure import emulated_rates, load_profile, measure_small_disk, quick_rates
@@ -38,6 +38,7 @@ LAYER_SECONDS = 0.8e-3
 (docs/log.md)."""
 _SHARES = (0.1, 0.25, 0.5, 0.75)
 """Budgets between the smallest and the full one that the table shows, by share of experts in memory."""
+_ESTIMATE = "from config.json alone: with its files here slots may be 4 KiB smaller, and reading may take buffers"
 
 
 @dataclass(frozen=True)
@@ -148,20 +149,23 @@ class Forecast:
 
 
 def forecast(model: str, config: EngineConfig, revision: str | None = None) -> Forecast:
-    """Read the config, divide the budget, and put a floor under the time per token."""
+    """Read the config, and of weights that are here the headers; divide the budget, and put a floor under the time per
+    token."""
     device = choose_device(config)
     profile = read_profile(config.profile) if config.device == EMULATED else None
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     spec = read_spec(model, config, revision)
-    ledger, reason = make_ledger(spec, config, device)
+    store = open_if_here(model, spec, device, revision)
+    ledger, reason = make_ledger(spec, config, device, store)
     rates, is_emulated = _rates(device, spec.expert_bytes, profile), profile is not None
     foretell = functools.partial(_choice, spec, rates=rates, device=device, is_emulated=is_emulated)
     chosen = foretell(ledger)
     choices = sorted([chosen, *map(foretell, _alternatives(ledger))], key=lambda choice: choice.ledger.budget_bytes)
     recommended = None if is_emulated else _recommend(ledger.demand, device, foretell)
     beside = beside_budget(reserved_kernel_bytes(spec.experts_bytes)) if device.type == "cpu" else {}
-    remarks = _remarks(rates, is_emulated)
+    is_estimate = store is None and spec.precision == "auto"
+    remarks = _remarks(rates, is_emulated) + ([_ESTIMATE] if is_estimate else [])
     return Forecast(model, spec, ledger, reason, chosen, choices, rates, is_emulated, recommended, remarks, beside)
 
 

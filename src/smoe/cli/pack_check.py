@@ -1,0 +1,19 @@
+"""A packed file read against its checksums, with a bar that tells how far it is."""
+
+from __future__ import annotations
+
+from smoe.cli.console import progress
+from smoe.models.packed import Contents, Packed
+from smoe.packing.writer import damaged_layers
+from smoe.units import format_bytes
+
+
+def find_damage(packed: Packed, contents: Contents, command: str) -> list[int]:
+    """Layers whose bytes are not those that were written; `command` begins the lines where no bar is shown."""
+    with progress(command) as bars:
+        task = bars.add_task("checking the pack", total=contents.experts * contents.stride, amount="")
+
+        def show(done: int, total: int) -> None:
+            bars.update(task, completed=done, amount=f"{format_bytes(done)} of {format_bytes(total)}")
+
+        return damaged_layers(packed, contents, show)

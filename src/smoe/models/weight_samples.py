@@ -1,0 +1,54 @@
+"""By what a pack knows the checkpoint that it was made of: a checksum of headers and of samples of the weights.
+
+    shard    header |s...........|s...........|s........s|      s: a page, at most 16 MiB from one to the next
+
+Names and sizes of the shards count too; times and places do not, so a copy is the same checkpoint. Any change to names,
+shapes or types is seen, and any that covers 16 MiB in one piece; one between two samples is not. Fine-tuning changes
+nearly every number, quantising and casting the headers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from smoe.memory.safetensors_index import MAX_HEADER_BYTES, shard_paths
+
+SAMPLE_BYTES = 4096
+APART_BYTES = 16 * 2**20
+"""From one sample to the next, at most: a disk that has to seek reads those of 60 GB in half a minute."""
+_LEAST_SAMPLES = 64
+"""Of a shard so small that samples this far apart would be few."""
+
+
+def checksum(folder: Path) -> str:
+    """SHA-256 of the names, sizes, headers and samples of a checkpoint's safetensors; unequal for other weights.
+
+    Raises `CheckpointError` where a shard is missing.
+    """
+    shards = [[path.name, path.stat().st_size, _sampled(path)] for path in shard_paths(folder)]
+    return hashlib.sha256(json.dumps(shards).encode()).hexdigest()
+
+
+def _sampled(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        prefix = os.pread(file.fileno(), 8, 0)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        begin = min(size, 8 + min(length, MAX_HEADER_BYTES))  # no more of a file whose header is damaged
+        digest.update(os.pread(file.fileno(), begin, 0))
+        for offset in sample_offsets(begin, size):
+            digest.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
+    return digest.hexdigest()
+
+
+def sample_offsets(begin: int, end: int) -> Iterator[int]:
+    """Where samples of the bytes from `begin` to `end` begin; the last one ends with them."""
+    step = max(SAMPLE_BYTES, min(APART_BYTES, (end - begin) // _LEAST_SAMPLES))
+    yield from range(begin, end, step)
+    yield max(begin, end - SAMPLE_BYTES)
