@@ -19,11 +19,12 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from smoe.fastpath import attention
+from smoe.fastpath import attention, linear
 from smoe.fastpath.attention import OneQuery, Shape, agrees
 from smoe.kernels import attention as kernel
 from smoe.kernels.attention import attend, fits
 from smoe.kernels.spinning_pool import SpinningPool
+from smoe.kernels.threads import threads
 from tests import oracle, promised
 
 LENGTHS = (1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 511, 512, 513, 1023, 1025)
@@ -337,3 +338,40 @@ def test_units_have_whole_groups() -> None:
     assert kernel._group(4, 16, 64) == 1
     assert kernel._group(48, 48, 1) == 16
     assert math.gcd(kernel._group(6, 6, 2), 6) == kernel._group(6, 6, 2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "masked", "is_known", "expected"),
+    [(8, False, True, 1), (5000, False, True, 3), (8, True, True, 3), (5000, True, False, 1)],
+)
+def test_what_the_library_keeps_goes_on_one_thread_where_that_is_short_and_proven(
+    keys: int, masked: bool, is_known: bool, expected: int
+) -> None:
+    """Within a step the library has one thread; a mask was in no proof."""
+    counts: list[int] = []
+
+    def library(module, query, key, value, attention_mask, **kwargs):
+        counts.append(torch.get_num_threads())
+        return query, None
+
+    module, query, key = nn.Module(), torch.zeros(1, 4, 1, 64), torch.zeros(1, 4, keys, 64)
+    if is_known:
+        module.library_threads = 3
+    with threads(1):
+        attention._standing_before(library)(module, query, key, key, torch.zeros(1) if masked else None, scaling=1.0)
+    assert counts == [expected]
+
+
+def test_without_the_kernel_a_token_still_needs_one_thread_only(
+    monkeypatch: pytest.MonkeyPatch, toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]
+) -> None:
+    """As on CPUs with AMX, where torch attends in an order of its own: would catch threads that hold up ours."""
+    monkeypatch.setattr(attention, "agrees", lambda *_: False)
+    monkeypatch.setattr(linear, "_faster", lambda pool, kinds, parts: parts)
+    folder = toy("qwen3_moe", dtype=torch.bfloat16, **WIDE)
+    with threads(2):
+        model = open_model(folder, "full", kernels="native")
+        assert attending(model) == 0
+        oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+        promised.needs(model.offload.arithmetic == "native", "torch's order for these experts")
+        promised.needs(model.offload._leaves_little, "torch's order for these layers")

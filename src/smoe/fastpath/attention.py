@@ -38,7 +38,12 @@ Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 _NAME = "sdpa"
 _ATTRIBUTE = "one_query"
-"""Where a module carries its kernel."""
+"""Where a module carries its kernel, ..."""
+_THREADS = "library_threads"
+"""... and the number of threads that the library has for what one of them takes long for."""
+_MOST_ALONE = 1 << 20
+"""Products of a query's with a key's number that one thread of the library takes some 1 ms for: for fewer, waking the
+others takes longer, and once awake they hold up our threads."""
 _UNDERSTOOD = {"module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "kwargs"}
 """What the library's function takes that means nothing else for one token without a mask."""
 _CHANGING = ("softcap", "s_aux", "output_attentions")
@@ -64,27 +69,33 @@ class Shape(NamedTuple):
 
 
 def speed_up(model: PreTrainedModel, pool: SpinningPool, is_measured: bool = True) -> int:
-    """Give every attention module whose bits the kernel reproduces the kernel; returns how many. A pool that multiplies
-    in its own order need not have the bits: as near to the exact numbers as the library, and faster (unless
-    `is_measured`, that is taken for granted), is enough.
+    """Give every attention module whose bits the kernel reproduces the kernel. A pool that multiplies in its own order
+    need not have the bits: as near to the exact numbers as the library, and faster (unless `is_measured`, that is taken
+    for granted), is enough.
+
+    Returns how many modules need the library's threads no longer for one token: those with the kernel, and those whose
+    attention by the library has the same bits on one thread. What is long for one thread still goes on all.
 
     Takes some tens of milliseconds for every distinct shape, and as long once a process.
     """
     if model.config.get_text_config()._attn_implementation != _NAME or libm() is None:
         return 0
-    library, verdicts, adopted = _behind_the_name(), dict[Shape, bool](), 0
+    library, verdicts, settled = _behind_the_name(), dict[Shape, tuple[bool, bool]](), 0
     for module in model.modules():
         shape = _shape(module, model)
         if shape is None:
             continue
         if shape not in verdicts:
-            verdicts[shape] = agrees(pool, library, module, shape) or (
+            is_ours = agrees(pool, library, module, shape) or (
                 pool.own_order is not None and gains(pool, library, module, shape, is_measured)
             )
-        if verdicts[shape]:
+            verdicts[shape] = is_ours, is_ours or is_the_same_on_one_thread(library, module, shape)
+        is_ours, is_settled = verdicts[shape]
+        if is_ours:
             setattr(module, _ATTRIBUTE, OneQuery(pool, shape))
-            adopted += 1
-    return adopted
+        setattr(module, _THREADS, torch.get_num_threads())
+        settled += is_settled
+    return settled
 
 
 class OneQuery:
@@ -123,6 +134,17 @@ def agrees(pool: SpinningPool, library: Attention, module: nn.Module, shape: Sha
             same_bits(ours, library(module, *tensors, None, dropout=0.0, scaling=scale)[0])
             for ours, (*tensors, scale) in found.values()
         )
+
+
+def is_the_same_on_one_thread(library: Attention, module: nn.Module, shape: Shape) -> bool:
+    """Whether the library's bits of one token's attention do not depend on its number of threads."""
+    answers = []
+    for count in (1, torch.get_num_threads()):
+        with torch.no_grad(), threads(count):
+            answers.append(
+                [library(module, *tensors, None, dropout=0.0, scaling=scale)[0] for *tensors, scale in _data(shape)]
+            )
+    return all(map(same_bits, *answers))
 
 
 def gains(pool: SpinningPool, library: Attention, module: nn.Module, shape: Shape, is_measured: bool) -> bool:
@@ -196,6 +218,10 @@ def _shape(module: nn.Module, model: PreTrainedModel) -> Shape | None:
     return Shape(heads, heads // getattr(module, "num_key_value_groups", 1), size)
 
 
+def _products(query: torch.Tensor, keys: torch.Tensor) -> int:
+    return query.numel() * keys.shape[-2]
+
+
 def _behind_the_name() -> Attention:
     """The library's function; from now on ours stands before it, once a process."""
     registered: Attention = ALL_ATTENTION_FUNCTIONS[_NAME]
@@ -225,7 +251,12 @@ def _standing_before(library: Attention) -> Attention:
             is_plain = all(kwargs.get(name) is None or kwargs[name] is False for name in others)
             if is_plain and kernel.serves(query, key, value):
                 return kernel(query, key, value, scaling), None
-        return library(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        given = functools.partial(library, module, query, key, value, attention_mask)
+        count = getattr(module, _THREADS, None)
+        if count is None or (attention_mask is None and _products(query, key) <= _MOST_ALONE):
+            return given(dropout=dropout, scaling=scaling, **kwargs)
+        with threads(count):
+            return given(dropout=dropout, scaling=scaling, **kwargs)
 
     forward.library = library  # type: ignore[attr-defined]
     return forward

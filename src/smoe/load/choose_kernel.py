@@ -60,13 +60,13 @@ def choose_arithmetic(
     # even on one thread our attention is several times faster than the library's on all
     chosen = compute.spinning_pool
     is_measured = config.kernels != "own-order"
-    attending = attention.speed_up(model, chosen or SpinningPool(1, has_bf16=is_supported()), is_measured)
+    settled = attention.speed_up(model, chosen or SpinningPool(1, has_bf16=is_supported()), is_measured)
     if chosen is None:
         return False
     gates = spec.anatomy.gates
     routers = {model.get_submodule(path): of in gates for of, path in spec.anatomy.routers.items()}
     share = linear.speed_up(model, chosen, routers, is_measured)
-    return attending == model.config.get_text_config().num_hidden_layers and share > _NEARLY_ALL
+    return settled == model.config.get_text_config().num_hidden_layers and share > _NEARLY_ALL
 
 
 def _proven_pool(config: EngineConfig, compute: LayerCompute) -> SpinningPool | None:
