@@ -5,9 +5,6 @@ Would catch: a wrong lane, a lost remainder of rows, a bias or minimum with the 
 
 from __future__ import annotations
 
-import ctypes
-import functools
-
 import pytest
 import torch
 
@@ -16,13 +13,9 @@ from smoe.formats.registry import FORMATS
 from smoe.kernels.isa import ISAS, Isa
 from smoe.kernels.jit import is_available
 from tests.formats.blocks import random_rows
+from tests.kernels.products import columns_of, compiled, exact, multiplied
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="needs llvmlite")
-if is_available():
-    from smoe.kernels.jit import compile_functions
-    from smoe.kernels.quantised import module_of, products_name, unpack_name
-
-_ARGUMENTS = (ctypes.c_void_p,) * 4 + (ctypes.c_longlong,) * 3
 ROWS = 23
 
 
@@ -42,34 +35,6 @@ def isa(request: pytest.FixtureRequest) -> Isa:
 def functions(form: Format, isa: Isa) -> dict[object, object]:
     """By the number of rows of x; "unpack"."""
     return compiled(form, isa)
-
-
-@functools.cache
-def compiled(form: Format, isa: Isa) -> dict[object, object]:
-    names = {rows: products_name(form, rows) for rows in (1, 2, 4)} | {"unpack": unpack_name(form)}
-    made = compile_functions(module_of([form], isa), dict.fromkeys(names.values(), _ARGUMENTS))
-    return dict(zip(names, made, strict=True))
-
-
-def columns_of(form: Format, blocks: int) -> int:
-    return form.numbers * blocks
-
-
-def multiplied(functions, data, x: torch.Tensor, columns: int, begin: int, end: int, bias=None) -> torch.Tensor:
-    out = torch.full((len(x), len(data)), float("nan"), dtype=torch.bfloat16)
-    address = data.ctypes.data
-    if len(x) == 1:
-        bias_at = None if bias is None else bias.data_ptr()
-        functions[1](x.data_ptr(), address, out.data_ptr(), bias_at, begin, end, columns)
-    else:
-        pairs = [pointer for row, to in zip(x, out, strict=True) for pointer in (row.data_ptr(), to.data_ptr())]
-        words = (ctypes.c_int64 * len(pairs))(*pairs)
-        functions[len(x)](ctypes.addressof(words), address, None, None, begin, end, columns)
-    return out
-
-
-def exact(form: Format, data, x: torch.Tensor) -> torch.Tensor:
-    return x.double() @ torch.from_numpy(form.decode(data)).double().T
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
