@@ -22,9 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from smoe.config import BF16, INT8
 from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
-from smoe.kernels.isa import BF16, INT8, ISAS_OF, Isa
+from smoe.kernels.isa import ISAS_OF, Isa
 from smoe.kernels.jit import compile_functions
 from smoe.kernels.quantised import module_of, products_name, unpack_name
 from tests.formats.blocks import random_rows

@@ -7,8 +7,9 @@ import functools
 
 import torch
 
+from smoe.config import BF16
 from smoe.formats.base import Format
-from smoe.kernels.isa import BF16, Isa
+from smoe.kernels.isa import Isa
 from smoe.kernels.jit import compile_functions
 
 _ARGUMENTS = (ctypes.c_void_p,) * 4 + (ctypes.c_longlong,) * 3

@@ -12,10 +12,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from smoe.config import INT8
 from smoe.formats.activations import in_8_bits
 from smoe.formats.base import Bits, Format
 from smoe.formats.registry import FORMATS
-from smoe.kernels.isa import INT8, ISAS_OF, Isa
+from smoe.kernels.isa import ISAS_OF, Isa
 from smoe.kernels.jit import is_available
 from tests.formats.blocks import random_rows
 from tests.kernels.products import columns_of, compiled, exact, multiplied

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from smoe.config import BF16, INT8
 from smoe.kernels.jit import cpu_has
-
-BF16, INT8 = "bf16", "int8"
-"""What a row of x is multiplied as: as it is, or rounded to 8 bits (`quantised_whole.py`, lossy)."""
 
 
 @dataclass(frozen=True)

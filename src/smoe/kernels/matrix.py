@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from smoe.config import BF16
 from smoe.formats.base import Format
 from smoe.kernels.isa import Isa, widest
 from smoe.kernels.jit import address_of, compile_functions
@@ -23,6 +24,8 @@ class Products(NamedTuple):
     """Addresses of the products with one, two and four rows."""
     unpack: int
     """Address of what writes rows of the matrix as bf16."""
+    activations: str = BF16
+    """What a row of x is multiplied as (`EngineConfig.activations`)."""
 
 
 class Matrix(NamedTuple):
@@ -41,19 +44,19 @@ def in_bf16(*matrices: torch.Tensor) -> tuple[Matrix, ...]:
 
 
 @functools.cache
-def products_of(form: Format) -> Products | None:
+def products_of(form: Format, activations: str = BF16) -> Products | None:
     """Machine code for a format on this CPU, made once a process; None where there is none for it."""
-    isa = widest()
-    return None if isa is None else _compiled(form, isa)
+    isa = widest(activations)
+    return None if isa is None else _compiled(form, isa, activations)
 
 
-def _compiled(form: Format, isa: Isa) -> Products:
+def _compiled(form: Format, isa: Isa, activations: str) -> Products:
     from smoe.kernels import quantised  # needs llvmlite, which not every machine has
 
     arguments = (_POINTER,) * 4 + (_NUMBER,) * 3
     names = [*(quantised.products_name(form, rows) for rows in (1, 2, 4)), quantised.unpack_name(form)]
     functions: list[Callable[..., None]] = compile_functions(
-        quantised.module_of([form], isa), dict.fromkeys(names, arguments)
+        quantised.module_of([form], isa, activations), dict.fromkeys(names, arguments)
     )
     one, two, four, unpack = map(address_of, functions)
-    return Products((one, two, four), unpack)
+    return Products((one, two, four), unpack, activations)

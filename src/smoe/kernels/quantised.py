@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
+from smoe.config import BF16, INT8
 from smoe.formats.base import Format, Group
 from smoe.kernels import quantised_dots, quantised_whole
 from smoe.kernels.builder import FLOAT, HALF_WORD, POINTER, WORD, Code, Value
-from smoe.kernels.isa import BF16, INT8, Isa
+from smoe.kernels.isa import Isa
 from smoe.kernels.quantised_block import Row, arranged, codes_of, group_numbers, order_of, scales_of
 from smoe.kernels.quantised_dots import subtracted
 

@@ -18,6 +18,7 @@ from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.fastpath import attention, linear, norm
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
+from smoe.load.activations import check_activations
 from smoe.load.calibration import calibrate
 from smoe.load.choose_kernel import choose_way
 from smoe.load.selftest import check_experts
@@ -142,7 +143,7 @@ def _compute(
     pacing: Pacing,
 ) -> LayerCompute:
     """The experts' arithmetic, and the loads that bring experts to it; nothing is proven or chosen yet."""
-    math = _math(model, spec, store)
+    math = _math(model, spec, store, config.activations)
     arrivals = Arrivals(
         store=store,
         table=table,
@@ -156,14 +157,16 @@ def _compute(
     return LayerCompute(store, arrivals, arena, math, {} if host_experts is None else {HOST: host_experts}, pacing)
 
 
-def _math(model: PreTrainedModel, spec: ModelSpec, store: ExpertStore) -> dict[int, ExpertMath]:
+def _math(model: PreTrainedModel, spec: ModelSpec, store: ExpertStore, activations: str) -> dict[int, ExpertMath]:
     """Every layer's formulas, by the block that they stand in for."""
     modules = dict(model.named_modules())
     if not isinstance(store, QuantisedStore):
         return {site.layer: ExpertMath(modules[site.name], site.parts, spec.dtype) for site in spec.sites}
     tile = Tile(spec.dtype)
     return {
-        site.layer: QuantisedMath(modules[site.name], site.parts, spec.dtype, store.matrices(site.layer), tile)
+        site.layer: QuantisedMath(
+            modules[site.name], site.parts, spec.dtype, store.matrices(site.layer), tile, activations
+        )
         for site in spec.sites
     }
 
@@ -197,7 +200,7 @@ def _host_experts(
     if _balance(config, tiers) == "none":
         return None
     assert tiers.host is not None, "refused before loading"
-    math = _math(model, spec, store)
+    math = _math(model, spec, store, config.activations)
     if device.type != "cpu" and not all(layer.is_movable for layer in math.values()):
         raise ConfigError(
             f"`balance` {_balance(config, tiers)}: this family's experts end in a norm that only the device has; use "
@@ -252,7 +255,7 @@ def _choose_arithmetic(model: PreTrainedModel, spec: ModelSpec, config: EngineCo
     """
     is_native = spec.dtype is torch.bfloat16 and config.kernels != "torch"
     is_quantised = isinstance(compute.store, QuantisedStore)
-    can_multiply = widest() is not None if is_quantised else is_supported()
+    can_multiply = widest(config.activations) is not None if is_quantised else is_supported()
     host = compute.units.get(HOST)
     if isinstance(host, HostExperts) and is_native and not compute.pacing.is_emulated and can_multiply:
         # an emulated device is timed with the library's products: docs/log.md
@@ -271,9 +274,10 @@ def _choose_arithmetic(model: PreTrainedModel, spec: ModelSpec, config: EngineCo
     # of quantised experts the library knows nothing: unpacking one for every token is no rival to measure
     is_given = is_quantised or (pool is not None and config.kernels == "native")
     choose_way(compute, spec.sites[0].layer, spec.dtype, pool, is_given)
+    check_activations(model, config, compute)
     if not (is_wanted and is_supported()):
         if compute.spinning_pool is not None:
-            linear.multiply_codes(model, compute.spinning_pool)
+            linear.multiply_codes(model, compute.spinning_pool, config.activations)
         return False
     norm.speed_up(model)
     # even on one thread our attention is several times faster than the library's on all
@@ -283,7 +287,7 @@ def _choose_arithmetic(model: PreTrainedModel, spec: ModelSpec, config: EngineCo
         return False
     gates = spec.anatomy.gates
     routers = {model.get_submodule(path): of in gates for of, path in spec.anatomy.routers.items()}
-    share = linear.speed_up(model, chosen, routers)
+    share = linear.speed_up(model, chosen, routers, config.activations)
     return attending == model.config.get_text_config().num_hidden_layers and share > _NEARLY_ALL
 
 
