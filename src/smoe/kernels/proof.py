@@ -61,18 +61,20 @@ def is_as_near(pool: SpinningPool, matrix: Matrix, form: Format, rows: torch.Ten
     """Whether our product with a quantised matrix, or with its `rows`, the first bytes [n, bytes], is no
     further from the exact one than torch's bf16 product on the dequantised weights, on average.
 
-    Where it rounds activations, the exact one is that of the rounded ones: else a wrong kernel would hide behind what
-    is lost on purpose.
+    Where it rounds activations, the exact one is that of the rounded ones, and ours no further from it than a result
+    must be that is rounded to bf16: else a wrong kernel would hide behind what is lost on purpose.
     """
     assert matrix.products is not None
     outputs, numbers = rows.shape[0], torch.from_numpy(form.decode(rows.numpy()))
     x = torch.randn(1, matrix.columns, generator=torch.Generator().manual_seed(0)).bfloat16()
-    seen = x.double() if matrix.products.activations == BF16 else torch.from_numpy(in_8_bits(form, x.float().numpy()))
     ours = torch.empty(1, outputs, dtype=torch.bfloat16)
     pool.multiply_quantised(x, [matrix._replace(outputs=outputs)], ours)
-    theirs = x @ numbers.bfloat16().T
-    pairs = ((ours, seen), (theirs, x.double()))
-    error, bound = ((each.double() - of @ numbers.double().T).square().mean() for each, of in pairs)
+    if matrix.products.activations == BF16:
+        exact, theirs = x.double() @ numbers.double().T, x @ numbers.bfloat16().T
+    else:
+        exact = torch.from_numpy(in_8_bits(form, x.float().numpy())) @ numbers.double().T
+        theirs = exact.bfloat16()
+    error, bound = ((each.double() - exact).square().mean() for each in (ours, theirs))
     return bool(error <= 1.1 * bound)  # where every weight is a bf16 number both round alike
 
 

@@ -51,7 +51,9 @@ class RunReport:
     time_shares: dict[str, float]
     """What the decode time was spent on: shares that add up to 1."""
     alpha: float
-    """The substitution threshold; 0: exact."""
+    """The substitution threshold; 0: nothing is replaced."""
+    lossy: tuple[str, ...]
+    """By what the text may differ from the unmodified model's (`EngineConfig.lossy`)."""
     bench: dict[str, Any] | None
     """The emulated device: profile, dilation, and the share of the time by which this machine was late; None: real."""
     routes: dict[str, float]
@@ -105,6 +107,7 @@ class RunReport:
             "rates_source": self.rates.source,
             "time_shares": {identifier(name): share for name, share in self.time_shares.items()},
             "alpha": self.alpha,
+            "lossy": list(self.lossy),
             "routes": self.routes,
             "emulated": self.bench,
             "was_interrupted": generation.was_interrupted,
@@ -145,6 +148,7 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         time_shares=time_shares(generation, has_link),
         bench=_bench_of(generation, pacing),
         alpha=engine.config.alpha,
+        lossy=tuple(engine.config.lossy),
         routes=route_shares(decode),
         process=process,
     )
