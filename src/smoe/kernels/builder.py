@@ -195,6 +195,18 @@ class Code:
         """Those numbers of a register, in that order."""
         return self.build.shuffle_vector(register, ir.Constant(register.type, ir.Undefined), self.words(lanes))
 
+    def joined(self, registers: Sequence[Value]) -> Value:
+        """One or two registers of equal size behind each other."""
+        if len(registers) == 1:
+            return registers[0]
+        return self.build.shuffle_vector(*registers, self.words(range(2 * registers[0].type.count)))
+
+    def filled_up(self, register: Value) -> Value:
+        """To as many numbers as a register of float32 has, or half as many, with zeros."""
+        if register.type.count == self.isa.lanes:
+            return register
+        return self.joined([register, ir.Constant(register.type, None)])
+
     def summed(self, register: Value) -> Value:
         """All numbers of a register added up: halves, quarters, and so on."""
         while register.type.count > 1:

@@ -15,6 +15,7 @@ done for all groups of the block in one register.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -70,8 +71,6 @@ def module_of(forms: Sequence[Format], isa: Isa, activations: str = BF16) -> str
 class _Way(NamedTuple):
     """How rows of x are arranged and multiplied."""
 
-    lanes: int
-    """Of a total."""
     zero: int
     """What codes are too large by as they are multiplied."""
     row: Callable[[Code, Format, Value, Value], Row]
@@ -80,14 +79,15 @@ class _Way(NamedTuple):
         [Code, Format, Sequence[Value], Sequence[Row], Value, Sequence[Value], Sequence[Value]], list[Value]
     ]
     """(code, form, places, rows, block, gains, totals): see `quantised_whole.add_block`."""
+    together: int = 1
+    """Blocks that it adds at once, at most."""
 
 
 def _way(isa: Isa, form: Format, activations: str) -> _Way:
     if activations == INT8:
-        lanes = quantised_whole.lanes_of(isa, form)
-        return _Way(lanes, 0, quantised_whole.row_of, quantised_whole.add_block)
+        return _Way(0, quantised_whole.row_of, quantised_whole.add_block, quantised_whole.together(isa, form))
     add_block = _add_halves if quantised_dots.fits(isa, form) else _add_reals
-    return _Way(isa.lanes, subtracted(isa, form), _row, add_block)
+    return _Way(subtracted(isa, form), _row, add_block)
 
 
 def _has_offsets(way: _Way, form: Format) -> bool:
@@ -175,19 +175,23 @@ def _dots(
     """The products of every row of the matrix with every row of x: row after row of the matrix."""
     build, groups = code.build, len(form.groups)
     count, has_offsets = len(matrix) * len(xs), _has_offsets(way, form)
-    begin = [code.reals(0.0, way.lanes)] * count + ([code.reals(0.0, groups)] * count if has_offsets else [])
+    begin = [code.reals(0.0)] * count + ([code.reals(0.0, groups)] * count if has_offsets else [])
 
-    def block(b: Value, carried: list[Value]) -> list[Value]:
+    def some(b: Value, many: int, carried: list[Value]) -> list[Value]:
+        """So many blocks from b on."""
         totals, offsets = carried[:count], carried[count:]
         first = build.mul(b, code.number(form.nbytes))
         places = [code.at(row, first) for row in matrix]
-        scales = [scales_of(code, form, place, way.zero) for place in places]
-        totals = way.add_block(code, form, places, xs, b, [each.gains for each in scales], totals)
+        scales = [
+            [scales_of(code, form, code.at(place, n * form.nbytes), way.zero) for n in range(many)] for place in places
+        ]
+        gains = [code.joined([each.gains for each in of_row]) for of_row in scales]
+        totals = way.add_block(code, form, places, xs, b, gains, totals)
         if offsets:
-            place = build.mul(b, code.number(4 * groups))
-            for n in range(count):
-                x_sums = code.load(code.registers(FLOAT, groups), code.at(xs[n % len(xs)].sums, place), 4)
-                offsets[n] = code.fma(scales[n // len(xs)].offsets, x_sums, offsets[n])
+            for n, m in itertools.product(range(many), range(count)):
+                place = build.mul(build.add(b, code.number(n)), code.number(4 * groups))
+                x_sums = code.load(code.registers(FLOAT, groups), code.at(xs[m % len(xs)].sums, place), 4)
+                offsets[m] = code.fma(scales[m // len(xs)][n].offsets, x_sums, offsets[m])
         return totals + offsets
 
     def blocks_of(several: int) -> Callable[[Value, list[Value]], list[Value]]:
@@ -196,8 +200,9 @@ def _dots(
             for row in matrix:
                 for line in range(0, several * form.nbytes, LINE):
                     code.prefetch(code.at(code.at(row, ahead), line))
-            for n in range(several):
-                carried = block(build.add(b, code.number(n)), carried)
+            many = min(several, way.together)
+            for n in range(0, several, many):
+                carried = some(build.add(b, code.number(n)), many, carried)
             return carried
 
         return together

@@ -41,6 +41,8 @@ class _Piece(NamedTuple):
     i: int
     nth: int
     """Of its group, in the order of the runs."""
+    begin: int = 0
+    """Bytes between the first of these blocks and this."""
 
 
 class _Codes(NamedTuple):
@@ -56,9 +58,9 @@ class _Codes(NamedTuple):
     """What one stands for: a table's numbers are multiples of it."""
 
 
-def lanes_of(isa: Isa, form: Format) -> int:
-    """Sums of a register, of four products each."""
-    return min(isa.lanes, form.numbers // 4)
+def together(isa: Isa, form: Format) -> int:
+    """Blocks that share a register."""
+    return max(1, 4 * isa.lanes // form.numbers)
 
 
 def add_block(
@@ -70,18 +72,21 @@ def add_block(
     gains: Sequence[Value],
     totals: Sequence[Value],
 ) -> list[Value]:
-    """Totals [lanes] plus block number `block` of every row of the matrix times every row of x, scaled.
+    """Totals [lanes] plus block number `block` of every row of the matrix, and those behind it that share a register
+    with it, times every row of x, scaled.
 
-    `places`: where the block begins in each row of the matrix; `gains`: of every row of the matrix, a number for each
-    group.
+    `places`: where the first block begins in each row of the matrix; `gains`: of every row of the matrix, a number for
+    each group of all these blocks.
     """
-    build, lanes, groups = code.build, lanes_of(code.isa, form), len(form.groups)
+    build, groups = code.build, gains[0].type.count
+    registers_of = _registers(code.isa, form, groups // len(form.groups))
     found, kind = list(totals), _codes_of(code.isa, form)
-    at = build.mul(block, code.number(4 * groups))
+    at = build.mul(block, code.number(4 * len(form.groups)))
     scales = [code.load(code.registers(FLOAT, groups), code.at(x.scales, at), 4) for x in xs]
     both = [build.fmul(gain, scale) for gain in gains for scale in scales]
     k = build.mul(block, code.number(form.numbers))
-    for of, registers in groupby(enumerate(_registers(form, lanes)), lambda each: [piece.group for piece in each[1]]):
+    for of, registers in groupby(enumerate(registers_of), lambda each: [piece.group for piece in each[1]]):
+        lanes = _PIECE // 4 * len(of)
         sums: list[Value] = [None] * len(found)
         for n, pieces in registers:
             here = build.add(k, code.number(4 * lanes * n))
@@ -93,9 +98,9 @@ def add_block(
                     m = row * len(xs) + r
                     before = begins[r] if sums[m] is None else build.add(sums[m], begins[r])
                     sums[m] = code.byte_dots(before, codes, numbers[r], kind.is_signed)
-        where = [group for group in of for _ in range(_PIECE // 4)]
+        where = [group for group in of for _ in range(_PIECE // 4)] * (code.isa.lanes // lanes)
         for m, total in enumerate(found):
-            reals = build.sitofp(sums[m], code.registers(FLOAT, lanes))
+            reals = code.filled_up(build.sitofp(sums[m], code.registers(FLOAT, lanes)))
             found[m] = code.fma(code.pick(both[m], where), reals, total)
     return found
 
@@ -123,10 +128,10 @@ def arrangement(module: ir.Module, isa: Isa, form: Format) -> None:
     arguments = ("*x", "*numbers", "*begins", "*scales", "*sums", "K")
     code = Code(module, isa, _arrangement_name(form), arguments)
     x, numbers, begins, scales, sums, columns = code.arguments
-    build, lanes, groups = code.build, lanes_of(isa, form), len(form.groups)
+    build, groups = code.build, len(form.groups)
     places = {
         (piece.group, piece.nth): _PIECE * n
-        for n, piece in enumerate(piece for pieces in _registers(form, lanes) for piece in pieces)
+        for n, piece in enumerate(piece for pieces in _registers(isa, form, 1) for piece in pieces)
     }
     unit = _codes_of(isa, form).unit
 
@@ -191,7 +196,7 @@ def _sum(code: Code, registers: Sequence[Value]) -> Value:
 
 def _fill_begins(code: Code, form: Format, numbers: Value, begins: Value, columns: Value) -> None:
     """What lanes begin with: their four bytes of x, times the codes' zero, subtracted."""
-    lanes, kind = lanes_of(code.isa, form), _codes_of(code.isa, form)
+    lanes, kind = min(code.isa.lanes, form.numbers // 4), _codes_of(code.isa, form)
     if not kind.zero:
         return
     zeros, nothing = code.bytes([kind.zero] * 4 * lanes), code.words([0] * lanes)
@@ -226,8 +231,11 @@ def _codes_of(isa: Isa, form: Format) -> _Codes:
     return _Codes(form.zero)
 
 
-def _registers(form: Format, lanes: int) -> list[list[_Piece]]:
-    """The pieces of a block by register, so that neighbours in memory with the same shift share one."""
+def _registers(isa: Isa, form: Format, blocks: int) -> list[list[_Piece]]:
+    """The pieces of some blocks by register, so that neighbours in memory with the same shift share one.
+
+    What lies in a register comes block by block: x is in the same order whether blocks share a register or not.
+    """
     pieces = []
     for g, group in enumerate(form.groups):
         runs = [(run, i) for run in group.runs for i in range(0, run.numbers, _PIECE)]
@@ -239,7 +247,12 @@ def _registers(form: Format, lanes: int) -> list[list[_Piece]]:
         return first.shift, first.byte + piece.i
 
     pieces.sort(key=place)
-    count = 4 * lanes // _PIECE
+    pieces = [
+        piece._replace(group=piece.group + n * len(form.groups), begin=n * form.nbytes)
+        for n in range(blocks)
+        for piece in pieces
+    ]
+    count = 4 * isa.lanes // _PIECE
     return [pieces[n : n + count] for n in range(0, len(pieces), count)]
 
 
@@ -263,7 +276,9 @@ def _bytes(code: Code, form: Format, kind: _Codes, pieces: Sequence[_Piece], pla
 def _fields(code: Code, fields: Sequence[Field], pieces: Sequence[_Piece], place: Value) -> Value:
     """(byte >> shift & mask) << left of each piece: one shift where all go the same way."""
     build = code.build
-    raw = _neighbours(code, [field.byte + piece.i for field, piece in zip(fields, pieces, strict=True)], place)
+    raw = _neighbours(
+        code, [piece.begin + field.byte + piece.i for field, piece in zip(fields, pieces, strict=True)], place
+    )
     right = [field.shift - field.left for field in fields]
     masks = [field.mask for field in fields]
     if min(right) < 0 < max(right):
@@ -301,11 +316,15 @@ def _neighbours(code: Code, begins: Sequence[int], place: Value) -> Value:
 
 
 def _single_bits(code: Code, fields: Sequence[Bits], pieces: Sequence[_Piece], place: Value) -> Value:
-    """A bit for each number; those of all pieces are neighbours."""
-    build = code.build
-    begins = [bits.byte + piece.i // 8 for bits, piece in zip(fields, pieces, strict=True)]
-    assert begins == [begins[0] + _PIECE // 8 * n for n in range(len(begins))], begins
-    count = _PIECE * len(begins)
-    word = code.load(ir.IntType(count), code.at(place, begins[0]))
+    """A bit for each number; those of one block are neighbours."""
+    build, count = code.build, _PIECE * len(pieces)
+    word, shift = ir.Constant(ir.IntType(count), 0), 0
+    for block, pairs in groupby(zip(fields, pieces, strict=True), lambda each: each[1].begin):
+        begins = [bits.byte + piece.i // 8 for bits, piece in pairs]
+        assert begins == [begins[0] + _PIECE // 8 * n for n in range(len(begins))], begins
+        part = code.load(ir.IntType(_PIECE * len(begins)), code.at(place, block + begins[0]))
+        part = build.zext(part, word.type) if len(begins) < len(pieces) else part
+        word = build.or_(word, build.shl(part, ir.Constant(word.type, shift))) if shift else part
+        shift += _PIECE * len(begins)
     flags = build.bitcast(word, ir.VectorType(ir.IntType(1), count))
     return build.select(flags, code.bytes([1 << fields[0].left] * count), code.bytes([0] * count))
