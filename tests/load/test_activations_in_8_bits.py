@@ -18,6 +18,7 @@ from smoe.compute import quantised_math
 from smoe.config import INT8, configure
 from smoe.errors import ConfigError
 from smoe.kernels.isa import widest
+from smoe.models.quantised_linear import QuantisedLinear
 from tests import gguf_toy, oracle
 from tests.load.test_precision import packed_toy
 from tests.models.test_gguf_quantised import assert_near, steps
@@ -35,6 +36,13 @@ def test_logits_are_near_those_of_the_dequantised_model(mixture: str, tmp_path: 
     assert_near(full, steps(theirs, oracle.PROMPT), 0.08, others=2)
     as_they_are = steps(open_model(path, "full"), oracle.PROMPT)
     assert not all(map(torch.equal, full, as_they_are)), "nothing was rounded"
+
+
+@needs_kernels
+def test_layers_beside_the_experts_round_theirs_too(tmp_path: Path, open_model: Open) -> None:
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q8_0")
+    layers = [each for each in open_model(path, activations=INT8).modules() if isinstance(each, QuantisedLinear)]
+    assert layers and all(each.activations == INT8 for each in layers)
 
 
 @needs_kernels
