@@ -1,10 +1,11 @@
 """Products of quantised formats: rates and errors, by instruction set.
 
-    python -m bench.quantised_products [--formats Q4_K,Q6_K] [--json]
+    python -m bench.quantised_products [--formats Q4_K,Q6_K] [--activations bf16,int8] [--json]
 
 One thread, a matrix of 30720 x 2048 (larger than the caches), random codes. *Rate*: bytes of the stored matrix a
 second, best of the rounds, beside what a plain sum of the same memory reaches. *Error*: root mean square against
-float64 on the numbers that the codes stand for, relative to torch's bf16 product on the same numbers.
+float64 on the numbers that the codes stand for, relative to torch's bf16 product on the same numbers; with activations
+in 8 bits it has what rounding them costs.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from smoe.config import BF16, INT8
 from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
-from smoe.kernels.isa import ISAS, Isa
+from smoe.kernels.isa import ISAS_OF, Isa
 from smoe.kernels.jit import compile_functions
 from smoe.kernels.quantised import module_of, products_name, unpack_name
 from tests.formats.blocks import random_rows
@@ -36,30 +38,37 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Rates and errors of quantised products.")
     parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--activations", default=f"{BF16},{INT8}")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     rows = [
-        measure(FORMATS[name], isa, memory_rate()) for isa in ISAS if isa.is_here for name in given.formats.split(",")
+        measure(FORMATS[name], isa, activations, memory_rate())
+        for name in given.formats.split(",")
+        for activations in given.activations.split(",")
+        for isa in ISAS_OF[activations]
+        if isa.is_here
     ]
     if given.json:
         print(json.dumps(rows, indent=1))
         return
-    print(f"{'isa':<8} {'format':<6} {'memory':>7} {'1 row':>7} {'2 rows':>7} {'4 rows':>7} GB/s  "
+    print(f"{'isa':<12} {'x':<4} {'format':<6} {'memory':>7} {'1 row':>7} {'2 rows':>7} {'4 rows':>7} GB/s  "
           f"{'unpack':>7} Gnumbers/s  {'error':>6} of torch's")  # fmt: skip
     for row in rows:
         rates = " ".join(f"{row[f'gb_per_second_{n}']:7.1f}" for n in (1, 2, 4))
-        print(f"{row['isa']:<8} {row['format']:<6} {row['memory_gb_per_second']:7.1f} {rates}       "
+        what = f"{row['isa']:<12} {row['activations']:<4} {row['format']:<6}"
+        print(f"{what} {row['memory_gb_per_second']:7.1f} {rates}       "
               f"{row['unpacked_giga_per_second']:7.1f}             {row['error_of_torch']:6.2f}")  # fmt: skip
 
 
-def measure(form: Format, isa: Isa, memory: float) -> dict[str, Any]:
-    """One format on one instruction set."""
+def measure(form: Format, isa: Isa, activations: str, memory: float) -> dict[str, Any]:
+    """One format and one kind of activations on one instruction set."""
     names = [*(products_name(form, n) for n in (1, 2, 4)), unpack_name(form)]
-    one, two, four, unpack = compile_functions(module_of([form], isa), dict.fromkeys(names, _ARGUMENTS))
+    one, two, four, unpack = compile_functions(module_of([form], isa, activations), dict.fromkeys(names, _ARGUMENTS))
     data = random_rows(form, OUTPUTS, COLUMNS, seed=0)
     x = torch.randn(4, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()
     out = torch.empty(4, OUTPUTS, dtype=torch.bfloat16)
-    row: dict[str, Any] = {"isa": isa.name, "format": form.name, "memory_gb_per_second": memory}
+    row: dict[str, Any] = {"isa": isa.name, "activations": activations, "format": form.name}
+    row["memory_gb_per_second"] = memory
     for count, function in ((1, one), (2, two), (4, four)):
         whole = functools.partial(_product(function, x[:count], data, out[:count]), OUTPUTS)
         row[f"gb_per_second_{count}"] = data.nbytes / best(whole) / 1e9

@@ -125,7 +125,7 @@ def test_facts_are_plain() -> None:
         ({"dilation": 3.0}, "dilation", "only with `device` emulated"),
         ({"device": "cpu", "balance": "host"}, "balance", "auto or none"),
         ({"alpha": 0.2, "reproducible": True, "eviction": "lru"}, "eviction", "auto or score"),
-        ({"evicton": "lru"}, "evicton", "settings are alpha, "),
+        ({"evicton": "lru"}, "evicton", "settings are activations, alpha, "),
         ({"preset": "fast"}, "preset", "exact, lru"),
     ],
 )

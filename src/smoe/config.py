@@ -42,6 +42,7 @@ DIRECT_IO = ("auto", "on", "off")
 KERNELS = ("auto", "native", "own-order", "torch")
 DENSE_PRECISION = ("as-stored", "dtype")
 PRECISION = ("auto", "int8", "int4", "int2")
+BF16, INT8 = ACTIVATIONS = ("bf16", "int8")
 SUBSTITUTES = ("replace", "drop")
 SUBSTITUTE_WEIGHTS = ("own", "inherited")
 CPU_ISA = ("none", "avx2", "avx512", "avx512_bf16", "all")
@@ -73,6 +74,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "prefill_keep": PREFILL_KEEP,
     "dense_precision": DENSE_PRECISION,
     "precision": PRECISION,
+    "activations": ACTIVATIONS,
     "direct_io": DIRECT_IO,
     "kernels": KERNELS,
     "substitutes": SUBSTITUTES,
@@ -210,6 +212,9 @@ class EngineConfig:
     precision: str = "auto"
     """The routed experts in fewer bits, from the file that `smoe pack --precision` wrote (lossy); auto: as the
     checkpoint has them."""
+    activations: str = BF16
+    """What few rows of activations are rounded to before quantised weights of any kind multiply them on a CPU: bf16, as
+    the model has them, or int8, which takes less time and is lossy."""
     dense_precision: str = "as-stored"
     """Quantised weights beside the experts: kept as the file has them, or unpacked to `dtype` when they are loaded."""
     kernels: str = "auto"
@@ -245,7 +250,8 @@ class EngineConfig:
     def lossy(self) -> list[str]:
         """By what the text may differ from the unmodified model's, by more than rounding."""
         by_alpha = [f"alpha {self.alpha:g}"] if self.alpha > 0 else []
-        return by_alpha + ([f"experts in {self.precision}"] if self.precision != "auto" else [])
+        by_weights = [f"experts in {self.precision}"] if self.precision != "auto" else []
+        return by_alpha + by_weights + ([f"activations in {self.activations}"] if self.activations != BF16 else [])
 
     def __post_init__(self) -> None:
         for name in (*LIMITS, *CHOICES, *SWITCHES, *_NUMBERS):
@@ -271,6 +277,7 @@ class EngineConfig:
         for name, owner, value in _OWNERS:
             if getattr(self, name) is not None and getattr(self, owner) != value:
                 raise ConfigError.idle(name, getattr(self, name), f"`{owner}` {value}")
+        self._check_activations()
         if self.device == "cpu" and self.balance not in ("auto", "none"):
             raise ConfigError(
                 f"`balance` {self.balance} (an option, or part of a preset) needs a device beside the CPU: use "
@@ -288,6 +295,26 @@ class EngineConfig:
                 given=self.eviction,
                 allowed=allowed,
             )
+
+    def _check_activations(self) -> None:
+        """Only our kernels for CPUs round activations, and they compute in bf16."""
+        if self.activations == BF16:
+            return
+        allowed: dict[str, tuple[str, ...]] = {
+            "device": ("auto", "cpu"),
+            "kernels": ("auto", "native"),
+            "dtype": ("auto", "bfloat16"),
+        }
+        for name, choices in allowed.items():
+            if getattr(self, name) not in choices:
+                other = f"`{name}` {getattr(self, name)}"
+                raise ConfigError(
+                    f"`activations` {self.activations} is for smoe's own kernels on a CPU, in bfloat16, and does not "
+                    f"go with {other}: leave one of the two out",
+                    setting="activations",
+                    given=self.activations,
+                    allowed=f"{BF16} with {other}",
+                )
 
 
 PRESETS: dict[str, dict[str, Any]] = {

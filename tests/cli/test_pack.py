@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from smoe.config import INT8
+from smoe.kernels.isa import widest
 from smoe.packing import writer
 from tests.toy import save_toy
 
@@ -146,6 +149,26 @@ def test_a_list_of_precisions_that_is_none(run, mixtral, given):
     ran = run("pack", mixtral, "--precision", given)
     said = f"--precision is {given!r}; it must be one or more of int8, int4, int2, each once, with commas between"
     assert ran.code == 2 and said in " ".join(ran.err.split()) and _packed(mixtral) == []
+
+
+@pytest.mark.skipif(widest(INT8) is None, reason="this CPU has no instruction set that kernels are for")
+def test_what_activations_in_8_bits_add(run, tmp_path):
+    """The model itself, its experts in fewer bits, then the activations too: each choice has a price of its own."""
+    folder = save_toy(tmp_path / "model", "mixtral", dtype=torch.bfloat16)
+    run("pack", folder, "--precision", "int4")
+    asked = (folder, "--memory", "64MiB", "--precision", "int4", "--activations", "int8")
+    ran = run("generate", *asked, "-p", "Hello", "--max-new-tokens", 4)
+    assert ran.code == 0 and "experts in int4, activations in int8 (smoe eval says" in " ".join(ran.err.split())
+    refused = run("verify", *asked)
+    assert refused.code == 2 and "--activations int8 rounds what the library does not" in " ".join(refused.err.split())
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("Once upon a time there was a cat. " * 20)
+    priced = run("eval", *asked, "--alphas", "0", "--text", text, "--tokens", 60, "--out", out, "--json")
+    prices = priced.json["prices"]
+    settings = [(price["precision"], price["activations"]) for price in prices]
+    assert settings == [("auto", "bf16"), ("int4", "bf16"), ("int4", "int8")]
+    assert 0 == prices[0]["kl_nats"] < prices[1]["kl_nats"] != prices[2]["kl_nats"] > 0
+    assert "int4 x int8 0" in priced.err
 
 
 def test_too_little_disk_is_refused_before_writing(run, mixtral, monkeypatch):

@@ -1,18 +1,53 @@
-"""Calls of generated products, as `tasks.py` makes them."""
+"""Generated products, called one function at a time, as `tasks.py` makes its calls."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from smoe.config import BF16
+from smoe.formats.base import Bytes, Format
+from smoe.kernels.isa import Isa
+from smoe.kernels.jit import compile_functions
+
 ARGUMENTS = (ctypes.c_void_p,) * 4 + (ctypes.c_longlong,) * 3
+Functions = Mapping[Any, Any]
+"""By the number of rows of x; "unpack"."""
+
+
+@functools.cache
+def compiled(form: Format, isa: Isa, activations: str = BF16) -> Functions:
+    from smoe.kernels.quantised import module_of, products_name, unpack_name  # needs llvmlite
+
+    names: dict[Any, str] = {rows: products_name(form, rows) for rows in (1, 2, 4)} | {"unpack": unpack_name(form)}
+    made = compile_functions(module_of([form], isa, activations), dict.fromkeys(names.values(), ARGUMENTS))
+    return dict(zip(names, made, strict=True))
+
+
+def columns_of(form: Format, blocks: int) -> int:
+    return form.numbers * blocks
 
 
 def multiplied(
-    functions: Mapping[Any, Any],
+    functions: Functions,
+    data: Bytes,
+    x: torch.Tensor,
+    columns: int,
+    begin: int,
+    end: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Outputs begin ... end - 1 of every row of x [M, K] times a quantised matrix: [M, outputs], NaN elsewhere."""
+    assert x.shape[1] == columns
+    return multiplied_at(functions, data.ctypes.data, len(data), x, begin, end, bias)
+
+
+def multiplied_at(
+    functions: Functions,
     matrix: int,
     outputs: int,
     x: torch.Tensor,
@@ -20,8 +55,7 @@ def multiplied(
     end: int | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Outputs begin ... end - 1 of x [M, K] times the matrix at an address, by the function for M rows: [M, outputs],
-    NaN where nothing was written."""
+    """The same of the matrix at an address."""
     out = torch.full((len(x), outputs), float("nan"), dtype=torch.bfloat16)
     end, columns = outputs if end is None else end, x.shape[1]
     if len(x) == 1:
@@ -32,3 +66,8 @@ def multiplied(
         words = (ctypes.c_int64 * len(pairs))(*pairs)
         functions[len(x)](ctypes.addressof(words), matrix, None, None, begin, end, columns)
     return out
+
+
+def exact(form: Format, data: Bytes, x: torch.Tensor) -> torch.Tensor:
+    """In float64, on the numbers that the codes stand for."""
+    return x.double() @ torch.from_numpy(form.decode(data)).double().T

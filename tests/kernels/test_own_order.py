@@ -55,7 +55,7 @@ def assert_near(ours: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, bias
 @pytest.mark.parametrize("columns", [32, 64, 96, 2048])
 def test_errors_are_those_of_rounding(isa: Isa, rows: int, columns: int) -> None:
     weights, x = numbers(23, columns), numbers(rows, columns, seed=1)
-    ours = products.multiplied(compiled(isa), weights.data_ptr(), 23, x)
+    ours = products.multiplied_at(compiled(isa), weights.data_ptr(), 23, x)
     assert_near(ours, x, weights)
     errors = [
         float((each.double() - x.double() @ weights.double().T).square().mean()) for each in (ours, x @ weights.T)
@@ -78,7 +78,7 @@ def test_every_instruction_set_gives_the_same_up_to_rounding(
     for isa in ISAS:
         if isa.is_here:
             for rows in (1, 2, 4):
-                ours = products.multiplied(compiled(isa), weights.data_ptr(), outputs, x[:rows])
+                ours = products.multiplied_at(compiled(isa), weights.data_ptr(), outputs, x[:rows])
                 if scale > 1e-35:  # dot products of pairs take what is denormal for zero
                     assert_near(ours, x[:rows], weights)
                 else:
@@ -87,22 +87,22 @@ def test_every_instruction_set_gives_the_same_up_to_rounding(
 
 def test_a_share_of_the_outputs_touches_nothing_else(isa: Isa) -> None:
     weights, x = numbers(23, 96), numbers(1, 96, seed=1)
-    whole = products.multiplied(compiled(isa), weights.data_ptr(), 23, x)
+    whole = products.multiplied_at(compiled(isa), weights.data_ptr(), 23, x)
     for begin, end in ((0, 0), (0, 3), (5, 10), (22, 23)):
-        part = products.multiplied(compiled(isa), weights.data_ptr(), 23, x, begin, end)
+        part = products.multiplied_at(compiled(isa), weights.data_ptr(), 23, x, begin, end)
         assert torch.equal(part[:, begin:end], whole[:, begin:end])
         assert bool(part[:, :begin].isnan().all()) and bool(part[:, end:].isnan().all())
 
 
 def test_a_bias_is_added_before_rounding(isa: Isa) -> None:
     weights, x, bias = numbers(23, 96), numbers(1, 96, seed=1), numbers(23, seed=2) * 100
-    assert_near(products.multiplied(compiled(isa), weights.data_ptr(), 23, x, bias=bias), x, weights, bias)
+    assert_near(products.multiplied_at(compiled(isa), weights.data_ptr(), 23, x, bias=bias), x, weights, bias)
 
 
 def test_what_is_no_number_shows(isa: Isa) -> None:
     weights, x = numbers(23, 96), numbers(1, 96, seed=1)
     weights[7, 95] = float("nan")
-    found = products.multiplied(compiled(isa), weights.data_ptr(), 23, x).isnan()
+    found = products.multiplied_at(compiled(isa), weights.data_ptr(), 23, x).isnan()
     assert found[0, 7] and found.sum() == 1
 
 

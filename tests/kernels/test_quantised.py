@@ -5,8 +5,6 @@ Would catch: a wrong lane, a lost remainder of rows, a bias or minimum with the 
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -15,13 +13,9 @@ from smoe.formats.registry import FORMATS
 from smoe.kernels.isa import ISAS, Isa
 from smoe.kernels.jit import is_available
 from tests.formats.blocks import random_rows
-from tests.kernels import products
+from tests.kernels.products import columns_of, compiled, exact, multiplied
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="needs llvmlite")
-if is_available():
-    from smoe.kernels.jit import compile_functions
-    from smoe.kernels.quantised import module_of, products_name, unpack_name
-
 ROWS = 23
 
 
@@ -41,26 +35,6 @@ def isa(request: pytest.FixtureRequest) -> Isa:
 def functions(form: Format, isa: Isa) -> dict[object, object]:
     """By the number of rows of x; "unpack"."""
     return compiled(form, isa)
-
-
-@functools.cache
-def compiled(form: Format, isa: Isa) -> dict[object, object]:
-    names = {rows: products_name(form, rows) for rows in (1, 2, 4)} | {"unpack": unpack_name(form)}
-    made = compile_functions(module_of([form], isa), dict.fromkeys(names.values(), products.ARGUMENTS))
-    return dict(zip(names, made, strict=True))
-
-
-def columns_of(form: Format, blocks: int) -> int:
-    return form.numbers * blocks
-
-
-def multiplied(functions, data, x: torch.Tensor, columns: int, begin: int, end: int, bias=None) -> torch.Tensor:
-    assert x.shape[1] == columns
-    return products.multiplied(functions, data.ctypes.data, len(data), x, begin, end, bias)
-
-
-def exact(form: Format, data, x: torch.Tensor) -> torch.Tensor:
-    return x.double() @ torch.from_numpy(form.decode(data)).double().T
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from smoe.config import INT8
+from smoe.formats.activations import in_8_bits
 from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
 from smoe.kernels.isa import widest
@@ -55,6 +57,17 @@ def test_a_linear_layer(
     result = ours(x)
     assert result.shape == (1, rows, OUTPUTS) and result.dtype is torch.bfloat16
     assert float((result.double() - wanted).abs().max()) <= 2.0**-7 * float(wanted.abs().max())
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 3])
+def test_activations_in_8_bits(form: Format, rows: int, pool) -> None:
+    codes, x = codes_of(form), torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    ours = QuantisedLinear(form, codes, torch.bfloat16, None)
+    ours.pool, ours.activations = pool, INT8
+    seen = torch.from_numpy(in_8_bits(form, x.float().numpy()))
+    wanted = seen @ numbers_of(form, codes).double().T
+    assert torch.allclose(ours(x).double(), wanted, rtol=2.0**-8, atol=1e-5 * float(wanted.abs().max()))
 
 
 def test_in_32_bits(form: Format) -> None:

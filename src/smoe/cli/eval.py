@@ -20,6 +20,8 @@ smoe eval ./my-moe --memory 8GiB --questions qa.jsonl --out results     (goes on
 
 smoe eval ./my-moe --memory 8GiB --precision int4 --alphas 0     (after: smoe pack ./my-moe --precision int4)
 
+smoe eval model.gguf --memory 8GiB --activations int8 --alphas 0
+
 smoe eval ./my-moe --memory 8GiB --tasks arc_easy,piqa --most-questions 50
 
 A line of questions, by how the answer is scored ("short" is the default):
@@ -36,9 +38,10 @@ With "format": "cloze" the likeliest per character; with a "suffix" beside
 the choices, the one that makes the suffix likeliest. A is the first choice.
 
 The table goes to stderr; one line of JSON to stdout, unless that is a
-terminal (--json: always). Alpha 0 is the model itself,
-unless --precision puts its experts in fewer bits: then both are measured. Ctrl-C and SIGTERM
-keep the thresholds that are done, and say where.
+terminal (--json: always). Alpha 0 is the model itself, unless --precision puts
+its experts in fewer bits (int4), or --activations what they multiply (x int8):
+then the model itself is measured, too. Ctrl-C and SIGTERM keep the thresholds
+that are done, and say where.
 """
 
 
@@ -93,7 +96,8 @@ def command(
     if plot is not None:
         from smoe.eval.plot import draw
 
-        priced = [price for price in prices if price.quality.precision == circumstances["precision"]]
+        asked = circumstances["precision"], circumstances["activations"]
+        priced = [price for price in prices if price.quality.numbers == asked]
         draw(priced, f"{model}, {circumstances['resident_share']:.0%} of the experts resident", plot)
         note(str(plot))
 

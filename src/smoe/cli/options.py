@@ -109,6 +109,13 @@ class EngineOptions:
             rich_help_panel=_ENGINE,
         ),
     ] = None
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            help="LOSSY where int8: quantised weights multiply activations in 8 bits, on a CPU.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit of a hub model.", rich_help_panel=_ENGINE)
     ] = None
@@ -201,6 +208,7 @@ class EngineOptions:
             threads=self.threads,
             dtype=self.dtype,
             precision=self.precision,
+            activations=self.activations,
             device=self.device,
             eviction=self.eviction,
             pools=self.pools,

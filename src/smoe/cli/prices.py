@@ -18,7 +18,7 @@ from smoe.errors import ConfigError
 from smoe.eval.paired_bootstrap import Change
 from smoe.eval.price import RESULTS, Price, sweep
 from smoe.eval.questions import Question, Questions, fitting, read_questions
-from smoe.eval.stepwise import EXACT, Exam
+from smoe.eval.stepwise import EXACT, Exam, Numbers
 from smoe.eval.texts import read_documents
 
 _TABLE_WIDTH = 80
@@ -116,12 +116,10 @@ def _measure(
     asked = read_questions(material.questions)[:most] if has_questions else []
     config = replace(substituting(options), alpha=max(thresholds))  # so that the router's rule is proven
     tokenizer = tokenizer_of(model, options.revision)
-    # The model itself comes first, which all else is compared with.
-    settings = [(EXACT, [0.0])] if config.precision != EXACT else []
     prices: list[Price] = []
     found: dict[str, Any] = {}
-    for precision, alphas in [*settings, (config.precision, thresholds)]:
-        with loaded(model, replace(config, precision=precision), options.revision) as ready:
+    for numbers, alphas in _in_turn(config, thresholds):
+        with loaded(model, replace(config, **numbers._asdict()), options.revision) as ready:
             offload: Any = ready.offload
             documents = _documents(tokenizer, texts, material, offload.context_tokens)
             tokens = sum(map(len, documents))
@@ -132,12 +130,20 @@ def _measure(
                 "questions": len(asked),
             }
             exam: Exam | None = harness or (Questions(asked) if asked else None)
-            with _Bar(precision, alphas, tokens, len(asked) or most * len(material.tasks)) as bar:
+            with _Bar(numbers, alphas, tokens, len(asked) or most * len(material.tasks)) as bar:
                 prices += sweep(ready, tokenizer, alphas, documents, exam, folder, circumstances, bar.start)
             ledger = offload.ledger
             resident = {"slots": ledger.cache_slots, "resident_share": ledger.resident_share}
-            found = circumstances | {"precision": precision, **resident}
+            found = circumstances | {**numbers._asdict(), **resident}
     return prices, found
+
+
+def _in_turn(config: EngineConfig, thresholds: list[float]) -> list[tuple[Numbers, list[float]]]:
+    """What is measured at which thresholds: the model itself first, which all else is compared with; then one choice
+    of fewer bits after the other, so that each one's share is seen."""
+    asked = Numbers(config.precision, config.activations)
+    before = dict.fromkeys((EXACT, asked._replace(activations=EXACT.activations)))
+    return [*((numbers, [0.0]) for numbers in before if numbers != asked), (asked, thresholds)]
 
 
 def _circumstances(model: str, config: EngineConfig, material: Material, budget_bytes: int) -> dict[str, Any]:
@@ -207,9 +213,9 @@ def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[li
 class _Bar:
     """One bar over all thresholds; the length of answers is not known before, so it is a guess."""
 
-    def __init__(self, precision: str, thresholds: list[float], text_tokens: int, questions: int) -> None:
+    def __init__(self, numbers: Numbers, thresholds: list[float], text_tokens: int, questions: int) -> None:
         self._progress = progress("price", "tokens")
-        self._in_precision = "" if precision == EXACT else f"{precision}, "
+        self._in_numbers = f"{numbers}, " if str(numbers) else ""
         self._alphas = sorted({0.0, *thresholds})
         self._each = text_tokens + questions * 40
         self._started = 0
@@ -224,7 +230,7 @@ class _Bar:
 
     def start(self, alpha: float) -> Any:
         number = self._alphas.index(alpha)
-        title = f"{self._in_precision}alpha {alpha:g} ({number + 1} of {len(self._alphas)})"
+        title = f"{self._in_numbers}alpha {alpha:g} ({number + 1} of {len(self._alphas)})"
         # whatever else came before was measured in an earlier run, and took no time of this one
         skipped = (number - self._started) * self._each
         self._started += 1
@@ -247,7 +253,7 @@ def print_table(prices: list[Price]) -> None:
 def _row(price: Price) -> list[str]:
     quality = price.quality
     return [
-        f"{quality.alpha:g}" if quality.precision == EXACT else f"{quality.precision} {quality.alpha:g}",
+        f"{quality.numbers} {quality.alpha:g}".lstrip(),
         f"{quality.perplexity:.2f}",
         _interval(None if price.is_base else price.perplexity, price.has_enough_tokens),
         f"{quality.kl:.4f}",

@@ -56,14 +56,13 @@ def _experts(report: RunReport) -> str:
 
 
 def _lossy(report: RunReport) -> str:
+    what = ", ".join(report.lossy)
     if not report.alpha:
-        return ""
+        return f"{what} (smoe eval says what that costs)" if what else ""
     replaced = report.routes.get("substituted", 0.0)
     if replaced == 0:
-        return f"alpha {report.alpha:g}: nothing was replaced; too few experts are resident, or nothing was missing"
-    return (
-        f"alpha {report.alpha:g}: {replaced:.1%} of the experts chosen were replaced (smoe eval says what that costs)"
-    )
+        return f"{what}: nothing was replaced; too few experts are resident, or nothing was missing"
+    return f"{what}: {replaced:.1%} of the experts chosen were replaced (smoe eval says what that costs)"
 
 
 def _arithmetic(report: RunReport) -> str:

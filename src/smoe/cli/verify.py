@@ -59,6 +59,7 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
 
     from smoe.cli.console import progress
     from smoe.cli.session import loaded
+    from smoe.config import BF16
     from smoe.report.verify import EXPERTS, PASSES, reference_of, verify
 
     config = engine.config()
@@ -69,6 +70,14 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
             setting="alpha",
             given=config.alpha,
             allowed="0 where exactness is checked",
+        )
+    if config.activations != BF16:
+        raise ConfigError(
+            f"`activations` {config.activations} rounds what the library does not, and smoe verify checks the model "
+            "without that: leave it out; smoe eval says what it costs",
+            setting="activations",
+            given=config.activations,
+            allowed=f"{BF16} where exactness is checked",
         )
     reference = reference_of(model, config, engine.revision, tokens)
     if config.precision != "auto":

@@ -1,6 +1,6 @@
 """How an expert computes whose matrices are quantised: straight from its slot for few tokens, unpacked for many.
 
-    few tokens   the codes themselves, times x in float32       (`kernels/quantised.py`)
+    few tokens   the codes themselves, times x                  (`kernels/quantised.py`)
     many         slot -> a tile in the model's type -> x @ tile  one expert's tile is in memory at a time
 
 Nothing here can have the library's bits, which knows no such weights: the results are a function of the input and the
@@ -17,6 +17,7 @@ from torch import nn
 
 from smoe.compute.expert_math import ExpertMath, Weights, within_rounding
 from smoe.compute.row_groups import Shape, product
+from smoe.config import BF16
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.matrix import Matrix, products_of
 from smoe.kernels.proof import is_as_near
@@ -52,6 +53,7 @@ class QuantisedWeights:
         self,
         data: Sequence[tuple[StoredMatrix, torch.Tensor]],
         tile: Tile,
+        activations: str,
         up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
     ) -> None:
@@ -59,13 +61,17 @@ class QuantisedWeights:
         [2I] and [H], in the model's type."""
         self.data = data
         self._tile = tile
+        self._activations = activations
         self.up_bias = up_bias
         self.down_bias = down_bias
 
     @cached_property
     def matrices(self) -> Sequence[Matrix]:
         """Made when they are first asked for: machine code takes some tenths of a second, once for each format."""
-        return [Matrix(rows.data_ptr(), each.outputs, each.columns, products_of(each.form)) for each, rows in self.data]
+        return [
+            Matrix(rows.data_ptr(), each.outputs, each.columns, products_of(each.form, self._activations))
+            for each, rows in self.data
+        ]
 
     @property
     def up(self) -> torch.Tensor:
@@ -97,11 +103,19 @@ class QuantisedMath(ExpertMath):
     """The arithmetic of one layer's experts module, on quantised weights."""
 
     def __init__(
-        self, module: nn.Module, parts: Sequence[Part], dtype: torch.dtype, stored: Sequence[StoredMatrix], tile: Tile
+        self,
+        module: nn.Module,
+        parts: Sequence[Part],
+        dtype: torch.dtype,
+        stored: Sequence[StoredMatrix],
+        tile: Tile,
+        activations: str = BF16,
     ) -> None:
+        """`activations`: what few rows are multiplied as by our kernels (`EngineConfig.activations`)."""
         super().__init__(module, parts, dtype)
         self._stored = stored
         self._tile = tile
+        self._activations = activations
 
     @property
     def shapes(self) -> tuple[Shape, Shape]:
@@ -118,10 +132,10 @@ class QuantisedMath(ExpertMath):
             begin = offsets[each.name]
             data.append((each, rows[begin : begin + each.nbytes].view(each.outputs, -1)))
         if not self._has_bias:
-            return QuantisedWeights(data, self._tile)
+            return QuantisedWeights(data, self._tile, self._activations)
         names = f"{self._up_name}_bias", "down_proj_bias"
         biases = (arena.view(slot, offsets[name], self._shapes[name], self._dtype) for name in names)
-        return QuantisedWeights(data, self._tile, *biases)
+        return QuantisedWeights(data, self._tile, self._activations, *biases)
 
     def agrees(self, pool: SpinningPool, weights: Weights) -> bool:
         """Whether our kernel is no further from the numbers that the codes stand for than torch's product is."""

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
+from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.eval.paired_bootstrap import Change, bootstrapped
 from smoe.eval.questions import Tick
-from smoe.eval.stepwise import EXACT, ExactDistributions, Exam, Quality, measure
+from smoe.eval.stepwise import EXACT, ExactDistributions, Exam, Numbers, Quality, measure
 from smoe.whole_file import whole_file
 
 _log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Price:
         quality = self.quality
         return {
             "precision": quality.precision,
+            "activations": quality.activations,
             "alpha": quality.alpha,
             "tokens": quality.tokens,
             "perplexity": quality.perplexity,
@@ -91,25 +93,26 @@ def sweep(
 ) -> list[Price]:
     """Measure every threshold, 0 first; what `folder` holds from an earlier run in the same circumstances is kept.
 
-    Of a model whose experts are in fewer bits, every threshold is compared with the model itself, which must have been
-    measured into `folder` before.
+    Of a model whose experts or activations are in fewer bits, every threshold is compared with the model itself, which
+    must have been measured into `folder` before.
     """
-    precision: str = model.offload.config.precision  # type: ignore[union-attr,assignment]
-    wanted = sorted({0.0, *alphas} if precision == EXACT else set(alphas))
+    config: EngineConfig = model.offload.config  # type: ignore[union-attr,assignment]
+    numbers = Numbers(config.precision, config.activations)
+    wanted = sorted({0.0, *alphas} if numbers == EXACT else set(alphas))
     folder.mkdir(parents=True, exist_ok=True)
     results = _Results(folder / RESULTS, circumstances)
     tokens = sum(len(ids) - 1 for ids in documents)
     vocabulary = model.config.get_text_config().vocab_size
     exact = ExactDistributions(folder / "exact.npy", tokens, vocabulary, is_written=results.base is not None)
     for alpha in wanted:
-        if results.get(precision, alpha) is None:
+        if results.get(numbers, alpha) is None:
             results.put(measure(model, tokenizer, alpha, documents, exam, exact, on_alpha(alpha)))
             _log.info("alpha %g is measured and kept in %s", alpha, folder)
         else:
             _log.info("alpha %g was measured before", alpha)
     base = results.base
     assert base is not None
-    found = [results.get(precision, alpha) for alpha in wanted]
+    found = [results.get(numbers, alpha) for alpha in wanted]
     return [price_of(quality, base) for quality in found if quality is not None]
 
 
@@ -160,11 +163,9 @@ class _Results:
         """The model itself."""
         return self.get(EXACT, 0.0)
 
-    def get(self, precision: str, alpha: float) -> Quality | None:
-        for entry in self._content["qualities"]:
-            if entry["alpha"] == alpha and entry.get("precision", EXACT) == precision:
-                return Quality(**entry)
-        return None
+    def get(self, numbers: Numbers, alpha: float) -> Quality | None:
+        found = (Quality(**entry) for entry in self._content["qualities"] if entry["alpha"] == alpha)
+        return next((quality for quality in found if quality.numbers == numbers), None)
 
     def put(self, quality: Quality) -> None:
         self._content["qualities"].append(asdict(quality))

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from smoe.config import BF16
 from smoe.eval.questions import Tick
 from smoe.generation.teacher_forcing import forced
 from smoe.runtime.engine import Engine
@@ -23,10 +24,26 @@ from smoe.runtime.engine import Engine
 BLOCK_TOKENS = 64
 """Neighbouring tokens are alike, so confidence is computed from blocks of so many."""
 
-EXACT = "auto"
-"""The precision of the model itself."""
 Exam = Callable[[PreTrainedModel, Any, Tick], list[bool]]
 """Asks (model, tokenizer, tick) its questions, always the same, and says for each whether the answer was right."""
+
+
+class Numbers(NamedTuple):
+    """In how many bits the experts' weights are, and the activations that they meet."""
+
+    precision: str = "auto"
+    """`EngineConfig.precision`"""
+    activations: str = BF16
+    """`EngineConfig.activations`"""
+
+    def __str__(self) -> str:
+        """What is less than the model's own: `int4`, `x int8`, `int4 x int8`; of the model itself, nothing."""
+        weights = "" if self.precision == EXACT.precision else self.precision
+        return weights if self.activations == BF16 else f"{weights} x {self.activations}".lstrip()
+
+
+EXACT = Numbers()
+"""Those of the model itself."""
 
 
 @dataclass
@@ -51,13 +68,17 @@ class Quality:
     """Share of routes served by a substitute."""
     low_score: float = 0.0
     bytes_per_token: float = 0.0
-    precision: str = EXACT
-    """Of the experts (`EngineConfig.precision`)."""
+    precision: str = EXACT.precision
+    activations: str = EXACT.activations
+
+    @property
+    def numbers(self) -> Numbers:
+        return Numbers(self.precision, self.activations)
 
     @property
     def is_base(self) -> bool:
         """Whether this is the model itself, which all others are compared with."""
-        return self.alpha == 0 and self.precision == EXACT
+        return self.alpha == 0 and self.numbers == EXACT
 
     @property
     def perplexity(self) -> float:
@@ -100,7 +121,8 @@ def measure(
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     engine.use_alpha(alpha)
-    quality, seconds = Quality(alpha, precision=engine.config.precision), []
+    config = engine.config
+    quality, seconds = Quality(alpha, precision=config.precision, activations=config.activations), []
     kl = agreed = 0.0
     for ids in documents:
         nats = []

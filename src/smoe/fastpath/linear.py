@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from smoe.config import BF16
 from smoe.kernels.proof import part_that_agrees, same_bits
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, Product, SpinningPool
 from smoe.kernels.threads import threads
@@ -31,20 +32,24 @@ _Kind = tuple[torch.Size, bool]
 
 
 def speed_up(
-    model: nn.Module, pool: SpinningPool, routers: Mapping[nn.Module, bool], is_measured: bool = True
+    model: nn.Module,
+    pool: SpinningPool,
+    routers: Mapping[nn.Module, bool],
+    activations: str = BF16,
+    is_measured: bool = True,
 ) -> float:
     """Replace the one-row product of every linear layer that gains by it; returns their share of the linear weights.
 
     Takes some tens of milliseconds for every distinct shape. `routers` are modules of the library that apply their
-    `weight` themselves; True where hidden states [T, H] are all that they take. Unless `is_measured`, ours is taken
-    to be faster.
+    `weight` themselves; True where hidden states [T, H] are all that they take. `activations`: see `multiply_codes`.
+    Unless `is_measured`, ours is taken to be faster.
     """
     kinds: dict[_Kind, list[nn.Linear]] = {}
     for module in model.modules():
         if type(module) is nn.Linear:
             kinds.setdefault((module.weight.shape, module.bias is not None), []).append(module)
     parts = {kind: part_that_agrees(pool, some[0].weight.t(), some[0].bias) for kind, some in kinds.items()}
-    adopted = quantised = multiply_codes(model, pool)
+    adopted = quantised = multiply_codes(model, pool, activations)
     known = {kind: part for kind, part in parts.items() if part is not None}
     for kind, part in (_faster(pool, kinds, known) if is_measured else known).items():
         for module in kinds[kind]:
@@ -57,11 +62,12 @@ def speed_up(
     return adopted / total if total else 0.0
 
 
-def multiply_codes(model: nn.Module, pool: SpinningPool) -> int:
-    """Layers that stay quantised multiply by our kernels from now on; returns how many weights they have."""
+def multiply_codes(model: nn.Module, pool: SpinningPool, activations: str = BF16) -> int:
+    """Layers that stay quantised multiply by our kernels from now on, few rows as `activations` says
+    (`EngineConfig.activations`); returns how many weights they have."""
     layers = [module for module in model.modules() if isinstance(module, QuantisedWeight)]
     for layer in layers:
-        layer.pool = pool
+        layer.pool, layer.activations = pool, activations
     return sum(layer.shape.numel() for layer in layers if isinstance(layer, QuantisedLinear))
 
 

@@ -55,6 +55,10 @@ class Code:
     def halves(self, values: Sequence[int]) -> Value:
         return ir.Constant(ir.VectorType(HALF_WORD, len(values)), [ir.Constant(HALF_WORD, value) for value in values])
 
+    def bytes(self, values: Sequence[int]) -> Value:
+        """A register of bytes from -128 to 255."""
+        return ir.Constant(ir.VectorType(BYTE, len(values)), [ir.Constant(BYTE, value) for value in values])
+
     def words(self, values: Sequence[int]) -> Value:
         return ir.Constant(ir.VectorType(WORD, len(values)), [ir.Constant(WORD, value) for value in values])
 
@@ -84,6 +88,12 @@ class Code:
         kind = ir.FunctionType(codes.type, [codes.type] * 2)
         return self._call("llvm.x86.avx512.permvar.hi.512", kind, [whole, codes])
 
+    def looked_up_bytes(self, table: Sequence[int], codes: Value) -> Value:
+        """Bytes of a table of 16 by codes [32 or 64], which are below 16."""
+        whole = self.bytes([*table] * (codes.type.count // len(table)))
+        name = "llvm.x86.avx512.pshuf.b.512" if codes.type.count == 64 else "llvm.x86.avx2.pshuf.b"
+        return self._call(name, ir.FunctionType(codes.type, [codes.type] * 2), [whole, codes])
+
     def looked_up(self, table: Sequence[float], codes: Value) -> Value:
         """Numbers of a table of 16 by codes, of which the lowest four bits count.
 
@@ -99,6 +109,10 @@ class Code:
         sign = self.build.shl(self.build.and_(codes, self.words([8] * 8)), self.words([28] * 8))
         bits = self.build.or_(self.build.bitcast(magnitude, codes.type), sign)
         return self.build.bitcast(bits, half.type)
+
+    def call(self, name: str, arguments: Sequence[Value]) -> None:
+        """A function of this module that was made before."""
+        self.build.call(self._module.globals[name], arguments)
 
     def _call(self, name: str, kind: ir.FunctionType, arguments: Sequence[Value]) -> Value:
         """One of LLVM's own functions."""
@@ -130,6 +144,43 @@ class Code:
         name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * total.type.count}"
         return self._call(name, kind, [total, self.build.bitcast(a, halves), self.build.bitcast(b, halves)])
 
+    def byte_dots(self, total: Value, codes: Value, x: Value, is_signed: bool) -> Value:
+        """total [n] + codes . x of four bytes each [4n]; x is signed and never -128, codes are signed or not.
+
+        Without an instruction for that, codes must be 128 at most, as two products meet in 16 bits; and so they must
+        not be signed with it.
+        """
+        build, lanes = self.build, total.type.count
+        if self.isa.has_int8_dots:
+            assert not is_signed
+            kind = ir.FunctionType(total.type, [total.type] * 3)
+            words = [build.bitcast(each, total.type) for each in (codes, x)]
+            return self._call(f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", kind, [total, *words])
+        if is_signed:
+            codes, x = self._without_sign(codes, x)
+        pairs, halves = ir.VectorType(HALF_WORD, 2 * lanes), self.halves([1] * 2 * lanes)
+        of_two, of_four = ("pmaddubs.w.512", "pmaddw.d.512") if lanes == 16 else ("pmadd.ub.sw", "pmadd.wd")
+        family = "llvm.x86.avx512." if lanes == 16 else "llvm.x86.avx2."
+        twos = self._call(family + of_two, ir.FunctionType(pairs, [codes.type] * 2), [codes, x])
+        fours = self._call(family + of_four, ir.FunctionType(total.type, [pairs] * 2), [twos, halves])
+        return build.add(total, fours)
+
+    def _without_sign(self, codes: Value, x: Value) -> tuple[Value, Value]:
+        """Magnitudes of the codes, and x with their signs."""
+        build, nothing = self.build, ir.Constant(codes.type, None)
+        is_below = build.icmp_signed("<", codes, nothing)
+        return tuple(build.select(is_below, build.sub(nothing, each), each) for each in (codes, x))
+
+    def nearest(self, reals: Value) -> Value:
+        """float32 -> whole numbers of 32 bits, to even; what is none, or too large, becomes the least."""
+        lanes = reals.type.count
+        kind = self.registers(WORD, lanes)
+        if lanes == 8:
+            return self._call("llvm.x86.avx.cvt.ps2dq.256", ir.FunctionType(kind, [reals.type]), [reals])
+        both = ir.FunctionType(kind, [reals.type, kind, HALF_WORD, WORD])
+        every, as_set = ir.Constant(HALF_WORD, 0xFFFF), ir.Constant(WORD, 4)
+        return self._call("llvm.x86.avx512.mask.cvtps2dq.512", both, [reals, ir.Constant(kind, None), every, as_set])
+
     def splat(self, value: Value, lanes: int | None = None) -> Value:
         """A register of copies of a number."""
         kind = self.registers(value.type, lanes)
@@ -143,6 +194,18 @@ class Code:
     def pick(self, register: Value, lanes: Sequence[int]) -> Value:
         """Those numbers of a register, in that order."""
         return self.build.shuffle_vector(register, ir.Constant(register.type, ir.Undefined), self.words(lanes))
+
+    def joined(self, registers: Sequence[Value]) -> Value:
+        """One or two registers of equal size behind each other."""
+        if len(registers) == 1:
+            return registers[0]
+        return self.build.shuffle_vector(*registers, self.words(range(2 * registers[0].type.count)))
+
+    def filled_up(self, register: Value) -> Value:
+        """To as many numbers as a register of float32 has, or half as many, with zeros."""
+        if register.type.count == self.isa.lanes:
+            return register
+        return self.joined([register, ir.Constant(register.type, None)])
 
     def summed(self, register: Value) -> Value:
         """All numbers of a register added up: halves, quarters, and so on."""

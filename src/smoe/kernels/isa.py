@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from smoe.config import BF16, INT8
 from smoe.kernels.jit import cpu_has
 
 
@@ -19,6 +20,9 @@ class Isa:
     """Features by LLVM's names."""
     has_bf16_dots: bool = False
     """Products of pairs of bf16 numbers, added up in float32, in one instruction."""
+
+    has_int8_dots: bool = False
+    """Products of four unsigned and four signed bytes, added up in 32 bits, in one instruction."""
 
     @property
     def is_here(self) -> bool:
@@ -37,9 +41,13 @@ AVX512_BF16 = Isa("AVX-512 BF16", 16, 32, (*_AVX512, "avx512bf16"), has_bf16_dot
 AVX512 = Isa("AVX-512", 16, 32, _AVX512)
 AVX2 = Isa("AVX2", 8, 16, ("avx2", "fma", "f16c"))
 ISAS = (AVX512_BF16, AVX512, AVX2)
-"""Widest first."""
+"""Those that kernels are written for: widest first."""
+AVX512_VNNI = Isa("AVX-512 VNNI", 16, 32, (*_AVX512, "avx512vnni"), has_int8_dots=True)
+AVX2_VNNI = Isa("AVX-VNNI", 8, 16, (*AVX2.needs, "avxvnni"), has_int8_dots=True)
+ISAS_OF: dict[str, tuple[Isa, ...]] = {BF16: ISAS, INT8: (AVX512_VNNI, AVX512, AVX2_VNNI, AVX2)}
+"""Those that products with quantised matrices are written for, by what a row of x is multiplied as."""
 
 
-def widest() -> Isa | None:
-    """The widest instruction set that this CPU has of those that kernels are written for."""
-    return next((isa for isa in ISAS if isa.is_here), None)
+def widest(activations: str = BF16) -> Isa | None:
+    """The first of these instruction sets that this CPU has."""
+    return next((isa for isa in ISAS_OF[activations] if isa.is_here), None)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from smoe.config import BF16
 from smoe.formats.base import Format
 from smoe.kernels.isa import Isa, widest
 from smoe.kernels.jit import address_of, compile_functions
@@ -24,6 +25,8 @@ class Products(NamedTuple):
     """Addresses of the products with one, two and four rows."""
     unpack: int | None
     """Address of what writes rows of the matrix as bf16; None for those that are."""
+    activations: str = BF16
+    """What a row of x is multiplied as (`EngineConfig.activations`)."""
 
 
 class Matrix(NamedTuple):
@@ -42,10 +45,10 @@ def in_bf16(*matrices: torch.Tensor) -> tuple[Matrix, ...]:
 
 
 @functools.cache
-def products_of(form: Format) -> Products | None:
+def products_of(form: Format, activations: str = BF16) -> Products | None:
     """Machine code for a format on this CPU, made once a process; None where there is none for it."""
-    isa = widest()
-    return None if isa is None else _compiled(form, isa)
+    isa = widest(activations)
+    return None if isa is None else _compiled(form, isa, activations)
 
 
 @functools.cache
@@ -60,12 +63,12 @@ def own_order() -> Products | None:
     return Products((one, two, four), None)
 
 
-def _compiled(form: Format, isa: Isa) -> Products:
+def _compiled(form: Format, isa: Isa, activations: str) -> Products:
     from smoe.kernels import quantised  # needs llvmlite, which not every machine has
 
     names = [*(quantised.products_name(form, rows) for rows in _ROWS), quantised.unpack_name(form)]
-    one, two, four, unpack = _addresses(quantised.module_of([form], isa), names)
-    return Products((one, two, four), unpack)
+    one, two, four, unpack = _addresses(quantised.module_of([form], isa, activations), names)
+    return Products((one, two, four), unpack, activations)
 
 
 def _addresses(source: str, names: Sequence[str]) -> list[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from smoe.config import BF16
+from smoe.formats.activations import in_8_bits
 from smoe.formats.base import Format
 from smoe.kernels.matrix import Matrix
 from smoe.kernels.row_product import TILE, fits
@@ -66,13 +68,21 @@ def agrees_on_rows(pool: SpinningPool, matrix: torch.Tensor, rows: int) -> bool:
 
 
 def is_as_near(pool: SpinningPool, matrix: Matrix, form: Format, rows: torch.Tensor) -> bool:
-    """Whether the product of one row with a quantised matrix, of which `rows` are the first bytes [n, bytes], is no
-    further from the exact one than torch's bf16 product on the dequantised weights, on average."""
+    """Whether our product with a quantised matrix, or with its `rows`, the first bytes [n, bytes], is no
+    further from the exact one than torch's bf16 product on the dequantised weights, on average.
+
+    Where it rounds activations, the exact one is that of the rounded ones, and ours no further from it than a result
+    must be that is rounded to bf16: else a wrong kernel would hide behind what is lost on purpose.
+    """
+    assert matrix.products is not None
     outputs, numbers = rows.shape[0], torch.from_numpy(form.decode(rows.numpy()))
     x = torch.randn(1, matrix.columns, generator=torch.Generator().manual_seed(0)).bfloat16()
     ours = torch.empty(1, outputs, dtype=torch.bfloat16)
     pool.multiply_quantised(x, [matrix._replace(outputs=outputs)], ours)
-    return is_no_further(ours, x @ numbers.bfloat16().T, x.double() @ numbers.double().T)
+    if matrix.products.activations == BF16:
+        return is_no_further(ours, x @ numbers.bfloat16().T, x.double() @ numbers.double().T)
+    exact = torch.from_numpy(in_8_bits(form, x.float().numpy())) @ numbers.double().T
+    return is_no_further(ours, exact.bfloat16(), exact)
 
 
 def _is_near(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None, rows: int) -> bool:

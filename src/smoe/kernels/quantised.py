@@ -15,15 +15,18 @@ done for all groups of the block in one register.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from llvmlite import ir
 
-from smoe.formats.base import Bits, Field, Format, Group, Scalar
-from smoe.kernels import quantised_dots
-from smoe.kernels.builder import BYTE, FLOAT, HALF, HALF_WORD, POINTER, WORD, Code, Value
+from smoe.config import BF16, INT8
+from smoe.formats.base import Format, Group
+from smoe.kernels import quantised_dots, quantised_whole
+from smoe.kernels.builder import FLOAT, HALF_WORD, POINTER, WORD, Code, Value
 from smoe.kernels.isa import Isa
+from smoe.kernels.quantised_block import Row, arranged, codes_of, group_numbers, order_of, scales_of
 from smoe.kernels.quantised_dots import subtracted
 
 AT_ONCE = 4
@@ -45,8 +48,8 @@ def unpack_name(form: Format) -> str:
     return f"unpack_{form.name}"
 
 
-def module_of(forms: Sequence[Format], isa: Isa) -> str:
-    """Functions for every format, in LLVM's language.
+def module_of(forms: Sequence[Format], isa: Isa, activations: str = BF16) -> str:
+    """Functions for every format, in LLVM's language; `activations`: what a row of x is multiplied as.
 
     `products_F_1(x, w, out, bias, begin, end, K)` computes outputs begin ... end - 1 of one row; `bias` may be null.
     `products_F_2(pairs, w, -, -, begin, end, K)` and `products_F_4` have (x, out) of every row in `pairs`, and no bias.
@@ -55,68 +58,50 @@ def module_of(forms: Sequence[Format], isa: Isa) -> str:
     """
     module = ir.Module()
     for form in forms:
+        if activations == INT8:
+            quantised_whole.arrangement(module, isa, form)
         for rows in (1, 2, 4):
-            _products(module, isa, form, rows)
+            _products(module, isa, form, _way(isa, form, activations), rows)
         _unpack(module, isa, form)
     lines = str(module).splitlines()
     defined = [f"{line} #0" if line.startswith("define ") else line for line in lines if "target " not in line]
     return "\n".join([*defined, f"attributes #0 = {{ {isa.attributes} }}", ""])
 
 
-class _Row(NamedTuple):
-    """A row of x as the products read it."""
+class _Way(NamedTuple):
+    """How rows of x are arranged and multiplied."""
 
-    numbers: Value
-    """Address of K float32 numbers."""
-    sums: Value
-    """Address of the sum of every group of them; not filled where the format needs none."""
-
-
-class _Scales(NamedTuple):
-    """Of one block: registers with a number for every group."""
-
-    gains: Value
-    offsets: Value
-    """None where nothing is to be subtracted."""
+    zero: int
+    """What codes are too large by as they are multiplied."""
+    row: Callable[[Code, Format, Value, Value], Row]
+    """(code, form, x, K): the row, arranged."""
+    add_block: Callable[
+        [Code, Format, Sequence[Value], Sequence[Row], Value, Sequence[Value], Sequence[Value]], list[Value]
+    ]
+    """(code, form, places, rows, block, gains, totals): see `quantised_whole.add_block`."""
+    together: int = 1
+    """Blocks that it adds at once, at most."""
 
 
-def _group_numbers(form: Format) -> int:
-    return form.numbers // len(form.groups)
+def _way(isa: Isa, form: Format, activations: str) -> _Way:
+    if activations == INT8:
+        return _Way(0, quantised_whole.row_of, quantised_whole.add_block, quantised_whole.together(isa, form))
+    add_block = _add_halves if quantised_dots.fits(isa, form) else _add_reals
+    return _Way(subtracted(isa, form), _row, add_block)
 
 
-def _order(form: Format) -> list[int]:
-    """The numbers of a group, counted from its first, run after run."""
-    runs = form.groups[0].runs
-    first = min(run.first for run in runs)
-    return [run.first - first + i * run.step for run in runs for i in range(run.numbers)]
+def _has_offsets(way: _Way, form: Format) -> bool:
+    return form.minimum is not None or way.zero != 0
 
 
-def _arranged(code: Code, registers: Sequence[Value], order: Sequence[int]) -> list[Value]:
-    """Registers whose n-th number is number `order[n]` of those given; each takes its own from two at most."""
-    lanes, arranged = code.isa.lanes, []
-    if list(order) == list(range(len(order))):
-        return list(registers)
-    for begin in range(0, len(order), lanes):
-        wanted = order[begin : begin + lanes]
-        low, high = min(wanted) // lanes, max(wanted) // lanes
-        assert {n // lanes for n in wanted} == {low, high}, wanted
-        places = [n - low * lanes if n // lanes == low else n - high * lanes + lanes for n in wanted]
-        arranged.append(code.build.shuffle_vector(registers[low], registers[high], code.words(places)))
-    return arranged
-
-
-def _has_offsets(isa: Isa, form: Format) -> bool:
-    return form.minimum is not None or subtracted(isa, form) != 0
-
-
-def _products(module: ir.Module, isa: Isa, form: Format, rows: int) -> None:
+def _products(module: ir.Module, isa: Isa, form: Format, way: _Way, rows: int) -> None:
     code = Code(module, isa, products_name(form, rows), _ARGUMENTS)
     given, w, out, bias, begin, end, columns = code.arguments
     build = code.build
     if rows == 1:
-        xs, outs = [_row(code, form, given, columns)], [out]
+        xs, outs = [way.row(code, form, given, columns)], [out]
     else:
-        xs = [_row(code, form, code.load(POINTER, code.at(given, 16 * r)), columns) for r in range(rows)]
+        xs = [way.row(code, form, code.load(POINTER, code.at(given, 16 * r)), columns) for r in range(rows)]
         outs = [code.load(POINTER, code.at(given, 16 * r + 8)) for r in range(rows)]
     blocks = build.sdiv(columns, code.number(form.numbers))
     stride = build.mul(blocks, code.number(form.nbytes))
@@ -124,7 +109,7 @@ def _products(module: ir.Module, isa: Isa, form: Format, rows: int) -> None:
 
     def strip(n: Value, count: int) -> None:
         matrix_rows = [code.at(w, build.mul(build.add(n, code.number(i)), stride)) for i in range(count)]
-        totals = _dots(code, form, matrix_rows, xs, blocks)
+        totals = _dots(code, form, way, matrix_rows, xs, blocks)
         for i in range(count):
             place = build.mul(build.add(n, code.number(i)), code.number(2))
             for r in range(rows):
@@ -147,9 +132,9 @@ def _products(module: ir.Module, isa: Isa, form: Format, rows: int) -> None:
     code.end()
 
 
-def _row(code: Code, form: Format, x: Value, columns: Value) -> _Row:
+def _row(code: Code, form: Format, x: Value, columns: Value) -> Row:
     """Arrange a row of bf16 numbers, widened where need be, and add up its groups where the format needs that."""
-    build, lanes, size = code.build, code.isa.lanes, _group_numbers(form)
+    build, lanes, size = code.build, code.isa.lanes, group_numbers(form)
     is_in_halves = quantised_dots.fits(code.isa, form)
     numbers = code.scratch(build.mul(columns, code.number(4)))
     sums = code.scratch(build.mul(build.sdiv(columns, code.number(size)), code.number(4)))
@@ -162,41 +147,41 @@ def _row(code: Code, form: Format, x: Value, columns: Value) -> _Row:
             wide = code.widened(halves)
             total = wide if total is None else build.fadd(total, wide)
             kept.append(halves if is_in_halves else wide)
-        for n, arranged in enumerate(_arranged(code, kept, _order(form))):
+        for n, register in enumerate(arranged(code, kept, order_of(form))):
             place = build.mul(build.add(k, code.number(n * lanes)), code.number(2 if is_in_halves else 4))
-            code.store(arranged, code.at(numbers, place))
-        if _has_offsets(code.isa, form):
+            code.store(register, code.at(numbers, place))
+        if form.minimum is not None or subtracted(code.isa, form):
             place = build.mul(build.sdiv(k, code.number(size)), code.number(4))
             code.store(code.summed(total), code.at(sums, place))
         return []
 
     code.loop(code.number(0), columns, size, [], group)
-    return _Row(numbers, sums)
+    return Row(numbers, sums)
 
 
-def _dots(code: Code, form: Format, matrix: Sequence[Value], xs: Sequence[_Row], blocks: Value) -> list[Value]:
+def _dots(
+    code: Code, form: Format, way: _Way, matrix: Sequence[Value], xs: Sequence[Row], blocks: Value
+) -> list[Value]:
     """The products of every row of the matrix with every row of x: row after row of the matrix."""
     build, groups = code.build, len(form.groups)
-    count = len(matrix) * len(xs)
-    has_offsets, in_halves = _has_offsets(code.isa, form), quantised_dots.fits(code.isa, form)
+    count, has_offsets = len(matrix) * len(xs), _has_offsets(way, form)
     begin = [code.reals(0.0)] * count + ([code.reals(0.0, groups)] * count if has_offsets else [])
 
-    def block(b: Value, carried: list[Value]) -> list[Value]:
+    def some(b: Value, many: int, carried: list[Value]) -> list[Value]:
+        """So many blocks from b on."""
         totals, offsets = carried[:count], carried[count:]
         first = build.mul(b, code.number(form.nbytes))
-        k = build.mul(b, code.number((2 if in_halves else 4) * form.numbers))
         places = [code.at(row, first) for row in matrix]
-        scales = [_scales(code, form, place, subtracted(code.isa, form)) for place in places]
-        numbers = [code.at(x.numbers, k) for x in xs]
-        if in_halves:
-            totals = quantised_dots.add_block(code, form, places, numbers, [each.gains for each in scales], totals)
-        else:
-            totals = _add_block(code, form, places, numbers, [each.gains for each in scales], totals)
+        scales = [
+            [scales_of(code, form, code.at(place, n * form.nbytes), way.zero) for n in range(many)] for place in places
+        ]
+        gains = [code.joined([each.gains for each in of_row]) for of_row in scales]
+        totals = way.add_block(code, form, places, xs, b, gains, totals)
         if offsets:
-            place = build.mul(b, code.number(4 * groups))
-            for n in range(count):
-                x_sums = code.load(code.registers(FLOAT, groups), code.at(xs[n % len(xs)].sums, place), 4)
-                offsets[n] = code.fma(scales[n // len(xs)].offsets, x_sums, offsets[n])
+            for n, m in itertools.product(range(many), range(count)):
+                place = build.mul(build.add(b, code.number(n)), code.number(4 * groups))
+                x_sums = code.load(code.registers(FLOAT, groups), code.at(xs[m % len(xs)].sums, place), 4)
+                offsets[m] = code.fma(scales[m // len(xs)][n].offsets, x_sums, offsets[m])
         return totals + offsets
 
     def blocks_of(several: int) -> Callable[[Value, list[Value]], list[Value]]:
@@ -205,8 +190,9 @@ def _dots(code: Code, form: Format, matrix: Sequence[Value], xs: Sequence[_Row],
             for row in matrix:
                 for line in range(0, several * form.nbytes, LINE):
                     code.prefetch(code.at(code.at(row, ahead), line))
-            for n in range(several):
-                carried = block(build.add(b, code.number(n)), carried)
+            many = min(several, way.together)
+            for n in range(0, several, many):
+                carried = some(build.add(b, code.number(n)), many, carried)
             return carried
 
         return together
@@ -222,18 +208,34 @@ def _dots(code: Code, form: Format, matrix: Sequence[Value], xs: Sequence[_Row],
     return [build.fsub(total, code.summed(offset)) for total, offset in zip(totals, ended[count:], strict=True)]
 
 
-def _add_block(
+def _add_halves(
     code: Code,
     form: Format,
     places: Sequence[Value],
-    xs: Sequence[Value],
+    xs: Sequence[Row],
+    block: Value,
     gains: Sequence[Value],
     totals: Sequence[Value],
 ) -> list[Value]:
-    """Totals plus one block of every row of the matrix times every row of x, scaled."""
-    found = list(totals)
+    """Totals plus one block of every row of the matrix times every row of x in bf16, scaled."""
+    first = code.build.mul(block, code.number(2 * form.numbers))
+    return quantised_dots.add_block(code, form, places, [code.at(x.numbers, first) for x in xs], gains, totals)
+
+
+def _add_reals(
+    code: Code,
+    form: Format,
+    places: Sequence[Value],
+    xs: Sequence[Row],
+    block: Value,
+    gains: Sequence[Value],
+    totals: Sequence[Value],
+) -> list[Value]:
+    """The same times x in float32."""
+    first = code.build.mul(block, code.number(4 * form.numbers))
+    numbers, found = [code.at(x.numbers, first) for x in xs], list(totals)
     for g, group in enumerate(form.groups):
-        sums = _group_dots(code, form, group, places, xs)
+        sums = _group_dots(code, form, group, places, numbers)
         found = [code.fma(code.lane(gains[n // len(xs)], g), sums[n], total) for n, total in enumerate(found)]
     return found
 
@@ -247,101 +249,12 @@ def _group_dots(code: Code, form: Format, group: Group, places: Sequence[Value],
         for i in range(0, run.numbers, lanes):
             xs_here = [code.load(code.registers(FLOAT), code.at(x, 4 * (begin + i)), 4) for x in xs]
             for row, place in enumerate(places):
-                codes = _codes(code, form, run.fields, place, i)
+                codes = codes_of(code, form, run.fields, place, i)
                 for r, x in enumerate(xs_here):
                     n = row * len(xs) + r
                     sums[n] = build.fmul(codes, x) if sums[n] is None else code.fma(codes, x, sums[n])
         begin += run.numbers
     return sums
-
-
-def _codes(code: Code, form: Format, fields: Sequence[Field | Bits], place: Value, i: int) -> Value:
-    """The codes of numbers i, i + 1, ... of a run as floats, `zero` not yet subtracted."""
-    build, kind = code.build, code.registers(WORD)
-    if form.is_signed:
-        (field,) = fields
-        assert isinstance(field, Field)
-        raw = code.load(code.registers(BYTE), code.at(place, field.byte + i))
-        return build.sitofp(build.sext(raw, kind), code.registers(FLOAT))
-    total = None
-    for field in fields:
-        part = _bits(code, field, place, i) if isinstance(field, Bits) else _field(code, field, place, i)
-        total = part if total is None else build.or_(total, part)
-    if form.table is not None:
-        return code.looked_up(form.table, total)
-    return build.sitofp(total, code.registers(FLOAT))
-
-
-def _field(code: Code, field: Field, place: Value, i: int) -> Value:
-    build, lanes = code.build, code.isa.lanes
-    part = build.zext(code.load(code.registers(BYTE), code.at(place, field.byte + i)), code.registers(WORD))
-    if field.shift:
-        part = build.lshr(part, code.words([field.shift] * lanes))
-    if field.mask != 255:
-        part = build.and_(part, code.words([field.mask] * lanes))
-    return build.shl(part, code.words([field.left] * lanes)) if field.left else part
-
-
-def _bits(code: Code, bits: Bits, place: Value, i: int) -> Value:
-    """A bit of its own byte for each number, from a word that holds them all."""
-    build, lanes = code.build, code.isa.lanes
-    word = code.load(ir.IntType(lanes), code.at(place, bits.byte + i // 8))
-    flags = build.bitcast(word, ir.VectorType(ir.IntType(1), lanes))
-    return build.shl(build.zext(flags, code.registers(WORD)), code.words([bits.left] * lanes))
-
-
-def _scales(code: Code, form: Format, place: Value, zero: int) -> _Scales:
-    """Gains and offsets of a block's groups; codes are too large by `zero`."""
-    build, groups = code.build, len(form.groups)
-    gains = code.splat(_scalar(code, form.scale, place), groups)
-    codes = _group_codes(code, [group.scale for group in form.groups], place, form.has_signed_scales)
-    if codes is not None:
-        if form.scale_zero:
-            codes = build.sub(codes, code.words([form.scale_zero] * groups))
-        gains = build.fmul(build.sitofp(codes, code.registers(FLOAT, groups)), gains)
-    by_gain = build.fmul(gains, code.reals(float(zero), groups)) if zero else None
-    if form.minimum is None:
-        return _Scales(gains, by_gain)
-    offsets = code.splat(_scalar(code, form.minimum, place), groups)
-    codes = _group_codes(code, [group.minimum for group in form.groups], place, False)
-    if codes is not None:
-        offsets = build.fmul(build.sitofp(codes, code.registers(FLOAT, groups)), offsets)
-    return _Scales(gains, offsets if by_gain is None else build.fadd(offsets, by_gain))
-
-
-def _scalar(code: Code, scalar: Scalar, place: Value) -> Value:
-    build = code.build
-    at = code.at(place, scalar.byte)
-    if scalar.is_exponent:
-        bits = build.shl(build.zext(code.load(BYTE, at), WORD), ir.Constant(WORD, 23))
-        # 2 ** -127 has no bits of its own in that place
-        tiny = ir.Constant(WORD, 1 << 22)
-        is_least = build.icmp_unsigned("==", bits, ir.Constant(WORD, 0))
-        return build.bitcast(build.select(is_least, tiny, bits), FLOAT)
-    number = build.fpext(code.load(HALF, at), FLOAT)
-    return number if scalar.sign > 0 else build.fneg(number)
-
-
-def _group_codes(code: Code, fields_of: Sequence[tuple[Field, ...]], place: Value, is_signed: bool) -> Value:
-    """A code for every group, in one register; None where groups have none."""
-    if not fields_of[0]:
-        return None
-    build, groups = code.build, len(fields_of)
-    used = [field.byte for fields in fields_of for field in fields]
-    first, span = min(used), max(used) + 1 - min(used)
-    raw = code.load(code.registers(BYTE, span), code.at(place, first))
-    total = None
-    for n in range(max(map(len, fields_of))):
-        fields = [of[n] if n < len(of) else Field(first, 0, 0) for of in fields_of]
-        picked = code.pick(raw, [field.byte - first for field in fields])
-        if is_signed:
-            return build.sext(picked, code.registers(WORD, groups))
-        part = build.zext(picked, code.registers(WORD, groups))
-        part = build.lshr(part, code.words([field.shift for field in fields]))
-        part = build.and_(part, code.words([field.mask for field in fields]))
-        part = build.shl(part, code.words([field.left for field in fields]))
-        total = part if total is None else build.or_(total, part)
-    return total
 
 
 def _unpack(module: ir.Module, isa: Isa, form: Format) -> None:
@@ -351,23 +264,23 @@ def _unpack(module: ir.Module, isa: Isa, form: Format) -> None:
     build = code.build
     blocks = build.sdiv(columns, code.number(form.numbers))
     first, last = build.mul(begin, blocks), build.mul(end, blocks)
-    order = _order(form)
+    order = order_of(form)
     in_order = [order.index(n) for n in range(len(order))]
 
     def block(b: Value, _: list[Value]) -> list[Value]:
         place = code.at(w, build.mul(b, code.number(form.nbytes)))
         to = code.at(out, build.mul(b, code.number(2 * form.numbers)))
-        scales = _scales(code, form, place, form.zero)
+        scales = scales_of(code, form, place, form.zero)
         for g, group in enumerate(form.groups):
             gain = code.lane(scales.gains, g)
             offset = None if scales.offsets is None else build.fneg(code.lane(scales.offsets, g))
             numbers = []
             for run in group.runs:
                 for i in range(0, run.numbers, isa.lanes):
-                    codes = _codes(code, form, run.fields, place, i)
+                    codes = codes_of(code, form, run.fields, place, i)
                     numbers.append(build.fmul(gain, codes) if offset is None else code.fma(gain, codes, offset))
             at = min(run.first for run in group.runs)
-            for n, number in enumerate(_arranged(code, numbers, in_order)):
+            for n, number in enumerate(arranged(code, numbers, in_order)):
                 code.store(code.rounded(number), code.at(to, 2 * (at + n * isa.lanes)))
         return []
 

@@ -137,7 +137,7 @@ def _compute(
     pacing: Pacing,
 ) -> LayerCompute:
     """The experts' arithmetic, and the loads that bring experts to it; nothing is proven or chosen yet."""
-    math = _math(model, spec, store)
+    math = _math(model, spec, store, config.activations)
     arrivals = Arrivals(
         store=store,
         table=table,
@@ -151,14 +151,16 @@ def _compute(
     return LayerCompute(store, arrivals, arena, math, {} if host_experts is None else {HOST: host_experts}, pacing)
 
 
-def _math(model: PreTrainedModel, spec: ModelSpec, store: ExpertStore) -> dict[int, ExpertMath]:
+def _math(model: PreTrainedModel, spec: ModelSpec, store: ExpertStore, activations: str) -> dict[int, ExpertMath]:
     """Every layer's formulas, by the block that they stand in for."""
     modules = dict(model.named_modules())
     if not isinstance(store, QuantisedStore):
         return {site.layer: ExpertMath(modules[site.name], site.parts, spec.dtype) for site in spec.sites}
     tile = Tile(spec.dtype)
     return {
-        site.layer: QuantisedMath(modules[site.name], site.parts, spec.dtype, store.matrices(site.layer), tile)
+        site.layer: QuantisedMath(
+            modules[site.name], site.parts, spec.dtype, store.matrices(site.layer), tile, activations
+        )
         for site in spec.sites
     }
 
@@ -192,7 +194,7 @@ def _host_experts(
     if _balance(config, tiers) == "none":
         return None
     assert tiers.host is not None, "refused before loading"
-    math = _math(model, spec, store)
+    math = _math(model, spec, store, config.activations)
     if device.type != "cpu" and not all(layer.is_movable for layer in math.values()):
         raise ConfigError(
             f"`balance` {_balance(config, tiers)}: this family's experts end in a norm that only the device has; use "

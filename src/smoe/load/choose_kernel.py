@@ -21,6 +21,7 @@ from smoe.config import EngineConfig
 from smoe.fastpath import attention, linear, norm
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, SpinningPool, is_supported
+from smoe.load.activations import check_activations
 from smoe.memory.quantised_store import QuantisedStore
 from smoe.models.spec import ModelSpec
 from smoe.policy.plan import HOST
@@ -42,7 +43,7 @@ def choose_arithmetic(
 
     Returns whether the library has next to nothing left to compute for one token.
     """
-    is_native = spec.dtype is torch.bfloat16 and config.kernels != "torch" and widest() is not None
+    is_native = spec.dtype is torch.bfloat16 and config.kernels != "torch" and widest(config.activations) is not None
     host = compute.units.get(HOST)
     if isinstance(host, HostExperts) and is_native and not compute.pacing.is_emulated:
         # an emulated device is timed with the library's products: docs/log.md
@@ -51,11 +52,13 @@ def choose_arithmetic(
         compute.fill_up_rows(spec.dtype)
     if not is_native or compute.device.type != "cpu":
         choose_way(compute, spec.sites[0].layer, spec.dtype, None, isinstance(compute.store, QuantisedStore))
+        check_activations(model, config, compute)
         return False
     pool = _proven_pool(config, compute)
     # of quantised experts the library knows nothing: unpacking one for every token is no rival to measure
     is_given = isinstance(compute.store, QuantisedStore) or (pool is not None and config.kernels != "auto")
     choose_way(compute, spec.sites[0].layer, spec.dtype, pool, is_given)
+    check_activations(model, config, compute)
     norm.speed_up(model)
     # even on one thread our attention is several times faster than the library's on all
     chosen = compute.spinning_pool
@@ -65,7 +68,7 @@ def choose_arithmetic(
         return False
     gates = spec.anatomy.gates
     routers = {model.get_submodule(path): of in gates for of, path in spec.anatomy.routers.items()}
-    share = linear.speed_up(model, chosen, routers, is_measured)
+    share = linear.speed_up(model, chosen, routers, config.activations, is_measured)
     return settled == model.config.get_text_config().num_hidden_layers and share > _NEARLY_ALL
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from smoe.config import BF16
 from smoe.formats.base import Format
 from smoe.kernels.matrix import Matrix, products_of
 from smoe.kernels.spinning_pool import MOST_ROWS, SpinningPool
@@ -35,6 +36,8 @@ class QuantisedWeight(nn.Module):
         self.dtype = dtype
         self.pool: SpinningPool | None = None
         """What multiplies and unpacks, where our kernels are used."""
+        self.activations = BF16
+        """What few rows are multiplied as by it (`EngineConfig.activations`)."""
         self.register_buffer("codes", codes)
         self.shape = torch.Size((codes.shape[0], codes.shape[1] // form.nbytes * form.numbers))
 
@@ -60,7 +63,7 @@ class QuantisedWeight(nn.Module):
 
     def _matrix(self, begin: int, end: int) -> Matrix:
         address = self.codes.data_ptr() + begin * self.codes.shape[1]
-        return Matrix(address, end - begin, self.shape[1], products_of(self.form))
+        return Matrix(address, end - begin, self.shape[1], products_of(self.form, self.activations))
 
 
 class QuantisedLinear(QuantisedWeight):

@@ -51,7 +51,9 @@ class RunReport:
     time_shares: dict[str, float]
     """What the decode time was spent on: shares that add up to 1."""
     alpha: float
-    """The substitution threshold; 0: exact."""
+    """The substitution threshold; 0: nothing is replaced."""
+    lossy: tuple[str, ...]
+    """By what the text may differ from the unmodified model's (`EngineConfig.lossy`)."""
     arithmetic: str
     """What multiplied few rows: torch, native (its bits by our kernels) or own-order (equal up to rounding)."""
     bench: dict[str, Any] | None
@@ -108,6 +110,7 @@ class RunReport:
             "time_shares": {identifier(name): share for name, share in self.time_shares.items()},
             "alpha": self.alpha,
             "arithmetic": self.arithmetic,
+            "lossy": list(self.lossy),
             "routes": self.routes,
             "emulated": self.bench,
             "was_interrupted": generation.was_interrupted,
@@ -149,6 +152,7 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         bench=_bench_of(generation, pacing),
         alpha=engine.config.alpha,
         arithmetic=engine.arithmetic,
+        lossy=tuple(engine.config.lossy),
         routes=route_shares(decode),
         process=process,
     )

@@ -68,6 +68,11 @@ class LayerCompute:
     def device(self) -> torch.device:
         return self._arena.device
 
+    @property
+    def multiplies_codes(self) -> bool:
+        """Whether our kernels multiply all quantised experts straight from their codes."""
+        return self.spinning_pool is not None and all(math.is_movable for math in self._experts.values())
+
     def start_anew(self) -> None:
         """Nothing under way, nothing counted."""
         for unit in self.units.values():

@@ -1,0 +1,146 @@
+"""What machine code reads of a block: codes as floats, the groups' scales, and the order of a row beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from smoe.formats.base import Bits, Field, Format, Scalar
+from smoe.kernels.builder import BYTE, FLOAT, HALF, WORD, Code, Value
+
+
+class Row(NamedTuple):
+    """A row of x as the products read it."""
+
+    numbers: Value
+    """Address of K numbers: float32, bf16 or bytes."""
+    sums: Value
+    """Address of the sum of every group of them; not filled where the format needs none."""
+    begins: Value = None
+    """Of bytes only: address of K / 4 numbers that sums begin with; not filled where codes have no zero."""
+    scales: Value = None
+    """Of bytes only: address of the scale of every group."""
+
+
+class Scales(NamedTuple):
+    """Of one block: registers with a number for every group."""
+
+    gains: Value
+    offsets: Value
+    """None where nothing is to be subtracted."""
+
+
+def group_numbers(form: Format) -> int:
+    return form.numbers // len(form.groups)
+
+
+def order_of(form: Format) -> list[int]:
+    """The numbers of a group, counted from its first, run after run."""
+    runs = form.groups[0].runs
+    first = min(run.first for run in runs)
+    return [run.first - first + i * run.step for run in runs for i in range(run.numbers)]
+
+
+def arranged(code: Code, registers: Sequence[Value], order: Sequence[int]) -> list[Value]:
+    """Registers whose n-th number is number `order[n]` of those given; each takes its own from two at most."""
+    lanes, found = code.isa.lanes, []
+    if list(order) == list(range(len(order))):
+        return list(registers)
+    for begin in range(0, len(order), lanes):
+        wanted = order[begin : begin + lanes]
+        low, high = min(wanted) // lanes, max(wanted) // lanes
+        assert {n // lanes for n in wanted} == {low, high}, wanted
+        places = [n - low * lanes if n // lanes == low else n - high * lanes + lanes for n in wanted]
+        found.append(code.build.shuffle_vector(registers[low], registers[high], code.words(places)))
+    return found
+
+
+def codes_of(code: Code, form: Format, fields: Sequence[Field | Bits], place: Value, i: int) -> Value:
+    """The codes of numbers i, i + 1, ... of a run as floats, `zero` not yet subtracted."""
+    build, kind = code.build, code.registers(WORD)
+    if form.is_signed:
+        (field,) = fields
+        assert isinstance(field, Field)
+        raw = code.load(code.registers(BYTE), code.at(place, field.byte + i))
+        return build.sitofp(build.sext(raw, kind), code.registers(FLOAT))
+    total = None
+    for field in fields:
+        part = _bits(code, field, place, i) if isinstance(field, Bits) else _field(code, field, place, i)
+        total = part if total is None else build.or_(total, part)
+    if form.table is not None:
+        return code.looked_up(form.table, total)
+    return build.sitofp(total, code.registers(FLOAT))
+
+
+def _field(code: Code, field: Field, place: Value, i: int) -> Value:
+    build, lanes = code.build, code.isa.lanes
+    part = build.zext(code.load(code.registers(BYTE), code.at(place, field.byte + i)), code.registers(WORD))
+    if field.shift:
+        part = build.lshr(part, code.words([field.shift] * lanes))
+    if field.mask != 255:
+        part = build.and_(part, code.words([field.mask] * lanes))
+    return build.shl(part, code.words([field.left] * lanes)) if field.left else part
+
+
+def _bits(code: Code, bits: Bits, place: Value, i: int) -> Value:
+    """A bit of its own byte for each number, from a word that holds them all."""
+    build, lanes = code.build, code.isa.lanes
+    word = code.load(ir.IntType(lanes), code.at(place, bits.byte + i // 8))
+    flags = build.bitcast(word, ir.VectorType(ir.IntType(1), lanes))
+    return build.shl(build.zext(flags, code.registers(WORD)), code.words([bits.left] * lanes))
+
+
+def scales_of(code: Code, form: Format, place: Value, zero: int) -> Scales:
+    """Gains and offsets of a block's groups; codes are too large by `zero`."""
+    build, groups = code.build, len(form.groups)
+    gains = code.splat(_scalar(code, form.scale, place), groups)
+    codes = _group_codes(code, [group.scale for group in form.groups], place, form.has_signed_scales)
+    if codes is not None:
+        if form.scale_zero:
+            codes = build.sub(codes, code.words([form.scale_zero] * groups))
+        gains = build.fmul(build.sitofp(codes, code.registers(FLOAT, groups)), gains)
+    by_gain = build.fmul(gains, code.reals(float(zero), groups)) if zero else None
+    if form.minimum is None:
+        return Scales(gains, by_gain)
+    offsets = code.splat(_scalar(code, form.minimum, place), groups)
+    codes = _group_codes(code, [group.minimum for group in form.groups], place, False)
+    if codes is not None:
+        offsets = build.fmul(build.sitofp(codes, code.registers(FLOAT, groups)), offsets)
+    return Scales(gains, offsets if by_gain is None else build.fadd(offsets, by_gain))
+
+
+def _scalar(code: Code, scalar: Scalar, place: Value) -> Value:
+    build = code.build
+    at = code.at(place, scalar.byte)
+    if scalar.is_exponent:
+        bits = build.shl(build.zext(code.load(BYTE, at), WORD), ir.Constant(WORD, 23))
+        # 2 ** -127 has no bits of its own in that place
+        tiny = ir.Constant(WORD, 1 << 22)
+        is_least = build.icmp_unsigned("==", bits, ir.Constant(WORD, 0))
+        return build.bitcast(build.select(is_least, tiny, bits), FLOAT)
+    number = build.fpext(code.load(HALF, at), FLOAT)
+    return number if scalar.sign > 0 else build.fneg(number)
+
+
+def _group_codes(code: Code, fields_of: Sequence[tuple[Field, ...]], place: Value, is_signed: bool) -> Value:
+    """A code for every group, in one register; None where groups have none."""
+    if not fields_of[0]:
+        return None
+    build, groups = code.build, len(fields_of)
+    used = [field.byte for fields in fields_of for field in fields]
+    first, span = min(used), max(used) + 1 - min(used)
+    raw = code.load(code.registers(BYTE, span), code.at(place, first))
+    total = None
+    for n in range(max(map(len, fields_of))):
+        fields = [of[n] if n < len(of) else Field(first, 0, 0) for of in fields_of]
+        picked = code.pick(raw, [field.byte - first for field in fields])
+        if is_signed:
+            return build.sext(picked, code.registers(WORD, groups))
+        part = build.zext(picked, code.registers(WORD, groups))
+        part = build.lshr(part, code.words([field.shift for field in fields]))
+        part = build.and_(part, code.words([field.mask for field in fields]))
+        part = build.shl(part, code.words([field.left for field in fields]))
+        total = part if total is None else build.or_(total, part)
+    return total

@@ -1,0 +1,38 @@
+"""Activations in 8 bits are refused where they would change nothing, or only some of what is computed."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from smoe.config import BF16, EngineConfig
+from smoe.errors import ConfigError
+from smoe.memory.quantised_store import QuantisedStore
+from smoe.models.quantised_linear import QuantisedLinear
+from smoe.runtime.layer import LayerCompute
+
+
+def check_activations(model: PreTrainedModel, config: EngineConfig, compute: LayerCompute) -> None:
+    """Raise `ConfigError` where `activations` asks for what this model has no weights for, or this machine no kernels.
+
+    To be called once the experts' arithmetic is chosen.
+    """
+    if config.activations == BF16:
+        return
+    has_codes = isinstance(compute.store, QuantisedStore)
+    if not (has_codes or any(isinstance(module, QuantisedLinear) for module in model.modules())):
+        owner = "quantised weights: a GGUF file that has them, or `precision`"
+        raise ConfigError.idle("activations", config.activations, owner)
+    if compute.device.type != "cpu":
+        why = f"it is for computing on a CPU, and this model is on {compute.device}; use `device` cpu"
+    elif compute.spinning_pool is None:
+        why = "our kernels for it need a CPU with AVX2, llvmlite and bfloat16, and were not found to be right here"
+    elif has_codes and not compute.multiplies_codes:
+        why = "this family's experts end in a norm, and are computed on unpacked weights"
+    else:
+        return
+    raise ConfigError(
+        f"`activations` {config.activations}: {why}; or leave it out",
+        setting="activations",
+        given=config.activations,
+        allowed=f"{BF16} here",
+    )

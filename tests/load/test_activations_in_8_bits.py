@@ -1,0 +1,100 @@
+"""Whole models whose activations are rounded to 8 bits: near those whose are not, the same every time, or refused.
+
+Would catch: a layer that gets other activations when its experts arrive late or on another thread, a setting that is
+taken and does nothing, a kernel that is used though it was found to be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from smoe.compute import quantised_math
+from smoe.config import INT8, configure
+from smoe.errors import ConfigError
+from smoe.kernels.isa import widest
+from smoe.models.quantised_linear import QuantisedLinear
+from tests import gguf_toy, oracle
+from tests.load.test_precision import packed_toy
+from tests.models.test_gguf_quantised import assert_near, steps
+
+Open = Callable[..., PreTrainedModel]
+needs_kernels = pytest.mark.skipif(widest(INT8) is None, reason="this CPU has no instruction set that kernels are for")
+
+
+@needs_kernels
+@pytest.mark.parametrize("mixture", gguf_toy.MIXTURES)
+def test_logits_are_near_those_of_the_dequantised_model(mixture: str, tmp_path: Path, open_model: Open) -> None:
+    path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", mixture)
+    full, minimum = (steps(open_model(path, budget, activations=INT8), oracle.PROMPT) for budget in ("full", "minimum"))
+    assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
+    assert_near(full, steps(theirs, oracle.PROMPT), 0.08, others=2)
+    as_they_are = steps(open_model(path, "full"), oracle.PROMPT)
+    assert not all(map(torch.equal, full, as_they_are)), "nothing was rounded"
+
+
+@needs_kernels
+def test_layers_beside_the_experts_round_theirs_too(tmp_path: Path, open_model: Open) -> None:
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q8_0")
+    layers = [each for each in open_model(path, activations=INT8).modules() if isinstance(each, QuantisedLinear)]
+    assert layers and all(each.activations == INT8 for each in layers)
+
+
+@needs_kernels
+def test_the_number_of_threads_changes_nothing(tmp_path: Path, open_model: Open) -> None:
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M", "qwen2_moe")
+    one, three = (steps(open_model(path, "half", activations=INT8, threads=count), oracle.PROMPT) for count in (1, 3))
+    assert all(map(torch.equal, one, three))
+
+
+@needs_kernels
+def test_several_sequences_and_packed_experts(toy: Callable[..., Path], tmp_path: Path, open_model: Open) -> None:
+    folder = packed_toy(toy, "qwen3_moe", "int4", tmp_path / "model", torch.bfloat16)
+    ids = torch.cat([oracle.PROMPT, oracle.PROMPT.flip(1)])
+    rounded, as_they_are = (
+        steps(open_model(folder, "half", precision="int4", max_sequences=2, **switches), ids)
+        for switches in ({"activations": INT8}, {})
+    )
+    assert_near(rounded, as_they_are, 0.08, others=4)
+    assert not all(map(torch.equal, rounded, as_they_are))
+
+
+@pytest.mark.parametrize(
+    ("other", "value"),
+    [("device", "cuda"), ("device", "emulated"), ("kernels", "torch"), ("dtype", "float32"), ("dtype", "float16")],
+)
+def test_settings_that_do_not_go_with_it(other: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"does not go with `{other}` {value}") as caught:
+        configure(activations=INT8, **{other: value})
+    assert (caught.value.setting, caught.value.given) == ("activations", INT8)
+
+
+def test_it_is_named_as_lossy() -> None:
+    assert configure(precision="int4", activations=INT8).lossy == ["experts in int4", "activations in int8"]
+    assert configure().lossy == []
+
+
+@needs_kernels
+def test_where_nothing_is_quantised(toy: Callable[..., Path], open_model: Open) -> None:
+    with pytest.raises(ConfigError, match="belongs to quantised weights"):
+        open_model(toy("qwen3_moe", dtype=torch.bfloat16), "half", activations=INT8)
+
+
+@pytest.mark.parametrize("reason", ["a wrong kernel", "no instruction set"])
+def test_where_no_kernel_can_be_used(
+    reason: str, tmp_path: Path, open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q8_0")
+    if reason == "a wrong kernel":
+        wrong: Callable[..., Any] = lambda *_: False  # noqa: E731
+        monkeypatch.setattr(quantised_math, "is_as_near", wrong)
+    else:
+        monkeypatch.setenv("SMOE_MAX_CPU_ISA", "none")
+    with pytest.raises(ConfigError, match="were not found to be right here"):
+        open_model(path, "half", activations=INT8)
+    assert open_model(path, "half").offload is not None, "without it the model is served"
