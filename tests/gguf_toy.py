@@ -15,18 +15,29 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from smoe.formats.registry import FORMATS
 from tests import zoo
 from tests.formats.blocks import random_rows
 from tests.toy import ASCII, END, TEMPLATE
 
-ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {
+    "gpt_oss": "gpt-oss",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
+SPLITS = {"gpt_oss": "gpt-4o"}
+"""How a family's tokenizer splits texts, where not as qwen2's."""
 TOKENS = [*ASCII, END, "<|im_start|>", "<|im_end|>", "~~"]
 NORMAL, CONTROL = 1, 3
 
-SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 64}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 64,
+}
 MIXTURES = {
     "Q8_0": [("Q8_0", "Q8_0")],
     "Q4_0": [("Q4_0", "Q4_0")],
@@ -37,6 +48,7 @@ MIXTURES = {
 }
 
 _GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_IN_FAMILY = {"gpt_oss": {"post_attention_layernorm": "post_attention_norm"}}
 _IN_LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -47,6 +59,7 @@ _IN_LAYER = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
@@ -58,25 +71,55 @@ _IN_LAYER = {
 
 
 def tensors_of(model: PreTrainedModel, *, fused: bool = False) -> dict[str, torch.Tensor]:
-    """A toy's weights by ggml's names, the experts' stacked [E, N, K]; `fused`: gate and up in one tensor."""
+    """A toy's weights by ggml's names, as views; the experts' stacked [E, N, K]; `fused`: gate and up in one tensor."""
     found: dict[str, torch.Tensor] = {}
-    for name, weight in model.named_parameters():
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach()
         layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
         if layer is None:
             stem, _, suffix = name.rpartition(".")
-            found[f"{_GLOBAL[stem]}.{suffix}"] = weight.detach()
+            found[f"{_GLOBAL[stem]}.{suffix}"] = weight
             continue
         block, rest = f"blk.{layer[1]}", layer[2]
-        if rest == "mlp.experts.gate_up_proj" and not fused:
-            found[f"{block}.ffn_gate_exps.weight"], found[f"{block}.ffn_up_exps.weight"] = weight.detach().chunk(2, 1)
-        elif rest.startswith("mlp.experts."):
-            kind = {"gate_up_proj": "gate_up", "down_proj": "down"}[rest.rpartition(".")[2]]
-            found[f"{block}.ffn_{kind}_exps.weight"] = weight.detach()
+        if ".experts." in rest:
+            part = rest.rpartition(".")[2]
+            split = _in_turns if model.config.model_type == "gpt_oss" else _fused if fused else _one_below_the_other
+            found |= {f"{block}.ffn_{kind}_exps.{suffix}": each for kind, suffix, each in split(part, weight)}
+        elif rest == "self_attn.sinks":
+            found[f"{block}.attn_sinks.weight"] = weight
         else:
             stem, _, suffix = rest.rpartition(".")
-            squeezed = weight.detach()[0] if stem == "mlp.shared_expert_gate" else weight.detach()
-            found[f"{block}.{_IN_LAYER[stem]}.{suffix}"] = squeezed
+            ggml = _IN_FAMILY.get(model.config.model_type, {}).get(stem) or _IN_LAYER[stem]
+            found[f"{block}.{ggml}.{suffix}"] = weight[0] if stem == "mlp.shared_expert_gate" else weight
     return found
+
+
+def _fused(part: str, weight: torch.Tensor) -> list[tuple[str, str, torch.Tensor]]:
+    return [({"gate_up_proj": "gate_up", "down_proj": "down"}[part], "weight", weight)]
+
+
+def _one_below_the_other(part: str, weight: torch.Tensor) -> list[tuple[str, str, torch.Tensor]]:
+    if part == "down_proj":
+        return [("down", "weight", weight)]
+    gate, up = weight.chunk(2, 1)
+    return [("gate", "weight", gate), ("up", "weight", up)]
+
+
+def _in_turns(part: str, weight: torch.Tensor) -> list[tuple[str, str, torch.Tensor]]:
+    """gpt_oss: inputs by outputs, of which every second is the up's."""
+    suffix = "bias" if part.endswith("_bias") else "weight"
+    rows = weight if suffix == "bias" else weight.transpose(1, 2)
+    if part.startswith("down"):
+        return [("down", suffix, rows)]
+    return [("gate", suffix, rows[:, ::2]), ("up", suffix, rows[:, 1::2])]
+
+
+@torch.no_grad()
+def take_weights(model: PreTrainedModel, path: Path) -> None:
+    """Give `model` the weights of a file that was written of it, dequantised and each rounded once to its type."""
+    stored = dequantised(path)
+    for name, weight in tensors_of(model).items():
+        weight.copy_(stored[name])
 
 
 def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
@@ -91,13 +134,45 @@ def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "rope.freq_base": float(config.rope_parameters["rope_theta"]),
-        "expert_count": config.num_experts,
         "expert_used_count": config.num_experts_per_tok,
-        "expert_feed_forward_length": config.moe_intermediate_size,
     }
-    if config.model_type == "qwen3_moe":
-        return said | {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
-    return said | {"expert_shared_feed_forward_length": config.shared_expert_intermediate_size}
+    return said | _METADATA[config.model_type](config)
+
+
+def _gpt_oss(config: PretrainedConfig) -> dict[str, Any]:
+    rope = config.rope_parameters
+    return {
+        "expert_count": config.num_local_experts,
+        "expert_feed_forward_length": config.intermediate_size,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.sliding_window": config.sliding_window,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        "rope.scaling.yarn_beta_fast": rope["beta_fast"],
+        "rope.scaling.yarn_beta_slow": rope["beta_slow"],
+    }
+
+
+def _qwen2_moe(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "expert_count": config.num_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+    }
+
+
+def _qwen3_moe(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "expert_count": config.num_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+    }
+
+
+_METADATA = {"gpt_oss": _gpt_oss, "qwen2_moe": _qwen2_moe, "qwen3_moe": _qwen3_moe}
 
 
 def write(
@@ -112,14 +187,15 @@ def write(
     parts: int = 1,
     architecture: str | None = None,
     more: Mapping[str, Any] | None = None,
-    split: str | None = "qwen2",
+    split: str | None = "usual",
     blocks: Mapping[str, tuple[np.ndarray, Type]] | None = None,
 ) -> Path:
     """Write a toy to `path`, or to several parts named after it; returns the (first) file.
 
     Matrices are stored as `experts` or `dense` say, vectors as F32, as converters do. `metadata` and `tensors` change
     what is written, None leaves an entry out; `more` are metadata entries by their full keys, `split` is
-    how the tokenizer splits texts. `blocks` are bytes that take a tensor's place as they are.
+    how the tokenizer splits texts (not said: as the family does). `blocks` are bytes that take a tensor's place as
+    they are.
     """
     name = architecture or ARCHITECTURES[model.config.model_type]
     most = -(-len(tensors_of(model, fused=fused)) // parts) + 1 if parts > 1 else 0
@@ -127,14 +203,15 @@ def write(
     for key, value in {**metadata_of(model), **(metadata or {})}.items():
         if value is not None:
             _add(writer, f"{name}.{key}", value)
-    _add_tokenizer(writer, split)
+    _add_tokenizer(writer, SPLITS.get(model.config.model_type, "qwen2") if split == "usual" else split)
     for key, value in (more or {}).items():
         _add(writer, key, value)
     for key, weight in {**tensors_of(model, fused=fused), **(tensors or {})}.items():
         if blocks is not None and key in blocks:
             writer.add_tensor(key, blocks[key][0], raw_dtype=blocks[key][1])
         elif weight is not None:
-            kind = experts if "_exps." in key else Type.F32 if weight.dim() == 1 else dense
+            is_vector = weight.dim() == 1 or key.endswith("bias")
+            kind = Type.F32 if is_vector else experts if "_exps." in key else dense
             data = gguf.quants.quantize(weight.float().numpy(), kind)
             writer.add_tensor(key, data, raw_dtype=None if kind in (Type.F32, Type.F16) else kind)
     writer.write_header_to_file()
@@ -185,8 +262,5 @@ def quantised(
                 data = random_rows(FORMATS[name], experts * rows, columns, 10 * layer + n, spread=0.004)
                 blocks[key] = data.reshape(experts, rows, -1), Type[name]
     write(path, model, blocks=blocks, dense=Type.Q8_0)
-    stored = dequantised(path)
-    with torch.no_grad():
-        for key, weight in weights.items():
-            weight.copy_(stored[key])
+    take_weights(model, path)
     return path, model

@@ -163,7 +163,9 @@ def _math(model: PreTrainedModel, spec: ModelSpec, store: ExpertStore) -> dict[i
         return {site.layer: ExpertMath(modules[site.name], site.parts, spec.dtype) for site in spec.sites}
     tile = Tile(spec.dtype)
     return {
-        site.layer: QuantisedMath(modules[site.name], site.parts, spec.dtype, store.matrices(site.layer), tile)
+        site.layer: QuantisedMath(
+            modules[site.name], store.layers[site.layer].parts, spec.dtype, store.matrices(site.layer), tile
+        )
         for site in spec.sites
     }
 

@@ -14,10 +14,7 @@ from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.memory.gguf_header import GgufArray, GgufHeader, read_array
 from smoe.models.files import naming
 from smoe.models.generation_file import check_values
-from smoe.models.gguf_config import architecture_of
-
-_USUAL_SPLIT = "qwen2"
-"""How the families that are read split a text before its merges; early files do not say it."""
+from smoe.models.gguf_families import FAMILIES, architecture_of
 
 try:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS, convert_gguf_tokenizer
@@ -26,7 +23,7 @@ try:
 except ImportError:  # transformers before 5.20
     from transformers.integrations.ggml import convert_gguf_tokenizer
 
-    _SPLITS = frozenset({_USUAL_SPLIT})
+    _SPLITS = frozenset({"qwen2"})
 
 _ENTRIES = {
     "tokenizer_type": "model",
@@ -61,11 +58,11 @@ def read_gguf_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
     }
     if not isinstance(found.get("tokens"), list) or not isinstance(found.get("tokenizer_type"), str):
         raise CheckpointError(f"{header.path} has no tokenizer in its metadata; take a file that has one")
-    split = found.setdefault("pre_tokenizer_type", _USUAL_SPLIT)
+    split = found.setdefault("pre_tokenizer_type", FAMILIES[architecture_of(header)].split)
     if not isinstance(split, str) or split not in _SPLITS:
         raise UnsupportedModelError(
             f"{header.path} splits texts by {split!r:.80}, which this version of transformers does not know: tokens "
-            "would be others than those the model was made with"
+            "would be others than those the model was made with; a newer one (pip install -U transformers) may"
         )
     settings: dict[str, Any] = {
         name: header.metadata[key]

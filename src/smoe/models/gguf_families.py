@@ -1,0 +1,93 @@
+"""What the GGUF files of each architecture say in their own way: how sizes are named, what goes without saying, and
+which rows lie in another order than the library's.
+
+Adding a family is one entry here, and a toy of it in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from smoe.errors import CheckpointError, UnsupportedModelError
+from smoe.memory.gguf_header import GgufHeader
+
+
+@dataclass(frozen=True)
+class GgufFamily:
+    """An architecture of GGUF files, and the library's family that computes the same."""
+
+    model_type: str
+    """transformers' name."""
+    sizes: Mapping[str, str]
+    """The library's name of a size by the metadata entry that says it, beside those that all families have."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """What no file says, by the library's name."""
+    fixed_yarn: Mapping[str, Any] = field(default_factory=dict)
+    """The same of positions that are scaled by YaRN."""
+    has_paired_rows: bool = False
+    """Whether rows of the query and key matrices that are turned together by the position lie next to each other; the
+    library has them half a head apart."""
+    split: str = "qwen2"
+    """How a text is split before its merges where a file does not say it."""
+
+
+FAMILIES: Mapping[str, GgufFamily] = {
+    "gpt-oss": GgufFamily(
+        "gpt_oss",
+        {
+            "expert_count": "num_local_experts",
+            "expert_feed_forward_length": "intermediate_size",
+            "attention.key_length": "head_dim",
+            "attention.sliding_window": "sliding_window",
+        },
+        fixed_yarn={"truncate": False},
+        split="gpt-4o",
+    ),
+    "qwen2moe": GgufFamily(
+        "qwen2_moe",
+        {
+            "expert_count": "num_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+            "expert_weights_norm": "norm_topk_prob",
+        },
+    ),
+    "qwen3moe": GgufFamily(
+        "qwen3_moe",
+        {
+            "attention.key_length": "head_dim",
+            "expert_count": "num_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_weights_norm": "norm_topk_prob",
+        },
+        fixed={"norm_topk_prob": True},  # the format's own program takes it for granted
+    ),
+}
+"""By the architecture's name in the file."""
+
+
+def architecture_of(header: GgufHeader) -> str:
+    """The name that a file has for its family; raises `UnsupportedModelError` for one that smoe does not read."""
+    name = header.metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise CheckpointError(f"{header.path} does not say which architecture it is for; download it again")
+    if name not in FAMILIES:
+        raise UnsupportedModelError(
+            f"{header.path} holds a model of the architecture {name!r:.80}; of GGUF files smoe reads "
+            f"{', '.join(FAMILIES)}: take the model's safetensors release, which may well work"
+        )
+    return name
+
+
+def row_order(family: GgufFamily, name: str, config: PretrainedConfig, rows: int) -> torch.Tensor | None:
+    """Which of a file's rows is each row of the library's weight `name`: [rows]; None where they are the same."""
+    module = name.rpartition(".")[0]
+    if not family.has_paired_rows or not module.endswith(("self_attn.q_proj", "self_attn.k_proj")):
+        return None
+    heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()

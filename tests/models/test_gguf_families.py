@@ -1,0 +1,94 @@
+"""GGUF files of every family that is read, as converters write them, beside transformers on the dequantised weights.
+
+Would catch: a weight under another's name, gate and up exchanged, rows in the file's order, a bias or a sink left out,
+an entry of the metadata that is not heard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from transformers import PreTrainedModel
+
+from smoe import from_pretrained
+from smoe.errors import UnsupportedModelError
+from smoe.memory.gguf_header import read_gguf_header
+from smoe.models.checkpoint import checkpoint_at
+from tests import gguf_toy, oracle, zoo
+from tests.models.test_gguf_quantised import assert_near, steps
+
+Open = Callable[..., PreTrainedModel]
+FAMILIES = tuple(gguf_toy.ARCHITECTURES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_dequantised_model(family: str, tmp_path: Path, open_model: Open) -> None:
+    """Experts in two formats by the layer, other matrices in a third; whatever the budget. (Tokens that look back to
+    one for which a router chose another expert differ, too.)"""
+    path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", "MXFP4", family)
+    full, minimum = (steps(open_model(path, budget), oracle.PROMPT) for budget in ("full", "minimum"))
+    assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
+    assert_near(full, steps(theirs, oracle.PROMPT), 0.04, others=4)
+
+
+@pytest.mark.parametrize("mixture", ["MXFP4", "Q4_K_M"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_32_bits_they_are_equal_but_for_the_last_ones(
+    family: str, mixture: str, tmp_path: Path, open_model: Open
+) -> None:
+    path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", mixture, family, torch.float32)
+    ours = steps(open_model(path, "half", dtype="float32"), oracle.PROMPT)
+    assert_near(ours, steps(theirs, oracle.PROMPT), 1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_configuration_is_the_models(family: str, tmp_path: Path) -> None:
+    model = zoo.make(family)
+    path = gguf_toy.write(tmp_path / "toy.gguf", model, experts=Type.Q8_0)
+    ours, theirs = (config.to_dict() for config in (checkpoint_at(path).config(), model.config))
+    unsaid = {"_name_or_path", "vocab_size", "eos_token_id", "bos_token_id", "pad_token_id", "architectures", "dtype"}
+    unused = {"intermediate_size"} if "moe_intermediate_size" in theirs else set()
+    differing = {key: (ours[key], theirs[key]) for key in theirs.keys() - unsaid - unused if ours[key] != theirs[key]}
+    assert set(differing) <= {"rms_norm_eps"}, differing
+    assert ours["rms_norm_eps"] == pytest.approx(theirs["rms_norm_eps"])
+
+
+def test_gpt_oss_goes_straight_to_its_slots(tmp_path: Path, open_model: Open) -> None:
+    """Its matrices, by the page; only its biases pass through a buffer, to come in the type that is computed in."""
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "MXFP4", "gpt_oss")
+    store = open_model(path, "half").offload.executor.compute.store
+    assert not store.is_staged
+    for key in store.keys():  # noqa: SIM118
+        placement = store.placement(*key)
+        assert len(placement.reads) == 3 and {piece.dtype for piece in placement.pieces} == {"F32"}
+        behind = max(read.target + read.nbytes for read in placement.reads)
+        assert all(behind <= piece.target for piece in placement.pieces), "a read writes whole pages"
+        assert placement.nbytes <= placement.slot_bytes <= store.slot_bytes[key[0]]
+
+
+def test_gpt_oss_of_plain_numbers_is_refused(tmp_path: Path) -> None:
+    path = gguf_toy.write(tmp_path / "toy.gguf", zoo.make("gpt_oss", dtype=torch.bfloat16))
+    with pytest.raises(UnsupportedModelError, match=r"'blk.0.ffn_gate_exps.weight'.*BF16.*are quantised, as published"):
+        from_pretrained(path, memory="64MiB")
+
+
+def test_gpt_oss_on_an_emulated_device(tmp_path: Path, open_model: Open) -> None:
+    """Through a host tier too small for all, and on the CPU beside it."""
+    path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", "MXFP4", "gpt_oss", torch.float32)
+    switches = {"dtype": "float32", "device": "emulated", "dilation": 1000.0, "balance": "optimal"}
+    ours = open_model(path, "half", host_memory_bytes=8 * 2**17, **switches)
+    assert_near(steps(ours, oracle.PROMPT[:, :14]), steps(theirs, oracle.PROMPT[:, :14]), 1e-4)
+    ours.offload.executor.table.check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_says_how_its_family_splits_texts(family: str, tmp_path: Path) -> None:
+    path = gguf_toy.write(tmp_path / "toy.gguf", zoo.make(family), experts=Type.Q8_0)
+    assert read_gguf_header(path).metadata["tokenizer.ggml.pre"] == gguf_toy.SPLITS.get(family, "qwen2")
+    said = repr(checkpoint_at(path).tokenizer().backend_tokenizer.pre_tokenizer)
+    silent = gguf_toy.write(tmp_path / "silent.gguf", zoo.make(family), experts=Type.Q8_0, split=None)
+    assert repr(checkpoint_at(silent).tokenizer().backend_tokenizer.pre_tokenizer) == said
