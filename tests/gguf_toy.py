@@ -6,7 +6,7 @@ The library's names are turned into ggml's by hand here, so that a wrong entry i
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from tests.toy import ASCII, END, TEMPLATE
 
 ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
+    "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
 }
-SPLITS = {"gpt_oss": "gpt-4o"}
+SPLITS = {"gpt_oss": "gpt-4o", "mixtral": "llama-bpe"}
 """How a family's tokenizer splits texts, where not as qwen2's."""
 TOKENS = [*ASCII, END, "<|im_start|>", "<|im_end|>", "~~"]
 NORMAL, CONTROL = 1, 3
@@ -89,9 +90,17 @@ def tensors_of(model: PreTrainedModel, *, fused: bool = False) -> dict[str, torc
             found[f"{block}.attn_sinks.weight"] = weight
         else:
             stem, _, suffix = rest.rpartition(".")
+            if model.config.model_type == "mixtral":
+                weight = _in_pairs(stem, weight, model.config)
             ggml = _IN_FAMILY.get(model.config.model_type, {}).get(stem) or _IN_LAYER[stem]
             found[f"{block}.{ggml}.{suffix}"] = weight[0] if stem == "mlp.shared_expert_gate" else weight
     return found
+
+
+def _in_pairs(stem: str, weight: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
+    """Rows of a query or key matrix that are turned together next to each other: [heads, pairs, 2, columns]."""
+    heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
+    return weight.unflatten(0, (heads[stem], 2, -1)).transpose(1, 2) if stem in heads else weight
 
 
 def _fused(part: str, weight: torch.Tensor) -> list[tuple[str, str, torch.Tensor]]:
@@ -119,7 +128,7 @@ def take_weights(model: PreTrainedModel, path: Path) -> None:
     """Give `model` the weights of a file that was written of it, dequantised and each rounded once to its type."""
     stored = dequantised(path)
     for name, weight in tensors_of(model).items():
-        weight.copy_(stored[name])
+        weight.copy_(stored[name].view(weight.shape))
 
 
 def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
@@ -172,7 +181,15 @@ def _qwen3_moe(config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-_METADATA = {"gpt_oss": _gpt_oss, "qwen2_moe": _qwen2_moe, "qwen3_moe": _qwen3_moe}
+def _mixtral(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "expert_count": config.num_local_experts,
+        "rope.dimension_count": config.head_dim,
+        "vocab_size": config.vocab_size,
+    }
+
+
+_METADATA = {"gpt_oss": _gpt_oss, "mixtral": _mixtral, "qwen2_moe": _qwen2_moe, "qwen3_moe": _qwen3_moe}
 
 
 def write(
@@ -189,13 +206,14 @@ def write(
     more: Mapping[str, Any] | None = None,
     split: str | None = "usual",
     blocks: Mapping[str, tuple[np.ndarray, Type]] | None = None,
+    tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> Path:
     """Write a toy to `path`, or to several parts named after it; returns the (first) file.
 
     Matrices are stored as `experts` or `dense` say, vectors as F32, as converters do. `metadata` and `tensors` change
     what is written, None leaves an entry out; `more` are metadata entries by their full keys, `split` is
     how the tokenizer splits texts (not said: as the family does). `blocks` are bytes that take a tensor's place as
-    they are.
+    they are; `tokenizer` adds another one than the usual.
     """
     name = architecture or ARCHITECTURES[model.config.model_type]
     most = -(-len(tensors_of(model, fused=fused)) // parts) + 1 if parts > 1 else 0
@@ -203,7 +221,10 @@ def write(
     for key, value in {**metadata_of(model), **(metadata or {})}.items():
         if value is not None:
             _add(writer, f"{name}.{key}", value)
-    _add_tokenizer(writer, SPLITS.get(model.config.model_type, "qwen2") if split == "usual" else split)
+    if tokenizer is not None:
+        tokenizer(writer)
+    else:
+        _add_tokenizer(writer, SPLITS.get(model.config.model_type, "qwen2") if split == "usual" else split)
     for key, value in (more or {}).items():
         _add(writer, key, value)
     for key, weight in {**tensors_of(model, fused=fused), **(tensors or {})}.items():
@@ -212,7 +233,8 @@ def write(
         elif weight is not None:
             is_vector = weight.dim() == 1 or key.endswith("bias")
             kind = Type.F32 if is_vector else experts if "_exps." in key else dense
-            data = gguf.quants.quantize(weight.float().numpy(), kind)
+            rows = weight.flatten(0, 2) if weight.dim() == 4 else weight
+            data = gguf.quants.quantize(rows.float().numpy(), kind)
             writer.add_tensor(key, data, raw_dtype=None if kind in (Type.F32, Type.F16) else kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

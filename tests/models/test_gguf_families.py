@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from smoe import from_pretrained
-from smoe.errors import UnsupportedModelError
+from smoe.errors import CheckpointError, NotMoEError, UnsupportedModelError
 from smoe.memory.gguf_header import read_gguf_header
 from smoe.models.checkpoint import checkpoint_at
 from tests import gguf_toy, oracle, zoo
@@ -43,6 +44,13 @@ def test_in_32_bits_they_are_equal_but_for_the_last_ones(
     path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", mixture, family, torch.float32)
     ours = steps(open_model(path, "half", dtype="float32"), oracle.PROMPT)
     assert_near(ours, steps(theirs, oracle.PROMPT), 1e-4)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])
+def test_plain_numbers_are_the_models_bit_for_bit(family: str, tmp_path: Path, open_model: Open) -> None:
+    model = zoo.make(family, dtype=torch.bfloat16)
+    path = gguf_toy.write(tmp_path / "toy.gguf", model)
+    assert all(map(torch.equal, steps(open_model(path, "half"), oracle.PROMPT), steps(model, oracle.PROMPT)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,6 +91,71 @@ def test_gpt_oss_on_an_emulated_device(tmp_path: Path, open_model: Open) -> None
     ours = open_model(path, "half", host_memory_bytes=8 * 2**17, **switches)
     assert_near(steps(ours, oracle.PROMPT[:, :14]), steps(theirs, oracle.PROMPT[:, :14]), 1e-4)
     ours.offload.executor.table.check()
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.BF16], ids=lambda kind: kind.name)
+def test_early_files_have_a_tensor_for_every_expert(kind: Type, tmp_path: Path, open_model: Open) -> None:
+    model = zoo.make("mixtral", dtype=torch.float32)
+    path = gguf_toy.write(tmp_path / "new.gguf", model, experts=kind, dense=kind)
+    early = gguf_toy.write(tmp_path / "early.gguf", model, dense=kind, tensors=apart(model))
+    assert "blk.3.ffn_up.7.weight" in checkpoint_at(early).tensors()
+    ours, theirs = (steps(open_model(each, "half", dtype="float32"), oracle.PROMPT) for each in (early, path))
+    assert all(map(torch.equal, ours, theirs))
+    gguf_toy.take_weights(model, path)
+    assert_near(ours, steps(model, oracle.PROMPT), 1e-4)
+
+
+def apart(model: PreTrainedModel) -> dict[str, torch.Tensor | None]:
+    """What is to be written in another way than now: each expert's matrices by themselves."""
+    found: dict[str, torch.Tensor | None] = {}
+    for key, weight in gguf_toy.tensors_of(model).items():
+        if "_exps." in key:
+            found[key] = None
+            found |= {key.replace("_exps.", f".{expert}."): each for expert, each in enumerate(weight)}
+    return found
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    model = zoo.make("mixtral")
+    tensors = {**apart(model), "blk.2.ffn_up.5.weight": None}
+    path = gguf_toy.write(tmp_path / "toy.gguf", model, tensors=tensors)
+    with pytest.raises(CheckpointError, match=r"has no 'blk.2.ffn_up.5.weight'.*incomplete"):
+        from_pretrained(path, memory="64MiB")
+
+
+def test_a_llama_without_experts_is_refused(tmp_path: Path) -> None:
+    """As one that transformers serves as well, not as a damaged file."""
+    model = zoo.make("mixtral")
+    absent = dict.fromkeys(key for key in gguf_toy.tensors_of(model) if "_exps." in key or "gate_inp" in key)
+    said = {"expert_count": None, "expert_used_count": None}
+    path = gguf_toy.write(tmp_path / "toy.gguf", model, tensors=absent, metadata=said)
+    with pytest.raises(NotMoEError, match="'llama' that has no routed experts"):
+        from_pretrained(path, memory="64MiB")
+
+
+PIECES = ["<unk>", "<s>", "</s>", "▁", *"abcdehlor,", "▁h", "▁he", "ll", "▁hell", "lo", "or", "▁hello", "▁a"]
+
+
+def add_pieces(writer: gguf.GGUFWriter) -> None:
+    """A vocabulary with scores, as Mixtral's."""
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(PIECES)
+    writer.add_token_scores([-float(n) for n in range(len(PIECES))])
+    writer.add_token_types([gguf.TokenType.UNKNOWN, *[gguf.TokenType.CONTROL] * 2, *[1] * (len(PIECES) - 3)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+
+
+def test_a_vocabulary_with_scores(tmp_path: Path) -> None:
+    """Begins every text with its first token, also where the file does not say so."""
+    path = gguf_toy.write(tmp_path / "toy.gguf", zoo.make("mixtral"), tokenizer=add_pieces)
+    ours, theirs = checkpoint_at(path).tokenizer(), AutoTokenizer.from_pretrained(tmp_path, gguf_file="toy.gguf")
+    for text in ("hello a", "  hello,", "a</s>b", "", "hello\nworld"):
+        assert ours(text)["input_ids"] == theirs(text)["input_ids"], text
+        assert ours.decode(ours(text)["input_ids"]) == theirs.decode(theirs(text)["input_ids"]), text
+    assert ours("hello a")["input_ids"] == [1, PIECES.index("▁hello"), PIECES.index("▁a")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from smoe.errors import CheckpointError, ModelError, UnsupportedModelError
+from smoe.errors import CheckpointError, ModelError, NotMoEError, UnsupportedModelError
 from smoe.memory.gguf_header import GgufHeader, Value
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.models.config_file import check_sizes
@@ -32,6 +32,8 @@ _SIZES = {
 }
 """The library's names, in all families, of what files say; each family has more (`gguf_families.py`)."""
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "expert_used_count")
+_ROUTER = ".ffn_gate_inp."
+"""In the names of every router's tensors."""
 _WIDTHS = {
     "expert_count": ("blk.0.ffn_gate_inp.weight", -2),
     "expert_feed_forward_length": ("blk.0.ffn_down_exps.weight", -1),
@@ -67,6 +69,11 @@ def read_gguf_config(header: GgufHeader, tensors: Mapping[str, StoredTensor]) ->
     architecture, path = architecture_of(header), header.path
     family = FAMILIES[architecture]
     said = _said(header, architecture, family)
+    if not said.get("expert_count") and not any(_ROUTER in key for key in tensors):
+        raise NotMoEError(
+            f"{path} holds a model of the architecture {architecture!r} that has no routed experts: it is a dense "
+            "model, which transformers alone serves as well"
+        )
     names = _SIZES | dict(family.sizes)
     values: dict[str, Any] = dict(family.fixed)
     values |= {name: _number(path, key, said[key]) for key, name in names.items() if key in said}

@@ -48,6 +48,16 @@ FAMILIES: Mapping[str, GgufFamily] = {
         fixed_yarn={"truncate": False},
         split="gpt-4o",
     ),
+    "llama": GgufFamily(
+        "mixtral",
+        {
+            "expert_count": "num_local_experts",
+            "rope.dimension_count": "head_dim",
+            "attention.key_length": "head_dim",
+        },
+        has_paired_rows=True,
+        split="llama-bpe",
+    ),
     "qwen2moe": GgufFamily(
         "qwen2_moe",
         {

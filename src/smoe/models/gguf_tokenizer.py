@@ -38,6 +38,8 @@ _ENTRIES = {
     "pad_token_id": "padding_token_id",
     "add_prefix_space": "add_space_prefix",
 }
+_BY_SCORES = "llama"
+"""The kind of vocabulary that splits no texts before it puts pieces together, the highest score first."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = {
@@ -58,13 +60,15 @@ def read_gguf_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
     }
     if not isinstance(found.get("tokens"), list) or not isinstance(found.get("tokenizer_type"), str):
         raise CheckpointError(f"{header.path} has no tokenizer in its metadata; take a file that has one")
-    split = found.setdefault("pre_tokenizer_type", FAMILIES[architecture_of(header)].split)
-    if not isinstance(split, str) or split not in _SPLITS:
+    has_scores = found["tokenizer_type"] == _BY_SCORES
+    split = None if has_scores else found.setdefault("pre_tokenizer_type", FAMILIES[architecture_of(header)].split)
+    if not has_scores and (not isinstance(split, str) or split not in _SPLITS):
         raise UnsupportedModelError(
             f"{header.path} splits texts by {split!r:.80}, which this version of transformers does not know: tokens "
             "would be others than those the model was made with; a newer one (pip install -U transformers) may"
         )
-    settings: dict[str, Any] = {
+    settings: dict[str, Any] = {"add_bos_token": True} if has_scores else {}  # early files do not say it
+    settings |= {
         name: header.metadata[key]
         for name, key in (("chat_template", _TEMPLATE), ("add_bos_token", "tokenizer.ggml.add_bos_token"))
         if isinstance(header.metadata.get(key), (str, bool))
