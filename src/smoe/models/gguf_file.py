@@ -101,6 +101,7 @@ class GgufFile:
     def load_dense(self, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
         spec.config._experts_implementation = "eager"
         sampling = read_sampling(self._headers[0])
+        assert all(tensor.path.parent == self.place.parent for tensor in spec.dense.values()), "a header's copy"
         stored, weights = self._tensors, dict(spec.shell.named_parameters())
         keys = {name: key for key, name in self._parameters(spec).items() if key in stored}
         # torch's own memory begins at a cache line, where our kernels want matrices to begin
