@@ -23,12 +23,21 @@ from tests.formats.blocks import random_rows
 from tests.toy import ASCII, END, TEMPLATE
 
 ARCHITECTURES = {
+    "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
+    "minimax_m2": "minimax-m2",
     "mixtral": "llama",
+    "olmoe": "olmoe",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
 }
-SPLITS = {"gpt_oss": "gpt-4o", "mixtral": "llama-bpe"}
+SPLITS = {
+    "glm4_moe": "glm4",
+    "gpt_oss": "gpt-4o",
+    "minimax_m2": "minimax-m2",
+    "mixtral": "llama-bpe",
+    "olmoe": "olmo",
+}
 """How a family's tokenizer splits texts, where not as qwen2's."""
 TOKENS = [*ASCII, END, "<|im_start|>", "<|im_end|>", "~~"]
 NORMAL, CONTROL = 1, 3
@@ -39,6 +48,12 @@ SIZES = {
     "moe_intermediate_size": 256,
     "shared_expert_intermediate_size": 64,
 }
+_ODDITIES: dict[str, dict[str, Any]] = {
+    "minimax_m2": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0, "partial_rotary_factor": 0.5},
+    },
+}
+"""What the published models of a family have, and its toys do not."""
 MIXTURES = {
     "Q8_0": [("Q8_0", "Q8_0")],
     "Q4_0": [("Q4_0", "Q4_0")],
@@ -49,7 +64,8 @@ MIXTURES = {
 }
 
 _GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_IN_FAMILY = {"gpt_oss": {"post_attention_layernorm": "post_attention_norm"}}
+_ALONE = {"self_attn.sinks": "attn_sinks.weight"}
+_IN_FAMILY = {family: {"post_attention_layernorm": "post_attention_norm"} for family in ("glm4_moe", "gpt_oss")}
 _IN_LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -65,17 +81,28 @@ _IN_LAYER = {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
 
 
+def make(family: str, **more: Any) -> PreTrainedModel:
+    """A toy, as odd as its family's published models."""
+    return zoo.make(family, **{**_ODDITIES.get(family, {}), **more})
+
+
 def tensors_of(model: PreTrainedModel, *, fused: bool = False) -> dict[str, torch.Tensor]:
     """A toy's weights by ggml's names, as views; the experts' stacked [E, N, K]; `fused`: gate and up in one tensor."""
     found: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
+    kept = model.state_dict().keys()
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         weight = parameter.detach()
+        if name not in kept:
+            continue
         layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
         if layer is None:
             stem, _, suffix = name.rpartition(".")
@@ -86,8 +113,8 @@ def tensors_of(model: PreTrainedModel, *, fused: bool = False) -> dict[str, torc
             part = rest.rpartition(".")[2]
             split = _in_turns if model.config.model_type == "gpt_oss" else _fused if fused else _one_below_the_other
             found |= {f"{block}.ffn_{kind}_exps.{suffix}": each for kind, suffix, each in split(part, weight)}
-        elif rest == "self_attn.sinks":
-            found[f"{block}.attn_sinks.weight"] = weight
+        elif rest in _ALONE or rest.endswith("e_score_correction_bias"):
+            found[f"{block}.{_ALONE.get(rest, 'exp_probs_b.bias')}"] = weight
         else:
             stem, _, suffix = rest.rpartition(".")
             if model.config.model_type == "mixtral":
@@ -148,6 +175,39 @@ def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
     return said | _METADATA[config.model_type](config)
 
 
+def _glm4_moe(config: PretrainedConfig) -> dict[str, Any]:
+    """With a layer that guesses the token after the next, as published: it counts as a layer."""
+    return {
+        "block_count": config.num_hidden_layers + 1,
+        "nextn_predict_layers": 1,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
+        "expert_count": config.n_routed_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "expert_gating_func": 2,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": config.norm_topk_prob,
+    }
+
+
+def _minimax_m2(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
+        "expert_count": config.num_local_experts,
+        "expert_feed_forward_length": config.intermediate_size,
+        "expert_gating_func": 2,
+    }
+
+
+def _olmoe(config: PretrainedConfig) -> dict[str, Any]:
+    return {"expert_count": config.num_experts}
+
+
 def _gpt_oss(config: PretrainedConfig) -> dict[str, Any]:
     rope = config.rope_parameters
     return {
@@ -189,7 +249,15 @@ def _mixtral(config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-_METADATA = {"gpt_oss": _gpt_oss, "mixtral": _mixtral, "qwen2_moe": _qwen2_moe, "qwen3_moe": _qwen3_moe}
+_METADATA = {
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
+    "minimax_m2": _minimax_m2,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+}
 
 
 def write(
@@ -273,7 +341,7 @@ def quantised(
     path: Path, mixture: str, family: str = "qwen3_moe", dtype: torch.dtype = torch.bfloat16, is_tied: bool = False
 ) -> tuple[Path, PreTrainedModel]:
     """A toy file whose experts are random blocks, of formats that alternate between layers, and the library's model."""
-    model = zoo.make(family, dtype=dtype, tie_word_embeddings=is_tied, **SIZES)
+    model = make(family, dtype=dtype, tie_word_embeddings=is_tied, **SIZES)
     blocks = {}
     weights = tensors_of(model)
     for layer, (up, down) in zip(range(model.config.num_hidden_layers), cycle(MIXTURES[mixture]), strict=False):

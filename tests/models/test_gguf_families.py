@@ -48,14 +48,23 @@ def test_in_32_bits_they_are_equal_but_for_the_last_ones(
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])
 def test_plain_numbers_are_the_models_bit_for_bit(family: str, tmp_path: Path, open_model: Open) -> None:
-    model = zoo.make(family, dtype=torch.bfloat16)
+    model = gguf_toy.make(family, dtype=torch.bfloat16)
     path = gguf_toy.write(tmp_path / "toy.gguf", model)
     assert all(map(torch.equal, steps(open_model(path, "half"), oracle.PROMPT), steps(model, oracle.PROMPT)))
 
 
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])
+def test_quantised_matrices_beside_plain_experts(family: str, tmp_path: Path, open_model: Open) -> None:
+    model = gguf_toy.make(family, shared_expert_intermediate_size=64)
+    path = gguf_toy.write(tmp_path / "toy.gguf", model, dense=Type.Q8_0)
+    gguf_toy.take_weights(model, path)
+    ours = steps(open_model(path, "half", dtype="float32"), oracle.PROMPT)
+    assert_near(ours, steps(model, oracle.PROMPT), 1e-4)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_configuration_is_the_models(family: str, tmp_path: Path) -> None:
-    model = zoo.make(family)
+    model = gguf_toy.make(family)
     path = gguf_toy.write(tmp_path / "toy.gguf", model, experts=Type.Q8_0)
     ours, theirs = (config.to_dict() for config in (checkpoint_at(path).config(), model.config))
     unsaid = {"_name_or_path", "vocab_size", "eos_token_id", "bos_token_id", "pad_token_id", "architectures", "dtype"}
@@ -91,6 +100,31 @@ def test_gpt_oss_on_an_emulated_device(tmp_path: Path, open_model: Open) -> None
     ours = open_model(path, "half", host_memory_bytes=8 * 2**17, **switches)
     assert_near(steps(ours, oracle.PROMPT[:, :14]), steps(theirs, oracle.PROMPT[:, :14]), 1e-4)
     ours.offload.executor.table.check()
+
+
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path, open_model: Open) -> None:
+    """The library has none of them; a layer that nobody counts is another matter."""
+    model = gguf_toy.make("glm4_moe", dtype=torch.bfloat16)
+    more = {"blk.4.nextn.eh_proj.weight": torch.ones(64, 128), "blk.4.ffn_up_exps.weight": torch.ones(8, 32, 64)}
+    path = gguf_toy.write(tmp_path / "toy.gguf", model, tensors=more)
+    assert all(map(torch.equal, steps(open_model(path, "half"), oracle.PROMPT), steps(model, oracle.PROMPT)))
+    path = gguf_toy.write(tmp_path / "odd.gguf", model, tensors={"blk.5.attn_q.weight": torch.ones(64, 64)})
+    with pytest.raises(UnsupportedModelError, match=r"'blk.5.attn_q.weight'.*no place"):
+        from_pretrained(path, memory="64MiB")
+
+
+def test_a_router_without_its_correction_is_refused(tmp_path: Path) -> None:
+    absent = {"blk.2.exp_probs_b.bias": None}
+    path = gguf_toy.write(tmp_path / "toy.gguf", gguf_toy.make("minimax_m2"), tensors=absent)
+    with pytest.raises(CheckpointError, match=r"lacks 1 weights, 'blk.2.exp_probs_b.bias'"):
+        from_pretrained(path, memory="64MiB")
+
+
+def test_positions_that_turn_part_of_a_head_are_refused_where_the_library_turns_all(tmp_path: Path) -> None:
+    said = {"rope.dimension_count": 8}
+    path = gguf_toy.write(tmp_path / "toy.gguf", gguf_toy.make("qwen3_moe"), metadata=said)
+    with pytest.raises(UnsupportedModelError, match="turn 8 of 16 numbers of a head"):
+        from_pretrained(path, memory="64MiB")
 
 
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.BF16], ids=lambda kind: kind.name)
@@ -160,8 +194,8 @@ def test_a_vocabulary_with_scores(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_says_how_its_family_splits_texts(family: str, tmp_path: Path) -> None:
-    path = gguf_toy.write(tmp_path / "toy.gguf", zoo.make(family), experts=Type.Q8_0)
+    path = gguf_toy.write(tmp_path / "toy.gguf", gguf_toy.make(family), experts=Type.Q8_0)
     assert read_gguf_header(path).metadata["tokenizer.ggml.pre"] == gguf_toy.SPLITS.get(family, "qwen2")
     said = repr(checkpoint_at(path).tokenizer().backend_tokenizer.pre_tokenizer)
-    silent = gguf_toy.write(tmp_path / "silent.gguf", zoo.make(family), experts=Type.Q8_0, split=None)
+    silent = gguf_toy.write(tmp_path / "silent.gguf", gguf_toy.make(family), experts=Type.Q8_0, split=None)
     assert repr(checkpoint_at(silent).tokenizer().backend_tokenizer.pre_tokenizer) == said

@@ -18,7 +18,7 @@ from smoe.memory.gguf_header import GgufHeader, Value
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.models.config_file import check_sizes
 from smoe.models.files import naming
-from smoe.models.gguf_families import FAMILIES, GgufFamily, architecture_of
+from smoe.models.gguf_families import FAMILIES, NEXT_TOKEN_LAYERS, GgufFamily, architecture_of
 
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -81,15 +81,17 @@ def read_gguf_config(header: GgufHeader, tensors: Mapping[str, StoredTensor]) ->
         if key not in said:
             raise CheckpointError(f"{path} lacks the metadata entry '{architecture}.{key}'; download it again")
     check_sizes(values, path)
+    values["num_hidden_layers"] -= values.get(NEXT_TOKEN_LAYERS, 0)
     heads = values["num_attention_heads"]
     values.setdefault("num_key_value_heads", heads)
     if "head_dim" in names.values() and heads:
         values.setdefault("head_dim", values["hidden_size"] // heads)
     values |= _shapes(path, family, values, tensors)
+    values |= {name: key in tensors for name, key in family.told.items()}
     values |= {name: _token(header, key) for name, key in _SPECIAL.items()}
     ends = [token for token in dict.fromkeys(_token(header, key) for key in _ENDS) if token is not None]
     values["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
-    values["rope_parameters"] = _rope(path, family, said)
+    values["rope_parameters"] = _rope(path, family, said) | _turned_part(path, family, values, said)
     check_sizes(values, path)
     with naming(f"{path} describes no configuration", ModelError):
         config: PretrainedConfig = AutoConfig.for_model(family.model_type, **values)
@@ -102,10 +104,11 @@ def _said(header: GgufHeader, architecture: str, family: GgufFamily) -> dict[str
     prefix = f"{architecture}."
     said = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
     for key, known in _ONLY.items():
-        if key not in family.sizes and said.get(key, known[0]) not in known:
+        allowed = family.allowed.get(key, known)
+        if key not in family.sizes and said.get(key, allowed[0]) not in allowed:
             raise UnsupportedModelError(
                 f"{header.path}: '{prefix}{key}' is {said[key]!r:.80}; smoe reads files without it, or where it is "
-                f"{known[-1]}"
+                f"{allowed[-1]}"
             )
     return said
 
@@ -139,6 +142,23 @@ def _token(header: GgufHeader, key: str) -> int | None:
     if token is not None and (not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31):
         raise CheckpointError(f"{header.path}: {key!r} is {token!r:.80}, it must be the number of a token")
     return token
+
+
+def _turned_part(
+    path: Path, family: GgufFamily, values: Mapping[str, Any], said: Mapping[str, Value]
+) -> dict[str, Any]:
+    """How much of a head positions turn, where that may be less than all of it."""
+    heads = values["num_attention_heads"]
+    head = values.get("head_dim") or (values["hidden_size"] // heads if heads else 0)
+    turned = _number(path, "rope.dimension_count", said.get("rope.dimension_count", head))
+    if family.has_partial_rotary and head:
+        return {"partial_rotary_factor": turned / head}
+    if turned != head:
+        raise UnsupportedModelError(
+            f"{path}: positions turn {turned} of {head} numbers of a head ('rope.dimension_count'); in transformers' "
+            f"{family.model_type!r} they turn all of them"
+        )
+    return {}
 
 
 def _rope(path: Path, family: GgufFamily, said: Mapping[str, Value]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ a family's rows lie in another order, they are put into the library's when they 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -29,11 +30,14 @@ from smoe.models.experts import without_expert_weights
 from smoe.models.files import naming
 from smoe.models.gguf_config import read_gguf_config
 from smoe.models.gguf_experts import check_shape, index_gguf_experts, tensors_of
-from smoe.models.gguf_families import FAMILIES, GgufFamily, architecture_of, row_order
+from smoe.models.gguf_families import FAMILIES, NEXT_TOKEN_LAYERS, GgufFamily, architecture_of, row_order
 from smoe.models.gguf_tokenizer import read_gguf_tokenizer, read_sampling
 from smoe.models.packed import Contents, Packed
 from smoe.models.quantised_linear import can_stay_quantised, keep_quantised
 from smoe.models.spec import ModelSpec
+
+_CORRECTION = re.compile(r"model\.layers\.(\d+)\..*\be_score_correction_bias")
+"""What is added to a router's scores before its choice, by the library's names: a buffer, or part of the block."""
 
 
 class GgufFile:
@@ -56,7 +60,9 @@ class GgufFile:
         names = self._parameters(spec)
         self._check_dense(spec, tensors, names)
         known = {*names, *(tensor.key for layer in layers.values() for tensor in tensors_of(layer))}
-        unknown = sorted(tensors.keys() - known)
+        first = spec.config.num_hidden_layers
+        unread = tuple(f"blk.{first + n}." for n in range(getattr(spec.config, NEXT_TOKEN_LAYERS, 0)))
+        unknown = sorted(key for key in tensors.keys() - known if not key.startswith(unread))
         if unknown:
             raise UnsupportedModelError(
                 f"{tensors[unknown[0]].path} holds {unknown[0]!r}, for which transformers' "
@@ -102,7 +108,7 @@ class GgufFile:
         spec.config._experts_implementation = "eager"
         sampling = read_sampling(self._headers[0])
         assert all(tensor.path.parent == self.place.parent for tensor in spec.dense.values()), "a header's copy"
-        stored, weights = self._tensors, dict(spec.shell.named_parameters())
+        stored, weights = self._tensors, _weights(spec.shell)
         keys = {name: key for key, name in self._parameters(spec).items() if key in stored}
         # torch's own memory begins at a cache line, where our kernels want matrices to begin
         state = {name: _room(weights[name], name in spec.dense) for name in keys}
@@ -170,9 +176,13 @@ class GgufFile:
         table = get_tensor_name_map(kind, spec.config.num_hidden_layers)
         experts = {f"{site.name}.{part.name}" for site in spec.sites for part in site.parts}
         found: dict[str, str] = {}
-        for name, _ in spec.shell.named_parameters():
+        for name in _weights(spec.shell):
             stem, _, suffix = name.rpartition(".")
             if name in experts:
+                continue
+            correction = _CORRECTION.fullmatch(name)
+            if correction is not None:
+                found[f"blk.{correction[1]}.exp_probs_b.bias"] = name
                 continue
             key, suffix = (table.get_name(stem), suffix) if table.get_name(stem) else (table.get_name(name), "weight")
             if key is None:
@@ -182,7 +192,7 @@ class GgufFile:
 
     def _check_dense(self, spec: ModelSpec, tensors: Mapping[str, StoredTensor], names: Mapping[str, str]) -> None:
         """Every weight that is no routed expert's is there, in its shape and in a type that can be read."""
-        weights = dict(spec.shell.named_parameters())
+        weights = _weights(spec.shell)
         for key, name in names.items():
             tensor = tensors.get(key)
             if tensor is None:
@@ -192,7 +202,9 @@ class GgufFile:
             if not is_readable(tensor.dtype):
                 raise UnsupportedModelError(f"{key!r} in {tensor.path} is {tensor.dtype}, which smoe cannot read")
         experts = {f"{site.name}.{part.name}" for site in spec.sites for part in site.parts}
-        missing = missing_weights(spec.shell, {*experts, *(name for key, name in names.items() if key in tensors)})
+        reached = {*experts, *(name for key, name in names.items() if key in tensors)}
+        buffers = weights.keys() - dict(spec.shell.named_parameters()).keys()
+        missing = [*missing_weights(spec.shell, reached), *sorted(buffers - reached)]
         if missing:
             key = next((key for key, name in names.items() if name == missing[0]), missing[0])
             raise CheckpointError(
@@ -205,6 +217,12 @@ class GgufFile:
         return {
             site.layer: index_gguf_experts(self.place, site, module, self._tensors) for site, module in modules.items()
         }
+
+
+def _weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of a model: its parameters, tied ones once, and the buffers that are kept."""
+    kept = model.state_dict().keys()
+    return {**dict(model.named_parameters()), **{name: each for name, each in model.named_buffers() if name in kept}}
 
 
 def _room(weight: torch.Tensor, stays_quantised: bool) -> torch.Tensor:

@@ -19,12 +19,14 @@ from smoe.models.gguf_families import FAMILIES, architecture_of
 try:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS, convert_gguf_tokenizer
 
-    _SPLITS = frozenset(GGUF_PRE_TOKENIZER_SPLITS)
+    _SPLITS = frozenset({*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2", "olmo"})  # the last two are its converter's own
 except ImportError:  # transformers before 5.20
     from transformers.integrations.ggml import convert_gguf_tokenizer
 
     _SPLITS = frozenset({"qwen2"})
 
+_SAME_SPLIT = {"glm4": "llama-bpe", "chatglm-bpe": "llama-bpe"}
+"""Names that transformers does not know for ways to split texts that it does."""
 _ENTRIES = {
     "tokenizer_type": "model",
     "pre_tokenizer_type": "pre",
@@ -62,6 +64,8 @@ def read_gguf_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
         raise CheckpointError(f"{header.path} has no tokenizer in its metadata; take a file that has one")
     has_scores = found["tokenizer_type"] == _BY_SCORES
     split = None if has_scores else found.setdefault("pre_tokenizer_type", FAMILIES[architecture_of(header)].split)
+    if isinstance(split, str):
+        split = found["pre_tokenizer_type"] = _SAME_SPLIT.get(split, split)
     if not has_scores and (not isinstance(split, str) or split not in _SPLITS):
         raise UnsupportedModelError(
             f"{header.path} splits texts by {split!r:.80}, which this version of transformers does not know: tokens "
