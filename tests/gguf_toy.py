@@ -6,7 +6,7 @@ The library's names are turned into ggml's by hand here, so that a wrong entry i
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,45 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from smoe.formats.registry import FORMATS
 from tests import zoo
 from tests.formats.blocks import random_rows
 from tests.toy import ASCII, END, TEMPLATE
 
-ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {
+    "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
+    "minimax_m2": "minimax-m2",
+    "mixtral": "llama",
+    "olmoe": "olmoe",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
+SPLITS = {
+    "glm4_moe": "glm4",
+    "gpt_oss": "gpt-4o",
+    "minimax_m2": "minimax-m2",
+    "mixtral": "llama-bpe",
+    "olmoe": "olmo",
+}
+"""How a family's tokenizer splits texts, where not as qwen2's."""
 TOKENS = [*ASCII, END, "<|im_start|>", "<|im_end|>", "~~"]
 NORMAL, CONTROL = 1, 3
 
-SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 64}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 64,
+}
+_ODDITIES: dict[str, dict[str, Any]] = {
+    "minimax_m2": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0, "partial_rotary_factor": 0.5},
+    },
+}
+"""What the published models of a family have, and its toys do not."""
 MIXTURES = {
     "Q8_0": [("Q8_0", "Q8_0")],
     "Q4_0": [("Q4_0", "Q4_0")],
@@ -37,6 +64,8 @@ MIXTURES = {
 }
 
 _GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_ALONE = {"self_attn.sinks": "attn_sinks.weight"}
+_IN_FAMILY = {family: {"post_attention_layernorm": "post_attention_norm"} for family in ("glm4_moe", "gpt_oss")}
 _IN_LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -47,36 +76,86 @@ _IN_LAYER = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
 
 
+def make(family: str, **more: Any) -> PreTrainedModel:
+    """A toy, as odd as its family's published models."""
+    return zoo.make(family, **{**_ODDITIES.get(family, {}), **more})
+
+
 def tensors_of(model: PreTrainedModel, *, fused: bool = False) -> dict[str, torch.Tensor]:
-    """A toy's weights by ggml's names, the experts' stacked [E, N, K]; `fused`: gate and up in one tensor."""
+    """A toy's weights by ggml's names, as views; the experts' stacked [E, N, K]; `fused`: gate and up in one tensor."""
     found: dict[str, torch.Tensor] = {}
-    for name, weight in model.named_parameters():
+    kept = model.state_dict().keys()
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        weight = parameter.detach()
+        if name not in kept:
+            continue
         layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
         if layer is None:
             stem, _, suffix = name.rpartition(".")
-            found[f"{_GLOBAL[stem]}.{suffix}"] = weight.detach()
+            found[f"{_GLOBAL[stem]}.{suffix}"] = weight
             continue
         block, rest = f"blk.{layer[1]}", layer[2]
-        if rest == "mlp.experts.gate_up_proj" and not fused:
-            found[f"{block}.ffn_gate_exps.weight"], found[f"{block}.ffn_up_exps.weight"] = weight.detach().chunk(2, 1)
-        elif rest.startswith("mlp.experts."):
-            kind = {"gate_up_proj": "gate_up", "down_proj": "down"}[rest.rpartition(".")[2]]
-            found[f"{block}.ffn_{kind}_exps.weight"] = weight.detach()
+        if ".experts." in rest:
+            part = rest.rpartition(".")[2]
+            split = _in_turns if model.config.model_type == "gpt_oss" else _fused if fused else _one_below_the_other
+            found |= {f"{block}.ffn_{kind}_exps.{suffix}": each for kind, suffix, each in split(part, weight)}
+        elif rest in _ALONE or rest.endswith("e_score_correction_bias"):
+            found[f"{block}.{_ALONE.get(rest, 'exp_probs_b.bias')}"] = weight
         else:
             stem, _, suffix = rest.rpartition(".")
-            squeezed = weight.detach()[0] if stem == "mlp.shared_expert_gate" else weight.detach()
-            found[f"{block}.{_IN_LAYER[stem]}.{suffix}"] = squeezed
+            if model.config.model_type == "mixtral":
+                weight = _in_pairs(stem, weight, model.config)
+            ggml = _IN_FAMILY.get(model.config.model_type, {}).get(stem) or _IN_LAYER[stem]
+            found[f"{block}.{ggml}.{suffix}"] = weight[0] if stem == "mlp.shared_expert_gate" else weight
     return found
+
+
+def _in_pairs(stem: str, weight: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
+    """Rows of a query or key matrix that are turned together next to each other: [heads, pairs, 2, columns]."""
+    heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
+    return weight.unflatten(0, (heads[stem], 2, -1)).transpose(1, 2) if stem in heads else weight
+
+
+def _fused(part: str, weight: torch.Tensor) -> list[tuple[str, str, torch.Tensor]]:
+    return [({"gate_up_proj": "gate_up", "down_proj": "down"}[part], "weight", weight)]
+
+
+def _one_below_the_other(part: str, weight: torch.Tensor) -> list[tuple[str, str, torch.Tensor]]:
+    if part == "down_proj":
+        return [("down", "weight", weight)]
+    gate, up = weight.chunk(2, 1)
+    return [("gate", "weight", gate), ("up", "weight", up)]
+
+
+def _in_turns(part: str, weight: torch.Tensor) -> list[tuple[str, str, torch.Tensor]]:
+    """gpt_oss: inputs by outputs, of which every second is the up's."""
+    suffix = "bias" if part.endswith("_bias") else "weight"
+    rows = weight if suffix == "bias" else weight.transpose(1, 2)
+    if part.startswith("down"):
+        return [("down", suffix, rows)]
+    return [("gate", suffix, rows[:, ::2]), ("up", suffix, rows[:, 1::2])]
+
+
+@torch.no_grad()
+def take_weights(model: PreTrainedModel, path: Path) -> None:
+    """Give `model` the weights of a file that was written of it, dequantised and each rounded once to its type."""
+    stored = dequantised(path)
+    for name, weight in tensors_of(model).items():
+        weight.copy_(stored[name].view(weight.shape))
 
 
 def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
@@ -91,13 +170,94 @@ def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "rope.freq_base": float(config.rope_parameters["rope_theta"]),
-        "expert_count": config.num_experts,
         "expert_used_count": config.num_experts_per_tok,
-        "expert_feed_forward_length": config.moe_intermediate_size,
     }
-    if config.model_type == "qwen3_moe":
-        return said | {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
-    return said | {"expert_shared_feed_forward_length": config.shared_expert_intermediate_size}
+    return said | _METADATA[config.model_type](config)
+
+
+def _glm4_moe(config: PretrainedConfig) -> dict[str, Any]:
+    """With a layer that guesses the token after the next, as published: it counts as a layer."""
+    return {
+        "block_count": config.num_hidden_layers + 1,
+        "nextn_predict_layers": 1,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
+        "expert_count": config.n_routed_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "expert_gating_func": 2,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": config.norm_topk_prob,
+    }
+
+
+def _minimax_m2(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
+        "expert_count": config.num_local_experts,
+        "expert_feed_forward_length": config.intermediate_size,
+        "expert_gating_func": 2,
+    }
+
+
+def _olmoe(config: PretrainedConfig) -> dict[str, Any]:
+    return {"expert_count": config.num_experts}
+
+
+def _gpt_oss(config: PretrainedConfig) -> dict[str, Any]:
+    rope = config.rope_parameters
+    return {
+        "expert_count": config.num_local_experts,
+        "expert_feed_forward_length": config.intermediate_size,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.sliding_window": config.sliding_window,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        "rope.scaling.yarn_beta_fast": rope["beta_fast"],
+        "rope.scaling.yarn_beta_slow": rope["beta_slow"],
+    }
+
+
+def _qwen2_moe(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "expert_count": config.num_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+    }
+
+
+def _qwen3_moe(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "expert_count": config.num_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+    }
+
+
+def _mixtral(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "expert_count": config.num_local_experts,
+        "rope.dimension_count": config.head_dim,
+        "vocab_size": config.vocab_size,
+    }
+
+
+_METADATA = {
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
+    "minimax_m2": _minimax_m2,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+}
 
 
 def write(
@@ -112,14 +272,16 @@ def write(
     parts: int = 1,
     architecture: str | None = None,
     more: Mapping[str, Any] | None = None,
-    split: str | None = "qwen2",
+    split: str | None = "usual",
     blocks: Mapping[str, tuple[np.ndarray, Type]] | None = None,
+    tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> Path:
     """Write a toy to `path`, or to several parts named after it; returns the (first) file.
 
     Matrices are stored as `experts` or `dense` say, vectors as F32, as converters do. `metadata` and `tensors` change
     what is written, None leaves an entry out; `more` are metadata entries by their full keys, `split` is
-    how the tokenizer splits texts. `blocks` are bytes that take a tensor's place as they are.
+    how the tokenizer splits texts (not said: as the family does). `blocks` are bytes that take a tensor's place as
+    they are; `tokenizer` adds another one than the usual.
     """
     name = architecture or ARCHITECTURES[model.config.model_type]
     most = -(-len(tensors_of(model, fused=fused)) // parts) + 1 if parts > 1 else 0
@@ -127,15 +289,20 @@ def write(
     for key, value in {**metadata_of(model), **(metadata or {})}.items():
         if value is not None:
             _add(writer, f"{name}.{key}", value)
-    _add_tokenizer(writer, split)
+    if tokenizer is not None:
+        tokenizer(writer)
+    else:
+        _add_tokenizer(writer, SPLITS.get(model.config.model_type, "qwen2") if split == "usual" else split)
     for key, value in (more or {}).items():
         _add(writer, key, value)
     for key, weight in {**tensors_of(model, fused=fused), **(tensors or {})}.items():
         if blocks is not None and key in blocks:
             writer.add_tensor(key, blocks[key][0], raw_dtype=blocks[key][1])
         elif weight is not None:
-            kind = experts if "_exps." in key else Type.F32 if weight.dim() == 1 else dense
-            data = gguf.quants.quantize(weight.float().numpy(), kind)
+            is_vector = weight.dim() == 1 or key.endswith("bias")
+            kind = Type.F32 if is_vector else experts if "_exps." in key else dense
+            rows = weight.flatten(0, 2) if weight.dim() == 4 else weight
+            data = gguf.quants.quantize(rows.float().numpy(), kind)
             writer.add_tensor(key, data, raw_dtype=None if kind in (Type.F32, Type.F16) else kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -174,7 +341,7 @@ def quantised(
     path: Path, mixture: str, family: str = "qwen3_moe", dtype: torch.dtype = torch.bfloat16, is_tied: bool = False
 ) -> tuple[Path, PreTrainedModel]:
     """A toy file whose experts are random blocks, of formats that alternate between layers, and the library's model."""
-    model = zoo.make(family, dtype=dtype, tie_word_embeddings=is_tied, **SIZES)
+    model = make(family, dtype=dtype, tie_word_embeddings=is_tied, **SIZES)
     blocks = {}
     weights = tensors_of(model)
     for layer, (up, down) in zip(range(model.config.num_hidden_layers), cycle(MIXTURES[mixture]), strict=False):
@@ -185,8 +352,5 @@ def quantised(
                 data = random_rows(FORMATS[name], experts * rows, columns, 10 * layer + n, spread=0.004)
                 blocks[key] = data.reshape(experts, rows, -1), Type[name]
     write(path, model, blocks=blocks, dense=Type.Q8_0)
-    stored = dequantised(path)
-    with torch.no_grad():
-        for key, weight in weights.items():
-            weight.copy_(stored[key])
+    take_weights(model, path)
     return path, model

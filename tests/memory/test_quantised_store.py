@@ -124,7 +124,7 @@ def test_placements_are_legal(parts: int, tmp_path: Path) -> None:
             assert read.offset % PAGE == read.nbytes % PAGE == read.target % PAGE == 0 < read.need <= read.nbytes
             assert read.target >= end
             end = read.target + read.nbytes
-        assert end <= placement.buffer_bytes <= store.slot_bytes[key[0]] and not placement.pieces
+        assert end <= placement.slot_bytes <= store.slot_bytes[key[0]] and not placement.pieces
     sizes = [store.placement(*key).nbytes for key in store.keys()]  # noqa: SIM118
     assert store.total_bytes == sum(sizes) and store.expert_bytes == max(sizes) > min(sizes)
 

@@ -40,7 +40,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("other.gguf", "no file other.gguf"),
         ("/models/other.gguf", "no file /models/other.gguf"),
-        ("owner/other.gguf", "no file .*does not fetch single GGUF files"),
+        ("owner/other.gguf", "no file .*give all of OWNER/REPO/FILE.gguf, or OWNER/REPO:Q4_K_M"),
+        ("models/mixtral-8x7b/other.gguf", "no file models/mixtral-8x7b/other.gguf"),
         ("my-moe/model.safetensors", "give its folder: .*my-moe"),
         ("my-moe/config.json", "give its folder: .*my-moe"),
         ("model.safetensors", "no file model.safetensors"),
@@ -182,7 +183,7 @@ def test_a_repository_of_gguf_files_is_named(has_config: bool, monkeypatch: pyte
     monkeypatch.setattr(hub, "cached", lambda model, revision: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", no_config)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=files_there))
-    with pytest.raises(ModelError, match=r"holds GGUF files alone \(a-Q4_K_M.gguf, ...\); download the one"):
+    with pytest.raises(ModelError, match=rf"holds GGUF files alone \(Q4_K_M, Q8_0\).*as {HUB_ID}:Q4_K_M"):
         (files.fetch if has_config else files.described_place)(HUB_ID, None)
 
 

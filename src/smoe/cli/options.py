@@ -33,7 +33,10 @@ _SAMPLING = "Sampling"
 _PROMPT = "Prompt"
 
 Model = Annotated[
-    str, typer.Argument(help="'demo', a folder with config.json and safetensors, a GGUF file, or a hub id.")
+    str,
+    typer.Argument(
+        help="'demo', a folder with config.json and safetensors, a GGUF file, or a hub id (GGUF: ID:Q4_K_M)."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error (also: SMOE_DEBUG=1).")]

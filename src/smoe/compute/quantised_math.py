@@ -58,7 +58,7 @@ class QuantisedWeights:
         down_bias: torch.Tensor | None = None,
     ) -> None:
         """`data`: bytes [outputs, bytes of a row] of every matrix; the last is that of the second product. Biases are
-        [2I] and [H], in the model's type."""
+        [2I] and [H], in the model's type, in the order of the matrices' outputs."""
         self.data = data
         self._tile = tile
         self._activations = activations
@@ -100,7 +100,10 @@ class QuantisedWeights:
 
 
 class QuantisedMath(ExpertMath):
-    """The arithmetic of one layer's experts module, on quantised weights."""
+    """The arithmetic of one layer's experts module, on quantised weights.
+
+    Where gate and up lie apart and the module has them in turns, their outputs are put so before its activation.
+    """
 
     def __init__(
         self,
@@ -116,6 +119,9 @@ class QuantisedMath(ExpertMath):
         self._stored = stored
         self._tile = tile
         self._activations = activations
+        if any(part.takes_turns for part in parts):
+            activate = self._activate
+            self._activate = lambda wide: activate(wide.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))
 
     @property
     def shapes(self) -> tuple[Shape, Shape]:

@@ -159,7 +159,12 @@ def _math(model: PreTrainedModel, spec: ModelSpec, store: ExpertStore, activatio
     tile = Tile(spec.dtype)
     return {
         site.layer: QuantisedMath(
-            modules[site.name], site.parts, spec.dtype, store.matrices(site.layer), tile, activations
+            modules[site.name],
+            store.layers[site.layer].parts,
+            spec.dtype,
+            store.matrices(site.layer),
+            tile,
+            activations,
         )
         for site in spec.sites
     }

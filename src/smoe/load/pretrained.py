@@ -26,7 +26,7 @@ from smoe.memory.quantised_store import QuantisedStore, is_quantised
 from smoe.memory.store import ExpertStore, LayerExperts
 from smoe.models.checkpoint import Checkpoint, described_checkpoint, local_checkpoint, whole_checkpoint
 from smoe.models.packed import contents_in_dtype
-from smoe.models.read_spec import read_spec
+from smoe.models.read_spec import read_spec, spec_of_whole
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes
 from smoe.runtime.lifetime import collect_dropped
@@ -97,6 +97,7 @@ def load(
         allocate(config.memory_bytes, spec.demand(config, spec.least_slot_bytes()))
     if checkpoint is None or experts is None:
         checkpoint = whole_checkpoint(model, revision)
+        spec = spec_of_whole(checkpoint, spec, config)
         experts = checkpoint.experts(spec)
     store = open_store(checkpoint, spec, experts, device)
     ledger, reason = make_ledger(spec, config, device, store)

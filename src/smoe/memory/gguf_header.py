@@ -90,26 +90,36 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def part_stem(path: Path) -> str:
+def part_stem(name: str) -> str:
     """What the names of all parts of a model begin with; the whole name of a model in one file."""
-    match = _PART.fullmatch(path.name)
-    return path.name if match is None else match["stem"]
+    match = _PART.fullmatch(name)
+    return name if match is None else match["stem"]
+
+
+def part_names(name: str) -> list[str]:
+    """The names of all parts of the model that a file of this name is a part of, in order; its own, of a model in one.
+
+    Raises `CheckpointError` for a part that is not among as many as its name says.
+    """
+    match = _PART.fullmatch(name)
+    if match is None:
+        return [name]
+    count = int(match["count"])
+    if not 1 <= count <= _MAX_PARTS or not 1 <= int(match["number"]) <= count:
+        raise CheckpointError(f"{name} is named as part {match['number']} of {match['count']}; give it its own name")
+    return [f"{match['stem']}-{number:05}-of-{match['count']}{match['suffix']}" for number in range(1, count + 1)]
 
 
 def part_paths(path: Path) -> list[Path]:
     """The files of the model that `path` is a part of, in order; each exists. Raises `CheckpointError` otherwise."""
-    match = _PART.fullmatch(path.name)
-    if match is None:
-        return [path]
-    count = int(match["count"])
-    if not 1 <= count <= _MAX_PARTS or not 1 <= int(match["number"]) <= count:
-        raise CheckpointError(f"{path} is named as part {match['number']} of {match['count']}; give it its own name")
-    names = (f"{match['stem']}-{number:05}-of-{match['count']}{match['suffix']}" for number in range(1, count + 1))
-    paths = [path.with_name(name) for name in names]
+    paths = [path.with_name(name) for name in part_names(path.name)]
+    if paths == [path]:
+        return paths
     absent = [part.name for part in paths if not part.exists()]
     if absent:
         raise CheckpointError(
-            f"{path.parent} lacks {len(absent)} of {count} parts of the model, {absent[0]} first; download them again"
+            f"{path.parent} lacks {len(absent)} of {len(paths)} parts of the model, {absent[0]} first; download them "
+            "again"
         )
     return paths
 

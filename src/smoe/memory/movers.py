@@ -40,12 +40,11 @@ class Filler:
     def fill(self, layer: int, expert: int, buffer: memoryview, between: Callable[[], None] | None) -> int:
         """Bytes read from disk. Raises `TransferError` or `CheckpointError`; the buffer then holds nothing of use."""
         placement = self._store.placement(layer, expert)
-        if not placement.pieces:
-            came = self._read(placement, buffer, between)
-        else:
+        came = self._read(placement, buffer, between)
+        if placement.pieces:
             staging = self._staging()
             try:
-                came = self._assemble(placement, staging, buffer, between)
+                came += self._assemble(placement, staging, buffer, between)
             finally:
                 self._idle.append(staging)
         if (layer, expert) not in self._seen:
@@ -66,7 +65,7 @@ class Filler:
         slot = torch.frombuffer(buffer, dtype=torch.uint8)
         target_dtype, came = torch_dtype(self._store.dtype), 0
         for piece in placement.pieces:
-            if came and between is not None:
+            if (came or placement.reads) and between is not None:
                 between()
             came += self._reader.read(piece.read, staging.buffer(0))
             if piece.spread is not None:

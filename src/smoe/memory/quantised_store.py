@@ -5,8 +5,13 @@
 
 Formats may differ from layer to layer and between the matrices of an expert; within a layer all experts have the same.
 
-Where a file has codes and scales apart, they pass through a staging buffer and become blocks in the slot; the bits of
-neither change. Biases come along in the type that the model computes in.
+Biases pass through a staging buffer and come to lie behind the matrices, in the type that the model computes in; those
+of gate and up together.
+
+    slot   | gate | up | down | biases of gate and up | bias of down |
+
+Where a file has codes and scales apart, matrices pass through the buffer, too, and become blocks in the slot; the bits
+of neither change.
 
     file   | codes of expert 0, 1, ... | scales of expert 0, 1, ... | biases ...
     slot   | scale, codes | scale, codes | ...  | bias | ...
@@ -19,6 +24,7 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from smoe.errors import CheckpointError
 from smoe.formats.base import Format
@@ -87,41 +93,55 @@ class QuantisedStore(ExpertStore):
 
     def _in_place(self, layer: int, expert: int) -> Placement | None:
         tensors = self._pieces(layer, expert)
-        if any(tensor.scales is not None or tensor.dtype not in FORMATS for tensor in tensors.values()):
+        if any(tensor.scales is not None for tensor in tensors.values()):
             return None
         spans = {name: (tensor.path, tensor.offset, tensor.nbytes) for name, tensor in tensors.items()}
         runs = runs_of(list(spans.values()))
         reads, starts = reads_of(runs)
         parts = {name: locate(span, runs, starts) for name, span in spans.items()}
         nbytes = sum(matrix.nbytes for matrix in self._matrices[layer])
-        layout = self._layout_of(layer, parts)
-        return Placement(reads, parts, (), nbytes, layout, reads[-1].target + reads[-1].nbytes)
+        target, pieces = reads[-1].target + reads[-1].nbytes, []
+        for bias in filter(_is_bias, self.layers[layer].parts):
+            parts[bias.name] = target
+            pieces += self._bias(layer, expert, bias, target)
+            nbytes += prod(bias.shape) * self.item_bytes
+            target = _aligned(target + prod(bias.shape) * self.item_bytes)
+        return Placement(reads, parts, tuple(pieces), nbytes, self._layout_of(layer, parts), target)
 
     def _staged(self, layer: int, expert: int) -> Placement:
         parts: dict[str, int] = {}
         pieces: list[Piece] = []
-        target = 0
-        for name, tensor in self._pieces(layer, expert).items():
-            parts[name] = target
-            form = FORMATS.get(tensor.dtype)
-            if form is None:
-                pieces += pieces_of(tensor, target, self.item_bytes)
-                target += prod(tensor.shape) * self.item_bytes
-            else:
-                pieces += _blocks(tensor, form, target)
-                target += prod(tensor.shape[:-1]) * form.row_bytes(tensor.shape[-1])
-            target = -(-target // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
-        buffer_bytes = max(piece.read.nbytes for piece in pieces)
-        return Placement((), parts, tuple(pieces), target, self._layout_of(layer, parts), buffer_bytes)
+        target, tensors = 0, self._pieces(layer, expert)
+        for part in self.layers[layer].parts:
+            if _is_bias(part):
+                parts[part.name] = target
+                pieces += self._bias(layer, expert, part, target)
+                target = _aligned(target + prod(part.shape) * self.item_bytes)
+                continue
+            for matrix in self._matrices[layer]:
+                if matrix.part == part.name:
+                    parts[matrix.name] = target
+                    pieces += _blocks(tensors[matrix.name], matrix.form, target)
+                    target = _aligned(target + matrix.nbytes)
+        return Placement((), parts, tuple(pieces), target, self._layout_of(layer, parts), target)
+
+    def _bias(self, layer: int, expert: int, part: Part, target: int) -> list[Piece]:
+        """A bias of an expert, its stored tensors one behind the other from `target` on."""
+        pieces: list[Piece] = []
+        for tensor in self.layers[layer].sources[expert][part.name]:
+            pieces += pieces_of(tensor, target, self.item_bytes)
+            target += prod(tensor.shape) * self.item_bytes
+        return pieces
 
     def _layout_of(self, layer: int, parts: Mapping[str, int]) -> int:
         formats = tuple(matrix.form.name for matrix in self._matrices[layer])
         return self._layouts.setdefault((self.layers[layer].parts, formats, *parts.items()), len(self._layouts))
 
     def _pieces(self, layer: int, expert: int) -> dict[str, StoredTensor]:
-        """The stored tensors by what they are in the slot: matrices by their pieces' names, biases by their own."""
+        """The stored tensors of an expert's matrices, by their names in the slot."""
         experts = self.layers[layer]
-        return {name: tensor for name, _, tensor in _named(experts.parts, experts.sources[expert])}
+        matrices = [part for part in experts.parts if not _is_bias(part)]
+        return {name: tensor for name, _, tensor in _named(matrices, experts.sources[expert])}
 
 
 def is_quantised(layers: Mapping[int, LayerExperts]) -> bool:
@@ -134,6 +154,13 @@ def is_quantised(layers: Mapping[int, LayerExperts]) -> bool:
     )
 
 
+def expert_bytes(experts: LayerExperts, dtype: torch.dtype) -> int:
+    """An expert of a layer in its slot, without alignment: matrices as they are stored, biases in `dtype`."""
+    first = experts.sources[0]
+    matrices = sum(tensor.nbytes for part in experts.parts if not _is_bias(part) for tensor in first[part.name])
+    return matrices + dtype.itemsize * sum(prod(part.shape) for part in filter(_is_bias, experts.parts))
+
+
 def _is_bias(part: Part) -> bool:
     return len(part.shape) == 1
 
@@ -141,10 +168,15 @@ def _is_bias(part: Part) -> bool:
 def _named(
     parts: Sequence[Part], sources: Mapping[str, tuple[StoredTensor, ...]]
 ) -> Iterator[tuple[str, str, StoredTensor]]:
-    """(name in the slot, part, tensor) of everything that an expert is made of."""
+    """(part and which piece of it, part, tensor) of everything that an expert is made of."""
     for part in parts:
         for n, tensor in enumerate(sources[part.name]):
-            yield (part.name if _is_bias(part) else f"{part.name}.{n}"), part.name, tensor
+            yield f"{part.name}.{n}", part.name, tensor
+
+
+def _aligned(offset: int) -> int:
+    """The next place in a slot where a part may begin."""
+    return -(-offset // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
 
 
 def _blocks(tensor: StoredTensor, form: Format, target: int) -> list[Piece]:

@@ -88,20 +88,26 @@ class Piece(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """How one expert gets into a slot."""
+    """How one expert gets into a slot: by reads straight into it, piece by piece through a staging buffer, or both."""
 
     reads: tuple[Read, ...]
+    """Straight into the slot."""
     parts: dict[str, int]
     """Slot offset of every part in bytes."""
     pieces: tuple[Piece, ...]
-    """Empty where the reads go straight into the slot; else there are no reads but theirs."""
+    """Through a staging buffer, after the reads: these write whole pages."""
     nbytes: int
-    """Bytes of weights, alignment not counted."""
+    """Bytes of weights; of an expert that is read in place, alignment is not counted."""
     layout: int
     """Equal for experts whose parts have the same shapes and offsets: few occur, so views of a slot can be kept by
     it."""
-    buffer_bytes: int
-    """Room that the reads need, in the slot or in the staging buffer."""
+    slot_bytes: int
+    """Room that it needs in the slot."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Room that its largest piece needs in the staging buffer."""
+        return max((piece.read.nbytes for piece in self.pieces), default=0)
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,8 @@ class Part:
     """As the library has it."""
     is_turned: bool = False
     """Stored the other way round, row by column."""
+    takes_turns: bool = False
+    """Stored in two pieces, the gate's rows and the up's, that the library has in turns: gate, up, gate, up, ..."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -163,9 +171,8 @@ class ExpertStore:
         self.slot_bytes: dict[int, int] = {}
         """What a slot for any expert of a layer must have."""
         for (layer, _), p in self._placements.items():
-            needed = page_ceil(p.nbytes if self.is_staged else p.buffer_bytes)
-            self.slot_bytes[layer] = max(needed, self.slot_bytes.get(layer, 0))
-        self.staging_buffer_bytes = max(p.buffer_bytes for p in placements) if self.is_staged else 0
+            self.slot_bytes[layer] = max(page_ceil(p.slot_bytes), self.slot_bytes.get(layer, 0))
+        self.staging_buffer_bytes = max(p.staging_bytes for p in placements)
         self.expert_bytes = max(p.nbytes for p in placements)
         self.total_bytes = sum(p.nbytes for p in placements)
 
@@ -250,8 +257,7 @@ class ExpertStore:
                 pieces += pieces_of(tensor, target, self.item_bytes)
                 target += _elements(tensor.shape) * self.item_bytes
             target = -(-target // self._piece_alignment) * self._piece_alignment
-        buffer_bytes = max(piece.read.nbytes for piece in pieces)
-        return Placement((), parts, tuple(pieces), target, self._layout(experts, parts), buffer_bytes)
+        return Placement((), parts, tuple(pieces), target, self._layout(experts, parts), target)
 
 
 def is_finite(bits: npt.NDArray[np.unsignedinteger[Any]], dtype: str) -> bool:

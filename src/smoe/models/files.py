@@ -1,4 +1,4 @@
-"""Where a model's files are: the embedded demo, a folder, a GGUF file, or a repository of the hub.
+"""Where a model's files are: the embedded demo, a folder, a GGUF file, or a repository of the hub, or a file of one.
 
 Nothing is downloaded before its size is known to fit the disk, and nothing of a repository is ever executed.
 """
@@ -15,6 +15,7 @@ from smoe.errors import CheckpointError, ConfigError, DiskSpaceError, ModelError
 from smoe.memory.gguf_header import is_gguf, part_paths, part_stem
 from smoe.models import hub
 from smoe.models.hub import no_model
+from smoe.models.hub_gguf import cached_gguf, described_gguf, download_gguf, model_bytes, named_gguf
 from smoe.units import format_bytes
 
 DEMO = "demo"
@@ -48,6 +49,9 @@ def local_place(model: str | Path) -> Path | None:
         return part_paths(path)[0]
     if path.exists() or path.is_symlink():
         raise no_model(model, _no_folder(path))
+    gguf = named_gguf(str(model))
+    if gguf is not None and not (gguf.wanted in path.parts[2:] and Path(path.parts[0]).is_dir()):
+        return None
     if path.suffix.lower() in _WEIGHT_FILES:
         raise no_model(model, f"there is no file {path}{_near(path)}; {_reads(path)}")
     is_written_as_path = path.is_absolute() or str(model).startswith(("./", "../", "~")) or str(model).endswith("/")
@@ -91,7 +95,7 @@ def _checked(folder: Path) -> Path:
 def _gguf_models(folder: Path) -> list[Path]:
     """The GGUF models of a folder, one path for all parts of each; what only sees pictures for another is none."""
     parts = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf" and path.is_file())
-    first = {part_stem(path): path for path in reversed(parts) if not path.name.lower().startswith("mmproj")}
+    first = {part_stem(path.name): path for path in reversed(parts) if not path.name.lower().startswith("mmproj")}
     return sorted(first.values())
 
 
@@ -105,7 +109,7 @@ def _no_folder(path: Path) -> str:
 def _reads(path: Path) -> str:
     """What would work instead of a file."""
     if path.suffix.lower() == ".gguf":
-        return "download it first, and give its path: smoe does not fetch single GGUF files"
+        return "of a file of the hub, give all of OWNER/REPO/FILE.gguf, or OWNER/REPO:Q4_K_M"
     beside = path.absolute().parent
     if (beside / "config.json").exists():
         return f"give its folder: {beside}"
@@ -140,24 +144,33 @@ def _place_on_disk(model: str | Path, revision: str | None) -> Path | None:
 
 def described_place(model: str | Path, revision: str | None) -> Path:
     """Where a model's configuration is: its own place, or for a hub id a folder into which nothing else was
-    downloaded."""
-    return _place_on_disk(model, revision) or hub.config_folder(str(model), revision)
+    downloaded; for a GGUF model of the hub its file, or one with nothing but its header."""
+    place, gguf = _place_on_disk(model, revision), named_gguf(str(model))
+    if place is None and gguf is not None:
+        return described_gguf(gguf, revision)
+    return place or hub.config_folder(str(model), revision)
 
 
 def fetch(model: str | Path, revision: str | None) -> Path:
     """The folder, or the GGUF file, of a model, downloaded from the hub if need be."""
-    folder = _place_on_disk(model, revision) or hub.cached(str(model), revision)
-    if folder is not None:
-        return folder
-    size = hub.size_bytes(str(model), revision)
+    place, gguf = _place_on_disk(model, revision), named_gguf(str(model))
+    if place is None:
+        place = hub.cached(str(model), revision) if gguf is None else cached_gguf(gguf, revision)
+    if place is not None:
+        return place
+    size = hub.size_bytes(str(model), revision) if gguf is None else model_bytes(gguf, revision)
     check_disk(hub.cache_folder(), size, f"downloading {model}")
-    return hub.download(str(model), revision)
+    return hub.download(str(model), revision) if gguf is None else download_gguf(gguf, revision)
 
 
 def refuse_unknown(model: str, revision: str | None) -> None:
     """Raise `ModelError` for a model that cannot be had, `ConfigError` for a revision of one on disk: before anything
     heavy is imported, and within seconds."""
-    if _place_on_disk(model, revision) is None and not hub.has_config(model, revision):
+    if _place_on_disk(model, revision) is not None:
+        return
+    gguf = named_gguf(model)
+    is_here = hub.has_config(model, revision) if gguf is None else cached_gguf(gguf, revision) is not None
+    if not is_here:
         hub.check_reachable(model)
 
 

@@ -1,12 +1,13 @@
 """A checkpoint in a GGUF file, or in the parts of a split one: configuration, tokenizer and weights in one place.
 
-The names of weights are translated by the gguf package's own table. In the families that are read here a stored matrix
-is the library's, row by row; nothing is turned or reordered.
+The names of weights are translated by the gguf package's own table. A stored matrix is the library's, row by row; where
+a family's rows lie in another order, they are put into the library's when they are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,23 @@ from smoe.formats.registry import FORMATS
 from smoe.memory.gguf_header import GgufHeader
 from smoe.memory.gguf_index import index_gguf, read_headers
 from smoe.memory.gguf_tensors import is_readable, read_bytes, read_tensor
+from smoe.memory.quantised_store import expert_bytes, is_quantised
 from smoe.memory.safetensors_index import StoredTensor
-from smoe.memory.store import LayerExperts, row_of
+from smoe.memory.store import LayerExperts
 from smoe.models.dense import check_loaded, quiet_library
 from smoe.models.expert_index import missing_weights
-from smoe.models.experts import ExpertsSite, without_expert_weights
+from smoe.models.experts import without_expert_weights
 from smoe.models.files import naming
-from smoe.models.gguf_config import architecture_of, read_gguf_config
+from smoe.models.gguf_config import read_gguf_config
+from smoe.models.gguf_experts import check_shape, index_gguf_experts, tensors_of
+from smoe.models.gguf_families import FAMILIES, NEXT_TOKEN_LAYERS, GgufFamily, architecture_of, row_order
 from smoe.models.gguf_tokenizer import read_gguf_tokenizer, read_sampling
 from smoe.models.packed import Contents, Packed, not_packable
 from smoe.models.quantised_linear import can_stay_quantised, keep_quantised
 from smoe.models.spec import ModelSpec
 
-_GATE, _UP, _DOWN, _GATE_UP = (f"ffn_{name}_exps.weight" for name in ("gate", "up", "down", "gate_up"))
-_PARTS = {"gate_up_proj", "down_proj"}
+_CORRECTION = re.compile(r"model\.layers\.(\d+)\..*\be_score_correction_bias")
+"""What is added to a router's scores before its choice, by the library's names: a buffer, or part of the block."""
 
 
 class GgufFile:
@@ -55,11 +59,13 @@ class GgufFile:
 
     def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
         tensors = self._tensors
-        layers = {site.layer: self._layer(site, spec) for site in spec.sites}
+        layers = self._layers(spec)
         names = self._parameters(spec)
         self._check_dense(spec, tensors, names)
-        known = {*names, *(f"blk.{layer}.{name}" for layer in layers for name in (_GATE, _UP, _DOWN, _GATE_UP))}
-        unknown = sorted(tensors.keys() - known)
+        known = {*names, *(tensor.key for layer in layers.values() for tensor in tensors_of(layer))}
+        first = spec.config.num_hidden_layers
+        unread = tuple(f"blk.{first + n}." for n in range(getattr(spec.config, NEXT_TOKEN_LAYERS, 0)))
+        unknown = sorted(key for key in tensors.keys() - known if not key.startswith(unread))
         if unknown:
             raise UnsupportedModelError(
                 f"{tensors[unknown[0]].path} holds {unknown[0]!r}, for which transformers' "
@@ -76,11 +82,10 @@ class GgufFile:
                 given=spec.precision,
                 allowed="auto for a GGUF file",
             )
-        found = {site.layer: self._matrices(site, spec) for site in spec.sites}
-        if not any(tensor.dtype in FORMATS for tensors in found.values() for tensor in tensors):
+        layers = self._layers(spec)
+        if not is_quantised(layers):
             return None
-        experts = {site.layer: site.experts for site in spec.sites}
-        return {layer: sum(tensor.nbytes for tensor in found[layer]) // experts[layer] for layer in found}
+        return {layer: expert_bytes(experts, spec.dtype) for layer, experts in layers.items()}
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
         stored, found = self._tensors, {}
@@ -104,12 +109,16 @@ class GgufFile:
     def load_dense(self, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
         spec.config._experts_implementation = "eager"
         sampling = read_sampling(self._headers[0])
-        stored, weights = self._tensors, dict(spec.shell.named_parameters())
+        assert all(tensor.path.parent == self.place.parent for tensor in spec.dense.values()), "a header's copy"
+        stored, weights = self._tensors, _weights(spec.shell)
         keys = {name: key for key, name in self._parameters(spec).items() if key in stored}
         # torch's own memory begins at a cache line, where our kernels want matrices to begin
         state = {name: _room(weights[name], name in spec.dense) for name in keys}
         for name in keys.keys() - spec.dense.keys():
             read_tensor(stored[keys[name]], state[name])
+            order = row_order(self._family, name, spec.config, len(state[name]))
+            if order is not None:
+                state[name] = state[name][order]
         with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {self.place}"):
             loaded, report = type(spec.shell).from_pretrained(
                 None,
@@ -122,7 +131,9 @@ class GgufFile:
             )
         check_loaded(loaded, report, self.place, lambda name: f"{keys.get(name, name)!r} in {self.place}")
         for name, tensor in spec.dense.items():
-            keep_quantised(loaded, name, FORMATS[tensor.dtype], self._codes(tensor), spec.dtype)
+            codes, order = self._codes(tensor), row_order(self._family, name, spec.config, tensor.shape[0])
+            codes = codes if order is None else codes[order]
+            keep_quantised(loaded, name, FORMATS[tensor.dtype], codes, spec.dtype)
         loaded.name_or_path = loaded.config.name_or_path = str(self.place)  # for messages: the loader had no name
         with naming(f"{self.place} says how to choose tokens in a way that cannot be used"):
             said: GenerationConfig = loaded.generation_config
@@ -148,6 +159,10 @@ class GgufFile:
     def _tensors(self) -> dict[str, StoredTensor]:
         return index_gguf(self._headers)
 
+    @property
+    def _family(self) -> GgufFamily:
+        return FAMILIES[architecture_of(self._headers[0])]
+
     @cached_property
     def _headers(self) -> list[GgufHeader]:
         return read_headers(self.place)
@@ -155,15 +170,23 @@ class GgufFile:
     def _parameters(self, spec: ModelSpec) -> dict[str, str]:
         """The library's name of every weight that is no routed expert's, by its key in a file."""
         architecture = architecture_of(self._headers[0])
-        kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
+        kind = next((kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
+        if kind is None:
+            raise UnsupportedModelError(
+                f"the installed gguf package does not know {architecture!r}; take a newer one (pip install -U gguf)"
+            )
         table = get_tensor_name_map(kind, spec.config.num_hidden_layers)
         experts = {f"{site.name}.{part.name}" for site in spec.sites for part in site.parts}
         found: dict[str, str] = {}
-        for name, _ in spec.shell.named_parameters():
+        for name in _weights(spec.shell):
             stem, _, suffix = name.rpartition(".")
-            key = table.get_name(stem)
             if name in experts:
                 continue
+            correction = _CORRECTION.fullmatch(name)
+            if correction is not None:
+                found[f"blk.{correction[1]}.exp_probs_b.bias"] = name
+                continue
+            key, suffix = (table.get_name(stem), suffix) if table.get_name(stem) else (table.get_name(name), "weight")
             if key is None:
                 raise UnsupportedModelError(f"the gguf package has no name for {name!r} of {architecture!r}")
             found[f"{key}.{suffix}"] = name
@@ -171,17 +194,19 @@ class GgufFile:
 
     def _check_dense(self, spec: ModelSpec, tensors: Mapping[str, StoredTensor], names: Mapping[str, str]) -> None:
         """Every weight that is no routed expert's is there, in its shape and in a type that can be read."""
-        weights = dict(spec.shell.named_parameters())
+        weights = _weights(spec.shell)
         for key, name in names.items():
             tensor = tensors.get(key)
             if tensor is None:
                 continue
             wanted = tuple(weights[name].shape)
-            _check_shape(tensor, wanted)
+            check_shape(tensor, wanted)
             if not is_readable(tensor.dtype):
                 raise UnsupportedModelError(f"{key!r} in {tensor.path} is {tensor.dtype}, which smoe cannot read")
         experts = {f"{site.name}.{part.name}" for site in spec.sites for part in site.parts}
-        missing = missing_weights(spec.shell, {*experts, *(name for key, name in names.items() if key in tensors)})
+        reached = {*experts, *(name for key, name in names.items() if key in tensors)}
+        buffers = weights.keys() - dict(spec.shell.named_parameters()).keys()
+        missing = [*missing_weights(spec.shell, reached), *sorted(buffers - reached)]
         if missing:
             key = next((key for key, name in names.items() if name == missing[0]), missing[0])
             raise CheckpointError(
@@ -189,51 +214,17 @@ class GgufFile:
                 "incomplete"
             )
 
-    def _layer(self, site: ExpertsSite, spec: ModelSpec) -> LayerExperts:
-        """The experts of a layer: row e of each tensor [E, ...] is expert e's."""
-        *up, down = self._matrices(site, spec)
-        sources = [
-            {"gate_up_proj": tuple(row_of(tensor, expert) for tensor in up), "down_proj": (row_of(down, expert),)}
-            for expert in range(site.experts)
-        ]
-        return LayerExperts(site.layer, site.parts, sources)
-
-    def _matrices(self, site: ExpertsSite, spec: ModelSpec) -> list[StoredTensor]:
-        """The tensors [E, ...] of a layer's experts: of the first product one or two, then that of the second."""
-        module = spec.shell.get_submodule(site.name)
-        if {part.name for part in site.parts} != _PARTS or getattr(module, "is_transposed", False):
-            raise UnsupportedModelError(
-                f"the experts of {spec.config.model_type!r} are kept in another form than in GGUF files; "
-                "take the model's safetensors release"
-            )
-        fused = self._tensors.get(f"blk.{site.layer}.{_GATE_UP}")
-        up = [fused] if fused is not None else [self._experts(site, name) for name in (_GATE, _UP)]
-        down = self._experts(site, _DOWN)
-        shapes = {part.name: part.shape for part in site.parts}
-        rows, width = shapes["gate_up_proj"]
-        for tensor in up:
-            _check_shape(tensor, (site.experts, rows // len(up), width))
-        _check_shape(down, (site.experts, *shapes["down_proj"]))
-        return [*up, down]
-
-    def _experts(self, site: ExpertsSite, name: str) -> StoredTensor:
-        key = f"blk.{site.layer}.{name}"
-        tensor = self._tensors.get(key)
-        if tensor is None:
-            raise CheckpointError(
-                f"{self.place} has no {key!r}, the experts of layer {site.layer}, which its metadata asks for; it is "
-                "incomplete, or of an old form that keeps every expert apart"
-            )
-        return tensor
+    def _layers(self, spec: ModelSpec) -> dict[int, LayerExperts]:
+        modules = {site: spec.shell.get_submodule(site.name) for site in spec.sites}
+        return {
+            site.layer: index_gguf_experts(self.place, site, module, self._tensors) for site, module in modules.items()
+        }
 
 
-def _check_shape(tensor: StoredTensor, wanted: Sequence[int]) -> None:
-    """Raise `CheckpointError` for another shape; dimensions of 1 come and go between ggml and the library."""
-    if [n for n in tensor.shape if n != 1] != [n for n in wanted if n != 1]:
-        raise CheckpointError(
-            f"{tensor.key!r} in {tensor.path} has the shape {list(tensor.shape)}, another shape than its metadata "
-            f"says: {list(wanted)}; download it again"
-        )
+def _weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of a model: its parameters, tied ones once, and the buffers that are kept."""
+    kept = model.state_dict().keys()
+    return {**dict(model.named_parameters()), **{name: each for name, each in model.named_buffers() if name in kept}}
 
 
 def _room(weight: torch.Tensor, stays_quantised: bool) -> torch.Tensor:

@@ -14,20 +14,19 @@ from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.memory.gguf_header import GgufArray, GgufHeader, read_array
 from smoe.models.files import naming
 from smoe.models.generation_file import check_values
-from smoe.models.gguf_config import architecture_of
-
-_USUAL_SPLIT = "qwen2"
-"""How the families that are read split a text before its merges; early files do not say it."""
+from smoe.models.gguf_families import FAMILIES, architecture_of
 
 try:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS, convert_gguf_tokenizer
 
-    _SPLITS = frozenset(GGUF_PRE_TOKENIZER_SPLITS)
+    _SPLITS = frozenset({*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2", "olmo"})  # the last two are its converter's own
 except ImportError:  # transformers before 5.20
     from transformers.integrations.ggml import convert_gguf_tokenizer
 
-    _SPLITS = frozenset({_USUAL_SPLIT})
+    _SPLITS = frozenset({"qwen2"})
 
+_SAME_SPLIT = {"glm4": "llama-bpe", "chatglm-bpe": "llama-bpe"}
+"""Names that transformers does not know for ways to split texts that it does."""
 _ENTRIES = {
     "tokenizer_type": "model",
     "pre_tokenizer_type": "pre",
@@ -41,6 +40,8 @@ _ENTRIES = {
     "pad_token_id": "padding_token_id",
     "add_prefix_space": "add_space_prefix",
 }
+_BY_SCORES = "llama"
+"""The kind of vocabulary that splits no texts before it puts pieces together, the highest score first."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = {
@@ -61,13 +62,17 @@ def read_gguf_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
     }
     if not isinstance(found.get("tokens"), list) or not isinstance(found.get("tokenizer_type"), str):
         raise CheckpointError(f"{header.path} has no tokenizer in its metadata; take a file that has one")
-    split = found.setdefault("pre_tokenizer_type", _USUAL_SPLIT)
-    if not isinstance(split, str) or split not in _SPLITS:
+    has_scores = found["tokenizer_type"] == _BY_SCORES
+    split = None if has_scores else found.setdefault("pre_tokenizer_type", FAMILIES[architecture_of(header)].split)
+    if isinstance(split, str):
+        split = found["pre_tokenizer_type"] = _SAME_SPLIT.get(split, split)
+    if not has_scores and (not isinstance(split, str) or split not in _SPLITS):
         raise UnsupportedModelError(
             f"{header.path} splits texts by {split!r:.80}, which this version of transformers does not know: tokens "
-            "would be others than those the model was made with"
+            "would be others than those the model was made with; a newer one (pip install -U transformers) may"
         )
-    settings: dict[str, Any] = {
+    settings: dict[str, Any] = {"add_bos_token": True} if has_scores else {}  # early files do not say it
+    settings |= {
         name: header.metadata[key]
         for name, key in (("chat_template", _TEMPLATE), ("add_bos_token", "tokenizer.ggml.add_bos_token"))
         if isinstance(header.metadata.get(key), (str, bool))

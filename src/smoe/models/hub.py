@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from smoe.errors import ModelError, SmoeError
+from smoe.models.gguf_names import labels_of
 
 HINT = "; check the name, the network, and for gated models that you are logged in (hf auth login)"
 """What to do where the hub does not give a model."""
@@ -27,6 +28,7 @@ _WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.mo
 _UNWANTED = ["*/*.safetensors"]
 """Folders hold the same weights once more, in forms that nothing here reads (gpt-oss has them as `original`)."""
 _FILES: Any = {"allow_patterns": _WANTED, "ignore_patterns": _UNWANTED}
+_MOST_LABELS = 12
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
@@ -48,11 +50,11 @@ def config_folder(model: str, revision: str | None) -> Path:
     known = _cached_config(model, revision)
     if known is not None and unreachable() is not None:
         return known.parent
-    with _asking(model):
+    with asking(model):
         try:
             return Path(hf_hub_download(model, "config.json", revision=revision)).parent
         except EntryNotFoundError:
-            _refuse_gguf(model, _files(model, revision))
+            _refuse_gguf(model, files_of(model, revision))
             raise
 
 
@@ -69,8 +71,8 @@ def cached(model: str, revision: str | None) -> Path | None:
 
 def size_bytes(model: str, revision: str | None) -> int:
     """What a download would bring."""
-    with _asking(model):
-        files = _files(model, revision)
+    with asking(model):
+        files = files_of(model, revision)
         _refuse_gguf(model, files)
         return sum(size for name, size in files.items() if _is_wanted(name))
 
@@ -80,7 +82,7 @@ def _is_wanted(name: str) -> bool:
     return name.endswith(".safetensors") and "/" not in name
 
 
-def _files(model: str, revision: str | None) -> dict[str, int]:
+def files_of(model: str, revision: str | None) -> dict[str, int]:
     """What a repository holds: bytes by name."""
     from huggingface_hub import HfApi
 
@@ -90,19 +92,18 @@ def _files(model: str, revision: str | None) -> dict[str, int]:
 
 def _refuse_gguf(model: str, files: Mapping[str, int]) -> None:
     """Raise `ModelError` for a repository that has GGUF files alone: which of them is wanted, its name does not say."""
-    found = sorted(name for name in files if name.endswith(".gguf"))
-    if found and not any(name.endswith(".safetensors") for name in files):
-        raise ModelError(
-            f"{model!r} holds GGUF files alone ({found[0]}{', ...' if found[1:] else ''}); download the one you want "
-            f"(hf download {model} {found[0]}) and give its path"
-        )
+    labels = labels_of(files)
+    if labels and not any(name.endswith(".safetensors") for name in files):
+        listed = ", ".join(labels[:_MOST_LABELS]) + (", ..." if labels[_MOST_LABELS:] else "")
+        first = f"{model}/{labels[0]}" if labels[0].lower().endswith(".gguf") else f"{model}:{labels[0]}"
+        raise ModelError(f"{model!r} holds GGUF files alone ({listed}); give one of them, as {first}")
 
 
 def download(model: str, revision: str | None) -> Path:
     """Bring a model into the cache."""
     from huggingface_hub import snapshot_download
 
-    with _asking(model):
+    with asking(model):
         return Path(snapshot_download(model, revision=revision, **_FILES))
 
 
@@ -164,7 +165,7 @@ def _cached_config(model: str, revision: str | None) -> Path | None:
 
 
 @contextmanager
-def _asking(model: str) -> Iterator[None]:
+def asking(model: str) -> Iterator[None]:
     """Inside the hub is asked, which is known to answer; its errors, of many kinds, become a `ModelError`."""
     check_reachable(model)
     try:

@@ -13,7 +13,7 @@ from smoe.config import EngineConfig
 from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from smoe.memory.dtypes import SAFETENSORS
 from smoe.models.anatomy import Anatomy, examine
-from smoe.models.checkpoint import described_checkpoint
+from smoe.models.checkpoint import Checkpoint, described_checkpoint
 from smoe.models.experts import ExpertsSite, find_sites, meta_model
 from smoe.models.files import naming
 from smoe.models.spec import ModelSpec
@@ -38,6 +38,12 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
     spec = ModelSpec(model_config, shell, sites, anatomy, dtype, context_tokens, config.precision)
     dense = checkpoint.quantised_dense(spec) if config.dense_precision == "as-stored" else {}
     return replace(spec, stored_bytes=checkpoint.quantised_bytes(spec), dense=dense)
+
+
+def spec_of_whole(checkpoint: Checkpoint, spec: ModelSpec, config: EngineConfig) -> ModelSpec:
+    """`spec` for a checkpoint whose weights are here: where quantised ones lie, which it says, may have been read from
+    copies of nothing but headers."""
+    return read_spec(checkpoint.place, config) if spec.dense else spec
 
 
 def choose_dtype(model_config: PretrainedConfig, config: EngineConfig) -> torch.dtype:

@@ -15,20 +15,23 @@ from smoe.formats.registry import FORMATS
 from smoe.memory.gguf_header import is_gguf
 from smoe.memory.gguf_tensors import plain_tensor, read_bytes
 from smoe.memory.safetensors_index import StoredTensor, check_identity, read_header
-from smoe.memory.store import LayerExperts
+from smoe.memory.store import LayerExperts, Part
 
 
 def reference_parameters(experts: LayerExperts, chosen: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Fused parameters [len(chosen), ...] of one layer, by part name."""
     parameters: dict[str, torch.Tensor] = {}
     for part in experts.parts:
-        rows = [
-            torch.cat([_tensor(piece) for piece in experts.sources[expert][part.name]]).reshape(part.stored_shape)
-            for expert in chosen
-        ]
+        rows = [_joined([_tensor(piece) for piece in experts.sources[expert][part.name]], part) for expert in chosen]
         stored = torch.stack(rows).to(dtype)
         parameters[part.name] = stored.transpose(1, 2).contiguous() if part.is_turned else stored
     return parameters
+
+
+def _joined(pieces: Sequence[torch.Tensor], part: Part) -> torch.Tensor:
+    """A part of the stored pieces, which lie below each other, or of which each gives a row in turn."""
+    joined = torch.stack(list(pieces), 1).flatten(0, 1) if part.takes_turns else torch.cat(list(pieces))
+    return joined.reshape(part.stored_shape)
 
 
 def _tensor(piece: StoredTensor) -> torch.Tensor:

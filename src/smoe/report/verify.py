@@ -41,7 +41,7 @@ from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.experts import ExpertsSite
 from smoe.models.kv_cache import RowCache
 from smoe.models.quantised_linear import QuantisedWeight
-from smoe.models.read_spec import choose_context, read_spec
+from smoe.models.read_spec import choose_context, read_spec, spec_of_whole
 from smoe.models.twin import ModelPart, parts_of, share_weights
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import Routed, StepObserver
@@ -126,7 +126,9 @@ def reference_of(model: str, config: EngineConfig, revision: str | None, tokens:
             given=tokens,
             allowed=f"a whole number from 2 to {context - DECODE_STEPS} in this context",
         )
-    experts = whole_checkpoint(model, revision).experts(spec)
+    checkpoint = whole_checkpoint(model, revision)
+    spec = spec_of_whole(checkpoint, spec, config)
+    experts = checkpoint.experts(spec)
     elements = max(site.experts * sum(math.prod(part.shape) for part in site.parts) for site in spec.sites)
     layer_bytes = elements * spec.dtype.itemsize  # the library's, which are plain where ours are quantised
     needed = _COPIES * layer_bytes + spec.anatomy.kv_bytes_per_token * (tokens + DECODE_STEPS)

@@ -1,0 +1,121 @@
+"""Where the routed experts of a GGUF file lie: in a tensor for every matrix of a layer, or, in files of early 2024 and
+before, in one for every expert.
+
+    blk.N.ffn_gate_exps.weight, ffn_up_exps, ffn_down_exps     [E, I, H], [E, I, H], [E, H, I]
+    blk.N.ffn_gate_up_exps.weight                              [E, 2I, H], in the place of the first two
+    blk.N.ffn_gate_exps.bias, ...                              [E, I], [E, I], [E, H], in families that have biases
+    blk.N.ffn_gate.E.weight, ffn_up.E, ffn_down.E              the old form
+
+A row is an output's, also in families that the library has the other way round, or with gate and up in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from smoe.errors import CheckpointError, UnsupportedModelError
+from smoe.formats.registry import FORMATS
+from smoe.memory.safetensors_index import StoredTensor
+from smoe.memory.store import LayerExperts, Part, row_of
+from smoe.models.experts import ExpertsSite
+
+_KINDS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+_BIAS = "_bias"
+
+
+def index_gguf_experts(
+    place: Path, site: ExpertsSite, module: nn.Module, tensors: Mapping[str, StoredTensor]
+) -> LayerExperts:
+    """The stored pieces of every expert of a layer; `module` is the library's, on the meta device.
+
+    Raises `CheckpointError` where a tensor is missing or of another shape, `UnsupportedModelError` for experts whose
+    form the file cannot have.
+    """
+    parts = tuple(_stored_part(part, module) for part in site.parts)
+    found: dict[str, list[Sequence[StoredTensor]]] = {}
+    for part in parts:
+        kinds, suffix = _KINDS[part.name.removesuffix(_BIAS)], "bias" if part.name.endswith(_BIAS) else "weight"
+        if f"blk.{site.layer}.ffn_{'_'.join(kinds)}_exps.{suffix}" in tensors and not part.takes_turns:
+            kinds = ("_".join(kinds),)
+        rows, *width = part.stored_shape
+        shape = (rows // len(kinds), *width)
+        found[part.name] = [_every_expert(place, site, f"ffn_{kind}", suffix, shape, tensors) for kind in kinds]
+    sources = [
+        {name: tuple(piece[expert] for piece in pieces) for name, pieces in found.items()}
+        for expert in range(site.experts)
+    ]
+    layer = LayerExperts(site.layer, parts, sources)
+    if any(part.takes_turns for part in parts):
+        _check_quantised(layer)
+    return layer
+
+
+def tensors_of(experts: LayerExperts) -> Iterator[StoredTensor]:
+    """Everything that the experts of a layer are made of."""
+    for sources in experts.sources:
+        for pieces in sources.values():
+            yield from pieces
+
+
+def _stored_part(part: Part, module: nn.Module) -> Part:
+    """A part as the files have it: outputs by inputs, the gate's rows before the up's."""
+    has_turns = not getattr(module, "is_concatenated", True)
+    is_known = part.name.removesuffix(_BIAS) in _KINDS and has_turns == bool(getattr(module, "is_transposed", False))
+    if not is_known:
+        raise UnsupportedModelError(
+            f"{part.name!r} of {type(module).__name__} has no place in GGUF files; take the model's safetensors release"
+        )
+    return replace(
+        part, is_turned=has_turns and len(part.shape) == 2, takes_turns=has_turns and part.name.startswith("gate_up")
+    )
+
+
+def _every_expert(
+    place: Path,
+    site: ExpertsSite,
+    stem: str,
+    suffix: str,
+    shape: tuple[int, ...],
+    tensors: Mapping[str, StoredTensor],
+) -> Sequence[StoredTensor]:
+    """One matrix, or bias, of every expert of a layer."""
+    key = f"blk.{site.layer}.{stem}_exps.{suffix}"
+    fused = tensors.get(key)
+    if fused is not None:
+        check_shape(fused, (site.experts, *shape))
+        return [row_of(fused, expert) for expert in range(site.experts)]
+    apart = [tensors.get(f"blk.{site.layer}.{stem}.{expert}.{suffix}") for expert in range(site.experts)]
+    whole = [tensor for tensor in apart if tensor is not None]
+    if len(whole) < site.experts:
+        missing = key if not whole else f"blk.{site.layer}.{stem}.{apart.index(None)}.{suffix}"
+        raise CheckpointError(
+            f"{place} has no {missing!r}, the experts of layer {site.layer}, which its metadata asks for; it is "
+            "incomplete"
+        )
+    for tensor in whole:
+        check_shape(tensor, shape)
+    return whole
+
+
+def check_shape(tensor: StoredTensor, wanted: Sequence[int]) -> None:
+    """Raise `CheckpointError` for another shape; dimensions of 1 come and go between ggml and the library."""
+    if [n for n in tensor.shape if n != 1] != [n for n in wanted if n != 1]:
+        raise CheckpointError(
+            f"{tensor.key!r} in {tensor.path} has the shape {list(tensor.shape)}, another shape than its metadata "
+            f"says: {list(wanted)}; download it again"
+        )
+
+
+def _check_quantised(layer: LayerExperts) -> None:
+    """Raise `UnsupportedModelError` for plain numbers that would have to be put in turns on their way to a slot."""
+    for part in layer.parts:
+        for tensor in layer.sources[0][part.name] if len(part.shape) == 2 else ():
+            if tensor.dtype not in FORMATS:
+                raise UnsupportedModelError(
+                    f"{tensor.key!r} in {tensor.path} is {tensor.dtype}; of this family smoe reads GGUF files whose "
+                    "experts are quantised, as published (MXFP4): take such a file, or the safetensors release"
+                )

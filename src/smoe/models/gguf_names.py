@@ -1,0 +1,64 @@
+"""What the names of a repository's files say of the GGUF models in it.
+
+NAME-Q4_K_M.gguf
+folder/NAME-Q8_0-00001-of-00003.gguf, ...
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+
+from smoe.memory.gguf_header import part_names, part_stem
+
+_QUANTISATION = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32)$", re.ASCII | re.IGNORECASE)
+_NO_MODELS = ("mmproj", "imatrix")
+"""In the names of files that only go with a model."""
+
+
+def models_of(wanted: str, names: Iterable[str]) -> list[str]:
+    """The models that a quantisation, or the path of a file, may mean, by the paths of their first parts."""
+    models = _first_parts(names)
+    if wanted.lower().endswith(".gguf"):
+        return [model for model in models if wanted in (model, *parts_of(model))]
+    ending = re.compile(rf"(?:^|[-._]){re.escape(wanted)}$", re.IGNORECASE)
+    found = [model for model in models if ending.search(_stem(model))]
+    exact = [model for model in found if _quantisation(model).lower() == wanted.lower()]
+    return exact or found
+
+
+def parts_of(model: str) -> list[str]:
+    """The paths of all parts of a model, of which one is given, in order."""
+    path = PurePosixPath(model)
+    return [str(path.with_name(name)) for name in part_names(path.name)]
+
+
+def labels_of(names: Iterable[str]) -> list[str]:
+    """What can be asked for: quantisations, and the paths of models whose names say none, or another's as well."""
+    models = _first_parts(names)
+    labels = [_quantisation(model) for model in models]
+    return sorted(
+        label if label and labels.count(label) == 1 else model for model, label in zip(models, labels, strict=True)
+    )
+
+
+def _first_parts(names: Iterable[str]) -> list[str]:
+    """The first part that is there of every GGUF model."""
+    first: dict[str, str] = {}
+    for name in sorted(names):
+        path = PurePosixPath(name)
+        if path.suffix.lower() == ".gguf" and not any(word in path.name.lower() for word in _NO_MODELS):
+            first.setdefault(str(path.with_name(part_stem(path.name))), name)
+    return sorted(first.values())
+
+
+def _stem(model: str) -> str:
+    """A model's name without the number of a part and without its ending."""
+    return re.sub(r"\.gguf$", "", part_stem(PurePosixPath(model).name), flags=re.IGNORECASE)
+
+
+def _quantisation(model: str) -> str:
+    """What a model's name ends with, if that is a quantisation; else nothing."""
+    match = _QUANTISATION.search(_stem(model))
+    return match[0] if match else ""
