@@ -145,6 +145,18 @@ def test_a_precision_that_there_is_not(run, mixtral):
     assert ran.code == 2 and "int3" in ran.err and "int2" in ran.err and _packed(mixtral) == []
 
 
+def test_a_type_has_no_say_in_fewer_bits(run, mixtral):
+    ran = run("pack", mixtral, "--precision", "int4", "--dtype", "float32")
+    assert ran.code == 2 and "--dtype" in ran.err and "leave it out" in " ".join(ran.err.split())
+
+
+def test_biases_and_transposed_matrices(run, tmp_path):
+    folder = save_toy(tmp_path / "model", "gpt_oss")
+    assert run("pack", folder, "--precision", "int4").code == 0
+    ran = run("verify", folder, "--memory", "64MiB", "--precision", "int4")
+    assert ran.code == 0 and "as near as can be" in ran.out, ran.out
+
+
 def test_too_little_disk_is_refused_before_writing(run, mixtral, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda where: type("Usage", (), {"free": 1000})())
     ran = run("pack", mixtral)

@@ -19,13 +19,15 @@ smoe pack ./my-mixtral
 
 smoe pack ./my-mixtral --precision int4        then: smoe generate ./my-mixtral --precision int4
 
+smoe pack ./model-Q8_0.gguf --precision int2   a lower copy of experts that are quantised already
+
 smoe pack mistralai/Mixtral-8x7B-v0.1 --dtype bfloat16
 
-The packed files lie beside the checkpoint. One in a dtype is found by itself; one in fewer bits is used where
+The packed files lie beside the weights. One in a dtype is found by itself; one in fewer bits is used where
 --precision asks for it. Delete them at any time; nothing else depends on them.
 """
 
-_DTYPE_HELP = "auto (the checkpoint's own), bfloat16, float16, float32."
+_DTYPE_HELP = "auto (the checkpoint's own), bfloat16, float16, float32; not with --precision."
 _PRECISION_HELP = "int8, int4 or int2 (lossy), or several with commas between: a file for each."
 
 
@@ -42,7 +44,8 @@ def command(
 
     As they are: worth it where a checkpoint scatters its experts (Mixtral's w1, w2, w3) or is read in another dtype
     than it is stored in. In fewer bits: as many more experts fit the same memory. int8 takes 8.5 bits a weight, int4
-    4.5, int2 2.6 to 3; what that costs is said for every layer, and smoe eval measures it on text.
+    4.5, int2 2.6 to 3; what that costs is said for every layer, and smoe eval measures it on text. Experts that are
+    quantised already (GGUF, MXFP4) can only be packed in fewer bits than they have.
 
     Needs as much free disk as the file takes; interrupted, it goes on where it was when called again.
     """
@@ -76,23 +79,35 @@ def _precisions(given: str | None) -> list[str | None]:
 def _pack(model: str, dtype: str, precisions: list[str | None], revision: str | None, force: bool) -> dict[str, Any]:
     """Pack what there is no good file of yet, and say what is there then."""
     from smoe.config import configure
+    from smoe.errors import ConfigError
     from smoe.memory.dtypes import SAFETENSORS
     from smoe.models.checkpoint import local_checkpoint, whole_checkpoint
-    from smoe.models.packed import contents_in_dtype, contents_in_precision
+    from smoe.models.packed import check_takes_less, contents_in_dtype, contents_in_precision
     from smoe.models.read_spec import read_spec
 
+    config = configure(dtype=dtype)
+    if precisions != [None] and dtype != "auto":
+        raise ConfigError(
+            f"`dtype` is {dtype}, and a file in fewer bits is the same for every type that is computed in: leave it "
+            "out, and give it where the model is used",
+            setting="dtype",
+            given=dtype,
+            allowed="auto with `precision`",
+        )
     known = local_checkpoint(model)
-    if known is not None:
-        known.check_packable()
-    spec = read_spec(model, configure(dtype=dtype), revision)
-    asked = [
-        contents_in_dtype(spec.sites, SAFETENSORS[spec.dtype])
-        if precision is None
-        else contents_in_precision(spec.sites, precision, spec.config.model_type)
-        for precision in precisions
-    ]
+    if known is not None and None in precisions:
+        known.check_gatherable()
+    spec = read_spec(model, config, revision)
+    asked = []
+    for precision in precisions:
+        if precision is None:
+            asked.append(contents_in_dtype(spec.sites, SAFETENSORS[spec.dtype]))
+            continue
+        asked.append(contents_in_precision(spec.sites, precision, spec.config.model_type, spec.own_dtype))
+        check_takes_less(asked[-1], spec)
     checkpoint = whole_checkpoint(model, revision)
-    checkpoint.check_packable()
+    if None in precisions:
+        checkpoint.check_gatherable()
     files = []
     for contents in asked:
         packed = None if force else _good(checkpoint, contents)
@@ -153,7 +168,7 @@ def _write(checkpoint: Checkpoint, spec: ModelSpec, contents: Contents) -> list[
             bars.update(task, completed=done, amount=amount)
 
         try:
-            return pack(checkpoint.place, contents, experts, show, spec.dtype)
+            return pack(checkpoint.place, contents, experts, show)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; the same command goes on after the last whole layer") from None
 

@@ -6,7 +6,8 @@
 Formats may differ from layer to layer and between the matrices of an expert; within a layer all experts have the same.
 
 Where a file has codes and scales apart, they pass through a staging buffer and become blocks in the slot; the bits of
-neither change. Biases come along in the type that the model computes in.
+neither change. Biases come along in the type that the model computes in; where the file has them in another, whole
+experts pass through the staging buffer.
 
     file   | codes of expert 0, 1, ... | scales of expert 0, 1, ... | biases ...
     slot   | scale, codes | scale, codes | ...  | bias | ...
@@ -41,6 +42,8 @@ from smoe.memory.store import (
 
 _SCALE_BYTES = 1
 """Of a block whose scale lies apart in the file: it comes first in the slot, the codes behind it."""
+_UNCHANGED = Spread(1, 1)
+"""Bytes one behind the other."""
 
 
 class StoredMatrix(NamedTuple):
@@ -78,7 +81,7 @@ class QuantisedStore(ExpertStore):
             if not matrix.form.is_finite(data):
                 tensor = self._pieces(layer, expert)[matrix.name]
                 tensor = tensor.scales or tensor
-                remedy = "run smoe pack" if tensor.path.suffix == ".smoe" else "download the checkpoint"
+                remedy = "run smoe pack" if tensor.is_packed else "download the checkpoint"
                 raise CheckpointError(
                     f"{tensor.path}: {tensor.key!r} ({matrix.part} of expert {expert} in layer {layer}) has a scale "
                     f"that is NaN or infinite in {matrix.form.name}; {remedy} again"
@@ -87,13 +90,15 @@ class QuantisedStore(ExpertStore):
 
     def _in_place(self, layer: int, expert: int) -> Placement | None:
         tensors = self._pieces(layer, expert)
-        if any(tensor.scales is not None or tensor.dtype not in FORMATS for tensor in tensors.values()):
+        if any(tensor.scales is not None or tensor.dtype not in (*FORMATS, self.dtype) for tensor in tensors.values()):
             return None
         spans = {name: (tensor.path, tensor.offset, tensor.nbytes) for name, tensor in tensors.items()}
         runs = runs_of(list(spans.values()))
         reads, starts = reads_of(runs)
         parts = {name: locate(span, runs, starts) for name, span in spans.items()}
-        nbytes = sum(matrix.nbytes for matrix in self._matrices[layer])
+        if any(parts[name] % self.item_bytes for name, tensor in tensors.items() if tensor.dtype == self.dtype):
+            return None
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
         layout = self._layout_of(layer, parts)
         return Placement(reads, parts, (), nbytes, layout, reads[-1].target + reads[-1].nbytes)
 
@@ -148,8 +153,9 @@ def _named(
 
 
 def _blocks(tensor: StoredTensor, form: Format, target: int) -> list[Piece]:
-    """What makes the blocks of a matrix whose codes and scales lie apart; `target`: where they begin in the slot."""
-    assert tensor.scales is not None, "an expert is staged whole or not at all"
+    """What makes the blocks of a matrix; `target`: where they begin in the slot."""
+    if tensor.scales is None:
+        return pieces_of(tensor, target, 1, _UNCHANGED)
     codes, scale = Spread(form.nbytes - _SCALE_BYTES, form.nbytes), Spread(_SCALE_BYTES, form.nbytes)
     return [
         *pieces_of(tensor, target + _SCALE_BYTES, 1, codes),

@@ -28,7 +28,7 @@ from smoe.models.experts import ExpertsSite, without_expert_weights
 from smoe.models.files import naming
 from smoe.models.gguf_config import architecture_of, read_gguf_config
 from smoe.models.gguf_tokenizer import read_gguf_tokenizer, read_sampling
-from smoe.models.packed import Contents, Packed
+from smoe.models.packed import Contents, Packed, bytes_in_precision, experts_in_precision, read_packed
 from smoe.models.quantised_linear import can_stay_quantised, keep_quantised
 from smoe.models.spec import ModelSpec
 
@@ -62,17 +62,13 @@ class GgufFile:
                 f"{tensors[unknown[0]].path} holds {unknown[0]!r}, for which transformers' "
                 f"{spec.config.model_type!r} has no place: the file is of a variant that smoe does not read"
             )
-        return layers
+        if spec.precision == "auto":
+            return layers
+        return experts_in_precision(self.place, spec)
 
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
         if spec.precision != "auto":
-            raise ConfigError(
-                f"`precision` {spec.precision}: {self.place} is a GGUF file, whose experts are served in the precision "
-                "that it has them in; take a file of the precision that you want",
-                setting="precision",
-                given=spec.precision,
-                allowed="auto for a GGUF file",
-            )
+            return bytes_in_precision(spec)
         found = {site.layer: self._matrices(site, spec) for site in spec.sites}
         if not any(tensor.dtype in FORMATS for tensors in found.values() for tensor in tensors):
             return None
@@ -88,15 +84,15 @@ class GgufFile:
         return found
 
     def packed(self, contents: Contents) -> Packed | None:
-        return None
+        return read_packed(self.place, contents)
 
-    def check_packable(self) -> None:
+    def check_gatherable(self) -> None:
         raise ConfigError(
             f"{self.place} is a GGUF file, in which every matrix of an expert lies in one piece: there is nothing to "
-            "pack; smoe pack is for folders of safetensors",
-            setting="model",
-            given=str(self.place),
-            allowed="a folder of safetensors, where it is to be packed",
+            "pack but a copy in fewer bits; give `precision`, as int4 or int2",
+            setting="precision",
+            given=None,
+            allowed="int8, int4 or int2 for a GGUF file",
         )
 
     def load_dense(self, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
@@ -198,8 +194,7 @@ class GgufFile:
 
     def _matrices(self, site: ExpertsSite, spec: ModelSpec) -> list[StoredTensor]:
         """The tensors [E, ...] of a layer's experts: of the first product one or two, then that of the second."""
-        module = spec.shell.get_submodule(site.name)
-        if {part.name for part in site.parts} != _PARTS or getattr(module, "is_transposed", False):
+        if {part.name for part in site.parts} != _PARTS or site.is_transposed:
             raise UnsupportedModelError(
                 f"the experts of {spec.config.model_type!r} are kept in another form than in GGUF files; "
                 "take the model's safetensors release"

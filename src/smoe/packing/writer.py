@@ -35,22 +35,22 @@ _CHUNK = 1 << 22
 
 
 def pack(
-    folder: Path,
+    place: Path,
     contents: Contents,
     experts: Mapping[int, LayerExperts],
     progress: Callable[[int, int], None],
-    dtype: torch.dtype,
 ) -> list[dict[str, Any]]:
-    """Write the `experts` of a checkpoint into one file beside it, and return the records of its layers.
+    """Write the `experts` of a checkpoint, a folder or a GGUF file, into one file beside it; returns the records of its
+    layers.
 
-    `progress(done, total)` counts experts. `dtype`: what numbers are read as. Interrupted, it leaves a `.partial` file
-    from which it goes on when it is called again. Raises `DiskSpaceError` before it begins, and `CheckpointError` for
-    an expert with NaN or infinity, or while another process is packing the same.
+    `progress(done, total)` counts experts, of which one is in memory at a time. Interrupted, it leaves a `.partial`
+    file from which it goes on when it is called again. Raises `DiskSpaceError` before it begins, and `CheckpointError`
+    for an expert with NaN or infinity, or while another process is packing the same.
     """
-    path, header = contents.path(folder), header_bytes(contents.header(folder))
+    path, header = contents.path(place), header_bytes(contents.header(place))
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path}, which is to be written, is there and is no file; move it away")
-    check_disk(folder, len(header) + contents.experts * contents.stride, f"packing {folder.name}")
+    check_disk(place, len(header) + contents.experts * contents.stride, f"packing {place.name}")
     partial = path.with_name(f"{path.name}.partial")
     notes = partial.with_name(f"{partial.name}.json")
     with _only_writer(partial) as file:
@@ -61,7 +61,7 @@ def pack(
         for site in contents.sites[len(records) :]:
             digest, errors = hashlib.sha256(), [0.0, 0.0]
             for expert in range(site.experts):
-                data = _expert(experts[site.layer], expert, contents, dtype, errors)
+                data = _expert(experts[site.layer], expert, contents, errors)
                 data += bytes(contents.stride - len(data))
                 digest.update(data)
                 file.write(data)
@@ -134,20 +134,21 @@ def _digest(file: IO[bytes], nbytes: int) -> str:
 
 def _record(site: ExpertsSite, digest: str, errors: list[float], contents: Contents) -> dict[str, Any]:
     error, norm = errors
-    is_lossy = any(each.kind in FORMATS for each in contents.parts[site.layer])
+    is_lossy = any(each.is_quantised for each in contents.parts[site.layer])
     relative = {"relative_error": (error / norm) ** 0.5 if norm else 0.0} if is_lossy else {}
     return {"layer": site.layer, "sha256": digest, **relative}
 
 
-def _expert(layer: LayerExperts, expert: int, contents: Contents, dtype: torch.dtype, errors: list[float]) -> bytes:
+def _expert(layer: LayerExperts, expert: int, contents: Contents, errors: list[float]) -> bytes:
     """An expert's bytes; adds the squared error and the squared size of its weights to `errors`."""
-    parameters = reference_parameters(layer, [expert], dtype)
+    parameters = reference_parameters(layer, [expert], TORCH[contents.dtype])
     data = []
     for each in contents.parts[layer.layer]:
         weights, where = parameters[each.part.name][0], f"{each.part.name} of expert {expert} in layer {layer.layer}"
         if not bool(torch.isfinite(weights).all()):
             raise CheckpointError(f"{where} holds NaN or infinity; download again")
-        if each.kind in FORMATS:
+        if each.is_quantised:
+            weights = weights.t().contiguous() if each.part.is_turned else weights
             try:
                 stored, error = quantised(weights, FORMATS[each.kind])
             except OverflowError as problem:
@@ -155,6 +156,6 @@ def _expert(layer: LayerExperts, expert: int, contents: Contents, dtype: torch.d
             errors[0] += error
             errors[1] += float(weights.double().square().sum())
         else:
-            stored = weights.to(TORCH[each.kind]).contiguous().view(torch.uint8)
+            stored = weights.contiguous().view(torch.uint8)
         data.append(stored.numpy().tobytes())
     return b"".join(data)
