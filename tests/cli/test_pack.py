@@ -145,6 +145,34 @@ def test_a_precision_that_there_is_not(run, mixtral):
     assert ran.code == 2 and "int3" in ran.err and "int2" in ran.err and _packed(mixtral) == []
 
 
+def test_room_for_all_is_looked_for_before_the_first(run, mixtral, monkeypatch):
+    """Two files are asked for, and one would fit."""
+    spare = 2**30
+    one = 4 * 8 * 4096 * 2 + 4096
+    free = spare + int(1.5 * one)
+    monkeypatch.setattr("shutil.disk_usage", lambda where: type("Usage", (), {"free": free})())
+    ran = run("pack", mixtral, "--precision", "int8,int4")
+    assert ran.code == 2 and "needs" in ran.err and _packed(mixtral) == []
+    assert run("pack", mixtral, "--precision", "int8").code == 0
+
+
+def test_what_is_no_pack_is_never_overwritten(run, mixtral):
+    path = mixtral / "experts.int4.smoe"
+    path.write_text("my notes on experts")
+    for more in ((), ("--force",)):
+        ran = run("pack", mixtral, "--precision", "int8,int4", *more)
+        assert ran.code == 2 and "move it away" in ran.err and _packed(mixtral) == [path]
+    assert path.read_text() == "my notes on experts"
+
+
+def test_a_pack_of_other_weights_is_written_again_and_said(run, mixtral):
+    run("pack", mixtral, "--precision", "int4")
+    (mixtral / "model.safetensors").touch()
+    ran = run("pack", mixtral, "--precision", "int4")
+    assert ran.code == 0 and "does not fit these weights" in " ".join(ran.err.split())
+    assert "packed already" in run("pack", mixtral, "--precision", "int4").err
+
+
 def test_a_type_has_no_say_in_fewer_bits(run, mixtral):
     ran = run("pack", mixtral, "--precision", "int4", "--dtype", "float32")
     assert ran.code == 2 and "--dtype" in ran.err and "leave it out" in " ".join(ran.err.split())

@@ -84,6 +84,7 @@ def _pack(model: str, dtype: str, precisions: list[str | None], revision: str | 
     from smoe.models.checkpoint import local_checkpoint, whole_checkpoint
     from smoe.models.packed import check_takes_less, contents_in_dtype, contents_in_precision
     from smoe.models.read_spec import read_spec
+    from smoe.packing.writer import check_places
 
     config = configure(dtype=dtype)
     if precisions != [None] and dtype != "auto":
@@ -108,9 +109,10 @@ def _pack(model: str, dtype: str, precisions: list[str | None], revision: str | 
     checkpoint = whole_checkpoint(model, revision)
     if None in precisions:
         checkpoint.check_gatherable()
+    good = [None if force else _good(checkpoint, contents) for contents in asked]
+    check_places(checkpoint.place, [contents for contents, packed in zip(asked, good, strict=True) if packed is None])
     files = []
-    for contents in asked:
-        packed = None if force else _good(checkpoint, contents)
+    for contents, packed in zip(asked, good, strict=True):
         records = packed.records if packed else _write(checkpoint, spec, contents)
         path = contents.path(checkpoint.place)
         files.append(
@@ -128,7 +130,7 @@ def _pack(model: str, dtype: str, precisions: list[str | None], revision: str | 
 
 def _good(checkpoint: Checkpoint, contents: Contents) -> Packed | None:
     """The packed file that is there, where it fits the checkpoint and every byte is as it was written."""
-    from smoe.cli.console import progress, warn
+    from smoe.cli.console import note, progress, warn
     from smoe.errors import CheckpointError
     from smoe.packing.writer import damaged_layers
     from smoe.units import format_bytes
@@ -136,7 +138,9 @@ def _good(checkpoint: Checkpoint, contents: Contents) -> Packed | None:
     try:
         packed = checkpoint.packed(contents)
     except CheckpointError:
-        return None  # of other weights, or cut short: packing again is what is asked for
+        path = contents.path(checkpoint.place)
+        note(f"{path} does not fit these weights, or is cut short: it is written again, if it is a packed file at all")
+        return None
     if packed is None:
         return None
     with progress("pack") as bars:
@@ -162,10 +166,13 @@ def _write(checkpoint: Checkpoint, spec: ModelSpec, contents: Contents) -> list[
     note(f"{contents.experts} experts in {contents.name}, {size}, to {contents.path(checkpoint.place)}")
     with progress("pack") as bars:
         task = bars.add_task("packing", total=contents.experts, amount="")
+        first: list[int] = []
 
         def show(done: int, total: int) -> None:
+            if not first:
+                first.append(done)
             amount = f"{format_bytes(done * contents.stride)} of {format_bytes(total * contents.stride)}"
-            bars.update(task, completed=done, amount=amount)
+            bars.update(task, completed=done, amount=amount, skipped=first[0] - 1)  # what an interrupted run has left
 
         try:
             return pack(checkpoint.place, contents, experts, show)

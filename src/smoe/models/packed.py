@@ -249,6 +249,12 @@ def _packed_layer(
     return LayerExperts(site.layer, tuple(each.part for each in contents.parts[site.layer]), sources)
 
 
+def may_be_packed(path: Path) -> bool:
+    """Whether a file begins as packed files do, or is empty as after a crash: only such a one may be overwritten."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) in (MAGIC, b"")
+
+
 def header_bytes(header: dict[str, Any]) -> bytes:
     """The file's first pages."""
     text = json.dumps(header).encode()
