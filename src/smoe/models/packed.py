@@ -72,6 +72,8 @@ class Contents:
     sites: Sequence[ExpertsSite]
     parts: Mapping[int, tuple[PackedPart, ...]]
     """By layer."""
+    calibration: str | None = None
+    """What it was quantised for, where it was for the inputs of a text: the text's mark. A reader does not mind."""
 
     @property
     def stride(self) -> int:
@@ -111,7 +113,8 @@ class Contents:
             for site in self.sites
             for parts in (self.parts[site.layer],)
         ]
-        return {
+        made_for = {} if self.calibration is None else {"calibration": self.calibration}
+        return made_for | {
             "version": VERSION,
             "contents": self.name,
             "stride": self.stride,
@@ -184,6 +187,8 @@ class Packed(NamedTuple):
     """Of every layer: `sha256` of its experts, and of a precision the `relative_error` of its weights."""
     start: int
     """Where the experts begin."""
+    calibration: str | None
+    """As `Contents` has it."""
 
 
 def bytes_in_precision(spec: ModelSpec) -> dict[int, int]:
@@ -218,7 +223,8 @@ def read_packed(place: Path, contents: Contents) -> Packed | None:
         return None
     check_regular(path)
     header, start, identity = _read_header(path)
-    if header != contents.header(place):
+    calibration = header.pop("calibration", None)
+    if header != replace(contents, calibration=None).header(place):
         raise CheckpointError(
             f"{path} was packed from other weights or by another version, or the checkpoint's files have been copied "
             "or written anew since (their names, sizes and times are compared; cp -p keeps times): run smoe pack "
@@ -232,7 +238,7 @@ def read_packed(place: Path, contents: Contents) -> Packed | None:
     for site in contents.sites:
         layers[site.layer] = _packed_layer(path, identity, site, contents, offset)
         offset += site.experts * contents.stride
-    return Packed(path, layers, records, start)
+    return Packed(path, layers, records, start, calibration)
 
 
 def _packed_layer(

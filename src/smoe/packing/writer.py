@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,7 @@ from smoe.models.experts import ExpertsSite
 from smoe.models.files import check_disk
 from smoe.models.packed import Contents, Packed, header_bytes, may_be_packed, record_bytes
 from smoe.models.reference import reference_parameters
+from smoe.packing.calibration import Calibration
 from smoe.packing.quantiser import quantised
 from smoe.whole_file import whole_file
 
@@ -41,11 +42,13 @@ def pack(
     contents: Contents,
     experts: Mapping[int, LayerExperts],
     progress: Callable[[int, int], None],
+    calibration: Calibration | None = None,
 ) -> list[dict[str, Any]]:
     """Write the `experts` of a checkpoint, a folder or a GGUF file, into one file beside it; returns the records of its
     layers.
 
-    `progress(done, total)` counts experts, of which one is in memory at a time. Interrupted, it leaves a `.partial`
+    `progress(done, total)` counts experts, of which one is in memory at a time. With a `calibration`, which `contents`
+    then name, they are quantised for its inputs. Interrupted, it leaves a `.partial`
     file from which it goes on when it is called again. Raises as `check_places` does before it begins, `DiskSpaceError`
     where the disk fills up meanwhile, and `CheckpointError` for an expert with NaN or infinity, or while another
     process is packing the same.
@@ -56,7 +59,8 @@ def pack(
     try:
         with _only_writer(partial) as file:
             records = _finished(file, notes, header, contents)
-            _write_layers(file, notes, len(header), contents, experts, records, progress)
+            each = _Experts(contents, experts, calibration)
+            _write_layers(file, notes, len(header), each, records, progress)
             file.write(record_bytes(records))
             _settle(file)
             partial.replace(path)
@@ -100,20 +104,20 @@ def _write_layers(
     file: IO[bytes],
     notes: Path,
     start: int,
-    contents: Contents,
-    experts: Mapping[int, LayerExperts],
+    experts: _Experts,
     records: list[dict[str, Any]],
     progress: Callable[[int, int], None],
 ) -> None:
     """The experts behind the `start` bytes of the header, but for those of layers that have a record; each layer adds
     one to `records`."""
+    contents = experts.contents
     done = sum(site.experts for site in contents.sites[: len(records)])
     file.truncate(start + done * contents.stride)
     file.seek(0, os.SEEK_END)
     for site in contents.sites[len(records) :]:
         digest, errors = hashlib.sha256(), [0.0, 0.0]
         for expert in range(site.experts):
-            data = _expert(experts[site.layer], expert, contents, errors)
+            data = _expert(experts, site.layer, expert, errors)
             data += bytes(contents.stride - len(data))
             digest.update(data)
             file.write(data)
@@ -190,18 +194,29 @@ def _record(site: ExpertsSite, digest: str, errors: list[float], contents: Conte
     return {"layer": site.layer, "sha256": digest, **relative}
 
 
-def _expert(layer: LayerExperts, expert: int, contents: Contents, errors: list[float]) -> bytes:
+class _Experts(NamedTuple):
+    """Where experts come from, and what is made of them."""
+
+    contents: Contents
+    sources: Mapping[int, LayerExperts]
+    calibration: Calibration | None
+
+
+def _expert(experts: _Experts, layer: int, expert: int, errors: list[float]) -> bytes:
     """An expert's bytes; adds the squared error and the squared size of its weights to `errors`."""
-    parameters = reference_parameters(layer, [expert], TORCH[contents.dtype])
-    data = []
-    for each in contents.parts[layer.layer]:
-        weights, where = parameters[each.part.name][0], f"{each.part.name} of expert {expert} in layer {layer.layer}"
+    contents, calibration = experts.contents, experts.calibration
+    parameters = reference_parameters(experts.sources[layer], [expert], TORCH[contents.dtype])
+    for name, weights in parameters.items():
         if not bool(torch.isfinite(weights).all()):
-            raise CheckpointError(f"{where} holds NaN or infinity; download again")
+            raise CheckpointError(f"{_where(name, layer, expert)} holds NaN or infinity; download again")
+    compensations = {} if calibration is None else calibration.compensations(layer, expert, parameters)
+    data = []
+    for each in contents.parts[layer]:
+        weights, where = parameters[each.part.name][0], _where(each.part.name, layer, expert)
         if each.is_quantised:
             weights = weights.t().contiguous() if each.part.is_turned else weights
             try:
-                stored, error = quantised(weights, FORMATS[each.kind])
+                stored, error = quantised(weights, FORMATS[each.kind], compensations.get(each.part.name))
             except OverflowError as problem:
                 raise CheckpointError(f"{where}: {problem}; it cannot be packed in {contents.name}") from problem
             errors[0] += error
@@ -210,3 +225,7 @@ def _expert(layer: LayerExperts, expert: int, contents: Contents, errors: list[f
             stored = weights.contiguous().view(torch.uint8)
         data.append(stored.numpy().tobytes())
     return b"".join(data)
+
+
+def _where(part: str, layer: int, expert: int) -> str:
+    return f"{part} of expert {expert} in layer {layer}"
