@@ -23,7 +23,7 @@ def pack_folder(
     """The packed file of a folder, written."""
     spec = read_spec(folder, configure(dtype=dtype, context_tokens=oracle.CONTEXT))
     contents = contents_of(folder, dtype, precision)
-    pack(folder, contents, checkpoint_at(folder).experts(spec), progress, spec.dtype)
+    pack(folder, contents, checkpoint_at(folder).experts(spec), progress)
     return contents.path(folder)
 
 
@@ -31,4 +31,4 @@ def contents_of(folder: Path, dtype: str = "auto", precision: str | None = None)
     spec = read_spec(folder, configure(dtype=dtype, context_tokens=oracle.CONTEXT))
     if precision is None:
         return contents_in_dtype(spec.sites, SAFETENSORS[spec.dtype])
-    return contents_in_precision(spec.sites, precision, spec.config.model_type)
+    return contents_in_precision(spec.sites, precision, spec.config.model_type, spec.own_dtype)

@@ -53,9 +53,25 @@ def test_eval_measures_perplexity(run, path, tmp_path):
     assert ran.code == 0, ran.err
 
 
-def test_pack_says_that_nothing_is_to_be_gained(run, path):
+def test_pack_says_that_nothing_is_to_be_gathered(run, path):
     ran = run("pack", path)
-    assert ran.code == 2 and "nothing to pack" in ran.err
+    assert ran.code == 2 and "nothing to pack" in " ".join(ran.err.split()) and "--precision" in ran.err
+
+
+def test_a_lower_copy_beside_each_of_two_files(run, tmp_path):
+    """Whose packs are told apart by the files' names."""
+    for name in ("one", "two"):
+        gguf_toy.quantised(tmp_path / f"{name}.gguf", "Q8_0")
+        ran = run("pack", tmp_path / f"{name}.gguf", "--precision", "int2")
+        assert ran.code == 0 and ran.out.strip() == str(tmp_path / f"{name}.gguf.experts.int2.smoe")
+    ran = run("verify", tmp_path / "two.gguf", "--memory", "64MiB", "--context", "96", "--precision", "int2")
+    assert ran.code == 0 and "as near as can be" in ran.out, ran.out
+
+
+def test_a_copy_that_would_save_nothing_is_refused(run, tmp_path):
+    gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_0")
+    ran = run("pack", tmp_path / "toy.gguf", "--precision", "int4")
+    assert ran.code == 2 and "quantised already" in " ".join(ran.err.split()) and not list(tmp_path.glob("*.smoe*"))
 
 
 def test_a_missing_file_is_named_at_once(run, path):

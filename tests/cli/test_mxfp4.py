@@ -62,3 +62,9 @@ def test_verify_needs_room_for_the_numbers_of_a_layer(run, folder, monkeypatch):
 def test_pack_says_that_it_would_unpack(run, folder):
     ran = run("pack", folder)
     assert ran.code == 2 and "stored in MXFP4" in ran.err and not list(folder.glob("*.smoe"))
+
+
+def test_a_lower_copy_is_verified(run, folder):
+    assert run("pack", folder, "--precision", "int2").code == 0
+    ran = run("verify", folder, *SMALL, "--precision", "int2")
+    assert ran.code == 0 and "as near as can be" in ran.out, ran.out

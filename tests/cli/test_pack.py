@@ -171,6 +171,107 @@ def test_what_activations_in_8_bits_add(run, tmp_path):
     assert "int4 x int8 0" in priced.err
 
 
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "read.txt"
+    path.write_text("It is a truth universally acknowledged, that a cat in possession of a mouse... " * 30)
+    return path
+
+
+def test_calibration_from_text_to_verify(run, mixtral, text):
+    """A file says what it was made for, and is made again for another text only."""
+    run("pack", mixtral, "--precision", "int4")
+    plain = _packed(mixtral)[0].read_bytes()
+    asked = ("pack", mixtral, "--precision", "int4", "--calibration-text", text, "--calibration-tokens")
+    ran = run(*asked, 1500)
+    assert ran.code == 0 and "packed already" not in ran.err
+    calibrated = _packed(mixtral)[0].read_bytes()
+    assert calibrated != plain and run("verify", mixtral, "--memory", "64MiB", "--precision", "int4").code == 0
+    assert "packed already" in run(*asked, 1500).err
+    assert "packed already" in run("pack", mixtral, "--precision", "int4").err, "nothing was said of a text"
+    assert "packed already" not in run(*asked, 1200).err
+    assert not [path for path in mixtral.iterdir() if "calibration" in path.name]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoe", "deepseek_v3"])
+def test_calibration_of_other_families(run, tmp_path, family, text):
+    folder = save_toy(tmp_path / "model", family)
+    ran = run("pack", folder, "--precision", "int2", "--calibration-text", text)
+    assert ran.code == 0, ran.err
+    assert run("verify", folder, "--memory", "64MiB", "--precision", "int2").code == 0
+
+
+def test_calibration_that_cannot_be(run, mixtral, text, tmp_path):
+    ran = run("pack", mixtral, "--calibration-text", text)
+    assert ran.code == 2 and "--precision" in ran.err
+    ran = run("pack", mixtral, "--precision", "int4", "--calibration-text", text, "--calibration-tokens", 999)
+    assert ran.code == 2 and "999 tokens" in ran.err
+    ran = run("pack", mixtral, "--precision", "int4", "--calibration-text", tmp_path / "none.txt")
+    assert ran.code == 2 and "none.txt" in ran.err and _packed(mixtral) == []
+
+
+def test_an_interrupted_pack_goes_on_for_the_same_text_only(run, mixtral, text, monkeypatch):
+    whole, calls = writer._expert, []
+
+    def twentieth_is_interrupted(*args):
+        calls.append(args)
+        if len(calls) == 20:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    asked = ("pack", mixtral, "--precision", "int4", "--calibration-text", text, "--calibration-tokens")
+    for again, tokens in ((32 - 16, 1500), (32, 1200)):
+        calls.clear()
+        monkeypatch.setattr(writer, "_expert", twentieth_is_interrupted)
+        assert run(*asked, 1500, "--force").code == 130
+        calls.clear()
+        monkeypatch.setattr(writer, "_expert", lambda *args: calls.append(args) or whole(*args))
+        assert run(*asked, tokens, "--force").code == 0 and len(calls) == again
+
+
+def test_room_for_all_is_looked_for_before_the_first(run, mixtral, monkeypatch):
+    """Two files are asked for, and one would fit."""
+    spare = 2**30
+    one = 4 * 8 * 4096 * 2 + 4096
+    free = spare + int(1.5 * one)
+    monkeypatch.setattr("shutil.disk_usage", lambda where: type("Usage", (), {"free": free})())
+    ran = run("pack", mixtral, "--precision", "int8,int4")
+    assert ran.code == 2 and "needs" in ran.err and _packed(mixtral) == []
+    assert run("pack", mixtral, "--precision", "int8").code == 0
+
+
+def test_what_is_no_pack_is_never_overwritten(run, mixtral):
+    path = mixtral / "experts.int4.smoe"
+    path.write_text("my notes on experts")
+    for more in ((), ("--force",)):
+        ran = run("pack", mixtral, "--precision", "int8,int4", *more)
+        assert ran.code == 2 and "move it away" in ran.err and _packed(mixtral) == [path]
+    assert path.read_text() == "my notes on experts"
+
+
+def test_a_pack_of_other_weights_is_written_again_and_said(run, mixtral):
+    run("pack", mixtral, "--precision", "int4")
+    weights = mixtral / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    ran = run("pack", mixtral, "--precision", "int4")
+    assert ran.code == 0 and "does not fit these weights" in " ".join(ran.err.split())
+    assert "packed already" in run("pack", mixtral, "--precision", "int4").err
+
+
+def test_a_type_has_no_say_in_fewer_bits(run, mixtral):
+    ran = run("pack", mixtral, "--precision", "int4", "--dtype", "float32")
+    assert ran.code == 2 and "--dtype" in ran.err and "leave it out" in " ".join(ran.err.split())
+
+
+def test_biases_and_transposed_matrices(run, tmp_path):
+    folder = save_toy(tmp_path / "model", "gpt_oss")
+    assert run("pack", folder, "--precision", "int4").code == 0
+    ran = run("verify", folder, "--memory", "64MiB", "--precision", "int4")
+    assert ran.code == 0 and "as near as can be" in ran.out, ran.out
+
+
 def test_too_little_disk_is_refused_before_writing(run, mixtral, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda where: type("Usage", (), {"free": 1000})())
     ran = run("pack", mixtral)

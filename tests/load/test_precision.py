@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,11 @@ from transformers import PreTrainedModel
 
 from smoe.config import configure
 from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
-from smoe.models.packed import read_packed
+from smoe.models.packed import check_takes_less, read_packed
 from smoe.models.read_spec import read_spec
 from smoe.models.reference import reference_parameters
 from smoe.policy.budget import allocate
-from tests import gguf_toy, oracle, zoo
+from tests import gguf_toy, mxfp4_toy, oracle, zoo
 from tests.models.test_gguf_quantised import assert_near, steps
 from tests.packs import contents_of, pack_folder
 
@@ -30,29 +31,33 @@ def packed_toy(toy: Callable[..., Path], family: str, precision: str, target: Pa
 
 
 @torch.no_grad()
-def dequantised(folder: Path, family: str, precision: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The library's model with the packed experts' numbers in it."""
-    model = oracle.reference(folder, dtype)
-    packed = read_packed(folder, contents_of(folder, precision=precision))
+def dequantised(place: Path, precision: str, theirs: PreTrainedModel, most: float | None = None) -> PreTrainedModel:
+    """The library's model of a checkpoint, now with the packed experts' numbers in it, which are `most` off."""
+    contents = contents_of(place, precision=precision)
+    packed = read_packed(place, contents)
     assert packed is not None
-    for site in contents_of(folder, precision=precision).sites:
-        experts = model.get_submodule(site.name)
-        numbers = reference_parameters(packed.layers[site.layer], list(range(site.experts)), dtype)
+    most = most or {"int8": 0.01, "int4": 0.1, "int2": 0.3}[precision]
+    for site in contents.sites:
+        experts = theirs.get_submodule(site.name)
+        numbers = reference_parameters(packed.layers[site.layer], list(range(site.experts)), theirs.dtype)
         for name, value in numbers.items():
             weight = experts.get_parameter(name)
+            if name.endswith("_bias"):
+                assert torch.equal(value, weight), "a bias is not the checkpoint's"
+                continue
             far = (value - weight).float().norm() / weight.float().norm()
-            assert 0 < far < {"int8": 0.01, "int4": 0.1, "int2": 0.3}[precision], "not those weights"
+            assert 0 < far < most, "not those weights"
             weight.copy_(value)
-    return model
+    return theirs
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4", "int2"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "granitemoe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "granitemoe", "gpt_oss"])
 def test_logits_are_those_of_the_dequantised_model(
     family: str, precision: str, toy: Callable[..., Path], open_model: Open, tmp_path: Path
 ) -> None:
     folder = packed_toy(toy, family, precision, tmp_path / "model", torch.float32)
-    theirs = dequantised(folder, family, precision, torch.float32)
+    theirs = dequantised(folder, precision, oracle.reference(folder))
     full, least = (
         steps(open_model(folder, budget, precision=precision), oracle.PROMPT) for budget in ("full", "minimum")
     )
@@ -61,11 +66,47 @@ def test_logits_are_those_of_the_dequantised_model(
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_in_16_bits(kernels: str, toy: Callable[..., Path], open_model: Open, tmp_path: Path) -> None:
-    folder = packed_toy(toy, "qwen3_moe", "int4", tmp_path / "model", torch.bfloat16)
-    theirs = dequantised(folder, "qwen3_moe", "int4", torch.bfloat16)
-    ours = steps(open_model(folder, "half", precision="int4", kernels=kernels), oracle.PROMPT)
-    assert_near(ours, steps(theirs, oracle.PROMPT), 0.04, others=2)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_in_16_bits(family: str, kernels: str, toy: Callable[..., Path], open_model: Open, tmp_path: Path) -> None:
+    folder = packed_toy(toy, family, "int4", tmp_path / "model", torch.bfloat16)
+    theirs = dequantised(folder, "int4", oracle.reference(folder))
+    ours = open_model(folder, "half", precision="int4", kernels=kernels)
+    assert_near(steps(ours, oracle.PROMPT), steps(theirs, oracle.PROMPT), 0.04, others=2)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("computed", [torch.bfloat16, torch.float32])
+def test_biases_in_either_type(
+    stored: torch.dtype, computed: torch.dtype, toy: Callable[..., Path], open_model: Open, tmp_path: Path
+) -> None:
+    """Biases come with their expert where they need not be converted, else through a buffer."""
+    folder = packed_toy(toy, "gpt_oss", "int8", tmp_path / "model", stored)
+    theirs = dequantised(folder, "int8", oracle.reference(folder, computed))
+    ours = open_model(folder, "half", precision="int8", dtype=str(computed).removeprefix("torch."))
+    store = ours.offload.store
+    assert not store.is_staged
+    assert bool(store.placement(min(store.layers), 0).pieces) is (stored is not computed)
+    bound, others = (0.04, 2) if computed is torch.bfloat16 else (1e-4, 0)
+    assert_near(steps(ours, oracle.PROMPT), steps(theirs, oracle.PROMPT), bound, others)
+
+
+@pytest.mark.parametrize(("mixture", "precision", "most"), [("Q8_0", "int4", 0.1), ("Q4_K_M", "int8", 0.35)])
+def test_a_lower_copy_of_a_gguf_file(
+    mixture: str, precision: str, most: float, open_model: Open, tmp_path: Path
+) -> None:
+    path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", mixture)
+    assert pack_folder(path, precision=precision) == tmp_path / f"toy.gguf.experts.{precision}.smoe"
+    dequantised(path, precision, theirs, most)
+    ours = open_model(path, "half", precision=precision)
+    assert_near(steps(ours, oracle.PROMPT), steps(theirs, oracle.PROMPT), 0.04, others=2)
+
+
+def test_a_lower_copy_of_experts_in_mxfp4(open_model: Open, tmp_path: Path) -> None:
+    theirs = mxfp4_toy.save(tmp_path / "model")
+    pack_folder(tmp_path / "model", precision="int2")
+    dequantised(tmp_path / "model", "int2", theirs)
+    ours = open_model(tmp_path / "model", "half", precision="int2")
+    assert_near(steps(ours, oracle.PROMPT), steps(theirs, oracle.PROMPT), 0.04, others=2)
 
 
 def test_the_same_budget_holds_more_experts(toy: Callable[..., Path], tmp_path: Path) -> None:
@@ -94,15 +135,33 @@ def test_a_pack_of_other_weights_is_refused(toy: Callable[..., Path], open_model
         open_model(folder, "half", precision="int4")
 
 
-def test_a_gguf_file_has_the_precision_that_it_has(open_model: Open, tmp_path: Path) -> None:
+def test_a_precision_of_a_gguf_file_must_have_been_packed(open_model: Open, tmp_path: Path) -> None:
     path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q8_0")
-    with pytest.raises(ConfigError, match="GGUF"):
-        read_spec(path, configure(context_tokens=32, precision="int4"))
+    with pytest.raises(ConfigError, match=r"smoe pack on .*toy\.gguf with `precision` int4"):
+        open_model(path, 10**9, precision="int4")
 
 
-def test_experts_with_biases_are_refused_by_name(toy: Callable[..., Path]) -> None:
-    with pytest.raises(UnsupportedModelError, match="bias"):
-        contents_of(toy("gpt_oss"), precision="int4")
+def test_a_pack_of_another_gguf_file_is_refused(open_model: Open, tmp_path: Path) -> None:
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q8_0")
+    pack_folder(path, precision="int4")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="other weights"):
+        open_model(path, 10**9, precision="int4")
+
+
+def test_a_copy_that_would_take_no_less_is_refused(toy: Callable[..., Path], tmp_path: Path) -> None:
+    """As int4 of MXFP4, which has a quarter of a bit less."""
+    mxfp4_toy.save(tmp_path / "model")
+    for model, precision, is_good in (
+        (tmp_path / "model", "int4", False),
+        (tmp_path / "model", "int2", True),
+        (toy("gpt_oss", dtype=torch.bfloat16), "int8", True),
+    ):
+        spec = read_spec(model, configure(context_tokens=32))
+        with nullcontext() if is_good else pytest.raises(ConfigError, match="lower precision"):
+            check_takes_less(contents_of(model, precision=precision), spec)
 
 
 def test_what_no_format_fits_is_refused(tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ def test_a_file_without_suffix_is_known_by_its_beginning(tmp_path: Path, open_mo
 
 def test_nothing_is_to_be_packed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to pack"):
-        checkpoint_at(tmp_path / "toy.gguf").check_packable()
+        checkpoint_at(tmp_path / "toy.gguf").check_gatherable()
 
 
 def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@ with, bytes that depend on where the writing was interrupted, and damage that no
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smoe.errors import CheckpointError
+from smoe.errors import CheckpointError, DiskSpaceError
 from smoe.models.packed import read_packed
-from smoe.packing.writer import damaged_layers
+from smoe.packing.writer import check_places, damaged_layers
 from tests import zoo
 from tests.packs import contents_of, pack_folder
 
@@ -94,6 +96,40 @@ def test_two_at_once_are_refused(folder: Path) -> None:
 
     pack_folder(folder, progress=second, precision="int4")
     assert errors and read_packed(folder, contents_of(folder, precision="int4")) is not None
+
+
+@pytest.mark.parametrize("name", ["experts.int4.smoe", "experts.int4.smoe.partial"])
+def test_a_folder_in_its_place_is_named(folder: Path, name: str) -> None:
+    (folder / name).mkdir()
+    with pytest.raises(CheckpointError, match=rf"{name}, .* no file; move it away"):
+        pack_folder(folder, precision="int4")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_up_can_be_gone_on_from(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def third_fails(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 5:  # two for each layer: its bytes and its record
+            raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", third_fails)
+        with pytest.raises(DiskSpaceError, match="goes on after the last whole layer"):
+            pack_folder(folder, precision="int4")
+    assert packed_again(folder, "int4")[1] == list(range(17, 33))
+
+
+def test_what_is_there_needs_no_room_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for half a file and a spare: enough to go on, not to begin."""
+    interrupt(folder, "int4")
+    contents = contents_of(folder, precision="int4")
+    free = 2**30 + contents.experts * contents.stride // 2
+    monkeypatch.setattr("shutil.disk_usage", lambda where: type("Usage", (), {"free": free})())
+    check_places(folder, [contents])
+    with pytest.raises(DiskSpaceError):
+        check_places(folder, [contents_of(folder, precision="int8")])
 
 
 def test_damage_is_found_by_layer(folder: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -12,6 +15,7 @@ if TYPE_CHECKING:
     from smoe.models.checkpoint import Checkpoint
     from smoe.models.packed import Contents, Packed
     from smoe.models.spec import ModelSpec
+    from smoe.packing.calibration import Calibration
 
 EPILOG = """Examples:
 
@@ -19,14 +23,27 @@ smoe pack ./my-mixtral
 
 smoe pack ./my-mixtral --precision int4        then: smoe generate ./my-mixtral --precision int4
 
+smoe pack ./my-moe --precision int2 --calibration-text book.txt
+
+smoe pack ./model-Q8_0.gguf --precision int2   a lower copy of experts that are quantised already
+
 smoe pack mistralai/Mixtral-8x7B-v0.1 --dtype bfloat16
 
-The packed files lie beside the checkpoint. One in a dtype is found by itself; one in fewer bits is used where
+The packed files lie beside the weights. One in a dtype is found by itself; one in fewer bits is used where
 --precision asks for it. Delete them at any time; nothing else depends on them.
 """
 
-_DTYPE_HELP = "auto (the checkpoint's own), bfloat16, float16, float32."
+CALIBRATION_TOKENS = 16384
+_DTYPE_HELP = "auto (the checkpoint's own), bfloat16, float16, float32; not with --precision."
 _PRECISION_HELP = "int8, int4 or int2 (lossy), or several with commas between: a file for each."
+
+
+class _Text(NamedTuple):
+    """What to calibrate with."""
+
+    path: Path
+    tokens: int
+    """At most."""
 
 
 def command(
@@ -34,6 +51,11 @@ def command(
     dtype: Annotated[str, typer.Option(help=_DTYPE_HELP)] = "auto",
     precision: Annotated[str | None, typer.Option(help=_PRECISION_HELP)] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
+    calibration_text: Annotated[
+        Path | None,
+        typer.Option(help="With --precision: quantise for the inputs that experts have in this text (.txt, .jsonl)."),
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(help="Tokens of it, at most.", min=1)] = CALIBRATION_TOKENS,
     force: Annotated[bool, typer.Option("--force", help="Pack again even where a good file is there.")] = False,
     json: Json = False,
     debug: Debug = False,
@@ -42,13 +64,18 @@ def command(
 
     As they are: worth it where a checkpoint scatters its experts (Mixtral's w1, w2, w3) or is read in another dtype
     than it is stored in. In fewer bits: as many more experts fit the same memory. int8 takes 8.5 bits a weight, int4
-    4.5, int2 2.6 to 3; what that costs is said for every layer, and smoe eval measures it on text.
+    4.5, int2 2.6 to 3; what that costs is said for every layer, and smoe eval measures it on text. Experts that are
+    quantised already (GGUF, MXFP4) can only be packed in fewer bits than they have.
+
+    With --calibration-text the model reads some thousands of tokens first (in the memory that is free), and what
+    rounding costs its outputs falls by about a third; take text like yours.
 
     Needs as much free disk as the file takes; interrupted, it goes on where it was when called again.
     """
     from smoe.cli.console import note, print_json
 
-    found = _pack(model, dtype, _precisions(precision), revision, force)
+    text = None if calibration_text is None else _Text(calibration_text, calibration_tokens)
+    found = _pack(model, dtype, _precisions(precision), revision, force, text)
     if json:
         print_json(found)
         return
@@ -73,55 +100,130 @@ def _precisions(given: str | None) -> list[str | None]:
     return list(wanted)
 
 
-def _pack(model: str, dtype: str, precisions: list[str | None], revision: str | None, force: bool) -> dict[str, Any]:
+def _pack(
+    model: str, dtype: str, precisions: list[str | None], revision: str | None, force: bool, text: _Text | None
+) -> dict[str, Any]:
     """Pack what there is no good file of yet, and say what is there then."""
+    from dataclasses import replace
+
     from smoe.config import configure
+    from smoe.errors import ConfigError
     from smoe.memory.dtypes import SAFETENSORS
     from smoe.models.checkpoint import local_checkpoint, whole_checkpoint
-    from smoe.models.packed import contents_in_dtype, contents_in_precision
+    from smoe.models.packed import check_takes_less, contents_in_dtype, contents_in_precision
     from smoe.models.read_spec import read_spec
+    from smoe.packing.writer import check_places
 
-    known = local_checkpoint(model)
-    if known is not None:
-        known.check_packable()
-    spec = read_spec(model, configure(dtype=dtype), revision)
-    asked = [
-        contents_in_dtype(spec.sites, SAFETENSORS[spec.dtype])
-        if precision is None
-        else contents_in_precision(spec.sites, precision, spec.config.model_type)
-        for precision in precisions
-    ]
-    checkpoint = whole_checkpoint(model, revision)
-    checkpoint.check_packable()
-    files = []
-    for contents in asked:
-        packed = None if force else _good(checkpoint, contents)
-        records = packed.records if packed else _write(checkpoint, spec, contents)
-        path = contents.path(checkpoint.place)
-        files.append(
-            {
-                "file": str(path),
-                "contents": contents.name,
-                "experts": contents.experts,
-                "bytes": path.stat().st_size,
-                "was_packed_before": packed is not None,
-                "layers": records,
-            }
+    config = configure(dtype=dtype)
+    if precisions != [None] and dtype != "auto":
+        raise ConfigError(
+            f"`dtype` is {dtype}, and a file in fewer bits is the same for every type that is computed in: leave it "
+            "out, and give it where the model is used",
+            setting="dtype",
+            given=dtype,
+            allowed="auto with `precision`",
         )
+    if text is not None and precisions == [None]:
+        raise ConfigError.idle("calibration_text", str(text.path), "`precision`")
+    known = local_checkpoint(model)
+    if known is not None and None in precisions:
+        known.check_gatherable()
+    spec = read_spec(model, config, revision)
+    asked = []
+    for precision in precisions:
+        if precision is None:
+            asked.append(contents_in_dtype(spec.sites, SAFETENSORS[spec.dtype]))
+            continue
+        asked.append(contents_in_precision(spec.sites, precision, spec.config.model_type, spec.own_dtype))
+        check_takes_less(asked[-1], spec)
+    checkpoint = whole_checkpoint(model, revision)
+    if None in precisions:
+        checkpoint.check_gatherable()
+    ids = _ids(checkpoint, text)
+    asked = [replace(contents, calibration=_mark(ids)) for contents in asked]
+    good = [None if force else _good(checkpoint, contents) for contents in asked]
+    missing = [contents for contents, packed in zip(asked, good, strict=True) if packed is None]
+    check_places(checkpoint.place, missing)
+    files = []
+    with _calibration(model, revision, checkpoint, spec, ids if missing else []) as calibration:
+        for contents, packed in zip(asked, good, strict=True):
+            records = packed.records if packed else _write(checkpoint, spec, contents, calibration)
+            files.append(_entry(contents, contents.path(checkpoint.place), packed is not None, records))
     return {"model": model, "dtype": str(spec.dtype).removeprefix("torch."), "files": files}
+
+
+def _entry(contents: Contents, path: Path, was_there: bool, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """One file, for programs."""
+    return {
+        "file": str(path),
+        "contents": contents.name,
+        "experts": contents.experts,
+        "bytes": path.stat().st_size,
+        "was_packed_before": was_there,
+        "layers": records,
+    }
+
+
+def _ids(checkpoint: Checkpoint, text: _Text | None) -> list[int]:
+    """The tokens to calibrate with; none where no text is given."""
+    from smoe.eval.calibrate import calibration_ids
+    from smoe.eval.texts import read_documents
+
+    if text is None:
+        return []
+    return calibration_ids(checkpoint.tokenizer(), read_documents(text.path, "calibration_text"), text.tokens)
+
+
+def _mark(ids: Sequence[int]) -> str | None:
+    """By which a file says what it was calibrated with."""
+    from hashlib import sha256
+
+    return sha256(repr(list(ids)).encode()).hexdigest() if ids else None
+
+
+@contextmanager
+def _calibration(
+    model: str, revision: str | None, checkpoint: Checkpoint, spec: ModelSpec, ids: Sequence[int]
+) -> Iterator[Calibration | None]:
+    """What the experts are given while the model reads `ids`, on disk beside the weights until the end."""
+    from tempfile import TemporaryDirectory
+
+    from smoe.cli.console import progress
+    from smoe.cli.session import loaded
+    from smoe.config import configure
+    from smoe.eval.calibrate import listen
+    from smoe.models.files import check_disk
+    from smoe.packing.calibration import Calibration
+
+    if not ids:
+        yield None
+        return
+    beside = checkpoint.place if checkpoint.place.is_dir() else checkpoint.place.parent
+    hidden = int(spec.config.get_text_config().hidden_size)
+    row_bytes = sum(hidden * spec.dtype.itemsize + 4 * spec.anatomy.top_k[site.layer] for site in spec.sites)
+    check_disk(beside, len(ids) * row_bytes, "calibrating")
+    with TemporaryDirectory(prefix=".smoe-calibration-", dir=beside) as folder:
+        modules = {site.layer: spec.shell.get_submodule(site.name) for site in spec.sites}
+        calibration = Calibration(Path(folder), modules)
+        with loaded(model, configure(), revision) as ready, progress("pack", "tokens") as bars:
+            task = bars.add_task("reading the text", total=len(ids), amount="")
+            listen(ready, ids, calibration, lambda count: bars.update(task, advance=count))
+        yield calibration
 
 
 def _good(checkpoint: Checkpoint, contents: Contents) -> Packed | None:
     """The packed file that is there, where it fits the checkpoint and every byte is as it was written."""
-    from smoe.cli.console import warn
+    from smoe.cli.console import note, warn
     from smoe.cli.pack_check import find_damage
     from smoe.errors import CheckpointError
 
     try:
         packed = checkpoint.packed(contents)
     except CheckpointError:
-        return None  # of other weights, or cut short: packing again is what is asked for
-    if packed is None:
+        path = contents.path(checkpoint.place)
+        note(f"{path} does not fit these weights, or is cut short: it is written again, if it is a packed file at all")
+        return None
+    if packed is None or contents.calibration not in (None, packed.calibration):
         return None
     damaged = find_damage(packed, contents, "pack")
     if damaged:
@@ -130,7 +232,9 @@ def _good(checkpoint: Checkpoint, contents: Contents) -> Packed | None:
     return None if damaged else packed
 
 
-def _write(checkpoint: Checkpoint, spec: ModelSpec, contents: Contents) -> list[dict[str, Any]]:
+def _write(
+    checkpoint: Checkpoint, spec: ModelSpec, contents: Contents, calibration: Calibration | None
+) -> list[dict[str, Any]]:
     from smoe.cli.console import note, progress
     from smoe.packing.writer import pack
     from smoe.units import format_bytes
@@ -140,13 +244,16 @@ def _write(checkpoint: Checkpoint, spec: ModelSpec, contents: Contents) -> list[
     note(f"{contents.experts} experts in {contents.name}, {size}, to {contents.path(checkpoint.place)}")
     with progress("pack") as bars:
         task = bars.add_task("packing", total=contents.experts, amount="")
+        first: list[int] = []
 
         def show(done: int, total: int) -> None:
+            if not first:
+                first.append(done)
             amount = f"{format_bytes(done * contents.stride)} of {format_bytes(total * contents.stride)}"
-            bars.update(task, completed=done, amount=amount)
+            bars.update(task, completed=done, amount=amount, skipped=first[0] - 1)  # what an interrupted run has left
 
         try:
-            return pack(checkpoint.place, contents, experts, show, spec.dtype)
+            return pack(checkpoint.place, contents, experts, show, calibration)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; the same command goes on after the last whole layer") from None
 

@@ -105,9 +105,12 @@ def _check_pack(model: str, precision: str, revision: str | None, reference: Ref
     from smoe.errors import CheckpointError
     from smoe.models.checkpoint import whole_checkpoint
     from smoe.models.packed import contents_in_precision
+    from smoe.models.spec import own_dtype
 
-    contents = contents_in_precision(list(reference.sites.values()), precision, reference.shell.config.model_type)
-    packed = whole_checkpoint(model, revision).packed(contents)
+    checkpoint = whole_checkpoint(model, revision)
+    config = checkpoint.config()
+    contents = contents_in_precision(list(reference.sites.values()), precision, config.model_type, own_dtype(config))
+    packed = checkpoint.packed(contents)
     assert packed is not None, "refused before"
     damaged = find_damage(packed, contents, "verify")
     if damaged:

@@ -5,8 +5,8 @@
 
 Formats may differ from layer to layer and between the matrices of an expert; within a layer all experts have the same.
 
-Biases pass through a staging buffer and come to lie behind the matrices, in the type that the model computes in; those
-of gate and up together.
+Biases come to lie behind the matrices, in the type that the model computes in, those of gate and up together; where the
+file has them there and in that type they come with the matrices, else through a staging buffer.
 
     slot   | gate | up | down | biases of gate and up | bias of down |
 
@@ -84,7 +84,7 @@ class QuantisedStore(ExpertStore):
             if not matrix.form.is_finite(data):
                 tensor = self._pieces(layer, expert)[matrix.name]
                 tensor = tensor.scales or tensor
-                remedy = "run smoe pack" if tensor.path.suffix == ".smoe" else "download the checkpoint"
+                remedy = "run smoe pack" if tensor.is_packed else "download the checkpoint"
                 raise CheckpointError(
                     f"{tensor.path}: {tensor.key!r} ({matrix.part} of expert {expert} in layer {layer}) has a scale "
                     f"that is NaN or infinite in {matrix.form.name}; {remedy} again"
@@ -92,9 +92,10 @@ class QuantisedStore(ExpertStore):
         self._check_parts(layer, expert, filter(_is_bias, self.layers[layer].parts), placement, buffer)
 
     def _in_place(self, layer: int, expert: int) -> Placement | None:
-        tensors = self._pieces(layer, expert)
-        if any(tensor.scales is not None for tensor in tensors.values()):
+        matrices = self._pieces(layer, expert)
+        if any(tensor.scales is not None for tensor in matrices.values()):
             return None
+        tensors = matrices | self._biases_along(layer, expert)
         spans = {name: (tensor.path, tensor.offset, tensor.nbytes) for name, tensor in tensors.items()}
         runs = runs_of(list(spans.values()))
         reads, starts = reads_of(runs)
@@ -102,11 +103,18 @@ class QuantisedStore(ExpertStore):
         nbytes = sum(matrix.nbytes for matrix in self._matrices[layer])
         target, pieces = reads[-1].target + reads[-1].nbytes, []
         for bias in filter(_is_bias, self.layers[layer].parts):
-            parts[bias.name] = target
-            pieces += self._bias(layer, expert, bias, target)
             nbytes += prod(bias.shape) * self.item_bytes
-            target = _aligned(target + prod(bias.shape) * self.item_bytes)
+            if bias.name not in parts or parts[bias.name] % self.item_bytes:
+                parts[bias.name] = target
+                pieces += self._bias(layer, expert, bias, target)
+                target = _aligned(target + prod(bias.shape) * self.item_bytes)
         return Placement(reads, parts, tuple(pieces), nbytes, self._layout_of(layer, parts), target)
+
+    def _biases_along(self, layer: int, expert: int) -> dict[str, StoredTensor]:
+        """The biases that come with the matrices: those of packs, in the type that is computed in."""
+        sources = self.layers[layer].sources[expert]
+        stored = {part.name: sources[part.name][0] for part in filter(_is_bias, self.layers[layer].parts)}
+        return {name: each for name, each in stored.items() if each.is_packed and each.dtype == self.dtype}
 
     def _staged(self, layer: int, expert: int) -> Placement:
         parts: dict[str, int] = {}

@@ -66,6 +66,11 @@ class StoredTensor:
     scales: StoredTensor | None = None
     """Of a quantised tensor whose scales lie apart: these. `offset` and `nbytes` are then those of the codes alone."""
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether it lies in a file that `smoe pack` wrote."""
+        return self.path.suffix == ".smoe"
+
 
 def index_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint in `folder` by key.

@@ -61,8 +61,8 @@ class Checkpoint(Protocol):
     def packed(self, contents: Contents) -> Packed | None:
         """The file that `smoe pack` wrote with these contents, where there is one."""
 
-    def check_packable(self) -> None:
-        """Raise `ConfigError` where there is nothing that packing could gather."""
+    def check_gatherable(self) -> None:
+        """Raise `ConfigError` where packing the experts as they are, in one piece each, gains nothing."""
 
     def load_dense(self, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
         """The library's model with all weights but the experts', in memory of its own: nothing stays mapped. Those of

@@ -59,7 +59,7 @@ def index_experts(
             converter = converter_of[pattern]
             _check_operations(converter, key)
             pieces[_expert_number(key, tensor, site)].append((converter.source_patterns.index(pattern), tensor))
-    layers = {site.layer: _layer(folder, model, site, found) for site in sites}
+    layers = {site.layer: _layer(folder, site, found) for site in sites}
     if not any(len(converter.target_patterns) > 1 for converter in converters):  # what such a one reaches is not told
         _check_whole(folder, model, reached)
     return layers
@@ -151,7 +151,6 @@ def _check_like(pieces: Sequence[StoredTensor]) -> None:
 
 def _layer(
     folder: Path,
-    model: PreTrainedModel,
     site: ExpertsSite,
     found: Mapping[tuple[int, str], Mapping[int, list[tuple[int, StoredTensor]]]],
 ) -> LayerExperts:
@@ -168,10 +167,9 @@ def _layer(
             pieces[part.name] = tuple(tensor for _, tensor in sorted(entries, key=lambda entry: entry[0]))
             _check_like(pieces[part.name])
         sources.append(pieces)
-    is_transposed = bool(getattr(model.get_submodule(site.name), "is_transposed", False))
     parts = tuple(
         # quantised rows are an output's, whatever the library does
-        replace(part, is_turned=is_transposed and sources[0][part.name][0].dtype in FORMATS)
+        replace(part, is_turned=site.is_transposed and sources[0][part.name][0].dtype in FORMATS)
         for part in site.parts
     )
     return LayerExperts(site.layer, parts, sources)

@@ -28,6 +28,8 @@ class ExpertsSite:
     """Module path, for example `model.layers.3.mlp.experts`."""
     experts: int
     parts: tuple[Part, ...]
+    is_transposed: bool = False
+    """Matrices are [inputs, outputs] in the library, not the other way round."""
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -77,7 +79,7 @@ def _site(name: str, module: nn.Module) -> ExpertsSite:
             f"the experts module {name!r} ({type(module).__name__}) has an unknown layout: {shapes}"
         )
     parts = tuple(Part(n, shape[1:]) for n, shape in shapes.items())
-    return ExpertsSite(int(indices[0]), name, experts, parts)
+    return ExpertsSite(int(indices[0]), name, experts, parts, bool(module.is_transposed))
 
 
 @contextmanager

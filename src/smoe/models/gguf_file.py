@@ -16,7 +16,7 @@ import torch
 from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.formats.registry import FORMATS
 from smoe.memory.gguf_header import GgufHeader
 from smoe.memory.gguf_index import index_gguf, read_headers
@@ -32,7 +32,7 @@ from smoe.models.gguf_config import read_gguf_config
 from smoe.models.gguf_experts import check_shape, index_gguf_experts, tensors_of
 from smoe.models.gguf_families import FAMILIES, NEXT_TOKEN_LAYERS, GgufFamily, architecture_of, row_order
 from smoe.models.gguf_tokenizer import read_gguf_tokenizer, read_sampling
-from smoe.models.packed import Contents, Packed, not_packable
+from smoe.models.packed import Contents, Packed, bytes_in_precision, experts_in_precision, not_gatherable, read_packed
 from smoe.models.quantised_linear import can_stay_quantised, keep_quantised
 from smoe.models.spec import ModelSpec
 
@@ -71,17 +71,13 @@ class GgufFile:
                 f"{tensors[unknown[0]].path} holds {unknown[0]!r}, for which transformers' "
                 f"{spec.config.model_type!r} has no place: the file is of a variant that smoe does not read"
             )
-        return layers
+        if spec.precision == "auto":
+            return layers
+        return experts_in_precision(self.place, spec)
 
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
         if spec.precision != "auto":
-            raise ConfigError(
-                f"`precision` {spec.precision}: {self.place} is a GGUF file, whose experts are served in the precision "
-                "that it has them in; take a file of the precision that you want",
-                setting="precision",
-                given=spec.precision,
-                allowed="auto for a GGUF file",
-            )
+            return bytes_in_precision(spec)
         layers = self._layers(spec)
         if not is_quantised(layers):
             return None
@@ -96,14 +92,13 @@ class GgufFile:
         return found
 
     def packed(self, contents: Contents) -> Packed | None:
-        return None
+        return read_packed(self.place, contents)
 
-    def check_packable(self) -> None:
-        raise not_packable(
-            self.place,
+    def check_gatherable(self) -> None:
+        raise not_gatherable(
             f"{self.place} is a GGUF file, in which every matrix of an expert lies in one piece: there is nothing to "
-            "pack; smoe pack is for folders of safetensors",
-            "a folder of safetensors",
+            "pack but a copy in fewer bits; give `precision`, as int4 or int2",
+            "int8, int4 or int2 for a GGUF file",
         )
 
     def load_dense(self, spec: ModelSpec, device: torch.device) -> PreTrainedModel:

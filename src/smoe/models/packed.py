@@ -1,14 +1,18 @@
 """The packed expert file: every expert contiguous, page-aligned, in slot layout; made once by `smoe pack`.
 
+    of a folder        experts.int4.smoe in it
+    of a GGUF file     model.gguf.experts.int4.smoe beside it, as a folder may hold several
+
     offset 0        8 bytes magic, 8 bytes little-endian header length, JSON header, zeros up to the next page
     then            experts in (layer, expert) order at a fixed stride, parts in order, zeros up to the stride
     then            JSON records of the layers (checksum, what quantising cost), their length in 8 bytes, the magic
 
 One read of whole pages brings an expert, with no bounce and no slack. A file has all experts in one form: in a dtype,
 worth it for checkpoints whose experts are scattered (gate and up apart, an expert split between shards) or of another
-dtype; or in fewer bits, which is asked for by name (`precision`) and lossy. The header has a checksum of the
-checkpoint's headers and of samples of its weights (`weight_samples.py`): a pack of other weights is refused, not used.
-The file appears under its name only when it is whole (`smoe/packing`).
+dtype; or in fewer bits, which is asked for by name (`precision`) and lossy: matrices row by row of outputs, whichever
+way round the library has them, and biases in the model's own type. The header has a checksum of the checkpoint's
+headers and of samples of its weights (`weight_samples.py`): a pack of other weights is refused, not used. The file
+appears under its name only when it is whole (`smoe/packing`).
 """
 
 from __future__ import annotations
@@ -16,22 +20,27 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from smoe.formats.registry import FORMATS, format_of
 from smoe.memory.checkpoint_json import check_regular, parse_object
+from smoe.memory.dtypes import SAFETENSORS
+from smoe.memory.gguf_header import part_stem
 from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor, identity_of
 from smoe.memory.store import LayerExperts, Part, page_ceil
 from smoe.models.experts import ExpertsSite
+from smoe.models.spec import ModelSpec
 from smoe.models.weight_samples import checksum
+from smoe.units import format_bytes
 
 MAGIC = b"smoepack"
 VERSION = 3
-_QUANTISABLE = {"gate_up_proj", "down_proj"}
 
 
 class PackedPart(NamedTuple):
@@ -43,10 +52,13 @@ class PackedPart(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        rows = math.prod(self.part.shape[:-1])
-        if self.kind in FORMATS:
-            return rows * FORMATS[self.kind].row_bytes(self.part.shape[-1])
-        return rows * self.part.shape[-1] * ITEM_BYTES[self.kind]
+        *rows, columns = self.part.stored_shape
+        row_bytes = FORMATS[self.kind].row_bytes(columns) if self.is_quantised else columns * ITEM_BYTES[self.kind]
+        return math.prod(rows) * row_bytes
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.kind in FORMATS
 
 
 @dataclass(frozen=True)
@@ -55,9 +67,13 @@ class Contents:
 
     name: str
     """A dtype's safetensors name, or a precision: `BF16`, `int4`."""
+    dtype: str
+    """What is not quantised, by its safetensors name; quantised numbers are read as it, too."""
     sites: Sequence[ExpertsSite]
     parts: Mapping[int, tuple[PackedPart, ...]]
     """By layer."""
+    calibration: str | None = None
+    """What it was quantised for, where it was for the inputs of a text: the text's mark. A reader does not mind."""
 
     @property
     def stride(self) -> int:
@@ -76,57 +92,93 @@ class Contents:
     def expert_bytes(self, layer: int) -> int:
         return sum(part.nbytes for part in self.parts[layer])
 
-    def path(self, folder: Path) -> Path:
-        """Where the packed file of a checkpoint lies, beside it."""
-        return folder / f"experts.{self.name.lower()}.smoe"
+    def places(self, layer: int) -> Iterator[tuple[PackedPart, int]]:
+        """The parts of an expert, and where each begins in it: one behind the other."""
+        begin = 0
+        for part in self.parts[layer]:
+            yield part, begin
+            begin += part.nbytes
 
-    def header(self, folder: Path) -> dict[str, Any]:
+    def path(self, place: Path) -> Path:
+        """Where the packed file of a checkpoint, a folder or a GGUF file, lies: beside its weights."""
+        name = f"experts.{self.name.lower()}.smoe"
+        return place / name if place.is_dir() else place.with_name(f"{part_stem(place.name)}.{name}")
+
+    def header(self, place: Path) -> dict[str, Any]:
         """All that is known before anything is packed, and that must be the same when it is read."""
         layout = [
-            [site.layer, site.experts, [[each.part.name, each.kind, list(each.part.shape)] for each in parts]]
+            [site.layer, site.experts, [[each.part.name, each.kind, list(each.part.stored_shape)] for each in parts]]
             for site in self.sites
             for parts in (self.parts[site.layer],)
         ]
-        return {
+        made_for = {} if self.calibration is None else {"calibration": self.calibration}
+        return made_for | {
             "version": VERSION,
             "contents": self.name,
             "stride": self.stride,
             "layout": layout,
-            "checkpoint": checksum(folder),
+            "checkpoint": checksum(place),
         }
 
 
 def contents_in_dtype(sites: Sequence[ExpertsSite], dtype: str) -> Contents:
     """The experts as they are, in a dtype by its safetensors name."""
-    return Contents(dtype, sites, {site.layer: tuple(PackedPart(part, dtype) for part in site.parts) for site in sites})
+    return Contents(
+        dtype, dtype, sites, {site.layer: tuple(PackedPart(part, dtype) for part in site.parts) for site in sites}
+    )
 
 
-def contents_in_precision(sites: Sequence[ExpertsSite], precision: str, model_type: str) -> Contents:
-    """The experts in fewer bits. Raises `UnsupportedModelError` for weights that no format of the precision fits."""
+def contents_in_precision(
+    sites: Sequence[ExpertsSite], precision: str, model_type: str, dtype: torch.dtype
+) -> Contents:
+    """The matrices of the experts in fewer bits, their biases in `dtype`, which is in the file the checkpoint's own.
+
+    Raises `UnsupportedModelError` for weights that no format of the precision fits.
+    """
+    plain = SAFETENSORS[dtype]
     parts = {}
     for site in sites:
-        if {part.name for part in site.parts} != _QUANTISABLE or any(len(part.shape) != 2 for part in site.parts):
-            names = ", ".join(part.name for part in site.parts)
+        odd = [part.name for part in site.parts if not 1 <= len(part.shape) <= 2]
+        if odd:
             raise UnsupportedModelError(
-                f"experts of {model_type!r} are made of {names}, and smoe quantises those that are made of "
-                "gate_up_proj and down_proj alone: leave `precision` out"
+                f"experts of {model_type!r} have {odd[0]}, which is neither a matrix nor a bias, and smoe "
+                "quantises those that are made of matrices and biases: leave `precision` out"
             )
-        parts[site.layer] = tuple(PackedPart(part, _format_of(precision, part, site.layer)) for part in site.parts)
-    return Contents(precision, sites, parts)
+        parts[site.layer] = tuple(_in_precision(precision, part, site, plain) for part in site.parts)
+    return Contents(precision, plain, sites, parts)
 
 
-def _format_of(precision: str, part: Part, layer: int) -> str:
-    form = format_of(precision, part.shape[-1])
+def _in_precision(precision: str, part: Part, site: ExpertsSite, plain: str) -> PackedPart:
+    """A matrix in the precision's format, turned so that a row is an output's; a bias in the plain dtype."""
+    if len(part.shape) == 1:
+        return PackedPart(part, plain)
+    turned = replace(part, is_turned=site.is_transposed)
+    columns = turned.stored_shape[-1]
+    form = format_of(precision, columns)
     if form is None:
         raise UnsupportedModelError(
-            f"{part.name} of layer {layer} has rows of {part.shape[-1]} numbers, and {precision} takes multiples of 32"
+            f"{part.name} of layer {site.layer} has rows of {columns} numbers, and {precision} takes multiples of 32"
         )
-    return form.name
+    return PackedPart(turned, form.name)
 
 
-def not_packable(place: Path, why: str, allowed: str) -> ConfigError:
-    """There is nothing that packing the model at `place` could gather; `allowed`: what can be packed."""
-    return ConfigError(why, setting="model", given=str(place), allowed=f"{allowed}, where it is to be packed")
+def check_takes_less(contents: Contents, spec: ModelSpec) -> None:
+    """Raise `ConfigError` where quantised experts are no smaller in these contents than in the checkpoint: such a copy
+    is worse and saves nothing."""
+    if contents.nbytes >= spec.experts_bytes:
+        raise ConfigError(
+            f"`precision` {contents.name}: the experts would take {format_bytes(contents.nbytes)}, and as they are "
+            f"stored, quantised already, {format_bytes(spec.experts_bytes)}; give a lower precision, or use the model "
+            "as it is",
+            setting="precision",
+            given=contents.name,
+            allowed="a precision of fewer bits than the file's own",
+        )
+
+
+def not_gatherable(why: str, allowed: str) -> ConfigError:
+    """Packing a model's experts as they are gains nothing; `allowed`: the precisions that it can be packed in."""
+    return ConfigError(why, setting="precision", given=None, allowed=allowed)
 
 
 class Packed(NamedTuple):
@@ -138,19 +190,44 @@ class Packed(NamedTuple):
     """Of every layer: `sha256` of its experts, and of a precision the `relative_error` of its weights."""
     start: int
     """Where the experts begin."""
+    calibration: str | None
+    """As `Contents` has it."""
 
 
-def read_packed(folder: Path, contents: Contents) -> Packed | None:
-    """The packed file of `folder` with these contents, or None where there is none.
+def bytes_in_precision(spec: ModelSpec) -> dict[int, int]:
+    """An expert of every layer in the precision of `spec`, as a slot has it."""
+    contents = contents_in_precision(spec.sites, spec.precision, spec.config.model_type, spec.dtype)
+    return {layer: contents.expert_bytes(layer) for layer in contents.parts}
+
+
+def experts_in_precision(place: Path, spec: ModelSpec) -> dict[int, LayerExperts]:
+    """Where the experts of a checkpoint lie in the precision of `spec`. Raises `ConfigError` where it has not been
+    packed so, and `CheckpointError` as `read_packed` does."""
+    contents = contents_in_precision(spec.sites, spec.precision, spec.config.model_type, spec.own_dtype)
+    packed = read_packed(place, contents)
+    if packed is None:
+        raise ConfigError(
+            f"`precision` {contents.name}: {contents.path(place)} is not there; run smoe pack on {place} with "
+            f"`precision` {contents.name} first",
+            setting="precision",
+            given=contents.name,
+            allowed="auto, or a precision that the model has been packed in",
+        )
+    return packed.layers
+
+
+def read_packed(place: Path, contents: Contents) -> Packed | None:
+    """The packed file of a checkpoint with these contents, or None where there is none.
 
     Raises `CheckpointError` where it does not fit the checkpoint, or is cut short.
     """
-    path = contents.path(folder)
+    path = contents.path(place)
     if not path.exists():
         return None
     check_regular(path)
     header, start, identity = _read_header(path)
-    _check_header(path, header, contents.header(folder))
+    calibration = header.pop("calibration", None)
+    _check_header(path, header, replace(contents, calibration=None).header(place))
     records, begin = _read_records(path, identity.nbytes)
     if begin != start + contents.experts * contents.stride or len(records) != len(contents.sites):
         raise CheckpointError(f"{path} is truncated; delete it, or run smoe pack again")
@@ -159,7 +236,7 @@ def read_packed(folder: Path, contents: Contents) -> Packed | None:
     for site in contents.sites:
         layers[site.layer] = _packed_layer(path, identity, site, contents, offset)
         offset += site.experts * contents.stride
-    return Packed(path, layers, records, start)
+    return Packed(path, layers, records, start, calibration)
 
 
 def _check_header(path: Path, header: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -172,7 +249,7 @@ def _check_header(path: Path, header: dict[str, Any], wanted: dict[str, Any]) ->
     if header != wanted:
         raise CheckpointError(
             f"{path} was packed from other weights: the names, sizes, headers or samples of the checkpoint's "
-            "safetensors are not those that it was made of; run smoe pack again, or delete it"
+            "files are not those that it was made of; run smoe pack again, or delete it"
         )
 
 
@@ -181,15 +258,19 @@ def _packed_layer(
 ) -> LayerExperts:
     sources = []
     for expert in range(site.experts):
-        place = offset + expert * contents.stride
+        begin = offset + expert * contents.stride
         pieces: dict[str, tuple[StoredTensor, ...]] = {}
-        for each in contents.parts[site.layer]:
-            key = f"{site.name}.{each.part.name}[{expert}]"
-            stored = StoredTensor(path, place, each.nbytes, each.kind, each.part.shape, key, identity)
-            pieces[each.part.name] = (stored,)
-            place += each.nbytes
+        for each, at in contents.places(site.layer):
+            key, shape = f"{site.name}.{each.part.name}[{expert}]", each.part.stored_shape
+            pieces[each.part.name] = (StoredTensor(path, begin + at, each.nbytes, each.kind, shape, key, identity),)
         sources.append(pieces)
-    return LayerExperts(site.layer, site.parts, sources)
+    return LayerExperts(site.layer, tuple(each.part for each in contents.parts[site.layer]), sources)
+
+
+def may_be_packed(path: Path) -> bool:
+    """Whether a file begins as packed files do, or is empty as after a crash: only such a one may be overwritten."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) in (MAGIC, b"")
 
 
 def header_bytes(header: dict[str, Any]) -> bytes:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
 from smoe.config import EngineConfig
 from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
-from smoe.memory.dtypes import SAFETENSORS
 from smoe.models.anatomy import Anatomy, examine
 from smoe.models.checkpoint import Checkpoint, described_checkpoint
 from smoe.models.experts import ExpertsSite, find_sites, meta_model
 from smoe.models.files import naming
-from smoe.models.spec import ModelSpec
+from smoe.models.spec import ModelSpec, own_dtype
 
 DEFAULT_CONTEXT_TOKENS = 4096
 
@@ -28,14 +26,14 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
     _refuse_quantised(model_config, path)
     with naming(f"{path} describes no model that can be built"):
         context_tokens = choose_context(model_config, config)
-        dtype = choose_dtype(model_config, config)
+        own, dtype = own_dtype(model_config), choose_dtype(model_config, config)
         shell = meta_model(model_config, dtype)
     sites = find_sites(shell)
     unclear = f"the structure of {model_config.model_type!r} could not be followed by {path}, so it is refused"
     with naming(unclear, UnsupportedModelError):
         anatomy = examine(shell, sites, dtype)
     _check_anatomy(anatomy, sites, path)
-    spec = ModelSpec(model_config, shell, sites, anatomy, dtype, context_tokens, config.precision)
+    spec = ModelSpec(model_config, shell, sites, anatomy, dtype, own, context_tokens, config.precision)
     dense = checkpoint.quantised_dense(spec) if config.dense_precision == "as-stored" else {}
     return replace(spec, stored_bytes=checkpoint.quantised_bytes(spec), dense=dense)
 
@@ -51,11 +49,7 @@ def choose_dtype(model_config: PretrainedConfig, config: EngineConfig) -> torch.
     if config.dtype != "auto":
         named: torch.dtype = getattr(torch, config.dtype)  # checked with the configuration
         return named
-    own: Any = getattr(model_config.get_text_config(), "dtype", None) or getattr(model_config, "dtype", None)
-    if own is not None and not isinstance(own, (str, torch.dtype)):
-        raise CheckpointError(f"config.json: 'dtype' is {own!r:.80}, it must be the name of a type, as \"bfloat16\"")
-    own = getattr(torch, own) if isinstance(own, str) else own
-    return own if own in SAFETENSORS else torch.bfloat16
+    return own_dtype(model_config)
 
 
 def _refuse_quantised(model_config: PretrainedConfig, path: Path) -> None:

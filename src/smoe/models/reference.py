@@ -12,6 +12,7 @@ from safetensors import safe_open
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from smoe.formats.registry import FORMATS
+from smoe.memory.dtypes import TORCH
 from smoe.memory.gguf_header import is_gguf
 from smoe.memory.gguf_tensors import plain_tensor, read_bytes
 from smoe.memory.safetensors_index import StoredTensor, check_identity, read_header
@@ -45,6 +46,8 @@ def _tensor(piece: StoredTensor) -> torch.Tensor:
     if piece.dtype in FORMATS:
         form = FORMATS[piece.dtype]
         return torch.from_numpy(form.decode(read_bytes(piece).view(piece.shape[0], -1).numpy()))
+    if piece.is_packed:
+        return read_bytes(piece).view(TORCH[piece.dtype]).view(piece.shape)
     return _by_key(piece)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from smoe.errors import ConfigError, ModelError
+from smoe.errors import ModelError
 from smoe.memory.checkpoint_json import read_object
 from smoe.memory.safetensors_index import StoredTensor, has_shards, index_checkpoint
 from smoe.memory.store import LayerExperts
@@ -22,7 +22,7 @@ from smoe.models.experts import without_expert_weights
 from smoe.models.files import naming
 from smoe.models.generation_file import check_generation
 from smoe.models.mxfp4_experts import check_mxfp4, expert_bytes, has_mxfp4_experts, joined
-from smoe.models.packed import Contents, Packed, contents_in_precision, not_packable, read_packed
+from smoe.models.packed import Contents, Packed, bytes_in_precision, experts_in_precision, not_gatherable, read_packed
 from smoe.models.registration import register_local_families
 from smoe.models.spec import ModelSpec
 
@@ -60,23 +60,12 @@ class SafetensorsFolder:
             check_mxfp4(stored)
         if spec.precision == "auto":
             return stored
-        contents = self._contents(spec)
-        packed = self.packed(contents)
-        if packed is None:
-            raise ConfigError(
-                f"`precision` {spec.precision}: {contents.path(self.place)} is not there; run smoe pack on "
-                f"{self.place} with `precision` {spec.precision} first",
-                setting="precision",
-                given=spec.precision,
-                allowed="auto, or a precision that the model has been packed in",
-            )
-        return packed.layers
+        return experts_in_precision(self.place, spec)
 
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
         if spec.precision == "auto":
             return expert_bytes(spec.sites, spec.dtype, self.config_place) if self._has_mxfp4 else None
-        contents = self._contents(spec)
-        return {layer: contents.expert_bytes(layer) for layer in contents.parts}
+        return bytes_in_precision(spec)
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
         return {}
@@ -84,14 +73,14 @@ class SafetensorsFolder:
     def packed(self, contents: Contents) -> Packed | None:
         return read_packed(self.place, contents)
 
-    def check_packable(self) -> None:
-        """What gains nothing by it is packed as well; what packing would unpack is not."""
+    def check_gatherable(self) -> None:
+        """What gains nothing by it is gathered as well; what that would unpack is not."""
         if self._has_mxfp4:
-            raise not_packable(
-                self.place,
-                f"the experts in {self.place} are stored in MXFP4 and served as they are; packed they would be in "
-                "another type and take four times the space: use the model as it is",
-                "a folder of safetensors in bfloat16, float16 or float32",
+            raise not_gatherable(
+                f"the experts in {self.place} are stored in MXFP4 and served as they are; packed without `precision` "
+                "they would be unpacked and take four times the space: use the model as it is, or pack it with "
+                "`precision` int2",
+                "int2 for experts in MXFP4",
             )
 
     @cached_property
@@ -117,9 +106,6 @@ class SafetensorsFolder:
             move_to_own_memory(loaded)
         model: PreTrainedModel = loaded.to(device).eval().requires_grad_(False)
         return model
-
-    def _contents(self, spec: ModelSpec) -> Contents:
-        return contents_in_precision(spec.sites, spec.precision, spec.config.model_type)
 
     def tokenizer(self) -> Any:
         for name in _TOKENIZER_SETTINGS:

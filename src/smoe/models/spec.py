@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from smoe.config import STACKED_GATES, EngineConfig
+from smoe.errors import CheckpointError
+from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import PAGE, page_ceil
 from smoe.models.anatomy import Anatomy
@@ -20,6 +23,16 @@ from smoe.models.experts import ExpertsSite
 from smoe.models.quantised_linear import PIECE_ELEMENTS
 from smoe.models.workspace import workspace_bytes
 from smoe.policy.budget import Demand, SlotClass, slot_classes
+
+
+def own_dtype(model_config: PretrainedConfig) -> torch.dtype:
+    """The element type that a model is in by its configuration as it was read (building a model sets another); bf16
+    where that is of no use. Raises `CheckpointError` for what is no type."""
+    own: Any = getattr(model_config.get_text_config(), "dtype", None) or getattr(model_config, "dtype", None)
+    if own is not None and not isinstance(own, (str, torch.dtype)):
+        raise CheckpointError(f"config.json: 'dtype' is {own!r:.80}, it must be the name of a type, as \"bfloat16\"")
+    own = getattr(torch, own) if isinstance(own, str) else own
+    return own if own in SAFETENSORS else torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,8 @@ class ModelSpec:
     sites: list[ExpertsSite]
     anatomy: Anatomy
     dtype: torch.dtype
+    own_dtype: torch.dtype
+    """That of the checkpoint, whatever is computed in."""
     context_tokens: int
     """Positions reserved for every sequence."""
     precision: str = "auto"

@@ -9,75 +9,130 @@ it, and what follows them is written again. The file gets its name when it is wh
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 
-from smoe.errors import CheckpointError
+from smoe.errors import CheckpointError, DiskSpaceError
 from smoe.formats.registry import FORMATS
 from smoe.memory.dtypes import TORCH
 from smoe.memory.store import LayerExperts
 from smoe.models.experts import ExpertsSite
 from smoe.models.files import check_disk
-from smoe.models.packed import Contents, Packed, header_bytes, record_bytes
+from smoe.models.packed import Contents, Packed, header_bytes, may_be_packed, record_bytes
 from smoe.models.reference import reference_parameters
+from smoe.packing.calibration import Calibration
 from smoe.packing.quantiser import quantised
 from smoe.whole_file import whole_file
 
 _CHUNK = 1 << 22
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def pack(
-    folder: Path,
+    place: Path,
     contents: Contents,
     experts: Mapping[int, LayerExperts],
     progress: Callable[[int, int], None],
-    dtype: torch.dtype,
+    calibration: Calibration | None = None,
 ) -> list[dict[str, Any]]:
-    """Write the `experts` of a checkpoint into one file beside it, and return the records of its layers.
+    """Write the `experts` of a checkpoint, a folder or a GGUF file, into one file beside it; returns the records of its
+    layers.
 
-    `progress(done, total)` counts experts. `dtype`: what numbers are read as. Interrupted, it leaves a `.partial` file
-    from which it goes on when it is called again. Raises `DiskSpaceError` before it begins, and `CheckpointError` for
-    an expert with NaN or infinity, or while another process is packing the same.
+    `progress(done, total)` counts experts, of which one is in memory at a time. With a `calibration`, which `contents`
+    then name, they are quantised for its inputs. Interrupted, it leaves a `.partial`
+    file from which it goes on when it is called again. Raises as `check_places` does before it begins, `DiskSpaceError`
+    where the disk fills up meanwhile, and `CheckpointError` for an expert with NaN or infinity, or while another
+    process is packing the same.
     """
-    path, header = contents.path(folder), header_bytes(contents.header(folder))
-    if path.exists() and not path.is_file():
-        raise CheckpointError(f"{path}, which is to be written, is there and is no file; move it away")
-    check_disk(folder, len(header) + contents.experts * contents.stride, f"packing {folder.name}")
-    partial = path.with_name(f"{path.name}.partial")
-    notes = partial.with_name(f"{partial.name}.json")
-    with _only_writer(partial) as file:
-        records = _finished(file, notes, header, contents)
-        done = sum(site.experts for site in contents.sites[: len(records)])
-        file.truncate(len(header) + done * contents.stride)
-        file.seek(0, os.SEEK_END)
-        for site in contents.sites[len(records) :]:
-            digest, errors = hashlib.sha256(), [0.0, 0.0]
-            for expert in range(site.experts):
-                data = _expert(experts[site.layer], expert, contents, dtype, errors)
-                data += bytes(contents.stride - len(data))
-                digest.update(data)
-                file.write(data)
-                done += 1
-                progress(done, contents.experts)
-            file.flush()
-            os.fsync(file.fileno())
-            records.append(_record(site, digest.hexdigest(), errors, contents))
-            with whole_file(notes) as written:
-                written.write(json.dumps({"layers": records}).encode())
-        file.write(record_bytes(records))
-        file.flush()
-        os.fsync(file.fileno())
-        partial.replace(path)
+    check_places(place, [contents])
+    path, header = contents.path(place), header_bytes(contents.header(place))
+    partial, notes = _unfinished(path)
+    try:
+        with _only_writer(partial) as file:
+            records = _finished(file, notes, header, contents)
+            each = _Experts(contents, experts, calibration)
+            _write_layers(file, notes, len(header), each, records, progress)
+            file.write(record_bytes(records))
+            _settle(file)
+            partial.replace(path)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise DiskSpaceError(
+            f"the disk of {partial} is full ({error.strerror}); make room, and the same command goes on after the last "
+            "whole layer"
+        ) from error
     notes.unlink(missing_ok=True)
     return records
+
+
+def check_places(place: Path, wanted: Sequence[Contents]) -> None:
+    """Raise what would stop the packing of all that is `wanted`, before hours of work: `DiskSpaceError` where it does
+    not fit the disk beside what interrupted runs have left, `CheckpointError` where a name is taken by what is no
+    packed file."""
+    needed = 0
+    for contents in wanted:
+        path = contents.path(place)
+        partial, notes = _unfinished(path)
+        for each in (path, partial, notes):
+            if each.exists() and not each.is_file():
+                raise CheckpointError(f"{each}, which is to be written, is there and is no file; move it away")
+        if path.exists() and not may_be_packed(path):
+            raise CheckpointError(f"{path}, which is to be written, is there and no packed expert file; move it away")
+        written = partial.stat().st_size if partial.exists() else 0
+        needed += max(0, len(header_bytes(contents.header(place))) + contents.experts * contents.stride - written)
+    if wanted:
+        check_disk(place, needed, f"packing {place.name}")
+
+
+def _unfinished(path: Path) -> tuple[Path, Path]:
+    """Where a packed file is until it is whole, and the records of its layers."""
+    partial = path.with_name(f"{path.name}.partial")
+    return partial, partial.with_name(f"{partial.name}.json")
+
+
+def _write_layers(
+    file: IO[bytes],
+    notes: Path,
+    start: int,
+    experts: _Experts,
+    records: list[dict[str, Any]],
+    progress: Callable[[int, int], None],
+) -> None:
+    """The experts behind the `start` bytes of the header, but for those of layers that have a record; each layer adds
+    one to `records`."""
+    contents = experts.contents
+    done = sum(site.experts for site in contents.sites[: len(records)])
+    file.truncate(start + done * contents.stride)
+    file.seek(0, os.SEEK_END)
+    for site in contents.sites[len(records) :]:
+        digest, errors = hashlib.sha256(), [0.0, 0.0]
+        for expert in range(site.experts):
+            data = _expert(experts, site.layer, expert, errors)
+            data += bytes(contents.stride - len(data))
+            digest.update(data)
+            file.write(data)
+            done += 1
+            progress(done, contents.experts)
+        _settle(file)
+        records.append(_record(site, digest.hexdigest(), errors, contents))
+        with whole_file(notes) as written:
+            written.write(json.dumps({"layers": records}).encode())
+
+
+def _settle(file: IO[bytes]) -> None:
+    """What was written is on disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def damaged_layers(packed: Packed, contents: Contents, progress: Callable[[int, int], None]) -> list[int]:
@@ -134,27 +189,43 @@ def _digest(file: IO[bytes], nbytes: int) -> str:
 
 def _record(site: ExpertsSite, digest: str, errors: list[float], contents: Contents) -> dict[str, Any]:
     error, norm = errors
-    is_lossy = any(each.kind in FORMATS for each in contents.parts[site.layer])
+    is_lossy = any(each.is_quantised for each in contents.parts[site.layer])
     relative = {"relative_error": (error / norm) ** 0.5 if norm else 0.0} if is_lossy else {}
     return {"layer": site.layer, "sha256": digest, **relative}
 
 
-def _expert(layer: LayerExperts, expert: int, contents: Contents, dtype: torch.dtype, errors: list[float]) -> bytes:
+class _Experts(NamedTuple):
+    """Where experts come from, and what is made of them."""
+
+    contents: Contents
+    sources: Mapping[int, LayerExperts]
+    calibration: Calibration | None
+
+
+def _expert(experts: _Experts, layer: int, expert: int, errors: list[float]) -> bytes:
     """An expert's bytes; adds the squared error and the squared size of its weights to `errors`."""
-    parameters = reference_parameters(layer, [expert], dtype)
-    data = []
-    for each in contents.parts[layer.layer]:
-        weights, where = parameters[each.part.name][0], f"{each.part.name} of expert {expert} in layer {layer.layer}"
+    contents, calibration = experts.contents, experts.calibration
+    parameters = reference_parameters(experts.sources[layer], [expert], TORCH[contents.dtype])
+    for name, weights in parameters.items():
         if not bool(torch.isfinite(weights).all()):
-            raise CheckpointError(f"{where} holds NaN or infinity; download again")
-        if each.kind in FORMATS:
+            raise CheckpointError(f"{_where(name, layer, expert)} holds NaN or infinity; download again")
+    compensations = {} if calibration is None else calibration.compensations(layer, expert, parameters)
+    data = []
+    for each in contents.parts[layer]:
+        weights, where = parameters[each.part.name][0], _where(each.part.name, layer, expert)
+        if each.is_quantised:
+            weights = weights.t().contiguous() if each.part.is_turned else weights
             try:
-                stored, error = quantised(weights, FORMATS[each.kind])
+                stored, error = quantised(weights, FORMATS[each.kind], compensations.get(each.part.name))
             except OverflowError as problem:
                 raise CheckpointError(f"{where}: {problem}; it cannot be packed in {contents.name}") from problem
             errors[0] += error
             errors[1] += float(weights.double().square().sum())
         else:
-            stored = weights.to(TORCH[each.kind]).contiguous().view(torch.uint8)
+            stored = weights.contiguous().view(torch.uint8)
         data.append(stored.numpy().tobytes())
     return b"".join(data)
+
+
+def _where(part: str, layer: int, expert: int) -> str:
+    return f"{part} of expert {expert} in layer {layer}"

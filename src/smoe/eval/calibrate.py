@@ -1,0 +1,52 @@
+"""A text read by a model for the inputs of its experts, which packing in fewer bits can take into account."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from smoe.errors import ConfigError
+from smoe.packing.calibration import Calibration
+from smoe.runtime.engine import Engine
+from smoe.runtime.observer import Routed, StepObserver
+
+LEAST_TOKENS = 1000
+"""Fewer say nothing of most experts."""
+
+
+def calibration_ids(tokenizer: Any, documents: Sequence[str], most: int) -> list[int]:
+    """The first tokens of the documents, one behind the other. Raises `ConfigError` where they are too few."""
+    ids = list(tokenizer("\n\n".join(documents))["input_ids"])[:most]
+    if len(ids) < LEAST_TOKENS:
+        raise ConfigError(
+            f"`calibration_text` has {len(ids)} tokens, and experts are only known after some thousands: give a longer "
+            f"text, of {LEAST_TOKENS} tokens at least",
+            setting="calibration_text",
+            given=len(ids),
+            allowed=f"a text of {LEAST_TOKENS} tokens or more",
+        )
+    return ids
+
+
+def listen(model: PreTrainedModel, ids: Sequence[int], calibration: Calibration, tick: Callable[[int], None]) -> None:
+    """Let the model read `ids`, as many at a time as its context holds; `tick` hears how many were read."""
+    engine: Engine = model.offload  # type: ignore[assignment]
+    with engine.observed_by(_Listener(calibration)), torch.no_grad():
+        for begin in range(0, len(ids), engine.context_tokens):
+            piece = ids[begin : begin + engine.context_tokens]
+            given = torch.tensor([piece], device=model.device)
+            model(input_ids=given, past_key_values=engine.new_cache(), use_cache=True, logits_to_keep=1)
+            tick(len(piece))
+
+
+class _Listener(StepObserver):
+    """Keeps what every layer's experts are given."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self._calibration = calibration
+
+    def computed(self, heard: Routed, hidden: torch.Tensor, output: torch.Tensor) -> None:
+        self._calibration.add(heard.layer, hidden, heard.top_k_index)

@@ -1,0 +1,96 @@
+"""Codes chosen column after column, where what follows in a row makes up for what was rounded before: GPTQ (E. Frantar
+and others, arXiv 2210.17323).
+
+Over inputs x with second moments M, the squared error of an output is (q - w) M (q - w)'. Where inputs go together, as
+those of a layer do, the error of one weight can be taken back by its neighbours:
+
+    M + damping = U^-1 U^-T, U upper                  row j of U says how the columns behind j move for an error in j
+    code j = round(w_j), then w_k -= error of j * U_jk / U_jj  for every k > j in the section
+
+The grids are those of `quantiser.py`; only the codes differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+SECTION = 2048
+"""Columns that make up for each other: what it takes in memory and time grows with the square, and the third power."""
+_BATCH = 128
+"""Columns whose errors go to the rest of the section by one product."""
+_DAMPING = 0.01
+"""Added to the diagonal, as a share of its mean: as GPTQ does."""
+_PRIOR_TOKENS = 64
+"""How many tokens of an expert's own what is known beforehand counts for."""
+
+
+class Grid(NamedTuple):
+    """What the codes of every number stand for: lowest + step * code, all [N, K]."""
+
+    lowest: torch.Tensor
+    step: torch.Tensor
+    least: int
+    most: int
+
+
+class _Section(NamedTuple):
+    begin: int
+    upper: torch.Tensor
+    """[width, width]"""
+
+
+def moments(inputs: torch.Tensor) -> list[torch.Tensor]:
+    """Mean products of features over inputs [n, K], by section: [width, width]. `n` is 1 or more."""
+    return [part.t() @ part / len(part) for part in inputs.float().split(SECTION, dim=1)]
+
+
+class Compensation:
+    """How the columns of one matrix make up for each other."""
+
+    def __init__(self, inputs: torch.Tensor, prior: Sequence[torch.Tensor] | None = None) -> None:
+        """`inputs` [n, K] of this matrix, which may be few or none; `prior`: the moments of others like them, None:
+        features that do not go together."""
+        self._sections = []
+        for n, part in enumerate(inputs.float().split(SECTION, dim=1)):
+            width = part.shape[1]
+            alone = torch.eye(width) * (float(part.square().mean()) if len(part) else 1.0)
+            known = alone if prior is None else prior[n]
+            moment = (part.t() @ part + _PRIOR_TOKENS * known).double() / (len(part) + _PRIOR_TOKENS)
+            size = float(moment.diagonal().mean()) or 1.0
+            moment.diagonal().add_(_DAMPING * size)
+            inverse = torch.cholesky_inverse(torch.linalg.cholesky(moment))
+            self._sections.append(_Section(n * SECTION, torch.linalg.cholesky(inverse, upper=True).float()))
+
+    def codes(self, numbers: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """Codes [N, K] of numbers [N, K]."""
+        found = []
+        for begin, upper in self._sections:
+            own = slice(begin, begin + len(upper))
+            found.append(
+                _codes_of(_turned(numbers, own), _turned(grid.lowest, own), _turned(grid.step, own), grid, upper)
+            )
+        return torch.cat(found).t()
+
+
+def _turned(numbers: torch.Tensor, columns: slice) -> torch.Tensor:
+    """[width, N], each column in one piece."""
+    return numbers[:, columns].t().contiguous()
+
+
+def _codes_of(
+    rest: torch.Tensor, lowest: torch.Tensor, step: torch.Tensor, grid: Grid, upper: torch.Tensor
+) -> torch.Tensor:
+    """One section, column by column: all are [width, N]; `rest` changes."""
+    codes, safe = torch.empty_like(rest), step.clamp_min(1e-30)
+    for begin in range(0, len(rest), _BATCH):
+        end = min(begin + _BATCH, len(rest))
+        errors = torch.empty_like(rest[begin:end])
+        for j in range(begin, end):
+            codes[j] = ((rest[j] - lowest[j]) / safe[j]).round().clamp(grid.least, grid.most)
+            errors[j - begin] = (rest[j] - lowest[j] - codes[j] * step[j]) / upper[j, j]
+            rest[j + 1 : end] -= upper[j, j + 1 : end, None] * errors[j - begin]
+        rest[end:] -= upper[begin:end, end:].t() @ errors
+    return codes
