@@ -90,11 +90,14 @@ def test_biases_in_either_type(
     assert_near(steps(ours, oracle.PROMPT), steps(theirs, oracle.PROMPT), bound, others)
 
 
-@pytest.mark.parametrize(("mixture", "precision", "most"), [("Q8_0", "int4", 0.1), ("Q4_K_M", "int8", 0.35)])
+@pytest.mark.parametrize(
+    ("family", "mixture", "precision", "most"),
+    [("qwen3_moe", "Q8_0", "int4", 0.1), ("qwen3_moe", "Q4_K_M", "int8", 0.35), ("gpt_oss", "MXFP4", "int2", 0.5)],
+)
 def test_a_lower_copy_of_a_gguf_file(
-    mixture: str, precision: str, most: float, open_model: Open, tmp_path: Path
+    family: str, mixture: str, precision: str, most: float, open_model: Open, tmp_path: Path
 ) -> None:
-    path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", mixture)
+    path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", mixture, family)
     assert pack_folder(path, precision=precision) == tmp_path / f"toy.gguf.experts.{precision}.smoe"
     dequantised(path, precision, theirs, most)
     ours = open_model(path, "half", precision=precision)

@@ -135,6 +135,8 @@ def _measure(
             ledger = offload.ledger
             resident = {"slots": ledger.cache_slots, "resident_share": ledger.resident_share}
             found = circumstances | {**numbers._asdict(), **resident}
+            # every choice in the same memory, whatever would have been taken for it alone
+            config = replace(config, memory_bytes=ledger.budget_bytes, resident_share=None)
     return prices, found
 
 
