@@ -3,6 +3,7 @@
     git worktree add ../before v0.1.0
     python -m bench.versions ../before/src src MODEL --memory 2GiB,all --rounds 3 [--text FILE] [--set eviction=lru]
     python -m bench.versions src src MODEL --memory 2GiB --set-b precision=int4
+    python -m bench.versions src src MODEL --memory all --env SMOE_MAX_CPU_ISA=avx2 --set-b kernels=own-order
 
 Every process loads the model, reads a prompt of 64 tokens, decodes some forced tokens untimed and the rest timed, and
 prints one line. Order is A B B A A B, so that a drift of the machine falls on both. Of each round the ratio of the mean
@@ -64,8 +65,10 @@ def main() -> None:
         for number in range(options.rounds):
             pair = {}
             for side in ("a", "b") if number % 2 == 0 else ("b", "a"):
-                switches = options.set + (options.set_b if side == "b" else [])
-                pair[side] = _run(getattr(options, side), options, switches, memory, ids)
+                is_b = side == "b"
+                switches = options.set + (options.set_b if is_b else [])
+                variables = options.env + (options.env_b if is_b else [])
+                pair[side] = _run(getattr(options, side), options, switches, variables, memory, ids)
             ratio = mean(pair["b"]["seconds"]) / mean(pair["a"]["seconds"])
             rounds.append({"memory": memory, "round": number, "ratio": ratio} | pair)
             print(_line(memory, pair, ratio), file=sys.stderr, flush=True)
@@ -81,23 +84,35 @@ def _line(memory: str, pair: dict[str, Any], ratio: float) -> str:
     return f"{memory:>6}  {' | '.join(shown)}  ratio {ratio:.3f}  {same}"
 
 
-def _run(source: Path, options: argparse.Namespace, switches: list[str], memory: str, ids: list[int]) -> dict[str, Any]:
+def _run(
+    source: Path,
+    options: argparse.Namespace,
+    switches: list[str],
+    variables: list[str],
+    memory: str,
+    ids: list[int],
+) -> dict[str, Any]:
     asked = {
         "model": str(options.model.resolve()),
         "memory": None if memory == "all" else memory,
         "context": CONTEXT_TOKENS,
-        "switches": dict(entry.split("=", 1) for entry in switches),
+        "switches": _pairs(switches),
         "ids": ids,
         "prompt": PROMPT_TOKENS,
         "warm": WARM_TOKENS,
     }
-    environment = os.environ | {"PYTHONPATH": str(source.resolve())}
+    environment = os.environ | _pairs(variables) | {"PYTHONPATH": str(source.resolve())}
     command = [sys.executable, "-c", _WORKER, json.dumps(asked)]
     ended = subprocess.run(command, env=environment, cwd=source, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise SystemExit(f"{source} failed:\n{ended.stderr}")
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found
+
+
+def _pairs(entries: list[str]) -> dict[str, str]:
+    """From NAME=VALUE."""
+    return dict(entry.split("=", 1) for entry in entries)
 
 
 def _tokens(options: argparse.Namespace) -> list[int]:
@@ -133,6 +148,8 @@ def _finish(options: argparse.Namespace, rounds: list[dict[str, Any]]) -> None:
         "model": options.model.name,
         "switches": options.set,
         "switches_b": options.set_b,
+        "environment": options.env,
+        "environment_b": options.env_b,
         "tokens": options.tokens,
         "ratio": summary,
     }
@@ -153,6 +170,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--set", action="append", default=[], help="a setting for both, such as eviction=lru")
     parser.add_argument("--set-b", action="append", default=[], help="a setting for the second alone")
+    parser.add_argument("--env", action="append", default=[], help="a variable of the environment for both")
+    parser.add_argument("--env-b", action="append", default=[], help="one for the second alone")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
