@@ -89,15 +89,26 @@ def _llama(mode: str) -> Engine:
     return Engine(command, lambda setup: [setup.gguf])
 
 
-def _smoe_gguf_command(setup: Setup, workload: Workload, limit_bytes: int | None) -> list[str]:
-    return _smoe_command(setup, Workload(**{**vars(workload), "model": setup.gguf}), limit_bytes)
+def _smoe(*switches: str) -> Engine:
+    """With settings, each as NAME=VALUE."""
+
+    def command(setup: Setup, workload: Workload, limit_bytes: int | None) -> list[str]:
+        extra = [part for switch in switches for part in ("--set", switch)]
+        if limit_bytes is not None:
+            extra += ["--memory", str(limit_bytes - smoe_baseline_bytes(workload.threads))]
+        return _worker("smoe_run", workload, *extra)
+
+    return Engine(command, Setup.checkpoint)
 
 
-def _smoe_command(setup: Setup, workload: Workload, limit_bytes: int | None) -> list[str]:
-    if limit_bytes is None:
-        return _worker("smoe_run", workload)
-    budget_bytes = limit_bytes - smoe_baseline_bytes(workload.threads)
-    return _worker("smoe_run", workload, "--memory", str(budget_bytes))
+def _smoe_gguf(*switches: str) -> Engine:
+    """The same on the file that llama.cpp reads."""
+    smoe = _smoe(*switches)
+
+    def command(setup: Setup, workload: Workload, limit_bytes: int | None) -> list[str]:
+        return smoe.command(setup, Workload(**{**vars(workload), "model": setup.gguf}), limit_bytes)
+
+    return Engine(command, lambda setup: [setup.gguf])
 
 
 def smoe_baseline_bytes(threads: int) -> int:
@@ -112,8 +123,10 @@ def smoe_baseline_bytes(threads: int) -> int:
 
 
 ENGINES: dict[str, Engine] = {
-    "smoe": Engine(_smoe_command, Setup.checkpoint),
-    "smoe-gguf": Engine(_smoe_gguf_command, lambda setup: [setup.gguf]),
+    "smoe": _smoe(),
+    "smoe-own-order": _smoe("kernels=own-order"),
+    "smoe-gguf": _smoe_gguf(),
+    "smoe-gguf-int8": _smoe_gguf("activations=int8"),
     "llama.cpp": _llama("mmap"),
     "llama.cpp-mapped": _llama("mapped-only"),
     "llama.cpp-direct": _llama("direct"),

@@ -49,6 +49,7 @@ def parse() -> argparse.Namespace:
     """Command line of this worker."""
     parser = workload_parser("Measure smoe.")
     parser.add_argument("--memory", type=int, help="budget in bytes; default: what smoe chooses")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting")
     return parser.parse_args()
 
 
@@ -63,7 +64,8 @@ def main() -> None:
     torch.set_grad_enabled(False)
     transformers.logging.set_verbosity_error()
     watch = Stopwatch()
-    session = SmoeSession(load(options.model, memory=options.memory))
+    switches = dict(entry.split("=", 1) for entry in options.set)
+    session = SmoeSession(load(options.model, memory=options.memory, **switches))
     report(measure(workload_from(options), session, watch))
 
 

@@ -20,7 +20,7 @@ from smoe.kernels.elementwise import activation_table, is_table_of
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.matrix import Matrix, in_bf16
 from smoe.kernels.proof import agrees, agrees_on_rows, same_bits
-from smoe.kernels.spinning_pool import MOST_QUANTISED_ROWS, MOST_ROWS, Product, SpinningPool
+from smoe.kernels.spinning_pool import MOST_ROWS, Product, SpinningPool
 from smoe.memory.arena import Arena
 from smoe.memory.store import Part
 
@@ -90,7 +90,8 @@ class ExpertMath:
         self.multiply: Callable[[Sequence[Product]], None] = library_products
         """What multiplies single rows."""
         self.multiply_few: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
-        """Where set, multiplies 2 to `MOST_QUANTISED_ROWS` rows: (x, matrix, out)."""
+        """Where set, multiplies 2 to `most_few` rows: (x, matrix, out)."""
+        self.most_few = 1
         self.kernel: TokenExperts | None = None
         """Where set, takes one token through several experts at once."""
         self.filling: Filling | None = None
@@ -102,7 +103,9 @@ class ExpertMath:
         """From now on single rows by our kernels: `pool` multiplies them, `kernel` takes one token through several
         experts. Without a pool the library does both."""
         self.multiply = library_products if pool is None else pool.multiply
-        self.multiply_few = pool.multiply_rows if pool is not None and pool.own_order is not None else None
+        has_own_order = pool is not None and pool.own_order is not None
+        self.multiply_few = pool.multiply_rows if pool is not None and has_own_order else None
+        self.most_few = pool.most_own_rows if pool is not None and has_own_order else 1
         self.kernel = kernel
 
     @property
@@ -149,7 +152,7 @@ class ExpertMath:
         matrices = weights.up, weights.down
         is_proven = pool.several and all(agrees_on_rows(pool, each, n) for each in matrices for n in (2, MOST_ROWS))
         if pool.own_order is not None:
-            return MOST_QUANTISED_ROWS if is_proven else 1
+            return pool.most_own_rows if is_proven else 1
         return MOST_ROWS if is_proven else 1
 
     def kernel_of(self, pool: SpinningPool) -> TokenExperts | None:
@@ -190,7 +193,7 @@ class ExpertMath:
 
     def _times(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]
-        if rows > 1 and (self.multiply_few is None or rows > MOST_QUANTISED_ROWS):
+        if rows > 1 and (self.multiply_few is None or rows > self.most_few):
             return product(x, matrix, self.filling)
         x, out = x.contiguous(), x.new_empty(rows, matrix.shape[1])
         if rows == 1 or self.multiply_few is None:

@@ -21,12 +21,21 @@ import torch
 from smoe.kernels import tasks
 from smoe.kernels.matrix import Matrix
 from smoe.kernels.row_product import chain_of
-from smoe.kernels.spinning_pool import LONE_UNIT, MOST_QUANTISED_ROWS, UNIT, WAKING_WEIGHTS, Pairs, SpinningPool, passes
+from smoe.kernels.spinning_pool import (
+    LONE_UNIT,
+    MOST_QUANTISED_ROWS,
+    MOST_ROWS,
+    UNIT,
+    WAKING_WEIGHTS,
+    Pairs,
+    SpinningPool,
+    passes,
+)
 
 MOST_EXPERTS = tasks.MOST_COUNTS
 """At once: each has a count of its own."""
-MOST_TOKENS = tasks.MOST_TASKS - MOST_EXPERTS * (MOST_QUANTISED_ROWS + 6)
-"""At once: each has a sum, an expert has a gate for every row and three products of two passes."""
+MOST_TOKENS = tasks.MOST_TASKS - MOST_EXPERTS * (MOST_QUANTISED_ROWS + 3 * (MOST_QUANTISED_ROWS // MOST_ROWS))
+"""At once: each has a sum, an expert has a gate for every row and three products of several passes."""
 _SUM_UNIT = 512
 
 

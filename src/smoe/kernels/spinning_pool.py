@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from smoe.kernels import tasks
+from smoe.kernels.isa import widest
 from smoe.kernels.jit import compile_functions, cpu_has
 from smoe.kernels.matrix import Matrix, own_order
 from smoe.kernels.row_product import chain_of
@@ -61,8 +62,10 @@ class Product(NamedTuple):
     """How many k are summed together before the parts are added up; 0: all."""
 
 
-MOST_QUANTISED_ROWS = 8
+MOST_QUANTISED_ROWS = 32
 """Of quantised matrices, in passes of `MOST_ROWS`: for more it takes less time to unpack a matrix once."""
+_FEW_ROWS = 8
+"""Of bf16 matrices in our own order on CPUs with AVX-512, where the library has a fast product for more (oneDNN)."""
 
 
 def passes(pairs: Sequence[tuple[int, int]]) -> list[Pairs]:
@@ -96,7 +99,10 @@ class SpinningPool:
         self.threads = threads
         self.several = several or in_own_order
         self.own_order = own_order() if in_own_order else None
-        """What multiplies bf16 matrices in place of the library's order."""
+        """What multiplies bf16 matrices in place of the library's order, ..."""
+        isa = widest()
+        self.most_own_rows = MOST_QUANTISED_ROWS if isa is not None and isa.lanes < 16 else _FEW_ROWS
+        """... and so many rows at most."""
         self._work, self._serve = _functions(has_bf16 and not in_own_order, several and not in_own_order)
         self._block = (ctypes.c_int64 * (tasks.HEADER + tasks.MOST_TASKS * tasks.FIELDS))()
         self._address = ctypes.addressof(self._block)
@@ -150,7 +156,7 @@ class SpinningPool:
 
     def multiply_rows(self, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
         """out [M, N] = x [M, K] @ matrix, in the library's order for M rows, or in ours, for at most
-        `MOST_QUANTISED_ROWS`."""
+        `most_own_rows`."""
         columns, outputs = matrix.shape
         if self.own_order is not None:
             self.multiply_quantised(x, [Matrix(matrix.data_ptr(), outputs, columns, self.own_order)], out)

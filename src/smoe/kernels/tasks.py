@@ -32,7 +32,7 @@ OPEN, FINISHED, PATIENCE, NOWHERE, PROGRESS = 0, 8, 9, 10, 16
 MOST_COUNTS = 128
 HEADER = PROGRESS + MOST_COUNTS
 FIELDS = 13
-MOST_TASKS = 2048
+MOST_TASKS = 8192
 PRODUCT, GATE, COMBINE, CALL, ROWS, FORMAT = 0, 1, 2, 3, 4, 5
 _STRIP = 32
 """Outputs for which all rows are computed before the next: their weights stay in the second cache level meanwhile."""

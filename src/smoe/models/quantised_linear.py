@@ -18,7 +18,7 @@ from torch.nn import functional
 from smoe.config import BF16
 from smoe.formats.base import Format
 from smoe.kernels.matrix import Matrix, products_of
-from smoe.kernels.spinning_pool import MOST_ROWS, SpinningPool
+from smoe.kernels.spinning_pool import MOST_QUANTISED_ROWS, MOST_ROWS, SpinningPool
 from smoe.kernels.unpacked import unpacked
 
 PIECE_ELEMENTS = 2**22
@@ -77,7 +77,9 @@ class QuantisedLinear(QuantisedWeight):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]"""
         rows = input.reshape(-1, self.in_features)
-        if self.pool is not None and rows.shape[0] <= MOST_ROWS and rows.dtype is torch.bfloat16:
+        # a bias is added before rounding, which only the product of a single row does
+        most = MOST_QUANTISED_ROWS if self.bias is None else MOST_ROWS
+        if self.pool is not None and rows.shape[0] <= most and rows.dtype is torch.bfloat16:
             out = self._by_codes(self.pool, rows.contiguous())
         else:
             out = rows.new_empty(rows.shape[0], self.out_features)
