@@ -42,15 +42,14 @@ test: env
 # What hangs on the CPU: the kernels, and that whole models are exact with what of them is adopted.
 LIMITED := tests/kernels tests/fastpath/test_linear.py tests/fastpath/test_attention.py tests/fastpath/test_norm.py \
            tests/compute/test_decode_experts.py
-# Quantised weights have kernels for AVX2, too. An emulated device computes in float32, without them, and slowly.
-QUANTISED := tests/compute/test_quantised_math.py tests/models/test_quantised_linear.py tests/models/test_gguf_quantised.py \
-             --deselect tests/models/test_gguf_quantised.py::test_on_an_emulated_device
+# Quantised weights, and bf16 in our own order, have kernels for AVX2, too.
+OTHERS  := tests/compute/test_quantised_math.py tests/models/test_quantised_linear.py tests/load/test_choose_kernel.py
 EXACT   := tests/runtime/test_exactness.py tests/cli/test_verify.py
 AVX2    := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 SMOE_MAX_CPU_ISA=avx2
 CORE    := ONEDNN_MAX_CPU_ISA=AVX512_CORE
 
 test-limited: env
-	$(AVX2) $(BIN)/python -m pytest $(JOBS) -m "not slow" $(LIMITED) $(EXACT) $(QUANTISED)
+	$(AVX2) $(BIN)/python -m pytest $(JOBS) -m "not slow" $(LIMITED) $(EXACT) $(OTHERS)
 	$(CORE) $(BIN)/python -m pytest $(JOBS) -m "not slow" tests/kernels tests/compute/test_decode_experts.py \
 	    tests/compute/test_quantised_math.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(JOBS) -m "not slow" tests/kernels tests/fastpath/test_linear.py tests/test_demo.py

@@ -74,6 +74,15 @@ def pool(request: pytest.FixtureRequest) -> Iterator[SpinningPool]:
         yield pool
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Whoever leaves the library more threads than it found gives the tests that follow other bits."""
+    yield
+    left = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert left == 1, f"this test leaves the library {left} threads"
+
+
 @pytest.fixture
 def open_model() -> Iterator[Callable[..., PreTrainedModel]]:
     """`oracle.open_model`, with everything it opened closed at the end of the test."""

@@ -102,7 +102,7 @@ def test_slots_of_two_sizes_on_every_tier(tmp_path: Path, open_model: Open) -> N
     path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M", dtype=torch.float32)
     needs = oracle.demand(path)
     assert [each.layers[0] for each in needs.classes] == [0, 1], "six bits in layer 0, four in layer 1"
-    switches = {"dtype": "float32", "device": "emulated", "dilation": 1000.0, "balance": "none"}
+    switches = {"dtype": "float32", "device": "emulated", "dilation": 20.0, "balance": "none"}
     found = []
     for host_memory in (5 * sum(each.slot_bytes for each in needs.classes), None):
         model = open_model(path, "half", host_memory_bytes=host_memory, io_threads=1, **switches)
@@ -135,7 +135,7 @@ def test_an_interrupt_leaves_every_slot_to_its_size(tmp_path: Path, open_model: 
 def test_on_an_emulated_device(tmp_path: Path, open_model: Open) -> None:
     """Through the host tier, and experts on the CPU beside it."""
     path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M", dtype=torch.float32)
-    ours = open_model(path, "half", dtype="float32", device="emulated", dilation=1000.0)
+    ours = open_model(path, "half", dtype="float32", device="emulated", dilation=20.0)
     assert_near(steps(ours, oracle.PROMPT[:, :14]), steps(theirs, oracle.PROMPT[:, :14]), 1e-4)
 
 
