@@ -239,7 +239,8 @@ class EngineConfig:
     """How long a request waits for one of another thread to end, from 0 (not at all); None: as long as it takes."""
     reproducible: bool = False
     """The same text every time, also where experts are substituted: what is resident then never depends on timing, for
-    which decode goes without prefetch. Exact serving is reproducible anyway."""
+    which decode goes without prefetch. Exact serving is reproducible anyway, but where `kernels` auto may take our own
+    order of sums by measuring it: with this it keeps torch's bits."""
 
     @property
     def needs_scores(self) -> bool:

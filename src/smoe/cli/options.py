@@ -156,7 +156,8 @@ class EngineOptions:
     kernels: Annotated[
         str | None,
         typer.Option(
-            help=f"What multiplies one row by a matrix, and attends with one token: {', '.join(KERNELS)}.",
+            help=f"What multiplies few rows, and attends with one token: {', '.join(KERNELS)}. native has torch's "
+            "bits, own-order sums otherwise: equal up to rounding, and faster in RAM.",
             rich_help_panel=_ENGINE,
         ),
     ] = None
