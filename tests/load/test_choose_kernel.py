@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from smoe.errors import ConfigError
 from smoe.kernels.isa import widest
 from smoe.load import choose_kernel
 from smoe.report.verify import reference_of, verify
@@ -86,3 +87,13 @@ def test_it_is_not_taken_where_bits_are_asked_for_or_time_must_not_choose(
     model = open_model(folder, "half", **{"kernels": "auto", **switches})
     assert model.offload.arithmetic == "torch"
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+
+
+def test_it_is_refused_where_it_would_do_nothing(toy: Callable[..., Path], open_model: Open) -> None:
+    with pytest.raises(ConfigError, match="`kernels` own-order: it is for bfloat16"):
+        open_model(wide(toy, "qwen3_moe"), "half", kernels="own-order", dtype="float32")
+
+
+def test_experts_of_another_shape_are_refused(toy: Callable[..., Path], open_model: Open) -> None:
+    with pytest.raises(ConfigError, match="shape that it does not know"):
+        open_model(toy("gpt_oss", dtype=torch.bfloat16), "half", kernels="own-order")

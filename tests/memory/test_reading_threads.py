@@ -208,3 +208,18 @@ def test_many_threads_lose_nothing() -> None:
     assert all(ticket.state is State.DONE for ticket in tickets)
     assert sorted(order(mover)) == list(range(400))
     assert transfers.bytes_read == sum(100 + n for n in range(400))
+
+
+def test_an_interrupt_while_threads_are_started_does_not_keep_it_from_closing(
+    mover: HeldMover, transfers: Transfers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may strike inside `Thread.start`: what closes then must not end in another error."""
+
+    def struck(self: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", struck)
+        with pytest.raises(KeyboardInterrupt):
+            transfers.drain()
+    transfers.close()

@@ -55,7 +55,9 @@ def command(
         Path | None,
         typer.Option(help="With --precision: quantise for the inputs that experts have in this text (.txt, .jsonl)."),
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(help="Tokens of it, at most.", min=1)] = CALIBRATION_TOKENS,
+    calibration_tokens: Annotated[
+        int | None, typer.Option(help=f"Tokens of it, at most; {CALIBRATION_TOKENS} unless told.", min=1)
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Pack again even where a good file is there.")] = False,
     json: Json = False,
     debug: Debug = False,
@@ -73,15 +75,19 @@ def command(
     Needs as much free disk as the file takes; interrupted, it goes on where it was when called again.
     """
     from smoe.cli.console import note, print_json
+    from smoe.errors import ConfigError
 
-    text = None if calibration_text is None else _Text(calibration_text, calibration_tokens)
+    if calibration_text is None and calibration_tokens is not None:
+        raise ConfigError.idle("calibration_tokens", calibration_tokens, "`calibration_text`")
+    text = None if calibration_text is None else _Text(calibration_text, calibration_tokens or CALIBRATION_TOKENS)
     found = _pack(model, dtype, _precisions(precision), revision, force, text)
     if json:
         print_json(found)
         return
     for each in found["files"]:
         if each["was_packed_before"]:
-            note("packed already, from weights whose headers and samples are these (--force packs again)")
+            how = ", calibrated with a text" if each["is_calibrated"] else ""
+            note(f"packed already{how}, from weights whose headers and samples are these (--force packs again)")
         _show_errors(each)
         print(each["file"])
 
@@ -148,7 +154,9 @@ def _pack(
     with _calibration(model, revision, checkpoint, spec, ids if missing else []) as calibration:
         for contents, packed in zip(asked, good, strict=True):
             records = packed.records if packed else _write(checkpoint, spec, contents, calibration)
-            files.append(_entry(contents, contents.path(checkpoint.place), packed is not None, records))
+            is_calibrated = (packed or contents).calibration is not None
+            entry = _entry(contents, contents.path(checkpoint.place), packed is not None, records)
+            files.append(entry | {"is_calibrated": is_calibrated})
     return {"model": model, "dtype": str(spec.dtype).removeprefix("torch."), "files": files}
 
 
@@ -268,3 +276,5 @@ def _show_errors(found: dict[str, Any]) -> None:
     note(f"error of the weights in {found['contents']}, relative to their size (root mean square):")
     for begin in range(0, len(errors), 6):
         note("  " + "   ".join(f"layer {layer:>2} {error:6.2%}" for layer, error in errors[begin : begin + 6]))
+    if found["is_calibrated"]:
+        note("calibrated: weights are further off so that what they give is nearer; smoe eval measures that")

@@ -23,6 +23,10 @@ of our own order of sums (`arithmetic` own-order). 1: one differs. 2: not checke
 """
 
 _DIFFERS = 1
+_WHY = {
+    "quantised weights": "of quantised weights the library computes on the numbers that the codes stand for",
+    "own order": "our kernels sum in an order of their own (--kernels torch leaves all to the library)",
+}
 
 
 def command(
@@ -180,10 +184,8 @@ def _print_verdict(report: Report) -> None:
     elif not all(one.is_equal for one in found):
         rounded = sum(not one.is_equal for one in found)
         output().print(
-            f"[bold green]as near as can be:[/bold green] {layers} layers, {len(found)} comparisons, every bit equal "
-            f"but in {rounded}, which differ by rounding: of quantised weights the library computes on the numbers "
-            "that the codes stand for, and without its bits on this CPU our kernels sum in an order of their own "
-            "(--kernels torch leaves all to the library)",
+            f"[bold green]equal up to rounding:[/bold green] {layers} layers, {len(found)} comparisons, every bit "
+            f"equal but in {rounded}, which differ by rounding: {' and '.join(_WHY[why] for why in report.may_round)}",
             soft_wrap=True,
         )
     else:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from smoe.compute.host_experts import HostExperts
 from smoe.compute.thread_pool import ThreadPool
 from smoe.config import EngineConfig
+from smoe.errors import ConfigError
 from smoe.fastpath import attention, linear, norm
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, SpinningPool, is_supported
@@ -50,11 +51,15 @@ def choose_arithmetic(
         host.multiply_by(SpinningPool(host_threads, in_own_order=not is_supported()))
     if spec.dtype is torch.bfloat16 and config.kernels != "torch" and compute.device.type == "cpu":
         compute.fill_up_rows(spec.dtype)
+    if config.kernels == "own-order" and not (is_native and compute.device.type == "cpu"):
+        raise _not_here(config, "it is for bfloat16 on a CPU with AVX2 or AVX-512, and needs llvmlite")
     if not is_native or compute.device.type != "cpu":
         choose_way(compute, spec.sites[0].layer, spec.dtype, None, isinstance(compute.store, QuantisedStore))
         check_activations(model, config, compute)
         return False
     pool = _proven_pool(config, compute)
+    if config.kernels == "own-order" and pool is None:
+        raise _not_here(config, "this model's experts have a shape that it does not know")
     # of quantised experts the library knows nothing: unpacking one for every token is no rival to measure
     is_given = isinstance(compute.store, QuantisedStore) or (pool is not None and config.kernels != "auto")
     choose_way(compute, spec.sites[0].layer, spec.dtype, pool, is_given)
@@ -70,6 +75,15 @@ def choose_arithmetic(
     routers = {model.get_submodule(path): of in gates for of, path in spec.anatomy.routers.items()}
     share = linear.speed_up(model, chosen, routers, config.activations, is_measured)
     return settled == model.config.get_text_config().num_hidden_layers and share > _NEARLY_ALL
+
+
+def _not_here(config: EngineConfig, why: str) -> ConfigError:
+    return ConfigError(
+        f"`kernels` {config.kernels}: {why}; use auto",
+        setting="kernels",
+        given=config.kernels,
+        allowed="auto, native or torch here",
+    )
 
 
 def _proven_pool(config: EngineConfig, compute: LayerCompute) -> SpinningPool | None:

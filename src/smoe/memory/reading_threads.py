@@ -182,7 +182,8 @@ class Transfers:
         for _ in self._threads:
             self._tokens.put(False)
         for thread in self._threads:
-            thread.join()
+            with suppress(RuntimeError):  # an interrupt struck while it was being started: it ends by its token
+                thread.join()
 
     def _work(self, tokens: SimpleQueue[bool]) -> None:
         _leave_pinned_core()

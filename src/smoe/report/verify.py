@@ -52,6 +52,7 @@ PASSES = 2 + DECODE_STEPS
 """A token alone, the prompt, the steps after it."""
 EXPERTS, CACHE = "experts", "KV cache"
 """Parts that are no modules of the library's, or not compared as such."""
+QUANTISED, OWN_ORDER = "quantised weights", "own order"
 _COPIES = 3
 """Times one layer's experts are in memory while they are read, stacked and converted."""
 
@@ -90,6 +91,8 @@ class Report:
     comparisons: list[Comparison]
     not_compared: list[str]
     """Paths of modules that were never called, or that were called in a way that cannot be repeated."""
+    may_round: list[str]
+    """Why parts may differ by rounding: `QUANTISED`, `OWN_ORDER` or both."""
 
     @property
     def bad(self) -> list[Comparison]:
@@ -157,7 +160,7 @@ def verify(
         cache = comparing.start_anew()
         for _ in range(1 + DECODE_STEPS):
             ids = comparing.run(cache, ids)
-    return Report(comparing.found, comparing.not_compared())
+    return Report(comparing.found, comparing.not_compared(), comparing.may_round)
 
 
 class _Comparing(StepObserver):
@@ -170,6 +173,7 @@ class _Comparing(StepObserver):
         self._reference = reference
         is_quantised = isinstance(self.engine.store, QuantisedStore) or bool(reference.dense)
         self._has_own_order = self.engine.arithmetic == "own-order"
+        self.may_round = [QUANTISED] * is_quantised + [OWN_ORDER] * self._has_own_order
         self._rounding = quantised_rounding(model.dtype) if is_quantised or self._has_own_order else 0.0
         """How far apart parts may be that hold quantised weights, or all in an order of our own, relative to the
         largest value."""
