@@ -25,13 +25,6 @@ if is_available():
     from smoe.kernels.jit import compile_functions
 
 
-@pytest.fixture(params=ISAS, ids=lambda isa: isa.name)
-def isa(request: pytest.FixtureRequest) -> Isa:
-    if not request.param.is_here:
-        pytest.skip(f"this CPU has no {request.param.name}")
-    return request.param
-
-
 @functools.cache
 def compiled(isa: Isa) -> dict[int, Any]:
     names = {rows: own_order.products_name(rows) for rows in (1, 2, 4)}

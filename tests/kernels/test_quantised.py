@@ -9,26 +9,13 @@ import pytest
 import torch
 
 from smoe.formats.base import Format
-from smoe.formats.registry import FORMATS
-from smoe.kernels.isa import ISAS, Isa
+from smoe.kernels.isa import Isa
 from smoe.kernels.jit import is_available
 from tests.formats.blocks import random_rows
 from tests.kernels.products import columns_of, compiled, exact, multiplied
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="needs llvmlite")
 ROWS = 23
-
-
-@pytest.fixture(params=FORMATS.values(), ids=FORMATS)
-def form(request: pytest.FixtureRequest) -> Format:
-    return request.param
-
-
-@pytest.fixture(params=ISAS, ids=lambda isa: isa.name)
-def isa(request: pytest.FixtureRequest) -> Isa:
-    if not request.param.is_here:
-        pytest.skip(f"this CPU has no {request.param.name}")
-    return request.param
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from smoe.config import INT8
 from smoe.formats.activations import in_8_bits
 from smoe.formats.base import Bits, Format
-from smoe.formats.registry import FORMATS
 from smoe.kernels.isa import ISAS_OF, Isa
 from smoe.kernels.jit import is_available
 from tests.formats.blocks import random_rows
@@ -23,11 +22,6 @@ from tests.kernels.products import columns_of, compiled, exact, multiplied
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="needs llvmlite")
 ROWS = 11
-
-
-@pytest.fixture(params=FORMATS.values(), ids=FORMATS)
-def form(request: pytest.FixtureRequest) -> Format:
-    return request.param
 
 
 @pytest.fixture(params=ISAS_OF[INT8], ids=lambda isa: isa.name)

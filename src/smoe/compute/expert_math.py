@@ -89,9 +89,8 @@ class ExpertMath:
         up, down = self._shapes[self._up_name], self._shapes["down_proj"]
         self.multiply: Callable[[Sequence[Product]], None] = library_products
         """What multiplies single rows."""
-        self.multiply_few: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
-        """Where set, multiplies 2 to `most_few` rows: (x, matrix, out)."""
-        self.most_few = 1
+        self._own_order: SpinningPool | None = None
+        """Where set, multiplies few rows, too, in an order of its own."""
         self.kernel: TokenExperts | None = None
         """Where set, takes one token through several experts at once."""
         self.filling: Filling | None = None
@@ -103,9 +102,7 @@ class ExpertMath:
         """From now on single rows by our kernels: `pool` multiplies them, `kernel` takes one token through several
         experts. Without a pool the library does both."""
         self.multiply = library_products if pool is None else pool.multiply
-        has_own_order = pool is not None and pool.own_order is not None
-        self.multiply_few = pool.multiply_rows if pool is not None and has_own_order else None
-        self.most_few = pool.most_own_rows if pool is not None and has_own_order else 1
+        self._own_order = pool if pool is not None and pool.own_order is not None else None
         self.kernel = kernel
 
     @property
@@ -192,12 +189,13 @@ class ExpertMath:
         self.multiply([Product(inner, expert.down, row) for expert, inner, row in rows])
 
     def _times(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        rows = x.shape[0]
-        if rows > 1 and (self.multiply_few is None or rows > self.most_few):
+        rows, own_order = x.shape[0], self._own_order
+        if rows == 1:
+            out = x.new_empty(1, matrix.shape[1])
+            self.multiply([Product(x.contiguous(), matrix, out)])
+            return out
+        if own_order is None or rows > own_order.most_own_rows:
             return product(x, matrix, self.filling)
-        x, out = x.contiguous(), x.new_empty(rows, matrix.shape[1])
-        if rows == 1 or self.multiply_few is None:
-            self.multiply([Product(x, matrix, out)])
-        else:
-            self.multiply_few(x, matrix, out)
+        out = x.new_empty(rows, matrix.shape[1])
+        own_order.multiply_rows(x.contiguous(), matrix, out)
         return out
