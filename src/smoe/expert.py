@@ -14,3 +14,6 @@ A plain tuple, as a step of a layer makes and compares dozens of them."""
 
 EXACT = 0
 """The format of the checkpoint itself, the only one that lossless serving uses."""
+
+LOW = 1
+"""The format of the lower copy that a missing expert of little importance may come in (`EngineConfig.low_precision`)."""

@@ -37,3 +37,8 @@ class Routing(NamedTuple):
     them."""
     sequences: int = 1
     """How many sequences of equal length, padding included, the rows are, one after the other."""
+    weights: Sequence[Sequence[float]] | None = None
+    """[T, K] routing weights of the chosen experts, every row's sum scaled to 1; None where no policy needs them."""
+    low: frozenset[int] = frozenset()
+    """Experts whose importance asks for no more than a low copy in this step, whatever is resident
+    (`policy/importance.py`); the others ask for the model's own."""

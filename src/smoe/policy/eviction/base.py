@@ -53,6 +53,11 @@ class Eviction(ABC):
     def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
         """At most `count` residents outside `shield`, least valuable first."""
 
+    def of(self, form: int) -> Eviction:
+        """What ranks the copies of one format, where those of others lie in slots of their own."""
+        del form
+        return self
+
     def worth(self, key: ExpertKey) -> float:
         """How much `key` will be missed, whether or not it is resident; only the order counts."""
         return 0.0
