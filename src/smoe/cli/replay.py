@@ -221,7 +221,7 @@ def _slots(header: TraceHeader, slots: int | None, resident: str | None, pools: 
 
 def _policy(name: str, future: Sequence[Routing]) -> Eviction:
     """A policy by name; the offline one is told the future."""
-    from smoe.policy.planner import observation
+    from smoe.policy.rows import observation
 
     if name == "belady":
         return EVICTION[name](observation(routing) for routing in future)
