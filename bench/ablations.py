@@ -35,9 +35,10 @@ from smoe.benchmark.ablation import (
     as_json,
 )
 from smoe.cli.session import tokenizer_of
-from smoe.config import EMULATED, EngineConfig, configure
+from smoe.config import EMULATED, EngineConfig
 from smoe.eval.texts import read_documents
 from smoe.load.pretrained import load
+from smoe.presets import configure
 from smoe.units import parse_bytes
 from smoe.whole_file import whole_file
 

@@ -10,13 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from smoe import from_pretrained
-from smoe.config import EngineConfig, configure
+from smoe.config import EngineConfig
 from smoe.kernels.spinning_pool import is_supported
 from smoe.load.pretrained import demand_of, open_store
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.models.registration import register_local_families
 from smoe.policy.budget import Demand, full_bytes, minimum_bytes
+from smoe.presets import configure
 from tests import promised
 
 CONTEXT = 96

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from smoe.config import configure
 from smoe.memory.dtypes import SAFETENSORS
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.packed import Contents, contents_in_dtype, contents_in_precision
 from smoe.models.read_spec import read_spec
 from smoe.packing.writer import pack
+from smoe.presets import configure
 from tests import oracle
 
 

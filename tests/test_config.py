@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from smoe import config as module
-from smoe.config import PRESETS, EngineConfig, configure
+from smoe.config import EngineConfig
 from smoe.errors import ConfigError
+from smoe.presets import PRESETS, configure
 
 COUNTS = ["memory_bytes", "host_memory_bytes", "context_tokens", "max_sequences", "prefill_tokens", "threads"]
 

@@ -24,12 +24,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from bench.gpu.link import link_rates
 from bench.widen import widen
 from smoe.benchmark.ablation import DEVICE_ABLATIONS, PROMPT_TOKENS, TIMED_TOKENS, WARM_TOKENS, ablate
-from smoe.config import EngineConfig, configure
+from smoe.config import EngineConfig
 from smoe.load.pretrained import choose_device, demand_of, load, open_store
 from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.files import fetch
 from smoe.models.read_spec import read_spec
 from smoe.policy.budget import full_bytes, minimum_bytes
+from smoe.presets import configure
 
 TEXT = Path(__file__).parent.parent / "text.txt"
 PRESETS = ("exact", "smoe-exact", "smoe", "static", "hybrimoe")

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass
 from typing import Any
 
 from smoe.errors import ConfigError
@@ -33,6 +32,7 @@ MOST_IO_THREADS = 64
 MOST_PREFETCH_DEPTH = 16
 """Layers ahead; the papers guess up to three."""
 DEFAULT_PREFETCH_DEPTH = 2
+DEFAULT_LOW_SHARE = 0.15
 EMULATED = "emulated"
 """The device that is emulated on the CPU (`memory/emulation.py`)."""
 STACKED_GATES = "stacked-gates"
@@ -42,6 +42,7 @@ DIRECT_IO = ("auto", "on", "off")
 KERNELS = ("auto", "native", "own-order", "torch")
 DENSE_PRECISION = ("as-stored", "dtype")
 PRECISION = ("auto", "int8", "int4", "int2")
+LOW_PRECISION = ("none", *PRECISION[1:])
 BF16, INT8 = ACTIVATIONS = ("bf16", "int8")
 SUBSTITUTES = ("replace", "drop")
 SUBSTITUTE_WEIGHTS = ("own", "inherited")
@@ -74,6 +75,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "prefill_keep": PREFILL_KEEP,
     "dense_precision": DENSE_PRECISION,
     "precision": PRECISION,
+    "low_precision": LOW_PRECISION,
     "activations": ACTIVATIONS,
     "direct_io": DIRECT_IO,
     "kernels": KERNELS,
@@ -99,6 +101,9 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "resident_share": ("a number above 0 and at most 1", lambda value: 0 < value <= 1),
     "dilation": ("a number of at least 1", lambda value: value >= 1),
     "alpha": ("a number from 0 (exact) to 1", lambda value: 0 <= value <= 1),
+    "low_share": ("a number above 0 and below 1", lambda value: 0 < value < 1),
+    "low_threshold": ("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
+    "skip_threshold": ("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
     "turn_timeout_seconds": ("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
 }
 _OWNERS = (
@@ -107,7 +112,16 @@ _OWNERS = (
     ("prefetch_depth", "prefetch", STACKED_GATES),
 )
 """Settings that would have no effect unless another has this value."""
-SWITCHES = ("preload", "prefetch_trial", "prefill_balance", "alpha_as_priced", "share_substitutes", "reproducible")
+SWITCHES = (
+    "preload",
+    "prefetch_trial",
+    "prefill_balance",
+    "alpha_as_priced",
+    "share_substitutes",
+    "low_meanwhile",
+    "upgrade",
+    "reproducible",
+)
 """Settings that are true or false."""
 
 
@@ -212,6 +226,20 @@ class EngineConfig:
     precision: str = "auto"
     """The routed experts in fewer bits, from the file that `smoe pack --precision` wrote (lossy); auto: as the
     checkpoint has them."""
+    low_precision: str = "none"
+    """Lower copies of the experts, from the file that `smoe pack --precision` wrote, for missing experts of little
+    importance (HOBBIT, arXiv 2411.01433); none: there are no such copies."""
+    low_share: float = DEFAULT_LOW_SHARE
+    """Of the bytes that slots get, those of low copies."""
+    low_threshold: float = 1.0
+    """HOBBIT's T1: a missing expert comes as its low copy where the routing weights that are larger than its own, of
+    the token's choices, sum up to more than this share. 1: never. Lossy below it."""
+    skip_threshold: float = 1.0
+    """HOBBIT's T2: above this share a missing expert is left out. 1: never. Lossy below it."""
+    low_meanwhile: bool = False
+    """A low copy that is in memory serves an expert that asks for its own, which is brought in meanwhile. Lossy."""
+    upgrade: bool = False
+    """While nothing else is read, experts that low copies have served are brought in themselves."""
     activations: str = BF16
     """What few rows of activations are rounded to before quantised weights of any kind multiply them on a CPU: bf16, as
     the model has them, or int8, which takes less time and is lossy."""
@@ -248,11 +276,23 @@ class EngineConfig:
         return self.alpha > 0 or self.eviction in SCORED_EVICTION or self.prefetch in SCORED_PREFETCH
 
     @property
+    def has_low(self) -> bool:
+        """Whether there are low copies."""
+        return self.low_precision != "none"
+
+    @property
     def lossy(self) -> list[str]:
         """By what the text may differ from the unmodified model's, by more than rounding."""
-        by_alpha = [f"alpha {self.alpha:g}"] if self.alpha > 0 else []
-        by_weights = [f"experts in {self.precision}"] if self.precision != "auto" else []
-        return by_alpha + by_weights + ([f"activations in {self.activations}"] if self.activations != BF16 else [])
+        low = f"missing experts in {self.low_precision}"
+        reasons = {
+            f"alpha {self.alpha:g}": self.alpha > 0,
+            f"experts in {self.precision}": self.precision != "auto",
+            f"{low} beyond {self.low_threshold:g}": self.has_low and self.low_threshold < 1,
+            f"none beyond {self.skip_threshold:g}": self.skip_threshold < 1,
+            f"low copies meanwhile ({self.low_precision})": self.low_meanwhile,
+            f"activations in {self.activations}": self.activations != BF16,
+        }
+        return [reason for reason, applies in reasons.items() if applies]
 
     def __post_init__(self) -> None:
         for name in (*LIMITS, *CHOICES, *SWITCHES, *_NUMBERS):
@@ -279,6 +319,7 @@ class EngineConfig:
             if getattr(self, name) is not None and getattr(self, owner) != value:
                 raise ConfigError.idle(name, getattr(self, name), f"`{owner}` {value}")
         self._check_activations()
+        self._check_low()
         if self.device == "cpu" and self.balance not in ("auto", "none"):
             raise ConfigError(
                 f"`balance` {self.balance} (an option, or part of a preset) needs a device beside the CPU: use "
@@ -295,6 +336,32 @@ class EngineConfig:
                 setting="eviction",
                 given=self.eviction,
                 allowed=allowed,
+            )
+
+    def _check_low(self) -> None:
+        """What is for low copies needs some, of fewer bits than the others; T1 is no larger than T2."""
+        for name in ("low_threshold", "low_meanwhile", "upgrade", "low_share"):
+            if getattr(self, name) != getattr(EngineConfig, name) and not self.has_low:
+                raise ConfigError.idle(name, getattr(self, name), "`low_precision` int4, or another")
+        if not self.has_low:
+            return
+        lower = PRECISION[PRECISION.index(self.precision) + 1 :]
+        if self.low_precision not in lower:
+            raise ConfigError(
+                f"`low_precision` {self.low_precision} is no lower than `precision` {self.precision}; choose one of: "
+                f"{', '.join(('none', *lower))}",
+                setting="low_precision",
+                given=self.low_precision,
+                allowed=", ".join(("none", *lower)),
+            )
+        if self.low_threshold > self.skip_threshold:
+            raise ConfigError(
+                f"`low_threshold` {self.low_threshold:g} is above `skip_threshold` {self.skip_threshold:g}: experts "
+                "would be left out that are too important for a low copy; give at most that, or a higher "
+                "`skip_threshold`",
+                setting="low_threshold",
+                given=self.low_threshold,
+                allowed=f"at most {self.skip_threshold:g}",
             )
 
     def _check_activations(self) -> None:
@@ -316,53 +383,3 @@ class EngineConfig:
                     given=self.activations,
                     allowed=f"{BF16} with {other}",
                 )
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "exact": {},
-    "lru": {"eviction": "lru", "prefetch": "none"},
-    "lfu": {"eviction": "lfu", "prefetch": "none"},
-    "static": {"eviction": "lru", "prefetch": "none", "balance": "host"},
-    "mixtral-offloading": {"eviction": "lru", "prefetch": "next-gate"},
-    "hybrimoe": {"eviction": "score", "prefetch": "next-gate", "balance": "optimal"},
-    "score": {"eviction": "score", "prefetch": "none"},
-    "smoe": {
-        "eviction": "score",
-        "alpha": DEFAULT_ALPHA,
-        "alpha_as_priced": True,
-        "prefetch": "auto",
-        "balance": "auto",
-    },
-    "smoe-exact": {"eviction": "score", "prefetch": "auto", "balance": "auto"},
-}
-"""Named sets of switches: papers and baselines. Those with an `alpha` are lossy.
-
-`static` (llama.cpp's and Fiddler's split): what prefill has left on the device stays there, the CPU computes the rest.
-`hybrimoe`: its score-aware cache, its schedule of CPU and device and a prefetch between layers (arXiv 2504.05897), as
-far as our own parts make them up."""
-
-
-def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
-    """A preset with single switches on top; switches that are None keep the preset's value.
-
-    An alpha that is given is meant as it is, whatever the model has been priced for.
-    """
-    max_cpu_isa()  # what cannot be understood is refused also where nothing would ask
-    if preset not in PRESETS:
-        raise ConfigError.no_choice("preset", preset, PRESETS)
-    known = {field.name for field in fields(EngineConfig)}
-    unknown = sorted(switches.keys() - known)
-    if unknown:
-        near = get_close_matches(unknown[0], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        names = ", ".join(sorted(known))
-        raise ConfigError(
-            f"unknown setting {unknown[0]!r}; {hint}known settings are: {names}",
-            setting=unknown[0],
-            given=switches[unknown[0]],
-            allowed=f"settings are {names}",
-        )
-    given = {name: value for name, value in switches.items() if value is not None}
-    if "alpha" in given:
-        given = {"alpha_as_priced": False} | given
-    return replace(EngineConfig(**PRESETS[preset]), **given)

@@ -30,6 +30,14 @@ class Counters:
     """Routes served by a substitute, or dropped."""
     routes: int = 0
     """Routes of decode steps on which substitution was asked to decide."""
+    low_served: int = 0
+    """Of the decode uses, experts that low copies served, where importance decides."""
+    low_loads: int = 0
+    """Of the demand loads of decode steps, those of low copies."""
+    skipped: int = 0
+    """Experts that decode steps left out for their little importance."""
+    upgrades: int = 0
+    """Loads begun for experts that a low copy served."""
     prefetches: int = 0
     prefetches_used: int = 0
     """Prefetched experts that their layer then wanted."""

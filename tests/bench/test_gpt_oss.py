@@ -8,9 +8,9 @@ import torch
 
 from bench.gpt_oss import Geometry, write_model
 from smoe import from_pretrained
-from smoe.config import configure
 from smoe.memory.quantised_store import QuantisedStore
 from smoe.models.read_spec import read_spec
+from smoe.presets import configure
 
 SMALL = Geometry(
     layers=2,

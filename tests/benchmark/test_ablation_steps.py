@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from smoe.benchmark.ablation import ABLATIONS, DEVICE_ABLATIONS, Step, ablate
-from smoe.config import EngineConfig, configure
+from smoe.config import EngineConfig
+from smoe.presets import configure
 
 STEPS = [step for steps in (*ABLATIONS.values(), *DEVICE_ABLATIONS.values()) for step in steps]
 

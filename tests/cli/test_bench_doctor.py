@@ -139,7 +139,7 @@ def test_beside_a_device_the_cpu_computes_too(run, checkpoint, tmp_path, monkeyp
 def test_lossy_steps_have_the_models_alpha_or_the_one_given():
     """Lossless steps stay lossless."""
     from smoe.benchmark.ablation import _with
-    from smoe.config import configure
+    from smoe.presets import configure
 
     lossless, lossy = (next(s for s in ABLATIONS["smoe"] if s.name == name) for name in ("CE", "CE + CR"))
     plain, given = configure(), configure("smoe", alpha=0.5)

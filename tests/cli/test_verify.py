@@ -15,10 +15,10 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeRMSNorm
 
 from smoe import from_pretrained
 from smoe.cli import session
-from smoe.config import configure
 from smoe.fastpath import attention
 from smoe.memory.movers import Filler
 from smoe.models import kv_cache
+from smoe.presets import configure
 from smoe.report.verify import Report, reference_of, verify
 from tests import zoo
 from tests.cli.conftest import Run

@@ -15,11 +15,12 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.compute import quantised_math
-from smoe.config import INT8, configure
+from smoe.config import INT8
 from smoe.errors import ConfigError
 from smoe.kernels.isa import widest
 from smoe.kernels.threads import threads
 from smoe.models.quantised_linear import QuantisedLinear
+from smoe.presets import configure
 from tests import gguf_toy, oracle
 from tests.load.test_precision import packed_toy
 from tests.models.test_gguf_quantised import assert_near, steps

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from smoe.config import configure
 from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from smoe.models.packed import check_takes_less, read_packed
 from smoe.models.read_spec import read_spec
 from smoe.models.reference import reference_parameters
 from smoe.policy.budget import allocate
+from smoe.presets import configure
 from tests import gguf_toy, mxfp4_toy, oracle, zoo
 from tests.models.test_gguf_quantised import assert_near, steps
 from tests.packs import contents_of, pack_folder

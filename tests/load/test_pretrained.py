@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from smoe import from_pretrained
 from smoe.compute.expert_math import ExpertMath
-from smoe.config import configure
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.kernels.spinning_pool import is_supported
 from smoe.load import pretrained
 from smoe.models.experts import is_experts
 from smoe.policy.budget import full_bytes
+from smoe.presets import configure
 from tests import oracle, zoo
 from tests.threads import engine_threads
 

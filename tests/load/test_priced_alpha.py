@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from smoe.config import DEFAULT_ALPHA, configure
+from smoe.config import DEFAULT_ALPHA
 from smoe.load.priced_alpha import FILE_NAME, PricedAlpha, as_json, remember, threshold_of
+from smoe.presets import configure
 
 PRICED = PricedAlpha(0.5, 0.01, -0.002, 0.004, 0.25, 2000, "a book")
 

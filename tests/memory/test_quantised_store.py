@@ -22,7 +22,6 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 
-from smoe.config import configure
 from smoe.errors import CheckpointError
 from smoe.expert import EXACT
 from smoe.formats.registry import FORMATS, GGML
@@ -36,6 +35,7 @@ from smoe.memory.store import PAGE, LayerExperts, Part
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.policy.plan import Load, Reason
+from smoe.presets import configure
 from tests import gguf_toy, mxfp4_toy, zoo
 from tests.formats.blocks import by_gguf, random_rows
 

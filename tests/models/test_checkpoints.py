@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from smoe.config import configure
 from smoe.errors import CheckpointError, DiskSpaceError
 from smoe.memory.store import PAGE
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.models.reference import reference_parameters
+from smoe.presets import configure
 from tests import oracle, zoo
 from tests.packs import pack_folder
 

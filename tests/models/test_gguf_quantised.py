@@ -16,11 +16,11 @@ from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
 
 from smoe import from_pretrained
-from smoe.config import configure
 from smoe.errors import CheckpointError
 from smoe.formats.registry import FORMATS
 from smoe.models.quantised_linear import PIECE_ELEMENTS, QuantisedWeight
 from smoe.models.read_spec import read_spec
+from smoe.presets import configure
 from smoe.report.forecast import dense_bytes_read
 from smoe.report.run import dense_bytes
 from tests import gguf_toy, oracle, zoo

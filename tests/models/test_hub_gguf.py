@@ -16,12 +16,12 @@ from gguf import GGMLQuantizationType as Type
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from smoe import from_pretrained
-from smoe.config import configure
 from smoe.errors import CheckpointError, ModelError
 from smoe.memory.gguf_header import read_gguf_header
 from smoe.models import files, hub, hub_gguf
 from smoe.models.gguf_names import labels_of, models_of
 from smoe.models.read_spec import read_spec
+from smoe.presets import configure
 from tests import gguf_toy, oracle, zoo
 from tests.models.test_gguf_quantised import assert_near, steps
 

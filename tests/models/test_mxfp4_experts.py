@@ -18,10 +18,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from smoe import from_pretrained
-from smoe.config import configure
 from smoe.errors import BudgetError, CheckpointError, UnsupportedModelError
 from smoe.models.read_spec import read_spec
 from smoe.policy.budget import minimum_bytes
+from smoe.presets import configure
 from tests import mxfp4_toy, oracle, zoo
 from tests.models.test_gguf_quantised import assert_near, steps
 from tests.mxfp4_toy import Tensors

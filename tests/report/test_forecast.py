@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from smoe import from_pretrained
-from smoe.config import configure
 from smoe.policy.budget import Ledger
+from smoe.presets import configure
 from smoe.report.forecast import forecast
 from tests import gguf_toy, mxfp4_toy, oracle, zoo
 from tests.packs import pack_folder

@@ -18,7 +18,6 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe import from_pretrained
-from smoe.config import configure
 from smoe.expert import EXACT
 from smoe.load.pretrained import choose_device, demand_of, open_store
 from smoe.memory.link import CudaLink
@@ -30,6 +29,7 @@ from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.policy.budget import Demand, full_bytes, minimum_bytes
 from smoe.policy.plan import Load, Reason
+from smoe.presets import configure
 from tests import oracle, zoo
 from tests.memory.fake_streams import ArenaMover
 

@@ -18,13 +18,13 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.compute.expert_math import ExpertMath
-from smoe.config import configure
 from smoe.errors import ConfigError, TransferError
 from smoe.memory.emulation import Emulation
 from smoe.memory.movers import Filler
 from smoe.policy.balance import Costs
 from smoe.policy.prediction import Sight
 from smoe.policy.trial import Trial
+from smoe.presets import configure
 from smoe.routing import Phase
 from tests import oracle, zoo
 

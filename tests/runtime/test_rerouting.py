@@ -16,11 +16,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from smoe.config import configure
 from smoe.errors import ConfigError
 from smoe.memory.movers import SlotMover
 from smoe.policy.registry import make_eviction
 from smoe.policy.step import Switches
+from smoe.presets import configure
 from smoe.routing import Phase
 from smoe.simulator.replay import replay
 from tests import oracle, zoo

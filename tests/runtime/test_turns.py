@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from smoe.config import configure
 from smoe.errors import ConfigError, EngineBusyError, EngineStateError, GenerationCancelledError
+from smoe.presets import configure
 from smoe.runtime import turns
 from tests import oracle
 from tests.runtime.test_faults import assert_healthy

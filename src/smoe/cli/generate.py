@@ -118,8 +118,8 @@ def _seconds(tpot: str | None, engine: EngineOptions) -> float | None:
 def _meet(seconds: float, model: str, preset: str, ready: PreTrainedModel) -> None:
     """Substitute as little as meets a time per token, by what `smoe tune` has measured, at today's disk."""
     from smoe.cli.console import note
-    from smoe.config import PRESETS
     from smoe.eval.tune import circumstances_of, look_at_reading, recall
+    from smoe.presets import PRESETS
     from smoe.units import format_bytes_rate, format_seconds
 
     offload: Any = ready.offload

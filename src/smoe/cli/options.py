@@ -21,10 +21,11 @@ from smoe.cli.console import output, print_json, speaking
 from smoe.cli.interrupts import ending_in_order
 from smoe.cli.logs import logged
 from smoe.cli.settings import asks_for_help, described, listing, settings_of
-from smoe.config import DEFAULT_ALPHA, DTYPES, EMULATED, KERNELS, PRESETS, EngineConfig, configure
+from smoe.config import DEFAULT_ALPHA, DTYPES, EMULATED, KERNELS, EngineConfig
 from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE
 from smoe.policy.registry import ONLINE_EVICTION, POOLS, PREFETCH
+from smoe.presets import PRESETS, configure
 from smoe.units import parse_bytes, parse_share
 
 _MEMORY = "Memory"

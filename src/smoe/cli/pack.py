@@ -112,13 +112,13 @@ def _pack(
     """Pack what there is no good file of yet, and say what is there then."""
     from dataclasses import replace
 
-    from smoe.config import configure
     from smoe.errors import ConfigError
     from smoe.memory.dtypes import SAFETENSORS
     from smoe.models.checkpoint import local_checkpoint, whole_checkpoint
     from smoe.models.packed import check_takes_less, contents_in_dtype, contents_in_precision
     from smoe.models.read_spec import read_spec
     from smoe.packing.writer import check_places
+    from smoe.presets import configure
 
     config = configure(dtype=dtype)
     if precisions != [None] and dtype != "auto":
@@ -198,10 +198,10 @@ def _calibration(
 
     from smoe.cli.console import progress
     from smoe.cli.session import loaded
-    from smoe.config import configure
     from smoe.eval.calibrate import listen
     from smoe.models.files import check_disk
     from smoe.packing.calibration import Calibration
+    from smoe.presets import configure
 
     if not ids:
         yield None

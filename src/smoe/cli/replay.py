@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from smoe.cli.options import Debug, Json
-from smoe.config import configure
 from smoe.errors import ConfigError
 from smoe.policy.registry import EVICTION, POOLS, SCORED_EVICTION, make_eviction
+from smoe.presets import configure
 from smoe.routing import Phase, Routing
 from smoe.units import parse_bytes, parse_share
 

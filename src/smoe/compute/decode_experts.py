@@ -8,6 +8,7 @@ kernel has that order too, it takes an expert that several of the tokens have ch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -42,19 +43,21 @@ class DecodeExperts(Protocol):
 
 
 def decode_experts(
-    math: ExpertMath,
+    maths: Sequence[ExpertMath],
     thread_pool: ThreadPool | None,
     hidden: torch.Tensor,
     top_k_weights: torch.Tensor,
     routes: Routes,
     ascending: Sequence[int],
 ) -> DecodeExperts:
-    """hidden [T, H], top_k_weights [T, K]; `ascending`: the experts' numbers in the sum's order."""
-    if math.kernel is not None and hidden.shape[0] <= MOST_TOKENS:
-        return _InOnePiece(math, math.kernel, hidden, top_k_weights, routes, ascending)
+    """hidden [T, H], top_k_weights [T, K]; `maths`: of every expert, what computes the copy that serves; `ascending`:
+    the experts' numbers in the sum's order."""
+    kernels = [math.kernel for math in maths if math.kernel is not None]
+    if len(kernels) == len(maths) and hidden.shape[0] <= MOST_TOKENS:
+        return _InOnePiece(maths, kernels, hidden, top_k_weights, routes, ascending)
     if hidden.shape[0] == 1:
-        return _OneByOperations(math, thread_pool, hidden, top_k_weights, routes, ascending)
-    return _SeveralByOperations(math, hidden, top_k_weights, routes, ascending)
+        return _OneByOperations(maths, thread_pool, hidden, top_k_weights, routes, ascending)
+    return _SeveralByOperations(maths, hidden, top_k_weights, routes, ascending)
 
 
 def routes_on_device(routes: Routes, width: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -72,8 +75,8 @@ def proven_kernel(math: ExpertMath, pool: SpinningPool, weights: Weights) -> Tok
     x = torch.randn(1, math.hidden, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     gains, order = torch.rand(1, _PROOF_EXPERTS).to(torch.bfloat16), range(_PROOF_EXPERTS)
     routes = [[n] for n in order]
-    ours = _InOnePiece(math, kernel, x, gains, routes, order)
-    theirs = _OneByOperations(math, None, x, gains, routes, order)
+    ours = _InOnePiece([math] * _PROOF_EXPERTS, [kernel] * _PROOF_EXPERTS, x, gains, routes, order)
+    theirs = _OneByOperations([math] * _PROOF_EXPERTS, None, x, gains, routes, order)
     for way in (ours, theirs):
         way.compute(0, [weights] * _PROOF_EXPERTS)
     if not math.is_proof(pool, ours.total(), theirs.total()):
@@ -87,14 +90,14 @@ class _OneByOperations:
 
     def __init__(
         self,
-        math: ExpertMath,
+        maths: Sequence[ExpertMath],
         thread_pool: ThreadPool | None,
         hidden: torch.Tensor,
         top_k_weights: torch.Tensor,
         routes: Routes,
         ascending: Sequence[int],
     ) -> None:
-        self._math = math
+        self._maths = maths
         self._thread_pool = thread_pool
         self._hidden = hidden
         self._ascending = ascending
@@ -103,10 +106,17 @@ class _OneByOperations:
         self._stacked = hidden.new_empty(len(routes), hidden.shape[1])
 
     def compute(self, first: int, weights: Sequence[Weights]) -> None:
-        math, hidden, out = self._math, self._hidden, self._stacked[first : first + len(weights)]
+        begin = 0
+        for math, alike in groupby(self._maths[first : first + len(weights)]):
+            end = begin + sum(1 for _ in alike)
+            self._run(math, weights[begin:end], self._stacked[first + begin : first + end])
+            begin = end
+
+    def _run(self, math: ExpertMath, weights: Sequence[Weights], out: torch.Tensor) -> None:
+        hidden = self._hidden
         if self._thread_pool is not None and len(weights) > 1:
             self._thread_pool.run(lambda member, of: math.forward_each(hidden, weights[member::of], out[member::of]))
-        elif weights:
+        else:
             math.forward_each(hidden, weights, out)
 
     def put(self, n: int, rows: torch.Tensor) -> None:
@@ -128,13 +138,13 @@ class _SeveralByOperations:
 
     def __init__(
         self,
-        math: ExpertMath,
+        maths: Sequence[ExpertMath],
         hidden: torch.Tensor,
         top_k_weights: torch.Tensor,
         routes: Routes,
         ascending: Sequence[int],
     ) -> None:
-        self._math = math
+        self._maths = maths
         self._hidden = hidden
         self._gains = top_k_weights.reshape(-1, 1)
         self._ascending = ascending
@@ -144,7 +154,7 @@ class _SeveralByOperations:
 
     def compute(self, first: int, weights: Sequence[Weights]) -> None:
         for n, one in enumerate(weights, start=first):
-            self.put(n, self._math.forward(self._hidden[self._routes[n][1]], one))
+            self.put(n, self._maths[n].forward(self._hidden[self._routes[n][1]], one))
 
     def put(self, n: int, rows: torch.Tensor) -> None:
         self._outputs[n] = (rows * self._gains[self._routes[n][0]]).to(self._hidden.dtype)
@@ -169,15 +179,17 @@ class _InOnePiece:
 
     def __init__(
         self,
-        math: ExpertMath,
-        kernel: TokenExperts,
+        maths: Sequence[ExpertMath],
+        kernels: Sequence[TokenExperts],
         hidden: torch.Tensor,
         top_k_weights: torch.Tensor,
         routes: Routes,
         ascending: Sequence[int],
     ) -> None:
-        self._math = math
-        self._kernel = kernel
+        self._maths = maths
+        self._kernels = kernels
+        self._kernel = kernels[0]
+        """Takes the copies of all formats: they differ in what their matrices say, and in how many rows they can."""
         self._hidden = hidden.contiguous()
         tokens, width = top_k_weights.shape
         given = top_k_weights.flatten().tolist()
@@ -194,12 +206,13 @@ class _InOnePiece:
 
     def compute(self, first: int, weights: Sequence[Weights]) -> None:
         ours: list[Expert] = []
-        for places, one in zip(self._places[first:], weights, strict=False):
-            if len(places) <= self._kernel.most_rows:
+        for n, one in enumerate(weights, start=first):
+            places = self._places[n]
+            if len(places) <= self._kernels[n].most_rows:
                 ours.append(Expert(one.matrices, places))
             else:
                 tokens, rows = (list(part) for part in zip(*places, strict=True))
-                self._rows[rows] = self._math.forward(self._hidden[tokens], one)
+                self._rows[rows] = self._maths[n].forward(self._hidden[tokens], one)
         self._end(len(weights), ours)
 
     def put(self, n: int, rows: torch.Tensor) -> None:

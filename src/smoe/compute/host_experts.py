@@ -116,11 +116,11 @@ class HostExperts:
     @contextmanager
     def _held(self, key: ExpertKey) -> Iterator[Weights]:
         """An expert's weights in the host tier, read from disk where they are not there; kept until the end."""
-        layer, expert, _ = key
+        layer, expert, _ = key  # always the model's own copy: a low one is brought to the device
         lease = self._host.lease(key)
         try:
             if not lease.is_hit:
-                self._filler.fill(layer, expert, self._host.arena.buffer(lease.slot), None)
+                self._filler.fill(key, self._host.arena.buffer(lease.slot), None)
                 self._host.note_filled(lease)
             parts = self._store.placement(layer, expert).parts
             yield self._math[layer].bind(self._host.arena, lease.slot, parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from smoe.compute.quantised_math import QuantisedMath, Tile
 from smoe.compute.unit import ComputeUnit
 from smoe.config import DEFAULT_PREFETCH_DEPTH, EMULATED, EngineConfig
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
+from smoe.expert import EXACT, LOW
 from smoe.load.calibration import calibrate
 from smoe.load.choose_kernel import choose_arithmetic
 from smoe.load.selftest import check_experts
@@ -63,27 +64,28 @@ def assemble(
     spec: ModelSpec,
     config: EngineConfig,
     budget: Budget,
-    store: ExpertStore,
+    stores: Mapping[int, ExpertStore],
     arena: Arena,
-    checkpoint: Mapping[int, LayerExperts],
+    checkpoint: Mapping[int, Mapping[int, LayerExperts]],
     pacing: Pacing,
     on_host_tier: Callable[[int], None] | None = None,
 ) -> PreTrainedModel:
     """Put an engine behind `model`, whose experts were left out; the same object comes back.
 
+    `stores` and `checkpoint` by format: where the experts are read from, and what they are compared with.
     `on_host_tier` hears how many bytes of host memory are about to be backed and locked for a GPU: that takes a while.
     Raises `UnsupportedModelError` where the experts, or a rule that is needed, cannot be proven, and `ConfigError` for
     switches that this machine or family cannot have.
     """
-    ledger = budget.ledger
+    ledger, store = budget.ledger, stores[EXACT]
     rules = _rules(model, spec) if config.needs_scores else {}
     predictors = _predictors(model, spec, config, rules, arena.device)
     table = SlotTable(*ledger.pools)
     with ExitStack() as made:  # closed, last first, where a later step fails
-        tiers = make_tiers(store, arena, table, ledger.demand.classes, config, pacing, on_host_tier)
+        tiers = make_tiers(stores, arena, table, ledger.demand.all_classes, config, pacing, on_host_tier)
         transfers = Transfers(tiers.mover, config.io_threads, pacing.now)
         made.callback(transfers.close)
-        compute = _compute(model, spec, config, store, arena, table, tiers, transfers, pacing)
+        compute = _compute(model, spec, config, stores, arena, table, tiers, transfers, pacing)
         made.callback(compute.close)
         _prove(model, spec, LayerExecutor(compute=compute), checkpoint)
         leaves_little = choose_arithmetic(model, spec, config, compute, _host_threads(pacing))
@@ -92,6 +94,7 @@ def assemble(
             predictors=predictors,
             balancer=_balancer(config, tiers, compute.units.get(HOST), pacing),
             trial=Trial() if _is_on_trial(config) else None,
+            upgrades=config.upgrade,
         )
         engine = Engine(
             config=config,
@@ -129,7 +132,7 @@ def _compute(
     model: PreTrainedModel,
     spec: ModelSpec,
     config: EngineConfig,
-    store: ExpertStore,
+    stores: Mapping[int, ExpertStore],
     arena: Arena,
     table: SlotTable,
     tiers: Tiers,
@@ -137,9 +140,14 @@ def _compute(
     pacing: Pacing,
 ) -> LayerCompute:
     """The experts' arithmetic, and the loads that bring experts to it; nothing is proven or chosen yet."""
-    math = _math(model, spec, store, config.activations)
+    store = stores[EXACT]
+    math = {
+        (layer, form): each
+        for form, of in stores.items()
+        for layer, each in _math(model, spec, of, config.activations).items()
+    }
     arrivals = Arrivals(
-        store=store,
+        stores=stores,
         table=table,
         eviction=LRU(),  # for the proofs at load, in which no router is asked
         transfers=transfers,
@@ -171,12 +179,17 @@ def _math(model: PreTrainedModel, spec: ModelSpec, store: ExpertStore, activatio
 
 
 def _prove(
-    model: PreTrainedModel, spec: ModelSpec, executor: LayerExecutor, checkpoint: Mapping[int, LayerExperts]
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    executor: LayerExecutor,
+    checkpoint: Mapping[int, Mapping[int, LayerExperts]],
 ) -> None:
-    """Compare experts of every distinct layout, as we compute them, with the library's own."""
+    """Compare experts of every distinct layout, in every format, as we compute them, with the library's own."""
     modules = dict(model.named_modules())
     for site in _one_of_each_kind(spec.sites, executor.compute):
-        check_experts(site, modules[site.name], checkpoint[site.layer], executor, spec.dtype)
+        for form, of in checkpoint.items():
+            with executor.by_low_copies() if form == LOW else nullcontext():
+                check_experts(site, modules[site.name], of[site.layer], executor, spec.dtype)
 
 
 def _put_behind(model: PreTrainedModel, spec: ModelSpec, engine: Engine, predictors: Mapping[Phase, Predictor]) -> None:

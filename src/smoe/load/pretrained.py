@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from smoe.config import EMULATED, EngineConfig, configure
+from smoe.config import EMULATED, EngineConfig
 from smoe.errors import ConfigError
+from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble
 from smoe.load.priced_alpha import threshold_of
 from smoe.machine.available_memory import free_device_bytes, less_margin
@@ -29,6 +30,7 @@ from smoe.models.packed import contents_in_dtype
 from smoe.models.read_spec import read_spec, spec_of_whole
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes
+from smoe.presets import configure
 from smoe.runtime.lifetime import collect_dropped
 from smoe.units import parse_bytes, parse_share
 
@@ -99,8 +101,9 @@ def load(
         checkpoint = whole_checkpoint(model, revision)
         spec = spec_of_whole(checkpoint, spec, config)
         experts = checkpoint.experts(spec)
-    store = open_store(checkpoint, spec, experts, device)
-    ledger, reason = make_ledger(spec, config, device, store)
+    by_form = {EXACT: experts} if spec.low is None else {EXACT: experts, LOW: checkpoint.experts(spec.low)}
+    stores = {form: open_store(checkpoint, spec, of, device) for form, of in by_form.items()}
+    ledger, reason = make_ledger(spec, config, device, stores[EXACT])
     if on_ledger is not None:
         on_ledger(ledger)
     alpha_reason = None
@@ -116,9 +119,11 @@ def load(
         pacing = Pacing()
         if profile is not None:
             layer_bytes = ledger.demand.weights_bytes / len(spec.sites)
-            pacing = Emulation(profile, config.dilation, layer_bytes, store.expert_bytes, config.emulated_expert_bytes)
+            pacing = Emulation(
+                profile, config.dilation, layer_bytes, stores[EXACT].expert_bytes, config.emulated_expert_bytes
+            )
         budget = Budget(ledger, reason, alpha_reason)
-        return assemble(loaded, spec, config, budget, store, arena, experts, pacing, on_host_tier)
+        return assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
     except BaseException:
         arena.close()
         raise

@@ -13,7 +13,7 @@ from torch import nn
 
 from smoe.compute.expert_math import ROUNDINGS
 from smoe.errors import UnsupportedModelError
-from smoe.memory.quantised_store import QuantisedStore
+from smoe.memory.quantised_store import is_quantised
 from smoe.memory.store import LayerExperts
 from smoe.models.experts import ExpertsSite
 from smoe.models.reference import reference_parameters
@@ -32,8 +32,7 @@ def check_experts(
 ) -> None:
     """Raise `UnsupportedModelError` where our result differs from the library's for the first two experts of a
     layer; where they are quantised, from the library's on the numbers that the codes stand for."""
-    is_quantised = isinstance(executor.compute.store, QuantisedStore)
-    allowed = quantised_rounding(dtype) if is_quantised else rounding(dtype, executor.device)
+    allowed = quantised_rounding(dtype) if is_quantised({site.layer: checkpoint}) else rounding(dtype, executor.device)
     width = min(2, site.experts)
     for phase, tokens in _STEPS:
         hidden = torch.randn(

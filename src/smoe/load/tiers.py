@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ class Tiers(NamedTuple):
 
 
 def make_tiers(
-    store: ExpertStore,
+    stores: Mapping[int, ExpertStore],
     arena: Arena,
     table: SlotTable,
     classes: Sequence[SlotClass],
@@ -45,23 +45,25 @@ def make_tiers(
 ) -> Tiers:
     """Beside a device with a memory of its own a host tier and a link; else reads land in the slots.
 
-    `on_host_tier` hears how many bytes of host memory are about to be backed and locked for a GPU.
+    `stores` by format; `classes` those of the ledger, of all formats. `on_host_tier` hears how many bytes of host
+    memory are about to be backed and locked for a GPU.
     """
     free, _ = free_device_bytes(torch.device("cpu"))
+    total_bytes = sum(store.total_bytes for store in stores.values())
     if arena.device.type == "cpu" and not pacing.is_emulated:
-        reader = DiskReader(_reads_directly(config, store, free - arena.nbytes))
-        filler = Filler(store, reader)
+        reader = DiskReader(_reads_directly(config, total_bytes, free - arena.nbytes))
+        filler = Filler(stores, reader)
         return Tiers(SlotMover(filler, reader, arena), filler)
     budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
     sizes = _host_sizes(classes, budget, config.io_threads)
     nbytes = sum(slots * each for slots, each in sizes)
-    reader = DiskReader(_reads_directly(config, store, free - nbytes))
-    filler = Filler(store, reader)
+    reader = DiskReader(_reads_directly(config, total_bytes, free - nbytes))
+    filler = Filler(stores, reader)
     registry = None if pacing.is_emulated else CudaRegistry(arena.device)
     if registry is not None and on_host_tier is not None:
         on_host_tier(nbytes)
-    size_of = {layer: n for n, each in enumerate(classes) for layer in each.layers}
-    host = HostTier(sizes, size_of.__getitem__, lambda key: key in table.ready, registry)
+    size_of = {(layer, each.form): n for n, each in enumerate(classes) for layer in each.layers}
+    host = HostTier(sizes, lambda key: size_of[key[0], key[2]], lambda key: key in table.ready, registry)
     link: Link = EmulatedLink(pacing) if isinstance(pacing, Emulation) else CudaLink(CudaStreams(arena.device))
     return Tiers(HostMover(filler, reader, host, arena, link), filler, host, link)
 
@@ -73,8 +75,8 @@ def _host_sizes(classes: Sequence[SlotClass], budget: int, io_threads: int) -> l
     return [(min(each.experts, max(least, budget * each.experts // whole)), each.slot_bytes) for each in classes]
 
 
-def _reads_directly(config: EngineConfig, store: ExpertStore, spare_bytes: int) -> bool:
+def _reads_directly(config: EngineConfig, total_bytes: int, spare_bytes: int) -> bool:
     """Past the page cache, unless RAM beside our own use holds every expert anyway."""
     if config.direct_io == "auto":
-        return spare_bytes < store.total_bytes * 1.1
+        return spare_bytes < total_bytes * 1.1
     return config.direct_io == "on"

@@ -40,11 +40,11 @@ class HostTier:
     def __init__(
         self,
         sizes: Sequence[tuple[int, int]],
-        size_of: Callable[[int], int],
+        size_of: Callable[[ExpertKey], int],
         is_on_device: Callable[[ExpertKey], bool],
         registry: PageRegistry | None = None,
     ) -> None:
-        """`sizes`: (slots, bytes of each); `size_of`: which of them a layer's experts have."""
+        """`sizes`: (slots, bytes of each); `size_of`: which of them a copy has."""
         self.arena = Arena(sizes, torch.device("cpu"))
         self._size_of = size_of
         self._is_on_device = is_on_device
@@ -88,7 +88,7 @@ class HostTier:
                 del self._leased[lease.key]
             if not lease.is_hit and lease.key in self._filling:
                 self._filling.discard(lease.key)
-                self._free[self._size_of(lease.key[0])].append(self._slots.pop(lease.key))
+                self._free[self._size_of(lease.key)].append(self._slots.pop(lease.key))
             self._lock.notify_all()
 
     def close(self) -> None:
@@ -100,9 +100,9 @@ class HostTier:
             self.arena.close()
 
     def _take(self, wanted: ExpertKey) -> int | None:
-        size = self._size_of(wanted[0])
+        size = self._size_of(wanted)
         if self._free[size]:
             return self._free[size].pop()
-        evictable = [key for key in self._slots if key not in self._leased and self._size_of(key[0]) == size]
+        evictable = [key for key in self._slots if key not in self._leased and self._size_of(key) == size]
         victim = next((key for key in evictable if self._is_on_device(key)), next(iter(evictable), None))
         return None if victim is None else self._slots.pop(victim)

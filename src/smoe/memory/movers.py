@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from smoe.expert import ExpertKey
 from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.dtypes import TORCH
@@ -30,26 +31,30 @@ class Filler:
     The first time an expert comes, its weights are looked through for NaN and infinity, which a router would hide.
     """
 
-    def __init__(self, store: ExpertStore, reader: DiskReader) -> None:
-        self._store = store
+    def __init__(self, stores: Mapping[int, ExpertStore], reader: DiskReader) -> None:
+        """`stores` by format."""
+        self._stores = stores
         self._reader = reader
         self._idle: deque[Arena] = deque()
-        self._seen: set[tuple[int, int]] = set()
-        reader.expect(store.identities())
+        self._seen: set[ExpertKey] = set()
+        self._staging_bytes = max(store.staging_buffer_bytes for store in stores.values())
+        reader.expect({path: identity for store in stores.values() for path, identity in store.identities().items()})
 
-    def fill(self, layer: int, expert: int, buffer: memoryview, between: Callable[[], None] | None) -> int:
+    def fill(self, key: ExpertKey, buffer: memoryview, between: Callable[[], None] | None) -> int:
         """Bytes read from disk. Raises `TransferError` or `CheckpointError`; the buffer then holds nothing of use."""
-        placement = self._store.placement(layer, expert)
+        layer, expert, form = key
+        store = self._stores[form]
+        placement = store.placement(layer, expert)
         came = self._read(placement, buffer, between)
         if placement.pieces:
             staging = self._staging()
             try:
-                came += self._assemble(placement, staging, buffer, between)
+                came += self._assemble(placement, torch_dtype(store.dtype), staging, buffer, between)
             finally:
                 self._idle.append(staging)
-        if (layer, expert) not in self._seen:
-            self._store.check_finite(layer, expert, placement, buffer)
-            self._seen.add((layer, expert))
+        if key not in self._seen:
+            store.check_finite(layer, expert, placement, buffer)
+            self._seen.add(key)
         return came
 
     def _read(self, placement: Placement, buffer: memoryview, between: Callable[[], None] | None) -> int:
@@ -59,11 +64,15 @@ class Filler:
         )
 
     def _assemble(
-        self, placement: Placement, staging: Arena, buffer: memoryview, between: Callable[[], None] | None
+        self,
+        placement: Placement,
+        target_dtype: torch.dtype,
+        staging: Arena,
+        buffer: memoryview,
+        between: Callable[[], None] | None,
     ) -> int:
         """Read piece by piece, and copy, and where the dtype differs convert, each to its place."""
-        slot = torch.frombuffer(buffer, dtype=torch.uint8)
-        target_dtype, came = torch_dtype(self._store.dtype), 0
+        slot, came = torch.frombuffer(buffer, dtype=torch.uint8), 0
         for piece in placement.pieces:
             if (came or placement.reads) and between is not None:
                 between()
@@ -81,7 +90,7 @@ class Filler:
         try:
             return self._idle.pop()
         except IndexError:
-            return Arena([(1, self._store.staging_buffer_bytes)], torch.device("cpu"))
+            return Arena([(1, self._staging_bytes)], torch.device("cpu"))
 
 
 def _spread(piece: Piece, staging: memoryview, slot: memoryview) -> None:
@@ -109,8 +118,7 @@ class SlotMover:
         self._arena = arena
 
     def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
-        layer, expert, _ = ticket.load.key
-        return self._filler.fill(layer, expert, self._arena.buffer(ticket.load.slot), between)
+        return self._filler.fill(ticket.load.key, self._arena.buffer(ticket.load.slot), between)
 
     def mark_free(self) -> Any:
         return None
@@ -130,12 +138,11 @@ class HostMover:
         self._link = link
 
     def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
-        layer, expert, _ = ticket.load.key
         came = 0
         lease = self._host.lease(ticket.load.key)
         try:
             if not lease.is_hit:
-                came = self._filler.fill(layer, expert, self._host.arena.buffer(lease.slot), between)
+                came = self._filler.fill(ticket.load.key, self._host.arena.buffer(lease.slot), between)
                 self._host.note_filled(lease)
             source, target = self._host.arena.tensor(lease.slot), self._arena.tensor(ticket.load.slot)
             self._link.copy(source, target, ticket, between)

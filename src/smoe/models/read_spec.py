@@ -15,6 +15,7 @@ from smoe.models.checkpoint import Checkpoint, described_checkpoint
 from smoe.models.experts import ExpertsSite, find_sites, meta_model
 from smoe.models.files import naming
 from smoe.models.spec import ModelSpec, own_dtype
+from smoe.units import format_bytes
 
 DEFAULT_CONTEXT_TOKENS = 4096
 
@@ -35,7 +36,23 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
     _check_anatomy(anatomy, sites, path)
     spec = ModelSpec(model_config, shell, sites, anatomy, dtype, own, context_tokens, config.precision)
     dense = checkpoint.quantised_dense(spec) if config.dense_precision == "as-stored" else {}
-    return replace(spec, stored_bytes=checkpoint.quantised_bytes(spec), dense=dense)
+    spec = replace(spec, stored_bytes=checkpoint.quantised_bytes(spec), dense=dense)
+    return replace(spec, low=_low_copies(spec, checkpoint, config)) if config.has_low else spec
+
+
+def _low_copies(spec: ModelSpec, checkpoint: Checkpoint, config: EngineConfig) -> ModelSpec:
+    """The model with its experts' low copies; raises `ConfigError` where they would not be smaller."""
+    low = replace(spec, precision=config.low_precision)
+    low = replace(low, stored_bytes=checkpoint.quantised_bytes(low))
+    if low.expert_bytes >= spec.expert_bytes:
+        raise ConfigError(
+            f"`low_precision` {config.low_precision}: a low copy would take {format_bytes(low.expert_bytes)}, and the "
+            f"experts take {format_bytes(spec.expert_bytes)} as they are; give a lower one, or none",
+            setting="low_precision",
+            given=config.low_precision,
+            allowed="a precision of fewer bits than the experts have",
+        )
+    return low
 
 
 def spec_of_whole(checkpoint: Checkpoint, spec: ModelSpec, config: EngineConfig) -> ModelSpec:

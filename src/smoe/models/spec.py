@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from smoe.config import STACKED_GATES, EngineConfig
 from smoe.errors import CheckpointError
+from smoe.expert import LOW
 from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import PAGE, page_ceil
@@ -53,6 +54,8 @@ class ModelSpec:
     """Of the routed experts (`EngineConfig.precision`)."""
     stored_bytes: Mapping[int, int] | None = None
     """An expert of every layer, where they are quantised and stay so; None: they are of the model's dtype."""
+    low: ModelSpec | None = None
+    """The same model with its experts' low copies, where it is served with such."""
     dense: Mapping[str, StoredTensor] = field(default_factory=dict)
     """Weights beside the experts that are quantised and stay so, by the library's names."""
 
@@ -82,7 +85,8 @@ class ModelSpec:
     def unpacked_bytes(self) -> int:
         """Room for what is unpacked at a time of quantised weights, in the model's dtype."""
         largest = max(math.prod(part.shape) for site in self.sites for part in site.parts)
-        elements = (0 if self.stored_bytes is None else largest) + (PIECE_ELEMENTS if self.dense else 0)
+        is_unpacked = self.stored_bytes is not None or self.low is not None
+        elements = (largest if is_unpacked else 0) + (PIECE_ELEMENTS if self.dense else 0)
         return elements * self.dtype.itemsize
 
     @property
@@ -113,7 +117,7 @@ class ModelSpec:
         self, config: EngineConfig, slot_bytes: Mapping[int, int] | None = None, read_buffer_bytes: int = 0
     ) -> Demand:
         """What the model asks of the budget; without `slot_bytes` of each layer, with the largest alignment that a slot
-        may need."""
+        may need. Low copies are in packs, where there is none."""
         tokens = min(config.prefill_tokens, self.context_tokens * config.max_sequences)
         text = self.config.get_text_config()
         item = self.dtype.itemsize
@@ -129,4 +133,6 @@ class ModelSpec:
             classes=self._slot_classes(slot_bytes),
             read_buffer_bytes=read_buffer_bytes,
             predictor_bytes=self.router_bytes if config.prefetch == STACKED_GATES else 0,
+            low=() if self.low is None else tuple(each._replace(form=LOW) for each in self.low._slot_classes(None)),
+            low_share=config.low_share if self.low is not None else 0.0,
         )

@@ -7,6 +7,9 @@ least two experts); all the rest is cache slots. The minimum number of cache slo
 Layers whose experts differ in size, as in a file of several formats, have slots of several sizes. Each size, a *slot
 class*, gets the least that its layers need and its share of what is left, so that all keep the same part of their
 experts.
+
+Low copies (HOBBIT) have classes of their own, which get a given share of the bytes that are left, at least what a token
+needs.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from smoe.errors import BudgetError
+from smoe.expert import EXACT
 from smoe.policy.residency import PoolSize
 from smoe.units import format_bytes
 
@@ -45,6 +49,8 @@ class SlotClass(NamedTuple):
     """Routed experts of these layers together."""
     layers: tuple[int, ...] = ()
     """Ascending; empty: all."""
+    form: int = EXACT
+    """The format of the copies."""
 
     @property
     def least(self) -> int:
@@ -96,6 +102,15 @@ class Demand:
     """Buffers of the reading threads, where experts cannot be read straight into their slots."""
     predictor_bytes: int = 0
     """What a predictor keeps of weights: a second copy of the routers."""
+    low: tuple[SlotClass, ...] = ()
+    """Where low copies go; empty: there are none."""
+    low_share: float = 0.0
+    """Of the bytes that are left for slots, those of low copies."""
+
+    @property
+    def all_classes(self) -> tuple[SlotClass, ...]:
+        """Those of low copies last."""
+        return self.classes + self.low
 
     @property
     def slot_bytes(self) -> int:
@@ -118,8 +133,8 @@ class Demand:
         return sum(each.experts * each.slot_bytes for each in self.classes)
 
     def slots_bytes(self, slots: Sequence[int]) -> int:
-        """So many slots of each class."""
-        return sum(count * each.slot_bytes for count, each in zip(slots, self.classes, strict=True))
+        """So many slots of each class, low copies' included."""
+        return sum(count * each.slot_bytes for count, each in zip(slots, self.all_classes, strict=True))
 
     @property
     def fixed_bytes(self) -> int:
@@ -144,11 +159,17 @@ class Ledger:
     budget_bytes: int
     demand: Demand
     pools: tuple[PoolSize, ...]
-    """Slots of each of the demand's classes."""
+    """Slots of each of the demand's classes, those of low copies last."""
 
     @property
     def cache_slots(self) -> int:
-        return sum(pool.cache for pool in self.pools)
+        """For experts' own copies."""
+        return sum(pool.cache for pool in self.pools if pool.form == EXACT)
+
+    @property
+    def low_slots(self) -> int:
+        """Cache slots for low copies."""
+        return sum(pool.cache for pool in self.pools if pool.form != EXACT)
 
     @property
     def staging_slots(self) -> int:
@@ -157,16 +178,18 @@ class Ledger:
     @property
     def sizes(self) -> list[tuple[int, int]]:
         """(slots, bytes of each) by class, cache and staging together."""
-        classes = self.demand.classes
+        classes = self.demand.all_classes
         return [(pool.cache + pool.staging, each.slot_bytes) for pool, each in zip(self.pools, classes, strict=True)]
 
     def entries(self) -> dict[str, int]:
         """Bytes by name, in order of claim."""
         demand = self.demand
-        return demand.fixed_entries() | {
+        entries = demand.fixed_entries() | {
             "staging": demand.slots_bytes([pool.staging for pool in self.pools]),
-            "expert slots": demand.slots_bytes([pool.cache for pool in self.pools]),
+            "expert slots": demand.slots_bytes([pool.cache * (pool.form == EXACT) for pool in self.pools]),
         }
+        low = demand.slots_bytes([pool.cache * (pool.form != EXACT) for pool in self.pools])
+        return entries | {"slots of low copies": low} if low else entries
 
     @property
     def total_bytes(self) -> int:
@@ -180,8 +203,12 @@ class Ledger:
 
 def allocate(budget_bytes: int, demand: Demand) -> Ledger:
     """Divide the budget; raises `BudgetError` with the ledger and the smallest budget that would work."""
-    pools = share_out(budget_bytes - demand.fixed_bytes, demand.classes)
-    if any(pool.cache < each.top_k for pool, each in zip(pools, demand.classes, strict=True)):
+    room = budget_bytes - demand.fixed_bytes
+    for_low = min(int(demand.low_share * room), room - least_bytes(demand.classes))
+    low = share_out(max(least_bytes(demand.low), for_low), demand.low)
+    used = sum((pool.cache + pool.staging) * each.slot_bytes for pool, each in zip(low, demand.low, strict=True))
+    pools = share_out(room - used, demand.classes) + low
+    if any(pool.cache < each.top_k for pool, each in zip(pools, demand.all_classes, strict=True)):
         allowed = f"at least {minimum_bytes(demand)} bytes"
         raise BudgetError(_refusal(budget_bytes, demand), setting="memory_bytes", given=budget_bytes, allowed=allowed)
     return Ledger(budget_bytes, demand, pools)
@@ -193,8 +220,8 @@ def share_out(room: int, classes: Sequence[SlotClass]) -> tuple[PoolSize, ...]:
 
     None of any where not even the least fits.
     """
-    if room < sum(each.least * each.slot_bytes for each in classes):
-        return tuple(PoolSize(0, 0, each.layers) for each in classes)
+    if room < least_bytes(classes):
+        return tuple(PoolSize(0, 0, each.layers, each.form) for each in classes)
 
     def needed(part: int) -> int:
         pools = zip(_pools(part, classes), classes, strict=True)
@@ -210,7 +237,7 @@ def _pools(part: int, classes: Sequence[SlotClass]) -> tuple[PoolSize, ...]:
     for each in classes:
         slots = each.least + part * (each.most - each.least) // _PARTS
         staging = _staging(slots)
-        pools.append(PoolSize(min(slots - staging, each.experts), staging, each.layers))
+        pools.append(PoolSize(min(slots - staging, each.experts), staging, each.layers, each.form))
     return tuple(pools)
 
 
@@ -233,14 +260,22 @@ def budget_for_share(share: float, demand: Demand) -> int:
     return possible[bisect_left(possible, wanted, key=lambda budget: allocate(budget, demand).cache_slots)]
 
 
+def least_bytes(classes: Sequence[SlotClass]) -> int:
+    """Slots with which a token can pass."""
+    return sum(each.least * each.slot_bytes for each in classes)
+
+
 def minimum_bytes(demand: Demand) -> int:
     """The smallest budget with which the model can run at all."""
-    return demand.fixed_bytes + demand.slots_bytes([each.least for each in demand.classes])
+    return demand.fixed_bytes + least_bytes(demand.all_classes)
 
 
 def full_bytes(demand: Demand) -> int:
     """The budget with which every expert is resident."""
-    return demand.fixed_bytes + demand.slots_bytes([each.most for each in demand.classes])
+    own = sum(each.most * each.slot_bytes for each in demand.classes)
+    low = sum(each.most * each.slot_bytes for each in demand.low)
+    share = int(own * demand.low_share / (1 - demand.low_share))
+    return demand.fixed_bytes + own + max(min(low, share), least_bytes(demand.low))
 
 
 def _staging(slots: int) -> int:
@@ -256,9 +291,11 @@ def _refusal(budget_bytes: int, demand: Demand) -> str:
     of_each = _each_size(demand)
     needed = demand.fixed_entries() | {
         f"staging ({MIN_STAGING_SLOTS} experts{of_each})": demand.slots_bytes(
-            [MIN_STAGING_SLOTS for _ in demand.classes]
+            [MIN_STAGING_SLOTS for _ in demand.all_classes]
         ),
-        f"expert slots (top-k = {demand.top_k}{of_each})": demand.slots_bytes([each.top_k for each in demand.classes]),
+        f"expert slots (top-k = {demand.top_k}{of_each})": demand.slots_bytes(
+            [each.top_k for each in demand.all_classes]
+        ),
     }
     width = max(28, *(len(name) + 2 for name in needed))
     lines = [f"  {name:<{width}}{format_bytes(count):>12}" for name, count in needed.items()]

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from smoe.policy.residency import ExpertsAtHand
 from smoe.routing import Routing
 
 _ROUNDING = 1e-6
@@ -71,12 +70,15 @@ def graded(routing: Routing, thresholds: Thresholds) -> tuple[Routing, frozenset
     return routing._replace(low=low), skip
 
 
-def without(routing: Routing, skip: frozenset[int], here: ExpertsAtHand) -> Routing:
-    """The routing without those of `skip` that are not at hand: their routes get the index E, "no expert"."""
-    gone = {expert for expert in skip if expert not in here}
-    if not gone:
-        return routing
+def without(routing: Routing, gone: frozenset[int]) -> Routing:
+    """The routing without some experts: their routes get the index E, "no expert"."""
     none = routing.experts
     return routing._replace(
         top_k_index=[[none if expert in gone else expert for expert in row] for row in routing.top_k_index]
     )
+
+
+def scaled(weights: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Every row with the sum 1; rows of zeros stay."""
+    sums = [sum(row) or 1.0 for row in weights]
+    return [[weight / total for weight in row] for row, total in zip(weights, sums, strict=True)]

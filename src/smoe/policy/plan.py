@@ -24,6 +24,7 @@ class Reason(Enum):
 
     DEMAND = "demand"
     PREFETCH = "prefetch"
+    UPGRADE = "upgrade"
 
 
 class Load(NamedTuple):

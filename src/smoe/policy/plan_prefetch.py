@@ -1,13 +1,17 @@
-"""What is brought in before it is asked for, while a layer runs: experts of later layers, into staging slots."""
+"""What is brought in before it is asked for, while a layer runs: experts of later layers, into staging slots, and in
+idle time experts that low copies have served, into cache slots."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from smoe.expert import EXACT, LOW, ExpertKey
+from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan, Load, Reason
 from smoe.policy.prediction import Prediction
 from smoe.policy.residency import SlotPool, SlotTable
+from smoe.routing import Routing
 
 
 def plan_prefetch(predictions: Iterable[Prediction], residency: SlotTable, current: LayerPlan) -> list[Load]:
@@ -28,6 +32,40 @@ def plan_prefetch(predictions: Iterable[Prediction], residency: SlotTable, curre
             placed = ((key, next(slots[key[2]], None)) for key in missing)
             return [Load(key, at[0], None, False, Reason.PREFETCH, at[1]) for key, at in placed if at is not None]
     return []
+
+
+def plan_upgrades(
+    routing: Routing, current: LayerPlan, residency: SlotTable, eviction: Eviction, is_idle: bool
+) -> list[Load]:
+    """Bring in experts themselves that low copies serve in a decode step, into cache slots, behind all that is waited
+    for.
+
+    All that ask for their own copies; and of the others, while nothing else is read (`is_idle`), the one that will be
+    missed most, if that is more than the resident that it replaces.
+    """
+    layer = routing.layer
+    served = [(layer, serve.key[1], EXACT) for serve in current.serves if serve.key[2] == LOW]
+    served = [key for key in served if not residency.is_at_hand(key)]
+    if not served:
+        return []
+    own, pool = eviction.of(EXACT), residency.pool(layer)
+    wanted = [key for key in served if key[1] not in routing.low]
+    if not wanted and is_idle and not current.loads:
+        wanted = [max(served, key=lambda key: (own.worth(key), key))]
+    taken = {load.slot for load in current.loads}
+    free = deque(slot for slot in pool.free_cache if slot not in taken)
+    shield = {serve.key for serve in current.serves} | {load.victim for load in current.loads if load.victim}
+    victims = deque(own.victims(len(wanted) - len(free), shield))
+    loads: list[Load] = []
+    for key in wanted:
+        victim = None if free or not victims else victims.popleft()
+        if victim is None and not free:
+            break
+        if victim is not None and key[1] in routing.low and own.worth(victim) >= own.worth(key):
+            break
+        slot = free.popleft() if victim is None else residency.ready[victim]
+        loads.append(Load(key, slot, victim, True, Reason.UPGRADE, 0))
+    return loads
 
 
 def _missing(prediction: Prediction, residency: SlotTable) -> list[ExpertKey]:

@@ -32,6 +32,10 @@ from smoe.policy.plan_prefill import plan_prefill
 from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
 
+LOW_USE = ("asked", "meanwhile", "only")
+"""Which experts low copies serve: those that ask for no more and are not at hand themselves; in decode also those that
+ask for more, are not at hand, and have a low copy that is; all, for measuring."""
+
 PREFILL_KEEP = ("last-uses", "eviction")
 """What decides which experts of a prompt stay in the cache: how often its last tokens use them, within each layer; or
 the eviction policy's own order, over all layers."""
@@ -44,16 +48,16 @@ def plan_layer(
     layer_share: int,
     balance: Balance | None = None,
     prefill_keep: str = "last-uses",
-    low_meanwhile: bool = False,
+    low_use: str = "asked",
 ) -> LayerPlan:
     """Decide one layer of one step.
 
     `layer_share` is the number of cache slots that a prefill may leave filled for this layer; `balance` says which of
     the step's missing experts the CPU computes (None: none); `prefill_keep` (`PREFILL_KEEP`) what decides which of a
-    prompt's experts stay; with `low_meanwhile` a ready low copy serves an expert that asks for more and is not at hand.
+    prompt's experts stay; `low_use` (`LOW_USE`) which experts low copies serve.
     Raises `BudgetError` where not even one expert can be brought in.
     """
-    routes = routes_by_key(routing, _served_low(routing, residency, low_meanwhile))
+    routes = routes_by_key(routing, _served_low(routing, residency, low_use))
     if routing.phase is Phase.DECODE:
         return plan_decode(routing, routes, residency, eviction, balance)
     return plan_prefill(routing, routes, residency, eviction, layer_share, balance, prefill_keep)
@@ -92,13 +96,17 @@ def routes_by_key(routing: Routing, low: Container[int] = ()) -> dict[ExpertKey,
     return {(layer, expert, LOW if expert in low else EXACT): tuple(found[expert]) for expert in sorted(found)}
 
 
-def _served_low(routing: Routing, residency: SlotTable, low_meanwhile: bool) -> set[int]:
+def _served_low(routing: Routing, residency: SlotTable, low_use: str) -> set[int]:
     """The chosen experts that low copies serve."""
     layer = routing.layer
     if not residency.has_low:
         return set()
+    if low_use == "asked" and not routing.low:
+        return set()
+    chosen = {expert for row in routing.top_k_index for expert in row}
+    if low_use == "only":
+        return chosen
     asking: set[int] = set(routing.low)
-    if low_meanwhile and routing.phase is Phase.DECODE:
-        chosen = {expert for row in routing.top_k_index for expert in row}
+    if low_use == "meanwhile" and routing.phase is Phase.DECODE:
         asking |= {expert for expert in chosen if (layer, expert, LOW) in residency.ready}
     return {expert for expert in asking if not residency.is_at_hand((layer, expert, EXACT))}

@@ -35,8 +35,8 @@ class Switches(NamedTuple):
     """What decides which experts of a prompt stay (`planner.PREFILL_KEEP`)."""
     thresholds: Thresholds = ALL_IMPORTANT
     """What missing experts of little importance come as, where there are low copies."""
-    low_meanwhile: bool = False
-    """A low copy that is here serves an expert that asks for its own copy, which is brought in meanwhile."""
+    low_use: str = "asked"
+    """Which experts low copies serve (`planner.LOW_USE`)."""
 
     @property
     def needs_weights(self) -> bool:
@@ -55,6 +55,8 @@ class Decision(NamedTuple):
     selection: Selection | None
     """Who was replaced; None where substitution is off, or in a prompt."""
     plan: LayerPlan
+    skipped: int = 0
+    """Experts that are left out for their little importance."""
 
 
 def decide(
@@ -83,13 +85,12 @@ def decide(
             routing, here, switches.alpha, share=switches.share, drop=switches.drop, under_way=under_way
         )
         routing = applied(selection, routing)
-    if skip:
-        routing = without(routing, skip, here)
+    gone = frozenset(expert for expert in skip if expert not in here)
+    if gone:
+        routing = without(routing, gone)
     if drop_stale is not None and table.staged:
         drop_stale(routing)
     eviction.observe(observation(routing))
     shared = None if balance is None else balance()
-    plan = plan_layer(
-        routing, table, eviction, layer_share, shared, switches.prefill_keep, low_meanwhile=switches.low_meanwhile
-    )
-    return Decision(routing, selection, plan)
+    plan = plan_layer(routing, table, eviction, layer_share, shared, switches.prefill_keep, low_use=switches.low_use)
+    return Decision(routing, selection, plan, len(gone))

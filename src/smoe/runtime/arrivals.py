@@ -27,20 +27,21 @@ class Arrivals:
     def __init__(
         self,
         *,
-        store: ExpertStore,
+        stores: Mapping[int, ExpertStore],
         table: SlotTable,
         eviction: Eviction,
         transfers: Transfers,
         arena: Arena,
-        math: Mapping[int, ExpertMath],
+        math: Mapping[tuple[int, int], ExpertMath],
         clock: Callable[[], float],
     ) -> None:
+        """`stores` by format, `math` by layer and format."""
         self.table = table
         self.transfers = transfers
         self.counters = Counters()
         self.tickets: dict[ExpertKey, Ticket] = {}
         """What has been submitted and whose end has not been booked."""
-        self._store = store
+        self._stores = stores
         self._arena = arena
         self._math = math
         self._clock = clock
@@ -90,12 +91,16 @@ class Arrivals:
         self.counters.prefetches += len(loads)
         self._progress.prefetch(loads)
 
+    def bring(self, loads: Sequence[Load]) -> None:
+        """Bring in what stays, behind all that is asked for."""
+        self._progress.prefetch(loads)
+
     def preload(self) -> None:
         """Bring in experts while slots are free, in order and behind all that is asked for meanwhile."""
-        keys, here = self._store.keys(), self.table.ready.keys() | self.table.inflight.keys()
+        keys, here = self._stores[EXACT].keys(), self.table.ready.keys() | self.table.inflight.keys()
         missing = [key for key in ((*at, EXACT) for at in keys) if key not in here]
         free = {pool: iter(list(pool.free_cache)) for pool in self.table.pools}
-        slots = ((key, next(free[self.table.pool(key[0])], None)) for key in missing)
+        slots = ((key, next(free[self.table.pool_of(key)], None)) for key in missing)
         self._progress.prefetch(
             [Load(key, slot, None, True, Reason.PREFETCH, 0) for key, slot in slots if slot is not None]
         )
@@ -106,12 +111,12 @@ class Arrivals:
 
     def _bind(self, load: Load) -> Weights:
         """The weights that the load will bring, as views; made once for a slot and layout."""
-        layer, expert, _ = load.key
-        placement = self._store.placement(layer, expert)
-        key = (load.slot, placement.layout)
+        layer, expert, form = load.key
+        placement = self._stores[form].placement(layer, expert)
+        key = (load.slot, placement.layout)  # a slot is of one format for ever
         weights = self._views.get(key)
         if weights is None:
-            weights = self._views[key] = self._math[layer].bind(self._arena, load.slot, placement.parts)
+            weights = self._views[key] = self._math[layer, form].bind(self._arena, load.slot, placement.parts)
         return weights
 
     def _arrive(self, key: ExpertKey) -> Weights:

@@ -23,12 +23,14 @@ from types import MappingProxyType
 import torch
 
 from smoe.compute.host_experts import Balancer
+from smoe.expert import LOW
 from smoe.kernels.threads import threads
 from smoe.memory.reading_threads import Ticket
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
+from smoe.policy.importance import scaled
 from smoe.policy.plan import DEVICE, LayerPlan
-from smoe.policy.plan_prefetch import has_prefetch_slots, plan_prefetch
+from smoe.policy.plan_prefetch import has_prefetch_slots, plan_prefetch, plan_upgrades
 from smoe.policy.planner import layer_shares
 from smoe.policy.prediction import Moment, Predictor, Sight
 from smoe.policy.residency import SlotTable
@@ -56,13 +58,16 @@ class LayerExecutor:
         substitution: Substitution = EXACTLY,
         balancer: Balancer | None = None,
         trial: Trial | None = None,
+        upgrades: bool = False,
     ) -> None:
-        """`balancer` says which missing experts the CPU computes (None: none); `trial` whether prefetching in decode
-        pays at present (None: it always does)."""
+        """`upgrades`: whether idle time of the disk, or the link, brings in what low copies serve. `balancer` says
+        which missing experts the CPU computes (None: none); `trial` whether prefetching in decode pays at present (None: it
+        always does)."""
         self.compute = compute
         self.arrivals = compute.arrivals
         self.table: SlotTable = self.arrivals.table
         self.trial = trial
+        self.upgrades = upgrades
         self.substitution = substitution
         self.observers: list[StepObserver] = []
         """Hear every step: `smoe.trace`, measurements."""
@@ -98,6 +103,17 @@ class LayerExecutor:
         self.substitution = substitution
         for predictor in self._hearing:
             predictor.alpha = substitution.switches.alpha
+
+    @contextmanager
+    def by_low_copies(self) -> Iterator[None]:
+        """Inside, low copies serve all experts, and nothing is replaced or left out: for proofs and prices."""
+        before = self.substitution
+        self.substitution = EXACTLY._replace(switches=EXACTLY.switches._replace(low_use="only"))
+        try:
+            with self.unbalanced():
+                yield
+        finally:
+            self.substitution = before
 
     @contextmanager
     def unbalanced(self) -> Iterator[None]:
@@ -144,7 +160,7 @@ class LayerExecutor:
         sequences: int,
     ) -> torch.Tensor:
         started = self.now()
-        routing = self._hear(layer, phase, top_k_index, scored, sequences)
+        routing = self._hear(layer, phase, top_k_index, top_k_weights, scored, sequences)
         if self.device.type != "cpu":  # until here the device was computing: not our Python
             heard = self.now()
             self.counters.device_wait_seconds += heard - started
@@ -159,23 +175,33 @@ class LayerExecutor:
         plan, real = decision.plan, real_rows(decision.routing)
         self.compute.pacing.end_planning(planning)
         self._prefetch(phase, Sight(layer, hidden, None, real), plan)
+        if self.table.has_low and phase is Phase.DECODE:
+            self._upgrade(decision)
         self.counters.plan_seconds += self.now() - started
         if phase is Phase.PREFILL:
             return self.compute.prefill(plan, hidden, top_k_weights)
         if self.compute.spinning_pool is not None:
-            self.compute.spinning_pool.expect_readers(len(self.table.ready) < self._experts)
+            self.compute.spinning_pool.expect_readers(not self._is_all_here)
         output = self.compute.decode(plan, hidden, top_k_weights, partial(self._look_ahead, plan, hidden, real))
         self._measure_shadow()
         return output
 
     def _hear(
-        self, layer: int, phase: Phase, top_k_index: torch.Tensor, scored: Scored | None, sequences: int
+        self,
+        layer: int,
+        phase: Phase,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        scored: Scored | None,
+        sequences: int,
     ) -> Routing:
         """What the router chose, as the policies read it."""
         rows = top_k_index.tolist()  # the one wait for the device in a layer: everything after depends on it
         routing = Routing(layer, phase, self.compute.store.layers[layer].experts, rows, None, sequences)
         if scored is not None:
             routing = routing._replace(scores=scored.choice_of(last_rows(routing) if phase is Phase.PREFILL else None))
+        if self.substitution.switches.needs_weights:
+            routing = routing._replace(weights=scaled(top_k_weights.tolist()))
         for predictor in self._hearing:
             predictor.observe(routing)
         return routing
@@ -202,7 +228,7 @@ class LayerExecutor:
         )
         if decision.selection is not None:
             self._count_selection(decision.selection, routing)
-        self._count(decision.plan, routing.phase)
+        self._count(decision, routing)
         for observer in self.observers:
             observer.planned(routing, decision)
         self.arrivals.adopt(decision.plan)
@@ -228,11 +254,25 @@ class LayerExecutor:
         self.arrivals.prefetch(plan_prefetch(predictions, self.table, plan))
         pacing.end_planning(planning)
 
+    def _upgrade(self, decision: Decision) -> None:
+        """Begin to bring in experts themselves that low copies serve: where they ask for it, or while nothing else is
+        read."""
+        is_idle = self.upgrades and not self.table.inflight
+        loads = plan_upgrades(decision.routing, decision.plan, self.table, self.arrivals.eviction, is_idle)
+        self.counters.upgrades += len(loads)
+        self.arrivals.bring(loads)
+
     def _has_room(self, phase: Phase, plan: LayerPlan) -> bool:
         """Whether a prefetch has somewhere to go and something to bring, and pays at present."""
-        if len(self.table.ready) == self._experts or not has_prefetch_slots(self.table, plan):
+        if self._is_all_here or not has_prefetch_slots(self.table, plan):
             return False
         return phase is Phase.PREFILL or self.trial is None or self.trial.is_on
+
+    @property
+    def _is_all_here(self) -> bool:
+        """Whether every expert is resident, so that nothing is read any more; not looked for where there are low
+        copies, which such a budget makes idle."""
+        return not self.table.has_low and len(self.table.ready) == self._experts
 
     def _look_ahead(
         self, plan: LayerPlan, hidden: torch.Tensor, rows: Sequence[int] | None, output: Callable[[], torch.Tensor]
@@ -275,10 +315,14 @@ class LayerExecutor:
             key[0] == routing.layer and key[1] in selection.top for key in self.table.staged
         )
 
-    def _count(self, plan: LayerPlan, phase: Phase) -> None:
-        counters = self.counters
+    def _count(self, decision: Decision, routing: Routing) -> None:
+        counters, plan = self.counters, decision.plan
         counters.loads += len(plan.loads)
-        if phase is Phase.DECODE:
+        if self.substitution.switches.needs_weights and routing.phase is Phase.DECODE:
+            counters.low_served += sum(serve.key[2] == LOW for serve in plan.serves)
+            counters.low_loads += sum(load.key[2] == LOW for load in plan.loads)
+            counters.skipped += decision.skipped
+        if routing.phase is Phase.DECODE:
             counters.decode_uses += len(plan.serves)
             counters.decode_hits += plan.hits
             counters.host_computed += sum(serve.unit != DEVICE for serve in plan.serves)

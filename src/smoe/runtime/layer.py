@@ -19,7 +19,7 @@ from smoe.compute.expert_math import ExpertMath
 from smoe.compute.row_groups import Filling, Shape, proven_filling
 from smoe.compute.thread_pool import ThreadPool
 from smoe.compute.unit import ComputeUnit
-from smoe.expert import ExpertKey
+from smoe.expert import EXACT, ExpertKey
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.memory.arena import Arena
@@ -45,11 +45,12 @@ class LayerCompute:
         store: ExpertStore,
         arrivals: Arrivals,
         arena: Arena,
-        experts: Mapping[int, ExpertMath],
+        experts: Mapping[tuple[int, int], ExpertMath],
         units: Mapping[int, ComputeUnit],
         pacing: Pacing,
     ) -> None:
-        """`units`: what computes beside the device, by the number that plans give it (`Serve.unit`)."""
+        """`store` has the experts' own copies, `experts` the arithmetic of each layer and format. `units`: what
+        computes beside the device, by the number that plans give it (`Serve.unit`)."""
         self.thread_pool: ThreadPool | None = None
         """What shares resident experts out over several threads (`compute_by`)."""
         self.spinning_pool: SpinningPool | None = None
@@ -61,8 +62,8 @@ class LayerCompute:
         self._arena = arena
         self._experts = experts
         self._now = pacing.now
-        self._kernels: dict[int, TokenExperts] = {}
-        """Layers in which the pool may take one token through all experts at once."""
+        self._kernels: dict[tuple[int, int], TokenExperts] = {}
+        """Layers and formats in which the pool may take one token through all experts at once."""
 
     @property
     def device(self) -> torch.device:
@@ -90,12 +91,16 @@ class LayerCompute:
             if helpers is not None:
                 helpers.close()
 
+    def math_of(self, key: ExpertKey) -> ExpertMath:
+        """What computes a copy."""
+        return self._experts[key[0], key[2]]
+
     def kind(self, layer: int) -> tuple[object, ...]:
         """Equal for layers whose experts are computed alike."""
-        return self._experts[layer].kind
+        return self._experts[layer, EXACT].kind
 
     def hidden_size(self, layer: int) -> int:
-        return self._experts[layer].hidden
+        return self._experts[layer, EXACT].hidden
 
     def agrees(self, pool: SpinningPool) -> bool:
         """Whether our kernel gives the library's bits on the experts that are resident, one of every shape.
@@ -104,15 +109,15 @@ class LayerCompute:
         """
         found: dict[tuple[object, ...], TokenExperts | None] = {}
         for key in sorted(self.arrivals.table.ready):
-            math, weights = self._experts[key[0]], self.arrivals.ready(key)
+            math, weights = self.math_of(key), self.arrivals.ready(key)
             if math.kind not in found:
                 if not math.agrees(pool, weights):
                     return False
                 found[math.kind] = proven_kernel(math, pool, weights)
-        for layer, math in self._experts.items():
+        for place, math in self._experts.items():
             kernel = found.get(math.kind)
             if kernel is not None and math.has_activation(kernel.table):
-                self._kernels[layer] = kernel
+                self._kernels[place] = kernel
         return bool(found)
 
     def compute_by(self, helpers: SpinningPool | ThreadPool | None) -> None:
@@ -123,8 +128,8 @@ class LayerCompute:
         """
         self.thread_pool = helpers if isinstance(helpers, ThreadPool) else None
         self.spinning_pool = helpers if isinstance(helpers, SpinningPool) else None
-        for layer, math in self._experts.items():
-            math.compute_by(self.spinning_pool, None if self.spinning_pool is None else self._kernels.get(layer))
+        for place, math in self._experts.items():
+            math.compute_by(self.spinning_pool, None if self.spinning_pool is None else self._kernels.get(place))
 
     def fill_up_rows(self, dtype: torch.dtype) -> None:
         """Pad groups of rows to a few fixed sizes from now on, where that changes no bit."""
@@ -136,10 +141,13 @@ class LayerCompute:
 
     def compute_slots(self, layer: int, hidden: torch.Tensor, count: int) -> torch.Tensor:
         """One token [1, H] through `count` slots, whatever they hold -> [1, H]: for measuring."""
-        math, order = self._experts[layer], range(count)
+        math, order, pool = self._experts[layer, EXACT], range(count), self.arrivals.table.pool(layer)
         placement = self.store.placement(layer, 0)
-        weights = [math.bind(self._arena, n % self.arrivals.slots, placement.parts) for n in order]
-        token = decode_experts(math, self.thread_pool, hidden, hidden.new_ones(1, count), [[n] for n in order], order)
+        slots = range(pool.first, pool.end)
+        weights = [math.bind(self._arena, slots[n % len(slots)], placement.parts) for n in order]
+        token = decode_experts(
+            [math] * count, self.thread_pool, hidden, hidden.new_ones(1, count), [[n] for n in order], order
+        )
         token.compute(0, weights)
         return token.total()
 
@@ -176,10 +184,15 @@ class LayerCompute:
         on_residents_done: OnResidentsDone,
     ) -> torch.Tensor:
         """[T, H] through all their experts -> [T, H]."""
-        math, serves = self._experts[plan.layer], plan.serves
+        serves = plan.serves
         ascending = sorted(range(len(serves)), key=lambda n: serves[n].key)
         tokens = decode_experts(
-            math, self.thread_pool, hidden, top_k_weights, [serve.routes for serve in serves], ascending
+            [self.math_of(serve.key) for serve in serves],
+            self.thread_pool,
+            hidden,
+            top_k_weights,
+            [serve.routes for serve in serves],
+            ascending,
         )
         here = next((n for n, serve in enumerate(serves) if serve.waits), len(serves))
         if any(load.after for load in plan.loads):
@@ -207,7 +220,7 @@ class LayerCompute:
 
     def _is_short(self, plan: LayerPlan, hidden: torch.Tensor) -> bool:
         """Whether a prompt's tokens are so few that they go through all experts at once, which are all here."""
-        if self._experts[plan.layer].kernel is None or hidden.shape[0] > _SHORT_PROMPT:
+        if self._experts[plan.layer, EXACT].kernel is None or hidden.shape[0] > _SHORT_PROMPT:
             return False
         return not plan.loads and not any(serve.waits or serve.unit != DEVICE for serve in plan.serves)
 
@@ -231,7 +244,7 @@ class LayerCompute:
         """Many tokens: experts in ascending order, each read once, loads of this and the next layer running ahead."""
         if self._is_short(plan, hidden):
             return self.decode(plan, hidden, top_k_weights, lambda _: None)
-        math, total = self._experts[plan.layer], torch.zeros_like(hidden)
+        total = torch.zeros_like(hidden)
         flat_weights, width = top_k_weights.reshape(-1, 1), top_k_weights.shape[1]
         given = routes_on_device([serve.routes for serve in plan.serves], width, self._arena.device)
         counters = self.arrivals.counters
@@ -244,7 +257,11 @@ class LayerCompute:
             weights = None if serve.unit != DEVICE else self.arrivals.weights_of(serve)
             route, tokens = given[computed - 1]
             began = time.perf_counter()
-            y = self._from_unit(from_unit, serve) if weights is None else math.forward(hidden[tokens], weights)
+            y = (
+                self._from_unit(from_unit, serve)
+                if weights is None
+                else self.math_of(serve.key).forward(hidden[tokens], weights)
+            )
             total.index_add_(0, tokens, (y * flat_weights[route]).to(hidden.dtype))
             if weights is not None:
                 self.pacing.compute_experts(began, [len(serve.routes)])

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from smoe.config import EngineConfig
+from smoe.policy.importance import Thresholds
 from smoe.policy.step import Decision, Switches
 
 
@@ -30,6 +31,8 @@ def substitution_of(config: EngineConfig) -> Substitution:
         drop=config.substitutes == "drop",
         share=config.share_substitutes,
         prefill_keep=config.prefill_keep,
+        thresholds=Thresholds(config.low_threshold if config.has_low else config.skip_threshold, config.skip_threshold),
+        low_use="meanwhile" if config.low_meanwhile else "asked",
     )
     return Substitution(switches, config.substitute_weights == "inherited")
 

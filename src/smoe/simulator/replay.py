@@ -32,8 +32,8 @@ class ReplayCounts:
         return 1.0 - self.misses / self.uses if self.uses else 1.0
 
     def penalty(self, low_cost: float) -> float:
-        """What the misses cost in loads of an expert's own copy, a low copy's being `low_cost` (HOBBIT's mixed-precision
-        miss penalty: the ratio of their bits)."""
+        """What the misses cost in loads of an expert's own copy, a low copy's being `low_cost`: HOBBIT's
+        mixed-precision miss penalty, with the ratio of their bits."""
         return self.misses - (1.0 - low_cost) * self.low_misses
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from smoe.errors import ConfigError, DiskSpaceError, TraceError
+from smoe.policy.importance import scaled
 from smoe.policy.rows import last_rows
 from smoe.routing import Phase, Routing
 from smoe.trace.record import PHASES, TracedLayer, TraceHeader
@@ -205,7 +206,7 @@ class _Routings(Sequence[Routing]):
         sequences = int(rows["sequence"][-1]) - int(rows["sequence"][0]) + 1
         routing = Routing(layer.layer, phase, layer.experts, index, None, sequences)
         if self._with_weights:
-            routing = routing._replace(weights=_scaled(rows["top_k_weights"][:, : layer.top_k]))
+            routing = routing._replace(weights=scaled(rows["top_k_weights"][:, : layer.top_k].tolist()))
         return routing._replace(scores=self._scores(layer, routing, rows["router_logits"]))
 
     def _scores(self, layer: TracedLayer, routing: Routing, logits: np.ndarray) -> list[list[float]] | None:
@@ -219,13 +220,6 @@ class _Routings(Sequence[Routing]):
         scores = rule.scores(torch.from_numpy(last[:, : layer.experts].copy()))
         found: list[list[float]] = rule.choice(scores).tolist()
         return found
-
-
-def _scaled(weights: np.ndarray) -> list[list[float]]:
-    """Every row [K] with the sum 1; rows of zeros, of padding, stay."""
-    weights = np.asarray(weights, dtype=np.float64)
-    found: list[list[float]] = (weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-30)).tolist()
-    return found
 
 
 def _rules(trace: Trace) -> dict[int, ScoringRule]:
