@@ -21,7 +21,14 @@ from smoe.policy.planner import (
     plan_prefetch,
     routes_by_key,
 )
-from smoe.policy.registry import ONLINE_EVICTION, ORDERLESS_EVICTION, POOLS, make_eviction, make_eviction_for
+from smoe.policy.registry import (
+    ONLINE_EVICTION,
+    ORDERLESS_EVICTION,
+    POOLS,
+    EvictionSettings,
+    make_eviction,
+    make_eviction_for,
+)
 from smoe.policy.residency import PoolSize, SlotTable
 from smoe.routing import Phase, Routing
 from tests.policy.tables import (
@@ -167,7 +174,7 @@ def test_any_sequence_over_slots_of_two_sizes(
 ) -> None:
     """Would catch an expert that is given a slot of another size, as a victim's, a prefetch's or a promotion's."""
     sizes = [PoolSize(cache[0], staging[0], (1,)), PoolSize(cache[1], staging[1], (0, 2))]
-    eviction = make_eviction_for(name, pools, sizes, dict.fromkeys(range(LAYERS), EXPERTS))
+    eviction = make_eviction_for(EvictionSettings(name, pools), sizes, dict.fromkeys(range(LAYERS), EXPERTS))
     run_on(Executor(SlotTable(*sizes), eviction), steps, True, keep)
 
 

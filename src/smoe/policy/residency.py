@@ -30,6 +30,8 @@ class PoolSize(NamedTuple):
     staging: int
     layers: tuple[int, ...] = ()
     """Whose experts they hold; empty: all layers'."""
+    form: int = EXACT
+    """Of the copies that they hold."""
 
 
 class SlotPool:
@@ -63,10 +65,10 @@ class SlotTable:
     def __init__(self, *sizes: PoolSize) -> None:
         self.pools: list[SlotPool] = []
         self._pool_of: dict[int, SlotPool] = {}
-        for cache, staging, layers in sizes:
-            self.pools.append(SlotPool(self.slots, cache, staging))
-            self._pool_of |= dict.fromkeys(layers, self.pools[-1])
-        assert len(sizes) == 1 or all(layers for _, _, layers in sizes), sizes
+        for size in sizes:
+            self.pools.append(SlotPool(self.slots, size.cache, size.staging))
+            self._pool_of |= dict.fromkeys(size.layers, self.pools[-1])
+        assert len(sizes) == 1 or all(size.layers for size in sizes), sizes
         self.ready: dict[ExpertKey, int] = {}
         self.inflight: dict[ExpertKey, int] = {}
         self.staged: set[ExpertKey] = set()
