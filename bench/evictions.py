@@ -21,8 +21,8 @@ from smoe.policy.budget import MIN_STAGING_SLOTS
 from smoe.policy.eviction.auto import Adaptive
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.belady import Belady
-from smoe.policy.planner import observation
 from smoe.policy.registry import SCORED_EVICTION, make_eviction
+from smoe.policy.rows import observation
 from smoe.routing import Phase, Routing
 from smoe.simulator.replay import replay
 from smoe.trace.file import Trace

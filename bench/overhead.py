@@ -29,10 +29,12 @@ from smoe import from_pretrained
 from smoe.policy.balance import Balance, Costs
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.score import ScoreWindow
+from smoe.policy.plan_prefetch import plan_prefetch
 from smoe.policy.plan_progress import carry_out
-from smoe.policy.planner import observation, plan_layer, plan_prefetch
+from smoe.policy.planner import plan_layer
 from smoe.policy.prediction import Prediction
 from smoe.policy.residency import ExpertsAtHand, PoolSize, SlotTable
+from smoe.policy.rows import observation
 from smoe.policy.substitution import applied, substitute
 from smoe.routing import Phase, Routing
 

@@ -16,4 +16,4 @@ EXACT = 0
 """The format of the checkpoint itself, the only one that lossless serving uses."""
 
 LOW = 1
-"""The format of the lower copy that a missing expert of little importance may come in (`EngineConfig.low_precision`)."""
+"""The format of the lower copy that a missing expert of little importance may come in."""

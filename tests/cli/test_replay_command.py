@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from smoe.policy.eviction.belady import Belady
-from smoe.policy.planner import observation
 from smoe.policy.registry import EVICTION
+from smoe.policy.rows import observation
 from smoe.simulator.replay import replay
 from smoe.trace.file import Trace
 

@@ -10,11 +10,8 @@ from collections.abc import Iterator
 
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.plan import LayerPlan, Load, Reason
-from smoe.policy.planner import (
-    plan_layer,
-    plan_prefetch,
-    prefetch_slots,
-)
+from smoe.policy.plan_prefetch import plan_prefetch, prefetch_slots
+from smoe.policy.planner import plan_layer
 from smoe.policy.prediction import Prediction
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import PoolSize, SlotTable
@@ -41,7 +38,7 @@ def test_a_right_guess_is_promoted_and_a_wrong_one_forgotten() -> None:
 def test_look_ahead_leaves_one_staging_slot_alone() -> None:
     for staging in (2, 3, 8):
         table = SlotTable(PoolSize(4, staging))
-        plan = LayerPlan(0, [], [], [], 0, [(4 + n, 0) for n in range(staging)])
+        plan = LayerPlan(0, [], [], [], 0, {})
         assert len(plan_prefetch([Prediction(1, range(9))], table, plan)) == staging - 1
 
 
@@ -49,7 +46,7 @@ NEAR, NEXT, FAR = Prediction(1, [3, 1]), Prediction(2, [0, 5]), Prediction(3, [4
 
 
 def prefetched(table: SlotTable, predictions: list[Prediction]) -> list[ExpertKey]:
-    plan = LayerPlan(0, [], [], [], 0, [(slot, 0) for slot in table.pools[0].free_staging])
+    plan = LayerPlan(0, [], [], [], 0, {})
     return [load.key for load in plan_prefetch(predictions, table, plan)]
 
 
@@ -91,7 +88,7 @@ def test_layers_further_on_are_not_even_asked_for() -> None:
         yield NEAR
         raise AssertionError("the nearest layer misses something")
 
-    plan = LayerPlan(0, [], [], [], 0, [(8, 0), (9, 0)])
+    plan = LayerPlan(0, [], [], [], 0, {0: [(8, 0), (9, 0)]})
     assert len(plan_prefetch(asked(), table_of(), plan)) == 2
 
 
@@ -101,6 +98,6 @@ def test_copies_for_later_layers_do_not_take_the_last_staging_slot() -> None:
         table = table_of(staging=4)
         for slot, expert in ((8, 0), (9, 5)):
             table.begin(Load((layer, expert, EXACT), slot, None, False, Reason.PREFETCH, 0))
-        plan = LayerPlan(0, [], [], [], 0, [(slot, 0) for slot in table.pools[0].free_staging])
+        plan = LayerPlan(0, [], [], [], 0, {})
         assert len(prefetch_slots(table, plan, table.pools[0])) == room
         assert len(plan_prefetch([Prediction(1, range(6))], table, plan)) == room

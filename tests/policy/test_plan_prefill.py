@@ -12,13 +12,10 @@ from smoe.errors import BudgetError
 from smoe.expert import EXACT
 from smoe.policy.balance import Balance, Costs
 from smoe.policy.plan import HOST
-from smoe.policy.planner import (
-    LAST_TOKENS,
-    observation,
-    plan_layer,
-)
+from smoe.policy.planner import plan_layer
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import PoolSize, SlotTable
+from smoe.policy.rows import LAST_TOKENS, observation
 from smoe.routing import Phase, Routing
 from tests.policy.tables import (
     EXPERTS,

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.plan import LayerPlan, Load, Reason
+from smoe.policy.plan_prefetch import plan_prefetch
 from smoe.policy.plan_progress import Progress
-from smoe.policy.planner import plan_layer, plan_prefetch
+from smoe.policy.planner import plan_layer
 from smoe.policy.residency import PoolSize, SlotTable
 from smoe.routing import Phase, Routing
 from tests.policy.tables import EXPERTS, LAYERS, TOP_K, decode, depths, predictions, routings
@@ -122,7 +123,7 @@ def test_an_interrupt_anywhere_is_undone(steps, last, cache_slots, data) -> None
 def begun(*keys: ExpertKey) -> Progress:
     """Layer 0 of a decode step has run and prefetched these."""
     progress = Progress(SlotTable(PoolSize(4, 6)), LRU(), lambda load: None)
-    progress.adopt(LayerPlan(0, [], [], [], 0, []))
+    progress.adopt(LayerPlan(0, [], [], [], 0, {}))
     progress.prefetch([Load(key, 4 + n, None, False, Reason.PREFETCH, 0) for n, key in enumerate(keys)])
     return progress
 
@@ -136,10 +137,10 @@ def test_what_is_for_later_layers_stays_until_they_come() -> None:
     progress.arrive(LATER)
     wanted, stale = progress.look_through(decode(1, 3, 0))
     assert (wanted, stale) == ([NEXT], [WRONG])
-    progress.adopt(LayerPlan(1, [], [], [], 0, []))
+    progress.adopt(LayerPlan(1, [], [], [], 0, {}))
     wanted, stale = progress.look_through(decode(2, 3, 0))
     assert wanted == [LATER] and set(stale) == {NEXT, WRONG}, "what was for a layer before has missed it"
-    progress.adopt(LayerPlan(2, [], [], [], 0, []))
+    progress.adopt(LayerPlan(2, [], [], [], 0, {}))
     assert progress.look_through(decode(5, 1, 2))[1].count(LAST) == 1
 
 
@@ -152,10 +153,10 @@ def test_a_prompt_finds_no_copies_for_later_layers() -> None:
 def test_what_a_pass_has_left_is_not_taken_for_the_next_ones() -> None:
     """A wrong guess for the last layer, still under way when the next token begins, and for two layers more."""
     progress = begun(LATER, LAST)
-    progress.adopt(LayerPlan(5, [], [], [], 0, []))
+    progress.adopt(LayerPlan(5, [], [], [], 0, {}))
     for layer in (0, 1):
         assert set(progress.look_through(decode(layer, 0, 1))[1]) == {LATER, LAST}
-        progress.adopt(LayerPlan(layer, [], [], [], 0, []))
+        progress.adopt(LayerPlan(layer, [], [], [], 0, {}))
 
 
 def test_nothing_is_expected_after_an_interrupt() -> None:

@@ -12,15 +12,9 @@ from hypothesis import strategies as st
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.balance import Balance, Costs
 from smoe.policy.plan import HOST, LayerPlan, Load, Reason
+from smoe.policy.plan_prefetch import plan_prefetch, spare_slots
 from smoe.policy.plan_progress import carry_out
-from smoe.policy.planner import (
-    PREFILL_KEEP,
-    layer_shares,
-    observation,
-    plan_layer,
-    plan_prefetch,
-    routes_by_key,
-)
+from smoe.policy.planner import PREFILL_KEEP, layer_shares, plan_layer, routes_by_key
 from smoe.policy.registry import (
     ONLINE_EVICTION,
     ORDERLESS_EVICTION,
@@ -29,7 +23,8 @@ from smoe.policy.registry import (
     make_eviction,
     make_eviction_for,
 )
-from smoe.policy.residency import PoolSize, SlotTable
+from smoe.policy.residency import PoolSize, SlotPool, SlotTable
+from smoe.policy.rows import observation
 from smoe.routing import Phase, Routing
 from tests.policy.tables import (
     EXPERTS,
@@ -68,12 +63,17 @@ def assert_plan_is_sound(plan: LayerPlan, routing: Routing, executor: Executor) 
     assert all(load.reason is Reason.DEMAND for load in plan.loads)
 
 
+def spare_of(pool: SlotPool, plan: LayerPlan) -> list[tuple[int, int]]:
+    """The staging slots that nobody else has: those that a prompt's plan leaves, in decode all that are free."""
+    return plan.spare.get(pool.first, spare_slots(pool))
+
+
 def assert_prefetch_is_modest(prefetch: list[Load], plan: LayerPlan, executor: Executor) -> None:
     table = executor.table
     assert all(not load.keep and load.victim is None and load.reason is Reason.PREFETCH for load in prefetch)
     for pool in map(table.pool, {load.key[0] for load in prefetch}):
         if pool is table.pool(plan.layer):
-            assert {(load.slot, load.after) for load in prefetch} <= set(plan.spare)
+            assert {(load.slot, load.after) for load in prefetch} <= set(spare_of(pool, plan))
         assert len({load.slot for load in prefetch}) == len(prefetch) < pool.staging_slots
     copies = [load.key for load in prefetch]
     assert len(set(copies)) == len(copies)

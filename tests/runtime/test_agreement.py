@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from smoe.metrics import Counters
 from smoe.policy.plan import LayerPlan
 from smoe.policy.plan_progress import carry_out
-from smoe.policy.planner import LAST_TOKENS, layer_shares, observation
+from smoe.policy.planner import layer_shares
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import PoolSize, SlotTable
+from smoe.policy.rows import LAST_TOKENS, observation
 from smoe.policy.step import Decision, Switches, decide
 from smoe.routing import Phase, Routing
 from smoe.runtime.observer import StepObserver

@@ -221,6 +221,6 @@ def _slots(header: TraceHeader, slots: int | None, resident: str | None, pools: 
 
 def _policy(name: str, future: Sequence[Routing]) -> Eviction:
     """A policy by name; the one that knows the future is told it."""
-    from smoe.policy.planner import observation
+    from smoe.policy.rows import observation
 
     return EVICTION[name](*([map(observation, future)] if name == "belady" else []))

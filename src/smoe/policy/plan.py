@@ -74,5 +74,6 @@ class LayerPlan(NamedTuple):
     promotions: list[Promotion]
     hits: int
     """Experts that were ready, or already under way, when the plan was made."""
-    spare: list[tuple[int, int]]
-    """Staging slots that this plan leaves to a prefetch: (slot, serves that must have been computed before)."""
+    spare: dict[int, list[tuple[int, int]]]
+    """Staging slots that a prompt's plan leaves to a prefetch, by the first slot of their pool: (slot, serves that must
+    have been computed before). Of other pools, and in decode, all that are free."""

@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from smoe.expert import ExpertKey
+from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan, Load, Promotion, Serve
 from smoe.policy.residency import SlotTable
@@ -63,7 +63,13 @@ class Progress:
         if routing.phase is Phase.PREFILL or routing.layer <= self._layer:  # a pass runs its layers in ascending order
             self._expected.clear()
         layer, chosen = routing.layer, {expert for row in routing.top_k_index for expert in row}
-        wanted = [key for key in self.table.staged if key[0] == layer and key[1] in chosen]
+
+        def is_wanted(key: ExpertKey) -> bool:
+            if key[0] != layer or key[1] not in chosen:
+                return False
+            return key[2] == EXACT or (key[1] in routing.low and not self.table.is_at_hand((layer, key[1], EXACT)))
+
+        wanted = [key for key in self.table.staged if is_wanted(key)]
         stay = {*wanted, *(key for key in self._expected if key[0] > layer)}
         return wanted, [key for key in self.table.staged if key not in stay]
 

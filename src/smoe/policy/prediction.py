@@ -9,7 +9,7 @@ Arrays are the engine's own (torch tensors there, nothing in a simulator), so th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -43,6 +43,8 @@ class Prediction(NamedTuple):
     layer: int
     experts: Sequence[int]
     """Best first."""
+    low: Container[int] = frozenset()
+    """Of these, those whose predicted importance asks for no more than a low copy."""
 
 
 class Predictor(ABC):

@@ -8,18 +8,18 @@ cache, a prefetch that has not proven itself). Every slot is at all times in exa
 
 and `check` asserts it. A plan reads the table, the engine changes it between plans.
 
-Where layers differ in the size of their experts there is a pool of slots for each size, each with cache and staging
-slots of its own; the numbers of all run on.
+Where layers differ in the size of their experts, or experts have low copies, there is a pool of slots for each size,
+each with cache and staging slots of its own; the numbers of all run on.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from itertools import chain
 from typing import NamedTuple
 
-from smoe.expert import EXACT, ExpertKey
+from smoe.expert import EXACT, LOW, ExpertKey
 from smoe.policy.plan import Load, Promotion
 
 
@@ -31,7 +31,7 @@ class PoolSize(NamedTuple):
     layers: tuple[int, ...] = ()
     """Whose experts they hold; empty: all layers'."""
     form: int = EXACT
-    """Of the copies that they hold."""
+    """The format of the copies that they hold."""
 
 
 class SlotPool:
@@ -64,11 +64,16 @@ class SlotTable:
 
     def __init__(self, *sizes: PoolSize) -> None:
         self.pools: list[SlotPool] = []
-        self._pool_of: dict[int, SlotPool] = {}
-        for size in sizes:
-            self.pools.append(SlotPool(self.slots, size.cache, size.staging))
-            self._pool_of |= dict.fromkeys(size.layers, self.pools[-1])
-        assert len(sizes) == 1 or all(size.layers for size in sizes), sizes
+        self._pool_of: dict[tuple[int, int], SlotPool] = {}
+        self._pool_for_all: dict[int, SlotPool] = {}
+        self.has_low = any(size.form == LOW for size in sizes)
+        """Whether there are slots for low copies."""
+        for cache, staging, layers, form in sizes:
+            self.pools.append(SlotPool(self.slots, cache, staging))
+            self._pool_of |= dict.fromkeys(((layer, form) for layer in layers), self.pools[-1])
+            if not layers:
+                assert form not in self._pool_for_all, sizes
+                self._pool_for_all[form] = self.pools[-1]
         self.ready: dict[ExpertKey, int] = {}
         self.inflight: dict[ExpertKey, int] = {}
         self.staged: set[ExpertKey] = set()
@@ -79,9 +84,13 @@ class SlotTable:
         """Cache and staging slots of all sizes."""
         return self.pools[-1].end if self.pools else 0
 
-    def pool(self, layer: int) -> SlotPool:
-        """The slots that experts of a layer can have."""
-        return self._pool_of[layer] if self._pool_of else self.pools[0]
+    def pool(self, layer: int, form: int = EXACT) -> SlotPool:
+        """The slots that copies of a layer's experts in one format can have."""
+        return self._pool_of[layer, form] if self._pool_of else self._pool_for_all[form]
+
+    def pool_of(self, key: ExpertKey) -> SlotPool:
+        """The slots that a copy can have."""
+        return self.pool(key[0], key[2])
 
     def __contains__(self, key: ExpertKey) -> bool:
         """Whether the copy is ready."""
@@ -103,7 +112,7 @@ class SlotTable:
             assert self.ready[victim] == slot and victim not in self.staged, (load, self.ready.get(victim))
             del self.ready[victim]
         else:
-            pool = self.pool(key[0])
+            pool = self.pool_of(key)
             (pool.free_cache if load.keep else pool.free_staging).remove(slot)
         self.inflight[key] = slot
         if not load.keep:
@@ -127,7 +136,7 @@ class SlotTable:
         key, victim, _ = promotion
         assert key in self.staged, f"{key} is not staged"
         self.staged.discard(key)
-        pool = self.pool(key[0])
+        pool = self.pool_of(key)
         freed = pool.free_cache.popleft() if victim is None else self.ready.pop(victim)
         pool.free_staging.append(freed)
 
@@ -144,7 +153,7 @@ class SlotTable:
         room = {pool.first: pool.cache_slots for pool in self.pools}
         kept: dict[ExpertKey, int] = {}
         for key, slot in self.ready.items():
-            first = self.pool(key[0]).first
+            first = self.pool_of(key).first
             if key not in self.staged and room[first]:
                 room[first] -= 1
                 kept[key] = slot
@@ -155,7 +164,7 @@ class SlotTable:
             pool.settle(set(kept.values()))
 
     def _free(self, key: ExpertKey, slot: int) -> None:
-        pool = self.pool(key[0])
+        pool = self.pool_of(key)
         if key in self.staged:
             self.staged.discard(key)
             pool.free_staging.append(slot)
@@ -171,34 +180,36 @@ class SlotTable:
         assert not self.ready.keys() & self.inflight.keys(), self.ready.keys() & self.inflight.keys()
         assert self.staged <= self.ready.keys() | self.inflight.keys(), self.staged
         for pool in self.pools:
-            staged = sum(self.pool(key[0]) is pool for key in self.staged)
+            staged = sum(self.pool_of(key) is pool for key in self.staged)
             assert len(pool.free_staging) + staged == pool.staging_slots, (pool.free_staging, self.staged)
         for key, slot in chain(self.ready.items(), self.inflight.items()):
-            assert slot in range(self.pool(key[0]).first, self.pool(key[0]).end), (key, slot)
+            assert slot in range(self.pool_of(key).first, self.pool_of(key).end), (key, slot)
 
 
 class ExpertsAtHand:
-    """The experts of one layer that cost no load, as a set to ask: resident, staged or under way."""
+    """The experts of one layer that cost no load, as a set to ask: resident, staged or under way; of those in `low` a
+    low copy will do."""
 
-    __slots__ = ("_layer", "_table")
+    __slots__ = ("_layer", "_low", "_table")
 
-    def __init__(self, layer: int, table: SlotTable) -> None:
+    def __init__(self, layer: int, table: SlotTable, low: Container[int] = ()) -> None:
         self._layer = layer
         self._table = table
+        self._low = low
 
     def __contains__(self, expert: object) -> bool:
-        key = (self._layer, expert, EXACT)
+        return self._has((self._layer, expert, EXACT)) or (
+            expert in self._low and self._has((self._layer, expert, LOW))
+        )
+
+    def _has(self, key: object) -> bool:
         return key in self._table.ready or key in self._table.inflight
 
 
-class ExpertsUnderWay:
+class ExpertsUnderWay(ExpertsAtHand):
     """Of the experts at hand, those that have to be waited for."""
 
-    __slots__ = ("_layer", "_table")
+    __slots__ = ()
 
-    def __init__(self, layer: int, table: SlotTable) -> None:
-        self._layer = layer
-        self._table = table
-
-    def __contains__(self, expert: object) -> bool:
-        return (self._layer, expert, EXACT) in self._table.inflight
+    def _has(self, key: object) -> bool:
+        return key in self._table.inflight

@@ -1,6 +1,6 @@
 """One step of one layer, decided: from what its router said to what is computed and what is loaded.
 
-    routing -> substitutes -> prefetched in vain: dropped -> statistics -> plan
+    routing -> importance -> substitutes -> left out -> prefetched in vain: dropped -> statistics -> plan
 
 The engine carries a decision out on hardware, the simulator on nothing; both make it here, so a recorded run that is
 replayed gives the same plans.
@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 from smoe.policy.balance import Balance
 from smoe.policy.eviction.base import Eviction
+from smoe.policy.importance import ALL_IMPORTANT, Thresholds, graded, without
 from smoe.policy.plan import LayerPlan
-from smoe.policy.planner import observation, plan_layer
+from smoe.policy.planner import plan_layer
 from smoe.policy.residency import ExpertsAtHand, ExpertsUnderWay, SlotTable
+from smoe.policy.rows import observation
 from smoe.policy.substitution import Selection, applied, substitute
 from smoe.routing import Phase, Routing
 
@@ -31,6 +33,15 @@ class Switches(NamedTuple):
     """In a batch, prefer substitutes that serve several sequences."""
     prefill_keep: str = "last-uses"
     """What decides which experts of a prompt stay (`planner.PREFILL_KEEP`)."""
+    thresholds: Thresholds = ALL_IMPORTANT
+    """What missing experts of little importance come as, where there are low copies."""
+    low_meanwhile: bool = False
+    """A low copy that is here serves an expert that asks for its own copy, which is brought in meanwhile."""
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether `Routing.weights` must be there."""
+        return self.thresholds != ALL_IMPORTANT
 
 
 EXACT_SWITCHES = Switches()
@@ -40,7 +51,7 @@ class Decision(NamedTuple):
     """What becomes of one layer in one step."""
 
     routing: Routing
-    """What is served: the router's choice with the substitutes in it."""
+    """What is served: the router's choice with the substitutes in it, and the index E for what is left out."""
     selection: Selection | None
     """Who was replaced; None where substitution is off, or in a prompt."""
     plan: LayerPlan
@@ -57,21 +68,28 @@ def decide(
 ) -> Decision:
     """Select, learn and plan; `eviction` hears the step, `table` is only read.
 
-    `routing.scores` must be there where `alpha` is above 0, else nothing is replaced. `layer_share` as for
-    `plan_layer`. `drop_stale` is called with what will be served, and frees the staging slots of what was prefetched
-    for this layer and is not wanted after all; `balance` is asked after that. Raises `BudgetError` where not one expert
-    fits.
+    `routing.scores` must be there where `alpha` is above 0, else nothing is replaced; `routing.weights` where
+    thresholds are below 1. `layer_share` as for `plan_layer`. `drop_stale` is called with what will be served, and
+    frees the staging slots of what was prefetched for this layer and is not wanted after all; `balance` is asked after
+    that. Raises `BudgetError` where not one expert fits.
     """
-    selection = None
+    selection, skip = None, frozenset[int]()
+    if switches.needs_weights:
+        routing, skip = graded(routing, switches.thresholds)
+    here = ExpertsAtHand(routing.layer, table, routing.low)
     if switches.alpha > 0 and routing.phase is Phase.DECODE and routing.scores is not None:
-        here, under_way = ExpertsAtHand(routing.layer, table), ExpertsUnderWay(routing.layer, table)
+        under_way = ExpertsUnderWay(routing.layer, table)
         selection = substitute(
             routing, here, switches.alpha, share=switches.share, drop=switches.drop, under_way=under_way
         )
         routing = applied(selection, routing)
+    if skip:
+        routing = without(routing, skip, here)
     if drop_stale is not None and table.staged:
         drop_stale(routing)
     eviction.observe(observation(routing))
     shared = None if balance is None else balance()
-    plan = plan_layer(routing, table, eviction, layer_share, shared, switches.prefill_keep)
+    plan = plan_layer(
+        routing, table, eviction, layer_share, shared, switches.prefill_keep, low_meanwhile=switches.low_meanwhile
+    )
     return Decision(routing, selection, plan)

@@ -28,9 +28,11 @@ from smoe.memory.reading_threads import Ticket
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import DEVICE, LayerPlan
-from smoe.policy.planner import has_prefetch_slots, last_rows, layer_shares, plan_prefetch, real_rows
+from smoe.policy.plan_prefetch import has_prefetch_slots, plan_prefetch
+from smoe.policy.planner import layer_shares
 from smoe.policy.prediction import Moment, Predictor, Sight
 from smoe.policy.residency import SlotTable
+from smoe.policy.rows import last_rows, real_rows
 from smoe.policy.step import Decision, decide
 from smoe.policy.substitution import Selection
 from smoe.policy.trial import Shadow, Trial

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from smoe.expert import LOW
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import layer_share
@@ -23,10 +24,17 @@ class ReplayCounts:
 
     uses: int
     misses: int
+    low_misses: int = 0
+    """Of the misses, those that a low copy was loaded for."""
 
     @property
     def hit_ratio(self) -> float:
         return 1.0 - self.misses / self.uses if self.uses else 1.0
+
+    def penalty(self, low_cost: float) -> float:
+        """What the misses cost in loads of an expert's own copy, a low copy's being `low_cost` (HOBBIT's mixed-precision
+        miss penalty: the ratio of their bits)."""
+        return self.misses - (1.0 - low_cost) * self.low_misses
 
 
 def replay(
@@ -35,22 +43,28 @@ def replay(
     staging_slots: int,
     eviction: Eviction,
     switches: Switches = EXACT_SWITCHES,
+    low_slots: int = 0,
 ) -> ReplayCounts:
     """Serve `trace` from an empty cache; only decode steps are counted, prefill steps warm the cache.
+
+    With `low_slots` cache slots for low copies (and as many staging slots as the others have) `eviction` must rank
+    copies of both formats, and where the thresholds of `switches` are below 1 the trace must have weights.
 
     Slots beyond the trace's needs are harmless. With an `alpha` above 0 (the trace must have scores) missing low-score
     experts are substituted; that the model would then have routed otherwise is not seen. O(steps x experts used).
     """
-    table = SlotTable(PoolSize(cache_slots, staging_slots))
+    low = [PoolSize(low_slots, staging_slots, form=LOW)] if low_slots else []
+    table = SlotTable(PoolSize(cache_slots, staging_slots), *low)
     share = layer_share(cache_slots, len({routing.layer for routing in trace}) or 1)
-    uses = misses = 0
+    uses = misses = low_misses = 0
     for routing in trace:
         plan = decide(routing, table, eviction, share, switches).plan
         if routing.phase is Phase.DECODE:
             uses += len(plan.serves)
             misses += len(plan.loads)
+            low_misses += sum(load.key[2] == LOW for load in plan.loads)
         carry_out(plan, table, eviction)
-    return ReplayCounts(uses, misses)
+    return ReplayCounts(uses, misses, low_misses)
 
 
 def replay_by_layer(

@@ -23,8 +23,9 @@ from smoe.expert import ExpertKey
 from smoe.policy.balance import Balance, Costs
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import DEVICE, LayerPlan, Load, Reason
+from smoe.policy.plan_prefetch import has_prefetch_slots, plan_prefetch
 from smoe.policy.plan_progress import Progress
-from smoe.policy.planner import has_prefetch_slots, layer_share, plan_prefetch
+from smoe.policy.planner import layer_share
 from smoe.policy.prediction import Moment, Predictor, Sight
 from smoe.policy.residency import PoolSize, SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from smoe.errors import ConfigError, DiskSpaceError, TraceError
-from smoe.policy.planner import last_rows
+from smoe.policy.rows import last_rows
 from smoe.routing import Phase, Routing
 from smoe.trace.record import PHASES, TracedLayer, TraceHeader
 from smoe.units import format_bytes
@@ -168,20 +168,21 @@ class Trace:
         self.rows: np.ndarray = np.memmap(path, row, "r", start, (count,)) if count else np.zeros(0, row)
         """[rows] with the fields of `TraceHeader.row`, in the order in which the routers spoke."""
 
-    def routings(self, *, with_scores: bool = False) -> Sequence[Routing]:
+    def routings(self, *, with_scores: bool = False, with_weights: bool = False) -> Sequence[Routing]:
         """The trace as the simulator takes it, one `Routing` for each layer and step, each made when it is asked for.
 
         `with_scores`: choice scores from the logits by each router's own rule, as the engine gives them; imports torch.
+        `with_weights`: routing weights, every row's scaled to sum 1.
         Raises `TraceError` where a layer's rule is not known.
         """
-        return _Routings(self, _rules(self) if with_scores else {})
+        return _Routings(self, _rules(self) if with_scores else {}, with_weights)
 
 
 class _Routings(Sequence[Routing]):
     """Runs of rows with the same step and layer."""
 
-    def __init__(self, trace: Trace, rules: dict[int, ScoringRule]) -> None:
-        self._rows, self._rules = trace.rows, rules
+    def __init__(self, trace: Trace, rules: dict[int, ScoringRule], with_weights: bool) -> None:
+        self._rows, self._rules, self._with_weights = trace.rows, rules, with_weights
         self._layers = {layer.layer: layer for layer in trace.header.layers}
         step, layer = self._rows["step"], self._rows["layer"]
         changes = np.flatnonzero((step[1:] != step[:-1]) | (layer[1:] != layer[:-1])) + 1
@@ -203,6 +204,8 @@ class _Routings(Sequence[Routing]):
         index: list[list[int]] = rows["top_k_index"][:, : layer.top_k].tolist()
         sequences = int(rows["sequence"][-1]) - int(rows["sequence"][0]) + 1
         routing = Routing(layer.layer, phase, layer.experts, index, None, sequences)
+        if self._with_weights:
+            routing = routing._replace(weights=_scaled(rows["top_k_weights"][:, : layer.top_k]))
         return routing._replace(scores=self._scores(layer, routing, rows["router_logits"]))
 
     def _scores(self, layer: TracedLayer, routing: Routing, logits: np.ndarray) -> list[list[float]] | None:
@@ -216,6 +219,13 @@ class _Routings(Sequence[Routing]):
         scores = rule.scores(torch.from_numpy(last[:, : layer.experts].copy()))
         found: list[list[float]] = rule.choice(scores).tolist()
         return found
+
+
+def _scaled(weights: np.ndarray) -> list[list[float]]:
+    """Every row [K] with the sum 1; rows of zeros, of padding, stay."""
+    weights = np.asarray(weights, dtype=np.float64)
+    found: list[list[float]] = (weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-30)).tolist()
+    return found
 
 
 def _rules(trace: Trace) -> dict[int, ScoringRule]:

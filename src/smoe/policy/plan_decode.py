@@ -1,0 +1,113 @@
+"""One layer of a decode step, planned: who is computed in which order, what is loaded into whose slot."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from smoe.errors import BudgetError
+from smoe.expert import EXACT, LOW, ExpertKey
+from smoe.policy.balance import Balance
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.plan import LayerPlan, Load, Promotion, Reason, Serve
+from smoe.policy.residency import SlotTable
+from smoe.routing import Routing
+
+
+def plan_decode(
+    routing: Routing,
+    routes: dict[ExpertKey, tuple[int, ...]],
+    residency: SlotTable,
+    eviction: Eviction,
+    balance: Balance | None,
+) -> LayerPlan:
+    """Resident copies first, then those under way, then the missing ones in the order of their loads."""
+    ready_slots, inflight, staged = residency.ready, residency.inflight, residency.staged
+    ready: list[Serve] = []
+    waiting: list[Serve] = []
+    missing: list[Serve] = []
+    lower: list[Serve] = []
+    """Missing as well: low copies."""
+    wanted_staged: list[ExpertKey] = []
+    for key, positions in routes.items():
+        if key in ready_slots:
+            ready.append(Serve(key, positions, False))
+        elif key in inflight:
+            waiting.append(Serve(key, positions, True))
+        else:
+            (missing if key[2] == EXACT else lower).append(Serve(key, positions, True))
+            continue
+        if key in staged:
+            wanted_staged.append(key)
+    hits = len(ready) + len(waiting)
+    if not missing and not wanted_staged and not lower:
+        return LayerPlan(routing.layer, ready + waiting, [], [], hits, {})
+
+    missing, on_host = (missing, []) if balance is None else balance.split(missing, routing)
+    serves = ready + waiting + missing + lower
+    promotions: list[Promotion] = []
+    loads: list[Load] = []
+    for form, wanted in ((EXACT, missing), (LOW, lower)):
+        kept = [key for key in wanted_staged if key[2] == form]
+        if not wanted and not kept:
+            continue
+        free = deque(residency.pool(routing.layer, form).free_cache)
+        victims = deque(eviction.of(form).victims(max(0, len(wanted) + len(kept) - len(free)), routes))
+        promoted = _promote(kept, free, victims)
+        promotions += promoted
+        loads += _loads(wanted, serves, free, victims, residency, {p.key for p in promoted})
+    return LayerPlan(routing.layer, serves + on_host, loads, promotions, hits, {})
+
+
+def _promote(wanted: Sequence[ExpertKey], free: deque[int], victims: deque[ExpertKey]) -> list[Promotion]:
+    """Keep what a prefetch brought in and the layer wants, as far as cache slots allow; uses up free and victims."""
+    promotions: list[Promotion] = []
+    for key in wanted:
+        if free:
+            free.popleft()
+            promotions.append(Promotion(key, None))
+        elif victims:
+            promotions.append(Promotion(key, victims.popleft()))
+    return promotions
+
+
+def _loads(
+    missing: Sequence[Serve],
+    serves: Sequence[Serve],
+    free: deque[int],
+    victims: deque[ExpertKey],
+    residency: SlotTable,
+    promoted: set[ExpertKey],
+) -> list[Load]:
+    """Slots for the missing experts: free ones, victims, then those of experts computed earlier in this plan."""
+    loads: list[Load] = []
+    slot_of: dict[ExpertKey, int] = {}
+    form = missing[0].key[2] if missing else EXACT
+    here = ((n, serve.key) for n, serve in enumerate(serves) if serve.key[2] == form)
+    reusable = ((n, key) for n, key in here if _in_cache(key, residency, promoted))
+    for serve in missing:
+        if free:
+            slot, victim, after = free.popleft(), None, 0
+        elif victims:
+            victim = victims.popleft()
+            slot, after = residency.ready[victim], 0
+        else:
+            position, victim = next(reusable, (0, None))
+            if victim is None or victim == serve.key:
+                raise BudgetError(
+                    f"layer {serve.key[0]} needs one more expert slot and none of "
+                    f"{residency.pool_of(serve.key).cache_slots} can be freed"
+                )
+            slot = slot_of[victim] if victim in slot_of else _slot(victim, residency)
+            after = position + 1
+        slot_of[serve.key] = slot
+        loads.append(Load(serve.key, slot, victim, True, Reason.DEMAND, after))
+    return loads
+
+
+def _slot(key: ExpertKey, residency: SlotTable) -> int:
+    return residency.ready[key] if key in residency.ready else residency.inflight[key]
+
+
+def _in_cache(key: ExpertKey, residency: SlotTable, promoted: set[ExpertKey]) -> bool:
+    return key not in residency.staged or key in promoted

@@ -1,0 +1,188 @@
+"""One layer of a prompt, planned: every expert once, ascending, streaming through the staging slots; and who stays.
+
+What fits the layer's share of free cache slots stays, the experts that the prompts' last tokens use first; beyond it
+such an expert takes, once it has served, the slot of a resident of its layer that they use less.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from smoe.errors import BudgetError
+from smoe.expert import EXACT, ExpertKey
+from smoe.policy.balance import Balance
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.plan import DEVICE, HOST, LayerPlan, Load, Promotion, Reason, Serve
+from smoe.policy.residency import SlotTable
+from smoe.policy.rows import last_rows
+from smoe.routing import Routing
+
+
+def plan_prefill(
+    routing: Routing,
+    routes: dict[ExpertKey, tuple[int, ...]],
+    residency: SlotTable,
+    eviction: Eviction,
+    layer_share: int,
+    balance: Balance | None,
+    keep: str,
+) -> LayerPlan:
+    """`layer_share`: cache slots for the layer's own copies; low copies have the same share of theirs."""
+    layer, ready, inflight = routing.layer, residency.ready, residency.inflight
+    forms = sorted({key[2] for key in routes})
+    staying = _Staying(set(), {})
+    for form in forms:
+        staying.add(_staying(routing, routes, form, residency, eviction.of(form), layer_share, keep))
+    missing = [key for key in routes if key not in ready and key not in inflight]
+    serves = [Serve(key, positions, key not in ready) for key, positions in routes.items()]
+    if balance is not None:
+        own = {key for key in missing if key[2] == EXACT}
+        serves = _share_with_host(serves, {key for key in own if not staying.has(key)}, len(own), balance)
+    on_host = {serve.key for serve in serves if serve.unit != DEVICE}
+    loaded = [key for key in missing if key not in on_host]
+    promotions = _promotions(serves, residency, staying)
+    passing = [key for key in routes if key not in staying.free and (key in residency.staged or key in loaded)]
+    loads: dict[ExpertKey, Load] = {}
+    spare: dict[int, list[tuple[int, int]]] = {}
+    for form in forms:
+        pool = residency.pool(layer, form)
+        free = deque(pool.free_cache)
+        for _ in (p for p in promotions if p.victim is None and p.key[2] == form):
+            free.popleft()
+        slots = _staging_order(
+            serves, [key for key in passing if key[2] == form], residency, pool.free_staging, staying.instead
+        )
+        for key in (key for key in loaded if key[2] == form):
+            if key in staying.free:
+                loads[key] = Load(key, free.popleft(), None, True, Reason.DEMAND, 0)
+                continue
+            place = next(slots, None)
+            if place is None:
+                raise BudgetError(f"layer {layer} of a prefill needs a staging slot; there are {pool.staging_slots}")
+            loads[key] = Load(key, place[0], None, False, Reason.DEMAND, place[1])
+        spare[pool.first] = list(slots)
+    hits = len(serves) - len(missing)
+    return LayerPlan(layer, serves, [loads[key] for key in loaded], promotions, hits, spare)
+
+
+def _promotions(serves: Sequence[Serve], residency: SlotTable, staying: _Staying) -> list[Promotion]:
+    """What is prefetched stays at once where a slot is free; what takes a resident's, once it has served."""
+    promotions: list[Promotion] = []
+    for computed, serve in enumerate(serves, start=1):
+        if serve.key in staying.instead:
+            promotions.append(Promotion(serve.key, staying.instead[serve.key], computed))
+        elif serve.key in staying.free and serve.key in residency.staged:
+            promotions.append(Promotion(serve.key, None))
+    return promotions
+
+
+class _Staying(NamedTuple):
+    """The experts of a prefill that are resident afterwards and were not before."""
+
+    free: set[ExpertKey]
+    """Those that go to free cache slots."""
+    instead: dict[ExpertKey, ExpertKey]
+    """Those that take the slot of a resident."""
+
+    def has(self, key: ExpertKey) -> bool:
+        return key in self.free or key in self.instead
+
+    def add(self, others: _Staying) -> None:
+        self.free.update(others.free)
+        self.instead.update(others.instead)
+
+
+def _staying(
+    routing: Routing,
+    routes: Mapping[ExpertKey, object],
+    form: int,
+    residency: SlotTable,
+    eviction: Eviction,
+    layer_share: int,
+    keep: str,
+) -> _Staying:
+    """Of the copies in one format. Within the layer's share free slots are filled, first by what the last tokens use
+    most. Then residents of less value give way, if their layer does not want them any more when the newcomer has
+    served: by last uses those of this layer, by the eviction policy any."""
+    layer, ready, staged = routing.layer, residency.ready, residency.staged
+    pool, own = residency.pool(layer, form), residency.pool(layer)
+    share = layer_share if pool is own else max(1, layer_share * pool.cache_slots // own.cache_slots)
+    last_uses = Counter((layer, expert, form) for row in last_rows(routing) for expert in routing.top_k_index[row])
+    newcomers = [key for key in routes if key[2] == form and (key in staged or not residency.is_at_hand(key))]
+    residents = [key for key in ready if key[0] == layer and key[2] == form and key not in staged]
+    room = max(0, min(len(pool.free_cache), share - len(residents)))
+    value: Callable[[ExpertKey], float] = last_uses.__getitem__
+    newcomers.sort(key=lambda key: (-value(key), key))
+    if keep == "eviction":
+        value = eviction.worth
+        newcomers.sort(key=lambda key: -value(key))
+    free, others = set(newcomers[:room]), newcomers[room:]
+    if keep == "eviction":
+        residents = eviction.victims(len(others), ())
+    else:
+        residents.sort(key=lambda key: (value(key), key))
+    return _Staying(free, _pairs(others, residents, routes, value))
+
+
+def _pairs(
+    newcomers: Sequence[ExpertKey],
+    residents: list[ExpertKey],
+    routes: Container[ExpertKey],
+    value: Callable[[ExpertKey], float],
+) -> dict[ExpertKey, ExpertKey]:
+    """Each newcomer, best first, with the least valuable resident that has served before it, or is not used."""
+    instead: dict[ExpertKey, ExpertKey] = {}
+    for key in newcomers:
+        for resident in residents:
+            if value(resident) >= value(key):
+                break
+            if resident not in routes or resident < key:
+                instead[key] = resident
+                residents.remove(resident)
+                break
+    return instead
+
+
+def _share_with_host(serves: list[Serve], passing: Container[ExpertKey], missing: int, balance: Balance) -> list[Serve]:
+    """The CPU computes some of the experts that would only pass through; what stays has to be loaded anyway."""
+    candidates = [serve for serve in serves if serve.key in passing]
+    on_host = balance.split_prompt(candidates, missing - len(candidates))
+    return [serve._replace(unit=HOST) if serve.key in on_host else serve for serve in serves]
+
+
+def _staging_order(
+    serves: Sequence[Serve],
+    passing: Sequence[ExpertKey],
+    residency: SlotTable,
+    free_staging: Iterable[int],
+    instead: Mapping[ExpertKey, ExpertKey],
+) -> Iterator[tuple[int, int]]:
+    """Staging slots in the order in which they come free while `serves` are computed: (slot, serves computed before).
+
+    First the free ones, then, serve by serve, the slot of each expert that only passes through, or that of the resident
+    `instead` of which it stays. Slots handed out here
+    are given to the passing experts that still miss one, in serve order, so the slots that come free later are known
+    too.
+    """
+    handed_out: deque[int] = deque()
+    for slot in free_staging:
+        handed_out.append(slot)
+        yield slot, 0
+    passes = set(passing)
+    for computed, serve in enumerate(serves, start=1):
+        if serve.key not in passes:
+            continue
+        is_staged = serve.key in residency.staged
+        if not is_staged and not handed_out:
+            return  # no slot will ever come free: the caller refuses
+        slot = _slot(serve.key, residency) if is_staged else handed_out.popleft()
+        if serve.key in instead:
+            slot = residency.ready[instead[serve.key]]
+        handed_out.append(slot)
+        yield slot, computed
+
+
+def _slot(key: ExpertKey, residency: SlotTable) -> int:
+    return residency.ready[key] if key in residency.ready else residency.inflight[key]
