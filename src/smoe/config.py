@@ -15,6 +15,8 @@ from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE, BALANCE_ORDER, RECENT
 from smoe.policy.planner import PREFILL_KEEP
 from smoe.policy.registry import (
+    CACHE_RECORDS,
+    MULTIDIMENSIONAL,
     ONLINE_EVICTION,
     ORDERLESS_EVICTION,
     POOLS,
@@ -22,6 +24,8 @@ from smoe.policy.registry import (
     PREFETCH_WHAT,
     SCORED_EVICTION,
     SCORED_PREFETCH,
+    EvictionSettings,
+    are_cache_weights,
 )
 from smoe.units import format_bytes
 
@@ -67,6 +71,7 @@ def max_cpu_isa() -> str:
 CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": DTYPES,
     "eviction": tuple(ONLINE_EVICTION),
+    "cache_records": CACHE_RECORDS,
     "pools": POOLS,
     "prefetch": PREFETCH,
     "prefetch_what": PREFETCH_WHAT,
@@ -97,7 +102,7 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "emulated_expert_bytes": (1, None),
 }
 """The least and the most of the settings that are counted."""
-_NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
+_NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "resident_share": ("a number above 0 and at most 1", lambda value: 0 < value <= 1),
     "dilation": ("a number of at least 1", lambda value: value >= 1),
     "alpha": ("a number from 0 (exact) to 1", lambda value: 0 <= value <= 1),
@@ -105,11 +110,14 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "low_threshold": ("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
     "skip_threshold": ("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
     "turn_timeout_seconds": ("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
+    "cache_weights": ("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
 }
 _OWNERS = (
     ("dilation", "device", EMULATED),
     ("emulated_expert_bytes", "device", EMULATED),
     ("prefetch_depth", "prefetch", STACKED_GATES),
+    ("cache_weights", "eviction", MULTIDIMENSIONAL),
+    ("cache_records", "eviction", MULTIDIMENSIONAL),
 )
 """Settings that would have no effect unless another has this value."""
 SWITCHES = (
@@ -147,7 +155,8 @@ def _is_allowed(setting: str, value: Any) -> bool:
     if setting in LIMITS:
         least, most = LIMITS[setting]
         return isinstance(value, int) and least <= value and (most is None or value <= most)
-    return isinstance(value, (int, float)) and _NUMBERS[setting][1](value)
+    kind = tuple if setting == "cache_weights" else (int, float)
+    return isinstance(value, kind) and _NUMBERS[setting][1](value)
 
 
 DEFAULT_ALPHA = 0.3
@@ -190,6 +199,11 @@ class EngineConfig:
     """Which resident expert is forgotten first; auto: by whichever of several rules misses least at present."""
     score_window: int = 64
     """For the eviction `score`: steps before the present one over which scores are averaged (the papers' n)."""
+    cache_weights: tuple[float, ...] | None = None
+    """For the eviction `multidimensional`: what last use (lru), uses (lfu), uses in high precision (lhu) and distance
+    of the layer (fld) count; None: what `smoe tune --cache` has found for this model, else the usual."""
+    cache_records: str | None = None
+    """For the eviction `multidimensional`: whose uses count, this sequence's (the default) or all since the start."""
     pools: str = "global"
     """Whose slots a layer may take: anybody's, or those of its own share."""
     prefetch: str = "auto"
@@ -279,6 +293,11 @@ class EngineConfig:
     def has_low(self) -> bool:
         """Whether there are low copies."""
         return self.low_precision != "none"
+
+    @property
+    def eviction_settings(self) -> EvictionSettings:
+        """What an eviction policy is made from."""
+        return EvictionSettings(self.eviction, self.pools, self.score_window, self.cache_weights, self.cache_records)
 
     @property
     def lossy(self) -> list[str]:

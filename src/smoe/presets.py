@@ -26,7 +26,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "smoe-exact": {"eviction": "score", "prefetch": "auto", "balance": "auto"},
     "hobbit": {
-        "eviction": "lfu",
+        "eviction": "multidimensional",
         "prefetch": "stacked-gates",
         "low_precision": "int4",
         "low_threshold": 0.6,

@@ -15,6 +15,8 @@ OPTIONS = {field.name for field in fields(EngineOptions)}
 GIVEN = {
     "alpha_as_priced": ("false", False),
     "balance_order": ("tokens", "tokens"),
+    "cache_records": ("model", "model"),
+    "cache_weights": ("0.4, 0.3,0.2,0.1", (0.4, 0.3, 0.2, 0.1)),
     "dense_precision": ("dtype", "dtype"),
     "dilation": ("2.5", 2.5),
     "direct_io": ("off", "off"),
@@ -49,7 +51,8 @@ def test_values_have_their_type(name: str) -> None:
     assert settings_of([f"{name.replace('_', '-')}={text}"]) == {name: value}
     device = "emulated" if name in ("dilation", "emulated_expert_bytes") else None
     prefetch = "stacked-gates" if name == "prefetch_depth" else None
-    config = EngineOptions(settings=[f"{name}={text}"], device=device, prefetch=prefetch).config()
+    eviction = "multidimensional" if name.startswith("cache_") else None
+    config = EngineOptions(settings=[f"{name}={text}"], device=device, prefetch=prefetch, eviction=eviction).config()
     assert getattr(config, name) == value
 
 
@@ -77,6 +80,10 @@ def test_a_predictor_and_how_far_it_looks_are_given_together() -> None:
         (["prefetch_depth=17"], "from 1 to 16"),
         (["io_threads=99999"], "from 1 to 64"),
         (["emulated_expert_bytes=9"], "`emulated_expert_bytes` is '9', which has no unit"),
+        (["cache_weights=1,0,0"], "must be four numbers of at least 0 whose sum is 1"),
+        (["cache_weights=1,a,0,0"], "`cache_weights` is '1,a,0,0'; it must be four numbers"),
+        (["cache_weights=1,0,0,0"], "belongs to `eviction` multidimensional"),
+        (["cache_records=model"], "belongs to `eviction` multidimensional"),
         (["dilation=5"], "belongs to `device` emulated"),
         (["prefetch_depth=3"], "belongs to `prefetch` stacked-gates"),
         (["prefill_keep=never"], "choose one of: last-uses, eviction"),

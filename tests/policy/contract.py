@@ -7,6 +7,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,6 +58,11 @@ def make(name: str, events: Sequence[Event]) -> tuple[Eviction, set[ExpertKey]]:
     """A policy that has lived through `events`, and its residents."""
     future = [event for event in events if isinstance(event, Routing)]
     eviction = EVICTION[name](future) if name == "belady" else EVICTION[name]()
+    return eviction, lived_through(eviction, events)
+
+
+def lived_through(eviction: Eviction, events: Sequence[Event]) -> set[ExpertKey]:
+    """Tell a policy of `events`; its residents afterwards."""
     resident: set[ExpertKey] = set()
     for event in events:
         if isinstance(event, Routing):
@@ -67,11 +73,13 @@ def make(name: str, events: Sequence[Event]) -> tuple[Eviction, set[ExpertKey]]:
         else:
             eviction.remove(event[1])
             resident.remove(event[1])
-    return eviction, resident
+    return resident
 
 
 class EvictionContract:
     """Inherit, and parametrise `name`."""
+
+    make = staticmethod(make)
 
     @given(events=histories(), shield=shield, count=st.integers(0, 15))
     def test_victims_are_residents_outside_the_shield(
@@ -80,7 +88,7 @@ class EvictionContract:
         """Would catch: a victim that this layer is using, one that is not there, one named twice, too many or too
         few.
         """
-        eviction, resident = make(name, events)
+        eviction, resident = self.make(name, events)
         victims = eviction.victims(count, shield)
         assert eviction.residents() == resident
         assert len(victims) == len(set(victims))
@@ -89,7 +97,7 @@ class EvictionContract:
 
     @given(events=histories(), shield=shield)
     def test_asking_changes_nothing(self, name: str, events: list[Event], shield: set[ExpertKey]) -> None:
-        eviction, _ = make(name, events)
+        eviction, _ = self.make(name, events)
         before = pickle.dumps(eviction)
         first = eviction.victims(5, shield)
         assert eviction.victims(5, shield) == first
@@ -98,43 +106,45 @@ class EvictionContract:
     @given(events=histories(), shield=shield)
     def test_fewer_victims_are_a_prefix_of_more(self, name: str, events: list[Event], shield: set[ExpertKey]) -> None:
         """One order for every count: would catch a rank that depends on how many are asked for."""
-        eviction, _ = make(name, events)
+        eviction, _ = self.make(name, events)
         everyone = eviction.victims(len(COPIES), shield)
         for count in range(len(everyone)):
             assert eviction.victims(count, shield) == everyone[:count]
 
     @given(events=histories(), shield=shield)
     def test_the_shield_leaves_the_order_alone(self, name: str, events: list[Event], shield: set[ExpertKey]) -> None:
-        eviction, _ = make(name, events)
+        eviction, _ = self.make(name, events)
         everyone = eviction.victims(len(COPIES), ())
         assert eviction.victims(len(COPIES), shield) == [key for key in everyone if key not in shield]
 
     @given(used=st.sets(st.integers(0, EXPERTS - 1), min_size=1), seed=st.randoms())
     def test_ties_break_by_layer_and_expert(self, name: str, used: set[int], seed: object) -> None:
         """Copies with the same history come out ascending, in whatever order the step named them."""
+        if name == "random":
+            pytest.skip("its lots never tie")
         named = sorted(used)
         seed.shuffle(named)  # type: ignore[attr-defined]
         step = Routing(1, Phase.DECODE, EXPERTS, [named])
-        eviction, _ = make(name, [*(("insert", (1, expert, EXACT)) for expert in sorted(used)), step, step])
+        eviction, _ = self.make(name, [*(("insert", (1, expert, EXACT)) for expert in sorted(used)), step, step])
         assert eviction.victims(EXPERTS, ()) == [(1, expert, EXACT) for expert in sorted(used)]
 
     @given(events=histories())
     def test_same_history_same_order(self, name: str, events: list[Event]) -> None:
         """Would catch an order that comes from hashing or from the clock."""
-        first, second = make(name, events)[0], make(name, events)[0]
+        first, second = self.make(name, events)[0], self.make(name, events)[0]
         assert first.victims(len(COPIES), ()) == second.victims(len(COPIES), ())
 
     def test_padding_is_no_use(self, name: str) -> None:
         """The index E means no expert; would catch statistics of an expert that does not exist."""
         step = Routing(0, Phase.DECODE, EXPERTS, [[EXPERTS, 1]])
         events: list[Event] = [("insert", (0, 0, EXACT)), ("insert", (0, 1, EXACT)), step]
-        eviction, resident = make(name, events)
+        eviction, resident = self.make(name, events)
         assert set(eviction.victims(10, ())) == resident
 
     @given(events=histories())
     def test_worth_agrees_with_victims(self, name: str, events: list[Event]) -> None:
         """A resident that goes first is worth no more than one that stays; a circle of swaps."""
-        eviction, _ = make(name, events)
+        eviction, _ = self.make(name, events)
         worth = [eviction.worth(key) for key in eviction.victims(len(COPIES), ())]
         assert worth == sorted(worth)
         assert [eviction.worth(key) for key in COPIES] == [eviction.worth(key) for key in COPIES]

@@ -14,7 +14,7 @@ from smoe.policy.eviction.auto import RULES, Adaptive
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.score import WINDOW
-from smoe.policy.registry import make_eviction, make_pools
+from smoe.policy.registry import EvictionSettings, make_eviction, make_pools
 from smoe.policy.rows import observation
 from smoe.routing import Phase, Routing
 from smoe.simulator.replay import replay
@@ -224,10 +224,13 @@ def test_plain_counts_put_off_are_the_counts() -> None:
 
 
 def test_where_everything_fits_nothing_is_learned() -> None:
-    assert isinstance(make_pools("auto", "global", 96, LAYERS, 96), LRU)
-    assert isinstance(make_pools("auto", "global", 95, LAYERS, 96), Adaptive)
+    assert isinstance(make_pools(EvictionSettings("auto"), 96, LAYERS, 96), LRU)
+    assert isinstance(make_pools(EvictionSettings("auto"), 95, LAYERS, 96), Adaptive)
 
 
 def test_every_layer_may_have_a_pool_of_its_own() -> None:
-    counts = replay(stream(drifting), 40, 2, make_pools("auto", "layer", 40, LAYERS, 96))
-    assert counts.misses < 0.5 * replay(stream(drifting), 40, 2, make_pools("lfu", "layer", 40, LAYERS)).misses
+    counts = replay(stream(drifting), 40, 2, make_pools(EvictionSettings("auto", "layer"), 40, LAYERS, 96))
+    assert (
+        counts.misses
+        < 0.5 * replay(stream(drifting), 40, 2, make_pools(EvictionSettings("lfu", "layer"), 40, LAYERS)).misses
+    )

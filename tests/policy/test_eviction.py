@@ -24,7 +24,7 @@ class TestContract(EvictionContract):
 
 
 def test_the_policies_we_know_are_registered() -> None:
-    assert set(EVICTION) >= {"auto", "lru", "lfu", "score", "belady"}
+    assert set(EVICTION) >= {"auto", "lru", "lfu", "score", "multidimensional", "random", "belady"}
 
 
 class ListLRU:
@@ -168,10 +168,11 @@ def test_used_copies_are_sorted_unique_and_real() -> None:
 
 
 def test_unknown_policies_are_refused_with_a_list() -> None:
-    with pytest.raises(ConfigError, match=r"`eviction` is .random.; choose one of: auto, lru"):
-        make_eviction("random")
-    with pytest.raises(ConfigError, match="simulator"):
-        make_eviction("belady")
+    with pytest.raises(ConfigError, match=r"`eviction` is .fifo.; choose one of: auto, lru"):
+        make_eviction("fifo")
+    for name in EVICTION.keys() - ONLINE_EVICTION.keys():
+        with pytest.raises(ConfigError, match=rf"\({name} .*simulator"):
+            make_eviction(name)
 
 
 def test_policies_are_fresh_and_named() -> None:

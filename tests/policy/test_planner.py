@@ -15,7 +15,14 @@ from smoe.policy.plan import HOST, LayerPlan, Load, Reason
 from smoe.policy.plan_prefetch import plan_prefetch, spare_slots
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import PREFILL_KEEP, layer_shares, plan_layer, routes_by_key
-from smoe.policy.registry import ONLINE_EVICTION, ORDERLESS_EVICTION, POOLS, make_eviction, make_eviction_for
+from smoe.policy.registry import (
+    ONLINE_EVICTION,
+    ORDERLESS_EVICTION,
+    POOLS,
+    EvictionSettings,
+    make_eviction,
+    make_eviction_for,
+)
 from smoe.policy.residency import PoolSize, SlotPool, SlotTable
 from smoe.policy.rows import observation
 from smoe.routing import Phase, Routing
@@ -167,7 +174,7 @@ def test_any_sequence_over_slots_of_two_sizes(
 ) -> None:
     """Would catch an expert that is given a slot of another size, as a victim's, a prefetch's or a promotion's."""
     sizes = [PoolSize(cache[0], staging[0], (1,)), PoolSize(cache[1], staging[1], (0, 2))]
-    eviction = make_eviction_for(name, pools, sizes, dict.fromkeys(range(LAYERS), EXPERTS))
+    eviction = make_eviction_for(EvictionSettings(name, pools), sizes, dict.fromkeys(range(LAYERS), EXPERTS))
     run_on(Executor(SlotTable(*sizes), eviction), steps, True, keep)
 
 

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smoe.expert import EXACT, ExpertKey
+from smoe.expert import EXACT, LOW, ExpertKey
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.eviction.lfu import LFU
 from smoe.policy.eviction.lru import LRU
-from smoe.policy.eviction.pools import LayerPools, SizePools
+from smoe.policy.eviction.pools import FormPools, LayerPools, SizePools
 from smoe.policy.planner import layer_share
-from smoe.policy.registry import ONLINE_EVICTION, make_eviction, make_pools
+from smoe.policy.registry import (
+    EVICTION,
+    ONLINE_EVICTION,
+    EvictionSettings,
+    make_eviction,
+    make_eviction_for,
+    make_pools,
+)
+from smoe.policy.residency import PoolSize
 from smoe.routing import Phase, Routing
 from smoe.simulator.replay import replay, replay_by_layer
+from tests.policy.contract import Event, EvictionContract, lived_through
 
 LAYERS, EXPERTS = 3, 8
 USES = st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1)), min_size=1, max_size=80)
@@ -62,7 +76,7 @@ def test_full_pools_are_caches_of_their_own(uses: list[tuple[int, int]]) -> None
     trace = [*prompt, *(Routing(layer, Phase.DECODE, EXPERTS, [[expert]]) for layer, expert in uses)]
     slots = share * LAYERS
     assert layer_share(slots, LAYERS) == share
-    ours = replay(trace, slots, 2, make_pools("lru", "layer", slots, LAYERS))
+    ours = replay(trace, slots, 2, make_pools(EvictionSettings("lru", "layer"), slots, LAYERS))
     assert ours == replay_by_layer(trace, slots, 2, lambda part: make_eviction("lru"))
 
 
@@ -84,3 +98,83 @@ def test_slots_of_another_size_are_nobody_s_victims(
     assert pools.residents() == residents
     assert len(set(victims)) == len(victims) == min(count, len(fitting - shield))
     assert set(victims) <= fitting - shield
+
+
+def in_form_pools(name: str, events: Sequence[Event]) -> tuple[Eviction, set[ExpertKey]]:
+    """What `make` makes, behind the pools of two formats."""
+    future = [event for event in events if isinstance(event, Routing)]
+    pools = FormPools({form: EVICTION[name](*([future] if name == "belady" else [])) for form in (EXACT, LOW)})
+    return pools, lived_through(pools, events)
+
+
+@pytest.mark.parametrize("name", sorted(EVICTION))
+class TestFormContract(EvictionContract):
+    """The contract, for every policy behind the pools of two formats."""
+
+    make = staticmethod(in_form_pools)
+
+
+_FORMS = st.sampled_from([EXACT, LOW])
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1)),
+        st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1), _FORMS),
+    ),
+    max_size=60,
+)
+"""Two numbers: a use; three: a copy that comes, or that leaves where it is there."""
+
+
+@given(EVENTS, st.integers(0, 30), st.sets(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, 7), _FORMS)), _FORMS)
+def test_each_format_is_ranked_as_by_a_policy_of_its_own(
+    events: list[tuple[int, ...]], count: int, shield: set[ExpertKey], form: int
+) -> None:
+    """Real keys in and out; would catch a victim of another format, a shield that is not understood."""
+    pools, alone = FormPools({EXACT: LRU(), LOW: LFU()}), {EXACT: LRU(), LOW: LFU()}
+    residents: set[ExpertKey] = set()
+    for event in events:
+        if len(event) == 2:
+            routing = Routing(event[0], Phase.DECODE, EXPERTS, [[event[1]]])
+            for policy in (pools, *alone.values()):
+                policy.observe(routing)
+            continue
+        key = (event[0], event[1], event[2])
+        exact = (event[0], event[1], EXACT)
+        if key in residents:
+            pools.remove(key)
+            alone[key[2]].remove(exact)
+        else:
+            pools.insert(key)
+            alone[key[2]].insert(exact)
+        residents ^= {key}
+    assert pools.residents() == residents
+    part = pools.of(form)
+    assert part.residents() == {key for key in residents if key[2] == form}
+    shielded = {(layer, expert, EXACT) for layer, expert, of in shield if of == form}
+    expected = [(layer, expert, form) for layer, expert, _ in alone[form].victims(count, shielded)]
+    assert part.victims(count, shield) == expected
+    assert pools.victims(count, shield) == pools.of(EXACT).victims(count, shield)
+    for layer, expert, _ in shielded:
+        assert part.worth((layer, expert, form)) == alone[form].worth((layer, expert, EXACT))
+        assert pools.worth((layer, expert, form)) == part.worth((layer, expert, form))
+
+
+def test_a_policy_for_each_format_where_there_are_low_slots() -> None:
+    experts = dict.fromkeys(range(LAYERS), EXPERTS)
+    exact = [PoolSize(4, 2, (0, 1)), PoolSize(3, 2, (2,))]
+    plain = make_eviction_for(EvictionSettings("lru"), exact, experts)
+    assert isinstance(plain, SizePools)
+    both = make_eviction_for(EvictionSettings("lru"), [*exact, PoolSize(5, 2, (0, 1, 2), LOW)], experts)
+    assert isinstance(both, FormPools)
+    for key in ((0, 1, EXACT), (0, 1, LOW), (2, 3, EXACT), (2, 4, LOW)):
+        both.insert(key)
+    both.observe(Routing(2, Phase.DECODE, EXPERTS, [[0]]))
+    assert both.of(LOW).victims(9, ()) == [(0, 1, LOW), (2, 4, LOW)]
+    assert both.of(EXACT).victims(9, ()) == [(2, 3, EXACT)], "only slots that layer 2's experts fit"
+    assert both.rule == "lru"
+
+
+def test_auto_is_plain_where_all_of_a_format_fit() -> None:
+    sizes = [PoolSize(4, 2), PoolSize(LAYERS * EXPERTS, 2, (), LOW)]
+    pools = make_eviction_for(EvictionSettings("auto"), sizes, dict.fromkeys(range(LAYERS), EXPERTS))
+    assert pools.rule == "fading, lru"

@@ -66,7 +66,7 @@ def events(counters: Counters) -> tuple[int, ...]:
     )
 
 
-@pytest.mark.parametrize("eviction", ["lru", "lfu", "auto"])
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "auto", "multidimensional"])
 @pytest.mark.parametrize("budget", ["full", "half", "fifth", "minimum"])
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
 def test_replay_counts_what_the_engine_counted(

@@ -11,7 +11,7 @@ import typer
 
 from smoe.cli.options import Debug, Json
 from smoe.errors import ConfigError
-from smoe.policy.registry import EVICTION, POOLS, SCORED_EVICTION, make_eviction
+from smoe.policy.registry import EVICTION, POOLS, SCORED_EVICTION
 from smoe.presets import configure
 from smoe.routing import Phase, Routing
 from smoe.units import parse_bytes, parse_share
@@ -220,9 +220,7 @@ def _slots(header: TraceHeader, slots: int | None, resident: str | None, pools: 
 
 
 def _policy(name: str, future: Sequence[Routing]) -> Eviction:
-    """A policy by name; the offline one is told the future."""
+    """A policy by name; the one that knows the future is told it."""
     from smoe.policy.rows import observation
 
-    if name == "belady":
-        return EVICTION[name](observation(routing) for routing in future)
-    return make_eviction(name)
+    return EVICTION[name](*([map(observation, future)] if name == "belady" else []))

@@ -22,6 +22,8 @@ OPTION_OF = {
 SETTABLE: dict[str, str] = {
     "alpha_as_priced": "Take the alpha that the model was priced for, where it has one.",
     "balance_order": "Which experts are loaded first where the CPU computes others.",
+    "cache_records": "With --eviction multidimensional: count uses in this sequence, or all.",
+    "cache_weights": "With --eviction multidimensional: lru, lfu, lhu, fld: 0.4,0.3,0.2,0.1.",
     "dense_precision": "Quantised weights beside the experts: kept as stored, or in --dtype.",
     "dilation": "With --device emulated: how much slower than reported it really runs.",
     "direct_io": "Bypass the page cache; auto: unless free RAM holds the whole model.",
@@ -43,6 +45,8 @@ SETTABLE: dict[str, str] = {
 }
 """Settings without an option, and what they mean in a line."""
 _LEFT_OUT = {
+    "cache_records": "sequence",
+    "cache_weights": "what smoe tune --cache has found for the model, else the usual",
     "dilation": "as this machine needs",
     "emulated_expert_bytes": "the model's own",
     "prefetch_depth": str(DEFAULT_PREFETCH_DEPTH),
@@ -104,6 +108,8 @@ def _value(name: str, kind: str, text: str) -> Any:
     try:
         if "bool" in kind:
             return _TRUTH[text.lower()]
+        if "tuple" in kind:
+            return tuple(float(part) for part in text.split(","))
         if "int" in kind:
             return int(text)
         return float(text) if "float" in kind else text

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from smoe.errors import ConfigError
+from smoe.expert import EXACT
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.belady import Belady
 from smoe.policy.eviction.lfu import LFU
 from smoe.policy.eviction.lru import LRU
-from smoe.policy.eviction.pools import LayerPools, SizePools
+from smoe.policy.eviction.pools import FormPools, LayerPools, SizePools
 from smoe.policy.residency import PoolSize
 
 
@@ -20,23 +22,52 @@ def _score(window: int | None = None) -> Eviction:
     return ScoreWindow(WINDOW if window is None else window)
 
 
+def _multidimensional(weights: Sequence[float] | None = None, records: str | None = None) -> Eviction:
+    from smoe.policy.eviction.multidimensional import WEIGHTS, Multidimensional  # NumPy, as above
+
+    return Multidimensional(weights or WEIGHTS, of_sequence=records != "model")
+
+
+def _random() -> Eviction:
+    from smoe.policy.eviction.random_choice import RandomChoice  # NumPy, as above
+
+    return RandomChoice()
+
+
 def _adaptive() -> Eviction:
     from smoe.policy.eviction.auto import Adaptive  # NumPy, as above
 
     return Adaptive()
 
 
-ONLINE_EVICTION: dict[str, Callable[[], Eviction]] = {"auto": _adaptive, "lru": LRU, "lfu": LFU, "score": _score}
+MULTIDIMENSIONAL = "multidimensional"
+"""The one that combines four others (HOBBIT)."""
+
+ONLINE_EVICTION: dict[str, Callable[[], Eviction]] = {
+    "auto": _adaptive,
+    "lru": LRU,
+    "lfu": LFU,
+    "score": _score,
+    MULTIDIMENSIONAL: _multidimensional,
+}
 """Policies that can serve live requests."""
 
 SCORED_EVICTION = ("score",)
 """Of these, the ones that need every expert's score."""
 
-ORDERLESS_EVICTION = ("auto", "score")
+ORDERLESS_EVICTION = ("auto", "score", MULTIDIMENSIONAL)
 """Of these, the ones that rank by what the routers said alone, whatever order loads arrive in."""
 
-EVICTION: dict[str, Callable[..., Eviction]] = {**ONLINE_EVICTION, "belady": Belady}
-"""All policies, the offline ones (that need the future) included: for the simulator."""
+EVICTION: dict[str, Callable[..., Eviction]] = {**ONLINE_EVICTION, "random": _random, "belady": Belady}
+"""All policies, with those that only serve comparisons in the simulator."""
+
+_OFFLINE = {"random": "is what others are compared with", "belady": "needs the future"}
+
+CACHE_RECORDS = ("sequence", "model")
+"""What the multidimensional cache counts: the uses in this sequence, or all since the model was loaded."""
+
+_ROUNDING = 1e-3
+"""By which such weights may fail to sum to 1: people write 0.33."""
 
 PREFETCH = ("auto", "none", "next-gate", "look-ahead", "stacked-gates")
 """Predictors for later layers in decode: nothing; the next layer's router applied to this layer's input; its attention
@@ -54,48 +85,69 @@ POOLS = ("global", "layer")
 """One pool of slots for all layers, or a share for each."""
 
 
-def make_eviction_for(
-    name: str,
-    pools: str,
-    sizes: Sequence[PoolSize],
-    experts: Mapping[int, int],
-    score_window: int | None = None,
-) -> Eviction:
-    """A fresh online eviction policy over slots of these `sizes`; `experts` has the number of each layer's."""
+def are_cache_weights(values: Sequence[float]) -> bool:
+    """Whether these can be the weights of the multidimensional cache: four, none negative, together 1."""
+    are_numbers = all(isinstance(value, (int, float)) and value >= 0 for value in values)
+    return len(values) == 4 and are_numbers and abs(sum(values) - 1) < _ROUNDING
+
+
+class EvictionSettings(NamedTuple):
+    """The settings of `EngineConfig` that an eviction policy is made from; None: the usual."""
+
+    name: str
+    pools: str = "global"
+    score_window: int | None = None
+    cache_weights: Sequence[float] | None = None
+    cache_records: str | None = None
+
+
+def make_eviction_for(wanted: EvictionSettings, sizes: Sequence[PoolSize], experts: Mapping[int, int]) -> Eviction:
+    """A fresh online eviction policy over slots of these `sizes`; `experts` has the number of each layer's.
+
+    Where some slots hold low copies, there is a policy for each format.
+    """
+    forms = sorted({size.form for size in sizes})
+    of_form = {form: _make_sizes(wanted, [size for size in sizes if size.form == form], experts) for form in forms}
+    return of_form[EXACT] if forms == [EXACT] else FormPools(of_form)
+
+
+def _make_sizes(wanted: EvictionSettings, sizes: Sequence[PoolSize], experts: Mapping[int, int]) -> Eviction:
+    """For slots of one format."""
     if len(sizes) == 1:
-        return make_pools(name, pools, sizes[0].cache, len(experts), sum(experts.values()), score_window)
+        return make_pools(wanted, sizes[0].cache, len(experts), sum(experts.values()))
     by_layer: dict[int, Eviction] = {}
     for size in sizes:
         count = sum(experts[layer] for layer in size.layers)
-        policy = make_pools(name, pools, size.cache, len(size.layers), count, score_window)
-        by_layer |= dict.fromkeys(size.layers, policy)
+        by_layer |= dict.fromkeys(size.layers, make_pools(wanted, size.cache, len(size.layers), count))
     return SizePools(by_layer)
 
 
-def make_pools(
-    name: str,
-    pools: str,
-    cache_slots: int,
-    layers: int,
-    experts: int | None = None,
-    score_window: int | None = None,
-) -> Eviction:
+def make_pools(wanted: EvictionSettings, cache_slots: int, layers: int, experts: int | None = None) -> Eviction:
     """A fresh online eviction policy over `cache_slots` slots of one size, of `layers` layers.
 
     Where all the layers' `experts` fit, nobody is ever forgotten: `auto` is then the policy that costs least.
     """
-    if name == "auto" and experts is not None and cache_slots >= experts:
+    if wanted.name == "auto" and experts is not None and cache_slots >= experts:
         return LRU()
-    if pools == "global":
-        return make_eviction(name, score_window)
-    return LayerPools(partial(make_eviction, name, score_window), max(1, cache_slots // layers))
+    if wanted.pools == "global":
+        return _make(wanted)
+    return LayerPools(partial(_make, wanted), max(1, cache_slots // layers))
 
 
-def make_eviction(name: str, score_window: int | None = None) -> Eviction:
-    """A fresh online eviction policy by name; `score_window` is for the one that has one (None: the usual)."""
+def make_eviction(name: str) -> Eviction:
+    """A fresh online eviction policy by name, with the usual settings."""
+    return _make(EvictionSettings(name))
+
+
+def _make(wanted: EvictionSettings) -> Eviction:
+    name = wanted.name
     if name not in ONLINE_EVICTION:
         known = ", ".join(ONLINE_EVICTION)
-        hint = " (belady needs the future: use it in the simulator)" if name == "belady" else ""
+        hint = f" ({name} {_OFFLINE[name]}: use it in the simulator)" if name in _OFFLINE else ""
         message = f"`eviction` is {name!r}{hint}; choose one of: {known}"
         raise ConfigError(message, setting="eviction", given=name, allowed=known)
-    return _score(score_window) if name == "score" else ONLINE_EVICTION[name]()
+    if name == "score":
+        return _score(wanted.score_window)
+    if name == MULTIDIMENSIONAL:
+        return _multidimensional(wanted.cache_weights, wanted.cache_records)
+    return ONLINE_EVICTION[name]()

@@ -150,7 +150,7 @@ class Engine:
         """A new eviction policy, as configured, with no history."""
         config, ledger = self.config, self.ledger
         experts = {layer: held.experts for layer, held in self.store.layers.items()}
-        return make_eviction_for(config.eviction, config.pools, ledger.pools, experts, config.score_window)
+        return make_eviction_for(config.eviction_settings, ledger.pools, experts)
 
     def wait_ready(self) -> None:
         """Wait until the operating system has backed all slots; only measurements need to."""

@@ -61,8 +61,8 @@ class LayerExecutor:
         upgrades: bool = False,
     ) -> None:
         """`upgrades`: whether idle time of the disk, or the link, brings in what low copies serve. `balancer` says
-        which missing experts the CPU computes (None: none); `trial` whether prefetching in decode pays at present (None: it
-        always does)."""
+        which missing experts the CPU computes (None: none); `trial` whether prefetching in decode pays at present
+        (None: it always does)."""
         self.compute = compute
         self.arrivals = compute.arrivals
         self.table: SlotTable = self.arrivals.table

@@ -22,6 +22,7 @@ import numpy as np
 
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.base import Eviction
+from smoe.policy.eviction.ranked import lowest, lowest_residents
 from smoe.policy.eviction.score import WINDOW
 from smoe.routing import Phase, Routing
 
@@ -52,8 +53,6 @@ MARGIN = 0.01
 """Another rule must miss less by this share to take the lead."""
 _UNCOUNTED = 4096
 """Steps of a layer whose plain counts may be put off."""
-_SORTED = 128
-"""So many residents are sorted faster than searched."""
 
 
 class Adaptive(Eviction):
@@ -138,16 +137,7 @@ class Adaptive(Eviction):
         self._remember(layer, used, steps)
 
     def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
-        values, resident, width = self._values[self._leader], self._is_resident, self._width
-        held = int(np.count_nonzero(resident))
-        asked = min(count, held)
-        while asked > 0:
-            places = (divmod(place, width) for place in _lowest(values, resident, asked).tolist())
-            found = [key for key in ((*place, EXACT) for place in places) if key not in shield]
-            if len(found) >= count or asked == held:
-                return found[:count]
-            asked = min(held, 2 * asked + len(RULES))
-        return []
+        return lowest_residents(self._values[self._leader], self._is_resident, self._width, count, shield)
 
     def worth(self, key: ExpertKey) -> float:
         """By the leader's rule; 0 for a layer or an expert that was never heard of."""
@@ -248,7 +238,7 @@ class _Trial:
             others = self._slots - (len(used) - missing)
             surplus = min(others, others + len(used) - self._slots)
             if surplus > 0:
-                shadow[_lowest(values[rule], shadow, surplus)] = False
+                shadow[lowest(values[rule], shadow, surplus)] = False
             shadow[used[: self._slots]] = True
 
     def is_over(self, step: int) -> bool:
@@ -271,14 +261,3 @@ def _spread(old: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
     new = np.zeros(size, dtype=old.dtype)
     new[place] = old
     return new
-
-
-def _lowest(values: np.ndarray, among: np.ndarray, count: int) -> np.ndarray:
-    """The places of the `count` lowest of `values` where `among` is true, lowest first, the first of equals first."""
-    places = among.nonzero()[0]
-    left = values.take(places)
-    if len(places) > _SORTED:
-        bound = np.partition(left, count - 1)[count - 1]
-        low = (left <= bound).nonzero()[0]
-        places, left = places[low], left[low]
-    return places[left.argsort(kind="stable")[:count]]

@@ -1,7 +1,8 @@
-"""Slots in several pools, each with an eviction policy of its own: by layer, or by the size of the slots.
+"""Slots in several pools, each with an eviction policy of its own: by layer, by the size of the slots, or by the format
+of the copies in them.
 
-Pools by size are no choice: an expert can only have a slot that it fits. Pools by layer are one (`pools` layer), so
-that no layer starves another: in one global pool a layer whose experts score alike, or are used in turn, loses its
+Pools by size or format are no choice: a copy can only have a slot that it fits. Pools by layer are one (`pools` layer),
+so that no layer starves another: in one global pool a layer whose experts score alike, or are used in turn, loses its
 slots to the others. There every layer has an equal share. A layer that has it gives up its own experts; one that has
 less takes from those that have more, the fullest first.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 
-from smoe.expert import ExpertKey
+from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.base import Eviction
 from smoe.routing import Routing
 
@@ -118,3 +119,92 @@ class SizePools(Eviction):
 
     def worth(self, key: ExpertKey) -> float:
         return self._pools[key[0]].worth(key)
+
+
+class FormPools(Eviction):
+    """A policy of its own for the copies of each format. Each hears every routing; none ever sees a format: to a policy
+    all its residents are exact."""
+
+    name = "form pools"
+
+    def __init__(self, policies: Mapping[int, Eviction]) -> None:
+        """`policies`: by format."""
+        self._pools = {form: _OneForm(policy, form) for form, policy in policies.items()}
+
+    @property
+    def rule(self) -> str:
+        """Those of the formats, each once."""
+        return ", ".join(dict.fromkeys(pool.rule for pool in self._pools.values()))
+
+    def insert(self, key: ExpertKey) -> None:
+        self._pools[key[2]].insert(key)
+
+    def remove(self, key: ExpertKey) -> None:
+        self._pools[key[2]].remove(key)
+
+    def residents(self) -> set[ExpertKey]:
+        return set().union(*(pool.residents() for pool in self._pools.values()))
+
+    def observe(self, routing: Routing) -> None:
+        for pool in self._pools.values():
+            pool.observe(routing)
+
+    def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
+        """Copies of the experts' own format; those of others are asked of `of`."""
+        return self._pools[EXACT].victims(count, shield)
+
+    def of(self, form: int) -> Eviction:
+        return self._pools[form]
+
+    def worth(self, key: ExpertKey) -> float:
+        """Comparable among copies of one format."""
+        return self._pools[key[2]].worth(key)
+
+
+class _OneForm(Eviction):
+    """What ranks the copies of one format, by a policy that takes them for exact ones."""
+
+    name = "one form"
+
+    def __init__(self, policy: Eviction, form: int) -> None:
+        self._policy = policy
+        self._form = form
+
+    @property
+    def rule(self) -> str:
+        return self._policy.rule
+
+    def insert(self, key: ExpertKey) -> None:
+        self._policy.insert(_with_form(key, EXACT))
+
+    def remove(self, key: ExpertKey) -> None:
+        self._policy.remove(_with_form(key, EXACT))
+
+    def residents(self) -> set[ExpertKey]:
+        return {_with_form(key, self._form) for key in self._policy.residents()}
+
+    def observe(self, routing: Routing) -> None:
+        self._policy.observe(routing)
+
+    def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
+        shown = shield if self._form == EXACT else _ShieldOf(self._form, shield)
+        return [_with_form(key, self._form) for key in self._policy.victims(count, shown)]
+
+    def worth(self, key: ExpertKey) -> float:
+        return self._policy.worth(_with_form(key, EXACT))
+
+
+class _ShieldOf:
+    """The copies of one format in a shield, as exact ones."""
+
+    def __init__(self, form: int, shield: Container[ExpertKey]) -> None:
+        self._form = form
+        self._shield = shield
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, tuple), key
+        return (key[0], key[1], self._form) in self._shield
+
+
+def _with_form(key: ExpertKey, form: int) -> ExpertKey:
+    return (key[0], key[1], form)

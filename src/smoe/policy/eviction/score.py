@@ -8,13 +8,11 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from math import inf
+from collections.abc import Sequence
 
 import numpy as np
 
-from smoe.expert import EXACT, ExpertKey
-from smoe.policy.eviction.base import Eviction
+from smoe.policy.eviction.ranked import Ranked
 from smoe.routing import Phase, Routing
 
 WINDOW = 64
@@ -24,29 +22,16 @@ _UNIT = 2.0**40
 """A score of 1 in whole numbers: finer than the router's own fp32, and a window of thousands of steps fits."""
 
 
-class ScoreWindow(Eviction):
+class ScoreWindow(Ranked):
     """One global pool: scores are shares of their layer's sum, so layers can be compared. O(L x E) a question."""
 
     name = "score"
 
     def __init__(self, window: int = WINDOW) -> None:
         assert window >= 0, window
+        super().__init__(numbers=1)
         self._steps = window + 1
         self._layers: dict[int, _Layer] = {}
-        self._means = np.zeros((0, 0))
-        """[L, E] mean scores of all experts."""
-        self._is_resident = np.zeros((0, 0), dtype=bool)
-
-    def insert(self, key: ExpertKey) -> None:
-        self._fit(key[0], key[1] + 1)
-        self._is_resident[key[0], key[1]] = True
-
-    def remove(self, key: ExpertKey) -> None:
-        self._is_resident[key[0], key[1]] = False
-
-    def residents(self) -> set[ExpertKey]:
-        layers, experts = self._is_resident.nonzero()
-        return {(layer, expert, EXACT) for layer, expert in zip(layers.tolist(), experts.tolist(), strict=True)}
 
     def observe(self, routing: Routing) -> None:
         number, experts = routing.layer, routing.experts
@@ -62,35 +47,11 @@ class ScoreWindow(Eviction):
         else:
             for row in rows[-self._steps :]:  # a prompt's tokens are steps one after the other
                 layer.add([row])
-        layer.put_means(self._means[number, :experts])
+        layer.put_means(self._numbers[0, number, :experts])
 
-    def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
-        found: list[ExpertKey] = []
-        if count <= 0 or not self._means.size:
-            return found
-        candidates = np.where(self._is_resident, self._means, inf).reshape(-1)
-        width = self._means.shape[1]
-        while len(found) < count:
-            place = int(candidates.argmin())  # the first of equals: ties break by (layer, expert)
-            if candidates[place] == inf:
-                break
-            candidates[place] = inf
-            key = (place // width, place % width, EXACT)
-            if key not in shield:
-                found.append(key)
-        return found
-
-    def worth(self, key: ExpertKey) -> float:
-        layers, width = self._means.shape
-        return float(self._means[key[0], key[1]]) if key[0] < layers and key[1] < width else 0.0
-
-    def _fit(self, layer: int, experts: int) -> None:
-        """Make room for a layer and an expert seen for the first time."""
-        layers, width = self._means.shape
-        if layer < layers and experts <= width:
-            return
-        more = ((0, max(0, layer + 1 - layers)), (0, max(0, experts - width)))
-        self._means, self._is_resident = np.pad(self._means, more), np.pad(self._is_resident, more)
+    def _values(self) -> np.ndarray:
+        means: np.ndarray = self._numbers[0]
+        return means
 
 
 def _as_scores(routing: Routing) -> list[list[float]]:

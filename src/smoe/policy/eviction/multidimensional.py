@@ -1,0 +1,94 @@
+"""HOBBIT's sequence-level multidimensional cache (arXiv 2411.01433, section 3.4, equation 3).
+
+The priority of an expert t is a weighted sum of four numbers between 0 and 1, and the lowest goes first:
+
+    w_lru R / T  +  w_lfu F / T  +  w_lhu H / T  +  w_fld (1 - ((l_t - l_i + l_n) % l_n) / l_n)
+
+    T    tokens of the sequence so far             R    number of the token that last used the expert
+    F    steps that used it                        H    those of them in which it was asked for in high precision
+    l_t  its layer, l_i the layer whose router     l_n  layers, up to the last that has experts
+         has spoken last
+
+Experts of layers that come soon are kept (FLD, the farthest layer distance), and those that are asked for in high
+precision, because they cost most to bring in again (LHU). R, F, H and T begin anew with every prompt, for what a
+sequence prefers is not what the model prefers. The paper leaves the weights to a search on recorded traces:
+`smoe tune --cache` is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+import numpy as np
+
+from smoe.policy.eviction.ranked import Ranked
+from smoe.routing import Phase, Routing
+
+WEIGHTS = (0.25, 0.25, 0.25, 0.25)
+"""(lru, lfu, lhu, fld) of a model that nobody has fitted them for."""
+
+_USES, _HIGH_USES, _RECORDED = range(3)
+"""F and H of every expert, and w_lru R + w_lfu F + w_lhu H, which only a use of it changes."""
+
+
+class Multidimensional(Ranked):
+    """By last use, uses, uses in high precision and distance of the layer. A prompt's tokens are steps one after the
+    other; a step of a batch is one token."""
+
+    name = "multidimensional"
+
+    def __init__(self, weights: Sequence[float] = WEIGHTS, of_sequence: bool = True) -> None:
+        """`of_sequence`: records begin anew with every prompt; else they are of all since the model was loaded."""
+        assert len(weights) == 4, weights
+        super().__init__(numbers=3)
+        self._weights = weights
+        self._near = np.zeros((0, 0))
+        """[l_i, l_t] the last term of the sum."""
+        self._of_sequence = of_sequence
+        self._tokens = 0
+        """T"""
+        self._layer = 0
+        """l_i"""
+        self._phase: Phase | None = None
+        """Of the routing heard last."""
+
+    def observe(self, routing: Routing) -> None:
+        layer, experts, phase, rows = routing.layer, routing.experts, routing.phase, routing.top_k_index
+        self._fit(layer, experts)
+        if phase is Phase.DECODE:
+            steps = [[e for e in (rows[0] if len(rows) == 1 else sorted(set().union(*rows))) if e != experts]]
+        else:
+            steps = [[e for e in row if e != experts] for row in rows]
+        if phase is not self._phase or layer <= self._layer:  # a pass over the layers begins
+            if phase is not self._phase and phase is Phase.PREFILL and self._of_sequence:
+                self._numbers[:] = 0.0
+                self._tokens = 0
+            self._tokens += len(steps)
+        self._layer, self._phase = layer, phase
+        for token, used in enumerate(steps, start=self._tokens - len(steps) + 1):
+            self._record(layer, used, routing.low, token)
+
+    def _record(self, layer: int, used: list[int], low: Set[int], token: int) -> None:
+        """One token used these experts of a layer, but for `low` ones in high precision."""
+        places = np.array(used, dtype=np.intp)
+        of_last_use, of_uses, of_high_uses, _ = self._weights
+        uses = self._numbers[_USES, layer]
+        high_uses = self._numbers[_HIGH_USES, layer]
+        used_times = uses[places] + 1.0
+        used_high = high_uses[places] + ([e not in low for e in used] if low else 1.0)
+        uses[places] = used_times
+        high_uses[places] = used_high
+        self._numbers[_RECORDED, layer][places] = of_last_use * token + of_uses * used_times + of_high_uses * used_high
+
+    def _values(self) -> np.ndarray:
+        values: np.ndarray = self._numbers[_RECORDED] / max(1, self._tokens)
+        values += self._near[self._layer, :, None]
+        return values
+
+    def _fit(self, layer: int, experts: int) -> bool:
+        grew = super()._fit(layer, experts)
+        if grew:
+            ahead = np.arange(len(self._is_resident))
+            distances = (ahead[None, :] - ahead[:, None]) % len(ahead)  # [l_i, l_t]
+            self._near = self._weights[3] * (1.0 - distances / len(ahead))
+        return grew
