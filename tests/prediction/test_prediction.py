@@ -49,10 +49,10 @@ def test_rows_of_a_batch_are_ranked_together(toy: Callable[..., Path], open_mode
     logits = torch.zeros(3, zoo.EXPERTS)
     index = torch.tensor([[0, 7], [2, 6], [7, 1]])
     weights = torch.tensor([[0.2, 0.8], [0.5, 0.5], [0.9, 0.1]])
-    assert gate.ranked(1, (logits, weights, index)) == [7, 2, 6, 0, 1]
-    assert gate.ranked(1, (index, weights, logits)) == [7, 2, 6, 0, 1], "granitemoe's order"
-    assert gate.ranked(1, (logits, weights, index), [0, 1]) == [7, 2, 6, 0], "the third row belongs to nobody"
-    assert gate.ranked(1, (logits, weights[:1].flip(1), index[:1].flip(1))) == [7, 0]
+    assert gate.named(1, (logits, weights, index)).experts == [7, 2, 6, 0, 1]
+    assert gate.named(1, (index, weights, logits)).experts == [7, 2, 6, 0, 1], "granitemoe's order"
+    assert gate.named(1, (logits, weights, index), [0, 1]).experts == [7, 2, 6, 0], "the third row belongs to nobody"
+    assert gate.named(1, (logits, weights[:1].flip(1), index[:1].flip(1))).experts == [7, 0]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe", "dots1", "minimax_m2", "qwen3_moe"])

@@ -103,6 +103,7 @@ class LayerExecutor:
         self.substitution = substitution
         for predictor in self._hearing:
             predictor.alpha = substitution.switches.alpha
+            predictor.thresholds = substitution.switches.thresholds
 
     @contextmanager
     def by_low_copies(self) -> Iterator[None]:
