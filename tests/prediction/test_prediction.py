@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from smoe.memory.movers import HostMover, SlotMover
 from smoe.models.scoring import in_order
-from smoe.policy.prediction import Sight
+from smoe.policy.prediction import Prediction, Sight
 from smoe.policy.trial import Shadow
 from smoe.prediction.next_gate import NextGate
 from smoe.routing import Phase
@@ -66,7 +66,7 @@ def test_the_best_come_first(rows: int, family: str, toy: Callable[..., Path], o
     for layer, after in gate._following.items():
         if after in model.offload.anatomy.gates:
             _, weights, index = in_order(modules[model.offload.anatomy.gates[after]](hidden))
-            assert gate.predict(Sight(layer, hidden)) == ((after, by_hand(index, weights.float())),)
+            assert gate.predict(Sight(layer, hidden)) == (Prediction(after, by_hand(index, weights.float())),)
             asked += 1
     assert asked or not model.offload.anatomy.gates
 

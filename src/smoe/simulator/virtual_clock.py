@@ -150,7 +150,8 @@ class VirtualClock:
         predictor: Predictor | None = None,
         low_slots: int = 0,
     ) -> None:
-        """`low_slots`: cache slots for low copies; `eviction` must then rank both. `balance` is one of `policy.balance.BALANCERS`; None: all that is missing is loaded. Needs `times.host`."""
+        """`low_slots`: cache slots for low copies; `eviction` must then rank both. `balance` is one of
+        `policy.balance.BALANCERS`; None: all that is missing is loaded. Needs `times.host`."""
         assert balance is None or times.host is not None
         self.result = Timed()
         low = [PoolSize(low_slots, staging_slots, form=LOW)] if low_slots else []
