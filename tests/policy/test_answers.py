@@ -272,6 +272,23 @@ def test_the_queue_counts_only_where_something_is_loaded() -> None:
     assert (chosen.served, chosen.seconds) == ({0: LOW}, 0.0)
 
 
+def test_behind_a_queue_even_a_low_load_is_not_worth_it() -> None:
+    """5 s of queue; 10 s a nat: 3 s for nobody, 1 + 1 s for the low copy if the queue did not count, 7 s with it."""
+    missing = [Missing(0, [Route(0, 0, 1.0)])]
+    price = LayerPrices(low=0.1, substitute=9.0, skip=0.3)
+    assert choose(missing, AnswerCosts(4.0, 1.0, under_way=5.0), price, 10.0, 2).served == {}
+    assert choose(missing, AnswerCosts(4.0, 1.0), price, 10.0, 2).served == {0: LOW}
+
+
+def test_of_two_alike_one_hides_behind_the_cpu() -> None:
+    """The CPU's 2 s hide one low load and no more: no price per expert would tell the two light ones apart."""
+    missing = [Missing(expert, [Route(0, expert, weight)]) for expert, weight in enumerate([0.25, 0.25, 0.75])]
+    chosen = choose(missing, AnswerCosts(4.0, 2.0, 2.0), LayerPrices(0.125, 1.0, 1.0), 16.0, 8)
+    assert sorted(chosen.served.values(), key=str) == [HOST, LOW]
+    assert len(chosen.replacements) == 1
+    assert (chosen.seconds, chosen.nats) == (2.0, 0.0625 + 0.0078125)
+
+
 @pytest.mark.parametrize("host", [None, 1.0])
 def test_the_only_expert_of_a_token_stays(host: float | None) -> None:
     """k = 1, and quality costs nothing: whatever serves is the cheapest way to keep one."""
