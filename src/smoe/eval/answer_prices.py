@@ -70,12 +70,12 @@ class AnswerPrices:
     """What was measured."""
 
     table: PriceTable
-    errors: dict[int, LayerPrices]
-    """Standard errors of the table's coefficients, by layer."""
+    errors: PriceTable
+    """Standard errors of the table's figures."""
     rounding: dict[int, float]
     """Nats a token that a change in the last bits of a layer sets off; taken off what was measured."""
     tokens: int
-    """Of text, all passes together."""
+    """Of text."""
     has_low: bool
     """Whether there were low copies to measure; if not, they are priced like leaving out."""
 
@@ -83,7 +83,7 @@ class AnswerPrices:
 def measure(
     model: PreTrainedModel, ids: Sequence[int], tick: Callable[[int], None], trials: int = TRIALS, seed: int = 0
 ) -> AnswerPrices:
-    """The prices of a model that serves exactly (alpha 0), on the text `ids`; `tick` hears how many passes are done.
+    """The prices of a model's answers on the text `ids`; `tick` hears how many passes are done.
 
     Raises `ConfigError` where a step has no room for two rows, or the text is too short, and `UnsupportedModelError`
     for a model without a known router's rule, or whose output head is not the last thing that makes its logits.
@@ -99,19 +99,18 @@ def measure(
     rows, width = shape_of(engine, ids)
     plan, shown = _schedule(engine, trials), dict[Trial, Shown]()
     generator = torch.Generator().manual_seed(seed)
-    for number, begin in enumerate(range(0, len(plan), rows - 1)):
-        window = _window(ids, number, width)
-        row_trials = plan[begin : begin + rows - 1]
-        answering = _Answering(row_trials, generator)
+    passes = range(0, len(plan), rows - 1)
+    for number, begin in enumerate(passes):
+        answering = _Answering(plan[begin : begin + rows - 1], generator)
         with answered_by(engine, answering):
-            nats = _divergences(model, window, len(row_trials) + 1)
-        for n, trial in enumerate(row_trials):
+            nats = _divergences(model, _window(ids, number, width), 1 + len(answering.trials))
+        for n, trial in enumerate(answering.trials):
             kept = shown.setdefault(trial, Shown())
             kept.nats.append(nats[n])
             kept.units.append(answering.units[n])
             kept.changes.append(answering.changes[n])
         tick(1)
-    return _priced(engine, shown, width, passes_of(engine, ids, trials) * width)
+    return _priced(engine, shown, width, min(len(ids), len(passes) * width))
 
 
 def shape_of(engine: Engine, ids: Sequence[int]) -> tuple[int, int]:
@@ -149,21 +148,21 @@ class _Answering:
     """The stand-in of one pass: carries out its trials, and keeps what each changes in its layer."""
 
     def __init__(self, trials: Sequence[Trial], generator: torch.Generator) -> None:
-        self._trials = trials
+        self.trials = trials
         self._generator = generator
         self.units = [0.0] * len(trials)
         self.changes = [0.0] * len(trials)
 
     def __call__(self, experts: LayerExperts) -> torch.Tensor:
         heard = experts.heard
-        mine = [n for n, trial in enumerate(self._trials, start=1) if trial.layer == heard.layer]
+        mine = [n for n, trial in enumerate(self.trials, start=1) if trial.layer == heard.layer]
         if not mine:
             return as_routed(experts)
         width = len(heard.top_k_index) // heard.sequences
         index, weights = heard.top_k_index.clone(), heard.top_k_weights.clone()
         is_low = torch.zeros_like(index, dtype=torch.bool)
         for n in mine:
-            answer, row = self._trials[n - 1].answer, slice(n * width, (n + 1) * width)
+            answer, row = self.trials[n - 1].answer, slice(n * width, (n + 1) * width)
             if answer is not None:
                 assert experts.scored is not None
                 routes = _Routes(index[row], weights[row], is_low[row])
@@ -172,21 +171,19 @@ class _Answering:
         output = _output(experts, index, weights, is_low)
         exact = output[:width].float()
         for n in mine:
-            row = output[n * width : (n + 1) * width]
-            if self._trials[n - 1].answer is None:
-                row.copy_(_in_last_bits(row, self._generator))
-            self.changes[n - 1] = float((row.float() - exact).square().sum())
+            outcome = output[n * width : (n + 1) * width]
+            if self.trials[n - 1].answer is None:
+                outcome.copy_(_in_last_bits(outcome, self._generator))
+            self.changes[n - 1] = float((outcome.float() - exact).square().sum())
         return output
 
 
 def _output(experts: LayerExperts, index: torch.Tensor, weights: torch.Tensor, is_low: torch.Tensor) -> torch.Tensor:
     """Each route by the copy that it is for."""
-    none = int(experts.scored.scores.shape[-1]) if experts.scored is not None else 0
     if not bool(is_low.any()):
         return experts.own(index, weights)
-    return experts.own(index.masked_fill(is_low, none), weights) + experts.low(
-        index.masked_fill(~is_low, none), weights
-    )
+    own, low = (index.masked_fill(others, experts.no_expert) for others in (is_low, ~is_low))
+    return experts.own(own, weights) + experts.low(low, weights)
 
 
 def _in_last_bits(output: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -306,7 +303,7 @@ def _priced(engine: Engine, shown: dict[Trial, Shown], width: int, tokens: int) 
             low, low_error = part * skip, part * skip_error
         layers[layer] = LayerPrices(low, substitute, skip)
         errors[layer] = LayerPrices(low_error, substitute_error, skip_error)
-    return AnswerPrices(PriceTable(layers), errors, rounding, tokens, has_low)
+    return AnswerPrices(PriceTable(layers), PriceTable(errors), rounding, tokens, has_low)
 
 
 def _per_unit(shown: Shown) -> float:

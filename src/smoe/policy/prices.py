@@ -1,5 +1,5 @@
-"""What each lossy answer to a miss costs in quality: nats of divergence of the next tokens' distributions, all together,
-which is by how much the cross-entropy of a text is expected to rise.
+"""What each lossy answer to a miss costs in quality: nats by which the distributions of this and later next tokens
+diverge, all together, and by which the cross-entropy of a text is expected to rise.
 
 Prices of different routes and layers add up. They are measured on text, once for a model, and kept beside it as a
 table; how they follow from a route is written in one place, `LayerPrices.price`.

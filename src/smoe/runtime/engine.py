@@ -42,8 +42,7 @@ from smoe.units import format_bytes, identifier
 
 
 class Engine:
-    """The offloading runtime of one model: budget, slots, threads. Close it, or use it as a context manager, to free
-    them."""
+    """The offloading runtime of one model: budget, slots, threads. Close it, or use it in a `with`, to free them."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ import torch
 
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.observer import Routed
-from smoe.runtime.rerouting import Scored
+from smoe.runtime.rerouting import EXACTLY, Scored
 
 if TYPE_CHECKING:
     from smoe.runtime.engine import Engine
@@ -30,6 +30,11 @@ class LayerExperts(NamedTuple):
     """[T, H]"""
     scored: Scored | None
     """None where nobody listens to the router."""
+
+    @property
+    def no_expert(self) -> int:
+        """The index E."""
+        return self.executor.compute.store.layers[self.heard.layer].experts
 
     def own(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """[T, H] of the model's own copies; top_k_index [T, K], the index E for no expert."""
@@ -55,9 +60,14 @@ def as_routed(experts: LayerExperts) -> torch.Tensor:
 
 @contextmanager
 def answered_by(engine: Engine, stand_in: StandIn) -> Iterator[None]:
-    """Inside, `stand_in` says what the experts of every layer give; observers hear that as their output."""
-    before, engine.stand_in = engine.stand_in, stand_in
+    """Inside, `stand_in` says what the experts of every layer give, and nothing else is replaced or left out; observers
+    hear that as their output."""
+    executor = engine.executor
+    before, substitution = engine.stand_in, executor.substitution
+    engine.stand_in = stand_in
+    executor.substitute_by(EXACTLY)
     try:
         yield
     finally:
         engine.stand_in = before
+        executor.substitute_by(substitution)
