@@ -26,7 +26,7 @@ def test_prices_by_hand() -> None:
         Answer.HIGH: 0.0,
         Answer.HOST: 0.0,
         Answer.LOW: 0.25,
-        Answer.SUBSTITUTE: 0.625,
+        Answer.SUBSTITUTE: 0.78125,
         Answer.SKIP: 1.0,
     }
     assert {answer for answer in Answer if prices.price(answer, 1.0, 1.0) == 0.0} == EXACT_ANSWERS

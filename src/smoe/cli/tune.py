@@ -26,6 +26,8 @@ smoe tune ./my-moe --memory 8GiB --max-perplexity-increase 1% --text mine.txt
 
 smoe generate ./my-moe --memory 8GiB --preset smoe -p "..."     (uses what was found)
 
+smoe tune ./my-moe --memory 8GiB --prices --text mine.txt
+
 smoe eval ./my-moe --memory 8GiB says what a threshold costs in full.
 """
 
@@ -44,6 +46,9 @@ def command(
     max_perplexity_increase: Annotated[
         str | None, typer.Option(help="Price that must be kept, such as 1%: finds the largest threshold within it.")
     ] = None,
+    prices: Annotated[
+        bool, typer.Option("--prices", help="Measure what each answer to a missing expert costs, by layer.")
+    ] = False,
     text: Annotated[Path | None, typer.Option(help="Text to measure on: .txt or .jsonl. Default: stories.")] = None,
     tokens: Annotated[
         int | None, typer.Option(help="With --max-perplexity-increase: tokens of the text, at most. \\[default: 2000]")
@@ -66,9 +71,18 @@ def command(
     With --max-perplexity-increase: price every threshold as `smoe eval` does, and name the largest whose perplexity
     rises by no more, at the upper bound of its interval of 95 %. It is remembered for this model wherever as many
     experts are resident, or more; --preset smoe uses it.
+
+    With --prices: measure what it costs to leave an expert out, to put a resident one in its place, or, with low
+    copies, to compute its low copy: in nats, by layer. The table is remembered for this model.
     """
     from smoe.units import parse_seconds, parse_share
 
+    if prices:
+        _refuse_beside_prices(tpot=tpot, max_perplexity_increase=max_perplexity_increase, tokens=tokens, out=out)
+        from smoe.cli.answer_prices import price_answers
+
+        price_answers(model, engine, text, json)
+        return
     if max_perplexity_increase is not None:
         if tpot is not None:
             message = "--tpot and --max-perplexity-increase both choose alpha; give one of them"
@@ -92,6 +106,15 @@ def command(
         _tune(model, substituting(engine), engine.revision, text, budget, json)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; nothing was kept") from None
+
+
+def _refuse_beside_prices(**others: Any) -> None:
+    """Raise `ConfigError` where something is given that --prices does not look at."""
+    for name, value in others.items():
+        if value is not None:
+            given = str(value)
+            message = f"--{name.replace('_', '-')} {given} and --prices are two measurements; give one of them"
+            raise ConfigError(message, setting=name, given=given, allowed="only without `prices`")
 
 
 def _price(

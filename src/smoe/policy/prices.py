@@ -1,4 +1,5 @@
-"""What each lossy answer to a miss costs in quality: nats by which the next token's cross-entropy is expected to rise.
+"""What each lossy answer to a miss costs in quality: nats by which the distributions of this and later next tokens
+diverge, all together, and by which the cross-entropy of a text is expected to rise.
 
 Prices of different routes and layers add up. They are measured on text, once for a model, and kept beside it as a
 table; how they follow from a route is written in one place, `LayerPrices.price`.
@@ -38,18 +39,22 @@ class LayerPrices(NamedTuple):
 
     low: float
     substitute: float
+    """For a substitute of no weight of its own."""
     skip: float
+    """Of a route that is left out, the weights of the others as they were."""
 
     def price(self, answer: Answer, weight: float, gap: float = 0.0) -> float:
         """Nats, of one route with so much of its token's routing weight (0 to 1).
 
         What leaving an expert out, or rounding it, changes in the layer's output is proportional to its weight, and
-        small changes raise the cross-entropy by their square. `gap` is the part of the expert's choice score that the
-        substitute's falls short of it (0 to 1).
+        the divergence of the next token's distribution to the change's square. A substitute, which weighs what its own
+        score gives it, is a second change, unlike the first: experts of like score are no more alike than others
+        (docs/log.md). `gap` is the part of the expert's choice score that the substitute's falls short of it (0 to 1).
         """
         squared = weight * weight
         if answer is _SUBSTITUTE:
-            return self.substitute * (1.0 + gap) * squared
+            kept = 1.0 - gap
+            return self.substitute * (1.0 + kept * kept) * squared
         if answer is _SKIP:
             return self.skip * squared
         return self.low * squared if answer is _LOW else 0.0
