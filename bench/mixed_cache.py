@@ -19,7 +19,7 @@ from typing import Any
 
 from smoe import __version__
 from smoe.policy.eviction.multidimensional import WEIGHTS
-from smoe.policy.importance import Thresholds, graded
+from smoe.policy.importance import Thresholds, graded, least_unimportance
 from smoe.policy.registry import CACHE_RECORDS
 from smoe.policy.step import Switches
 from smoe.routing import Phase, Routing
@@ -44,7 +44,9 @@ def main() -> None:
     header = traces[0].header
     whole = [list(trace.routings(with_scores=True, with_weights=True)) for trace in traces]
     halves = [list(range(first, len(traces), 2)) for first in (0, 1)]
-    thresholds = Thresholds(options.low_threshold, options.skip_threshold)
+    thresholds = Thresholds(*map(float, options.thresholds.split(",")))
+    if options.grades is not None:
+        thresholds = _thresholds_for(whole, *(float(part) / 100 for part in options.grades.split(",")))
     result: dict[str, Any] = {
         "smoe": __version__,
         "model": header.model,
@@ -99,14 +101,21 @@ def _grades(traces: Sequence[Sequence[Routing]], thresholds: Thresholds) -> list
     return [round(part / uses, 4) for part in (uses - low, low - skip, skip)]
 
 
+def _thresholds_for(traces: Sequence[Sequence[Routing]], high: float, low: float) -> Thresholds:
+    """Thresholds by which such shares of all uses in decode steps ask for high and for low precision."""
+    decode = (routing for trace in traces for routing in trace if routing.phase is Phase.DECODE)
+    values = sorted(value for routing in decode for value in least_unimportance(routing).values())
+    return Thresholds(values[int(high * (len(values) - 1))], values[int((high + low) * (len(values) - 1))])
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("traces", type=Path, nargs="+", help="of one model")
     parser.add_argument("--shares", default="20,40", help="sizes of the high cache in percent of all experts")
     parser.add_argument("--low-share", type=float, default=0.15, help="of the slots' bytes, those of low copies")
     parser.add_argument("--low-cost", type=float, default=4.5 / 16, help="of a low copy: int4 with scales beside bf16")
-    parser.add_argument("--low-threshold", type=float, default=0.6, help="T1 of the paper")
-    parser.add_argument("--skip-threshold", type=float, default=0.9, help="T2")
+    parser.add_argument("--thresholds", default="0.6,0.9", help="T1 and T2 of the paper")
+    parser.add_argument("--grades", help="instead: percent of uses in high and in low precision, such as 67,30")
     parser.add_argument("--fitted", type=int, default=150, help="passes of each trace that weights are fitted on")
     parser.add_argument("--out", type=Path, help="the result as a file, too")
     return parser.parse_args()
