@@ -5,6 +5,7 @@ It is never needed: where it cannot be written, what was measured is shown and n
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -40,6 +41,21 @@ def check_writable() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
+
+
+def of_model(kind: str, folder: Path) -> Path:
+    """Where something about the model in `folder` is kept; `kind` names the sort of thing."""
+    key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    return cache_folder() / kind / f"{key}.json"
+
+
+def kept(path: Path, form: int) -> dict[str, Any] | None:
+    """What was kept in a file under the number `format`, without it; None where there is nothing of that format."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf8"))
+    except (OSError, ValueError):
+        return None
+    return stored if isinstance(stored, dict) and stored.pop("format", None) == form else None
 
 
 def keep(path: Path, content: dict[str, Any]) -> Path:

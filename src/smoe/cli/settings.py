@@ -85,7 +85,7 @@ def settings_of(given: Sequence[str]) -> dict[str, Any]:
             raise _refusal(text, f"--set {name}: it has an option of its own, use {option_of(name)}")
         if name in found:
             raise _refusal(text, f"--set gives {name} twice, {found[name]!r} and {value!r}; leave one out")
-        found[name] = _value(name, known[name], value.strip())
+        found[name] = value_of(name, known[name], value.strip())
     return found
 
 
@@ -101,8 +101,8 @@ def _closest(name: str, known: Iterable[str]) -> str:
     return f"the closest name is {get_close_matches(name, SETTABLE, n=1, cutoff=0.0)[0]};"
 
 
-def _value(name: str, kind: str, text: str) -> Any:
-    """The text as what the setting's annotation says."""
+def value_of(name: str, kind: str, text: str) -> Any:
+    """The text as what a setting's annotation, `kind`, says. Raises `ConfigError` where it is none."""
     if name.endswith("_bytes"):
         return parse_bytes(text, name)
     try:
@@ -130,13 +130,16 @@ def described() -> list[dict[str, str]]:
             "name": name,
             "meaning": meaning,
             "allowed": "a size, such as 9MiB" if name.endswith("_bytes") else allowed_of(name),
-            "default": _LEFT_OUT[name] if defaults[name] is None else _in_words(defaults[name]),
+            "default": _LEFT_OUT[name] if defaults[name] is None else in_words(defaults[name]),
         }
         for name, meaning in SETTABLE.items()
     ]
 
 
-def _in_words(value: Any) -> str:
+def in_words(value: Any) -> str:
+    """A setting's value as it is given on the command line."""
+    if isinstance(value, tuple):
+        return ",".join(f"{part:.3g}" for part in value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -16,6 +16,7 @@ from smoe.config import EMULATED, EngineConfig
 from smoe.errors import ConfigError
 from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble
+from smoe.load.importance_profile import thresholds_by
 from smoe.load.priced_alpha import threshold_of
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.process_memory import note_start
@@ -101,14 +102,19 @@ def load(
         checkpoint = whole_checkpoint(model, revision)
         spec = spec_of_whole(checkpoint, spec, config)
         experts = checkpoint.experts(spec)
+    reasons: dict[str, str] = {}
+    if config.precision_shares is not None:
+        thresholds, why = thresholds_by(checkpoint.place, config)
+        low, skip = thresholds
+        config = replace(config, low_threshold=low, skip_threshold=skip, precision_shares=None)
+        reasons["low_threshold"] = f"and none beyond {skip:g}: {why}"
     by_form = {EXACT: experts} if spec.low is None else {EXACT: experts, LOW: checkpoint.experts(spec.low)}
     stores = {form: open_store(checkpoint, spec, of, device) for form, of in by_form.items()}
     ledger, reason = make_ledger(spec, config, device, stores[EXACT])
     if on_ledger is not None:
         on_ledger(ledger)
-    alpha_reason = None
     if config.alpha_as_priced:
-        alpha, alpha_reason = threshold_of(checkpoint.place, ledger.resident_share)
+        alpha, reasons["alpha"] = threshold_of(checkpoint.place, ledger.resident_share)
         config = replace(config, alpha=alpha, alpha_as_priced=False)
     forget_peak(device)
     arena = Arena(ledger.sizes, device)
@@ -122,7 +128,7 @@ def load(
             pacing = Emulation(
                 profile, config.dilation, layer_bytes, stores[EXACT].expert_bytes, config.emulated_expert_bytes
             )
-        budget = Budget(ledger, reason, alpha_reason)
+        budget = Budget(ledger, reason, reasons)
         return assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
     except BaseException:
         arena.close()

@@ -7,14 +7,12 @@ it was measured, and for larger ones; with fewer in memory more is replaced, at 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from smoe.config import DEFAULT_ALPHA
-from smoe.user_cache import cache_folder, keep
+from smoe.user_cache import keep, kept, of_model
 
 FILE_NAME = "smoe-alpha.json"
 """In a model's folder."""
@@ -73,15 +71,11 @@ def as_json(priced: PricedAlpha) -> dict[str, Any]:
 def _read(path: Path) -> PricedAlpha | None:
     """None where there is no such file, or none that this version understands."""
     try:
-        stored = json.loads(path.read_text(encoding="utf8"))
-        if stored.pop("format", None) != _FORMAT:
-            return None
-        priced = PricedAlpha(**stored)
+        priced = PricedAlpha(**(kept(path, _FORMAT) or {}))
         return priced if 0 <= priced.alpha <= 1 else None
-    except (OSError, ValueError, TypeError, AttributeError):
+    except TypeError:
         return None
 
 
 def _own_path(folder: Path) -> Path:
-    key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-    return cache_folder() / "priced" / f"{key}.json"
+    return of_model("priced", folder)
