@@ -6,7 +6,6 @@ What is found at run time (free bytes, slots) is a new value in the ledger and n
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,24 +49,6 @@ LOW_PRECISION = ("none", *PRECISION[1:])
 BF16, INT8 = ACTIVATIONS = ("bf16", "int8")
 SUBSTITUTES = ("replace", "drop")
 SUBSTITUTE_WEIGHTS = ("own", "inherited")
-CPU_ISA = ("none", "avx2", "avx512", "avx512_bf16", "all")
-"""Values of `SMOE_MAX_CPU_ISA`, each with what the one before it has."""
-
-
-def max_cpu_isa() -> str:
-    """The vector extensions that smoe's own CPU kernels may use: the environment's `SMOE_MAX_CPU_ISA`, else all.
-
-    For comparisons and tests; torch, oneDNN and MKL have such limits of their own. Raises `ConfigError` for a value
-    that is none of `CPU_ISA`.
-    """
-    value = os.environ.get("SMOE_MAX_CPU_ISA", "").strip().lower() or "all"
-    if value not in CPU_ISA:
-        allowed = ", ".join(CPU_ISA)
-        message = f"the environment's SMOE_MAX_CPU_ISA is {value!r}; choose one of: {allowed}"
-        raise ConfigError(message, setting="SMOE_MAX_CPU_ISA", given=value, allowed=allowed)
-    return value
-
-
 CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": DTYPES,
     "eviction": tuple(ONLINE_EVICTION),
@@ -113,6 +94,10 @@ _NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "tpot_seconds": ("a number of seconds above 0", lambda value: 0 < value < math.inf),
     "turn_timeout_seconds": ("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
     "cache_weights": ("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
+    "precision_shares": (
+        "three numbers whose sum is 100, for own copies, low copies (above 0) and none, as 67, 30, 3",
+        lambda value: len(value) == 3 and min(value) >= 0 < value[1] and math.isclose(sum(value), 100),
+    ),
 }
 _OWNERS = (
     ("dilation", "device", EMULATED),
@@ -157,7 +142,7 @@ def _is_allowed(setting: str, value: Any) -> bool:
     if setting in LIMITS:
         least, most = LIMITS[setting]
         return isinstance(value, int) and least <= value and (most is None or value <= most)
-    kind = tuple if setting == "cache_weights" else (int, float)
+    kind = tuple if setting in ("cache_weights", "precision_shares") else (int, float)
     return isinstance(value, kind) and _NUMBERS[setting][1](value)
 
 
@@ -252,6 +237,9 @@ class EngineConfig:
     the token's choices, sum up to more than this share. 1: never. Lossy below it."""
     skip_threshold: float = 1.0
     """HOBBIT's T2: above this share a missing expert is left out. 1: never. Lossy below it."""
+    precision_shares: tuple[float, ...] | None = None
+    """In place of both: shares in per cent of a token's choices that ask for their own copy, for the low one and for
+    none; the thresholds are those of the model's profile (`load/importance_profile.py`), else as they are given."""
     low_meanwhile: bool = False
     """A low copy that is in memory serves an expert that asks for its own, which is brought in meanwhile. Lossy."""
     max_perplexity_increase: float | None = None
@@ -316,12 +304,13 @@ class EngineConfig:
     @property
     def lossy(self) -> list[str]:
         """By what the text may differ from the unmodified model's, by more than rounding."""
-        low = f"missing experts in {self.low_precision}"
+        low, by_shares = f"missing experts in {self.low_precision}", self.precision_shares is not None
         reasons = {
             f"alpha {self.alpha:g}": self.alpha > 0,
             f"experts in {self.precision}": self.precision != "auto",
-            f"{low} beyond {self.low_threshold:g}": self.has_low and self.low_threshold < 1,
-            f"none beyond {self.skip_threshold:g}": self.skip_threshold < 1,
+            f"{low} by shares": by_shares,
+            f"{low} beyond {self.low_threshold:g}": self.has_low and self.low_threshold < 1 and not by_shares,
+            f"none beyond {self.skip_threshold:g}": self.skip_threshold < 1 and not by_shares,
             f"low copies meanwhile ({self.low_precision})": self.low_meanwhile,
             f"answers within {100 * (self.max_perplexity_increase or 0):.3g} % of perplexity": self.prices_answers
             and self.tpot_seconds is None,
@@ -376,7 +365,7 @@ class EngineConfig:
 
     def _check_low(self) -> None:
         """What is for low copies needs some, of fewer bits than the others; T1 is no larger than T2."""
-        for name in ("low_threshold", "low_meanwhile", "upgrade", "low_share"):
+        for name in ("low_threshold", "precision_shares", "low_meanwhile", "upgrade", "low_share"):
             if getattr(self, name) != getattr(EngineConfig, name) and not self.has_low:
                 raise ConfigError.idle(name, getattr(self, name), "`low_precision` int4, or another")
         self._check_answers()

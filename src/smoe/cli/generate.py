@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from smoe.cli.options import Debug, EngineOptions, Json, Model, PromptOptions, SamplingOptions, check_text, substituting
+from smoe.cli.options import Debug, EngineOptions, Json, Model, check_text, substituting
+from smoe.cli.request_options import PromptOptions, SamplingOptions
 from smoe.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from smoe.errors import ConfigError
 from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble
 from smoe.load.cache_weights import cache_weights_of
+from smoe.load.importance_profile import thresholds_by
 from smoe.load.priced_alpha import threshold_of
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.process_memory import note_start
@@ -103,12 +104,17 @@ def load(
         checkpoint = whole_checkpoint(model, revision)
         spec = spec_of_whole(checkpoint, spec, config)
         experts = checkpoint.experts(spec)
+    reasons: dict[str, str] = {}
+    if config.precision_shares is not None:
+        thresholds, why = thresholds_by(checkpoint.place, config)
+        low, skip = thresholds
+        config = replace(config, low_threshold=low, skip_threshold=skip, precision_shares=None)
+        reasons["low_threshold"] = f"and none beyond {skip:g}: {why}"
     by_form = {EXACT: experts} if spec.low is None else {EXACT: experts, LOW: checkpoint.experts(spec.low)}
     stores = {form: open_store(checkpoint, spec, of, device) for form, of in by_form.items()}
     ledger, reason = make_ledger(spec, config, device, stores[EXACT])
     if on_ledger is not None:
         on_ledger(ledger)
-    reasons: dict[str, str] = {}
     if config.alpha_as_priced:
         alpha, reasons["alpha"] = threshold_of(checkpoint.place, ledger.resident_share)
         config = replace(config, alpha=alpha, alpha_as_priced=False)
