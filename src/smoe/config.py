@@ -109,6 +109,8 @@ _NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "low_share": ("a number above 0 and below 1", lambda value: 0 < value < 1),
     "low_threshold": ("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
     "skip_threshold": ("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
+    "max_perplexity_increase": ("a number above 0 and at most 1 (0.01 is 1 %)", lambda value: 0 < value <= 1),
+    "tpot_seconds": ("a number of seconds above 0", lambda value: 0 < value < math.inf),
     "turn_timeout_seconds": ("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
     "cache_weights": ("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
 }
@@ -252,6 +254,12 @@ class EngineConfig:
     """HOBBIT's T2: above this share a missing expert is left out. 1: never. Lossy below it."""
     low_meanwhile: bool = False
     """A low copy that is in memory serves an expert that asks for its own, which is brought in meanwhile. Lossy."""
+    max_perplexity_increase: float | None = None
+    """Answer every miss by what costs least within so much more perplexity, as a share (0.01 is one per cent): a
+    resident substitute, a low copy, the expert itself, the CPU, or nobody, at the prices that the model has been found
+    to have (`smoe tune --prices`). Lossy; None: misses are answered as the other switches say."""
+    tpot_seconds: float | None = None
+    """The same for a time per token: as little quality as it takes is given up."""
     upgrade: bool = False
     """While nothing else is read, experts that low copies have served are brought in themselves."""
     activations: str = BF16
@@ -287,7 +295,13 @@ class EngineConfig:
     @property
     def needs_scores(self) -> bool:
         """Whether a policy asks for every expert's score, not only for the choice, or a predictor makes scores."""
-        return self.alpha > 0 or self.eviction in SCORED_EVICTION or self.prefetch in SCORED_PREFETCH
+        by_policy = self.eviction in SCORED_EVICTION or self.prefetch in SCORED_PREFETCH
+        return self.alpha > 0 or self.prices_answers or by_policy
+
+    @property
+    def prices_answers(self) -> bool:
+        """Whether every miss is answered by what costs least within a budget."""
+        return self.max_perplexity_increase is not None or self.tpot_seconds is not None
 
     @property
     def has_low(self) -> bool:
@@ -309,6 +323,9 @@ class EngineConfig:
             f"{low} beyond {self.low_threshold:g}": self.has_low and self.low_threshold < 1,
             f"none beyond {self.skip_threshold:g}": self.skip_threshold < 1,
             f"low copies meanwhile ({self.low_precision})": self.low_meanwhile,
+            f"answers within {100 * (self.max_perplexity_increase or 0):.3g} % of perplexity": self.prices_answers
+            and self.tpot_seconds is None,
+            f"answers within {self.tpot_seconds} s a token": self.tpot_seconds is not None,
             f"activations in {self.activations}": self.activations != BF16,
         }
         return [reason for reason, applies in reasons.items() if applies]
@@ -362,6 +379,7 @@ class EngineConfig:
         for name in ("low_threshold", "low_meanwhile", "upgrade", "low_share"):
             if getattr(self, name) != getattr(EngineConfig, name) and not self.has_low:
                 raise ConfigError.idle(name, getattr(self, name), "`low_precision` int4, or another")
+        self._check_answers()
         if not self.has_low:
             return
         lower = PRECISION[PRECISION.index(self.precision) + 1 :]
@@ -381,6 +399,28 @@ class EngineConfig:
                 setting="low_threshold",
                 given=self.low_threshold,
                 allowed=f"at most {self.skip_threshold:g}",
+            )
+
+    def _check_answers(self) -> None:
+        """A budget decides what others would decide, and by measured times."""
+        if not self.prices_answers:
+            return
+        budget = "max_perplexity_increase" if self.max_perplexity_increase is not None else "tpot_seconds"
+        others = {
+            "tpot_seconds": budget != "tpot_seconds" and self.tpot_seconds is not None,
+            "alpha": self.alpha > 0 or self.alpha_as_priced,
+            "low_threshold": self.low_threshold < 1,
+            "skip_threshold": self.skip_threshold < 1,
+            "low_meanwhile": self.low_meanwhile,
+            "reproducible": self.reproducible,
+        }
+        for name in (name for name, is_given in others.items() if is_given):
+            raise ConfigError(
+                f"`{budget}` decides by measured times what becomes of every miss, and does not go with `{name}`: "
+                "leave one of the two out",
+                setting=budget,
+                given=getattr(self, budget),
+                allowed=f"only without `{name}`",
             )
 
     def _check_activations(self) -> None:

@@ -25,6 +25,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "balance": "auto",
     },
     "smoe-exact": {"eviction": "score", "prefetch": "auto", "balance": "auto"},
+    "balanced": {
+        "low_precision": "int4",
+        "max_perplexity_increase": 0.01,
+        "prefetch": "auto",
+        "balance": "auto",
+    },
     "hobbit": {
         "eviction": "multidimensional",
         "prefetch": "stacked-gates",

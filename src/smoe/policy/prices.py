@@ -68,6 +68,12 @@ class PriceTable(NamedTuple):
 
     layers: Mapping[int, LayerPrices]
 
+    @property
+    def typical(self) -> float:
+        """Nats of one of eight equal routes that is left out, in the layer in the middle."""
+        prices = sorted(layer.price(Answer.SKIP, 1 / 8) for layer in self.layers.values())
+        return prices[len(prices) // 2]
+
     def as_json(self) -> dict[str, Any]:
         return {"nats": {str(layer): prices._asdict() for layer, prices in sorted(self.layers.items())}}
 

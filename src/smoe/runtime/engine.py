@@ -314,6 +314,8 @@ class Engine:
         counters.forward_passes += 1
         counters.tokens += positions - (int(self._silent.sum()) if self._silent is not None else 0)
         counters.forward_seconds += seconds
+        if self.executor.answerer is not None and self._phase is Phase.DECODE:
+            self.executor.answerer.answering.note_step(seconds)
         if trial is not None:
             guesses = counters.prefetches, counters.prefetches_used
             if self._phase is Phase.DECODE:
