@@ -78,7 +78,7 @@ def test_a_loaded_model_is_served_with_its_price(
     engine = open_model(source, "half", preset="smoe").offload
     assert (
         engine.config.alpha == 0.5 == engine.executor.substitution.switches.alpha
-        and "as you priced it" in engine.alpha_reason
+        and "as you priced it" in engine.reasons["alpha"]
     )
     given = open_model(source, "half", preset="smoe", alpha=0.2).offload
-    assert given.config.alpha == 0.2 and given.alpha_reason is None
+    assert given.config.alpha == 0.2 and not given.reasons

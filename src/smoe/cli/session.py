@@ -12,6 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from smoe.cli.console import Patience, note
+from smoe.cli.settings import in_words
 from smoe.config import EngineConfig
 from smoe.generation.generate import encode
 from smoe.load.pretrained import load
@@ -47,9 +48,10 @@ def loaded(
     _log.debug("%s", engine.config)
     try:
         note(describe(engine.ledger, engine.budget_reason))
-        if engine.alpha_reason is not None:
-            _log.info("alpha %g, %s", engine.config.alpha, engine.alpha_reason)
-            note(f"alpha {engine.config.alpha:g}, {engine.alpha_reason}")
+        for name, why in engine.reasons.items():
+            value = in_words(getattr(engine.config, name))
+            _log.info("%s %s, %s", name, value, why)
+            note(f"{name.replace('_', ' ')} {value}, {why}")
         yield ready
     finally:
         engine.close()

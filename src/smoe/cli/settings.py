@@ -130,13 +130,16 @@ def described() -> list[dict[str, str]]:
             "name": name,
             "meaning": meaning,
             "allowed": "a size, such as 9MiB" if name.endswith("_bytes") else allowed_of(name),
-            "default": _LEFT_OUT[name] if defaults[name] is None else _in_words(defaults[name]),
+            "default": _LEFT_OUT[name] if defaults[name] is None else in_words(defaults[name]),
         }
         for name, meaning in SETTABLE.items()
     ]
 
 
-def _in_words(value: Any) -> str:
+def in_words(value: Any) -> str:
+    """A setting's value as it is given on the command line."""
+    if isinstance(value, tuple):
+        return ",".join(f"{part:.3g}" for part in value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""`smoe tune`: how much substitution does a time per token take, and how much does a model bear?"""
+"""`smoe tune`: how much substitution does a time per token take, how much does a model bear, what should stay?"""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from smoe.cli.options import Debug, EngineOptions, Json, Model, substituting
+from smoe.cli.tune_cache import STEPS, tune_cache
 from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ smoe tune ./my-moe --memory 8GiB --max-perplexity-increase 1% --text mine.txt
 smoe generate ./my-moe --memory 8GiB --preset smoe -p "..."     (uses what was found)
 
 smoe tune ./my-moe --memory 8GiB --prices --text mine.txt
+smoe tune ./my-moe --memory 8GiB --cache mon.trace --cache tue.trace --held-out wed.trace
+
+smoe generate ./my-moe --memory 8GiB --eviction multidimensional -p "..."     (uses what was fitted)
 
 smoe eval ./my-moe --memory 8GiB says what a threshold costs in full.
 """
@@ -51,11 +55,22 @@ def command(
     ] = False,
     text: Annotated[Path | None, typer.Option(help="Text to measure on: .txt or .jsonl. Default: stories.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="With --max-perplexity-increase: tokens of the text, at most. \\[default: 2000]")
+        int | None,
+        typer.Option(
+            help="At most so many: of the text with --max-perplexity-increase, of each trace with --cache. "
+            "\\[default: 2000, 300]"
+        ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="With --max-perplexity-increase: keep results here, and go on from what is there."),
+    ] = None,
+    cache: Annotated[
+        list[Path] | None,
+        typer.Option(help="Fit the weights of --eviction multidimensional on this trace of smoe record. Repeatable."),
+    ] = None,
+    held_out: Annotated[
+        list[Path] | None, typer.Option(help="With --cache: judge the weights on this trace, too. Repeatable.")
     ] = None,
     json: Json = False,
     debug: Debug = False,
@@ -74,8 +89,11 @@ def command(
 
     With --prices: measure what it costs to leave an expert out, to put a resident one in its place, or, with low
     copies, to compute its low copy: in nats, by layer. The table is remembered for this model.
+
+    With --cache: no threshold, but the weights of HOBBIT's cache whose misses cost least on recorded traces, in a cache
+    of this size. They are remembered for this model; --eviction multidimensional uses them.
     """
-    from smoe.units import parse_seconds, parse_share
+    from smoe.units import parse_seconds
 
     if prices:
         _refuse_beside_prices(tpot=tpot, max_perplexity_increase=max_perplexity_increase, tokens=tokens, out=out)
@@ -83,19 +101,13 @@ def command(
 
         price_answers(model, engine, text, json)
         return
+    others = {"tpot": tpot, "max_perplexity_increase": max_perplexity_increase, "text": text, "out": out}
+    if cache or held_out:
+        _check_traces(cache or [], held_out or [], others)
+        tune_cache(model, engine, cache or [], held_out or [], STEPS if tokens is None else tokens, json)
+        return
     if max_perplexity_increase is not None:
-        if tpot is not None:
-            message = "--tpot and --max-perplexity-increase both choose alpha; give one of them"
-            raise ConfigError(message, setting="tpot", given=tpot, allowed="only without `max_perplexity_increase`")
-        allowed = parse_share(max_perplexity_increase, "max_perplexity_increase")
-        if allowed > _MOST_ALLOWED:
-            raise ConfigError(
-                f"--max-perplexity-increase {max_perplexity_increase} means {allowed:.0%}; give at most "
-                f"{_MOST_ALLOWED:.0%}, such as 1% or 0.01",
-                setting="max_perplexity_increase",
-                given=max_perplexity_increase,
-                allowed=f"a share above 0 and at most {_MOST_ALLOWED:.0%}",
-            )
+        allowed = _allowed(max_perplexity_increase, tpot)
         _price(model, engine, text, _PRICED_TOKENS if tokens is None else tokens, out, allowed, json)
         return
     for name, value in (("tokens", tokens), ("out", str(out) if out is not None else None)):
@@ -115,6 +127,35 @@ def _refuse_beside_prices(**others: Any) -> None:
             given = str(value)
             message = f"--{name.replace('_', '-')} {given} and --prices are two measurements; give one of them"
             raise ConfigError(message, setting=name, given=given, allowed="only without `prices`")
+
+
+def _check_traces(cache: list[Path], held_out: list[Path], others: dict[str, Any]) -> None:
+    """Traces are tuned on alone."""
+    for name, value in others.items():
+        if value is not None:
+            message = f"--cache fits weights on traces, and `{name}` is for a threshold; leave one of the two out"
+            raise ConfigError(message, setting=name, given=str(value), allowed="only without `cache`")
+    if not cache:
+        raise ConfigError.idle("held_out", str(held_out[0]), "`cache`")
+
+
+def _allowed(given: str, tpot: str | None) -> float:
+    """The increase of perplexity that is asked for, as a share."""
+    from smoe.units import parse_share
+
+    if tpot is not None:
+        message = "--tpot and --max-perplexity-increase both choose alpha; give one of them"
+        raise ConfigError(message, setting="tpot", given=tpot, allowed="only without `max_perplexity_increase`")
+    allowed = parse_share(given, "max_perplexity_increase")
+    if allowed > _MOST_ALLOWED:
+        raise ConfigError(
+            f"--max-perplexity-increase {given} means {allowed:.0%}; give at most {_MOST_ALLOWED:.0%}, such as 1% or "
+            "0.01",
+            setting="max_perplexity_increase",
+            given=given,
+            allowed=f"a share above 0 and at most {_MOST_ALLOWED:.0%}",
+        )
+    return allowed
 
 
 def _price(

@@ -60,8 +60,8 @@ class Budget(NamedTuple):
     ledger: Ledger
     reason: str
     """Where the budget's size comes from."""
-    alpha_reason: str | None
-    """Where a preset's alpha comes from; None where it was given."""
+    reasons: Mapping[str, str]
+    """Where settings come from that nobody gave, by their names."""
     prices: PriceTable | None = None
     """Of the answers to misses, where they are answered within a budget."""
 
@@ -115,7 +115,7 @@ def assemble(
             transfers=transfers,
             executor=executor,
             budget_reason=budget.reason,
-            alpha_reason=budget.alpha_reason,
+            reasons=budget.reasons,
             dense_bytes=_dense_bytes(model, ledger),
             context_tokens=spec.context_tokens,
             rules=rules,

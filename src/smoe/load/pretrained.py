@@ -16,6 +16,7 @@ from smoe.config import EMULATED, EngineConfig
 from smoe.errors import ConfigError
 from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble
+from smoe.load.cache_weights import cache_weights_of
 from smoe.load.priced_alpha import threshold_of
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.process_memory import note_start
@@ -30,6 +31,7 @@ from smoe.models.packed import contents_in_dtype
 from smoe.models.read_spec import read_spec, spec_of_whole
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes
+from smoe.policy.registry import MULTIDIMENSIONAL
 from smoe.presets import configure
 from smoe.runtime.lifetime import collect_dropped
 from smoe.units import parse_bytes, parse_share
@@ -106,10 +108,13 @@ def load(
     ledger, reason = make_ledger(spec, config, device, stores[EXACT])
     if on_ledger is not None:
         on_ledger(ledger)
-    alpha_reason = None
+    reasons: dict[str, str] = {}
     if config.alpha_as_priced:
-        alpha, alpha_reason = threshold_of(checkpoint.place, ledger.resident_share)
+        alpha, reasons["alpha"] = threshold_of(checkpoint.place, ledger.resident_share)
         config = replace(config, alpha=alpha, alpha_as_priced=False)
+    if config.eviction == MULTIDIMENSIONAL and config.cache_weights is None:
+        weights, reasons["cache_weights"] = cache_weights_of(checkpoint.place)
+        config = replace(config, cache_weights=weights)
     forget_peak(device)
     arena = Arena(ledger.sizes, device)
     try:
@@ -122,7 +127,7 @@ def load(
             pacing = Emulation(
                 profile, config.dilation, layer_bytes, stores[EXACT].expert_bytes, config.emulated_expert_bytes
             )
-        budget = Budget(ledger, reason, alpha_reason)
+        budget = Budget(ledger, reason, reasons)
         return assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
     except BaseException:
         arena.close()

@@ -59,7 +59,7 @@ class Engine:
         dense_bytes: int,
         context_tokens: int,
         rules: Mapping[int, ScoringRule],
-        alpha_reason: str | None,
+        reasons: Mapping[str, str],
         leaves_little: bool,
     ) -> None:
         """`leaves_little`: whether our kernels have nearly all products of one token, so that the library needs one
@@ -69,8 +69,8 @@ class Engine:
         self.ledger = ledger
         self.store = store
         self.budget_reason = budget_reason
-        self.alpha_reason = alpha_reason
-        """Where a preset's alpha comes from; None where it was given."""
+        self.reasons = reasons
+        """Where settings come from that nobody gave, by their names."""
         self.context_tokens = context_tokens
         """Positions reserved for every sequence."""
         self._turns = Turns()

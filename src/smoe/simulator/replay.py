@@ -6,7 +6,7 @@ own trace; Belady's replay beside it says what no policy could beat.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from smoe.expert import LOW
@@ -65,6 +65,17 @@ def replay(
             low_misses += sum(load.key[2] == LOW for load in plan.loads)
         carry_out(plan, table, eviction)
     return ReplayCounts(uses, misses, low_misses)
+
+
+def first_passes(trace: Iterable[Routing], passes: int) -> list[Routing]:
+    """The routings of the first passes over the layers, in memory."""
+    found: list[Routing] = []
+    for routing in trace:
+        passes -= not found or routing.layer <= found[-1].layer
+        if passes < 0:
+            break
+        found.append(routing)
+    return found
 
 
 def replay_by_layer(

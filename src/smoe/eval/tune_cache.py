@@ -1,0 +1,127 @@
+"""The weights of the multidimensional cache for one model: fitted on recorded traces, judged on others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smoe.config import EngineConfig
+from smoe.errors import ConfigError
+from smoe.load.pretrained import choose_device, make_ledger
+from smoe.models.read_spec import read_spec
+from smoe.models.spec import ModelSpec
+from smoe.policy.eviction.multidimensional import WEIGHTS
+from smoe.policy.registry import CACHE_RECORDS
+from smoe.routing import Phase, Routing
+from smoe.runtime.rerouting import substitution_of
+from smoe.simulator.mixed_cache import CacheWeights, MixedCache, best_weights, miss_penalty, multidimensional, named
+from smoe.simulator.replay import first_passes
+from smoe.trace.file import Trace
+
+RIVALS = ("lru", "lfu", "score", "random", "belady")
+ALONE = {"lhu alone": (0.0, 0.0, 1.0, 0.0), "fld alone": (0.0, 0.0, 0.0, 1.0), "usual weights": WEIGHTS}
+FITTED = "fitted weights"
+
+Traces = Sequence[Sequence[Routing]]
+
+
+@dataclass(frozen=True)
+class CacheTuning:
+    """What was found for one size of the cache."""
+
+    cache: MixedCache
+    resident_share: float
+    records: str
+    weights: CacheWeights
+    decode_steps: int
+    """Of the traces that the weights were fitted on."""
+    penalties: dict[str, float]
+    """By policy, on these traces: misses in loads of the model's own copies."""
+    held_out: dict[str, float] | None
+    """The same on the others; None: there were none."""
+
+    def as_json(self) -> dict[str, Any]:
+        thresholds = self.cache.switches.thresholds
+        return {
+            "slots": self.cache.slots,
+            "low_slots": self.cache.low_slots,
+            "low_cost": self.cache.low_cost,
+            "low_threshold": thresholds.low,
+            "skip_threshold": thresholds.skip,
+            "resident_share": self.resident_share,
+            "cache_records": self.records,
+            "cache_weights": list(self.weights),
+            "decode_steps": self.decode_steps,
+            "penalties": self.penalties,
+            "held_out_penalties": self.held_out,
+        }
+
+
+def tune_cache(
+    model: str,
+    config: EngineConfig,
+    revision: str | None,
+    fitted: Sequence[Path],
+    held_out: Sequence[Path],
+    passes: int,
+    tick: Callable[[int, int], None],
+) -> CacheTuning:
+    """Fit on the first `passes` of each trace, and count what every policy costs there and on the others.
+
+    `tick` as for `best_weights`. Raises `ConfigError` for a cache that holds every expert, and for traces of another
+    model, `TraceError` for files that are none.
+    """
+    spec = read_spec(model, config, revision)
+    cache, share = _cache_of(spec, config)
+    traces, others = ([_read(path, spec, passes) for path in paths] for paths in (fitted, held_out))
+    records = config.cache_records or CACHE_RECORDS[0]
+    weights, _ = best_weights(traces, cache, records, tick)
+    return CacheTuning(
+        cache,
+        share,
+        records,
+        weights,
+        sum(routing.phase is Phase.DECODE for trace in traces for routing in trace) // len(spec.sites),
+        _penalties(traces, cache, weights, records),
+        _penalties(others, cache, weights, records) if others else None,
+    )
+
+
+def _cache_of(spec: ModelSpec, config: EngineConfig) -> tuple[MixedCache, float]:
+    """The slots that an engine of this configuration would have; where layers have slots of several sizes, taken for
+    one pool."""
+    ledger, _ = make_ledger(spec, config, choose_device(config))
+    if ledger.cache_slots >= ledger.demand.total_experts:
+        raise ConfigError(
+            f"all {ledger.cache_slots} experts fit, so no eviction costs anything; give less `memory`, or a share with "
+            "`resident_share`, such as 0.4",
+            setting="resident_share",
+            allowed="less than all experts",
+        )
+    low_slots = sum(pool.cache for pool in ledger.pools) - ledger.cache_slots
+    low_cost = spec.low.expert_bytes / spec.expert_bytes if spec.low is not None else 1.0
+    return MixedCache(ledger.cache_slots, low_slots, low_cost, substitution_of(config).switches), ledger.resident_share
+
+
+def _read(path: Path, spec: ModelSpec, passes: int) -> list[Routing]:
+    """The beginning of a trace, with what policies and importance need."""
+    trace = Trace(path)
+    recorded = {layer.layer: layer.experts for layer in trace.header.layers}
+    if recorded != {site.layer: site.experts for site in spec.sites}:
+        raise ConfigError(
+            f"{path} was recorded with {trace.header.model}, whose layers and experts are not this model's; record "
+            "this one with smoe record",
+            setting="cache",
+            given=str(path),
+            allowed="traces of the model that is tuned",
+        )
+    return first_passes(trace.routings(with_scores=True, with_weights=True), passes)
+
+
+def _penalties(traces: Traces, cache: MixedCache, weights: CacheWeights, records: str) -> dict[str, float]:
+    found = {name: miss_penalty(traces, cache, named(name)) for name in RIVALS}
+    for name, fixed in (ALONE | {FITTED: weights}).items():
+        found[name] = miss_penalty(traces, cache, multidimensional(fixed, records))
+    return found

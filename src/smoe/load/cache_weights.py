@@ -1,0 +1,51 @@
+"""The weights of the multidimensional cache that were fitted for a model on recorded traces (`smoe tune --cache`)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from smoe.policy.eviction.multidimensional import WEIGHTS
+from smoe.policy.registry import are_cache_weights
+from smoe.user_cache import keep, kept, of_model
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class FittedWeights:
+    """Weights, and what they were fitted on."""
+
+    weights: tuple[float, ...]
+    """(lru, lfu, lhu, fld)"""
+    resident_share: float
+    """Of the experts, in the simulated cache."""
+    decode_steps: int
+    """Of all traces together."""
+
+
+def cache_weights_of(folder: Path) -> tuple[tuple[float, ...], str]:
+    """The weights for the model in `folder`, and where they come from."""
+    fitted = _read(of_model("cache", folder))
+    if fitted is None:
+        return WEIGHTS, "the usual ones; smoe tune --cache fits them on traces of this model"
+    return fitted.weights, (
+        f"as fitted on {fitted.decode_steps} recorded steps with {fitted.resident_share:.0%} of the experts resident"
+    )
+
+
+def remember(folder: Path, fitted: FittedWeights) -> Path:
+    """Keep weights in the user's cache, whole or not at all; returns where. Raises `OSError`."""
+    return keep(of_model("cache", folder), {"format": _FORMAT} | asdict(fitted))
+
+
+def _read(path: Path) -> FittedWeights | None:
+    """None where there is no such file, or none that this version understands."""
+    try:
+        fitted = FittedWeights(**(kept(path, _FORMAT) or {}))
+        weights = tuple(fitted.weights)
+        return (
+            FittedWeights(weights, fitted.resident_share, fitted.decode_steps) if are_cache_weights(weights) else None
+        )
+    except TypeError:
+        return None

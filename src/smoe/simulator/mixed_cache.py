@@ -1,0 +1,115 @@
+"""What evictions cost where experts have low copies, and the weights of the multidimensional cache that cost least.
+
+The weights are found by trying (HOBBIT, arXiv 2411.01433, section 3.4, leaves open how): the penalty of a replay is
+no smooth function of them, so there is nothing to descend, but it changes little from a point to its neighbours, and
+there are only three free numbers. So all points of a coarse grid over the simplex are tried, and from the best one the
+search walks to better neighbours, by shorter and shorter steps. On recorded traces the best twelfth is within a
+hundredth of what finer steps find (docs/evictions.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations, product
+from typing import NamedTuple
+
+from smoe.expert import EXACT, LOW
+from smoe.policy.budget import MIN_STAGING_SLOTS
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.eviction.belady import Belady
+from smoe.policy.eviction.multidimensional import Multidimensional
+from smoe.policy.eviction.pools import FormPools
+from smoe.policy.registry import EVICTION
+from smoe.policy.rows import observation
+from smoe.policy.step import Switches
+from smoe.routing import Routing
+from smoe.simulator.replay import replay
+
+CacheWeights = tuple[float, float, float, float]
+"""(lru, lfu, lhu, fld)"""
+
+PARTS = 12
+"""Weights are found in twelfths."""
+_COARSE = 4
+_STEPS = (2, 1)
+"""In twelfths: between the points of the grid, and from a point to its neighbours."""
+_GRID = [point for point in product(range(0, PARTS + 1, _COARSE), repeat=4) if sum(point) == PARTS]
+_DIRECTIONS = list(permutations(range(4), 2))
+
+Make = Callable[[Sequence[Routing]], Eviction]
+"""A fresh policy for one format, given the future; all but one of them do without."""
+
+
+class MixedCache(NamedTuple):
+    """A cache for copies of two formats, and what asks for which."""
+
+    slots: int
+    """For experts as the model has them."""
+    low_slots: int
+    """For low copies; 0: there are none."""
+    low_cost: float
+    """What bringing in a low copy costs, as a share of what the model's own copy does: the ratio of their bytes."""
+    switches: Switches
+    """With the thresholds of importance."""
+
+
+def miss_penalty(traces: Sequence[Sequence[Routing]], cache: MixedCache, make: Make) -> float:
+    """What the misses of the decode steps cost, in loads of the model's own copies; every trace from an empty cache."""
+    total = 0.0
+    for trace in traces:
+        policy = FormPools({EXACT: make(trace), LOW: make(trace)}) if cache.low_slots else make(trace)
+        counts = replay(trace, cache.slots, MIN_STAGING_SLOTS, policy, cache.switches, cache.low_slots)
+        total += counts.penalty(cache.low_cost)
+    return total
+
+
+def named(name: str) -> Make:
+    """A policy of the registry."""
+    if name == "belady":
+        return lambda trace: Belady(map(observation, trace))
+    return lambda trace: EVICTION[name]()
+
+
+def multidimensional(weights: CacheWeights, records: str = "sequence") -> Make:
+    """HOBBIT's cache with these weights."""
+    return lambda trace: Multidimensional(weights, of_sequence=records == "sequence")
+
+
+def best_weights(
+    traces: Sequence[Sequence[Routing]],
+    cache: MixedCache,
+    records: str = "sequence",
+    tick: Callable[[int, int], None] = lambda done, least: None,
+) -> tuple[CacheWeights, float]:
+    """The weights of least penalty on `traces`, and that penalty. Of equal ones the smaller come first.
+
+    `tick` hears after every trial how many are done, and how many there will be at least.
+    """
+    known: dict[tuple[int, ...], float] = {}
+
+    def price(point: tuple[int, ...]) -> float:
+        if point not in known:
+            known[point] = miss_penalty(traces, cache, multidimensional(_weights(point), records))
+            tick(len(known), max(len(known), len(_GRID) + len(_STEPS) * len(_DIRECTIONS) // 2))
+        return known[point]
+
+    best = min(_GRID, key=lambda point: (price(point), point))
+    for step in _STEPS:
+        while True:
+            around = min(_neighbours(best, step), key=lambda point: (price(point), point))
+            if price(around) >= price(best):
+                break
+            best = around
+    return _weights(best), price(best)
+
+
+def _neighbours(point: tuple[int, ...], step: int) -> Iterator[tuple[int, ...]]:
+    """All points where one weight is larger by a step, and another smaller."""
+    for more, less in _DIRECTIONS:
+        if point[less] >= step:
+            yield tuple(part + step * (n == more) - step * (n == less) for n, part in enumerate(point))
+
+
+def _weights(point: tuple[int, ...]) -> CacheWeights:
+    lru, lfu, lhu, fld = (part / PARTS for part in point)
+    return lru, lfu, lhu, fld
