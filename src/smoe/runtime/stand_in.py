@@ -63,11 +63,11 @@ def answered_by(engine: Engine, stand_in: StandIn) -> Iterator[None]:
     """Inside, `stand_in` says what the experts of every layer give, and nothing else is replaced or left out; observers
     hear that as their output."""
     executor = engine.executor
-    before, substitution = engine.stand_in, executor.substitution
-    engine.stand_in = stand_in
+    before, substitution, answerer = engine.stand_in, executor.substitution, executor.answerer
+    engine.stand_in, executor.answerer = stand_in, None
     executor.substitute_by(EXACTLY)
     try:
         yield
     finally:
-        engine.stand_in = before
+        engine.stand_in, executor.answerer = before, answerer
         executor.substitute_by(substitution)
