@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from smoe.cli.options import Debug, EngineOptions, Json, Model, substituting
+from smoe.cli.tune_shares import TOKENS, tune_shares
 from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +26,10 @@ smoe generate ./my-moe --memory 8GiB --tpot 80ms -p "..."     (uses what was mea
 smoe tune ./my-moe --memory 8GiB --max-perplexity-increase 1% --text mine.txt
 
 smoe generate ./my-moe --memory 8GiB --preset smoe -p "..."     (uses what was found)
+
+smoe tune ./my-moe --memory 8GiB --shares 67,30,3 --text mine.txt
+
+smoe generate ./my-moe --memory 8GiB --preset hobbit -p "..."     (uses the profile)
 
 smoe eval ./my-moe --memory 8GiB says what a threshold costs in full.
 """
@@ -46,8 +51,16 @@ def command(
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Text to measure on: .txt or .jsonl. Default: stories.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="With --max-perplexity-increase: tokens of the text, at most. \\[default: 2000]")
+        int | None,
+        typer.Option(
+            help="With --max-perplexity-increase, --shares: tokens of the text, at most. \\[default: 2000, 4000]"
+        ),
     ] = None,
+    shares: Annotated[
+        str | None,
+        typer.Option(help="Profile how important experts are, for --precision-shares: per cent such as 67,30,3."),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="With --shares: profile this trace of smoe record.")] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="With --max-perplexity-increase: keep results here, and go on from what is there."),
@@ -66,9 +79,19 @@ def command(
     With --max-perplexity-increase: price every threshold as `smoe eval` does, and name the largest whose perplexity
     rises by no more, at the upper bound of its interval of 95 %. It is remembered for this model wherever as many
     experts are resident, or more; --preset smoe uses it.
+
+    With --shares: no threshold of substitution, but those of low copies (T1, T2) by which so many per cent of a text's
+    choices ask for their own copy, a low one and none. The text's profile is remembered for this model, whatever the
+    shares; --precision-shares and --preset hobbit use it.
     """
     from smoe.units import parse_seconds, parse_share
 
+    if shares is not None:
+        _check_alone({"tpot": tpot, "max_perplexity_increase": max_perplexity_increase, "out": out})
+        tune_shares(model, engine, shares, text, trace, TOKENS if tokens is None else tokens, json)
+        return
+    if trace is not None:
+        raise ConfigError.idle("trace", str(trace), "`shares`")
     if max_perplexity_increase is not None:
         if tpot is not None:
             message = "--tpot and --max-perplexity-increase both choose alpha; give one of them"
@@ -92,6 +115,14 @@ def command(
         _tune(model, substituting(engine), engine.revision, text, budget, json)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; nothing was kept") from None
+
+
+def _check_alone(others: dict[str, Any]) -> None:
+    """Raise `ConfigError` where another tuning is asked for beside shares."""
+    for name, value in others.items():
+        if value is not None:
+            message = f"--shares profiles importance, and `{name}` is for a threshold of substitution; leave one out"
+            raise ConfigError(message, setting=name, given=str(value), allowed="only without `shares`")
 
 
 def _price(
