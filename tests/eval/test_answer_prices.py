@@ -1,7 +1,7 @@
 """The prices of answers, against plain transformers and where they are known.
 
-Would catch: the change of another route than the one it is priced by, a price of the wrong sign or layer, rounding taken
-for a price, low copies that are not what is computed, prices that do not add up.
+Would catch: the change of another route than the one it is priced by, a price of the wrong sign or layer, rounding
+taken for a price, low copies that are not what is computed, prices that do not add up.
 """
 
 from __future__ import annotations

@@ -199,6 +199,14 @@ class EngineOptions:
         float | None,
         typer.Option(help="LOSSY: above this one (T2) a missing expert is left out.", rich_help_panel=_LOW),
     ] = None
+    max_perplexity_increase: Annotated[
+        str | None,
+        typer.Option(
+            help="LOSSY: answer every miss by what costs least within so much, such as 1%: a substitute, a low copy, "
+            "the CPU, the expert itself, nobody (smoe tune --prices). smoe tune: the price that alpha must keep.",
+            rich_help_panel=_LOW,
+        ),
+    ] = None
     low_meanwhile: Annotated[
         bool,
         typer.Option(
@@ -234,8 +242,8 @@ class EngineOptions:
     def config(self, sequences: int = 1) -> EngineConfig:
         """The engine's configuration for `sequences` prompts at once.
 
-        An alpha without a preset means the smoe preset with that alpha, what `smoe eval` prices; low copies without one
-        the hobbit preset.
+        An alpha without a preset means the smoe preset with that alpha, what `smoe eval` prices; a perplexity without
+        one the balanced preset, low copies the hobbit preset.
         """
         if self.alpha and self.preset == "smoe-exact":
             raise ConfigError(
@@ -261,6 +269,11 @@ class EngineOptions:
                 if self.precision_shares is not None
                 else None
             ),
+            max_perplexity_increase=(
+                parse_share(self.max_perplexity_increase, "max_perplexity_increase")
+                if self.max_perplexity_increase is not None
+                else None
+            ),
             low_meanwhile=self.low_meanwhile or None,
             upgrade=self.upgrade or None,
             reproducible=self.reproducible or None,
@@ -275,6 +288,8 @@ class EngineOptions:
         """The one that is named, else the one that an option means by itself."""
         if self.preset != "exact":
             return self.preset
+        if self.max_perplexity_increase is not None:
+            return "balanced"
         if self.low_precision not in (None, "none"):
             return "hobbit"
         return "smoe" if self.alpha else "exact"
@@ -302,7 +317,8 @@ _AS_GIVEN = (
 
 def _refuse_idle_copies(config: EngineConfig) -> None:
     """Raise `ConfigError` for low copies that would only take room: nothing would ask for one."""
-    if config.has_low and config.precision_shares is None and config.low_threshold >= config.skip_threshold:
+    by_thresholds = config.precision_shares is None and not config.prices_answers
+    if config.has_low and by_thresholds and config.low_threshold >= config.skip_threshold:
         raise ConfigError(
             f"`low_precision` {config.low_precision} would have no effect: no expert comes as a low copy where "
             f"`low_threshold` is {config.low_threshold:g} and `skip_threshold` {config.skip_threshold:g}; give a lower "
