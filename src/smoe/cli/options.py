@@ -1,23 +1,17 @@
 """The options that commands share, each defined once.
 
-A command takes a whole group (`engine: EngineOptions`) and `with_options` spreads its fields over the command line.
+A command takes a whole group (`engine: EngineOptions`), whose fields `spread.py` puts on the command line.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Annotated, Any, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import typer
 
-from smoe.cli.console import output, print_json, speaking
-from smoe.cli.interrupts import ending_in_order
-from smoe.cli.logs import logged
+from smoe.cli.console import output, print_json
 from smoe.cli.settings import asks_for_help, described, listing, settings_of, value_of
 from smoe.config import DEFAULT_ALPHA, DTYPES, EMULATED, KERNELS, EngineConfig
 from smoe.errors import ConfigError
@@ -38,19 +32,6 @@ Model = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error (also: SMOE_DEBUG=1).")]
-_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result, warnings and errors.")]
-_Verbose = Annotated[
-    int,
-    typer.Option(
-        "--verbose",
-        "-v",
-        count=True,
-        show_default=False,
-        help="Show the log; -vv: all of it (also: SMOE_LOG=info or debug).",
-    ),
-]
-_EVERYWHERE: dict[str, tuple[Any, Any]] = {"quiet": (_Quiet, False), "verbose": (_Verbose, 0)}
-"""Options of every command: annotation, default."""
 
 
 def _list_settings(given: list[str] | None) -> list[str] | None:
@@ -354,57 +335,3 @@ def check_text(text: str, source: str) -> None:
             given=ascii(text),
             allowed="text in UTF-8",
         ) from error
-
-
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Spread every parameter of a command that is a group of options over the command line."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        if name in groups:
-            parameters += _parameters_of(groups[name])
-        else:
-            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
-    for name, (annotation, default) in _EVERYWHERE.items():
-        parameters.append(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        )
-
-    @functools.wraps(command)
-    def spread(**given: Any) -> None:
-        if given.get("debug"):
-            os.environ["SMOE_DEBUG"] = "1"
-        is_quiet, verbosity = given.pop("quiet"), given.pop("verbose")
-        with speaking(quietly=is_quiet), logged(verbosity), ending_in_order(as_json=given.get("json", False)):
-            for name in ("prompt", "stop"):
-                for text in given.get(name) or ():
-                    check_text(text, f"--{name}")
-            for name, group in groups.items():
-                given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-                if isinstance(given[name], EngineOptions):
-                    given[name].config()  # bad values are refused before anything heavy is imported
-            if "model" in hints:
-                _refuse_unknown(given)
-            command(**given)
-
-    spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    del spread.__wrapped__
-    return spread
-
-
-def _refuse_unknown(given: dict[str, Any]) -> None:
-    """A model that cannot be had is refused before anything heavy is imported, too."""
-    from smoe.models.files import refuse_unknown
-
-    revisions = [value.revision for value in given.values() if isinstance(value, EngineOptions)]
-    refuse_unknown(given["model"], revisions[0] if revisions else given.get("revision"))
-
-
-def _parameters_of(group: Any) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in fields(group)
-    ]
