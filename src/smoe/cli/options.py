@@ -11,9 +11,10 @@ from typing import Annotated
 
 import typer
 
+from smoe.bounds import DTYPES, EMULATED, KERNELS
 from smoe.cli.console import output, print_json
 from smoe.cli.settings import asks_for_help, described, listing, settings_of, value_of
-from smoe.config import DEFAULT_ALPHA, DTYPES, EMULATED, KERNELS, EngineConfig
+from smoe.config import DEFAULT_ALPHA, EngineConfig
 from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE
 from smoe.policy.registry import ONLINE_EVICTION, POOLS, PREFETCH

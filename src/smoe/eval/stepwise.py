@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from smoe.config import BF16, EngineConfig
+from smoe.bounds import BF16
+from smoe.config import EngineConfig
 from smoe.eval.questions import Tick
 from smoe.generation.teacher_forcing import forced
 from smoe.runtime.engine import Engine
