@@ -17,6 +17,10 @@ from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError, UnsupportedModelError
 from smoe.eval.answer_prices import AnswerPrices, Trial, measure, passes_of, shape_of
+from smoe.eval.texts import read_documents
+from smoe.load.priced_answers import prices_of as prices_of_model
+from smoe.models.checkpoint import whole_checkpoint
+from smoe.models.files import DEMO_FOLDER
 from smoe.policy.prices import Answer, LayerPrices
 from tests import oracle, zoo
 from tests.packs import pack_folder
@@ -119,6 +123,36 @@ def test_families_can_be_priced(family: str, toy: Callable[..., Path], open_mode
     found = prices_of(open_model(toy(family), "half", **SMALL))
     for layer, prices in found.table.layers.items():
         assert 0 < prices.skip < 100 and 0 < prices.substitute < 100, (layer, prices)
+
+
+@torch.no_grad()
+def test_the_demos_prices_add_up_in_all_layers_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Plain transformers, other text than the prices are from: every token's two least experts left out everywhere.
+    Within a factor of 1.6."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    priced, tokenizer = prices_of_model(DEMO_FOLDER), whole_checkpoint("demo", None).tokenizer()
+    assert priced is not None
+    model, nats = oracle.reference(DEMO_FOLDER, torch.float32), [0.0]
+    ids = torch.tensor([tokenizer("\n\n".join(read_documents(None)))["input_ids"][:256]])
+    exact = model(ids).logits[0].log_softmax(-1)
+
+    def answer(layer: int) -> Callable[..., tuple[torch.Tensor, ...]]:
+        def hook(_: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            hidden, index, weights = args
+            price = priced.table.layers[layer].price
+            weights = weights.clone()
+            nats[0] += sum(price(Answer.SKIP, weight) for weight in weights[:, 6:].flatten().tolist())
+            weights[:, 6:] = 0.0
+            return hidden, index, weights
+
+        return hook
+
+    for layer in priced.table.layers:
+        model.model.layers[layer].mlp.experts.register_forward_pre_hook(answer(layer))
+    changed = model(ids).logits[0].log_softmax(-1)
+    measured = float((exact.exp() * (exact - changed)).sum())
+    assert 0.001 < measured / ids.shape[1] < 0.02, "a change of a tenth to two per cent of perplexity"
+    assert 1 / 1.6 < nats[0] / measured < 1.6
 
 
 def test_what_cannot_be_priced_is_refused(toy: Callable[..., Path], open_model: Open) -> None:
