@@ -62,7 +62,7 @@ def test_leaving_out_costs_what_transformers_says(toy: Callable[..., Path], open
             changes: list[float] = changes,
         ) -> torch.Tensor:
             hidden, index, weights = args
-            units.append(float((weights.min(-1).values / weights.sum(-1))[1:].square().sum()))
+            units.append(float((weights.min(-1).values / weights.sum(-1))[1:].pow(2.5).sum()))
             weights = weights.clone()
             weights[1:] = weights[1:].scatter(-1, weights[1:].argmin(-1, keepdim=True), 0.0)
             changed: torch.Tensor = type(experts).forward(experts, hidden, index, weights)
