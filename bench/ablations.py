@@ -34,8 +34,9 @@ from smoe.benchmark.ablation import (
     ablate,
     as_json,
 )
+from smoe.bounds import EMULATED
 from smoe.cli.session import tokenizer_of
-from smoe.config import EMULATED, EngineConfig
+from smoe.config import EngineConfig
 from smoe.eval.texts import read_documents
 from smoe.load.pretrained import load
 from smoe.presets import configure

@@ -34,7 +34,8 @@ from bench.figure_data import (
     width,
 )
 from smoe.benchmark.plot import MECHANISMS
-from smoe.config import DEFAULT_ALPHA, EMULATED
+from smoe.bounds import EMULATED
+from smoe.config import DEFAULT_ALPHA
 from smoe.errors import ConfigError
 from smoe.trace.file import Trace
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from smoe.config import BF16, INT8
+from smoe.bounds import BF16, INT8
 from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
 from smoe.kernels.isa import ISAS_OF, Isa

@@ -5,146 +5,29 @@ What is found at run time (free bytes, slots) is a new value in the ledger and n
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from smoe.bounds import (
+    BF16,
+    CHOICES,
+    DEFAULT_LOW_SHARE,
+    LIMITS,
+    NUMBERS,
+    OWNERS,
+    PRECISION,
+    SWITCHES,
+    allowed_of,
+    is_allowed,
+)
 from smoe.errors import ConfigError
-from smoe.policy.balance import BALANCE, BALANCE_ORDER, RECENT
-from smoe.policy.planner import PREFILL_KEEP
+from smoe.policy.balance import RECENT
 from smoe.policy.registry import (
-    CACHE_RECORDS,
-    MULTIDIMENSIONAL,
-    ONLINE_EVICTION,
     ORDERLESS_EVICTION,
-    POOLS,
-    PREFETCH,
-    PREFETCH_WHAT,
     SCORED_EVICTION,
     SCORED_PREFETCH,
     EvictionSettings,
-    are_cache_weights,
 )
 from smoe.units import format_bytes
-
-MOST_THREADS = 1024
-"""Computing threads; the largest machines have fewer cores, and torch ends the process where it cannot start them."""
-MOST_IO_THREADS = 64
-"""Reading threads; two saturate a disk."""
-MOST_PREFETCH_DEPTH = 16
-"""Layers ahead; the papers guess up to three."""
-DEFAULT_PREFETCH_DEPTH = 2
-DEFAULT_LOW_SHARE = 0.15
-EMULATED = "emulated"
-"""The device that is emulated on the CPU (`memory/emulation.py`)."""
-STACKED_GATES = "stacked-gates"
-"""The prefetch that looks several layers ahead (`prediction/stacked_gates.py`)."""
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-DIRECT_IO = ("auto", "on", "off")
-KERNELS = ("auto", "native", "own-order", "torch")
-DENSE_PRECISION = ("as-stored", "dtype")
-PRECISION = ("auto", "int8", "int4", "int2")
-LOW_PRECISION = ("none", *PRECISION[1:])
-BF16, INT8 = ACTIVATIONS = ("bf16", "int8")
-SUBSTITUTES = ("replace", "drop")
-SUBSTITUTE_WEIGHTS = ("own", "inherited")
-CHOICES: dict[str, tuple[str, ...]] = {
-    "dtype": DTYPES,
-    "eviction": tuple(ONLINE_EVICTION),
-    "cache_records": CACHE_RECORDS,
-    "pools": POOLS,
-    "prefetch": PREFETCH,
-    "prefetch_what": PREFETCH_WHAT,
-    "balance": BALANCE,
-    "balance_order": BALANCE_ORDER,
-    "prefill_keep": PREFILL_KEEP,
-    "dense_precision": DENSE_PRECISION,
-    "precision": PRECISION,
-    "low_precision": LOW_PRECISION,
-    "activations": ACTIVATIONS,
-    "direct_io": DIRECT_IO,
-    "kernels": KERNELS,
-    "substitutes": SUBSTITUTES,
-    "substitute_weights": SUBSTITUTE_WEIGHTS,
-}
-"""What the settings that are names can be."""
-LIMITS: dict[str, tuple[int, int | None]] = {
-    "memory_bytes": (1, None),
-    "host_memory_bytes": (1, None),
-    "context_tokens": (1, None),
-    "max_sequences": (1, None),
-    "prefill_tokens": (1, None),
-    "threads": (1, MOST_THREADS),
-    "io_threads": (1, MOST_IO_THREADS),
-    "prefetch_depth": (1, MOST_PREFETCH_DEPTH),
-    "score_window": (0, None),
-    "recent_costs": (1, None),
-    "emulated_expert_bytes": (1, None),
-}
-"""The least and the most of the settings that are counted."""
-_NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "resident_share": ("a number above 0 and at most 1", lambda value: 0 < value <= 1),
-    "dilation": ("a number of at least 1", lambda value: value >= 1),
-    "alpha": ("a number from 0 (exact) to 1", lambda value: 0 <= value <= 1),
-    "low_share": ("a number above 0 and below 1", lambda value: 0 < value < 1),
-    "low_threshold": ("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
-    "skip_threshold": ("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
-    "max_perplexity_increase": ("a number above 0 and at most 1 (0.01 is 1 %)", lambda value: 0 < value <= 1),
-    "tpot_seconds": ("a number of seconds above 0", lambda value: 0 < value < math.inf),
-    "turn_timeout_seconds": ("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
-    "cache_weights": ("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
-    "precision_shares": (
-        "three numbers whose sum is 100, for own copies, low copies (above 0) and none, as 67, 30, 3",
-        lambda value: len(value) == 3 and min(value) >= 0 < value[1] and math.isclose(sum(value), 100),
-    ),
-}
-_OWNERS = (
-    ("dilation", "device", EMULATED),
-    ("emulated_expert_bytes", "device", EMULATED),
-    ("prefetch_depth", "prefetch", STACKED_GATES),
-    ("cache_weights", "eviction", MULTIDIMENSIONAL),
-    ("cache_records", "eviction", MULTIDIMENSIONAL),
-)
-"""Settings that would have no effect unless another has this value."""
-SWITCHES = (
-    "preload",
-    "prefetch_trial",
-    "prefill_balance",
-    "alpha_as_priced",
-    "share_substitutes",
-    "low_meanwhile",
-    "upgrade",
-    "reproducible",
-)
-"""Settings that are true or false."""
-
-
-def allowed_of(setting: str) -> str:
-    """What a setting of `EngineConfig` can be, in words."""
-    if setting in CHOICES:
-        return ", ".join(CHOICES[setting])
-    if setting in LIMITS:
-        least, most = LIMITS[setting]
-        of_bytes = " of bytes" if setting.endswith("_bytes") else ""
-        return f"a whole number{of_bytes} " + (f"of at least {least}" if most is None else f"from {least} to {most}")
-    return "true or false" if setting in SWITCHES else _NUMBERS[setting][0]
-
-
-def _is_allowed(setting: str, value: Any) -> bool:
-    """Whether a setting of `EngineConfig` can be this; None is its default's to allow."""
-    if setting in CHOICES:
-        return value in CHOICES[setting]
-    if setting in SWITCHES:
-        return isinstance(value, bool)
-    if isinstance(value, bool):
-        return False
-    if setting in LIMITS:
-        least, most = LIMITS[setting]
-        return isinstance(value, int) and least <= value and (most is None or value <= most)
-    kind = tuple if setting in ("cache_weights", "precision_shares") else (int, float)
-    return isinstance(value, kind) and _NUMBERS[setting][1](value)
-
 
 DEFAULT_ALPHA = 0.3
 """Of a model that has not been priced: the papers use 0.25 to 0.35."""
@@ -320,10 +203,10 @@ class EngineConfig:
         return [reason for reason, applies in reasons.items() if applies]
 
     def __post_init__(self) -> None:
-        for name in (*LIMITS, *CHOICES, *SWITCHES, *_NUMBERS):
+        for name in (*LIMITS, *CHOICES, *SWITCHES, *NUMBERS):
             value = getattr(self, name)
             is_left_out = value is None and getattr(EngineConfig, name) is None
-            if is_left_out or _is_allowed(name, value):
+            if is_left_out or is_allowed(name, value):
                 continue
             if name in CHOICES:
                 raise ConfigError.no_choice(name, value, CHOICES[name])
@@ -340,7 +223,7 @@ class EngineConfig:
                 given=self.resident_share,
                 allowed="only without `memory`",
             )
-        for name, owner, value in _OWNERS:
+        for name, owner, value in OWNERS:
             if getattr(self, name) is not None and getattr(self, owner) != value:
                 raise ConfigError.idle(name, getattr(self, name), f"`{owner}` {value}")
         self._check_activations()

@@ -81,6 +81,8 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
             allowed=f"settings are {names}",
         )
     given = {name: value for name, value in switches.items() if value is not None}
+    if "tpot_seconds" in given and "max_perplexity_increase" not in given:
+        given = {"max_perplexity_increase": None} | given  # the preset's
     if "alpha" in given:
         given = {"alpha_as_priced": False} | given
     thresholds = [name for name in ("low_threshold", "skip_threshold") if name in given]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smoe.config import INT8
+from smoe.bounds import INT8
 from smoe.kernels.isa import widest
 from smoe.packing import writer
 from tests.toy import save_toy

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from smoe.config import BF16
+from smoe.bounds import BF16
 from smoe.formats.base import Bytes, Format
 from smoe.kernels.isa import Isa
 from smoe.kernels.jit import compile_functions

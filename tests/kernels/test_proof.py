@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from smoe.config import BF16, INT8
+from smoe.bounds import BF16, INT8
 from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
 from smoe.kernels import proof

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from smoe.config import INT8
+from smoe.bounds import INT8
 from smoe.formats.activations import in_8_bits
 from smoe.formats.base import Bits, Format
 from smoe.kernels.isa import ISAS_OF, Isa

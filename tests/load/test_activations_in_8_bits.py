@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from smoe.bounds import INT8
 from smoe.compute import quantised_math
-from smoe.config import INT8
 from smoe.errors import ConfigError
 from smoe.kernels.isa import widest
 from smoe.kernels.threads import threads

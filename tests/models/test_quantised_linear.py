@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from smoe.config import INT8
+from smoe.bounds import INT8
 from smoe.formats.activations import in_8_bits
 from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smoe.config import PRECISION
+from smoe.bounds import PRECISION
 from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS, PRECISIONS, format_of
 from smoe.packing.quantiser import quantised

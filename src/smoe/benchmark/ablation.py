@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from smoe.config import DEFAULT_ALPHA, EMULATED, EngineConfig
+from smoe.bounds import EMULATED
+from smoe.config import DEFAULT_ALPHA, EngineConfig
 from smoe.generation.teacher_forcing import forced_rows
 from smoe.machine.measure import describe_machine, describe_versions
 from smoe.metrics import Counters

@@ -129,10 +129,10 @@ def _ablate(
 
     from smoe.benchmark.ablation import ABLATIONS, DEVICE_ABLATIONS, TIMED_TOKENS, ablate
     from smoe.benchmark.ablation import as_json as results
+    from smoe.bounds import EMULATED
     from smoe.cli.ablation import print_table
     from smoe.cli.console import gives_json, is_quiet, print_json, progress, warn
     from smoe.cli.interrupts import exit_code
-    from smoe.config import EMULATED
     from smoe.load.pretrained import choose_device, load
 
     if name not in ABLATIONS:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from smoe.bounds import MOST_THREADS
 from smoe.cli.options import Debug, Json
-from smoe.config import MOST_THREADS
 from smoe.errors import ConfigError
 from smoe.units import format_bytes, parse_bytes
 

@@ -1,25 +1,20 @@
 """The options that commands share, each defined once.
 
-A command takes a whole group (`engine: EngineOptions`) and `with_options` spreads its fields over the command line.
+A command takes a whole group (`engine: EngineOptions`), whose fields `spread.py` puts on the command line.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Annotated, Any, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import typer
 
-from smoe.cli.console import output, print_json, speaking
-from smoe.cli.interrupts import ending_in_order
-from smoe.cli.logs import logged
+from smoe.bounds import DTYPES, EMULATED, KERNELS
+from smoe.cli.console import output, print_json
 from smoe.cli.settings import asks_for_help, described, listing, settings_of, value_of
-from smoe.config import DEFAULT_ALPHA, DTYPES, EMULATED, KERNELS, EngineConfig
+from smoe.config import DEFAULT_ALPHA, EngineConfig
 from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE
 from smoe.policy.registry import ONLINE_EVICTION, POOLS, PREFETCH
@@ -38,19 +33,6 @@ Model = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error (also: SMOE_DEBUG=1).")]
-_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result, warnings and errors.")]
-_Verbose = Annotated[
-    int,
-    typer.Option(
-        "--verbose",
-        "-v",
-        count=True,
-        show_default=False,
-        help="Show the log; -vv: all of it (also: SMOE_LOG=info or debug).",
-    ),
-]
-_EVERYWHERE: dict[str, tuple[Any, Any]] = {"quiet": (_Quiet, False), "verbose": (_Verbose, 0)}
-"""Options of every command: annotation, default."""
 
 
 def _list_settings(given: list[str] | None) -> list[str] | None:
@@ -199,6 +181,14 @@ class EngineOptions:
         float | None,
         typer.Option(help="LOSSY: above this one (T2) a missing expert is left out.", rich_help_panel=_LOW),
     ] = None
+    max_perplexity_increase: Annotated[
+        str | None,
+        typer.Option(
+            help="LOSSY: answer every miss by what costs least within so much, such as 1%: a substitute, a low copy, "
+            "the CPU, the expert itself, nobody (smoe tune --prices). smoe tune: the price that alpha must keep.",
+            rich_help_panel=_LOW,
+        ),
+    ] = None
     low_meanwhile: Annotated[
         bool,
         typer.Option(
@@ -234,8 +224,8 @@ class EngineOptions:
     def config(self, sequences: int = 1) -> EngineConfig:
         """The engine's configuration for `sequences` prompts at once.
 
-        An alpha without a preset means the smoe preset with that alpha, what `smoe eval` prices; low copies without one
-        the hobbit preset.
+        An alpha without a preset means the smoe preset with that alpha, what `smoe eval` prices; a perplexity without
+        one the balanced preset, low copies the hobbit preset.
         """
         if self.alpha and self.preset == "smoe-exact":
             raise ConfigError(
@@ -261,6 +251,11 @@ class EngineOptions:
                 if self.precision_shares is not None
                 else None
             ),
+            max_perplexity_increase=(
+                parse_share(self.max_perplexity_increase, "max_perplexity_increase")
+                if self.max_perplexity_increase is not None
+                else None
+            ),
             low_meanwhile=self.low_meanwhile or None,
             upgrade=self.upgrade or None,
             reproducible=self.reproducible or None,
@@ -275,6 +270,8 @@ class EngineOptions:
         """The one that is named, else the one that an option means by itself."""
         if self.preset != "exact":
             return self.preset
+        if self.max_perplexity_increase is not None:
+            return "balanced"
         if self.low_precision not in (None, "none"):
             return "hobbit"
         return "smoe" if self.alpha else "exact"
@@ -302,7 +299,8 @@ _AS_GIVEN = (
 
 def _refuse_idle_copies(config: EngineConfig) -> None:
     """Raise `ConfigError` for low copies that would only take room: nothing would ask for one."""
-    if config.has_low and config.precision_shares is None and config.low_threshold >= config.skip_threshold:
+    by_thresholds = config.precision_shares is None and not config.prices_answers
+    if config.has_low and by_thresholds and config.low_threshold >= config.skip_threshold:
         raise ConfigError(
             f"`low_precision` {config.low_precision} would have no effect: no expert comes as a low copy where "
             f"`low_threshold` is {config.low_threshold:g} and `skip_threshold` {config.skip_threshold:g}; give a lower "
@@ -338,57 +336,3 @@ def check_text(text: str, source: str) -> None:
             given=ascii(text),
             allowed="text in UTF-8",
         ) from error
-
-
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Spread every parameter of a command that is a group of options over the command line."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        if name in groups:
-            parameters += _parameters_of(groups[name])
-        else:
-            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
-    for name, (annotation, default) in _EVERYWHERE.items():
-        parameters.append(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        )
-
-    @functools.wraps(command)
-    def spread(**given: Any) -> None:
-        if given.get("debug"):
-            os.environ["SMOE_DEBUG"] = "1"
-        is_quiet, verbosity = given.pop("quiet"), given.pop("verbose")
-        with speaking(quietly=is_quiet), logged(verbosity), ending_in_order(as_json=given.get("json", False)):
-            for name in ("prompt", "stop"):
-                for text in given.get(name) or ():
-                    check_text(text, f"--{name}")
-            for name, group in groups.items():
-                given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-                if isinstance(given[name], EngineOptions):
-                    given[name].config()  # bad values are refused before anything heavy is imported
-            if "model" in hints:
-                _refuse_unknown(given)
-            command(**given)
-
-    spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    del spread.__wrapped__
-    return spread
-
-
-def _refuse_unknown(given: dict[str, Any]) -> None:
-    """A model that cannot be had is refused before anything heavy is imported, too."""
-    from smoe.models.files import refuse_unknown
-
-    revisions = [value.revision for value in given.values() if isinstance(value, EngineOptions)]
-    refuse_unknown(given["model"], revisions[0] if revisions else given.get("revision"))
-
-
-def _parameters_of(group: Any) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in fields(group)
-    ]

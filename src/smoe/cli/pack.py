@@ -94,7 +94,7 @@ def command(
 
 def _precisions(given: str | None) -> list[str | None]:
     """What was asked for, in its order; None: as the dtype says."""
-    from smoe.config import PRECISION
+    from smoe.bounds import PRECISION
     from smoe.errors import ConfigError
 
     if given is None:

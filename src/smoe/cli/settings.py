@@ -8,7 +8,8 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from smoe.config import DEFAULT_PREFETCH_DEPTH, EngineConfig, allowed_of
+from smoe.bounds import DEFAULT_PREFETCH_DEPTH, allowed_of
+from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.units import parse_bytes
 

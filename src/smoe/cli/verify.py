@@ -61,9 +61,9 @@ def command(
 def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet: bool) -> Report:
     import torch
 
+    from smoe.bounds import BF16
     from smoe.cli.console import progress
     from smoe.cli.session import loaded
-    from smoe.config import BF16
     from smoe.report.verify import EXPERTS, PASSES, reference_of, verify
 
     config = engine.config()

@@ -15,9 +15,9 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from smoe.bounds import BF16
 from smoe.compute.expert_math import ExpertMath, Weights, within_rounding
 from smoe.compute.row_groups import Shape, product
-from smoe.config import BF16
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.matrix import Matrix, products_of
 from smoe.kernels.proof import is_as_near

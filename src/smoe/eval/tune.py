@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from smoe.config import EMULATED
+from smoe.bounds import EMULATED
 from smoe.errors import ConfigError
 from smoe.eval.questions import Tick
 from smoe.generation.teacher_forcing import forced

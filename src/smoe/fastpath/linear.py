@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from smoe.config import BF16
+from smoe.bounds import BF16
 from smoe.kernels.proof import part_that_agrees, same_bits
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, Product, SpinningPool
 from smoe.kernels.threads import threads

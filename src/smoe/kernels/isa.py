@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smoe.config import BF16, INT8
+from smoe.bounds import BF16, INT8
 from smoe.kernels.jit import cpu_has
 
 

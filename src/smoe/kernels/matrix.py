@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from smoe.config import BF16
+from smoe.bounds import BF16
 from smoe.formats.base import Format
 from smoe.kernels.isa import Isa, widest
 from smoe.kernels.jit import address_of, compile_functions

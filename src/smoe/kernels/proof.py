@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from smoe.config import BF16
+from smoe.bounds import BF16
 from smoe.formats.activations import in_8_bits
 from smoe.formats.base import Format
 from smoe.kernels.matrix import Matrix

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from smoe.config import BF16, INT8
+from smoe.bounds import BF16, INT8
 from smoe.formats.base import Format, Group
 from smoe.kernels import quantised_dots, quantised_whole
 from smoe.kernels.builder import FLOAT, HALF_WORD, POINTER, WORD, Code, Value

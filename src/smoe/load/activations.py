@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from smoe.config import BF16, EngineConfig
+from smoe.bounds import BF16
+from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.memory.quantised_store import QuantisedStore
 from smoe.models.quantised_linear import QuantisedLinear

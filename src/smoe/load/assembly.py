@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from smoe.bounds import DEFAULT_PREFETCH_DEPTH, EMULATED
 from smoe.compute.expert_math import ExpertMath
 from smoe.compute.host_experts import Balancer, HostExperts
 from smoe.compute.quantised_math import QuantisedMath, Tile
 from smoe.compute.unit import ComputeUnit
-from smoe.config import DEFAULT_PREFETCH_DEPTH, EMULATED, EngineConfig
+from smoe.config import EngineConfig
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.expert import EXACT, LOW
 from smoe.load.calibration import calibrate

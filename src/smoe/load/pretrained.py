@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from smoe.config import EMULATED, EngineConfig
+from smoe.bounds import EMULATED
+from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from smoe.config import BF16
+from smoe.bounds import BF16
 from smoe.formats.base import Format
 from smoe.kernels.matrix import Matrix, products_of
 from smoe.kernels.spinning_pool import MOST_QUANTISED_ROWS, MOST_ROWS, SpinningPool

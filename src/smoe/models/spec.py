@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from smoe.config import STACKED_GATES, EngineConfig
+from smoe.bounds import STACKED_GATES
+from smoe.config import EngineConfig
 from smoe.errors import CheckpointError
 from smoe.expert import EXACT, LOW
 from smoe.memory.dtypes import SAFETENSORS

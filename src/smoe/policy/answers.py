@@ -105,8 +105,8 @@ def choose(
 ) -> Chosen:
     """The answers that cost least; `rate` in seconds per nat, infinite: exact answers only.
 
-    At most `limit` nats are spent. `top_k`: K, by which bare tokens are known. Ties go to the lower price, then to the
-    more important expert being served better; the order of `missing` does not matter.
+    At most `limit` nats are spent. `top_k`: K, by which bare tokens are known. Of plans that cost the same it is always
+    the same one, whatever the order of `missing`.
     """
     if not missing:
         return NOTHING
@@ -290,14 +290,14 @@ def _together(
 
 
 def _cheapest(states: Sequence[tuple[int, float]], costs: AnswerCosts, rate: float) -> int:
-    """Of (state, price) the state that costs least; of equal ones that of the lowest price."""
-    best, best_price, best_state = inf, inf, -1
+    """Of (state, price) the state that costs least; of equal ones the first."""
+    best, best_state = inf, -1
     for state, price in states:
         priced = rate * price
         if priced <= best:
             cost = costs.split(state & 15, state >> 4 & 15)[0] + priced
-            if cost < best or (cost == best and price < best_price):
-                best, best_price, best_state = cost, price, state
+            if cost < best:
+                best, best_state = cost, state
     return best_state
 
 

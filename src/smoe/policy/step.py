@@ -98,4 +98,7 @@ def decide(
     eviction.observe(observation(routing))
     shared = assigned if assigned is not None or balance is None else balance()
     plan = plan_layer(routing, table, eviction, layer_share, shared, switches.prefill_keep, low_use=switches.low_use)
-    return Decision(routing, selection, plan, len(gone))
+    skipped = len(gone)
+    if assigned is not None and selection is not None:
+        skipped = sum(replacement.substitute is None for replacement in selection.replacements)
+    return Decision(routing, selection, plan, skipped)

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from smoe.config import EMULATED, EngineConfig
+from smoe.bounds import EMULATED
+from smoe.config import EngineConfig
 from smoe.load.pretrained import choose_device, make_ledger, open_if_here
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at
