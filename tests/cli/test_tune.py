@@ -10,6 +10,7 @@ import pytest
 
 import smoe
 from smoe.eval import tune
+from smoe.load.priced_answers import as_json, prices_of
 from smoe.metrics import Counters
 
 COMMON = ("--memory", "2700KiB", "--context", 128)
@@ -303,3 +304,21 @@ def test_an_interrupt_is_said(run, checkpoint, text, monkeypatch):
     monkeypatch.setattr(tune, "measure_times", interrupt)
     ran = run("tune", checkpoint, *COMMON, "--text", text)
     assert ran.code == 130 and "interrupted; nothing was kept" in ran.err
+
+
+def test_prices_of_answers_are_measured_and_remembered(run, checkpoint, text, tmp_path):
+    ran = run("tune", checkpoint, *COMMON, "--prices", "--text", text, "--json")
+    assert ran.code == 0, ran.err
+    assert f"remembered in {tmp_path / 'cache' / 'smoe' / 'prices'}" in ran.err.replace("\n", "")
+    priced = prices_of(checkpoint)
+    assert priced is not None and as_json(priced).items() <= ran.json.items()
+    assert ran.json["low_precision"] == "none" and len(ran.json["nats"]) == len(ran.json["rounding_nats"]) == 4
+    table = run("tune", checkpoint, *COMMON, "--prices", "--text", text)
+    assert table.code == 0 and [line.split()[1:3] for line in table.out.splitlines()[1:]] == [["-", "-"]] * 4
+
+
+@pytest.mark.parametrize("other", [("--tpot", "1s"), ("--max-perplexity-increase", "1%"), ("--tokens", 800)])
+def test_prices_stand_alone(run, other):
+    ran = run("tune", "demo", "--prices", *other)
+    assert ran.code == 2 and f"{other[0]} {other[1]} and --prices are two measurements" in " ".join(ran.err.split())
+    assert "budget" not in ran.err, "before the model is loaded"

@@ -16,8 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError, UnsupportedModelError
-from smoe.eval.answer_prices import AnswerPrices, measure, passes_of, shape_of
-from smoe.policy.prices import LayerPrices
+from smoe.eval.answer_prices import AnswerPrices, Trial, measure, passes_of, shape_of
+from smoe.eval.texts import read_documents
+from smoe.load.priced_answers import prices_of as prices_of_model
+from smoe.models.checkpoint import whole_checkpoint
+from smoe.models.files import DEMO_FOLDER
+from smoe.policy.prices import Answer, LayerPrices
 from tests import oracle, zoo
 from tests.packs import pack_folder
 
@@ -47,22 +51,46 @@ def test_leaving_out_costs_what_transformers_says(toy: Callable[..., Path], open
     found = prices_of(open_model(folder, "half", **{**SMALL, "max_sequences": 13}))
     model, ids = oracle.reference(folder), torch.tensor([IDS[:WIDTH]])
     exact = model(ids).logits[0].log_softmax(-1)
-    for layer, prices in found.table.layers.items():
-        experts = model.model.layers[layer].mlp.experts
-        squares = []
+    for layer in found.table.layers:
+        units, changes = [], []
 
-        def leave_out(_: Any, args: tuple[torch.Tensor, ...], kept: list[float] = squares) -> tuple[torch.Tensor, ...]:
+        def leave_out(
+            experts: torch.nn.Module,
+            args: tuple[torch.Tensor, ...],
+            output: torch.Tensor,
+            units: list[float] = units,
+            changes: list[float] = changes,
+        ) -> torch.Tensor:
             hidden, index, weights = args
+            units.append(float((weights.min(-1).values / weights.sum(-1))[1:].pow(2.5).sum()))
             weights = weights.clone()
-            kept.append(float((weights.min(-1).values / weights.sum(-1))[1:].square().sum()))
             weights[1:] = weights[1:].scatter(-1, weights[1:].argmin(-1, keepdim=True), 0.0)
-            return hidden, index, weights
+            changed: torch.Tensor = type(experts).forward(experts, hidden, index, weights)
+            changes.append(float((changed - output).square().sum()))
+            return changed
 
-        hook = experts.register_forward_pre_hook(leave_out)
+        hook = model.model.layers[layer].mlp.experts.register_forward_hook(leave_out)
         changed = model(ids).logits[0].log_softmax(-1)
         hook.remove()
         nats = float((exact.exp() * (exact - changed)).sum())
-        assert prices.skip == pytest.approx(nats / squares[0], rel=1e-3), layer
+        shown = found.shown[Trial(layer, Answer.SKIP)]
+        assert shown.nats == pytest.approx([nats], rel=1e-3), layer
+        assert shown.units == pytest.approx(units, rel=1e-4) and shown.changes == pytest.approx(changes, rel=1e-3)
+        bits = found.shown[Trial(layer, None)]
+        assert abs(bits.nats[0]) < 1e-6 * nats and 0 < bits.changes[0] < 1e-6 * changes[0]
+
+
+def test_a_table_is_made_of_one_factor_for_each_layer(toy: Callable[..., Path], open_model: Open) -> None:
+    found = prices_of(open_model(toy("qwen3_moe"), "half", **SMALL), trials=2)
+    for layer, prices in found.table.layers.items():
+        skip, other, bits = (found.shown[Trial(layer, a)] for a in (Answer.SKIP, Answer.SUBSTITUTE, None))
+        assert len(skip.nats) == len(other.nats) == len(bits.nats) == 2
+        by_rounding = sum(bits.nats) / 2
+        assert found.rounding[layer] == pytest.approx(by_rounding / WIDTH)
+        factor = (sum(skip.nats + other.nats) - 4 * by_rounding) / sum(skip.changes + other.changes)
+        assert prices.skip == pytest.approx(factor * sum(skip.changes) / sum(skip.units))
+        assert prices.substitute == pytest.approx(factor * sum(other.changes) / sum(other.units))
+        assert 0 < found.errors.layers[layer].skip < 2 * prices.skip
 
 
 def test_experts_of_zeros_cost_nothing_to_replace(tmp_path: Path, open_model: Open) -> None:
@@ -95,6 +123,36 @@ def test_families_can_be_priced(family: str, toy: Callable[..., Path], open_mode
     found = prices_of(open_model(toy(family), "half", **SMALL))
     for layer, prices in found.table.layers.items():
         assert 0 < prices.skip < 100 and 0 < prices.substitute < 100, (layer, prices)
+
+
+@torch.no_grad()
+def test_the_demos_prices_add_up_in_all_layers_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Plain transformers, other text than the prices are from: every token's two least experts left out everywhere.
+    Within a factor of 1.6."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    priced, tokenizer = prices_of_model(DEMO_FOLDER), whole_checkpoint("demo", None).tokenizer()
+    assert priced is not None
+    model, nats = oracle.reference(DEMO_FOLDER, torch.float32), [0.0]
+    ids = torch.tensor([tokenizer("\n\n".join(read_documents(None)))["input_ids"][:256]])
+    exact = model(ids).logits[0].log_softmax(-1)
+
+    def answer(layer: int) -> Callable[..., tuple[torch.Tensor, ...]]:
+        def hook(_: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            hidden, index, weights = args
+            price = priced.table.layers[layer].price
+            weights = weights.clone()
+            nats[0] += sum(price(Answer.SKIP, weight) for weight in weights[:, 6:].flatten().tolist())
+            weights[:, 6:] = 0.0
+            return hidden, index, weights
+
+        return hook
+
+    for layer in priced.table.layers:
+        model.model.layers[layer].mlp.experts.register_forward_pre_hook(answer(layer))
+    changed = model(ids).logits[0].log_softmax(-1)
+    measured = float((exact.exp() * (exact - changed)).sum())
+    assert 0.001 < measured / ids.shape[1] < 0.02, "a change of a tenth to two per cent of perplexity"
+    assert 1 / 1.6 < nats[0] / measured < 1.6
 
 
 def test_what_cannot_be_priced_is_refused(toy: Callable[..., Path], open_model: Open) -> None:

@@ -22,12 +22,12 @@ def test_it_comes_back_from_json() -> None:
 
 def test_prices_by_hand() -> None:
     prices = LayerPrices(low=1.0, substitute=2.0, skip=4.0)
-    assert {answer: prices.price(answer, 0.5, 0.25) for answer in Answer} == {
+    assert {answer: prices.price(answer, 0.25, 0.25) for answer in Answer} == {
         Answer.HIGH: 0.0,
         Answer.HOST: 0.0,
-        Answer.LOW: 0.25,
-        Answer.SUBSTITUTE: 0.78125,
-        Answer.SKIP: 1.0,
+        Answer.LOW: 0.0625,
+        Answer.SUBSTITUTE: 0.1953125,
+        Answer.SKIP: 0.125,
     }
     assert {answer for answer in Answer if prices.price(answer, 1.0, 1.0) == 0.0} == EXACT_ANSWERS
 

@@ -8,17 +8,18 @@
 
 One pass of the model serves all rows, so a model that comes from disk is read once for as many trials as a step has
 room for; every pass has another window of the text. What a row's distributions diverge from the first row's, over all
-positions, is the price of its changed routes. It grows with the square of their weights (`policy/prices.py`), and a
-coefficient is the sum of the one over the sum of the other.
+positions, is the price of its changed routes.
 
-Low copies change so little that the rounding of 16 bits, which any change sets off in the layers behind, would drown
-it. What they change in the layer's own output is measured to many digits, though, and priced as the same change
-by experts left out.
+In a layer it is proportional to the square of what changes in the experts' output, by one factor for all answers
+(docs/log.md). So the divergences of all trials give the layer's factor, and the changes, which are nearly free of
+noise, share it out among the answers, by the weights of the routes (`policy/prices.py`). Low copies
+change so little that the rounding of 16 bits, which any change sets off in the layers behind, drowns their own
+divergence; they have no part in the factor. What that rounding alone costs is measured, too, and taken off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -78,6 +79,8 @@ class AnswerPrices:
     """Of text."""
     has_low: bool
     """Whether there were low copies to measure; if not, they are priced like leaving out."""
+    shown: Mapping[Trial, Shown]
+    """What it was made from."""
 
 
 def measure(
@@ -287,33 +290,30 @@ def _scale_of(logits: torch.Tensor, of_head: torch.Tensor) -> float:
 
 
 def _priced(engine: Engine, shown: dict[Trial, Shown], width: int, tokens: int) -> AnswerPrices:
-    """Coefficients and their errors."""
+    """Of every layer what a change of its output costs, and by how much each answer changes it."""
     layers, errors, rounding = dict[int, LayerPrices](), dict[int, LayerPrices](), dict[int, float]()
     has_low = engine.config.has_low
     for layer in sorted(engine.store.layers):
         bits = shown[Trial(layer, None)].nats
         floor = sum(bits) / len(bits)
         rounding[layer] = floor / width
-        skip, skip_error = _ratio(shown[Trial(layer, Answer.SKIP)], floor)
-        substitute, substitute_error = _ratio(shown[Trial(layer, Answer.SUBSTITUTE)], floor)
-        low, low_error = skip, skip_error
-        if has_low:
-            left_out, lower = shown[Trial(layer, Answer.SKIP)], shown[Trial(layer, Answer.LOW)]
-            part = _per_unit(lower) / _per_unit(left_out)
-            low, low_error = part * skip, part * skip_error
-        layers[layer] = LayerPrices(low, substitute, skip)
-        errors[layer] = LayerPrices(low_error, substitute_error, skip_error)
-    return AnswerPrices(PriceTable(layers), PriceTable(errors), rounding, tokens, has_low)
+        skip, substitute = shown[Trial(layer, Answer.SKIP)], shown[Trial(layer, Answer.SUBSTITUTE)]
+        low = shown[Trial(layer, Answer.LOW)] if has_low else skip
+        factor, error = _factor([skip, substitute], floor)
+        by_answer = [_change_per_unit(each) for each in (low, substitute, skip)]
+        layers[layer] = LayerPrices(*(factor * change for change in by_answer))
+        errors[layer] = LayerPrices(*(error * change for change in by_answer))
+    return AnswerPrices(PriceTable(layers), PriceTable(errors), rounding, tokens, has_low, shown)
 
 
-def _per_unit(shown: Shown) -> float:
+def _change_per_unit(shown: Shown) -> float:
     return sum(shown.changes) / max(sum(shown.units), _TINY)
 
 
-def _ratio(shown: Shown, floor: float) -> tuple[float, float]:
-    """Nats above `floor` for each unit, none below zero, and the standard error of that quotient of sums."""
-    units, count = sum(shown.units), len(shown.units)
-    ratio = (sum(shown.nats) - floor * count) / max(units, _TINY)
-    rest = sum((nats - floor - ratio * unit) ** 2 for nats, unit in zip(shown.nats, shown.units, strict=True))
-    spread = (rest * count / max(1, count - 1)) ** 0.5
-    return max(0.0, ratio), spread / max(units, _TINY)
+def _factor(shown: Sequence[Shown], floor: float) -> tuple[float, float]:
+    """Nats above `floor` for each unit of squared change, none below zero, and the quotient's standard error."""
+    trials = [pair for each in shown for pair in zip(each.nats, each.changes, strict=True)]
+    changes = max(sum(change for _, change in trials), _TINY)
+    factor = sum(nats - floor for nats, _ in trials) / changes
+    rest = sum((nats - floor - factor * change) ** 2 for nats, change in trials)
+    return max(0.0, factor), (rest * len(trials) / max(1, len(trials) - 1)) ** 0.5 / changes

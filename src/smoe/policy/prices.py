@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from math import isfinite
+from math import isfinite, sqrt
 from typing import Any, NamedTuple
 
 from smoe.errors import ConfigError
@@ -46,17 +46,18 @@ class LayerPrices(NamedTuple):
     def price(self, answer: Answer, weight: float, gap: float = 0.0) -> float:
         """Nats, of one route with so much of its token's routing weight (0 to 1).
 
-        What leaving an expert out, or rounding it, changes in the layer's output is proportional to its weight, and
-        the divergence of the next token's distribution to the change's square. A substitute, which weighs what its own
-        score gives it, is a second change, unlike the first: experts of like score are no more alike than others
-        (docs/log.md). `gap` is the part of the expert's choice score that the substitute's falls short of it (0 to 1).
+        What rounding an expert changes in the layer's output is proportional to its weight, and the divergence of the
+        next token's distribution to the change's square. What is left out grows a little faster, as experts of small
+        weight also give small outputs. A substitute, which weighs what its own score gives it, is a second change,
+        unlike the first: experts of like score are no more alike than others (docs/log.md). `gap` is the part of the
+        expert's choice score that the substitute's falls short of it (0 to 1).
         """
         squared = weight * weight
         if answer is _SUBSTITUTE:
             kept = 1.0 - gap
             return self.substitute * (1.0 + kept * kept) * squared
         if answer is _SKIP:
-            return self.skip * squared
+            return self.skip * squared * sqrt(weight)
         return self.low * squared if answer is _LOW else 0.0
 
 

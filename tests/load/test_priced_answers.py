@@ -1,0 +1,57 @@
+"""Prices of answers: whose word counts, and what is not believed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from smoe.load.priced_answers import FILE_NAME, PricedAnswers, as_json, prices_of, remember
+from smoe.models.files import DEMO_FOLDER
+from smoe.policy.prices import Answer, LayerPrices, PriceTable
+
+PRICED = PricedAnswers(
+    table=PriceTable({0: LayerPrices(1e-4, 2e-3, 3e-3), 2: LayerPrices(0.0, 0.5, 1.0)}),
+    errors=PriceTable({0: LayerPrices(1e-5, 2e-4, 3e-4), 2: LayerPrices(0.0, 0.1, 0.2)}),
+    low_precision="int4",
+    tokens=2000,
+    text="a book",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    return tmp_path / "model"
+
+
+def test_the_users_own_come_before_the_folders(folder: Path) -> None:
+    assert prices_of(folder) is None
+    brought = PRICED.__class__(PRICED.table, PRICED.errors, "int2", 1, "another")
+    (folder / FILE_NAME).write_text(json.dumps(as_json(brought)))
+    assert prices_of(folder) == brought
+    remember(folder, PRICED)
+    assert prices_of(folder) == PRICED
+    assert prices_of(folder.parent) is None, "another model"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"format": 2}, {"nats": None}, {"nats": {"0": {"low": -1.0, "substitute": 1.0, "skip": 1.0}}}],
+)
+def test_what_is_not_understood_is_not_there(folder: Path, change: dict[str, object]) -> None:
+    (folder / FILE_NAME).write_text(json.dumps(as_json(PRICED) | change))
+    assert prices_of(folder) is None
+
+
+def test_the_demo_brings_its_prices(folder: Path) -> None:
+    """They were measured with its int4 copies, and every figure is well above its error."""
+    priced = prices_of(DEMO_FOLDER)
+    assert priced is not None and priced.low_precision == "int4" and sorted(priced.table.layers) == list(range(12))
+    for layer, prices in priced.table.layers.items():
+        low, substitute, skip = (prices.price(a, 1 / 8, 1.0) for a in (Answer.LOW, Answer.SUBSTITUTE, Answer.SKIP))
+        assert 0 < low < 0.05 * skip
+        assert 0.5 * skip < substitute < 2 * skip
+        assert priced.errors.layers[layer].skip < 0.5 * prices.skip
