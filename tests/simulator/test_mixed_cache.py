@@ -9,8 +9,6 @@ from __future__ import annotations
 import random
 from itertools import product
 
-import pytest
-
 from smoe.policy.importance import Thresholds
 from smoe.policy.step import Switches
 from smoe.routing import Phase, Routing
