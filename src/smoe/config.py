@@ -6,7 +6,6 @@ What is found at run time (free bytes, slots) is a new value in the ledger and n
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,24 +49,6 @@ LOW_PRECISION = ("none", *PRECISION[1:])
 BF16, INT8 = ACTIVATIONS = ("bf16", "int8")
 SUBSTITUTES = ("replace", "drop")
 SUBSTITUTE_WEIGHTS = ("own", "inherited")
-CPU_ISA = ("none", "avx2", "avx512", "avx512_bf16", "all")
-"""Values of `SMOE_MAX_CPU_ISA`, each with what the one before it has."""
-
-
-def max_cpu_isa() -> str:
-    """The vector extensions that smoe's own CPU kernels may use: the environment's `SMOE_MAX_CPU_ISA`, else all.
-
-    For comparisons and tests; torch, oneDNN and MKL have such limits of their own. Raises `ConfigError` for a value
-    that is none of `CPU_ISA`.
-    """
-    value = os.environ.get("SMOE_MAX_CPU_ISA", "").strip().lower() or "all"
-    if value not in CPU_ISA:
-        allowed = ", ".join(CPU_ISA)
-        message = f"the environment's SMOE_MAX_CPU_ISA is {value!r}; choose one of: {allowed}"
-        raise ConfigError(message, setting="SMOE_MAX_CPU_ISA", given=value, allowed=allowed)
-    return value
-
-
 CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": DTYPES,
     "eviction": tuple(ONLINE_EVICTION),
@@ -109,8 +90,14 @@ _NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "low_share": ("a number above 0 and below 1", lambda value: 0 < value < 1),
     "low_threshold": ("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
     "skip_threshold": ("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
+    "max_perplexity_increase": ("a number above 0 and at most 1 (0.01 is 1 %)", lambda value: 0 < value <= 1),
+    "tpot_seconds": ("a number of seconds above 0", lambda value: 0 < value < math.inf),
     "turn_timeout_seconds": ("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
     "cache_weights": ("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
+    "precision_shares": (
+        "three numbers whose sum is 100, for own copies, low copies (above 0) and none, as 67, 30, 3",
+        lambda value: len(value) == 3 and min(value) >= 0 < value[1] and math.isclose(sum(value), 100),
+    ),
 }
 _OWNERS = (
     ("dilation", "device", EMULATED),
@@ -155,7 +142,7 @@ def _is_allowed(setting: str, value: Any) -> bool:
     if setting in LIMITS:
         least, most = LIMITS[setting]
         return isinstance(value, int) and least <= value and (most is None or value <= most)
-    kind = tuple if setting == "cache_weights" else (int, float)
+    kind = tuple if setting in ("cache_weights", "precision_shares") else (int, float)
     return isinstance(value, kind) and _NUMBERS[setting][1](value)
 
 
@@ -250,8 +237,17 @@ class EngineConfig:
     the token's choices, sum up to more than this share. 1: never. Lossy below it."""
     skip_threshold: float = 1.0
     """HOBBIT's T2: above this share a missing expert is left out. 1: never. Lossy below it."""
+    precision_shares: tuple[float, ...] | None = None
+    """In place of both: shares in per cent of a token's choices that ask for their own copy, for the low one and for
+    none; the thresholds are those of the model's profile (`load/importance_profile.py`), else as they are given."""
     low_meanwhile: bool = False
     """A low copy that is in memory serves an expert that asks for its own, which is brought in meanwhile. Lossy."""
+    max_perplexity_increase: float | None = None
+    """Answer every miss by what costs least within so much more perplexity, as a share (0.01 is one per cent): a
+    resident substitute, a low copy, the expert itself, the CPU, or nobody, at the prices that the model has been found
+    to have (`smoe tune --prices`). Lossy; None: misses are answered as the other switches say."""
+    tpot_seconds: float | None = None
+    """The same for a time per token: as little quality as it takes is given up."""
     upgrade: bool = False
     """While nothing else is read, experts that low copies have served are brought in themselves."""
     activations: str = BF16
@@ -287,7 +283,13 @@ class EngineConfig:
     @property
     def needs_scores(self) -> bool:
         """Whether a policy asks for every expert's score, not only for the choice, or a predictor makes scores."""
-        return self.alpha > 0 or self.eviction in SCORED_EVICTION or self.prefetch in SCORED_PREFETCH
+        by_policy = self.eviction in SCORED_EVICTION or self.prefetch in SCORED_PREFETCH
+        return self.alpha > 0 or self.prices_answers or by_policy
+
+    @property
+    def prices_answers(self) -> bool:
+        """Whether every miss is answered by what costs least within a budget."""
+        return self.max_perplexity_increase is not None or self.tpot_seconds is not None
 
     @property
     def has_low(self) -> bool:
@@ -302,13 +304,17 @@ class EngineConfig:
     @property
     def lossy(self) -> list[str]:
         """By what the text may differ from the unmodified model's, by more than rounding."""
-        low = f"missing experts in {self.low_precision}"
+        low, by_shares = f"missing experts in {self.low_precision}", self.precision_shares is not None
         reasons = {
             f"alpha {self.alpha:g}": self.alpha > 0,
             f"experts in {self.precision}": self.precision != "auto",
-            f"{low} beyond {self.low_threshold:g}": self.has_low and self.low_threshold < 1,
-            f"none beyond {self.skip_threshold:g}": self.skip_threshold < 1,
+            f"{low} by shares": by_shares,
+            f"{low} beyond {self.low_threshold:g}": self.has_low and self.low_threshold < 1 and not by_shares,
+            f"none beyond {self.skip_threshold:g}": self.skip_threshold < 1 and not by_shares,
             f"low copies meanwhile ({self.low_precision})": self.low_meanwhile,
+            f"answers within {100 * (self.max_perplexity_increase or 0):.3g} % of perplexity": self.prices_answers
+            and self.tpot_seconds is None,
+            f"answers within {self.tpot_seconds} s a token": self.tpot_seconds is not None,
             f"activations in {self.activations}": self.activations != BF16,
         }
         return [reason for reason, applies in reasons.items() if applies]
@@ -359,9 +365,10 @@ class EngineConfig:
 
     def _check_low(self) -> None:
         """What is for low copies needs some, of fewer bits than the others; T1 is no larger than T2."""
-        for name in ("low_threshold", "low_meanwhile", "upgrade", "low_share"):
+        for name in ("low_threshold", "precision_shares", "low_meanwhile", "upgrade", "low_share"):
             if getattr(self, name) != getattr(EngineConfig, name) and not self.has_low:
                 raise ConfigError.idle(name, getattr(self, name), "`low_precision` int4, or another")
+        self._check_answers()
         if not self.has_low:
             return
         lower = PRECISION[PRECISION.index(self.precision) + 1 :]
@@ -381,6 +388,28 @@ class EngineConfig:
                 setting="low_threshold",
                 given=self.low_threshold,
                 allowed=f"at most {self.skip_threshold:g}",
+            )
+
+    def _check_answers(self) -> None:
+        """A budget decides what others would decide, and by measured times."""
+        if not self.prices_answers:
+            return
+        budget = "max_perplexity_increase" if self.max_perplexity_increase is not None else "tpot_seconds"
+        others = {
+            "tpot_seconds": budget != "tpot_seconds" and self.tpot_seconds is not None,
+            "alpha": self.alpha > 0 or self.alpha_as_priced,
+            "low_threshold": self.low_threshold < 1,
+            "skip_threshold": self.skip_threshold < 1,
+            "low_meanwhile": self.low_meanwhile,
+            "reproducible": self.reproducible,
+        }
+        for name in (name for name, is_given in others.items() if is_given):
+            raise ConfigError(
+                f"`{budget}` decides by measured times what becomes of every miss, and does not go with `{name}`: "
+                "leave one of the two out",
+                setting=budget,
+                given=getattr(self, budget),
+                allowed=f"only without `{name}`",
             )
 
     def _check_activations(self) -> None:

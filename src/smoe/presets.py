@@ -6,7 +6,8 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any
 
-from smoe.config import DEFAULT_ALPHA, EngineConfig, max_cpu_isa
+from smoe.config import DEFAULT_ALPHA, EngineConfig
+from smoe.cpu_isa import max_cpu_isa
 from smoe.errors import ConfigError
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -25,10 +26,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         "balance": "auto",
     },
     "smoe-exact": {"eviction": "score", "prefetch": "auto", "balance": "auto"},
+    "balanced": {
+        "low_precision": "int4",
+        "max_perplexity_increase": 0.01,
+        "prefetch": "auto",
+        "balance": "auto",
+    },
     "hobbit": {
         "eviction": "multidimensional",
         "prefetch": "stacked-gates",
         "low_precision": "int4",
+        "precision_shares": (67.0, 30.0, 3.0),
         "low_threshold": 0.6,
         "skip_threshold": 0.9,
     },
@@ -37,13 +45,25 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 `static` (llama.cpp's and Fiddler's split): what prefill has left on the device stays there, the CPU computes the rest.
 `hybrimoe`: its score-aware cache, its schedule of CPU and device and a prefetch between layers (arXiv 2504.05897), as
-far as our own parts make them up."""
+far as our own parts make them up.
+`hobbit` (arXiv 2411.01433): its shares where the model has a profile, else the thresholds that it has for Mixtral."""
+LOW_COPIES = (
+    "low_precision",
+    "low_share",
+    "low_threshold",
+    "skip_threshold",
+    "precision_shares",
+    "low_meanwhile",
+    "upgrade",
+)
+"""Settings by which missing experts of little importance come in fewer bits, or not at all."""
 
 
 def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
     """A preset with single switches on top; switches that are None keep the preset's value.
 
-    An alpha that is given is meant as it is, whatever the model has been priced for.
+    An alpha that is given is meant as it is, whatever the model has been priced for, and so are thresholds of
+    importance, whatever its profile; shares that are given need a profile.
     """
     max_cpu_isa()  # what cannot be understood is refused also where nothing would ask
     if preset not in PRESETS:
@@ -61,6 +81,26 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
             allowed=f"settings are {names}",
         )
     given = {name: value for name, value in switches.items() if value is not None}
+    if "tpot_seconds" in given and "max_perplexity_increase" not in given:
+        given = {"max_perplexity_increase": None} | given  # the preset's
     if "alpha" in given:
         given = {"alpha_as_priced": False} | given
+    thresholds = [name for name in ("low_threshold", "skip_threshold") if name in given]
+    if "precision_shares" in given and thresholds:
+        raise ConfigError(
+            f"`precision_shares` and `{thresholds[0]}` both say which missing experts come as low copies; leave one of "
+            "them out",
+            setting=thresholds[0],
+            given=given[thresholds[0]],
+            allowed="only without `precision_shares`",
+        )
+    if "precision_shares" in given:
+        given = dict.fromkeys(("low_threshold", "skip_threshold"), 1.0) | given
+    elif thresholds:
+        given = {"precision_shares": None} | given
     return replace(EngineConfig(**PRESETS[preset]), **given)
+
+
+def without_low_copies(config: EngineConfig) -> EngineConfig:
+    """The same, with every expert served by its own copy."""
+    return replace(config, **{name: getattr(EngineConfig, name) for name in LOW_COPIES})

@@ -84,7 +84,7 @@ def test_results_that_could_not_be_kept_are_refused_first(run, checkpoint, tmp_p
 
 def test_a_plot_that_could_not_be_drawn_is_refused_first(run, checkpoint, tmp_path, monkeypatch):
     """Would catch an hour of measuring that ends with a missing library."""
-    monkeypatch.setattr("smoe.cli.options.find_spec", lambda name: None)
+    monkeypatch.setattr("smoe.cli.plot_file.find_spec", lambda name: None)
     ran = run("eval", checkpoint, "--plot", tmp_path / "price.png")
     assert ran.code == 2 and "a plot needs matplotlib: pip install matplotlib" in ran.err and "budget" not in ran.err
 

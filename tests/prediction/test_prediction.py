@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from smoe.memory.movers import HostMover, SlotMover
 from smoe.models.scoring import in_order
-from smoe.policy.prediction import Sight
+from smoe.policy.prediction import Prediction, Sight
 from smoe.policy.trial import Shadow
 from smoe.prediction.next_gate import NextGate
 from smoe.routing import Phase
@@ -49,10 +49,10 @@ def test_rows_of_a_batch_are_ranked_together(toy: Callable[..., Path], open_mode
     logits = torch.zeros(3, zoo.EXPERTS)
     index = torch.tensor([[0, 7], [2, 6], [7, 1]])
     weights = torch.tensor([[0.2, 0.8], [0.5, 0.5], [0.9, 0.1]])
-    assert gate.ranked(1, (logits, weights, index)) == [7, 2, 6, 0, 1]
-    assert gate.ranked(1, (index, weights, logits)) == [7, 2, 6, 0, 1], "granitemoe's order"
-    assert gate.ranked(1, (logits, weights, index), [0, 1]) == [7, 2, 6, 0], "the third row belongs to nobody"
-    assert gate.ranked(1, (logits, weights[:1].flip(1), index[:1].flip(1))) == [7, 0]
+    assert gate.named(1, (logits, weights, index)).experts == [7, 2, 6, 0, 1]
+    assert gate.named(1, (index, weights, logits)).experts == [7, 2, 6, 0, 1], "granitemoe's order"
+    assert gate.named(1, (logits, weights, index), [0, 1]).experts == [7, 2, 6, 0], "the third row belongs to nobody"
+    assert gate.named(1, (logits, weights[:1].flip(1), index[:1].flip(1))).experts == [7, 0]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe", "dots1", "minimax_m2", "qwen3_moe"])
@@ -66,7 +66,7 @@ def test_the_best_come_first(rows: int, family: str, toy: Callable[..., Path], o
     for layer, after in gate._following.items():
         if after in model.offload.anatomy.gates:
             _, weights, index = in_order(modules[model.offload.anatomy.gates[after]](hidden))
-            assert gate.predict(Sight(layer, hidden)) == ((after, by_hand(index, weights.float())),)
+            assert gate.predict(Sight(layer, hidden)) == (Prediction(after, by_hand(index, weights.float())),)
             asked += 1
     assert asked or not model.offload.anatomy.gates
 

@@ -92,9 +92,9 @@ def test_alpha_counts_in_every_layer(toy: Toy, open_model: Open) -> None:
     """Of a large alpha the best expert of a row at most is left; without, all that are chosen."""
     model = open_model(toy("mixtral"), "half", prefetch="stacked-gates", prefetch_depth=3, alpha=0.9)
     stacked, hidden = stacked_of(model), some_hidden(model, 1)
-    few = {layer: len(experts) for layer, experts in stacked.predict(Sight(0, hidden))}
+    few = {named.layer: len(named.experts) for named in stacked.predict(Sight(0, hidden))}
     stacked.alpha = 0.0
-    assert {layer: len(experts) for layer, experts in stacked.predict(Sight(0, hidden))} == {1: 2, 2: 2, 3: 2}
+    assert {named.layer: len(named.experts) for named in stacked.predict(Sight(0, hidden))} == {1: 2, 2: 2, 3: 2}
     assert few.keys() == {1, 2, 3} and sum(few.values()) < 6
 
 
@@ -103,7 +103,7 @@ def test_finished_rows_are_not_guessed_for(toy: Toy, open_model: Open) -> None:
     stacked, hidden = stacked_of(model), some_hidden(model, 3)
     told = list(stacked.predict(Sight(0, hidden, None, [0, 2])))
     assert told == list(stacked.predict(Sight(0, hidden[[0, 2]]))) != list(stacked.predict(Sight(0, hidden)))
-    assert [experts for _, experts in stacked.predict(Sight(0, hidden, None, []))] == [[], [], []]
+    assert [named.experts for named in stacked.predict(Sight(0, hidden, None, []))] == [[], [], []]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -13,7 +13,7 @@ from smoe import __version__
 from smoe.cli import bench, chat, doctor, eval, generate, pack, plan, record, replay, tune, verify
 from smoe.cli.console import complain, print_json_error
 from smoe.cli.interrupts import listening
-from smoe.cli.options import with_options
+from smoe.cli.spread import with_options
 from smoe.errors import SmoeError
 
 _EPILOG = """Try it:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from smoe.cli.options import Debug, EngineOptions, Json, Model, check_plot
+from smoe.cli.options import Debug, EngineOptions, Json, Model
+from smoe.cli.plot_file import check_plot
 from smoe.errors import ConfigError
 
 if TYPE_CHECKING:

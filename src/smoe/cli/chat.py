@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from smoe.cli.options import ChatSamplingOptions, Debug, EngineOptions, Model, check_text
+from smoe.cli.options import Debug, EngineOptions, Model, check_text
+from smoe.cli.request_options import ChatSamplingOptions
 from smoe.errors import ConfigError, ContextError
 
 if TYPE_CHECKING:

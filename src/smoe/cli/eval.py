@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from smoe.cli.options import Debug, EngineOptions, Json, Model, check_plot
+from smoe.cli.options import Debug, EngineOptions, Json, Model
+from smoe.cli.plot_file import check_plot
+from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 
 EPILOG = """Examples:
@@ -19,6 +21,8 @@ smoe eval ./my-moe --memory 8GiB --text book.txt --alphas 0,0.2,0.4 --plot price
 smoe eval ./my-moe --memory 8GiB --questions qa.jsonl --out results     (goes on where it was interrupted)
 
 smoe eval ./my-moe --memory 8GiB --precision int4 --alphas 0     (after: smoe pack ./my-moe --precision int4)
+
+smoe eval ./my-moe --memory 8GiB --preset hobbit     (after the same)
 
 smoe eval model.gguf --memory 8GiB --activations int8 --alphas 0
 
@@ -39,16 +43,20 @@ the choices, the one that makes the suffix likeliest. A is the first choice.
 
 The table goes to stderr; one line of JSON to stdout, unless that is a
 terminal (--json: always). Alpha 0 is the model itself, unless --precision puts
-its experts in fewer bits (int4), or --activations what they multiply (x int8):
-then the model itself is measured, too. Ctrl-C and SIGTERM keep the thresholds
-that are done, and say where.
+its experts in fewer bits (int4), --low-precision those that are missing and
+matter little (+int4), or --activations what they multiply (x int8): then the
+model itself is measured, too. Ctrl-C and SIGTERM keep the thresholds that are
+done, and say where.
 """
 
 
 def command(
     engine: EngineOptions,
     model: Model = "demo",
-    alphas: Annotated[str, typer.Option(help="Thresholds, separated by commas.")] = "0,0.1,0.2,0.3,0.4,0.5,0.6",
+    alphas: Annotated[
+        str | None,
+        typer.Option(help="Thresholds, separated by commas. \\[default: 0,0.1, ... 0.6; 0 with low copies]"),
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(help="What to predict: .txt, or .jsonl with 'text'. Default: stories.")
     ] = None,
@@ -82,7 +90,7 @@ def command(
     from smoe.cli.console import gives_json, is_quiet, note, print_json
     from smoe.cli.prices import Material, measured, print_table
 
-    thresholds = _thresholds(alphas)
+    thresholds = _thresholds(alphas) if alphas is not None else _usual_thresholds(engine.config())
     if plot is not None:
         check_plot(plot)
     names = _task_names(tasks, task_folder, questions, most_questions)
@@ -96,7 +104,7 @@ def command(
     if plot is not None:
         from smoe.eval.plot import draw
 
-        asked = circumstances["precision"], circumstances["activations"]
+        asked = prices[-1].quality.numbers
         priced = [price for price in prices if price.quality.numbers == asked]
         draw(priced, f"{model}, {circumstances['resident_share']:.0%} of the experts resident", plot)
         note(str(plot))
@@ -124,6 +132,11 @@ def _task_names(
 def _no_alphas(given: str) -> ConfigError:
     allowed = "numbers from 0 (exact) to 1 separated by commas, such as 0,0.2,0.4"
     return ConfigError.out_of_bounds("alphas", given, allowed)
+
+
+def _usual_thresholds(config: EngineConfig) -> list[float]:
+    """Where nobody names any: substitution from nothing to 0.6; low copies by themselves, at their own thresholds."""
+    return [0.0] if config.has_low or config.skip_threshold < 1 else [n / 10 for n in range(7)]
 
 
 def _thresholds(given: str) -> list[float]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from smoe.cli.options import Debug, EngineOptions, Json, Model, PromptOptions, SamplingOptions, check_text, substituting
+from smoe.cli.options import Debug, EngineOptions, Json, Model, check_text, substituting
+from smoe.cli.request_options import PromptOptions, SamplingOptions
 from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -145,7 +147,11 @@ def _run(
     from smoe.generation.generate import generate
     from smoe.report.run import report_on
 
-    config = engine.config(len(texts)) if tpot is None else substituting(engine, len(texts))
+    config = engine.config(len(texts))
+    if tpot is not None and config.prices_answers:
+        config, tpot = replace(config, max_perplexity_increase=None, tpot_seconds=tpot), None
+    elif tpot is not None:
+        config = substituting(engine, len(texts))
     with loaded(model, config, engine.revision, texts) as ready:
         if tpot is not None:
             _meet(tpot, model, engine.preset, ready)

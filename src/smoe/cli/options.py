@@ -1,26 +1,18 @@
 """The options that commands share, each defined once.
 
-A command takes a whole group (`engine: EngineOptions`) and `with_options` spreads its fields over the command line.
+A command takes a whole group (`engine: EngineOptions`), whose fields `spread.py` puts on the command line.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import typer
 
-from smoe.cli.console import output, print_json, speaking
-from smoe.cli.interrupts import ending_in_order
-from smoe.cli.logs import logged
-from smoe.cli.settings import asks_for_help, described, listing, settings_of
+from smoe.cli.console import output, print_json
+from smoe.cli.settings import asks_for_help, described, listing, settings_of, value_of
 from smoe.config import DEFAULT_ALPHA, DTYPES, EMULATED, KERNELS, EngineConfig
 from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE
@@ -30,8 +22,7 @@ from smoe.units import parse_bytes, parse_share
 
 _MEMORY = "Memory"
 _ENGINE = "Engine"
-_SAMPLING = "Sampling"
-_PROMPT = "Prompt"
+_LOW = "Low copies of missing experts (HOBBIT)"
 
 Model = Annotated[
     str,
@@ -41,19 +32,6 @@ Model = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error (also: SMOE_DEBUG=1).")]
-_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result, warnings and errors.")]
-_Verbose = Annotated[
-    int,
-    typer.Option(
-        "--verbose",
-        "-v",
-        count=True,
-        show_default=False,
-        help="Show the log; -vv: all of it (also: SMOE_LOG=info or debug).",
-    ),
-]
-_EVERYWHERE: dict[str, tuple[Any, Any]] = {"quiet": (_Quiet, False), "verbose": (_Verbose, 0)}
-"""Options of every command: annotation, default."""
 
 
 def _list_settings(given: list[str] | None) -> list[str] | None:
@@ -171,6 +149,61 @@ class EngineOptions:
             rich_help_panel=_ENGINE,
         ),
     ] = None
+    low_precision: Annotated[
+        str | None,
+        typer.Option(
+            help="LOSSY: missing experts of little importance come in fewer bits, as smoe pack --precision wrote them: "
+            "int8, int4, int2. Without a preset it means --preset hobbit with these.",
+            rich_help_panel=_LOW,
+        ),
+    ] = None
+    low_share: Annotated[
+        str | None,
+        typer.Option(help="Of the slots' bytes, those of low copies. \\[default: 15%]", rich_help_panel=_LOW),
+    ] = None
+    precision_shares: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OWN,LOW,NONE",
+            help="Per cent of a token's choices that ask for their own copy, a low one, none; by the model's profile "
+            "(smoe tune --shares). With --preset hobbit 67,30,3.",
+            rich_help_panel=_LOW,
+        ),
+    ] = None
+    low_threshold: Annotated[
+        float | None,
+        typer.Option(
+            help="In its place: a low copy will do above this unimportance (T1), 0 to 1.", rich_help_panel=_LOW
+        ),
+    ] = None
+    skip_threshold: Annotated[
+        float | None,
+        typer.Option(help="LOSSY: above this one (T2) a missing expert is left out.", rich_help_panel=_LOW),
+    ] = None
+    max_perplexity_increase: Annotated[
+        str | None,
+        typer.Option(
+            help="LOSSY: answer every miss by what costs least within so much, such as 1%: a substitute, a low copy, "
+            "the CPU, the expert itself, nobody (smoe tune --prices). smoe tune: the price that alpha must keep.",
+            rich_help_panel=_LOW,
+        ),
+    ] = None
+    low_meanwhile: Annotated[
+        bool,
+        typer.Option(
+            "--low-meanwhile",
+            help="A low copy in memory serves important experts, too, while their own are read.",
+            rich_help_panel=_LOW,
+        ),
+    ] = False
+    upgrade: Annotated[
+        bool,
+        typer.Option(
+            "--upgrade",
+            help="While nothing else is read, bring in the own copies of experts served by low ones.",
+            rich_help_panel=_LOW,
+        ),
+    ] = False
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -190,7 +223,8 @@ class EngineOptions:
     def config(self, sequences: int = 1) -> EngineConfig:
         """The engine's configuration for `sequences` prompts at once.
 
-        An alpha without a preset means the smoe preset with that alpha: what `smoe eval` prices.
+        An alpha without a preset means the smoe preset with that alpha, what `smoe eval` prices; a perplexity without
+        one the balanced preset, low copies the hobbit preset.
         """
         if self.alpha and self.preset == "smoe-exact":
             raise ConfigError(
@@ -201,8 +235,8 @@ class EngineOptions:
             )
         if self.profile is not None and self.device != EMULATED:
             raise ConfigError.idle("profile", self.profile, "`device` emulated")
-        return configure(
-            "smoe" if self.alpha and self.preset == "exact" else self.preset,
+        config = configure(
+            self._preset,
             memory_bytes=parse_bytes(self.memory, "memory_bytes") if self.memory is not None else None,
             resident_share=parse_share(self.resident, "resident_share") if self.resident is not None else None,
             host_memory_bytes=(
@@ -210,20 +244,69 @@ class EngineOptions:
             ),
             context_tokens=self.context,
             max_sequences=self.max_sequences if self.max_sequences is not None else sequences,
-            threads=self.threads,
-            dtype=self.dtype,
-            precision=self.precision,
-            activations=self.activations,
-            device=self.device,
-            eviction=self.eviction,
-            pools=self.pools,
-            prefetch=self.prefetch,
-            kernels=self.kernels,
-            balance=self.balance,
-            profile=self.profile,
-            alpha=self.alpha,
+            low_share=parse_share(self.low_share, "low_share") if self.low_share is not None else None,
+            precision_shares=(
+                value_of("precision_shares", "tuple", self.precision_shares)
+                if self.precision_shares is not None
+                else None
+            ),
+            max_perplexity_increase=(
+                parse_share(self.max_perplexity_increase, "max_perplexity_increase")
+                if self.max_perplexity_increase is not None
+                else None
+            ),
+            low_meanwhile=self.low_meanwhile or None,
+            upgrade=self.upgrade or None,
             reproducible=self.reproducible or None,
+            **{name: getattr(self, name) for name in _AS_GIVEN},
             **settings_of(self.settings or ()),
+        )
+        _refuse_idle_copies(config)
+        return config
+
+    @property
+    def _preset(self) -> str:
+        """The one that is named, else the one that an option means by itself."""
+        if self.preset != "exact":
+            return self.preset
+        if self.max_perplexity_increase is not None:
+            return "balanced"
+        if self.low_precision not in (None, "none"):
+            return "hobbit"
+        return "smoe" if self.alpha else "exact"
+
+
+_AS_GIVEN = (
+    "threads",
+    "dtype",
+    "precision",
+    "activations",
+    "device",
+    "eviction",
+    "pools",
+    "prefetch",
+    "kernels",
+    "balance",
+    "profile",
+    "alpha",
+    "low_precision",
+    "low_threshold",
+    "skip_threshold",
+)
+"""Options that are settings of the same name and type."""
+
+
+def _refuse_idle_copies(config: EngineConfig) -> None:
+    """Raise `ConfigError` for low copies that would only take room: nothing would ask for one."""
+    by_thresholds = config.precision_shares is None and not config.prices_answers
+    if config.has_low and by_thresholds and config.low_threshold >= config.skip_threshold:
+        raise ConfigError(
+            f"`low_precision` {config.low_precision} would have no effect: no expert comes as a low copy where "
+            f"`low_threshold` is {config.low_threshold:g} and `skip_threshold` {config.skip_threshold:g}; give a lower "
+            "`low_threshold` such as 0.6, or `precision_shares` such as 67,30,3",
+            setting="low_threshold",
+            given=config.low_threshold,
+            allowed=f"below {config.skip_threshold:g} with `low_precision`",
         )
 
 
@@ -235,7 +318,7 @@ def substituting(options: EngineOptions, sequences: int = 1) -> EngineConfig:
     if options.alpha is not None:
         message = "this command sets alpha itself; leave --alpha out"
         raise ConfigError(message, setting="alpha", given=options.alpha, allowed="nothing: it is set by the command")
-    if options.preset == "exact":
+    if options.preset == "exact" and options.low_precision is None:
         options = replace(options, preset="smoe")
     config = replace(options.config(sequences), alpha_as_priced=False)
     return config if config.alpha > 0 else replace(config, alpha=DEFAULT_ALPHA)
@@ -252,142 +335,3 @@ def check_text(text: str, source: str) -> None:
             given=ascii(text),
             allowed="text in UTF-8",
         ) from error
-
-
-def check_plot(path: Path) -> None:
-    """Refuse before hours of work what could not be drawn after them."""
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise _no_plot(path, "; it must end in .png, .svg or .pdf")
-    if not path.absolute().parent.is_dir():
-        raise _no_plot(path, f"; there is no folder {path.absolute().parent}: make it, or give another")
-    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise _no_plot(path, ", which cannot be written; give another file")
-    if find_spec("matplotlib") is None:
-        raise _no_plot(path, ", and a plot needs matplotlib: pip install matplotlib, or leave --plot out")
-
-
-def _no_plot(path: Path, why: str) -> ConfigError:
-    allowed = "a file that can be written and ends in .png, .svg or .pdf"
-    return ConfigError(f"--plot is {str(path)!r}{why}", setting="plot", given=str(path), allowed=allowed)
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How tokens are chosen."""
-
-    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many.", rich_help_panel=_SAMPLING)] = 128
-    temperature: Annotated[float, typer.Option(help="0: always the most likely token.", rich_help_panel=_SAMPLING)] = (
-        0.0
-    )
-    top_p: Annotated[float, typer.Option(help="Sample from this much probability.", rich_help_panel=_SAMPLING)] = 1.0
-    seed: Annotated[int, typer.Option(help="For sampling.", rich_help_panel=_SAMPLING)] = 0
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="End the text before this string. Repeatable.", rich_help_panel=_SAMPLING),
-    ] = None
-
-
-@dataclass(frozen=True)
-class ChatSamplingOptions:
-    """How tokens of a conversation are chosen; what is not given is the model's own (its generation_config.json)."""
-
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of an answer, at most. \\[default: the model's, else 512]", rich_help_panel=_SAMPLING
-        ),
-    ] = None
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="0: always the most likely token. \\[default: the model's]", rich_help_panel=_SAMPLING),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Sample from this much probability. \\[default: the model's]", rich_help_panel=_SAMPLING),
-    ] = None
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            help="Sample from so many tokens; 0: from all. \\[default: the model's]", rich_help_panel=_SAMPLING
-        ),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(help="Above 1: fewer repetitions. \\[default: the model's]", rich_help_panel=_SAMPLING),
-    ] = None
-    seed: Annotated[
-        int | None,
-        typer.Option(help="The same conversation again. \\[default: another every time]", rich_help_panel=_SAMPLING),
-    ] = None
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="End an answer before this string. Repeatable.", rich_help_panel=_SAMPLING),
-    ] = None
-
-
-@dataclass(frozen=True)
-class PromptOptions:
-    """Where prompts come from."""
-
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", "-p", help="Repeatable: prompts run together.", rich_help_panel=_PROMPT),
-    ] = None
-    prompt_file: Annotated[
-        list[str] | None,
-        typer.Option(help="A file that is one prompt; - is stdin. Repeatable.", rich_help_panel=_PROMPT),
-    ] = None
-
-
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Spread every parameter of a command that is a group of options over the command line."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        if name in groups:
-            parameters += _parameters_of(groups[name])
-        else:
-            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
-    for name, (annotation, default) in _EVERYWHERE.items():
-        parameters.append(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        )
-
-    @functools.wraps(command)
-    def spread(**given: Any) -> None:
-        if given.get("debug"):
-            os.environ["SMOE_DEBUG"] = "1"
-        is_quiet, verbosity = given.pop("quiet"), given.pop("verbose")
-        with speaking(quietly=is_quiet), logged(verbosity), ending_in_order(as_json=given.get("json", False)):
-            for name in ("prompt", "stop"):
-                for text in given.get(name) or ():
-                    check_text(text, f"--{name}")
-            for name, group in groups.items():
-                given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-                if isinstance(given[name], EngineOptions):
-                    given[name].config()  # bad values are refused before anything heavy is imported
-            if "model" in hints:
-                _refuse_unknown(given)
-            command(**given)
-
-    spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    del spread.__wrapped__
-    return spread
-
-
-def _refuse_unknown(given: dict[str, Any]) -> None:
-    """A model that cannot be had is refused before anything heavy is imported, too."""
-    from smoe.models.files import refuse_unknown
-
-    revisions = [value.revision for value in given.values() if isinstance(value, EngineOptions)]
-    refuse_unknown(given["model"], revisions[0] if revisions else given.get("revision"))
-
-
-def _parameters_of(group: Any) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in fields(group)
-    ]

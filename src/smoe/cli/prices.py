@@ -18,8 +18,9 @@ from smoe.errors import ConfigError
 from smoe.eval.paired_bootstrap import Change
 from smoe.eval.price import RESULTS, Price, sweep
 from smoe.eval.questions import Question, Questions, fitting, read_questions
-from smoe.eval.stepwise import EXACT, Exam, Numbers
+from smoe.eval.stepwise import EXACT, Exam, Numbers, numbers_of
 from smoe.eval.texts import read_documents
+from smoe.presets import without_low_copies
 
 _TABLE_WIDTH = 80
 _HEADS = (
@@ -35,7 +36,8 @@ _HEADS = (
     "TPOT\nms",
 )
 _LEGEND = """change: interval of 95 % of the difference from the exact model; KL, top 1: next
-token's distribution and likeliest token against its; hits: experts in memory"""
+token's distribution and likeliest token against its; replaced: experts that a
+resident one, a low copy or nobody served; hits: experts in memory"""
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,11 @@ def _measure(
     tokenizer = tokenizer_of(model, options.revision)
     prices: list[Price] = []
     found: dict[str, Any] = {}
-    for numbers, alphas in _in_turn(config, thresholds):
-        with loaded(model, replace(config, **numbers._asdict()), options.revision) as ready:
+    in_memory: dict[str, Any] = {}
+    for choice, alphas in _in_turn(config, thresholds):
+        with loaded(model, replace(choice, **in_memory), options.revision) as ready:
             offload: Any = ready.offload
+            numbers = numbers_of(offload.config)
             documents = _documents(tokenizer, texts, material, offload.context_tokens)
             tokens = sum(map(len, documents))
             asked = _fitting(asked, tokenizer, offload.context_tokens)
@@ -136,16 +140,17 @@ def _measure(
             resident = {"slots": ledger.cache_slots, "resident_share": ledger.resident_share}
             found = circumstances | {**numbers._asdict(), **resident}
             # every choice in the same memory, whatever would have been taken for it alone
-            config = replace(config, memory_bytes=ledger.budget_bytes, resident_share=None)
+            in_memory = {"memory_bytes": ledger.budget_bytes, "resident_share": None}
     return prices, found
 
 
-def _in_turn(config: EngineConfig, thresholds: list[float]) -> list[tuple[Numbers, list[float]]]:
+def _in_turn(config: EngineConfig, thresholds: list[float]) -> list[tuple[EngineConfig, list[float]]]:
     """What is measured at which thresholds: the model itself first, which all else is compared with; then one choice
     of fewer bits after the other, so that each one's share is seen."""
-    asked = Numbers(config.precision, config.activations)
-    before = dict.fromkeys((EXACT, asked._replace(activations=EXACT.activations)))
-    return [*((numbers, [0.0]) for numbers in before if numbers != asked), (asked, thresholds)]
+    whole = without_low_copies(config)
+    plain = replace(whole, activations=EXACT.activations)
+    steps = list(dict.fromkeys([replace(plain, precision=EXACT.precision), plain, whole, config]))
+    return [*((step, [0.0]) for step in steps[:-1]), (steps[-1], thresholds)]
 
 
 def _circumstances(model: str, config: EngineConfig, material: Material, budget_bytes: int) -> dict[str, Any]:
@@ -262,7 +267,7 @@ def _row(price: Price) -> list[str]:
         f"{100 * quality.top1_agreement:.1f}",
         f"{100 * quality.accuracy:.1f}" if quality.accuracy is not None else "-",
         _interval(None if price.is_base else price.accuracy, price.has_enough_questions),
-        f"{100 * quality.substituted:.1f}",
+        f"{100 * (quality.substituted + quality.low_served + quality.left_out):.1f}",
         f"{100 * quality.hit_ratio:.1f}",
         _milliseconds(quality.median_seconds),
     ]

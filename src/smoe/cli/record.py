@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from smoe.cli.generate import DEMO_PROMPT, to_sampling
-from smoe.cli.options import Debug, EngineOptions, Json, Model, SamplingOptions
+from smoe.cli.options import Debug, EngineOptions, Json, Model
+from smoe.cli.request_options import SamplingOptions
 from smoe.errors import ConfigError
 
 if TYPE_CHECKING:

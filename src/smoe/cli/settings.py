@@ -85,7 +85,7 @@ def settings_of(given: Sequence[str]) -> dict[str, Any]:
             raise _refusal(text, f"--set {name}: it has an option of its own, use {option_of(name)}")
         if name in found:
             raise _refusal(text, f"--set gives {name} twice, {found[name]!r} and {value!r}; leave one out")
-        found[name] = _value(name, known[name], value.strip())
+        found[name] = value_of(name, known[name], value.strip())
     return found
 
 
@@ -101,8 +101,8 @@ def _closest(name: str, known: Iterable[str]) -> str:
     return f"the closest name is {get_close_matches(name, SETTABLE, n=1, cutoff=0.0)[0]};"
 
 
-def _value(name: str, kind: str, text: str) -> Any:
-    """The text as what the setting's annotation says."""
+def value_of(name: str, kind: str, text: str) -> Any:
+    """The text as what a setting's annotation, `kind`, says. Raises `ConfigError` where it is none."""
     if name.endswith("_bytes"):
         return parse_bytes(text, name)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from smoe.cli.options import Debug, EngineOptions, Json, Model, substituting
 from smoe.cli.tune_cache import STEPS, tune_cache
+from smoe.cli.tune_shares import TOKENS, tune_shares
 from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,9 +29,14 @@ smoe tune ./my-moe --memory 8GiB --max-perplexity-increase 1% --text mine.txt
 
 smoe generate ./my-moe --memory 8GiB --preset smoe -p "..."     (uses what was found)
 
+smoe tune ./my-moe --memory 8GiB --prices --text mine.txt
 smoe tune ./my-moe --memory 8GiB --cache mon.trace --cache tue.trace --held-out wed.trace
 
 smoe generate ./my-moe --memory 8GiB --eviction multidimensional -p "..."     (uses what was fitted)
+
+smoe tune ./my-moe --memory 8GiB --shares 67,30,3 --text mine.txt
+
+smoe generate ./my-moe --memory 8GiB --preset hobbit -p "..."     (uses the profile)
 
 smoe eval ./my-moe --memory 8GiB says what a threshold costs in full.
 """
@@ -46,17 +53,22 @@ def command(
     engine: EngineOptions,
     model: Model = "demo",
     tpot: Annotated[str | None, typer.Option(help="Time per token that must be met, such as 80ms.")] = None,
-    max_perplexity_increase: Annotated[
-        str | None, typer.Option(help="Price that must be kept, such as 1%: finds the largest threshold within it.")
-    ] = None,
+    prices: Annotated[
+        bool, typer.Option("--prices", help="Measure what each answer to a missing expert costs, by layer.")
+    ] = False,
     text: Annotated[Path | None, typer.Option(help="Text to measure on: .txt or .jsonl. Default: stories.")] = None,
     tokens: Annotated[
         int | None,
         typer.Option(
-            help="At most so many: of the text with --max-perplexity-increase, of each trace with --cache. "
-            "\\[default: 2000, 300]"
+            help="At most so many tokens: of the text with --max-perplexity-increase or --shares, of each trace with "
+            "--cache. \\[default: 2000, 4000, 300]"
         ),
     ] = None,
+    shares: Annotated[
+        str | None,
+        typer.Option(help="Profile how important experts are, for --precision-shares: per cent such as 67,30,3."),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="With --shares: profile this trace of smoe record.")] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="With --max-perplexity-increase: keep results here, and go on from what is there."),
@@ -83,16 +95,52 @@ def command(
     rises by no more, at the upper bound of its interval of 95 %. It is remembered for this model wherever as many
     experts are resident, or more; --preset smoe uses it.
 
-    With --cache: no threshold, but the weights of HOBBIT's cache whose misses cost least on recorded traces, in a cache
-    of this size. They are remembered for this model; --eviction multidimensional uses them.
+    With --prices: measure what it costs to leave an expert out, to put a resident one in its place, or, with low
+    copies, to compute its low copy: in nats, by layer. The table is remembered for this model; --preset balanced and
+    --max-perplexity-increase elsewhere use it.
+
+    With --cache: the weights of HOBBIT's cache whose misses cost least on recorded traces, in a cache of this size.
+    They are remembered for this model; --eviction multidimensional uses them.
+
+    With --shares: the thresholds of low copies (T1, T2) by which so many per cent of a text's choices ask for their own
+    copy, a low one and none. The text's profile is remembered for this model, whatever the shares; --precision-shares
+    and --preset hobbit use it.
     """
     from smoe.units import parse_seconds
 
-    others = {"tpot": tpot, "max_perplexity_increase": max_perplexity_increase, "text": text, "out": out}
-    if cache or held_out:
-        _check_traces(cache or [], held_out or [], others)
-        tune_cache(model, engine, cache or [], held_out or [], STEPS if tokens is None else tokens, json)
+    max_perplexity_increase = engine.max_perplexity_increase
+    engine = replace(engine, max_perplexity_increase=None)  # it chooses alpha here
+    given: dict[str, Any] = {
+        "tpot": tpot,
+        "max_perplexity_increase": max_perplexity_increase,
+        "out": out,
+        "trace": trace,
+    }
+    given |= {
+        "trace": trace,
+        "prices": prices or None,
+        "cache": cache or held_out or None,
+        "shares": shares,
+        "tokens": tokens,
+    }
+    if prices:
+        from smoe.cli.answer_prices import price_answers
+
+        _check_alone("prices", given)
+        price_answers(model, engine, text, json)
         return
+    if cache or held_out:
+        _check_alone("cache", given | {"text": text}, "tokens")
+        if not cache:
+            raise ConfigError.idle("held_out", str((held_out or [])[0]), "`cache`")
+        tune_cache(model, engine, cache, held_out or [], STEPS if tokens is None else tokens, json)
+        return
+    if shares is not None:
+        _check_alone("shares", given, "tokens", "trace")
+        tune_shares(model, engine, shares, text, trace, TOKENS if tokens is None else tokens, json)
+        return
+    if trace is not None:
+        raise ConfigError.idle("trace", str(trace), "`shares`")
     if max_perplexity_increase is not None:
         allowed = _allowed(max_perplexity_increase, tpot)
         _price(model, engine, text, _PRICED_TOKENS if tokens is None else tokens, out, allowed, json)
@@ -107,14 +155,13 @@ def command(
         raise KeyboardInterrupt("interrupted; nothing was kept") from None
 
 
-def _check_traces(cache: list[Path], held_out: list[Path], others: dict[str, Any]) -> None:
-    """Traces are tuned on alone."""
-    for name, value in others.items():
-        if value is not None:
-            message = f"--cache fits weights on traces, and `{name}` is for a threshold; leave one of the two out"
-            raise ConfigError(message, setting=name, given=str(value), allowed="only without `cache`")
-    if not cache:
-        raise ConfigError.idle("held_out", str(held_out[0]), "`cache`")
+def _check_alone(measurement: str, given: dict[str, Any], *its_own: str) -> None:
+    """Raise `ConfigError` where something is given that this measurement does not look at."""
+    for name, value in given.items():
+        if value is not None and name != measurement and name not in its_own:
+            option = name.replace("_", "-")
+            message = f"--{measurement} is a measurement of its own, without --{option}; leave one of the two out"
+            raise ConfigError(message, setting=name, given=str(value), allowed=f"only without `{measurement}`")
 
 
 def _allowed(given: str, tpot: str | None) -> float:

@@ -146,7 +146,9 @@ class Balancer:
         fixed: Costs | None,
         shares_prompts: bool,
         recent: int,
+        own_bytes: int,
     ) -> None:
+        """`own_bytes`: of the slot of an expert's own copy, which a load is taken to bring whatever it brought."""
         self.shares_prompts = shares_prompts
         """Whether the CPU computes experts of prompts, too."""
         self._pacing = pacing
@@ -156,18 +158,21 @@ class Balancer:
         self._host = host
         self._fixed = fixed
         self._recent = RecentCosts(recent)
+        self._own_bytes = own_bytes
 
     def balance(self, phase: Phase, under_way: float) -> Balance | None:
         """For one layer, with so many loads under way; None where the device computes everything."""
         if not self._pacing.is_paced or (phase is Phase.PREFILL and not self.shares_prompts):
             return None
-        for seconds in self._link.measured():
-            self._recent.note_load(seconds)
+        return Balance(self._method, self._order, self.costs(under_way))
+
+    def costs(self, under_way: float) -> Costs:
+        """As last measured, with so many loads under way."""
+        for seconds, nbytes in self._link.measured():
+            self._recent.note_load(seconds * self._own_bytes / nbytes)
         for seconds, rows in self._host.measured():
             if rows > FLAT:
                 self._recent.note_token(seconds / rows)
             else:
                 self._recent.note_host(seconds / rows if self._order == "tokens" else seconds)
-        if self._fixed is not None:
-            return Balance(self._method, self._order, self._fixed)
-        return Balance(self._method, self._order, self._recent.costs(under_way))
+        return self._fixed if self._fixed is not None else self._recent.costs(under_way)

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
+from smoe.generation.teacher_forcing import read_through
 from smoe.packing.calibration import Calibration
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import Routed, StepObserver
@@ -32,14 +33,10 @@ def calibration_ids(tokenizer: Any, documents: Sequence[str], most: int) -> list
 
 
 def listen(model: PreTrainedModel, ids: Sequence[int], calibration: Calibration, tick: Callable[[int], None]) -> None:
-    """Let the model read `ids`, as many at a time as its context holds; `tick` hears how many were read."""
+    """Let the model read `ids`, and keep what its experts are given; `tick` hears how many were read."""
     engine: Engine = model.offload  # type: ignore[assignment]
-    with engine.observed_by(_Listener(calibration)), torch.no_grad():
-        for begin in range(0, len(ids), engine.context_tokens):
-            piece = ids[begin : begin + engine.context_tokens]
-            given = torch.tensor([piece], device=model.device)
-            model(input_ids=given, past_key_values=engine.new_cache(), use_cache=True, logits_to_keep=1)
-            tick(len(piece))
+    with engine.observed_by(_Listener(calibration)):
+        read_through(model, ids, tick)
 
 
 class _Listener(StepObserver):

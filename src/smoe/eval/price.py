@@ -20,7 +20,7 @@ from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.eval.paired_bootstrap import Change, bootstrapped
 from smoe.eval.questions import Tick
-from smoe.eval.stepwise import EXACT, ExactDistributions, Exam, Numbers, Quality, measure
+from smoe.eval.stepwise import EXACT, ExactDistributions, Exam, Numbers, Quality, measure, numbers_of
 from smoe.whole_file import whole_file
 
 _log = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class Price:
         return {
             "precision": quality.precision,
             "activations": quality.activations,
+            "low": quality.low,
             "alpha": quality.alpha,
             "tokens": quality.tokens,
             "perplexity": quality.perplexity,
@@ -76,6 +77,8 @@ class Price:
             "seconds_per_token": quality.median_seconds,
             "hit_ratio": quality.hit_ratio,
             "substituted_share": quality.substituted,
+            "low_served_share": quality.low_served,
+            "left_out_share": quality.left_out,
             "low_score_share": quality.low_score,
             "bytes_read_per_token": quality.bytes_per_token,
         }
@@ -93,11 +96,11 @@ def sweep(
 ) -> list[Price]:
     """Measure every threshold, 0 first; what `folder` holds from an earlier run in the same circumstances is kept.
 
-    Of a model whose experts or activations are in fewer bits, every threshold is compared with the model itself, which
-    must have been measured into `folder` before.
+    Of a model with anything in fewer bits (experts, activations, what comes for missing ones), every threshold is
+    compared with the model itself, which must have been measured into `folder` before.
     """
     config: EngineConfig = model.offload.config  # type: ignore[union-attr,assignment]
-    numbers = Numbers(config.precision, config.activations)
+    numbers = numbers_of(config)
     wanted = sorted({0.0, *alphas} if numbers == EXACT else set(alphas))
     folder.mkdir(parents=True, exist_ok=True)
     results = _Results(folder / RESULTS, circumstances)

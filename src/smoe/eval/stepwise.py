@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from smoe.config import BF16
+from smoe.config import BF16, EngineConfig
 from smoe.eval.questions import Tick
 from smoe.generation.teacher_forcing import forced
 from smoe.runtime.engine import Engine
@@ -29,21 +29,35 @@ Exam = Callable[[PreTrainedModel, Any, Tick], list[bool]]
 
 
 class Numbers(NamedTuple):
-    """In how many bits the experts' weights are, and the activations that they meet."""
+    """In how many bits the experts' weights are, the activations that they meet, and what is missing."""
 
     precision: str = "auto"
     """`EngineConfig.precision`"""
     activations: str = BF16
     """`EngineConfig.activations`"""
+    low: str = ""
+    """What missing experts of little importance come as, and which; empty: all come as themselves."""
 
     def __str__(self) -> str:
-        """What is less than the model's own: `int4`, `x int8`, `int4 x int8`; of the model itself, nothing."""
+        """What is less than the model's own: `int4`, `x int8`, `int4 x int8`, `+int4`; of the model itself, nothing."""
         weights = "" if self.precision == EXACT.precision else self.precision
-        return weights if self.activations == BF16 else f"{weights} x {self.activations}".lstrip()
+        shown = weights if self.activations == BF16 else f"{weights} x {self.activations}".lstrip()
+        return shown + (f"+{self.low.split()[0]}" if self.low else "")
 
 
 EXACT = Numbers()
 """Those of the model itself."""
+
+
+def numbers_of(config: EngineConfig) -> Numbers:
+    """What a configuration serves."""
+    parts = []
+    if config.has_low:
+        parts = [f"{config.low_precision} above {config.low_threshold:g}", f"share {config.low_share:g}"]
+        parts += [name for name in ("low_meanwhile", "upgrade") if getattr(config, name)]
+    if config.skip_threshold < 1:
+        parts.append(f"none above {config.skip_threshold:g}")
+    return Numbers(config.precision, config.activations, ", ".join(parts))
 
 
 @dataclass
@@ -70,10 +84,15 @@ class Quality:
     bytes_per_token: float = 0.0
     precision: str = EXACT.precision
     activations: str = EXACT.activations
+    low: str = EXACT.low
+    low_served: float = 0.0
+    """Share of expert uses that low copies served."""
+    left_out: float = 0.0
+    """Share of them that nobody served, for their little importance."""
 
     @property
     def numbers(self) -> Numbers:
-        return Numbers(self.precision, self.activations)
+        return Numbers(self.precision, self.activations, self.low)
 
     @property
     def is_base(self) -> bool:
@@ -121,8 +140,7 @@ def measure(
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     engine.use_alpha(alpha)
-    config = engine.config
-    quality, seconds = Quality(alpha, precision=config.precision, activations=config.activations), []
+    quality, seconds = Quality(alpha, **numbers_of(engine.config)._asdict()), list[float]()
     kl = agreed = 0.0
     for ids in documents:
         nats = []
@@ -152,6 +170,8 @@ def measure(
     quality.median_seconds = median(seconds) if seconds else 0.0
     quality.hit_ratio = counters.hit_ratio
     quality.substituted = counters.substituted / max(1, counters.routes)
+    uses = max(1, counters.decode_uses + counters.skipped)
+    quality.low_served, quality.left_out = counters.low_served / uses, counters.skipped / uses
     quality.low_score = counters.low_score / max(1, counters.routes)
     quality.bytes_per_token = counters.bytes_read / max(1, counters.forward_passes)
     return quality

@@ -1,8 +1,10 @@
-"""Decoding given tokens, one a step, as generation would: to measure quality and time on the same text every time."""
+"""Given tokens through a model: one a step, as generation would, to measure quality and time on the same text every
+time; or many at once, for what only hangs on the text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -27,3 +29,16 @@ def forced(model: PreTrainedModel, ids: Sequence[int], cache: RowCache) -> Itera
     """(logits of the token that follows [V], seconds of the step) for every token of `ids`."""
     for logits, seconds in forced_rows(model, [ids], cache):
         yield logits[0], seconds
+
+
+def read_through(model: PreTrainedModel, ids: Sequence[int], tick: Callable[[int], None]) -> None:
+    """Let the model read `ids`, as many at a time as its context holds; `tick` hears how many were read."""
+    engine = model.offload
+    context: int = engine.context_tokens  # type: ignore[union-attr,assignment]
+    with torch.no_grad():
+        for begin in range(0, len(ids), context):
+            piece = ids[begin : begin + context]
+            given = torch.tensor([piece], device=model.device)
+            cache = engine.new_cache()  # type: ignore[union-attr,operator]
+            model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            tick(len(piece))

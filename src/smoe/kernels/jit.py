@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from smoe.config import CPU_ISA, max_cpu_isa
+from smoe.cpu_isa import CPU_ISA, max_cpu_isa
 
 try:
     import llvmlite.binding as llvm

@@ -22,6 +22,7 @@ from smoe.load.selftest import check_experts
 from smoe.load.tiers import Tiers, make_tiers
 from smoe.memory.arena import Arena
 from smoe.memory.emulation import Emulation
+from smoe.memory.link import Link
 from smoe.memory.pacing import Pacing
 from smoe.memory.quantised_store import QuantisedStore
 from smoe.memory.reading_threads import Transfers
@@ -29,15 +30,19 @@ from smoe.memory.store import ExpertStore, LayerExperts
 from smoe.models.experts import ExpertsSite
 from smoe.models.scoring import ScoringRule, find_rule
 from smoe.models.spec import ModelSpec
+from smoe.policy.answering import Answering
 from smoe.policy.balance import Costs
 from smoe.policy.budget import Ledger
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.plan import HOST
 from smoe.policy.prediction import Predictor
+from smoe.policy.prices import PriceTable
+from smoe.policy.quality_budget import QualityBudget, TimeBudget, nats_of_perplexity
 from smoe.policy.residency import SlotTable
 from smoe.policy.trial import Trial
 from smoe.prediction.registry import PREDICTORS, Subject
 from smoe.routing import Phase
+from smoe.runtime.answer_costs import FIRST_BYTES_PER_SECOND, Answerer, LoadRate
 from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor
@@ -57,6 +62,8 @@ class Budget(NamedTuple):
     """Where the budget's size comes from."""
     reasons: Mapping[str, str]
     """Where settings come from that nobody gave, by their names."""
+    prices: PriceTable | None = None
+    """Of the answers to misses, where they are answered within a budget."""
 
 
 def assemble(
@@ -89,10 +96,12 @@ def assemble(
         made.callback(compute.close)
         _prove(model, spec, LayerExecutor(compute=compute), checkpoint)
         leaves_little = choose_arithmetic(model, spec, config, compute, _host_threads(pacing))
+        balancer = _balancer(config, tiers, compute.units.get(HOST), pacing, ledger.demand.slot_bytes)
         executor = LayerExecutor(
             compute=compute,
             predictors=predictors,
-            balancer=_balancer(config, tiers, compute.units.get(HOST), pacing),
+            balancer=balancer,
+            answerer=_answerer(config, budget.prices, stores, transfers, tiers.link, balancer),
             trial=Trial() if _is_on_trial(config) else None,
             upgrades=config.upgrade,
         )
@@ -235,7 +244,33 @@ def _balance(config: EngineConfig, tiers: Tiers) -> str:
     return config.balance
 
 
-def _balancer(config: EngineConfig, tiers: Tiers, host: ComputeUnit | None, pacing: Pacing) -> Balancer | None:
+def _answerer(
+    config: EngineConfig,
+    prices: PriceTable | None,
+    stores: Mapping[int, ExpertStore],
+    transfers: Transfers,
+    link: Link | None,
+    balancer: Balancer | None,
+) -> Answerer | None:
+    """What answers the misses of decode steps within a budget, where one was given."""
+    if prices is None:
+        return None
+    slot_bytes = {form: store.slot_bytes for form, store in stores.items()}
+    own_seconds = max(slot_bytes[EXACT].values()) / FIRST_BYTES_PER_SECOND
+    first_rate = own_seconds / max(prices.typical, 1e-9)
+
+    def make() -> Answering:
+        if config.tpot_seconds is not None:
+            return Answering(prices, TimeBudget(config.tpot_seconds, first_rate))
+        assert config.max_perplexity_increase is not None
+        return Answering(prices, QualityBudget(nats_of_perplexity(config.max_perplexity_increase), first_rate))
+
+    return Answerer(make, slot_bytes, LoadRate(transfers, link), balancer)
+
+
+def _balancer(
+    config: EngineConfig, tiers: Tiers, host: ComputeUnit | None, pacing: Pacing, own_bytes: int
+) -> Balancer | None:
     """What shares misses out between the link and the CPU."""
     if host is None:
         return None
@@ -257,7 +292,8 @@ def _balancer(config: EngineConfig, tiers: Tiers, host: ComputeUnit | None, paci
         fixed = Costs(profile.link_seconds(nbytes), profile.host_seconds(nbytes, 1), token=token)
     # measured times must not decide what becomes resident where that decides what is computed
     shares_prompts = config.prefill_balance and not by_measured_times
-    return Balancer(method, config.balance_order, tiers.link, host, pacing, fixed, shares_prompts, config.recent_costs)
+    recent = config.recent_costs
+    return Balancer(method, config.balance_order, tiers.link, host, pacing, fixed, shares_prompts, recent, own_bytes)
 
 
 def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:

@@ -5,7 +5,6 @@ work is refused before anything large is read. The engine is put together of the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from smoe.config import EMULATED, EngineConfig
 from smoe.errors import ConfigError
 from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble
-from smoe.load.cache_weights import cache_weights_of
-from smoe.load.priced_alpha import threshold_of
+from smoe.load.known import known_of
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.process_memory import note_start
 from smoe.memory.arena import Arena, forget_peak
@@ -31,7 +29,6 @@ from smoe.models.packed import contents_in_dtype
 from smoe.models.read_spec import read_spec, spec_of_whole
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes
-from smoe.policy.registry import MULTIDIMENSIONAL
 from smoe.presets import configure
 from smoe.runtime.lifetime import collect_dropped
 from smoe.units import parse_bytes, parse_share
@@ -108,13 +105,7 @@ def load(
     ledger, reason = make_ledger(spec, config, device, stores[EXACT])
     if on_ledger is not None:
         on_ledger(ledger)
-    reasons: dict[str, str] = {}
-    if config.alpha_as_priced:
-        alpha, reasons["alpha"] = threshold_of(checkpoint.place, ledger.resident_share)
-        config = replace(config, alpha=alpha, alpha_as_priced=False)
-    if config.eviction == MULTIDIMENSIONAL and config.cache_weights is None:
-        weights, reasons["cache_weights"] = cache_weights_of(checkpoint.place)
-        config = replace(config, cache_weights=weights)
+    config, reasons, prices = known_of(config, checkpoint.place, ledger.resident_share)
     forget_peak(device)
     arena = Arena(ledger.sizes, device)
     try:
@@ -127,7 +118,7 @@ def load(
             pacing = Emulation(
                 profile, config.dilation, layer_bytes, stores[EXACT].expert_bytes, config.emulated_expert_bytes
             )
-        budget = Budget(ledger, reason, reasons)
+        budget = Budget(ledger, reason, reasons, prices)
         return assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
     except BaseException:
         arena.close()

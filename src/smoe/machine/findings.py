@@ -13,7 +13,7 @@ import psutil
 import torch
 from huggingface_hub import constants
 
-from smoe.config import max_cpu_isa
+from smoe.cpu_isa import max_cpu_isa
 from smoe.errors import ConfigError
 from smoe.kernels.isa import widest
 from smoe.kernels.jit import is_available

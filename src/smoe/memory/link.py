@@ -50,8 +50,8 @@ class Link(Protocol):
     def mark_free(self) -> Any:
         """An event after which slots given up so far may be overwritten; None where that is now."""
 
-    def measured(self) -> Iterator[float]:
-        """Seconds of every copy that has ended since the last call, without what it waited for others."""
+    def measured(self) -> Iterator[tuple[float, int]]:
+        """(seconds, bytes) of every copy that has ended since the last call, without what it waited for others."""
 
     def close(self) -> None: ...
 
@@ -63,7 +63,7 @@ class CudaLink:
         self._streams = streams
         self._chunk_bytes = chunk_bytes
         self._enqueuing = threading.Lock()
-        self._timed: deque[float] = deque(maxlen=64)
+        self._timed: deque[tuple[float, int]] = deque(maxlen=64)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, ticket: Ticket, between: _Between) -> None:
         flying: deque[tuple[Event, Event]] = deque()
@@ -87,7 +87,7 @@ class CudaLink:
                 with suppress(Exception):
                     ended.synchronize()
             raise
-        self._timed.append(seconds)
+        self._timed.append((seconds, nbytes))
 
     def _enqueue(self, source: torch.Tensor, target: torch.Tensor, free_event: Any) -> tuple[Event, Event]:
         """A copy and its two marks, with nothing of another thread's between them."""
@@ -99,7 +99,7 @@ class CudaLink:
     def mark_free(self) -> Any:
         return self._streams.mark_computing()
 
-    def measured(self) -> Iterator[float]:
+    def measured(self) -> Iterator[tuple[float, int]]:
         while self._timed:
             yield self._timed.popleft()
 
@@ -120,7 +120,7 @@ class EmulatedLink:
     def __init__(self, emulation: Emulation) -> None:
         self._emulation = emulation
         self._one_at_a_time = threading.Lock()
-        self._timed: deque[float] = deque(maxlen=64)
+        self._timed: deque[tuple[float, int]] = deque(maxlen=64)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, ticket: Ticket | None, between: _Between) -> None:
         total, size = 0.0, math.ceil(CHUNK_BYTES / self._emulation.scale)
@@ -133,12 +133,12 @@ class EmulatedLink:
                 with self._emulation.carrying(end - begin, begin == 0):
                     target[begin:end].copy_(source[begin:end])
                 total += time.perf_counter() - began
-        self._timed.append(total / self._emulation.dilation)
+        self._timed.append((total / self._emulation.dilation, source.numel()))
 
     def mark_free(self) -> Any:
         return None
 
-    def measured(self) -> Iterator[float]:
+    def measured(self) -> Iterator[tuple[float, int]]:
         while self._timed:
             yield self._timed.popleft()
 

@@ -201,7 +201,7 @@ class Transfers:
 
     def _run(self, ticket: Ticket) -> None:
         ticket.state = State.RUNNING
-        between = self._serve_demand if ticket.load.reason is Reason.PREFETCH else None
+        between = self._serve_demand if ticket.load.reason is not Reason.DEMAND else None
         with self._clock:
             if self._running == 0:
                 self._busy_since = self._now()

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from smoe.expert import EXACT
 from smoe.formats.registry import FORMATS, format_of
 from smoe.memory.checkpoint_json import check_regular, parse_object
 from smoe.memory.dtypes import SAFETENSORS
@@ -206,12 +207,13 @@ def experts_in_precision(place: Path, spec: ModelSpec) -> dict[int, LayerExperts
     contents = contents_in_precision(spec.sites, spec.precision, spec.config.model_type, spec.own_dtype)
     packed = read_packed(place, contents)
     if packed is None:
+        setting, without = ("precision", "auto") if spec.form == EXACT else ("low_precision", "none")
         raise ConfigError(
-            f"`precision` {contents.name}: {contents.path(place)} is not there; run smoe pack on {place} with "
+            f"`{setting}` {contents.name}: {contents.path(place)} is not there; run smoe pack on {place} with "
             f"`precision` {contents.name} first",
-            setting="precision",
+            setting=setting,
             given=contents.name,
-            allowed="auto, or a precision that the model has been packed in",
+            allowed=f"{without}, or a precision that the model has been packed in",
         )
     return packed.layers
 

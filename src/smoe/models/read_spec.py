@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from smoe.config import EngineConfig
 from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from smoe.expert import LOW
 from smoe.models.anatomy import Anatomy, examine
 from smoe.models.checkpoint import Checkpoint, described_checkpoint
 from smoe.models.experts import ExpertsSite, find_sites, meta_model
@@ -42,7 +43,7 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
 
 def _low_copies(spec: ModelSpec, checkpoint: Checkpoint, config: EngineConfig) -> ModelSpec:
     """The model with its experts' low copies; raises `ConfigError` where they would not be smaller."""
-    low = replace(spec, precision=config.low_precision)
+    low = replace(spec, precision=config.low_precision, form=LOW)
     low = replace(low, stored_bytes=checkpoint.quantised_bytes(low))
     if low.expert_bytes >= spec.expert_bytes:
         raise ConfigError(

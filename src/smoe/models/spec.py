@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from smoe.config import STACKED_GATES, EngineConfig
 from smoe.errors import CheckpointError
-from smoe.expert import LOW
+from smoe.expert import EXACT, LOW
 from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import PAGE, page_ceil
@@ -56,6 +56,8 @@ class ModelSpec:
     """An expert of every layer, where they are quantised and stay so; None: they are of the model's dtype."""
     low: ModelSpec | None = None
     """The same model with its experts' low copies, where it is served with such."""
+    form: int = EXACT
+    """Of what its experts are: their own copies, or low ones."""
     dense: Mapping[str, StoredTensor] = field(default_factory=dict)
     """Weights beside the experts that are quantised and stay so, by the library's names."""
 

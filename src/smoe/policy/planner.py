@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Container, Sequence
 
 from smoe.expert import EXACT, LOW, ExpertKey
+from smoe.policy.answering import Assigned
 from smoe.policy.balance import Balance
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan
@@ -46,7 +47,7 @@ def plan_layer(
     residency: SlotTable,
     eviction: Eviction,
     layer_share: int,
-    balance: Balance | None = None,
+    balance: Balance | Assigned | None = None,
     prefill_keep: str = "last-uses",
     low_use: str = "asked",
 ) -> LayerPlan:
@@ -60,6 +61,7 @@ def plan_layer(
     routes = routes_by_key(routing, _served_low(routing, residency, low_use))
     if routing.phase is Phase.DECODE:
         return plan_decode(routing, routes, residency, eviction, balance)
+    assert not isinstance(balance, Assigned), "answers are for decode steps"
     return plan_prefill(routing, routes, residency, eviction, layer_share, balance, prefill_keep)
 
 

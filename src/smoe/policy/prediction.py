@@ -13,6 +13,7 @@ from collections.abc import Container, Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+from smoe.policy.importance import ALL_IMPORTANT, Thresholds
 from smoe.routing import Routing
 
 
@@ -53,6 +54,8 @@ class Predictor(ABC):
     asked = Moment.ROUTED
     alpha: float = 0.0
     """The substitution threshold that the layers are served with."""
+    thresholds: Thresholds = ALL_IMPORTANT
+    """What their missing experts of little importance come as."""
 
     def install(self) -> None:
         """Listen to the model, once the engine has taken the experts' place in it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from smoe.policy.answering import Answered
 from smoe.policy.balance import Balance
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.importance import ALL_IMPORTANT, Thresholds, graded, without
@@ -67,19 +68,23 @@ def decide(
     switches: Switches,
     balance: Callable[[], Balance | None] | None = None,
     drop_stale: Callable[[Routing], None] | None = None,
+    answer: Callable[[Routing, SlotTable], Answered] | None = None,
 ) -> Decision:
     """Select, learn and plan; `eviction` hears the step, `table` is only read.
 
     `routing.scores` must be there where `alpha` is above 0, else nothing is replaced; `routing.weights` where
-    thresholds are below 1. `layer_share` as for `plan_layer`. `drop_stale` is called with what will be served, and
+    thresholds are below 1. `answer` says what becomes of a decode step's misses, in the place of all
+    other switches; `layer_share` as for `plan_layer`. `drop_stale` is called with what will be served, and
     frees the staging slots of what was prefetched for this layer and is not wanted after all; `balance` is asked after
     that. Raises `BudgetError` where not one expert fits.
     """
-    selection, skip = None, frozenset[int]()
+    selection, assigned, skip = None, None, frozenset[int]()
     if switches.needs_weights:
         routing, skip = graded(routing, switches.thresholds)
     here = ExpertsAtHand(routing.layer, table, routing.low)
-    if switches.alpha > 0 and routing.phase is Phase.DECODE and routing.scores is not None:
+    if answer is not None and routing.phase is Phase.DECODE:
+        routing, selection, assigned = answer(routing, table)
+    elif switches.alpha > 0 and routing.phase is Phase.DECODE and routing.scores is not None:
         under_way = ExpertsUnderWay(routing.layer, table)
         selection = substitute(
             routing, here, switches.alpha, share=switches.share, drop=switches.drop, under_way=under_way
@@ -91,6 +96,9 @@ def decide(
     if drop_stale is not None and table.staged:
         drop_stale(routing)
     eviction.observe(observation(routing))
-    shared = None if balance is None else balance()
+    shared = assigned if assigned is not None or balance is None else balance()
     plan = plan_layer(routing, table, eviction, layer_share, shared, switches.prefill_keep, low_use=switches.low_use)
-    return Decision(routing, selection, plan, len(gone))
+    skipped = len(gone)
+    if assigned is not None and selection is not None:
+        skipped = sum(replacement.substitute is None for replacement in selection.replacements)
+    return Decision(routing, selection, plan, skipped)

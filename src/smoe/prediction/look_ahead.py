@@ -60,7 +60,7 @@ class LookAhead(Predictor):
             station.install()
 
     def predict(self, sight: Sight) -> Sequence[Prediction]:
-        self._next_gate.alpha = self.alpha
+        self._next_gate.alpha, self._next_gate.thresholds = self.alpha, self.thresholds
         here, there = self._stations.get(sight.layer), self._stations.get(sight.layer + 1)
         if sight.partial is None or here is None or there is None or not here.is_proven:
             return self._next_gate.predict(sight)
@@ -69,7 +69,7 @@ class LookAhead(Predictor):
             return self._next_gate.predict(sight)
         self.peeks += 1
         output = there.peek(here.output_of(sight.partial), kwargs)
-        return (Prediction(there.layer, self._next_gate.ranked(there.layer, output, sight.rows)),)
+        return (self._next_gate.named(there.layer, output, sight.rows),)
 
     def _let_go(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The pass is over: its KV cache must not live longer for our sake."""

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 
 from smoe.models.experts import ExpertsSite
 from smoe.models.scoring import ScoringRule, in_order
+from smoe.policy.importance import ALL_IMPORTANT, graded, scaled
 from smoe.policy.prediction import Prediction, Predictor, Sight
 from smoe.prediction.unheard import unheard
+from smoe.routing import Phase, Routing
 
 
 class NextGate(Predictor):
@@ -50,22 +52,30 @@ class NextGate(Predictor):
             return (Prediction(after, range(experts)),) if hidden.shape[0] >= experts else ()
         with unheard(self._parts[after]):
             output = router(hidden)
-        return (Prediction(after, self.ranked(after, output, sight.rows)),)
+        return (self.named(after, output, sight.rows),)
 
-    def ranked(self, layer: int, output: tuple[Any, ...], rows: Sequence[int] | None = None) -> list[int]:
+    def named(self, layer: int, output: tuple[Any, ...], rows: Sequence[int] | None = None) -> Prediction:
         """The experts worth a load by a router's output for these rows (None: all), best first.
 
         The best are those of the highest weight, or score, for any row; ties go by number. Where low-score experts may
         be substituted, only those predicted to be top-score (SMoE, second version); else, or where all that will be
-        chosen are asked for (first version), those chosen.
+        chosen are asked for (first version), those chosen. Where missing experts may come as low copies, those do whose
+        predicted importance asks for no more, and those that would be left out are (HOBBIT, section 3.3).
         """
         if rows is not None:
             output = tuple(value[list(rows)] if isinstance(value, torch.Tensor) else value for value in output)
         index = _chosen(output)
+        weights = _weights(output, index)
         is_selective = self.alpha > 0 and self._what == "top-score"
         if is_selective and index.shape[1] < self._experts[layer]:
-            return self._top_score(self._rules[layer], in_order(output)[0], index)
-        return _best_first(index, _weights(output, index))
+            best = self._top_score(self._rules[layer], in_order(output)[0], index)
+        else:
+            best = _best_first(index, weights)
+        if self.thresholds == ALL_IMPORTANT or not weights.is_floating_point():
+            return Prediction(layer, best)
+        routing = Routing(layer, Phase.DECODE, self._experts[layer], index.tolist(), weights=scaled(weights.tolist()))
+        graded_routing, skip = graded(routing, self.thresholds)
+        return Prediction(layer, [expert for expert in best if expert not in skip], graded_routing.low)
 
     def _top_score(self, rule: ScoringRule, logits: torch.Tensor, index: torch.Tensor) -> list[int]:
         """Experts that are top-score for some token, highest score first."""

@@ -59,10 +59,10 @@ class StackedGates(Predictor):
         if not self._following[sight.layer]:
             return ()
         hidden = sight.hidden if sight.rows is None else sight.hidden[list(sight.rows)]
-        self._next_gate.alpha = self.alpha
+        self._next_gate.alpha, self._next_gate.thresholds = self.alpha, self.thresholds
         logits = self.logits(sight.layer, hidden)
         # the product is one; to rank takes as long again for every layer, and mostly the nearest is all that is read
-        return (Prediction(layer, self._ranked(layer, of)) for layer, of in logits.items())
+        return (self._named(layer, of) for layer, of in logits.items())
 
     def logits(self, layer: int, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
         """What the routers of the layers after `layer`, the nearest first, say of hidden [T, H]: [T, E] each."""
@@ -74,12 +74,12 @@ class StackedGates(Predictor):
         sizes = [self._experts[after] for after in following]
         return dict(zip(following, logits.split(sizes, dim=-1), strict=True))
 
-    def _ranked(self, layer: int, logits: torch.Tensor) -> list[int]:
+    def _named(self, layer: int, logits: torch.Tensor) -> Prediction:
         """The experts worth a load by these logits [T, E], as if the layer's own router had answered."""
         rule = self._rules[layer]
         scores = rule.scores(logits)
         index = rule.choice(scores).topk(self._top_k[layer], dim=-1).indices
-        return self._next_gate.ranked(layer, (logits, rule.weights(scores, index, scores.dtype), index))
+        return self._next_gate.named(layer, (logits, rule.weights(scores, index, scores.dtype), index))
 
 
 def _stacked(matrices: Sequence[RouterMatrix], dtype: torch.dtype) -> RouterMatrix:

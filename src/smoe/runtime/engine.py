@@ -36,13 +36,13 @@ from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.lifetime import Held
 from smoe.runtime.observer import Routed, RoutingList, StepObserver
 from smoe.runtime.rerouting import Scored, substitution_of
+from smoe.runtime.stand_in import LayerExperts, StandIn, as_routed
 from smoe.runtime.turns import Turns
 from smoe.units import format_bytes, identifier
 
 
 class Engine:
-    """The offloading runtime of one model: budget, slots, threads. Close it, or use it as a context manager, to free
-    them."""
+    """The offloading runtime of one model: budget, slots, threads. Close it, or use it in a `with`, to free them."""
 
     def __init__(
         self,
@@ -90,6 +90,7 @@ class Engine:
         self._is_in_pass = False
         self._phase = Phase.PREFILL
         self._sequences = 1
+        self.stand_in: StandIn = as_routed
         self._silent: torch.Tensor | None = None
         """[T] of this pass, True at positions that ask for no expert; None where all do."""
         self._caches: list[weakref.ref[RowCache]] = []
@@ -313,6 +314,8 @@ class Engine:
         counters.forward_passes += 1
         counters.tokens += positions - (int(self._silent.sum()) if self._silent is not None else 0)
         counters.forward_seconds += seconds
+        if self.executor.answerer is not None and self._phase is Phase.DECODE:
+            self.executor.answerer.answering.note_step(seconds)
         if trial is not None:
             guesses = counters.prefetches, counters.prefetches_used
             if self._phase is Phase.DECODE:
@@ -326,14 +329,13 @@ class Engine:
         """The experts' forward of one layer, in the library's own shapes."""
         self._turns.check()
         if self._silent is not None:
-            experts = self.store.layers[layer].experts
-            top_k_index = top_k_index.masked_fill(self._silent.unsqueeze(1), experts)
+            top_k_index = top_k_index.masked_fill(self._silent.unsqueeze(1), self.store.layers[layer].experts)
         logits, rule = self._logits.pop(layer, None), self.rules.get(layer)
         heard = Routed(layer, self._phase, self._sequences, logits, top_k_index, top_k_weights)
         for observer in self.executor.observers:
             observer.routed(heard)
         scored = Scored(rule, rule.scores(logits)) if rule is not None and logits is not None else None
-        output = self.executor.run(layer, self._phase, hidden, top_k_index, top_k_weights, scored, self._sequences)
+        output = self.stand_in(LayerExperts(self.executor, heard, hidden, scored))
         for observer in self.executor.observers:
             observer.computed(heard, hidden, output)
         return output

@@ -39,6 +39,7 @@ from smoe.policy.step import Decision, decide
 from smoe.policy.substitution import Selection
 from smoe.policy.trial import Shadow, Trial
 from smoe.routing import Phase, Routing
+from smoe.runtime.answer_costs import Answerer
 from smoe.runtime.layer import LayerCompute
 from smoe.runtime.observer import StepObserver
 from smoe.runtime.rerouting import EXACTLY, Scored, Substitution, with_substitutes
@@ -59,8 +60,10 @@ class LayerExecutor:
         balancer: Balancer | None = None,
         trial: Trial | None = None,
         upgrades: bool = False,
+        answerer: Answerer | None = None,
     ) -> None:
-        """`upgrades`: whether idle time of the disk, or the link, brings in what low copies serve. `balancer` says
+        """`answerer` says what becomes of the misses of decode steps, in the place of `substitution` (None: that does).
+        `upgrades`: whether idle time of the disk, or the link, brings in what low copies serve. `balancer` says
         which missing experts the CPU computes (None: none); `trial` whether prefetching in decode pays at present
         (None: it always does)."""
         self.compute = compute
@@ -68,6 +71,7 @@ class LayerExecutor:
         self.table: SlotTable = self.arrivals.table
         self.trial = trial
         self.upgrades = upgrades
+        self.answerer = answerer
         self.substitution = substitution
         self.observers: list[StepObserver] = []
         """Hear every step: `smoe.trace`, measurements."""
@@ -97,23 +101,26 @@ class LayerExecutor:
         self._awaited.clear()
         self.arrivals.start_anew(eviction)
         self.trial = Trial() if self.trial is not None else None
+        if self.answerer is not None:
+            self.answerer.start_anew()
 
     def substitute_by(self, substitution: Substitution) -> None:
         """From now on missing low-score experts are replaced, or not, as `substitution` says."""
         self.substitution = substitution
         for predictor in self._hearing:
             predictor.alpha = substitution.switches.alpha
+            predictor.thresholds = substitution.switches.thresholds
 
     @contextmanager
     def by_low_copies(self) -> Iterator[None]:
         """Inside, low copies serve all experts, and nothing is replaced or left out: for proofs and prices."""
-        before = self.substitution
-        self.substitution = EXACTLY._replace(switches=EXACTLY.switches._replace(low_use="only"))
+        before, answerer = self.substitution, self.answerer
+        self.substitution, self.answerer = EXACTLY._replace(switches=EXACTLY.switches._replace(low_use="only")), None
         try:
             with self.unbalanced():
                 yield
         finally:
-            self.substitution = before
+            self.substitution, self.answerer = before, answerer
 
     @contextmanager
     def unbalanced(self) -> Iterator[None]:
@@ -200,7 +207,7 @@ class LayerExecutor:
         routing = Routing(layer, phase, self.compute.store.layers[layer].experts, rows, None, sequences)
         if scored is not None:
             routing = routing._replace(scores=scored.choice_of(last_rows(routing) if phase is Phase.PREFILL else None))
-        if self.substitution.switches.needs_weights:
+        if self.substitution.switches.needs_weights or self.answerer is not None:
             routing = routing._replace(weights=scaled(top_k_weights.tolist()))
         for predictor in self._hearing:
             predictor.observe(routing)
@@ -216,7 +223,7 @@ class LayerExecutor:
 
     def _decide(self, routing: Routing) -> Decision:
         """Make the plan, count it, and start its loads."""
-        balancer = self._balancer
+        balancer, answerer = self._balancer, self.answerer
         decision = decide(
             routing,
             self.table,
@@ -225,6 +232,7 @@ class LayerExecutor:
             self.substitution.switches,
             None if balancer is None else lambda: balancer.balance(routing.phase, self.arrivals.running),
             self.arrivals.drop_stale,
+            None if answerer is None else lambda routing, table: answerer.answer(routing, table, self.arrivals.running),
         )
         if decision.selection is not None:
             self._count_selection(decision.selection, routing)
@@ -318,7 +326,7 @@ class LayerExecutor:
     def _count(self, decision: Decision, routing: Routing) -> None:
         counters, plan = self.counters, decision.plan
         counters.loads += len(plan.loads)
-        if self.substitution.switches.needs_weights and routing.phase is Phase.DECODE:
+        if self.table.has_low and routing.phase is Phase.DECODE:
             counters.low_served += sum(serve.key[2] == LOW for serve in plan.serves)
             counters.low_loads += sum(load.key[2] == LOW for load in plan.loads)
             counters.skipped += decision.skipped

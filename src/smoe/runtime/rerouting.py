@@ -18,6 +18,8 @@ class Substitution(NamedTuple):
     switches: Switches = Switches()
     inherits_weight: bool = False
     """A substitute weighs what the expert that it replaces would have; else its own score by the router's rule."""
+    gaps_keep_weight: bool = False
+    """Where a route is left out the others weigh what they would with it; else they share its weight by the rule."""
 
 
 EXACTLY = Substitution()
@@ -34,7 +36,7 @@ def substitution_of(config: EngineConfig) -> Substitution:
         thresholds=Thresholds(config.low_threshold if config.has_low else config.skip_threshold, config.skip_threshold),
         low_use="meanwhile" if config.low_meanwhile else "asked",
     )
-    return Substitution(switches, config.substitute_weights == "inherited")
+    return Substitution(switches, config.substitute_weights == "inherited", config.prices_answers)
 
 
 class Scored(NamedTuple):
@@ -73,12 +75,21 @@ def with_substitutes(
     index = torch.tensor(decision.routing.top_k_index, device=top_k_index.device, dtype=top_k_index.dtype)
     if asked.inherits_weight:
         return index, top_k_weights
+    replacements = decision.selection.replacements
+    weighed = [list(row) for row in decision.routing.top_k_index]
+    if asked.gaps_keep_weight:
+        for token, choice, active, expert in replacements:
+            weighed[token][choice] = active if expert is None else expert
+        replacements = [replacement for replacement in replacements if replacement.substitute is not None]
+    if not replacements:
+        return index, top_k_weights
     if len(index) == 1 and scored.rule.ranks_by_scores:  # the usual step: one tensor instead of eight
         assert decision.routing.scores is not None
         scores, none = decision.routing.scores[0], decision.routing.experts
-        chosen = [0.0 if expert == none else scores[expert] for expert in decision.routing.top_k_index[0]]
+        chosen = [0.0 if expert == none else scores[expert] for expert in weighed[0]]
         return index, top_k_weights.new_tensor([scored.rule.weights_of(chosen)])
-    touched = sorted({replacement.token for replacement in decision.selection.replacements})
+    touched = sorted({replacement.token for replacement in replacements})
     top_k_weights = top_k_weights.clone()
-    top_k_weights[touched] = scored.rule.weights(scored.scores[touched], index[touched], top_k_weights.dtype)
+    by_rule = torch.tensor([weighed[token] for token in touched], device=index.device, dtype=index.dtype)
+    top_k_weights[touched] = scored.rule.weights(scored.scores[touched], by_rule, top_k_weights.dtype)
     return index, top_k_weights

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from smoe.expert import ExpertKey
+from smoe.expert import EXACT, LOW, ExpertKey
 from smoe.policy.balance import Balance, Costs
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import DEVICE, LayerPlan, Load, Reason
@@ -37,7 +37,7 @@ class StepTimes:
     """Seconds of pieces of work."""
 
     load: float
-    """Of one expert."""
+    """Of one expert, its own copy."""
     expert: Callable[[int], float]
     """One expert on the device, for so many tokens."""
     layer: Callable[[int], float]
@@ -48,6 +48,8 @@ class StepTimes:
     """Our own Python, in every layer."""
     asking: float = 0.0
     """A predictor, every time that it is asked."""
+    low_load: float = 0.0
+    """Of a low copy, where there are such."""
 
 
 @dataclass
@@ -72,8 +74,8 @@ class Timed:
 class _Link:
     """One load after the other, on a clock that only moves on."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, low_seconds: float) -> None:
+        self._seconds = {EXACT: seconds, LOW: low_seconds}
         self._free = 0.0
         self._waiting: deque[tuple[ExpertKey, float]] = deque()
         self._expected: deque[tuple[ExpertKey, float]] = deque()
@@ -129,7 +131,7 @@ class _Link:
         if begins >= before:
             return False
         queue.popleft()
-        self._free = self._ends[key] = begins + self._seconds
+        self._free = self._ends[key] = begins + self._seconds[key[2]]
         return True
 
 
@@ -146,18 +148,21 @@ class VirtualClock:
         switches: Switches = EXACT_SWITCHES,
         balance: str | None = None,
         predictor: Predictor | None = None,
+        low_slots: int = 0,
     ) -> None:
-        """`balance` is one of `policy.balance.BALANCERS`; None: all that is missing is loaded. Needs `times.host`."""
+        """`low_slots`: cache slots for low copies; `eviction` must then rank both. `balance` is one of
+        `policy.balance.BALANCERS`; None: all that is missing is loaded. Needs `times.host`."""
         assert balance is None or times.host is not None
         self.result = Timed()
-        self._table = SlotTable(PoolSize(cache_slots, staging_slots))
+        low = [PoolSize(low_slots, staging_slots, form=LOW)] if low_slots else []
+        self._table = SlotTable(PoolSize(cache_slots, staging_slots), *low)
         self._share = layer_share(cache_slots, layers)
         self._eviction = eviction
         self._times = times
         self._switches = switches
         self._balance = balance
         self._predictor = predictor
-        self._link = _Link(times.load)
+        self._link = _Link(times.load, times.low_load)
         self._now = 0.0
         self._progress = Progress(self._table, eviction, self._begin)
         self._last_layer: float = inf
@@ -255,10 +260,11 @@ def replay_on_clock(
     switches: Switches = EXACT_SWITCHES,
     balance: str | None = None,
     predictor: Predictor | None = None,
+    low_slots: int = 0,
 ) -> Timed:
     """Serve `trace` from an empty cache; arguments as for `VirtualClock`. O(steps x experts used)."""
     layers = len({routing.layer for routing in trace}) or 1
-    clock = VirtualClock(cache_slots, staging_slots, layers, eviction, times, switches, balance, predictor)
+    clock = VirtualClock(cache_slots, staging_slots, layers, eviction, times, switches, balance, predictor, low_slots)
     for routing in trace:
         clock.serve(routing)
     return clock.result

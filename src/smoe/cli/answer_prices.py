@@ -1,0 +1,76 @@
+"""`smoe tune --prices`: what each answer to a missing expert costs a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smoe.cli.options import EngineOptions, substituting
+
+if TYPE_CHECKING:
+    from smoe.load.priced_answers import PricedAnswers
+
+
+def price_answers(model: str, options: EngineOptions, text: Path | None, as_json: bool) -> None:
+    """Measure, remember and show."""
+    from smoe.cli.console import note, print_json
+    from smoe.cli.keeping import Keeping
+    from smoe.cli.session import loaded, tokenizer_of
+    from smoe.eval.answer_prices import measure
+    from smoe.eval.texts import read_documents
+    from smoe.load.priced_answers import PricedAnswers, remember
+    from smoe.load.priced_answers import as_json as as_stored
+    from smoe.models.files import fetch
+
+    documents = read_documents(text)
+    config = substituting(options)
+    tokenizer = tokenizer_of(model, options.revision)
+    keeping = Keeping()
+    with loaded(model, config, options.revision) as ready:
+        ids = tokenizer("\n\n".join(documents))["input_ids"]
+        found = _measured(ready, ids, measure)
+    priced = PricedAnswers(
+        table=found.table,
+        errors=found.errors,
+        low_precision=config.low_precision,
+        tokens=found.tokens,
+        text="stories of the demo" if text is None else str(text),
+    )
+    path = keeping.keep(lambda: remember(fetch(model, options.revision), priced))
+    if path is not None:
+        note(f"remembered in {path}")
+    if as_json:
+        print_json({"model": model} | as_stored(priced) | {"rounding_nats": found.rounding})
+    else:
+        _print_table(priced)
+
+
+def _measured(ready: Any, ids: list[int], measure: Any) -> Any:
+    from smoe.cli.console import progress
+    from smoe.eval.answer_prices import passes_of
+
+    with progress("tune", "passes") as bars:
+        task = bars.add_task("measuring", total=passes_of(ready.offload, ids), amount="")
+        return measure(ready, ids, lambda count: bars.update(task, advance=count))
+
+
+def _print_table(priced: PricedAnswers) -> None:
+    from rich.table import Table
+
+    from smoe.cli.console import note, output
+
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for head in ("layer", "low", "+/-", "substitute", "+/-", "left out", "+/-"):
+        table.add_column(head, justify="right")
+    for layer, prices in sorted(priced.table.layers.items()):
+        errors = priced.errors.layers[layer]
+        pairs = zip(
+            (prices.low, prices.substitute, prices.skip), (errors.low, errors.substitute, errors.skip), strict=True
+        )
+        shown = [f"{nats:.2g}" for pair in pairs for nats in pair]
+        table.add_row(str(layer), *(shown if priced.low_precision != "none" else ["-", "-", *shown[2:]]))
+    output().print(table)
+    note(
+        "nats for a route with all of its token's routing weight; it falls with the weight's square, and a substitute "
+        "of the same score costs twice as much as one of none; +/-: standard error"
+    )

@@ -1,0 +1,79 @@
+"""The options of what is asked of a model: prompts, and how tokens are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+_SAMPLING = "Sampling"
+_PROMPT = "Prompt"
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen."""
+
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many.", rich_help_panel=_SAMPLING)] = 128
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token.", rich_help_panel=_SAMPLING)] = (
+        0.0
+    )
+    top_p: Annotated[float, typer.Option(help="Sample from this much probability.", rich_help_panel=_SAMPLING)] = 1.0
+    seed: Annotated[int, typer.Option(help="For sampling.", rich_help_panel=_SAMPLING)] = 0
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End the text before this string. Repeatable.", rich_help_panel=_SAMPLING),
+    ] = None
+
+
+@dataclass(frozen=True)
+class ChatSamplingOptions:
+    """How tokens of a conversation are chosen; what is not given is the model's own (its generation_config.json)."""
+
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of an answer, at most. \\[default: the model's, else 512]", rich_help_panel=_SAMPLING
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0: always the most likely token. \\[default: the model's]", rich_help_panel=_SAMPLING),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from this much probability. \\[default: the model's]", rich_help_panel=_SAMPLING),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Sample from so many tokens; 0: from all. \\[default: the model's]", rich_help_panel=_SAMPLING
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(help="Above 1: fewer repetitions. \\[default: the model's]", rich_help_panel=_SAMPLING),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(help="The same conversation again. \\[default: another every time]", rich_help_panel=_SAMPLING),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End an answer before this string. Repeatable.", rich_help_panel=_SAMPLING),
+    ] = None
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Where prompts come from."""
+
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="Repeatable: prompts run together.", rich_help_panel=_PROMPT),
+    ] = None
+    prompt_file: Annotated[
+        list[str] | None,
+        typer.Option(help="A file that is one prompt; - is stdin. Repeatable.", rich_help_panel=_PROMPT),
+    ] = None

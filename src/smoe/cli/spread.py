@@ -1,0 +1,85 @@
+"""A command's groups of options (`engine: EngineOptions`) spread over its command line, and what every command has."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from smoe.cli.console import speaking
+from smoe.cli.interrupts import ending_in_order
+from smoe.cli.logs import logged
+from smoe.cli.options import EngineOptions, check_text
+
+_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result, warnings and errors.")]
+_Verbose = Annotated[
+    int,
+    typer.Option(
+        "--verbose",
+        "-v",
+        count=True,
+        show_default=False,
+        help="Show the log; -vv: all of it (also: SMOE_LOG=info or debug).",
+    ),
+]
+_EVERYWHERE: dict[str, tuple[Any, Any]] = {"quiet": (_Quiet, False), "verbose": (_Verbose, 0)}
+"""Options of every command: annotation, default."""
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Spread every parameter of a command that is a group of options over the command line."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            parameters += _parameters_of(groups[name])
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+    for name, (annotation, default) in _EVERYWHERE.items():
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
+
+    @functools.wraps(command)
+    def spread(**given: Any) -> None:
+        if given.get("debug"):
+            os.environ["SMOE_DEBUG"] = "1"
+        is_quiet, verbosity = given.pop("quiet"), given.pop("verbose")
+        with speaking(quietly=is_quiet), logged(verbosity), ending_in_order(as_json=given.get("json", False)):
+            for name in ("prompt", "stop"):
+                for text in given.get(name) or ():
+                    check_text(text, f"--{name}")
+            for name, group in groups.items():
+                given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+                if isinstance(given[name], EngineOptions):
+                    given[name].config()  # bad values are refused before anything heavy is imported
+            if "model" in hints:
+                _refuse_unknown(given)
+            command(**given)
+
+    spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    del spread.__wrapped__
+    return spread
+
+
+def _refuse_unknown(given: dict[str, Any]) -> None:
+    """A model that cannot be had is refused before anything heavy is imported, too."""
+    from smoe.models.files import refuse_unknown
+
+    revisions = [value.revision for value in given.values() if isinstance(value, EngineOptions)]
+    refuse_unknown(given["model"], revisions[0] if revisions else given.get("revision"))
+
+
+def _parameters_of(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields(group)
+    ]

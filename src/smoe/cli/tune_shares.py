@@ -1,0 +1,93 @@
+"""`smoe tune --shares`: how important a model's choices are, for thresholds by shares of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smoe.cli.options import EngineOptions
+from smoe.cli.settings import value_of
+from smoe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from smoe.load.importance_profile import ImportanceProfile
+
+TOKENS = 4000
+
+
+def tune_shares(
+    model: str, engine: EngineOptions, shares: str, text: Path | None, trace: Path | None, tokens: int, as_json: bool
+) -> None:
+    """Profile a text, or a recorded run, remember it for the model, and say the thresholds of `shares`."""
+    from smoe.cli.console import note, print_json
+    from smoe.cli.keeping import Keeping
+    from smoe.load.importance_profile import as_json as as_stored
+    from smoe.load.importance_profile import remember
+    from smoe.models.files import fetch
+
+    wanted = value_of("precision_shares", "tuple", shares)
+    EngineOptions(low_precision="int4", precision_shares=shares).config()  # bounds, before minutes of reading
+    if text is not None and trace is not None:
+        message = "--text and --trace both say what is profiled; give one of them"
+        raise ConfigError(message, setting="trace", given=str(trace), allowed="only without `text`")
+    keeping = Keeping()
+    found = _read(model, engine, text, tokens) if trace is None else _recorded(model, engine, trace, tokens)
+    thresholds = found.thresholds(wanted)
+    path = keeping.keep(lambda: remember(fetch(model, engine.revision), found))
+    if path is not None:
+        note(f"remembered for --precision-shares and --preset hobbit in {path}")
+    if as_json:
+        chosen = {"low_threshold": thresholds.low, "skip_threshold": thresholds.skip}
+        print_json({"model": model, "precision_shares": list(wanted)} | chosen | as_stored(found))
+    else:
+        print(f"T1 {thresholds.low:g}, T2 {thresholds.skip:g} for shares of {shares}, by {found}")
+
+
+def _read(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> ImportanceProfile:
+    """Of a text that the model itself reads: no copies of fewer bits, and nobody replaced."""
+    from dataclasses import replace
+
+    from smoe.cli.console import progress
+    from smoe.cli.session import loaded, tokenizer_of
+    from smoe.eval.profile_importance import check_enough, profile_reading
+    from smoe.eval.texts import read_documents
+    from smoe.presets import without_low_copies
+
+    texts = read_documents(text)
+    tokenizer = tokenizer_of(model, engine.revision)
+    ids = [token for document in texts for token in tokenizer(document)["input_ids"]][:tokens]
+    check_enough(len(ids), "text")
+    config = replace(without_low_copies(engine.config()), alpha=0.0, alpha_as_priced=False)
+    with loaded(model, config, engine.revision) as ready, progress("tune", "tokens") as bars:
+        task = bars.add_task("reading the text", total=len(ids), amount="")
+        source = "the demo's stories" if text is None else text.name
+        return profile_reading(ready, ids, source, lambda count: bars.update(task, advance=count))
+
+
+def _recorded(model: str, engine: EngineOptions, path: Path, tokens: int) -> ImportanceProfile:
+    """Of a run of this model that was recorded."""
+    from itertools import takewhile
+
+    from smoe.eval.profile_importance import profile_recorded
+    from smoe.models.read_spec import read_spec
+    from smoe.trace.file import Trace
+
+    trace = Trace(path)
+    spec = read_spec(model, engine.config(), engine.revision)
+    ours = {site.layer: (site.experts, spec.anatomy.top_k[site.layer]) for site in spec.sites}
+    theirs = {layer.layer: (layer.experts, layer.top_k) for layer in trace.header.layers}
+    if ours != theirs or trace.header.model_type != spec.config.model_type:
+        raise ConfigError(
+            f"{path} was recorded with another model ({trace.header.model}): its layers and experts are not those of "
+            f"{model}; give a trace of this one",
+            setting="trace",
+            given=str(path),
+            allowed="a trace of the same model",
+        )
+    seen: dict[int, int] = {}
+
+    def is_early(routing: Any) -> bool:
+        seen[routing.layer] = seen.get(routing.layer, 0) + len(routing.top_k_index)
+        return seen[routing.layer] < tokens + len(routing.top_k_index)
+
+    return profile_recorded(takewhile(is_early, trace.routings(with_weights=True)), path.name)

@@ -1,0 +1,319 @@
+"""What each answer to a missing expert costs, measured on text: the table that a plan with several answers is made by.
+
+    row 0     the window as it is                       the exact distributions
+    row 1     the same, experts left out in layer 0     one route of every token, by chance not its first
+    row 2     the same, substitutes in layer 0
+    row 3     the same, low copies in layer 0
+    row 4     the same, experts left out in layer 1 ...
+
+One pass of the model serves all rows, so a model that comes from disk is read once for as many trials as a step has
+room for; every pass has another window of the text. What a row's distributions diverge from the first row's, over all
+positions, is the price of its changed routes. It grows with the square of their weights (`policy/prices.py`), and a
+coefficient is the sum of the one over the sum of the other.
+
+Low copies change so little that the rounding of 16 bits, which any change sets off in the layers behind, would drown
+it. What they change in the layer's own output is measured to many digits, though, and priced as the same change
+by experts left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from smoe.errors import ConfigError, UnsupportedModelError
+from smoe.policy.prices import Answer, LayerPrices, PriceTable
+from smoe.runtime.engine import Engine
+from smoe.runtime.rerouting import Scored
+from smoe.runtime.stand_in import LayerExperts, answered_by, as_routed
+
+WINDOW_TOKENS = 128
+"""Long enough for what a change does to later tokens: nearly all of it is within some dozens."""
+TRIALS = 8
+"""Of every layer and answer, each on another window."""
+_SUBSTITUTES = 8
+"""A substitute is one of so many experts behind the chosen ones, as chance has it: so are those that are resident."""
+_LOGITS = 2**23
+"""Numbers of logits at a time."""
+_TINY = 1e-30
+_TOLERANCE = 0.02
+"""Of logits made from the output head's input against the model's own."""
+
+
+class Trial(NamedTuple):
+    """One row of a pass: in one layer, one route of every token but the first is answered so."""
+
+    layer: int
+    answer: Answer | None
+    """None: the layer's output changes in its last bits only, for what that alone sets off behind it."""
+
+
+@dataclass
+class Shown:
+    """What the trials of one layer and answer have shown, an entry for each."""
+
+    nats: list[float] = field(default_factory=list)
+    """Divergence from the exact distributions, summed over the window."""
+    units: list[float] = field(default_factory=list)
+    """The price at a coefficient of 1, summed over the window."""
+    changes: list[float] = field(default_factory=list)
+    """Square of the change of the experts' output, summed over the window."""
+
+
+@dataclass(frozen=True)
+class AnswerPrices:
+    """What was measured."""
+
+    table: PriceTable
+    errors: PriceTable
+    """Standard errors of the table's figures."""
+    rounding: dict[int, float]
+    """Nats a token that a change in the last bits of a layer sets off; taken off what was measured."""
+    tokens: int
+    """Of text."""
+    has_low: bool
+    """Whether there were low copies to measure; if not, they are priced like leaving out."""
+
+
+def measure(
+    model: PreTrainedModel, ids: Sequence[int], tick: Callable[[int], None], trials: int = TRIALS, seed: int = 0
+) -> AnswerPrices:
+    """The prices of a model's answers on the text `ids`; `tick` hears how many passes are done.
+
+    Raises `ConfigError` where a step has no room for two rows, or the text is too short, and `UnsupportedModelError`
+    for a model without a known router's rule, or whose output head is not the last thing that makes its logits.
+    """
+    engine: Engine = model.offload  # type: ignore[assignment]
+    if not engine.rules:
+        raise ConfigError(
+            "load the model with an alpha above 0, or with `eviction` score: substitutes need the routers' scores",
+            setting="eviction",
+            given=engine.config.eviction,
+            allowed="score, or any with an alpha above 0",
+        )
+    rows, width = shape_of(engine, ids)
+    plan, shown = _schedule(engine, trials), dict[Trial, Shown]()
+    generator = torch.Generator().manual_seed(seed)
+    passes = range(0, len(plan), rows - 1)
+    for number, begin in enumerate(passes):
+        answering = _Answering(plan[begin : begin + rows - 1], generator)
+        with answered_by(engine, answering):
+            nats = _divergences(model, _window(ids, number, width), 1 + len(answering.trials))
+        for n, trial in enumerate(answering.trials):
+            kept = shown.setdefault(trial, Shown())
+            kept.nats.append(nats[n])
+            kept.units.append(answering.units[n])
+            kept.changes.append(answering.changes[n])
+        tick(1)
+    return _priced(engine, shown, width, min(len(ids), len(passes) * width))
+
+
+def shape_of(engine: Engine, ids: Sequence[int]) -> tuple[int, int]:
+    """Rows of a pass, the exact one among them, and tokens of a row; raises `ConfigError` where there is no room."""
+    config = engine.config
+    room = min(config.prefill_tokens, engine.context_tokens * config.max_sequences)
+    width = min(WINDOW_TOKENS, engine.context_tokens, room // 2)
+    if len(ids) < width or width < 2:
+        raise ConfigError(
+            f"the text has {len(ids)} tokens, and a pass takes {max(2, width)}; give a longer one with `text`",
+            setting="text",
+            allowed=f"text of at least {max(2, width)} tokens",
+        )
+    return room // width, width
+
+
+def passes_of(engine: Engine, ids: Sequence[int], trials: int = TRIALS) -> int:
+    """Passes that `measure` will make."""
+    return -(-len(_schedule(engine, trials)) // (shape_of(engine, ids)[0] - 1))
+
+
+def _schedule(engine: Engine, trials: int) -> list[Trial]:
+    """All trials, round by round."""
+    answers = [Answer.SKIP, Answer.SUBSTITUTE, None, *([Answer.LOW] if engine.config.has_low else [])]
+    return [Trial(layer, answer) for layer in sorted(engine.store.layers) for answer in answers] * trials
+
+
+def _window(ids: Sequence[int], number: int, width: int) -> Sequence[int]:
+    """A pass's part of the text, from the start again where it is used up."""
+    begin = number % (len(ids) // width) * width
+    return ids[begin : begin + width]
+
+
+class _Answering:
+    """The stand-in of one pass: carries out its trials, and keeps what each changes in its layer."""
+
+    def __init__(self, trials: Sequence[Trial], generator: torch.Generator) -> None:
+        self.trials = trials
+        self._generator = generator
+        self.units = [0.0] * len(trials)
+        self.changes = [0.0] * len(trials)
+
+    def __call__(self, experts: LayerExperts) -> torch.Tensor:
+        heard = experts.heard
+        mine = [n for n, trial in enumerate(self.trials, start=1) if trial.layer == heard.layer]
+        if not mine:
+            return as_routed(experts)
+        width = len(heard.top_k_index) // heard.sequences
+        index, weights = heard.top_k_index.clone(), heard.top_k_weights.clone()
+        is_low = torch.zeros_like(index, dtype=torch.bool)
+        for n in mine:
+            answer, row = self.trials[n - 1].answer, slice(n * width, (n + 1) * width)
+            if answer is not None:
+                assert experts.scored is not None
+                routes = _Routes(index[row], weights[row], is_low[row])
+                scored = experts.scored._replace(scores=experts.scored.scores[row])
+                self.units[n - 1] = routes.change(answer, scored, self._generator)
+        output = _output(experts, index, weights, is_low)
+        exact = output[:width].float()
+        for n in mine:
+            outcome = output[n * width : (n + 1) * width]
+            if self.trials[n - 1].answer is None:
+                outcome.copy_(_in_last_bits(outcome, self._generator))
+            self.changes[n - 1] = float((outcome.float() - exact).square().sum())
+        return output
+
+
+def _output(experts: LayerExperts, index: torch.Tensor, weights: torch.Tensor, is_low: torch.Tensor) -> torch.Tensor:
+    """Each route by the copy that it is for."""
+    if not bool(is_low.any()):
+        return experts.own(index, weights)
+    own, low = (index.masked_fill(others, experts.no_expert) for others in (is_low, ~is_low))
+    return experts.own(own, weights) + experts.low(low, weights)
+
+
+def _in_last_bits(output: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Every number with half a chance the next larger of its type, by size."""
+    chosen = torch.rand(output.shape, generator=generator).to(output.device) < 0.5
+    return torch.where(chosen, output * (1 + torch.finfo(output.dtype).eps), output)
+
+
+class _Routes(NamedTuple):
+    """One row's routes [T, K]: views of the pass's, changed in place."""
+
+    top_k_index: torch.Tensor
+    top_k_weights: torch.Tensor
+    is_low: torch.Tensor
+
+    def change(self, answer: Answer, scored: Scored, generator: torch.Generator) -> float:
+        """Answer one route of every token but the first so; returns the price at a coefficient of 1.
+
+        The first route, of the highest weight, is left alone unless it is the only one: hardly a plan gives it up, and
+        in the first layers it is worth more than the square of its weight says. So is the first token, which many
+        models keep to lean on.
+        """
+        index, weights, is_low = self
+        tokens, top_k = index.shape
+        token = torch.arange(1, tokens, device=index.device)
+        place = torch.randint(min(1, top_k - 1), top_k, (tokens - 1,), generator=generator).to(index.device)
+        choice = weights.float().argsort(dim=-1, descending=True, stable=True)[token, place]
+        share = weights[token, choice].float() / weights[token].float().sum(-1)
+        gap = torch.ones_like(share)
+        if answer is Answer.LOW:
+            is_low[token, choice] = True
+        elif answer is Answer.SKIP:
+            index[token, choice] = scored.scores.shape[-1]
+        else:
+            gap = self._substitute(token, choice, scored, generator)
+        unit = LayerPrices(1.0, 1.0, 1.0)
+        pairs = zip(share.tolist(), gap.tolist(), strict=True)
+        return sum(unit.price(answer, weight, short) for weight, short in pairs)
+
+    def _substitute(
+        self, token: torch.Tensor, choice: torch.Tensor, scored: Scored, generator: torch.Generator
+    ) -> torch.Tensor:
+        """Put a substitute in the place of each token's choice; returns the gaps between their scores."""
+        index, weights, _ = self
+        scores = scored.rule.choice(scored.scores)[token]
+        most = min(_SUBSTITUTES, scores.shape[-1] - index.shape[-1])
+        of_chosen = scores.gather(-1, index[token, choice].unsqueeze(-1))[:, 0]
+        behind = scores.scatter(-1, index[token], float("-inf")).topk(max(1, most), -1)
+        drawn = torch.randint(0, max(1, most), (len(token), 1), generator=generator).to(index.device)
+        score, expert = (found.gather(-1, drawn)[:, 0] for found in behind)
+        is_there = score > float("-inf")  # else all have been chosen, or the others' groups are left out
+        index[token[is_there], choice[is_there]] = expert[is_there]
+        changed = token[is_there]
+        weights[changed] = scored.rule.weights(scored.scores[changed], index[changed], weights.dtype)
+        gap = torch.where(of_chosen > 0, (of_chosen - score) / of_chosen, torch.ones_like(score)).clamp(0, 1)
+        return torch.where(is_there, gap, torch.ones_like(gap))
+
+
+def _divergences(model: PreTrainedModel, window: Sequence[int], rows: int) -> list[float]:
+    """Of every row but the first: nats from the first's distributions, summed over the window.
+
+    Logits of all positions would be many times the rest of a pass, so they are made a few positions at a time, of what
+    the output head was given.
+    """
+    engine: Engine = model.offload  # type: ignore[assignment]
+    head = model.get_output_embeddings()
+    given: list[torch.Tensor] = []
+
+    def keep_all(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        given.append(args[0])
+        return (args[0][:, -1:],)
+
+    ids = torch.tensor([list(window)] * rows, device=model.device)
+    with engine.turn(), torch.no_grad():
+        hook = head.register_forward_pre_hook(keep_all)
+        try:
+            last = model(input_ids=ids, use_cache=False).logits[:, -1].float()
+        finally:
+            hook.remove()
+        (hidden,) = given
+        scale = _scale_of(last, head(hidden[:, -1]).float())
+        positions = max(1, _LOGITS // (rows * last.shape[-1]))
+        total = torch.zeros(rows - 1, dtype=torch.float64)
+        for piece in hidden.split(positions, 1):
+            log_p = (head(piece).float() * scale).log_softmax(-1)
+            exact = log_p[:1]
+            total += (exact.exp() * (exact - log_p[1:])).sum((1, 2), dtype=torch.float64).cpu()
+    return total.tolist()
+
+
+def _scale_of(logits: torch.Tensor, of_head: torch.Tensor) -> float:
+    """By what a model multiplies what its output head gives; raises `UnsupportedModelError` where it does more."""
+    scale = float((logits * of_head).sum() / of_head.square().sum().clamp_min(1e-30))
+    error = float((logits - scale * of_head).norm() / logits.norm().clamp_min(1e-30))
+    if error > _TOLERANCE:
+        raise UnsupportedModelError(
+            "this model's logits are not its output head's, times a constant, so answers cannot be priced on it; "
+            "thresholds can: smoe tune --max-perplexity-increase"
+        )
+    return scale
+
+
+def _priced(engine: Engine, shown: dict[Trial, Shown], width: int, tokens: int) -> AnswerPrices:
+    """Coefficients and their errors."""
+    layers, errors, rounding = dict[int, LayerPrices](), dict[int, LayerPrices](), dict[int, float]()
+    has_low = engine.config.has_low
+    for layer in sorted(engine.store.layers):
+        bits = shown[Trial(layer, None)].nats
+        floor = sum(bits) / len(bits)
+        rounding[layer] = floor / width
+        skip, skip_error = _ratio(shown[Trial(layer, Answer.SKIP)], floor)
+        substitute, substitute_error = _ratio(shown[Trial(layer, Answer.SUBSTITUTE)], floor)
+        low, low_error = skip, skip_error
+        if has_low:
+            left_out, lower = shown[Trial(layer, Answer.SKIP)], shown[Trial(layer, Answer.LOW)]
+            part = _per_unit(lower) / _per_unit(left_out)
+            low, low_error = part * skip, part * skip_error
+        layers[layer] = LayerPrices(low, substitute, skip)
+        errors[layer] = LayerPrices(low_error, substitute_error, skip_error)
+    return AnswerPrices(PriceTable(layers), PriceTable(errors), rounding, tokens, has_low)
+
+
+def _per_unit(shown: Shown) -> float:
+    return sum(shown.changes) / max(sum(shown.units), _TINY)
+
+
+def _ratio(shown: Shown, floor: float) -> tuple[float, float]:
+    """Nats above `floor` for each unit, none below zero, and the standard error of that quotient of sums."""
+    units, count = sum(shown.units), len(shown.units)
+    ratio = (sum(shown.nats) - floor * count) / max(units, _TINY)
+    rest = sum((nats - floor - ratio * unit) ** 2 for nats, unit in zip(shown.nats, shown.units, strict=True))
+    spread = (rest * count / max(1, count - 1)) ** 0.5
+    return max(0.0, ratio), spread / max(units, _TINY)

@@ -1,0 +1,72 @@
+"""How important the choices of a text's tokens are: what thresholds of importance are taken from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from transformers import PreTrainedModel
+
+from smoe.errors import ConfigError
+from smoe.generation.teacher_forcing import read_through
+from smoe.load.importance_profile import ImportanceProfile, profile_of
+from smoe.policy.importance import scaled, unimportance
+from smoe.routing import Routing
+from smoe.runtime.engine import Engine
+from smoe.runtime.observer import Routed, StepObserver
+
+LEAST_TOKENS = 100
+"""Fewer say little: a layer's choices of a hundred tokens are some hundreds."""
+
+
+def profile_reading(
+    model: PreTrainedModel, ids: Sequence[int], text: str, tick: Callable[[int], None]
+) -> ImportanceProfile:
+    """The profile of a text that the model reads; `tick` hears how many tokens were read.
+
+    In pieces as long as the context: what a router says of a token hangs on the text alone. Raises `ConfigError` where
+    the text is too short.
+    """
+    check_enough(len(ids), "text")
+    engine: Engine = model.offload  # type: ignore[assignment]
+    listener = _Listener()
+    with engine.observed_by(listener):
+        read_through(model, ids, tick)
+    return profile_of(listener.values, len(ids), text)
+
+
+def profile_recorded(routings: Iterable[Routing], text: str) -> ImportanceProfile:
+    """The profile of a recorded run, prompts included; `routings` must have weights. Raises `ConfigError` where it is
+    too short."""
+    values, tokens = list[float](), dict[int, int]()
+    for routing in routings:
+        assert routing.weights is not None
+        for chosen, weights in zip(routing.top_k_index, routing.weights, strict=True):
+            if chosen[0] != routing.experts:  # padding has chosen nobody
+                values += unimportance(weights)
+                tokens[routing.layer] = tokens.get(routing.layer, 0) + 1
+    count = max(tokens.values(), default=0)
+    check_enough(count, "trace")
+    return profile_of(values, count, text)
+
+
+def check_enough(tokens: int, setting: str) -> None:
+    """Raise `ConfigError` for a text, or a trace, that says too little."""
+    if tokens < LEAST_TOKENS:
+        raise ConfigError(
+            f"`{setting}` has {tokens} tokens, and at least {LEAST_TOKENS} are needed to know how important choices "
+            "are: give a longer one",
+            setting=setting,
+            given=tokens,
+            allowed=f"at least {LEAST_TOKENS} tokens",
+        )
+
+
+class _Listener(StepObserver):
+    """Keeps the unimportance of every choice."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def routed(self, heard: Routed) -> None:
+        for weights in scaled(heard.top_k_weights.tolist()):
+            self.values += unimportance(weights)

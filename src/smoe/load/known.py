@@ -1,0 +1,60 @@
+"""What has been measured of a model and remembered, put into settings that nobody gave; each says where it is from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from smoe.config import EngineConfig
+from smoe.errors import ConfigError
+from smoe.load.cache_weights import cache_weights_of
+from smoe.load.importance_profile import thresholds_by
+from smoe.load.priced_alpha import threshold_of
+from smoe.load.priced_answers import prices_of
+from smoe.policy.prices import PriceTable
+from smoe.policy.registry import MULTIDIMENSIONAL
+
+
+class Known(NamedTuple):
+    """Settings without gaps."""
+
+    config: EngineConfig
+    reasons: dict[str, str]
+    """Where settings come from that nobody gave, by their names."""
+    prices: PriceTable | None = None
+    """Of answers to misses, where they are answered within a budget."""
+
+
+def known_of(config: EngineConfig, place: Path, resident_share: float) -> Known:
+    """For the model in `place` with so many of its experts resident.
+
+    Raises `ConfigError` where misses are to be answered within a budget and the model's prices are not known.
+    """
+    reasons: dict[str, str] = {}
+    if config.precision_shares is not None:
+        (low, skip), why = thresholds_by(place, config)
+        config = replace(config, low_threshold=low, skip_threshold=skip, precision_shares=None)
+        reasons["low_threshold"] = f"and none beyond {skip:g}: {why}"
+    if config.alpha_as_priced:
+        alpha, reasons["alpha"] = threshold_of(place, resident_share)
+        config = replace(config, alpha=alpha, alpha_as_priced=False)
+    if config.eviction == MULTIDIMENSIONAL and config.cache_weights is None:
+        weights, reasons["cache_weights"] = cache_weights_of(place)
+        config = replace(config, cache_weights=weights)
+    return Known(config, reasons, _prices(config, place) if config.prices_answers else None)
+
+
+def _prices(config: EngineConfig, place: Path) -> PriceTable:
+    priced, budget = prices_of(place), "max_perplexity_increase" if config.tpot_seconds is None else "tpot_seconds"
+    wanted = config.low_precision if config.has_low else None
+    if priced is None or (wanted is not None and priced.low_precision not in (wanted, "none")):
+        of_what = "" if wanted is None else f" with `low_precision` {wanted}"
+        raise ConfigError(
+            f"`{budget}`: nobody has measured yet what answers to misses cost this model{of_what}; run smoe tune on it "
+            f"with `prices`{of_what}, once",
+            setting=budget,
+            given=getattr(config, budget),
+            allowed="for models whose answers have been priced",
+        )
+    return priced.table

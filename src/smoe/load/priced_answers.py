@@ -1,0 +1,71 @@
+"""The prices of a model's answers to missing experts, beside the model or in the user's cache.
+
+`smoe tune --prices` measures them (`eval/answer_prices.py`) and keeps them in the cache. A model's folder may bring
+some, `smoe-prices.json`, as the embedded model's does; the user's own come first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smoe.errors import ConfigError
+from smoe.policy.prices import PriceTable
+from smoe.user_cache import keep, kept, of_model
+
+FILE_NAME = "smoe-prices.json"
+"""In a model's folder."""
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class PricedAnswers:
+    """A table of prices and what it was measured on."""
+
+    table: PriceTable
+    errors: PriceTable
+    """Standard errors of the table's figures."""
+    low_precision: str
+    """Of the low copies; `none`: there were none, and a low copy is priced like none at all."""
+    tokens: int
+    text: str
+
+
+def prices_of(folder: Path) -> PricedAnswers | None:
+    """What is known of the model in `folder`; None where nothing is."""
+    return _read(of_model("prices", folder)) or _read(folder / FILE_NAME)
+
+
+def remember(folder: Path, priced: PricedAnswers) -> Path:
+    """Keep prices in the user's cache, whole or not at all; returns where. Raises `OSError`."""
+    return keep(of_model("prices", folder), as_json(priced))
+
+
+def as_json(priced: PricedAnswers) -> dict[str, Any]:
+    """What a file holds."""
+    return {
+        "format": _FORMAT,
+        "text": priced.text,
+        "tokens": priced.tokens,
+        "low_precision": priced.low_precision,
+        **priced.table.as_json(),
+        "standard_errors": priced.errors.as_json(),
+    }
+
+
+def _read(path: Path) -> PricedAnswers | None:
+    """None where there is no such file, or none that this version understands."""
+    stored = kept(path, _FORMAT)
+    if stored is None:
+        return None
+    try:
+        return PricedAnswers(
+            table=PriceTable.from_json(stored),
+            errors=PriceTable.from_json(stored["standard_errors"]),
+            low_precision=stored["low_precision"],
+            tokens=stored["tokens"],
+            text=stored["text"],
+        )
+    except (ConfigError, KeyError):
+        return None

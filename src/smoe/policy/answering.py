@@ -1,0 +1,93 @@
+"""The misses of a decode step answered within a budget: what each becomes, what that spends, step after step.
+
+    router's choice -> what is missing -> an answer for each (`answers.py`), at prices (`prices.py`) and a rate
+                       (`quality_budget.py`) -> the choice with substitutes, low copies, gaps and the CPU's share in it
+
+Engine and simulator keep one `Answering` each; it has no clock and is told what loads cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
+
+from smoe.expert import LOW
+from smoe.policy.answers import AnswerCosts, choose
+from smoe.policy.misses import missing_experts
+from smoe.policy.plan import HOST, Serve
+from smoe.policy.prices import Answer, PriceTable
+from smoe.policy.quality_budget import QualityBudget, TimeBudget
+from smoe.policy.residency import ExpertsAtHand, SlotTable
+from smoe.policy.rows import real_rows
+from smoe.policy.substitution import Selection, applied
+from smoe.routing import Routing
+
+
+class Answered(NamedTuple):
+    """What becomes of one layer's choice."""
+
+    routing: Routing
+    """With substitutes in it, the index E for what is left out, and in `low` what low copies serve."""
+    selection: Selection
+    """The routes that substitutes take, and nobody."""
+    assigned: Assigned
+
+
+class Assigned(NamedTuple):
+    """Missing experts whose answer is known, where `Balance` would split them."""
+
+    answers: dict[int, Answer]
+    """By expert, the most important first."""
+
+    def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
+        """(to be loaded, most important first; to be computed by the CPU)."""
+        del routing
+        rank = {expert: n for n, expert in enumerate(self.answers)}
+        ranked = sorted(missing, key=lambda serve: rank.get(serve.key[1], len(rank)))
+        host = {expert for expert, answer in self.answers.items() if answer is Answer.HOST}
+        on_host = [serve._replace(unit=HOST) for serve in ranked if serve.key[1] in host]
+        return [serve for serve in ranked if serve.key[1] not in host], on_host
+
+
+class Answering:
+    """Answers layer after layer, and keeps the budget."""
+
+    def __init__(self, prices: PriceTable, budget: QualityBudget | TimeBudget) -> None:
+        self._prices = prices
+        self._budget = budget
+        self._layer = inf
+        self.nats = 0.0
+        """Spent so far, by the prices."""
+        self.waited_seconds = 0.0
+        """For missing experts, in this step, as predicted."""
+
+    def answer(self, routing: Routing, table: SlotTable, costs: AnswerCosts) -> Answered:
+        """The choice of one layer of a decode step; `routing` has scores and weights."""
+        if routing.layer <= self._layer:
+            self._begin_step(routing)
+        self._layer = routing.layer
+        layer, budget = routing.layer, self._budget
+        low_here = {key[1] for key in table.ready if key[0] == layer and key[2] == LOW} if table.has_low else ()
+        missing = missing_experts(routing, ExpertsAtHand(layer, table), low_here)
+        limit = budget.limit if isinstance(budget, QualityBudget) else inf
+        top_k = len(routing.top_k_index[0])
+        chosen = choose(missing, costs, self._prices.layers[layer], budget.rate, top_k, limit)
+        if isinstance(budget, QualityBudget):
+            budget.spend(chosen.nats, chosen.wanted_nats)
+        self.nats += chosen.nats
+        self.waited_seconds += chosen.seconds
+        low = frozenset(expert for expert, answer in chosen.served.items() if answer is Answer.LOW)
+        selection = Selection(chosen.replacements, 0, len(missing), 0)
+        return Answered(applied(selection, routing)._replace(low=low), selection, Assigned(chosen.served))
+
+    def note_step(self, seconds: float) -> None:
+        """A decode step took so long."""
+        if isinstance(self._budget, TimeBudget):
+            self._budget.note(seconds, self.waited_seconds)
+
+    def _begin_step(self, routing: Routing) -> None:
+        self.waited_seconds = 0.0
+        if isinstance(self._budget, QualityBudget):
+            rows = real_rows(routing)
+            self._budget.begin_step(len(routing.top_k_index) if rows is None else len(rows))

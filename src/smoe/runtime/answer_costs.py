@@ -1,0 +1,86 @@
+"""What each answer to a missing expert takes at present, as measured: loads of either format, the CPU beside a device.
+
+A load takes its bytes at the rate at which the disk was last read, or, beside a device with a memory of its own, at
+which the link last copied; where a CPU computes there, the balancer's measurements are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from smoe.compute.host_experts import Balancer
+from smoe.expert import EXACT, LOW
+from smoe.memory.link import Link
+from smoe.memory.reading_threads import Transfers
+from smoe.policy.answering import Answered, Answering
+from smoe.policy.answers import AnswerCosts
+from smoe.policy.residency import SlotTable
+from smoe.routing import Routing
+
+FIRST_BYTES_PER_SECOND = 1e9
+"""Until something has been read."""
+_RECENT = 0.1
+"""Weight of the last measurement in a decaying mean."""
+
+
+class LoadRate:
+    """Seconds per byte of recent loads."""
+
+    def __init__(self, transfers: Transfers, link: Link | None) -> None:
+        self._transfers = transfers
+        self._link = link
+        self._seconds_per_byte = 1.0 / FIRST_BYTES_PER_SECOND
+        self._bytes, self._busy = transfers.bytes_read, transfers.busy_seconds
+
+    def seconds_per_byte(self) -> float:
+        for seconds, nbytes in self._measured():
+            self._seconds_per_byte += _RECENT * (seconds / nbytes - self._seconds_per_byte)
+        return self._seconds_per_byte
+
+    def _measured(self) -> Iterator[tuple[float, int]]:
+        """(seconds, bytes) since the last call."""
+        if self._link is not None:
+            yield from self._link.measured()
+            return
+        transfers = self._transfers
+        nbytes, busy = transfers.bytes_read - self._bytes, transfers.busy_seconds - self._busy
+        if nbytes < 0 or (nbytes > 0 and busy > 0):  # below 0: they have been counted anew
+            self._bytes, self._busy = transfers.bytes_read, transfers.busy_seconds
+            if nbytes > 0:
+                yield busy, nbytes
+
+
+class Answerer:
+    """Answers the misses of decode steps at the costs of the moment."""
+
+    def __init__(
+        self,
+        make: Callable[[], Answering],
+        slot_bytes: Mapping[int, Mapping[int, int]],
+        loads: LoadRate,
+        balancer: Balancer | None,
+    ) -> None:
+        """`make`: with a budget that nothing has been spent of; `slot_bytes`: by format and layer; `balancer` where
+        a CPU beside a device computes."""
+        self._make = make
+        self._slot_bytes = slot_bytes
+        self._loads = loads
+        self._balancer = balancer
+        self.answering = make()
+
+    def start_anew(self) -> None:
+        self.answering = self._make()
+
+    def answer(self, routing: Routing, table: SlotTable, running: float) -> Answered:
+        """What becomes of a layer's misses, with so many loads under way."""
+        return self.answering.answer(routing, table, self._costs(routing.layer, running))
+
+    def _costs(self, layer: int, running: float) -> AnswerCosts:
+        own = self._slot_bytes[EXACT][layer]
+        low = self._slot_bytes[LOW][layer] / own if LOW in self._slot_bytes else None
+        if self._balancer is None:
+            high, host = own * self._loads.seconds_per_byte(), None
+        else:
+            costs = self._balancer.costs(running)
+            high, host = costs.load, costs.host
+        return AnswerCosts(high, None if low is None else low * high, host, running * high)
