@@ -33,6 +33,7 @@ FIXED = {
     "uses": (0.0, 1.0, 0.0, 0.0),
     "high uses": (0.0, 0.0, 1.0, 0.0),
     "distance": (0.0, 0.0, 0.0, 1.0),
+    "equal": (0.25, 0.25, 0.25, 0.25),
     "usual": WEIGHTS,
 }
 """Weights of the multidimensional cache that nobody fits."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 import random
 from itertools import product
 
-import pytest
-
 from smoe.policy.importance import Thresholds
 from smoe.policy.step import Switches
 from smoe.routing import Phase, Routing
@@ -57,21 +55,22 @@ def popular(steps: int, seed: int = 0) -> list[Routing]:
 
 
 def test_the_search_ends_where_no_neighbour_is_better() -> None:
-    """All 455 points are tried: the search finds one of the best hundredth."""
-    traces, cache = [popular(40)], MixedCache(9, 6, 0.25, SWITCHES)
+    """Nor any point of the grid that it starts from; here it has to walk by long steps and by short ones."""
+    traces, cache = [popular(60)], MixedCache(9, 6, 0.25, SWITCHES)
     heard: list[tuple[int, int]] = []
     weights, penalty = best_weights(traces, cache, tick=lambda done, least: heard.append((done, least)))
-    assert sum(weights) == pytest.approx(1) and min(weights) >= 0
     assert penalty == miss_penalty(traces, cache, multidimensional(weights))
-    assert [done for done, _ in heard] == list(range(1, len(heard) + 1)) and heard[-1][1] >= heard[-1][0]
+    found = [round(weight * PARTS) for weight in weights]
+    assert sum(found) == PARTS and min(found) >= 0 and any(part % 4 for part in found)
     points = [point for point in product(range(PARTS + 1), repeat=4) if sum(point) == PARTS]
-    every = {p: miss_penalty(traces, cache, multidimensional(tuple(n / PARTS for n in p))) for p in points}  # type: ignore[arg-type]
-    found = tuple(round(weight * PARTS) for weight in weights)
-    for point, cost in every.items():
-        if sum(abs(a - b) for a, b in zip(point, found, strict=True)) == 2:
-            assert cost >= penalty, f"{point} is a neighbour"
-    assert sum(cost < penalty for cost in every.values()) <= len(points) // 100
-    assert len(heard) < len(points) / 4
+    near = [point for point in points if sum(abs(a - b) for a, b in zip(point, found, strict=True)) == 2]
+    coarse = [point for point in points if not any(part % 4 for part in point)]
+    assert len(near) == 12 and len(coarse) == 20
+    for lru, lfu, lhu, fld in near + coarse:
+        weights = (lru / PARTS, lfu / PARTS, lhu / PARTS, fld / PARTS)
+        assert miss_penalty(traces, cache, multidimensional(weights)) >= penalty
+    assert [done for done, _ in heard] == list(range(1, len(heard) + 1)) and heard[-1][1] >= heard[-1][0]
+    assert len(heard) < 100
 
 
 def test_high_uses_count_where_low_ones_are_cheap() -> None:

@@ -3,8 +3,8 @@
 The weights are found by trying (HOBBIT, arXiv 2411.01433, section 3.4, leaves open how): the penalty of a replay is
 no smooth function of them, so there is nothing to descend, but it changes little from a point to its neighbours, and
 there are only three free numbers. So all points of a coarse grid over the simplex are tried, and from the best one the
-search walks to better neighbours, by shorter and shorter steps. On recorded traces the best twelfth is within a
-hundredth of what finer steps find (docs/evictions.md).
+search walks to better neighbours, by a long step and then by a short one. Some fifty trials; shorter steps would follow
+what is chance in the traces.
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ import numpy as np
 from smoe.policy.eviction.ranked import Ranked
 from smoe.routing import Phase, Routing
 
-WEIGHTS = (0.25, 0.25, 0.25, 0.25)
-"""(lru, lfu, lhu, fld) of a model that nobody has fitted them for."""
+WEIGHTS = (0.25, 0.125, 0.5, 0.125)
+"""(lru, lfu, lhu, fld) of a model that nobody has fitted them for: between what was fitted for one of many small
+experts and for one of few (docs/evictions.md)."""
 
 _USES, _HIGH_USES, _RECORDED = range(3)
 """F and H of every expert, and w_lru R + w_lfu F + w_lhu H, which only a use of it changes."""
