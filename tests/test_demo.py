@@ -36,7 +36,9 @@ def reference_steps() -> oracle.Steps:
 
 
 def test_it_is_small_enough_to_embed() -> None:
-    assert sum(path.stat().st_size for path in DEMO_FOLDER.iterdir()) <= MAX_BYTES
+    """What smoe pack has written there is no part of it."""
+    embedded = [path for path in DEMO_FOLDER.iterdir() if path.suffix != ".smoe"]
+    assert sum(path.stat().st_size for path in embedded) <= MAX_BYTES
 
 
 def test_the_tokenizer_gives_back_what_it_was_given() -> None:

@@ -278,3 +278,17 @@ def test_too_little_disk_is_refused_before_writing(run, mixtral, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda where: type("Usage", (), {"free": 1000})())
     ran = run("pack", mixtral)
     assert ran.code == 2 and "needs" in ran.err and "free" in ran.err and _packed(mixtral) == []
+
+
+def test_where_the_models_folder_cannot_be_written(run, mixtral, monkeypatch, tmp_path):
+    """As that of an installed program; root may write anywhere, so the system's answer is made up."""
+    monkeypatch.setattr("smoe.models.packed.os.access", lambda path, mode: path != mixtral)
+    ran = run("pack", mixtral, "--precision", "int4")
+    cache = tmp_path / "cache" / "smoe" / "packs"
+    assert ran.code == 0 and not _packed(mixtral) and ran.out.strip().startswith(str(cache))
+    asked = ("generate", mixtral, "--memory", "64MiB", "-p", "Hello", "--precision", "int4", "--json")
+    assert run(*asked).json["lossy"] == ["experts in int4"]
+    assert "packed already" in run("pack", mixtral, "--precision", "int4").err
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "model" / "config.json"))
+    ran = run("pack", mixtral, "--precision", "int2")
+    assert ran.code == 2 and "set XDG_CACHE_HOME to a folder that can" in " ".join(ran.err.split())

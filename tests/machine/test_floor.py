@@ -33,6 +33,13 @@ def test_measured_step_counts_the_runs_own_misses():
     assert step.memory == 960 * 990 / 10 + 5000 and step.link == 0
 
 
+def test_low_copies_are_fewer_bytes():
+    """Of 8 uses 3 by low copies, of 4 loads 2 of low copies."""
+    decode = Counters(forward_passes=1, decode_uses=8, loads=4, low_served=3, low_loads=2, bytes_read=10**6)
+    step = measured_step(decode, expert_bytes=1000, dense_bytes=0, has_link=True, low_bytes=300)
+    assert (step.memory, step.disk, step.link) == (5 * 1000 + 3 * 300, 2600, 2600)
+
+
 def test_a_host_cache_saves_the_disk_but_not_the_link():
     decode = Counters(forward_passes=1, decode_uses=8, loads=8, bytes_read=2 * 100)
     step = measured_step(decode, expert_bytes=100, dense_bytes=0, has_link=True)
@@ -58,7 +65,9 @@ def report(step_seconds: list[float], bytes_per_step: float, disk_rate: float) -
     generation = Generation([Answer(1)], -1.0, times, times[-1], decode, decode, False, [])
     rates = Rates(memory=1e12, disk=disk_rate, source="a test")
     floor = floor_of(StepBytes(memory=1.0, disk=bytes_per_step), rates)
-    return RunReport(generation, 0.5, bytes_per_step, 1, 1, None, floor, rates, {}, 0.0, (), "native", None, {}, None)
+    return RunReport(
+        generation, 0.5, bytes_per_step, 1, 1, None, floor, rates, {}, 0.0, (), "native", None, {}, {}, None
+    )
 
 
 def test_the_limit_is_of_the_mean_step():

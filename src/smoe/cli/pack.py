@@ -29,8 +29,10 @@ smoe pack ./model-Q8_0.gguf --precision int2   a lower copy of experts that are 
 
 smoe pack mistralai/Mixtral-8x7B-v0.1 --dtype bfloat16
 
-The packed files lie beside the weights. One in a dtype is found by itself; one in fewer bits is used where
---precision asks for it. Delete them at any time; nothing else depends on them.
+The packed files lie beside the weights, or in your cache where that folder
+cannot be written. One in a dtype is found by itself; one in fewer bits is used
+where --precision or --low-precision asks for it. Delete them at any time;
+nothing else depends on them.
 """
 
 CALIBRATION_TOKENS = 16384
@@ -151,7 +153,8 @@ def _pack(
     missing = [contents for contents, packed in zip(asked, good, strict=True) if packed is None]
     check_places(checkpoint.place, missing)
     files = []
-    with _calibration(model, revision, checkpoint, spec, ids if missing else []) as calibration:
+    beside = asked[0].path(checkpoint.place).parent
+    with _calibration(model, revision, beside, spec, ids if missing else []) as calibration:
         for contents, packed in zip(asked, good, strict=True):
             records = packed.records if packed else _write(checkpoint, spec, contents, calibration)
             is_calibrated = (packed or contents).calibration is not None
@@ -191,9 +194,9 @@ def _mark(ids: Sequence[int]) -> str | None:
 
 @contextmanager
 def _calibration(
-    model: str, revision: str | None, checkpoint: Checkpoint, spec: ModelSpec, ids: Sequence[int]
+    model: str, revision: str | None, beside: Path, spec: ModelSpec, ids: Sequence[int]
 ) -> Iterator[Calibration | None]:
-    """What the experts are given while the model reads `ids`, on disk beside the weights until the end."""
+    """What the experts are given while the model reads `ids`, on disk in the folder of the packs until the end."""
     from tempfile import TemporaryDirectory
 
     from smoe.cli.console import progress
@@ -206,7 +209,6 @@ def _calibration(
     if not ids:
         yield None
         return
-    beside = checkpoint.place if checkpoint.place.is_dir() else checkpoint.place.parent
     hidden = int(spec.config.get_text_config().hidden_size)
     row_bytes = sum(hidden * spec.dtype.itemsize + 4 * spec.anatomy.top_k[site.layer] for site in spec.sites)
     check_disk(beside, len(ids) * row_bytes, "calibrating")

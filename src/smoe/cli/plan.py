@@ -10,6 +10,7 @@ from smoe.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from smoe.models.spec import ModelSpec
+    from smoe.policy.budget import Ledger
     from smoe.report.forecast import Choice, Forecast
 
 EPILOG = """Examples:
@@ -75,7 +76,7 @@ def _print(result: Forecast) -> None:
         is_chosen = choice.ledger.budget_bytes == result.ledger.budget_bytes
         choices.add_row(
             format_bytes(choice.ledger.budget_bytes),
-            f"{choice.ledger.cache_slots} ({choice.ledger.resident_share:.0%})",
+            _slots(choice.ledger),
             _bytes(choice),
             _speeds(choice),
             "this budget" if is_chosen else "",
@@ -93,6 +94,11 @@ _STYLE: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": 
 def _taken(entries: dict[str, int]) -> list[tuple[str, int]]:
     """Entries that take something: what a model lacks, or what is counted elsewhere, is no line to read."""
     return [(name, count) for name, count in entries.items() if count]
+
+
+def _slots(ledger: Ledger) -> str:
+    low = f" + {ledger.low_slots} low" if ledger.low_slots else ""
+    return f"{ledger.cache_slots} ({ledger.resident_share:.0%}){low}"
 
 
 def _bytes(choice: Choice) -> str:
@@ -137,9 +143,10 @@ def _size(result: Forecast) -> str:
     spec = result.spec
     top_k = max(spec.anatomy.top_k.values())
     layers = len(spec.sites)
+    low = "" if spec.low is None else f"; low copies of {format_bytes(spec.low.expert_bytes)} in {spec.low.precision}"
     return (
         f"{layers} layers of {max(site.experts for site in spec.sites)} experts of {format_bytes(spec.expert_bytes)}, "
-        f"{top_k} a token; {format_bytes(spec.experts_bytes + spec.weights_bytes)} in {_precision(spec)}"
+        f"{top_k} a token; {format_bytes(spec.experts_bytes + spec.weights_bytes)} in {_precision(spec)}{low}"
     )
 
 

@@ -59,14 +59,10 @@ def loaded(
 
 def describe(ledger: Ledger, reason: str) -> str:
     """The budget in one line."""
-    experts, slots, entries = ledger.demand.total_experts, ledger.cache_slots, ledger.entries()
-    hint = ""
-    if slots < experts and entries["KV cache"] > entries["expert slots"]:
+    entries, hint = ledger.entries(), ""
+    if ledger.cache_slots < ledger.demand.total_experts and entries["KV cache"] > entries["expert slots"]:
         hint = f"; the KV cache takes {format_bytes(entries['KV cache'])}: a smaller --context leaves more to experts"
-    return (
-        f"budget {format_bytes(ledger.budget_bytes)} ({reason}), {slots} of {experts} experts resident "
-        f"({ledger.resident_share:.0%}){hint}"
-    )
+    return f"budget {format_bytes(ledger.budget_bytes)} ({reason}), {ledger.residents}{hint}"
 
 
 def tokenizer_of(model: str, revision: str | None) -> Any:
@@ -88,7 +84,7 @@ class _Watch:
 
     def start(self, ledger: Ledger) -> None:
         self._before = self._process.memory_info().rss
-        self._expected = ledger.demand.weights_bytes + ledger.entries()["staging"] + ledger.entries()["expert slots"]
+        self._expected = ledger.demand.weights_bytes + sum(slots * nbytes for slots, nbytes in ledger.sizes)
         self._bar.start()
 
     def expect(self, nbytes: int) -> None:

@@ -57,12 +57,37 @@ def _experts(report: RunReport) -> str:
 
 def _lossy(report: RunReport) -> str:
     what = ", ".join(report.lossy)
+    if not what:
+        return ""
+    became = [said for said in (_replaced(report), _by_low_copies(report)) if said]
+    if not became:
+        return f"{what} (smoe eval says what that costs)"
+    if not report.low_copies and not report.routes.get("substituted"):
+        return f"{what}: {became[0]}"  # which has cost nothing
+    return f"{what}: {'; '.join(became)} (smoe eval says what that costs)"
+
+
+def _replaced(report: RunReport) -> str:
+    """What substitution has done."""
     if not report.alpha:
-        return f"{what} (smoe eval says what that costs)" if what else ""
+        return ""
     replaced = report.routes.get("substituted", 0.0)
     if replaced == 0:
-        return f"{what}: nothing was replaced; too few experts are resident, or nothing was missing"
-    return f"{what}: {replaced:.1%} of the experts chosen were replaced (smoe eval says what that costs)"
+        return "nothing was replaced; too few experts are resident, or nothing was missing"
+    return f"{replaced:.1%} of the experts chosen were replaced"
+
+
+def _by_low_copies(report: RunReport) -> str:
+    """What importance has done."""
+    found = report.low_copies
+    if not found:
+        return ""
+    said = f"low copies served {found['served']:.1%} of the experts used"
+    if found["left_out"]:
+        said += f", {found['left_out']:.1%} were left out"
+    said += f", {format_bytes(found['bytes_per_token'])} of low copies read per token"
+    upgrades = found["upgrades_per_token"]
+    return f"{said}, {upgrades:.2g} upgrades a token" if upgrades else said
 
 
 def _arithmetic(report: RunReport) -> str:

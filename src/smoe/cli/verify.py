@@ -18,11 +18,21 @@ smoe verify
 
 smoe verify ./my-moe --memory 8GiB
 
+smoe verify ./my-moe --memory 8GiB --low-precision int4
+
 Exit code 0: every part is equal bit by bit, or up to rounding where nothing more is promised: of quantised weights, and
 of our own order of sums (`arithmetic` own-order). 1: one differs. 2: not checked to the end, as where weights hold NaN.
 """
 
 _DIFFERS = 1
+_SERVING_ALL: dict[str, Any] = {
+    "low_threshold": 1.0,
+    "skip_threshold": 1.0,
+    "precision_shares": None,
+    "low_meanwhile": False,
+    "upgrade": False,
+}
+"""Every expert by its own copy, whatever its importance."""
 _WHY = {
     "quantised weights": "of quantised weights the library computes on the numbers that the codes stand for",
     "own order": "our kernels sum in an order of their own (--kernels torch leaves all to the library)",
@@ -42,6 +52,9 @@ def command(
     One token alone, a prompt and two tokens after it run inside the budget. Everything in every layer (attention,
     norms, router, shared experts, experts read by safetensors) is computed twice from the same input: as smoe runs it,
     and by the library's own modules. The results must be equal bit by bit.
+
+    Where there are low copies, the model is checked as it is without them, whatever thresholds say; then once more with
+    low copies serving all experts, against the numbers that their codes stand for, up to rounding.
     """
     from smoe.cli.console import is_quiet, print_json
     from smoe.generation.sampling import check_seed
@@ -59,12 +72,14 @@ def command(
 
 
 def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet: bool) -> Report:
+    from dataclasses import replace
+
     import torch
 
     from smoe.bounds import BF16
     from smoe.cli.console import progress
     from smoe.cli.session import loaded
-    from smoe.report.verify import EXPERTS, PASSES, reference_of, verify
+    from smoe.report.verify import EXPERTS, LOW_COPIES, PASSES, Report, reference_of, verify, verify_low_copies
 
     config = engine.config()
     if config.alpha > 0:
@@ -83,21 +98,28 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
             given=config.activations,
             allowed=f"{BF16} where exactness is checked",
         )
+    config = replace(config, **_SERVING_ALL)
     reference = reference_of(model, config, engine.revision, tokens)
-    if config.precision != "auto":
-        _check_pack(model, config.precision, engine.revision, reference)
+    for precision in {config.precision, config.low_precision} - {"auto", "none"}:
+        _check_pack(model, precision, engine.revision, reference)
     with loaded(model, config, engine.revision) as ready, progress("verify") as bars:
-        task = bars.add_task("comparing layers", total=len(reference.sites) * PASSES, amount="")
+        rounds = 1 + config.has_low
+        task = bars.add_task("comparing layers", total=len(reference.sites) * PASSES * rounds, amount="")
         vocabulary = int(ready.config.get_text_config().vocab_size)
         ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(seed))
         lines = _Lines(is_quiet)
 
         def show(comparison: Comparison) -> None:
             lines.add(comparison)
-            if comparison.part == EXPERTS:
+            if comparison.part in (EXPERTS, LOW_COPIES):
                 bars.update(task, advance=1, amount=f"layer {comparison.layer}, {comparison.phase}")
 
         report = verify(ready, reference, ids, show)
+        if config.has_low:
+            lines.end()
+            low = verify_low_copies(ready, reference, ids, show)
+            why = list(dict.fromkeys([*report.may_round, *low.may_round]))
+            report = Report([*report.comparisons, *low.comparisons], report.not_compared, why)
         lines.end()
         return report
 

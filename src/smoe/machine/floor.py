@@ -71,14 +71,18 @@ def floor_of(step: StepBytes, rates: Rates) -> Floor | None:
     return Floor(step.memory / rates.memory, disk, link)
 
 
-def measured_step(decode: Counters, expert_bytes: int, dense_bytes: int, has_link: bool) -> StepBytes | None:
-    """Bytes per decode step of a run, by its own misses; None where no decode step ran."""
+def measured_step(
+    decode: Counters, expert_bytes: int, dense_bytes: int, has_link: bool, low_bytes: int = 0
+) -> StepBytes | None:
+    """Bytes per decode step of a run, by its own misses; None where no decode step ran. `low_bytes`: of a low copy."""
     steps = decode.forward_passes
     if steps == 0:
         return None
-    brought = (decode.loads + decode.prefetches) * expert_bytes / steps
+    own = (decode.loads + decode.prefetches - decode.low_loads) * expert_bytes
+    brought = (own + decode.low_loads * low_bytes) / steps
+    used = (decode.decode_uses - decode.low_served) * expert_bytes + decode.low_served * low_bytes
     return StepBytes(
-        memory=decode.decode_uses * expert_bytes / steps + dense_bytes,
+        memory=used / steps + dense_bytes,
         disk=min(brought, decode.bytes_read / steps),
         link=brought if has_link else 0.0,
     )

@@ -2,6 +2,7 @@
 
     of a folder        experts.int4.smoe in it
     of a GGUF file     model.gguf.experts.int4.smoe beside it, as a folder may hold several
+    of either, where its folder cannot be written: in the user's cache
 
     offset 0        8 bytes magic, 8 bytes little-endian header length, JSON header, zeros up to the next page
     then            experts in (layer, expert) order at a fixed stride, parts in order, zeros up to the stride
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +41,7 @@ from smoe.models.experts import ExpertsSite
 from smoe.models.spec import ModelSpec
 from smoe.models.weight_samples import checksum
 from smoe.units import format_bytes
+from smoe.user_cache import of_model
 
 MAGIC = b"smoepack"
 VERSION = 3
@@ -101,9 +104,14 @@ class Contents:
             begin += part.nbytes
 
     def path(self, place: Path) -> Path:
-        """Where the packed file of a checkpoint, a folder or a GGUF file, lies: beside its weights."""
+        """Where the packed file of a checkpoint, a folder or a GGUF file, lies, or is to be written: beside its
+        weights; where there is none and that folder cannot be written, as of an installed program, in the user's
+        cache."""
         name = f"experts.{self.name.lower()}.smoe"
-        return place / name if place.is_dir() else place.with_name(f"{part_stem(place.name)}.{name}")
+        beside = place / name if place.is_dir() else place.with_name(f"{part_stem(place.name)}.{name}")
+        if beside.exists() or os.access(beside.parent, os.W_OK):
+            return beside
+        return of_model("packs", place).with_suffix(f".{name}")
 
     def header(self, place: Path) -> dict[str, Any]:
         """All that is known before anything is packed, and that must be the same when it is read."""

@@ -31,6 +31,7 @@ from smoe.models.packed import Contents, Packed, header_bytes, may_be_packed, re
 from smoe.models.reference import reference_parameters
 from smoe.packing.calibration import Calibration
 from smoe.packing.quantiser import quantised
+from smoe.user_cache import PLACE
 from smoe.whole_file import whole_file
 
 _CHUNK = 1 << 22
@@ -44,8 +45,8 @@ def pack(
     progress: Callable[[int, int], None],
     calibration: Calibration | None = None,
 ) -> list[dict[str, Any]]:
-    """Write the `experts` of a checkpoint, a folder or a GGUF file, into one file beside it; returns the records of its
-    layers.
+    """Write the `experts` of a checkpoint, a folder or a GGUF file, into one file (`Contents.path`); returns the
+    records of its layers.
 
     `progress(done, total)` counts experts, of which one is in memory at a time. With a `calibration`, which `contents`
     then name, they are quantised for its inputs. Interrupted, it leaves a `.partial`
@@ -78,7 +79,7 @@ def pack(
 def check_places(place: Path, wanted: Sequence[Contents]) -> None:
     """Raise what would stop the packing of all that is `wanted`, before hours of work: `DiskSpaceError` where it does
     not fit the disk beside what interrupted runs have left, `CheckpointError` where a name is taken by what is no
-    packed file."""
+    packed file, or no folder can be written."""
     needed = 0
     for contents in wanted:
         path = contents.path(place)
@@ -91,7 +92,15 @@ def check_places(place: Path, wanted: Sequence[Contents]) -> None:
         written = partial.stat().st_size if partial.exists() else 0
         needed += max(0, len(header_bytes(contents.header(place))) + contents.experts * contents.stride - written)
     if wanted:
-        check_disk(place, needed, f"packing {place.name}")
+        folder = wanted[0].path(place).parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"neither the folder of {place} nor {folder} can be written ({error.strerror}); set {PLACE} to a "
+                "folder that can, or copy the model"
+            ) from error
+        check_disk(folder, needed, f"packing {place.name}")
 
 
 def _unfinished(path: Path) -> tuple[Path, Path]:

@@ -200,6 +200,12 @@ class Ledger:
         """Share of all routed experts that fit the cache slots."""
         return self.cache_slots / self.demand.total_experts
 
+    @property
+    def residents(self) -> str:
+        """What fits the cache slots, in words."""
+        low = f" and {self.low_slots} low copies" if self.low_slots else ""
+        return f"{self.cache_slots} of {self.demand.total_experts} experts{low} resident ({self.resident_share:.0%})"
+
 
 def allocate(budget_bytes: int, demand: Demand) -> Ledger:
     """Divide the budget; raises `BudgetError` with the ledger and the smallest budget that would work."""

@@ -39,6 +39,7 @@ LAYER_SECONDS = 0.8e-3
 (docs/log.md)."""
 _SHARES = (0.1, 0.25, 0.5, 0.75)
 """Budgets between the smallest and the full one that the table shows, by share of experts in memory."""
+_WITHOUT_LOW = "speeds are told without low copies: what they save hangs on what is missing, and on how important it is"
 _ESTIMATE = "from config.json alone: with its files here slots may be 4 KiB smaller, and reading may take buffers"
 
 
@@ -123,6 +124,8 @@ class Forecast:
             "bytes": {identifier(name): count for name, count in ledger.entries().items()},
             "beside_budget_bytes": {identifier(name): count for name, count in self.beside_budget.items()},
             "slots": ledger.cache_slots,
+            "low_slots": ledger.low_slots,
+            "low_copy_bytes": None if spec.low is None else spec.low.expert_bytes,
             "staging_slots": ledger.staging_slots,
             "resident_share": ledger.resident_share,
             "expert_bytes": spec.expert_bytes,
@@ -166,7 +169,7 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     recommended = None if is_emulated else _recommend(ledger.demand, device, foretell)
     beside = beside_budget(reserved_kernel_bytes(spec.experts_bytes)) if device.type == "cpu" else {}
     is_estimate = store is None and spec.precision == "auto"
-    remarks = _remarks(rates, is_emulated) + ([_ESTIMATE] if is_estimate else [])
+    remarks = _remarks(rates, is_emulated) + [_ESTIMATE] * is_estimate + [_WITHOUT_LOW] * (spec.low is not None)
     return Forecast(model, spec, ledger, reason, chosen, choices, rates, is_emulated, recommended, remarks, beside)
 
 

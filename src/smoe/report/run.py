@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from smoe.config import EngineConfig
 from smoe.generation.generate import Generation
 from smoe.machine.floor import Floor, Rates, floor_of, measured_step
 from smoe.machine.measure import emulated_rates, quick_rates
@@ -60,6 +61,8 @@ class RunReport:
     """The emulated device: profile, dilation, and the share of the time by which this machine was late; None: real."""
     routes: dict[str, float]
     """Of the experts chosen in decoding, the shares that were low-score, replaced, and missing by importance."""
+    low_copies: dict[str, float]
+    """What low copies did in decoding (`low_copy_shares`); empty where importance decides nothing."""
     process: ProcessMemory | None
     """The whole process line by line; None where the budget is a GPU's memory or the system does not say."""
 
@@ -112,6 +115,7 @@ class RunReport:
             "arithmetic": self.arithmetic,
             "lossy": list(self.lossy),
             "routes": self.routes,
+            "low_copies": self.low_copies,
             "emulated": self.bench,
             "was_interrupted": generation.was_interrupted,
             "notes": generation.notes,
@@ -138,7 +142,8 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         rates = emulated_rates(pacing.profile)
     rates = _with_own_disk_rate(rates or quick_rates(model.device, engine.slot_memory), generation)
     has_link = model.device.type == "cuda" or pacing.is_emulated
-    step = measured_step(decode, engine.store.expert_bytes, dense_bytes(model), has_link)
+    low_bytes = low_copy_bytes(engine)
+    step = measured_step(decode, engine.store.expert_bytes, dense_bytes(model), has_link, low_bytes)
     return RunReport(
         generation=generation,
         hit_ratio=decode.hit_ratio if decode.decode_uses else None,
@@ -154,6 +159,7 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         arithmetic=engine.arithmetic,
         lossy=tuple(engine.config.lossy),
         routes=route_shares(decode),
+        low_copies=low_copy_shares(engine.config, decode, low_bytes),
         process=process,
     )
 
@@ -180,6 +186,26 @@ def route_shares(decode: Counters) -> dict[str, float]:
         "substituted": decode.substituted,
     }
     return {name: count / decode.routes for name, count in counts.items()}
+
+
+def low_copy_bytes(engine: Engine) -> int:
+    """A low copy in its slot, the largest; 0 where there are none."""
+    return max((each.slot_bytes for each in engine.ledger.demand.low), default=0)
+
+
+def low_copy_shares(config: EngineConfig, decode: Counters, low_bytes: int) -> dict[str, float]:
+    """Of the expert uses of decode steps, the shares that low copies served and that nobody did, for their little
+    importance; per step, the bytes of low copies loaded on demand, and the upgrades. Empty where importance decides
+    nothing."""
+    uses, steps = decode.decode_uses + decode.skipped, decode.forward_passes
+    if not uses or not steps or (config.low_threshold == 1 and config.skip_threshold == 1):
+        return {}
+    return {
+        "served": decode.low_served / uses,
+        "left_out": decode.skipped / uses,
+        "bytes_per_token": decode.low_loads * low_bytes / steps,
+        "upgrades_per_token": decode.upgrades / steps,
+    }
 
 
 def dense_bytes(model: PreTrainedModel) -> int:

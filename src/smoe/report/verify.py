@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from smoe.kernels.proof import same_bits
 from smoe.kernels.threads import threads
 from smoe.load.selftest import is_same, library_result, quantised_rounding
 from smoe.machine.available_memory import free_device_bytes
-from smoe.memory.quantised_store import QuantisedStore
+from smoe.memory.quantised_store import is_quantised
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import LayerExperts
 from smoe.models.checkpoint import whole_checkpoint
@@ -50,7 +50,7 @@ from smoe.units import format_bytes
 DECODE_STEPS = 2
 PASSES = 2 + DECODE_STEPS
 """A token alone, the prompt, the steps after it."""
-EXPERTS, CACHE = "experts", "KV cache"
+EXPERTS, LOW_COPIES, CACHE = "experts", "low copies", "KV cache"
 """Parts that are no modules of the library's, or not compared as such."""
 QUANTISED, OWN_ORDER = "quantised weights", "own order"
 _COPIES = 3
@@ -114,6 +114,10 @@ class Reference:
     shell: PreTrainedModel
     dense: Mapping[str, StoredTensor]
     """Other weights that stay quantised."""
+    low: dict[int, LayerExperts]
+    """The experts' low copies; empty where there are none."""
+    part: str = EXPERTS
+    """What `experts` are called in comparisons."""
 
 
 def reference_of(model: str, config: EngineConfig, revision: str | None, tokens: int) -> Reference:
@@ -145,7 +149,8 @@ def reference_of(model: str, config: EngineConfig, revision: str | None, tokens:
             given=tokens,
             allowed="fewer, or with more free memory",
         )
-    return Reference({site.layer: site for site in spec.sites}, experts, spec.shell, spec.dense)
+    low = {} if spec.low is None else checkpoint.experts(spec.low)
+    return Reference({site.layer: site for site in spec.sites}, experts, spec.shell, spec.dense, low)
 
 
 def verify(
@@ -163,6 +168,15 @@ def verify(
     return Report(comparing.found, comparing.not_compared(), comparing.may_round)
 
 
+def verify_low_copies(
+    model: PreTrainedModel, reference: Reference, input_ids: torch.Tensor, on_part: Callable[[Comparison], None]
+) -> Report:
+    """The same with low copies serving all experts, beside the library on the numbers that their codes stand for."""
+    engine: Engine = model.offload  # type: ignore[assignment]
+    with engine.executor.by_low_copies():
+        return verify(model, replace(reference, experts=reference.low, part=LOW_COPIES), input_ids, on_part)
+
+
 class _Comparing(StepObserver):
     """A model beside its twin. Used by one thread, while nobody else uses the model."""
 
@@ -171,10 +185,10 @@ class _Comparing(StepObserver):
         self.found: list[Comparison] = []
         self._model = model
         self._reference = reference
-        is_quantised = isinstance(self.engine.store, QuantisedStore) or bool(reference.dense)
+        has_codes = is_quantised(reference.experts) or bool(reference.dense)
         self._has_own_order = self.engine.arithmetic == "own-order"
-        self.may_round = [QUANTISED] * is_quantised + [OWN_ORDER] * self._has_own_order
-        self._rounding = quantised_rounding(model.dtype) if is_quantised or self._has_own_order else 0.0
+        self.may_round = [QUANTISED] * has_codes + [OWN_ORDER] * self._has_own_order
+        self._rounding = quantised_rounding(model.dtype) if has_codes or self._has_own_order else 0.0
         """How far apart parts may be that hold quantised weights, or all in an order of our own, relative to the
         largest value."""
         self._on_part = on_part
@@ -249,8 +263,8 @@ class _Comparing(StepObserver):
                 theirs = self._twins[part.path](*(self._theirs if x is self._ours else x for x in args), **given)
             pairs = list(zip(_tensors(output), _tensors(theirs), strict=True))
             has_experts = any(site.name.startswith(f"{part.path}.") for site in self._reference.sites.values())
-            is_quantised = any(isinstance(each, QuantisedWeight) for each in module.modules())
-            may_round = self._has_own_order or has_experts or is_quantised
+            has_codes = any(isinstance(each, QuantisedWeight) for each in module.modules())
+            may_round = self._has_own_order or has_experts or has_codes
             self._say(
                 part.layer,
                 part.name,
@@ -277,7 +291,7 @@ class _Comparing(StepObserver):
         is_finite = bool(torch.isfinite(theirs).all())
         is_near = self._is_near(output, theirs, True)
         difference = _difference(output, theirs)
-        self._say(layer, EXPERTS, same_bits(output, theirs), is_near, is_finite, difference, used, experts)
+        self._say(layer, self._reference.part, same_bits(output, theirs), is_near, is_finite, difference, used, experts)
 
     def _is_near(self, ours: torch.Tensor, theirs: torch.Tensor, may_round: bool) -> bool:
         if same_bits(ours, theirs):

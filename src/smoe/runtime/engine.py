@@ -42,7 +42,7 @@ from smoe.units import format_bytes, identifier
 
 
 class Engine:
-    """The offloading runtime of one model: budget, slots, threads. Close it, or use it in a `with`, to free them."""
+    """The offloading runtime of one model: budget, slots, threads. `close()`, or a `with` statement, frees them."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class Engine:
         exact = f"{', '.join(config.lossy)} (lossy)" if config.lossy else f"exact, arithmetic {self.arithmetic}"
         return (
             f"smoe engine, {state}: {format_bytes(ledger.budget_bytes)} ({self.budget_reason}), "
-            f"{ledger.cache_slots} of {ledger.demand.total_experts} experts resident ({ledger.resident_share:.0%})\n"
+            f"{ledger.residents}\n"
             f"eviction {config.eviction}, prefetch {config.prefetch}, {exact}; context {self.context_tokens} tokens x "
             f"{config.max_sequences}; {self._threads} threads on {self._arena.device}\n"
             f"so far {served}, {format_bytes(counters.bytes_read)} read"
@@ -395,6 +395,7 @@ class Engine:
             "bytes": {identifier(name): count for name, count in self.ledger.entries().items()},
             "memory_budget_bytes": self.ledger.budget_bytes,
             "slots": self.ledger.cache_slots,
+            "low_slots": self.ledger.low_slots,
             "staging_slots": self.ledger.staging_slots,
             "resident_share": self.ledger.resident_share,
             "eviction_rule": self.executor.arrivals.eviction.rule,
