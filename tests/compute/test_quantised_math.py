@@ -190,7 +190,7 @@ def test_tokens_in_one_piece(layer: Layer, tokens: int, pool: SpinningPool) -> N
     index = torch.stack([torch.tensor([0, 1 + token % 2]) for token in range(tokens)])
     routes = [[r for r, expert in enumerate(index.flatten().tolist()) if expert == n] for n in range(EXPERTS)]
     used = [n for n in range(EXPERTS) if routes[n]]
-    run = decode_experts(layer.math, None, x, gains, [routes[n] for n in used], range(len(used)))
+    run = decode_experts([layer.math] * len(used), None, x, gains, [routes[n] for n in used], range(len(used)))
     run.compute(0, [weights[n] for n in used])
     assert near(run.total(), layer.library(x, index, gains))
 
