@@ -1,8 +1,8 @@
 """Bringing experts in: reading threads, two queues, tickets.
 
 Demand loads go before prefetches and upgrades, in the order of submission; one of those that is under way lets demand
-loads pass between two chunks, so a demand load waits for one chunk (on a GPU for two, see `link.py`). A ticket is waited for by
-the computing thread; an error of the reading thread surfaces there.
+loads pass between two chunks, so a demand load waits for one chunk (on a GPU for two, see `link.py`). A ticket is
+waited for by the computing thread; an error of the reading thread surfaces there.
 
 What a ticket says is true of the bytes, whatever carries them:
 
@@ -220,7 +220,7 @@ class Transfers:
         ticket.finish(State.DONE if error is None else State.FAILED, error)
 
     def _serve_demand(self) -> None:
-        """Between two chunks of what nobody waits for: demand loads go first (their tokens are spent later, on nothing)."""
+        """Between two chunks of a prefetch or upgrade: demand loads go first (their tokens are spent later, on nothing)."""
         while True:
             try:
                 ticket = self._demand.popleft()
