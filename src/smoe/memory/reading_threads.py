@@ -220,7 +220,7 @@ class Transfers:
         ticket.finish(State.DONE if error is None else State.FAILED, error)
 
     def _serve_demand(self) -> None:
-        """Between two chunks of a prefetch or upgrade: demand loads go first (their tokens are spent later, on nothing)."""
+        """Between two chunks of other loads: demand loads go first (their tokens are spent later, on nothing)."""
         while True:
             try:
                 ticket = self._demand.popleft()
