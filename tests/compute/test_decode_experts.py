@@ -72,7 +72,7 @@ def both_ways(
     ours.most_rows = 3
     for kernel in (ours, None):
         math: Any = SimpleNamespace(kernel=kernel, forward=forward, forward_each=forward_each)
-        ways.append(decode_experts(math, None, hidden, gains, *rest))
+        ways.append(decode_experts([math] * len(rest[0]), None, hidden, gains, *rest))
     return ways[0], ways[1]
 
 

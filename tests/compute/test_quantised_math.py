@@ -190,9 +190,44 @@ def test_tokens_in_one_piece(layer: Layer, tokens: int, pool: SpinningPool) -> N
     index = torch.stack([torch.tensor([0, 1 + token % 2]) for token in range(tokens)])
     routes = [[r for r, expert in enumerate(index.flatten().tolist()) if expert == n] for n in range(EXPERTS)]
     used = [n for n in range(EXPERTS) if routes[n]]
-    run = decode_experts(layer.math, None, x, gains, [routes[n] for n in used], range(len(used)))
+    run = decode_experts([layer.math] * len(used), None, x, gains, [routes[n] for n in used], range(len(used)))
     run.compute(0, [weights[n] for n in used])
     assert near(run.total(), layer.library(x, index, gains))
+
+
+@pytest.mark.parametrize("has_kernels", [False, pytest.param(True, marks=needs_kernels)], ids=["torch", "kernels"])
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_two_formats_in_one_call(tokens: int, has_kernels: bool, request: pytest.FixtureRequest) -> None:
+    """Every copy gives what it gives alone: would catch one that is multiplied, or stacked, as the other format is."""
+    layers = [Layer(FORMATS["Q8_0"], FORMATS["Q8_0"]), Layer(FORMATS["Q2_K"], FORMATS["Q4_0"])]
+    of_format = [layer.weights() for layer in layers]
+    if has_kernels:
+        pool = request.getfixturevalue("pool")
+        for layer, weights in zip(layers, of_format, strict=True):
+            layer.math.compute_by(pool, proven_kernel(layer.math, pool, weights[0]))
+    generator = torch.Generator().manual_seed(tokens)
+    x, gains = torch.randn(tokens, HIDDEN, generator=generator).bfloat16(), torch.rand(tokens, 2).bfloat16()
+    index = [[token % 2, 2 + token % 3 // 2] for token in range(tokens)]  # of numbers 0 to 3
+    copies = [(1, 0), (0, 2), (1, 1), (0, 0)]  # (format, expert): in turn
+    flat = [number for row in index for number in row]
+    used = sorted(set(flat), reverse=True)
+    routes = [[route for route, number in enumerate(flat) if number == n] for n in used]
+    maths, weights = [layers[copies[n][0]].math for n in used], [of_format[copies[n][0]][copies[n][1]] for n in used]
+    ascending = sorted(range(len(used)), key=lambda n: used[n])
+    run = decode_experts(maths, None, x, gains, routes, ascending)
+    cut = len(used) // 2
+    run.compute(0, weights[:cut])
+    run.compute(cut, weights[cut:])
+    expected = torch.zeros_like(x)
+    for n in ascending:
+        for route in routes[n]:
+            token = route // 2
+            one = decode_experts([maths[n]], None, x[token : token + 1], torch.ones(1, 1), [[0]], [0])
+            one.compute(0, [weights[n]])
+            expected[token] += (one.total()[0] * gains.flatten()[route]).bfloat16()
+    assert near(run.total(), expected)
+    if tokens == 1:
+        assert torch.equal(run.total(), expected)
 
 
 @needs_kernels

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from smoe.expert import EXACT, ExpertKey
+from smoe.expert import EXACT, LOW, ExpertKey
 from smoe.memory import page_lock
 from smoe.memory.host import HostTier, Lease
 from smoe.memory.store import PAGE
@@ -30,7 +30,7 @@ def fill(host: HostTier, expert: int) -> Lease:
 
 @pytest.fixture
 def host() -> HostTier:
-    return HostTier([(2, PAGE)], lambda layer: 0, lambda _: False)
+    return HostTier([(2, PAGE)], lambda key: 0, lambda _: False)
 
 
 def test_what_is_filled_is_found_again(host: HostTier) -> None:
@@ -42,7 +42,7 @@ def test_what_is_filled_is_found_again(host: HostTier) -> None:
 
 def test_a_size_gives_up_its_own() -> None:
     """Experts of layer 1 are larger: would catch a small slot for one of them, or a large one that is lost."""
-    host = HostTier([(1, PAGE), (1, 3 * PAGE)], lambda layer: layer, lambda _: False)
+    host = HostTier([(1, PAGE), (1, 3 * PAGE)], lambda key: key[0], lambda _: False)
     small, large = copy(1), (1, 1, EXACT)
     for key in (small, large):
         lease = host.lease(key)
@@ -52,6 +52,19 @@ def test_a_size_gives_up_its_own() -> None:
     assert len(host.arena.buffer(again.slot)) == 3 * PAGE
     host.give_back(again)
     assert host.lease(small).is_hit
+
+
+def test_low_copies_have_slots_of_their_own() -> None:
+    """Would catch a low copy that is taken for the expert itself, or that lies in one of its slots."""
+    host = HostTier([(1, 3 * PAGE), (1, PAGE)], lambda key: 0 if key[2] == EXACT else 1, lambda _: False)
+    leases = [host.lease((0, 1, form)) for form in (EXACT, LOW)]
+    assert not any(lease.is_hit for lease in leases)
+    assert [len(host.arena.buffer(lease.slot)) for lease in leases] == [3 * PAGE, PAGE]
+    for lease in leases:
+        host.note_filled(lease)
+        host.give_back(lease)
+    host.give_back(host.lease((0, 2, LOW)))
+    assert host.lease((0, 1, EXACT)).is_hit and not host.lease((0, 1, LOW)).is_hit, "a low copy has replaced its like"
 
 
 @pytest.mark.parametrize("first_back", [0, 1])
@@ -117,7 +130,7 @@ class FakeRegistry:
 def test_pages_are_locked_in_whole_slots_and_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_lock, "_PIECE_BYTES", 7 * PAGE)
     registry = FakeRegistry()
-    host = HostTier([(8, 3 * PAGE)], lambda layer: 0, lambda _: False, registry)
+    host = HostTier([(8, 3 * PAGE)], lambda key: 0, lambda _: False, registry)
     begin = host.arena.bytes.data_ptr()
     assert registry.locked == {begin + n * 6 * PAGE: 6 * PAGE for n in range(4)}
     host.close()
@@ -128,7 +141,7 @@ def test_a_refusal_is_said_and_forgotten(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr(page_lock, "_PIECE_BYTES", PAGE)
     registry = FakeRegistry(refuses=3)
     with caplog.at_level(logging.WARNING, "smoe"):
-        host = HostTier([(8, PAGE)], lambda layer: 0, lambda _: False, registry)
+        host = HostTier([(8, PAGE)], lambda key: 0, lambda _: False, registry)
     assert len(registry.locked) == 3 and registry.forgotten == 1
     assert "12.0 KiB of 32.0 KiB" in caplog.text and "`host_memory`" in caplog.text
     host.close()
@@ -142,7 +155,7 @@ def test_pages_are_backed_before_they_are_locked(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(page_lock.Arena, "wait_touched", lambda a, s: (happened.append("wait"), wait(a, s))[0])
     registry = FakeRegistry()
     monkeypatch.setattr(registry, "register", lambda *_: happened.append("lock") or 0)
-    HostTier([(4, PAGE)], lambda layer: 0, lambda _: False, registry)
+    HostTier([(4, PAGE)], lambda key: 0, lambda _: False, registry)
     assert happened == ["touch True", "wait", "lock"]
 
 

@@ -83,7 +83,7 @@ def slots_filled(store: QuantisedStore, is_direct: bool) -> dict[tuple[int, int]
     arena = Arena([(1, store.slot_bytes[layer]) for layer, _ in keys], torch.device("cpu"))
     arena.bytes.fill_(0xA5)
     reader = DiskReader(is_direct)
-    mover = SlotMover(Filler(store, reader), reader, arena)
+    mover = SlotMover(Filler({EXACT: store}, reader), reader, arena)
     for slot, (layer, expert) in enumerate(keys):
         came = mover.move(Ticket(Load((layer, expert, EXACT), slot, None, True, Reason.DEMAND, 0), None), None)
         assert came >= store.placement(layer, expert).nbytes

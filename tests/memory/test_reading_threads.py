@@ -69,6 +69,10 @@ def load(expert: int, reason: Reason = Reason.DEMAND) -> Load:
     return Load((0, expert, EXACT), expert, None, True, reason, 0)
 
 
+unasked = pytest.mark.parametrize("reason", [Reason.PREFETCH, Reason.UPGRADE])
+"""What is brought in though nobody waits for it."""
+
+
 def prefetch(expert: int) -> Load:
     return load(expert, Reason.PREFETCH)
 
@@ -87,10 +91,11 @@ def finish(mover: HeldMover, *tickets: Ticket) -> None:
         ticket.join()
 
 
-def test_demand_goes_before_prefetch_in_order_of_submission(mover: HeldMover, transfers: Transfers) -> None:
+@unasked
+def test_demand_goes_first_in_order_of_submission(reason: Reason, mover: HeldMover, transfers: Transfers) -> None:
     tickets = [transfers.submit(load(0))]
     wait_started(mover)
-    tickets += [transfers.submit(each) for each in (prefetch(1), prefetch(2), load(3), load(4))]
+    tickets += [transfers.submit(each) for each in (load(1, reason), load(2, reason), load(3), load(4))]
     finish(mover, *tickets)
     assert order(mover) == [0, 3, 4, 1, 2]
     assert all(ticket.state is State.DONE and ticket.is_over for ticket in tickets)
@@ -98,9 +103,11 @@ def test_demand_goes_before_prefetch_in_order_of_submission(mover: HeldMover, tr
     assert transfers.busy_seconds > 0
 
 
-def test_a_running_prefetch_lets_demand_loads_pass(mover: HeldMover, transfers: Transfers) -> None:
+@unasked
+def test_what_nobody_waits_for_lets_demand_loads_pass(reason: Reason, mover: HeldMover, transfers: Transfers) -> None:
+    """Between two of its chunks: would catch an upgrade that a layer has to wait for."""
     mover.chunks = 3
-    first = transfers.submit(prefetch(1))
+    first = transfers.submit(load(1, reason))
     wait_started(mover)
     second = transfers.submit(load(2))
     third = transfers.submit(load(3))
@@ -108,10 +115,11 @@ def test_a_running_prefetch_lets_demand_loads_pass(mover: HeldMover, transfers: 
     assert mover.events == ["begin 1", "begin 2", "end 2", "begin 3", "end 3", "end 1"]
 
 
-def test_an_urged_prefetch_goes_before_other_prefetches(mover: HeldMover, transfers: Transfers) -> None:
+@unasked
+def test_what_is_urged_goes_before_its_like(reason: Reason, mover: HeldMover, transfers: Transfers) -> None:
     tickets = [transfers.submit(load(0))]
     wait_started(mover)
-    tickets += [transfers.submit(prefetch(expert)) for expert in (1, 2, 3)]
+    tickets += [transfers.submit(load(expert, reason)) for expert in (1, 2, 3)]
     transfers.urge(tickets[3])
     finish(mover, *tickets)
     assert order(mover) == [0, 3, 1, 2]

@@ -83,7 +83,7 @@ def assert_slots_hold_the_experts(store: ExpertStore, tensors: Tensors, is_direc
     arena = Arena([(EXPERTS, max(store.slot_bytes.values()))], torch.device("cpu"))
     arena.bytes.fill_(0xA5)
     reader = DiskReader(is_direct)
-    mover = SlotMover(Filler(store, reader), reader, arena)
+    mover = SlotMover(Filler({EXACT: store}, reader), reader, arena)
     for slot, expert in enumerate(reversed(range(EXPERTS))):
         ticket = Ticket(Load((0, expert, EXACT), slot, None, True, Reason.DEMAND, 0), None)
         came = mover.move(ticket, None)
@@ -172,14 +172,14 @@ def test_a_demand_load_inside_a_staged_prefetch_keeps_its_hands_off_the_buffer(
     store = ExpertStore({0: write(tmp_path, tensors, "apart", 0)}, "F32")
     arena = Arena([(2, max(store.slot_bytes.values()))], torch.device("cpu"))
     reader = DiskReader(False)
-    filler = Filler(store, reader)
+    filler = Filler({EXACT: store}, reader)
     passed: list[int] = []
 
     def demand() -> None:
         if not passed:
-            passed.append(filler.fill(0, 1, arena.buffer(1), None))
+            passed.append(filler.fill((0, 1, EXACT), arena.buffer(1), None))
 
-    filler.fill(0, 0, arena.buffer(0), demand)
+    filler.fill((0, 0, EXACT), arena.buffer(0), demand)
     assert passed
     for slot, expert in ((0, 0), (1, 1)):
         for part in PARTS:

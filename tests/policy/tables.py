@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
-from smoe.expert import EXACT, ExpertKey
+from smoe.expert import EXACT, LOW, ExpertKey
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import HOST, LayerPlan, Load, Promotion, Serve
 from smoe.policy.planner import plan_layer
@@ -42,6 +42,14 @@ def used(routing: Routing) -> list[ExpertKey]:
     return sorted({(routing.layer, e, EXACT) for row in routing.top_k_index for e in row if e != routing.experts})
 
 
+def wanted(routing: Routing, table: SlotTable) -> set[ExpertKey]:
+    """The copies that may serve a step: experts themselves, and low copies where these are asked for and they are not
+    at hand."""
+    own = set(used(routing))
+    low = {(*key[:2], LOW) for key in own if key[1] in routing.low and key not in {*table.ready, *table.inflight}}
+    return own | low
+
+
 class Executor:
     """Carries plans out one event at a time, like the engine, with loads that arrive when the test says so.
 
@@ -58,6 +66,8 @@ class Executor:
         self.loaded: list[ExpertKey] = []
         self.later: dict[ExpertKey, Promotion] = {}
         self.waiting: set[ExpertKey] = set()
+        self.queue: list[Load] = []
+        """Loads of the plan under way, and those behind them, whose slots others still use."""
 
     def begin(self, load: Load) -> None:
         self.table.begin(load)
@@ -89,7 +99,7 @@ class Executor:
         """What was prefetched and is not wanted leaves before the plan is made; what was under way has ended by
         then. In decode what is meant for later layers stays.
         """
-        for key in sorted(self.table.staged - set(used(routing))):
+        for key in sorted(self.table.staged - wanted(routing, self.table)):
             if routing.phase is Phase.DECODE and key[0] > routing.layer:
                 continue
             if key in self.table.inflight:
@@ -98,16 +108,29 @@ class Executor:
 
     def carry_out(self, plan: LayerPlan, prefetch: Sequence[Load] = ()) -> None:
         """Serve by serve; every expert that is missing arrives as late as it can."""
+        self.adopt(plan)
+        self.bring(prefetch)
+        self.serve_all(plan)
+
+    def adopt(self, plan: LayerPlan) -> None:
+        """What a plan does before its first serve."""
         self.promote([promotion for promotion in plan.promotions if not promotion.after])
         self.later = {promotion.key: promotion for promotion in plan.promotions if promotion.after}
         self.waiting = {serve.key for serve in plan.serves}
-        queue = [*plan.loads, *prefetch]
-        self._issue(queue, 0)
+        self.queue = list(plan.loads)
+        self._issue(0)
+
+    def bring(self, loads: Sequence[Load]) -> None:
+        """Behind all that the running plan loads."""
+        self.queue += loads
+        self._issue(0)
+
+    def serve_all(self, plan: LayerPlan) -> None:
         for computed, serve in enumerate(plan.serves, start=1):
             self._serve(serve)
-            self._issue(queue, computed)
+            self._issue(computed)
             self.table.check()
-        assert not queue, f"loads never start: {queue}"
+        assert not self.queue, f"loads never start: {self.queue}"
 
     def _serve(self, serve: Serve) -> None:
         table, key = self.table, serve.key
@@ -125,14 +148,15 @@ class Executor:
         if key in table.staged:
             table.release(key)
 
-    def _issue(self, queue: list[Load], computed: int) -> None:
-        while queue and queue[0].after <= computed:
-            self.begin(queue.pop(0))
+    def _issue(self, computed: int) -> None:
+        while self.queue and self.queue[0].after <= computed:
+            self.begin(self.queue.pop(0))
 
 
-def assert_plan_serves(plan: LayerPlan, routing: Routing) -> None:
-    """Every used expert once, with exactly its routes: nothing computed twice, nothing left out."""
-    assert sorted(serve.key for serve in plan.serves) == used(routing)
+def assert_plan_serves(plan: LayerPlan, routing: Routing, copies: Iterable[ExpertKey] | None = None) -> None:
+    """Every used expert once, by its own copy or as `copies` say, with exactly its routes: nothing computed twice,
+    nothing left out."""
+    assert sorted(serve.key for serve in plan.serves) == (used(routing) if copies is None else sorted(copies))
     for serve in plan.serves:
         routes = {
             token * TOP_K + choice

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smoe.errors import BudgetError
+from smoe.expert import LOW
 from smoe.policy.budget import (
     MAX_STAGING_SLOTS,
     MIN_STAGING_SLOTS,
@@ -21,6 +22,7 @@ from smoe.policy.budget import (
     minimum_bytes,
     slot_classes,
 )
+from smoe.policy.residency import PoolSize
 from smoe.units import format_bytes
 
 
@@ -32,7 +34,11 @@ def slot_class(draw: st.DrawFn, layers: tuple[int, ...] = ()) -> SlotClass:
 
 @st.composite
 def demands(draw: st.DrawFn, most_classes: int = 3) -> Demand:
+    """Of experts of up to three sizes; of every other, low copies of one or two sizes as well."""
+    lows = draw(st.integers(0, 2))
     return Demand(
+        low=tuple(draw(slot_class((layer,)))._replace(form=LOW) for layer in range(lows)),
+        low_share=draw(st.floats(0.01, 0.9)) if lows else 0.0,
         weights_bytes=draw(st.integers(0, 10**10)),
         workspace_bytes=draw(st.integers(0, 10**9)),
         kv_cache_bytes=draw(st.integers(0, 10**10)),
@@ -51,13 +57,13 @@ def test_entries_add_up_and_stay_inside(demand: Demand, more: int) -> None:
     ledger = allocate(minimum_bytes(demand) + more, demand)
     assert sum(ledger.entries().values()) == ledger.total_bytes <= ledger.budget_bytes
     assert list(ledger.entries().values())[:3] == [demand.weights_bytes, demand.workspace_bytes, demand.kv_cache_bytes]
-    for pool, each in zip(ledger.pools, demand.classes, strict=True):
+    for pool, each in zip(ledger.pools, demand.all_classes, strict=True):
         assert each.top_k <= pool.cache <= each.experts
         assert MIN_STAGING_SLOTS <= pool.staging <= MAX_STAGING_SLOTS
-        assert pool.layers == each.layers
+        assert (pool.layers, pool.form) == (each.layers, each.form)
     assert ledger.resident_share == ledger.cache_slots / demand.total_experts
     left = ledger.budget_bytes - ledger.total_bytes
-    most = sum(each.slot_bytes for each in demand.classes)
+    most = sum(each.slot_bytes for each in demand.all_classes)
     assert left < most or ledger.cache_slots == demand.total_experts, "a slot that would fit is not used"
 
 
@@ -66,7 +72,7 @@ def test_the_minimum_is_the_least_that_works(demand: Demand) -> None:
     least = minimum_bytes(demand)
     ledger = allocate(least, demand)
     assert [(pool.cache, pool.staging) for pool in ledger.pools] == [
-        (each.top_k, MIN_STAGING_SLOTS) for each in demand.classes
+        (each.top_k, MIN_STAGING_SLOTS) for each in demand.all_classes
     ]
     for budget in (least - 1, least // 2, 0):
         with pytest.raises(BudgetError):
@@ -91,6 +97,7 @@ def test_more_memory_is_never_less_room(demand: Demand, budgets: tuple[int, int]
 def test_every_size_keeps_the_same_part_of_its_experts(demand: Demand, room: float) -> None:
     """Beyond the least, up to a slot, and no less than its share of the bytes: would catch a size that takes what
     others need, and one whose leavings nobody gets."""
+    demand = replace(demand, low=(), low_share=0.0)
     least = minimum_bytes(demand)
     ledger = allocate(least + int(room * (full_bytes(demand) - least)), demand)
     lowest, highest = 0.0, float("inf")
@@ -113,6 +120,38 @@ def test_the_budget_for_a_share_is_the_smallest(demand: Demand, share: float) ->
     budget = budget_for_share(share, demand)
     assert allocate(budget, demand).cache_slots >= wanted
     assert budget == minimum_bytes(demand) or allocate(budget - 1, demand).cache_slots < wanted
+
+
+@given(demand=demands().filter(lambda demand: bool(demand.low)), room=st.floats(0, 1))
+def test_low_copies_get_their_share(demand: Demand, room: float) -> None:
+    """Of the bytes of all slots, up to one slot of each size; more only where a token needs it, less only where they
+    are all here or the others have their least."""
+    least = minimum_bytes(demand)
+    ledger = allocate(least + int(room * (full_bytes(demand) - least)), demand)
+    slots = ledger.budget_bytes - demand.fixed_bytes
+    pools = list(zip(ledger.pools, demand.all_classes, strict=True))
+    own, low = ([(pool, each) for pool, each in pools if is_low is (each.form == LOW)] for is_low in (False, True))
+    taken = sum((pool.cache + pool.staging) * each.slot_bytes for pool, each in low)
+    share = demand.low_share * slots
+    if taken > share:
+        assert all(pool.cache == each.top_k for pool, each in low)
+    if taken <= share - sum(each.slot_bytes for _, each in low) - 1:
+        have_all = all(pool.cache == each.experts for pool, each in low)
+        others = sum(each.least * each.slot_bytes for _, each in own)
+        assert have_all or others > (1 - demand.low_share) * slots - 1
+    assert ledger.low_slots == sum(pool.cache for pool, _ in low)
+    assert ledger.cache_slots == sum(pool.cache for pool, _ in own)
+
+
+def test_low_copies_by_hand() -> None:
+    """100 slots' worth: a fifth is 20 of them, which are 80 of the low copies."""
+    low = SlotClass(4096, 2, 500, (0,), LOW)
+    demand = Demand(0, 0, 0, (SlotClass(4 * 4096, 2, 500, (0,)),), low=(low,), low_share=0.2)
+    ledger = allocate(100 * 4 * 4096, demand)
+    assert ledger.pools == (PoolSize(76, 4, (0,)), PoolSize(76, 4, (0,), LOW))
+    assert ledger.entries()["slots of low copies"] == 76 * 4096
+    assert ledger.entries()["staging"] == 4 * 5 * 4096
+    assert ledger.sizes == [(80, 4 * 4096), (80, 4096)]
 
 
 def alone(slot_bytes: int, layers: int) -> dict[int, SlotClass]:

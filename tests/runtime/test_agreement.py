@@ -7,6 +7,7 @@ cache that is warm from the engine's own trials.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from smoe.expert import LOW
 from smoe.metrics import Counters
 from smoe.policy.plan import LayerPlan
 from smoe.policy.plan_progress import carry_out
@@ -27,6 +29,7 @@ from smoe.routing import Phase, Routing
 from smoe.runtime.observer import StepObserver
 from smoe.simulator.replay import replay
 from tests import gguf_toy, oracle, zoo
+from tests.packs import pack_folder
 
 Open = Callable[..., PreTrainedModel]
 
@@ -102,7 +105,7 @@ class Plans(StepObserver):
 def without_slots(plan: LayerPlan) -> Any:
     """A plan but for the numbers of its slots: a prefill's early reads leave them in another order."""
     loads = [load._replace(slot=0) for load in plan.loads]
-    return plan._replace(loads=loads, spare=[(0, after) for _, after in plan.spare])
+    return plan._replace(loads=loads, spare={})
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "score", "auto"])
@@ -127,6 +130,57 @@ def test_a_recorded_run_gives_the_same_plans(
         carry_out(plan, table, policy)
     assert plans.kept == replayed
     assert sum(len(plan.loads) for plan in replayed) > 20
+
+
+@pytest.mark.parametrize("eviction", ["lru", "multidimensional"])
+@pytest.mark.parametrize("low_use", ["asked", "meanwhile"])
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_a_recorded_run_with_low_copies_gives_the_same_plans(
+    sequences: int, low_use: str, eviction: str, toy: Callable[..., Path], open_model: Open, tmp_path: Path
+) -> None:
+    """And a replay's penalty is what counting the loads of these plans gives. Nothing is read early: the engine then
+    has experts at hand that the simulator does not."""
+    folder = Path(shutil.copytree(toy("qwen2_moe"), tmp_path / "model"))
+    pack_folder(folder, precision="int4")
+    model = open_model(
+        folder,
+        "half",
+        eviction=eviction,
+        low_precision="int4",
+        low_threshold=0.55,
+        skip_threshold=0.8,
+        low_meanwhile=low_use == "meanwhile",
+        max_sequences=sequences,
+    )
+    engine, plans = model.offload, Plans()
+    engine.executor._predictors = {}
+    engine.executor._upgrade = lambda _: None  # what comes in idle time hangs on the clock
+    with engine.recording() as trace, engine.observed_by(plans):
+        oracle.greedy(model, oracle.PROMPT.reshape(sequences, -1), 24)
+        oracle.greedy(model, oracle.PROMPT[:, :9].flip(1), 24)
+    switches = engine.executor.substitution.switches
+    assert switches.low_use == low_use
+    table, policy, replayed = SlotTable(*engine.ledger.pools), engine.fresh_eviction(), []
+    shares, skipped = layer_shares(table, list(engine.store.layers)), 0
+    for routing in trace:
+        decision = decide(routing, table, policy, shares[routing.layer], switches)
+        if routing.phase is Phase.DECODE:
+            replayed.append(without_slots(decision.plan))
+            skipped += decision.skipped
+        carry_out(decision.plan, table, policy)
+        table.check()
+    assert plans.kept == replayed
+    counted = engine.stats()
+    loads = [load.key for plan in replayed for load in plan.loads]
+    low = sum(key[2] == LOW for key in loads)
+    assert (counted.low_loads, counted.skipped) == (low, skipped) and low > 0 and skipped > 0
+    assert counted.low_served == sum(serve.key[2] == LOW for plan in replayed for serve in plan.serves)
+    ledger = engine.ledger
+    counts = replay(
+        trace, ledger.cache_slots, ledger.pools[0].staging, engine.fresh_eviction(), switches, ledger.low_slots
+    )
+    assert (counts.misses, counts.low_misses) == (len(loads), low)
+    assert counts.penalty(0.25) == pytest.approx(sum(0.25 if key[2] == LOW else 1 for key in loads))
 
 
 @pytest.mark.parametrize("eviction", ["lfu", "score"])

@@ -109,12 +109,12 @@ def arrivals() -> Arrivals:
     slots = 4
     store = types.SimpleNamespace(placement=lambda *_: types.SimpleNamespace(layout=0, parts={}))
     return Arrivals(
-        store=store,
+        stores={EXACT: store},
         table=SlotTable(PoolSize(slots, 0)),
         eviction=LRU(),
         transfers=StillTransfers(),
         arena=None,
-        math={0: types.SimpleNamespace(bind=lambda *_: object())},
+        math={(0, EXACT): types.SimpleNamespace(bind=lambda *_: object())},
         clock=lambda: 0.0,
     )
 

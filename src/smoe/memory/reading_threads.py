@@ -1,8 +1,8 @@
 """Bringing experts in: reading threads, two queues, tickets.
 
-Demand loads go before prefetches, in the order of submission; a prefetch that is under way lets demand loads pass
-between two chunks, so a demand load waits for one chunk (on a GPU for two, see `link.py`). A ticket is waited for by
-the computing thread; an error of the reading thread surfaces there.
+Demand loads go before prefetches and upgrades, in the order of submission; one of those that is under way lets demand
+loads pass between two chunks, so a demand load waits for one chunk (on a GPU for two, see `link.py`). A ticket is
+waited for by the computing thread; an error of the reading thread surfaces there.
 
 What a ticket says is true of the bytes, whatever carries them:
 
@@ -201,7 +201,7 @@ class Transfers:
 
     def _run(self, ticket: Ticket) -> None:
         ticket.state = State.RUNNING
-        between = self._serve_demand if ticket.load.reason is not Reason.DEMAND else None
+        between = None if ticket.load.reason is Reason.DEMAND else self._serve_demand
         with self._clock:
             if self._running == 0:
                 self._busy_since = self._now()
@@ -220,7 +220,7 @@ class Transfers:
         ticket.finish(State.DONE if error is None else State.FAILED, error)
 
     def _serve_demand(self) -> None:
-        """Between two chunks of a prefetch: demand loads go first (their tokens are spent later, on nothing)."""
+        """Between two chunks of other loads: demand loads go first (their tokens are spent later, on nothing)."""
         while True:
             try:
                 ticket = self._demand.popleft()

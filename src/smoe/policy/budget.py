@@ -211,9 +211,9 @@ def allocate(budget_bytes: int, demand: Demand) -> Ledger:
     """Divide the budget; raises `BudgetError` with the ledger and the smallest budget that would work."""
     room = budget_bytes - demand.fixed_bytes
     for_low = min(int(demand.low_share * room), room - least_bytes(demand.classes))
-    low = share_out(max(least_bytes(demand.low), for_low), demand.low)
-    used = sum((pool.cache + pool.staging) * each.slot_bytes for pool, each in zip(low, demand.low, strict=True))
-    pools = share_out(room - used, demand.classes) + low
+    # not what its slots come to: a byte more would then give it a slot, and take many bytes from the others
+    for_low = min(max(least_bytes(demand.low), for_low), most_bytes(demand.low))
+    pools = share_out(room - for_low, demand.classes) + share_out(for_low, demand.low)
     if any(pool.cache < each.top_k for pool, each in zip(pools, demand.all_classes, strict=True)):
         allowed = f"at least {minimum_bytes(demand)} bytes"
         raise BudgetError(_refusal(budget_bytes, demand), setting="memory_bytes", given=budget_bytes, allowed=allowed)
@@ -271,6 +271,11 @@ def least_bytes(classes: Sequence[SlotClass]) -> int:
     return sum(each.least * each.slot_bytes for each in classes)
 
 
+def most_bytes(classes: Sequence[SlotClass]) -> int:
+    """Slots with which every expert is resident."""
+    return sum(each.most * each.slot_bytes for each in classes)
+
+
 def minimum_bytes(demand: Demand) -> int:
     """The smallest budget with which the model can run at all."""
     return demand.fixed_bytes + least_bytes(demand.all_classes)
@@ -278,8 +283,7 @@ def minimum_bytes(demand: Demand) -> int:
 
 def full_bytes(demand: Demand) -> int:
     """The budget with which every expert is resident."""
-    own = sum(each.most * each.slot_bytes for each in demand.classes)
-    low = sum(each.most * each.slot_bytes for each in demand.low)
+    own, low = most_bytes(demand.classes), most_bytes(demand.low)
     share = int(own * demand.low_share / (1 - demand.low_share))
     return demand.fixed_bytes + own + max(min(low, share), least_bytes(demand.low))
 

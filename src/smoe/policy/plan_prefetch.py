@@ -40,8 +40,9 @@ def plan_upgrades(
     """Bring in experts themselves that low copies serve in a decode step, into cache slots, behind all that is waited
     for.
 
-    All that ask for their own copies; and of the others, while nothing else is read (`is_idle`), the one that will be
-    missed most, if that is more than the resident that it replaces.
+    Those that ask for their own copies; and of the others, while nothing else is read (`is_idle`), the one that will
+    be missed most, if that is more than the resident that it replaces. No more are under way than there are staging
+    slots, as each has already cost a resident; and one cache slot is left for the layers that come meanwhile.
     """
     layer = routing.layer
     served = [(layer, serve.key[1], EXACT) for serve in current.serves if serve.key[2] == LOW]
@@ -54,7 +55,11 @@ def plan_upgrades(
         wanted = [max(served, key=lambda key: (own.worth(key), key))]
     taken = {load.slot for load in current.loads}
     free = deque(slot for slot in pool.free_cache if slot not in taken)
-    shield = {serve.key for serve in current.serves} | {load.victim for load in current.loads if load.victim}
+    awaited = {serve.key for serve in current.serves}
+    shield = awaited | {load.victim for load in current.loads if load.victim}
+    others = residency.inflight.keys() - residency.staged - awaited
+    under_way = sum(residency.pool_of(key) is pool for key in others)
+    wanted = wanted[: max(0, min(pool.staging_slots, pool.cache_slots - 1) - under_way)]
     victims = deque(own.victims(len(wanted) - len(free), shield))
     loads: list[Load] = []
     for key in wanted:

@@ -264,7 +264,9 @@ class LayerExecutor:
 
     def _upgrade(self, decision: Decision) -> None:
         """Begin to bring in experts themselves that low copies serve: where they ask for it, or while nothing else is
-        read."""
+        read. Not where low copies serve all for measuring."""
+        if self.substitution.switches.low_use == "only":
+            return
         is_idle = self.upgrades and not self.table.inflight
         loads = plan_upgrades(decision.routing, decision.plan, self.table, self.arrivals.eviction, is_idle)
         self.counters.upgrades += len(loads)
