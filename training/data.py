@@ -81,6 +81,14 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def read_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of another model, which must have as many tokens as this one."""
+    tokenizer = Tokenizer.from_file(str(path))
+    if (size := tokenizer.get_vocab_size()) != vocab_size:
+        raise ValueError(f"{path} has {size} tokens, the model {vocab_size}: give a tokenizer of that size")
+    return tokenizer
+
+
 def end_of_text_id(tokenizer: Tokenizer) -> int:
     """The id of the token that ends a document."""
     end_id = tokenizer.token_to_id(END_OF_TEXT)
@@ -135,15 +143,23 @@ def write_array(path: Path, array: np.ndarray) -> None:
     temporary.replace(path)
 
 
-def prepare(data: Path, out: Path, vocab_size: int, seq_len: int, seed: int = 0) -> None:
-    """Write `tokenizer.json` and the packed windows of every source under `out`; what is already there is kept."""
+def prepare(
+    data: Path, out: Path, vocab_size: int, seq_len: int, seed: int = 0, tokenizer_source: Path | None = None
+) -> None:
+    """Write `tokenizer.json` and the packed windows of every source under `out`; what is already there is kept.
+
+    The tokenizer is that of another model, the file `tokenizer_source`, if given; else it is trained.
+    """
     out.mkdir(parents=True, exist_ok=True)
     if (out / "tokenizer.json").exists() and all((out / f"{name}.weights.npy").exists() for name in MIXTURE):
         return
     texts = {name: read_texts(data / f"{name}.jsonl.xz", SOURCE_BYTES.get(name)) for name in MIXTURE}
     tokenizer_path = out / "tokenizer.json"
     if not tokenizer_path.exists():
-        tokenizer = train_tokenizer(tokenizer_sample(texts, seed), vocab_size)
+        if tokenizer_source is None:
+            tokenizer = train_tokenizer(tokenizer_sample(texts, seed), vocab_size)
+        else:
+            tokenizer = read_tokenizer(tokenizer_source, vocab_size)
         temporary = tokenizer_path.with_suffix(".tmp")
         tokenizer.save(str(temporary))
         temporary.replace(tokenizer_path)

@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from training.data import MIXTURE, read_validation
 from training.export import from_transformers
-from training.model import DemoModel, ModelConfig, Routing
+from training.model import ModelConfig, MoeModel, Routing
 
 WINDOW_TOKENS = 512
 DEAD_SHARE = 0.05
@@ -91,7 +91,7 @@ def rounded(values: Tensor) -> list[float]:
 
 @torch.no_grad()
 def score_text(
-    model: DemoModel,
+    model: MoeModel,
     tokenizer: PreTrainedTokenizerBase,
     texts: list[str],
     usage: UsageCounter,
@@ -136,7 +136,7 @@ def normalise(answer: str) -> str:
 
 @torch.no_grad()
 def greedy_answers(
-    model: DemoModel,
+    model: MoeModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[str],
     max_new_tokens: int = 8,
@@ -167,7 +167,7 @@ def greedy_answers(
     return [answers[i] for i in range(len(prompts))]
 
 
-def score_questions(model: DemoModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> dict[str, object]:
+def score_questions(model: MoeModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> dict[str, object]:
     """Exact-match accuracy on the held-out generated questions, overall and by kind."""
     items = [json.loads(line) for line in path.read_text(encoding="utf8").splitlines()]
     answers = greedy_answers(model, tokenizer, [item["prompt"] for item in items])

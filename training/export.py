@@ -1,7 +1,8 @@
 """Turn a training checkpoint into a native transformers checkpoint, and back.
 
-The published layout has one set of three matrices per expert (`experts.E.gate_proj.weight` and so on); transformers
-holds them fused while it runs, exactly as `training.model` does, and splits them again when it saves.
+The published layouts have one set of three matrices per expert (`experts.E.gate_proj.weight` and so on, in Mixtral
+`experts.E.w1.weight`); transformers holds them fused while it runs, exactly as `training.model` does, and splits them
+again when it saves.
 """
 
 from __future__ import annotations
@@ -14,11 +15,19 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2MoeConfig,
+)
 
 from training.checkpoint import load_checkpoint
 from training.data import END_OF_TEXT
-from training.model import DemoModel, ModelConfig
+from training.model import ModelConfig, MoeModel
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -32,44 +41,79 @@ CHAT_TEMPLATE = (
 """A question is put as in the training text; facts may stand before the word `Question:` inside a user message."""
 
 
-def transformers_config(config: ModelConfig, end_id: int = 0) -> Qwen2MoeConfig:
-    """The `Qwen2MoeConfig` with the sizes of `config`."""
+SAME_NAMES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_experts_per_tok",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+"""Fields of `ModelConfig` that both configs of transformers call the same."""
+
+
+def transformers_config(config: ModelConfig, end_id: int = 0) -> PretrainedConfig:
+    """The `MixtralConfig` or `Qwen2MoeConfig` with the sizes of `config`."""
+    common = {name: getattr(config, name) for name in SAME_NAMES} | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": end_id,
+        "pad_token_id": end_id,
+    }
+    if config.is_mixtral:
+        return MixtralConfig(
+            **common, num_local_experts=config.num_experts, intermediate_size=config.moe_intermediate_size
+        )
     return Qwen2MoeConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.shared_expert_intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
+        **common,
         num_experts=config.num_experts,
-        num_experts_per_tok=config.num_experts_per_tok,
         moe_intermediate_size=config.moe_intermediate_size,
+        intermediate_size=config.shared_expert_intermediate_size,
         shared_expert_intermediate_size=config.shared_expert_intermediate_size,
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
         norm_topk_prob=config.norm_topk_prob,
+        qkv_bias=config.attention_bias,
         decoder_sparse_step=1,
         mlp_only_layers=[],
-        tie_word_embeddings=True,
         use_sliding_window=False,
-        bos_token_id=None,
-        eos_token_id=end_id,
-        pad_token_id=end_id,
+    )
+
+
+def config_from_transformers(theirs: PretrainedConfig) -> ModelConfig:
+    """The opposite of `transformers_config`."""
+    common = {name: getattr(theirs, name) for name in SAME_NAMES}
+    common["rope_theta"] = float(theirs.rope_parameters["rope_theta"])
+    if theirs.model_type == "mixtral":
+        return ModelConfig(
+            **common,
+            num_experts=theirs.num_local_experts,
+            moe_intermediate_size=theirs.intermediate_size,
+            shared_expert_intermediate_size=0,
+            attention_bias=False,
+        )
+    return ModelConfig(
+        **common,
+        num_experts=theirs.num_experts,
+        moe_intermediate_size=theirs.moe_intermediate_size,
+        shared_expert_intermediate_size=theirs.shared_expert_intermediate_size,
+        norm_topk_prob=theirs.norm_topk_prob,
+        attention_bias=theirs.qkv_bias,
     )
 
 
 def to_transformers_name(name: str) -> str:
-    """The name a parameter of `DemoModel` has in `Qwen2MoeForCausalLM`."""
+    """The name a parameter of `MoeModel` has in transformers while it runs."""
     name = name.replace("mlp.gate_up_proj", "mlp.experts.gate_up_proj")
     if name.endswith("mlp.down_proj"):
         name = name.replace("mlp.down_proj", "mlp.experts.down_proj")
     return f"model.{name}"
 
 
-def to_transformers(model: DemoModel, end_id: int = 0) -> Qwen2MoeForCausalLM:
+def to_transformers(model: MoeModel, end_id: int = 0) -> PreTrainedModel:
     """A transformers model with a copy of the same weights, in their dtype."""
-    twin = Qwen2MoeForCausalLM(transformers_config(model.config, end_id))
+    twin = AutoModelForCausalLM.from_config(transformers_config(model.config, end_id))
     state = {to_transformers_name(name): tensor for name, tensor in model.state_dict().items()}
     missing, unexpected = twin.load_state_dict(state, strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:
@@ -78,16 +122,10 @@ def to_transformers(model: DemoModel, end_id: int = 0) -> Qwen2MoeForCausalLM:
     return twin.eval()
 
 
-def from_transformers(folder: Path, backend: str = "routed") -> DemoModel:
-    """The exported model as a float32 `DemoModel`, for fast evaluation on a CPU."""
-    twin = Qwen2MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    theirs = twin.config
-    rope = dict(theirs.rope_parameters or {})
-    config = ModelConfig(
-        **{name: getattr(theirs, name) for name in ModelConfig.__dataclass_fields__ if name != "rope_theta"},
-        rope_theta=float(rope["rope_theta"]),
-    )
-    model = DemoModel(config, backend)
+def from_transformers(folder: Path, backend: str = "routed") -> MoeModel:
+    """The exported model as a float32 `MoeModel`, for fast evaluation on a CPU."""
+    twin = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = MoeModel(config_from_transformers(twin.config), backend)
     state = twin.state_dict()
     model.load_state_dict({name: state[to_transformers_name(name)] for name in model.state_dict()})
     return model.eval()
@@ -123,7 +161,7 @@ def export_run(run: Path, folder: Path) -> None:
     state = load_checkpoint(run / "checkpoint.pt")
     if state is None:
         raise FileNotFoundError(f"{run} holds no checkpoint yet: train first")
-    model = DemoModel(ModelConfig(**state["model_config"]))
+    model = MoeModel(ModelConfig(**state["model_config"]))
     model.load_state_dict(state["model"])
     tokenizer = make_tokenizer(run / "tokenizer.json", model.config.max_position_embeddings)
     twin = to_transformers(model, tokenizer.eos_token_id).bfloat16()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.model import DemoModel, Routing
+from training.model import MoeModel, Routing
 
 LOSS_CHUNK = 256
 """Tokens whose logits are held at a time: 4 MB at a vocabulary of 4096."""
@@ -64,7 +64,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_head, None, None, None
 
 
-def token_loss(model: DemoModel, hidden_states: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def token_loss(model: MoeModel, hidden_states: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted mean cross-entropy in nats and the unweighted per-token losses [T].
 
     hidden_states [B, S, H], targets [B, S], weights [B, S]

@@ -1,6 +1,6 @@
-"""A compact trainable mirror of transformers' `Qwen2MoeForCausalLM`.
+"""A compact trainable mirror of transformers' `Qwen2MoeForCausalLM` and `MixtralForCausalLM`.
 
-It computes the same function with the same parameters, but keeps the experts of a layer in two stacked tensors and
+It computes the same functions with the same parameters, but keeps the experts of a layer in two stacked tensors and
 offers two ways of evaluating them on a CPU: `dense` (all experts as three large matrices, masked by the routing
 weights) and `routed` (rows sorted by expert, one small product per expert, with a hand-written backward pass).
 
@@ -21,7 +21,11 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model; the defaults are those of the demonstration model."""
+    """Sizes of a model; the defaults are those of the demonstration model.
+
+    With a shared expert it is a Qwen2-MoE, without one a Mixtral, which has no attention biases either and always
+    renormalises the weights of the chosen experts.
+    """
 
     vocab_size: int = 4096
     hidden_size: int = 192
@@ -32,10 +36,12 @@ class ModelConfig:
     num_experts_per_tok: int = 8
     moe_intermediate_size: int = 32
     shared_expert_intermediate_size: int = 256
+    """0: no shared expert."""
     max_position_embeddings: int = 1024
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     norm_topk_prob: bool = True
+    attention_bias: bool = True
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
@@ -45,6 +51,16 @@ class ModelConfig:
             )
         if not 0 < self.num_experts_per_tok <= self.num_experts:
             raise ValueError(f"cannot choose {self.num_experts_per_tok} of {self.num_experts} experts")
+        if self.is_mixtral and (self.attention_bias or not self.norm_topk_prob):
+            raise ValueError(
+                "a model without a shared expert is a Mixtral: set `attention_bias` to False and leave "
+                "`norm_topk_prob` True"
+            )
+
+    @property
+    def is_mixtral(self) -> bool:
+        """Whether transformers knows this shape as Mixtral, else as Qwen2-MoE."""
+        return self.shared_expert_intermediate_size == 0
 
     @property
     def head_dim(self) -> int:
@@ -54,6 +70,19 @@ class ModelConfig:
     def to_dict(self) -> dict[str, int | float | bool]:
         """The fields as plain values, for a checkpoint."""
         return asdict(self)
+
+
+SHAPES = {
+    "demo": ModelConfig(),
+    "witness": ModelConfig(
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=192,
+        shared_expert_intermediate_size=0,
+        attention_bias=False,
+    ),
+}
+"""The models of this project by name."""
 
 
 @dataclass
@@ -115,7 +144,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, lengths: list[int] | None)
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with biases on q, k and v."""
+    """Causal grouped-query attention, with or without biases on q, k and v."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -124,10 +153,11 @@ class Attention(nn.Module):
             config.num_key_value_heads,
             config.head_dim,
         )
-        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim)
-        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim)
-        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(hidden, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=False)
 
     def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, lengths: list[int] | None) -> Tensor:
         """[B, S, H] -> [B, S, H]; with `lengths`, tokens attend within their document only"""
@@ -251,7 +281,7 @@ class SharedExpert(nn.Module):
 
 
 class SparseMoeBlock(nn.Module):
-    """Router, experts and the gated shared expert of one layer."""
+    """Router, experts and, if there is one, the gated shared expert of one layer."""
 
     def __init__(self, config: ModelConfig, backend: str) -> None:
         super().__init__()
@@ -260,8 +290,10 @@ class SparseMoeBlock(nn.Module):
         self.gate = nn.Linear(hidden, experts, bias=False)
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
-        self.shared_expert = SharedExpert(hidden, config.shared_expert_intermediate_size)
-        self.shared_expert_gate = nn.Linear(hidden, 1, bias=False)
+        self.has_shared_expert = config.shared_expert_intermediate_size > 0
+        if self.has_shared_expert:
+            self.shared_expert = SharedExpert(hidden, config.shared_expert_intermediate_size)
+            self.shared_expert_gate = nn.Linear(hidden, 1, bias=False)
         self.backend = EXPERT_BACKENDS[backend]
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -271,9 +303,10 @@ class SparseMoeBlock(nn.Module):
         top_k_weights, top_k_index = router_logits.float().softmax(-1).topk(self.top_k, dim=-1)
         if self.norm_topk_prob:
             top_k_weights = top_k_weights / top_k_weights.sum(-1, keepdim=True)
-        routed = self.backend(hidden, top_k_index, top_k_weights.to(hidden.dtype), self.gate_up_proj, self.down_proj)
-        shared = torch.sigmoid(self.shared_expert_gate(hidden)) * self.shared_expert(hidden)
-        return (routed + shared).view_as(hidden_states), router_logits, top_k_index
+        out = self.backend(hidden, top_k_index, top_k_weights.to(hidden.dtype), self.gate_up_proj, self.down_proj)
+        if self.has_shared_expert:
+            out = out + torch.sigmoid(self.shared_expert_gate(hidden)) * self.shared_expert(hidden)
+        return out.view_as(hidden_states), router_logits, top_k_index
 
 
 class DecoderLayer(nn.Module):
@@ -295,7 +328,7 @@ class DecoderLayer(nn.Module):
         return hidden_states + moe, router_logits, top_k_index
 
 
-class DemoModel(nn.Module):
+class MoeModel(nn.Module):
     """The language model: tied embeddings around L decoder layers."""
 
     cos: Tensor
@@ -333,7 +366,7 @@ class DemoModel(nn.Module):
 
 
 @torch.no_grad()
-def initialise(model: DemoModel, generator: torch.Generator) -> None:
+def initialise(model: MoeModel, generator: torch.Generator) -> None:
     """Draw the initial weights: fan-in scaled matrices, small output projections, zero biases, unit norms."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:

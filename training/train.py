@@ -1,6 +1,7 @@
-"""Make the demonstration model from its data with one command.
+"""Make the demonstration model or the witness from its data, each with one command.
 
     python -m training.train --data PATH_TO_TRAIN_DATA --out runs/demo --deadline-minutes 90
+    python -m training.train --shape witness --data PATH_TO_TRAIN_DATA --out runs/witness --deadline-minutes 90
 
 Stages: `prepare` (tokenizer, packed windows), `train`, `export`. Each stage keeps what is already done, so the same
 command continues an interrupted run, today or another day, from its last checkpoint.
@@ -21,7 +22,7 @@ import torch
 from training.checkpoint import load_checkpoint, save_checkpoint
 from training.data import Sampler, prepare
 from training.losses import balance_losses, token_loss
-from training.model import DemoModel, ModelConfig, document_lengths, initialise
+from training.model import SHAPES, ModelConfig, MoeModel, document_lengths, initialise
 from training.optimizer import MuonAdamW
 from training.schedule import Schedule, parse_deadline, utc_text
 from training.threads import core_count, read_cpu_times, spare_threads
@@ -31,7 +32,7 @@ from training.threads import core_count, read_cpu_times, spare_threads
 class TrainConfig:
     """Everything about a run that is not the model or the data."""
 
-    rows: int = 16
+    rows: int = 8
     """Windows in a batch."""
     seq_len: int = 512
     """Predicted tokens in a window."""
@@ -52,7 +53,7 @@ class Trainer:
 
     def __init__(self, folder: Path, model_config: ModelConfig, config: TrainConfig) -> None:
         self.folder, self.config, self.model_config = folder, config, model_config
-        self.model = DemoModel(model_config, config.backend)
+        self.model = MoeModel(model_config, config.backend)
         initialise(self.model, torch.Generator().manual_seed(config.seed))
         self.optimizer = MuonAdamW(self.model, config.muon_lr, config.adam_lr)
         self.sampler = Sampler(folder, config.seed)
@@ -104,7 +105,7 @@ class Trainer:
         state = load_checkpoint(self.checkpoint_path)
         if state is None:
             return False
-        if state["model_config"] != self.model_config.to_dict():
+        if ModelConfig(**state["model_config"]) != self.model_config:
             raise ValueError(f"{self.checkpoint_path} holds a model of other sizes: {state['model_config']}")
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -191,6 +192,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with the *.jsonl.xz shards")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; continued when it exists")
+    parser.add_argument("--shape", choices=SHAPES, default="demo", help="which of the two models to make")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json of another model (default: train one)")
     parser.add_argument("--deadline", help="end of training as HH:MM UTC, or minutes from now")
     parser.add_argument("--deadline-minutes", type=float, default=90.0, help="the same in minutes")
     parser.add_argument("--steps", type=int, help="train this many steps instead of until a deadline")
@@ -209,9 +212,15 @@ def main() -> None:
     stages = arguments.stages.split(",")
     if unknown := set(stages) - {"prepare", "train", "export"}:
         raise SystemExit(f"unknown stages: {', '.join(sorted(unknown))}; allowed: prepare, train, export")
-    model_config, config = ModelConfig(), TrainConfig(rows=arguments.rows)
+    model_config, config = SHAPES[arguments.shape], TrainConfig(rows=arguments.rows)
     if "prepare" in stages:
-        prepare(arguments.data, arguments.out, model_config.vocab_size, config.seq_len)
+        prepare(
+            arguments.data,
+            arguments.out,
+            model_config.vocab_size,
+            config.seq_len,
+            tokenizer_source=arguments.tokenizer,
+        )
     if "train" in stages:
         trainer = Trainer(arguments.out, model_config, config)
         trainer.resume()

@@ -1,19 +1,19 @@
-"""The training model is Qwen2-MoE: same function, same weights, and its hand-written backward pass is right."""
+"""The training model is Qwen2-MoE or Mixtral: same function, same weights, and its own backward pass is right."""
 
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralForCausalLM, Qwen2MoeForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from training.export import from_transformers, to_transformers
 from training.losses import ChunkedCrossEntropy, balance_losses, token_loss
 from training.model import (
-    DemoModel,
     ModelConfig,
+    MoeModel,
     Routing,
     dense_experts,
     document_lengths,
@@ -33,11 +33,13 @@ TINY = ModelConfig(
     shared_expert_intermediate_size=16,
     max_position_embeddings=32,
 )
+MIXTRAL = {"shared_expert_intermediate_size": 0, "attention_bias": False}
+"""What makes a Mixtral of `TINY`."""
 
 
 def make(backend="routed", **changes):
     """A tiny model whose biases, norms and output projections are far from their neutral values."""
-    model = DemoModel(ModelConfig(**(TINY.to_dict() | changes)), backend)
+    model = MoeModel(ModelConfig(**(TINY.to_dict() | changes)), backend)
     generator = torch.Generator().manual_seed(1)
     initialise(model, generator)
     with torch.no_grad():
@@ -46,30 +48,48 @@ def make(backend="routed", **changes):
     return model
 
 
-@pytest.mark.parametrize("norm_topk_prob", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "theirs"),
+    [
+        ({}, Qwen2MoeForCausalLM),
+        ({"norm_topk_prob": False}, Qwen2MoeForCausalLM),
+        ({"attention_bias": False}, Qwen2MoeForCausalLM),
+        (MIXTRAL, MixtralForCausalLM),
+    ],
+)
 @pytest.mark.parametrize("backend", ["dense", "routed"])
-def test_logits_equal_transformers(backend, norm_topk_prob):
-    model = make(backend, norm_topk_prob=norm_topk_prob)
+def test_logits_equal_transformers(backend, changes, theirs):
+    model = make(backend, **changes)
     ids = torch.randint(0, 50, (2, 17), generator=torch.Generator().manual_seed(0))
+    twin = to_transformers(model)
+    assert type(twin) is theirs
     with torch.no_grad():
         hidden_states, _ = model(ids)
-        expected = to_transformers(model)(ids).logits
+        expected = twin(ids).logits
     assert torch.allclose(model.logits(hidden_states), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_saved_layout_is_per_expert_and_loads_back(tmp_path):
-    model = make()
+@pytest.mark.parametrize(
+    ("changes", "model_type", "key"),
+    [
+        ({"norm_topk_prob": False}, "qwen2_moe", "model.layers.1.mlp.experts.5.gate_proj.weight"),
+        (MIXTRAL, "mixtral", "model.layers.1.block_sparse_moe.experts.5.w1.weight"),
+    ],
+)
+def test_saved_layout_is_per_expert_and_loads_back(tmp_path, changes, model_type, key):
+    model = make(**changes)
     to_transformers(model).save_pretrained(tmp_path)
     back = from_transformers(tmp_path)
+    assert back.config == model.config
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), back.state_dict().values(), strict=True))
     from safetensors import safe_open
 
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         names = set(file.keys())
-    assert "model.layers.1.mlp.experts.5.gate_proj.weight" in names
+    assert key in names
     assert "lm_head.weight" not in names
     assert not any("gate_up_proj" in name for name in names)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "qwen2_moe"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == model_type
 
 
 def test_routed_experts_equal_dense_ones_with_their_gradients():
@@ -158,3 +178,6 @@ def test_impossible_sizes_are_refused():
         ModelConfig(hidden_size=100, num_attention_heads=7)
     with pytest.raises(ValueError, match="cannot choose 9 of 4"):
         ModelConfig(num_experts=4, num_experts_per_tok=9)
+    for changes in ({"attention_bias": True}, {"norm_topk_prob": False}):
+        with pytest.raises(ValueError, match="is a Mixtral"):
+            ModelConfig(**(MIXTRAL | changes))

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from training import data as training_data
 from training.checkpoint import load_checkpoint, save_checkpoint
 from training.evaluate import normalise
-from training.export import export_run
+from training.export import config_from_transformers, export_run
 from training.model import ModelConfig
 from training.optimizer import orthogonalise
 from training.schedule import Schedule, parse_deadline
@@ -36,13 +36,14 @@ TINY = ModelConfig(
     shared_expert_intermediate_size=16,
     max_position_embeddings=32,
 )
+TINY_MIXTRAL = ModelConfig(**(TINY.to_dict() | {"shared_expert_intermediate_size": 0, "attention_bias": False}))
 CONFIG = TrainConfig(rows=4, seq_len=32)
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    """Packed windows of a small made-up corpus with every source of the mixture."""
-    source, out = tmp_path_factory.mktemp("shards"), tmp_path_factory.mktemp("run")
+def shards(tmp_path_factory):
+    """A small made-up corpus with every source of the mixture."""
+    source = tmp_path_factory.mktemp("shards")
     for name in training_data.MIXTURE:
         with lzma.open(source / f"{name}.jsonl.xz", "wt", encoding="utf8") as file:
             for i in range(60):
@@ -50,7 +51,14 @@ def prepared(tmp_path_factory):
                     QUESTION.format(i, i + 1, 2 * i + 1) if name == "synthqa" else f"Once upon a time {name} {i}. " * 3
                 )
                 file.write(json.dumps({"text": text, "src": name}) + "\n")
-    training_data.prepare(source, out, TINY.vocab_size, CONFIG.seq_len)
+    return source
+
+
+@pytest.fixture(scope="module")
+def prepared(shards, tmp_path_factory):
+    """The packed windows of the corpus."""
+    out = tmp_path_factory.mktemp("run")
+    training_data.prepare(shards, out, TINY.vocab_size, CONFIG.seq_len)
     return out
 
 
@@ -78,6 +86,19 @@ def test_question_windows_begin_with_a_question(prepared):
     ids = np.load(prepared / "synthqa.ids.npy")
     assert ids.shape[1] == CONFIG.seq_len + 1
     assert all(tokenizer.decode(row.tolist()).startswith("Tom") for row in ids)
+
+
+def test_a_model_can_take_the_tokenizer_of_another(shards, prepared, tmp_path):
+    other = training_data.train_tokenizer(iter(["Tom has pears and plums. "] * 9), TINY.vocab_size)
+    path = tmp_path / "tokenizer.json"
+    size = other.get_vocab_size()
+    other.save(str(path))
+    training_data.prepare(shards, tmp_path / "run", size, CONFIG.seq_len, tokenizer_source=path)
+    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == path.read_bytes()
+    ids = np.load(tmp_path / "run" / "synthqa.ids.npy")
+    assert other.decode(ids[0].tolist()).startswith("Tom")
+    with pytest.raises(ValueError, match=f"has {size} tokens, the model {size + 1}"):
+        training_data.prepare(shards, tmp_path / "refused", size + 1, CONFIG.seq_len, tokenizer_source=path)
 
 
 def test_sampler_resumes_and_visits_every_window(prepared):
@@ -139,8 +160,9 @@ def test_threads_follow_what_others_leave_free(tmp_path):
     assert read_cpu_times(tmp_path / "none") is None
 
 
-def test_training_lowers_the_loss_and_exports(prepared, tmp_path):
-    trainer = Trainer(copy_run(prepared, tmp_path / "run"), TINY, CONFIG)
+@pytest.mark.parametrize("config", [TINY, TINY_MIXTRAL])
+def test_training_lowers_the_loss_and_exports(prepared, tmp_path, config):
+    trainer = Trainer(copy_run(prepared, tmp_path / "run"), config, CONFIG)
     run(trainer, Schedule(warmup_steps=2, total_steps=30))
     records = [json.loads(line) for line in (trainer.folder / "log.jsonl").read_text().splitlines()]
     assert records[-1]["loss"] < records[0]["loss"] - 1
@@ -152,6 +174,7 @@ def test_training_lowers_the_loss_and_exports(prepared, tmp_path):
         AutoTokenizer.from_pretrained(tmp_path / "model"),
     )
     assert model.dtype == torch.bfloat16
+    assert config_from_transformers(model.config) == config
     text = "Once upon a time tinystories 3.\n 12"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     prompt = tokenizer.apply_chat_template(
@@ -164,9 +187,18 @@ def test_training_lowers_the_loss_and_exports(prepared, tmp_path):
 def test_checkpoint_of_another_model_is_refused(prepared, tmp_path):
     folder = copy_run(prepared, tmp_path / "run")
     Trainer(folder, TINY, CONFIG).save()
-    other = ModelConfig(**(TINY.to_dict() | {"num_experts": 8}))
-    with pytest.raises(ValueError, match="other sizes"):
-        Trainer(folder, other, CONFIG).resume()
+    for other in (ModelConfig(**(TINY.to_dict() | {"num_experts": 8})), TINY_MIXTRAL):
+        with pytest.raises(ValueError, match="other sizes"):
+            Trainer(folder, other, CONFIG).resume()
+
+
+def test_checkpoint_from_before_a_setting_existed_has_its_default(prepared, tmp_path):
+    trainer = Trainer(copy_run(prepared, tmp_path / "run"), TINY, CONFIG)
+    trainer.save()
+    state = load_checkpoint(trainer.checkpoint_path)
+    assert state["model_config"].pop("attention_bias") == TINY.attention_bias
+    save_checkpoint(trainer.checkpoint_path, state)
+    assert trainer.resume()
 
 
 def test_checkpoint_survives_a_failed_write(tmp_path):
