@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
-from smoe.expert import LOW
 from smoe.policy.answers import AnswerCosts, choose
 from smoe.policy.misses import missing_experts
 from smoe.policy.plan import HOST, Serve
 from smoe.policy.prices import Answer, PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget
-from smoe.policy.residency import ExpertsAtHand, SlotTable
+from smoe.policy.residency import ExpertsAtHand, LowCopiesHere, SlotTable
 from smoe.policy.rows import real_rows
 from smoe.policy.substitution import Selection, applied
 from smoe.routing import Routing
@@ -68,8 +67,7 @@ class Answering:
             self._begin_step(routing)
         self._layer = routing.layer
         layer, budget = routing.layer, self._budget
-        low_here = {key[1] for key in table.ready if key[0] == layer and key[2] == LOW} if table.has_low else ()
-        missing = missing_experts(routing, ExpertsAtHand(layer, table), low_here)
+        missing = missing_experts(routing, ExpertsAtHand(layer, table), LowCopiesHere(layer, table))
         limit = budget.limit if isinstance(budget, QualityBudget) else inf
         top_k = len(routing.top_k_index[0])
         chosen = choose(missing, costs, self._prices.layers[layer], budget.rate, top_k, limit)

@@ -213,3 +213,16 @@ class ExpertsUnderWay(ExpertsAtHand):
 
     def _has(self, key: object) -> bool:
         return key in self._table.inflight
+
+
+class LowCopiesHere:
+    """The experts of one layer whose low copies are ready, as a set to ask."""
+
+    __slots__ = ("_layer", "_ready")
+
+    def __init__(self, layer: int, table: SlotTable) -> None:
+        self._layer = layer
+        self._ready = table.ready
+
+    def __contains__(self, expert: object) -> bool:
+        return (self._layer, expert, LOW) in self._ready
