@@ -29,6 +29,8 @@ import torch
 import transformers
 
 from smoe import from_pretrained
+from smoe.expert import LOW
+from smoe.policy.answering import Answering
 from smoe.policy.answers import AnswerCosts, choose
 from smoe.policy.balance import Balance, Costs
 from smoe.policy.eviction.lru import LRU
@@ -38,9 +40,12 @@ from smoe.policy.plan_prefetch import plan_prefetch
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import plan_layer
 from smoe.policy.prediction import Prediction
-from smoe.policy.prices import LayerPrices
+from smoe.policy.prices import LayerPrices, PriceTable
+from smoe.policy.quality_budget import QualityBudget
+from smoe.policy.registry import EvictionSettings, make_eviction_for
 from smoe.policy.residency import ExpertsAtHand, PoolSize, SlotTable
 from smoe.policy.rows import observation
+from smoe.policy.step import EXACT_SWITCHES, decide
 from smoe.policy.substitution import applied, substitute
 from smoe.routing import Phase, Routing
 
@@ -57,6 +62,8 @@ def main() -> None:
     results: dict[str, Any] = {f"plan_layer_us_{name}": us for name, us in plan_costs(repeats).items()}
     results |= prefetch_costs(repeats)
     results |= answer_costs(repeats)
+    results["decision_with_answers_us"] = decision_cost(None, repeats)
+    results["decision_with_answers_us_beside_cpu"] = decision_cost(1.2e-3, repeats)
     results |= layer_costs(repeats)
     for name, value in results.items():
         print(f"{name:<44}{value:>10.1f}")
@@ -126,6 +133,26 @@ def answer_costs(repeats: int) -> dict[str, float]:
         )
         for count, host in cases
     }
+
+
+def decision_cost(host: float | None, repeats: int) -> float:
+    """Median microseconds of a whole decision at batch 1, a third of the experts resident and a sixth of the low
+    copies: answers within 0.01 nats a token, statistics and plan."""
+    sizes = PoolSize(EXPERTS * LAYERS // 3, 8), PoolSize(EXPERTS * LAYERS // 6, 8, form=LOW)
+    table, chance = SlotTable(*sizes), random.Random(0)
+    eviction = make_eviction_for(EvictionSettings("lru"), sizes, dict.fromkeys(range(LAYERS), EXPERTS))
+    prices = PriceTable(dict.fromkeys(range(LAYERS), LayerPrices(1e-4, 2e-3, 3e-3)))
+    answering, costs = Answering(prices, QualityBudget(0.01, 10.0)), AnswerCosts(1e-3, 2.8e-4, host, 2e-4)
+    seconds: list[float] = []
+    for step in range(repeats * 4):
+        routing = _routing(step % LAYERS, 1, chance)
+        started = perf_counter()
+        plan = decide(
+            routing, table, eviction, 1, EXACT_SWITCHES, answer=lambda given, of: answering.answer(given, of, costs)
+        ).plan
+        seconds.append(perf_counter() - started)
+        carry_out(plan, table, eviction)
+    return statistics.median(seconds[repeats:]) * 1e6
 
 
 def _answer_cost(count: int, costs: AnswerCosts, prices: LayerPrices, repeats: int) -> float:

@@ -28,7 +28,7 @@ from smoe.kernels.threads import threads
 from smoe.memory.reading_threads import Ticket
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.importance import scaled
+from smoe.policy.importance import Thresholds, scaled
 from smoe.policy.plan import DEVICE, LayerPlan
 from smoe.policy.plan_prefetch import has_prefetch_slots, plan_prefetch, plan_upgrades
 from smoe.policy.planner import layer_shares
@@ -46,6 +46,11 @@ from smoe.runtime.rerouting import EXACTLY, Scored, Substitution, with_substitut
 
 _SHADOWS = 8
 """Layers whose loads may be over only after the host has gone on: no more are kept in mind."""
+
+
+_GUESSED = Thresholds(low=0.0)
+"""Where misses are answered within a budget, what is guessed comes as low copies but for a token's first expert: a wrong
+guess costs a quarter, and most would be answered so anyway."""
 
 
 class LayerExecutor:
@@ -107,9 +112,12 @@ class LayerExecutor:
     def substitute_by(self, substitution: Substitution) -> None:
         """From now on missing low-score experts are replaced, or not, as `substitution` says."""
         self.substitution = substitution
+        thresholds = substitution.switches.thresholds
+        if self.answerer is not None and self.table.has_low:
+            thresholds = _GUESSED
         for predictor in self._hearing:
             predictor.alpha = substitution.switches.alpha
-            predictor.thresholds = substitution.switches.thresholds
+            predictor.thresholds = thresholds
 
     @contextmanager
     def by_low_copies(self) -> Iterator[None]:
