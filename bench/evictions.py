@@ -24,7 +24,7 @@ from smoe.policy.eviction.belady import Belady
 from smoe.policy.registry import SCORED_EVICTION, make_eviction
 from smoe.policy.rows import observation
 from smoe.routing import Phase, Routing
-from smoe.simulator.replay import replay
+from smoe.simulator.replay import first_passes, replay
 from smoe.trace.file import Trace
 from smoe.trace.record import TraceHeader
 
@@ -44,8 +44,8 @@ def main() -> None:
         + "   auto against best"
     )
     for path in [*options.traces, None]:
-        plain = _first(Trace(path).routings(), options.steps) if path else _random(shape, options.steps)
-        scored = _first(Trace(path).routings(with_scores=True), options.steps) if path else plain
+        plain = first_passes(Trace(path).routings(), options.steps) if path else _random(shape, options.steps)
+        scored = first_passes(Trace(path).routings(with_scores=True), options.steps) if path else plain
         name, experts = (path.stem, Trace(path).header.experts) if path else ("random", shape.experts)
         for share in shares:
             rows.append({"trace": name, "resident_share": share} | measure(plain, scored, int(experts * share)))
@@ -81,17 +81,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1200, help="of each trace, from its beginning")
     parser.add_argument("--out", type=Path, help="the result as a file, too")
     return parser.parse_args()
-
-
-def _first(routings: Sequence[Routing], steps: int) -> list[Routing]:
-    """The routings of the first passes, in memory: every policy reads them again."""
-    found: list[Routing] = []
-    for routing in routings:
-        steps -= bool(found) and routing.layer <= found[-1].layer
-        if steps < 1:
-            break
-        found.append(routing)
-    return found
 
 
 def _random(shape: TraceHeader, steps: int) -> list[Routing]:
