@@ -49,7 +49,7 @@ _SHADOWS = 8
 
 
 _GUESSED = Thresholds(low=0.0)
-"""Where misses are answered within a budget, what is guessed comes as low copies but for a token's first expert: a wrong
+"""Where misses are answered within a budget, guesses come as low copies but for a token's first expert: a wrong
 guess costs a quarter, and most would be answered so anyway."""
 
 
