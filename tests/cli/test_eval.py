@@ -41,6 +41,15 @@ def test_the_table_fits_an_ordinary_terminal(capsys):
     assert " ".join(lines[2].split()) == ("0.35 59874.14 -12..+1230 12.3456 100.0 100.0 -100..+100 100.0 100.0 12,346")
 
 
+def test_the_table_fits_with_two_precisions(capsys):
+    blocks = {"tokens": 1280, "block_nats": [64 * 2.8] * 20, "block_tokens": [64] * 20, "right": [True] * 20}
+    quality = Quality(0.0, **blocks, kl=0.0004, median_seconds=0.0136, precision="int8", low="int2 above 0.8")
+    print_table([Price(quality, Change(0.0, -0.002, 0.001), Change(0.0, -0.01, 0.01))])
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= 80 and " ".join(lines[2].split()).startswith("int8+int2 16.44 -0.2..+0.1 0.0004")
+    assert "…" not in "".join(lines)
+
+
 def test_eval_goes_on_and_says_when_it_cannot(run, checkpoint, text, tmp_path):
     common = ("eval", checkpoint, "--memory", "2700KiB", "--context", 128, "--text", text, "--out", tmp_path / "out")
     first = run(*common, "--alphas", "0", "--tokens", 40)

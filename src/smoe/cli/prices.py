@@ -18,7 +18,7 @@ from smoe.errors import ConfigError
 from smoe.eval.paired_bootstrap import Change
 from smoe.eval.price import RESULTS, Price, sweep
 from smoe.eval.questions import Question, Questions, fitting, read_questions
-from smoe.eval.stepwise import EXACT, Exam, Numbers, numbers_of
+from smoe.eval.stepwise import EXACT, Exam, Numbers, Quality, numbers_of
 from smoe.eval.texts import read_documents
 from smoe.presets import without_low_copies
 
@@ -260,7 +260,7 @@ def print_table(prices: list[Price]) -> None:
 def _row(price: Price) -> list[str]:
     quality = price.quality
     return [
-        f"{quality.numbers} {quality.alpha:g}".lstrip(),
+        _label(quality),
         f"{quality.perplexity:.2f}",
         _interval(None if price.is_base else price.perplexity, price.has_enough_tokens),
         f"{quality.kl:.4f}",
@@ -271,6 +271,12 @@ def _row(price: Price) -> list[str]:
         f"{100 * quality.hit_ratio:.1f}",
         _milliseconds(quality.median_seconds),
     ]
+
+
+def _label(quality: Quality) -> str:
+    """What was measured; beside low copies an alpha of 0 goes without saying, as the table would be too wide."""
+    numbers = str(quality.numbers)
+    return numbers if quality.low and not quality.alpha else f"{numbers} {quality.alpha:g}".lstrip()
 
 
 def _interval(change: Change | None, is_enough: bool) -> str:
