@@ -43,7 +43,8 @@ def test_the_table_fits_an_ordinary_terminal(capsys):
 
 def test_the_table_fits_with_two_precisions(capsys):
     blocks = {"tokens": 1280, "block_nats": [64 * 2.8] * 20, "block_tokens": [64] * 20, "right": [True] * 20}
-    quality = Quality(0.0, **blocks, kl=0.0004, median_seconds=0.0136, precision="int8", low="int2 above 0.8")
+    served = {"precision": "int8", "low": "int2 above 0.8", "hit_ratio": 0.858, "low_served": 0.07}
+    quality = Quality(0.0, **blocks, kl=0.0004, median_seconds=0.0136, top1_agreement=0.987, **served)
     print_table([Price(quality, Change(0.0, -0.002, 0.001), Change(0.0, -0.01, 0.01))])
     lines = capsys.readouterr().err.splitlines()
     assert max(map(len, lines)) <= 80 and " ".join(lines[2].split()).startswith("int8+int2 16.44 -0.2..+0.1 0.0004")

@@ -15,6 +15,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeRMSNorm
 
 from smoe import from_pretrained
 from smoe.cli import session
+from smoe.expert import EXACT
 from smoe.fastpath import attention
 from smoe.memory.movers import Filler
 from smoe.models import kv_cache
@@ -69,10 +70,10 @@ def test_one_wrong_bit_on_the_way_to_a_slot_is_found(run, checkpoint, monkeypatc
     """Experts 0 and 1 of layer 0 are what the load-time proof looks at, so the wrong one is elsewhere."""
     fill = Filler.fill
 
-    def flip_one_bit(self, layer, expert, buffer, between):
-        came = fill(self, layer, expert, buffer, between)
-        if (layer, expert) == (2, 5):
-            place = self._store.placement(layer, expert).parts["down_proj"] + 3
+    def flip_one_bit(self, key, buffer, between):
+        came = fill(self, key, buffer, between)
+        if key == (2, 5, EXACT):
+            place = self._stores[EXACT].placement(2, 5).parts["down_proj"] + 3
             buffer[place] ^= 0x20
         return came
 
