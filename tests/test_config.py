@@ -53,7 +53,8 @@ def test_the_depth_of_a_prefetch_has_bounds(depth: Any) -> None:
 def test_a_depth_without_the_prefetch_that_has_one_is_refused(preset: str) -> None:
     """Whatever the preset prefetches; would catch a depth that is silently without effect."""
     refusal = "`prefetch_depth` belongs to `prefetch` stacked-gates; add that"
-    for switches in ({}, {"prefetch": "look-ahead"}, {"prefetch": "auto"}):
+    has_one = PRESETS[preset].get("prefetch") == "stacked-gates"
+    for switches in ({"prefetch": "none"} if has_one else {}, {"prefetch": "look-ahead"}, {"prefetch": "auto"}):
         with pytest.raises(ConfigError, match=refusal) as error:
             configure(preset, prefetch_depth=3, **switches)
         assert error.value.facts["given"] == 3

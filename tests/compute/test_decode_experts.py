@@ -153,3 +153,26 @@ def test_more_experts_or_tokens_than_the_kernel_takes_at_once(tokens: int, pool:
     for way in ways:
         way.compute(0, [weights[n % 8] for n in range(len(routes))])
     assert torch.equal(ways[0].total(), ways[1].total())
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_each_copy_is_computed_by_its_own_arithmetic(tokens: int) -> None:
+    """By operations; copies of two formats in turn, and two of one beside each other."""
+
+    def math_that(scales: float) -> Any:
+        def each(x: torch.Tensor, weights: list[Weights], out: torch.Tensor) -> None:
+            forward_each(x, weights, out)
+            out *= scales
+
+        return SimpleNamespace(kernel=None, forward=lambda x, one: forward(x, one) * scales, forward_each=each)
+
+    kinds, weights = [math_that(1), math_that(-2)], some_weights(4)
+    maths = [kinds[n] for n in (0, 1, 1, 0)]
+    hidden, gains = torch.randn(tokens, HIDDEN).bfloat16(), torch.rand(tokens, 4)
+    routes = [[4 * token + n for token in range(tokens)] for n in range(4)]
+    run = decode_experts(maths, None, hidden, gains, routes, range(4))
+    run.compute(0, weights)
+    expected = torch.zeros_like(hidden)
+    for n, scales in enumerate((1, -2, -2, 1)):
+        expected += (forward(hidden, weights[n]) * scales * gains[:, n : n + 1]).bfloat16()
+    assert torch.equal(run.total(), expected)

@@ -154,6 +154,18 @@ def test_low_copies_by_hand() -> None:
     assert ledger.sizes == [(80, 4 * 4096), (80, 4096)]
 
 
+def test_no_byte_more_is_less_room() -> None:
+    """Byte by byte, with slots of a few bytes: would catch low copies whose next slot costs the others one."""
+    low = (SlotClass(5, 2, 40, (0, 1), LOW),)
+    demand = Demand(100, 10, 10, (SlotClass(17, 2, 20, (0,)), SlotClass(11, 2, 20, (1,))), low=low, low_share=0.3)
+    before: tuple[int, ...] = (0, 0, 0)
+    for budget in range(minimum_bytes(demand), full_bytes(demand) + 1):
+        cache = tuple(pool.cache for pool in allocate(budget, demand).pools)
+        assert all(old <= new for old, new in zip(before, cache, strict=True)), (budget, before, cache)
+        before = cache
+    assert before[:2] == (20, 20)
+
+
 def alone(slot_bytes: int, layers: int) -> dict[int, SlotClass]:
     return {layer: SlotClass(slot_bytes + layer, 2 + layer, 8) for layer in range(layers)}
 
