@@ -130,8 +130,8 @@ class Engine:
             return cache
 
     def use_alpha(self, alpha: float) -> None:
-        """Substitute by another threshold from now on, from a cold cache and with counters at zero. Raises `ConfigError`
-        where the model was loaded without scores (no `alpha`, and an eviction that needs none)."""
+        """Substitute by another threshold from now on, from a cold cache and with counters at zero. Raises
+        `ConfigError` where the model was loaded without scores (no `alpha`, and an eviction that needs none)."""
         if alpha > 0 and not self.rules:
             raise ConfigError(
                 "load the model with an alpha above 0, or with `eviction` score, to substitute experts",
@@ -190,8 +190,8 @@ class Engine:
         return "torch" if pool is None else "native" if pool.own_order is None else "own-order"
 
     def cancel(self) -> bool:
-        """End the running request, from any thread: at its next layer it raises `GenerationCancelledError`. Requests that
-        wait for their turn have it next. False where nothing was running."""
+        """End the running request, from any thread: at its next layer it raises `GenerationCancelledError`. Requests
+        that wait for their turn have it next. False where nothing was running."""
         return self._turns.cancel("this request was cancelled by model.offload.cancel()")
 
     def close(self, timeout_seconds: float | None = None) -> None:
