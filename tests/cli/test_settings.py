@@ -34,6 +34,7 @@ GIVEN = {
     "share_substitutes": ("false", False),
     "substitute_weights": ("inherited", "inherited"),
     "substitutes": ("drop", "drop"),
+    "tpot_seconds": ("0.08", 0.08),
     "turn_timeout_seconds": ("1.5", 1.5),
 }
 
@@ -69,7 +70,7 @@ def test_a_predictor_and_how_far_it_looks_are_given_together() -> None:
         (["memory_bytes=3"], "use --memory"),
         (["prefill_kep=eviction"], "knows no 'prefill_kep'; did you mean prefill_keep? --set help lists all names"),
         (["evicton=lru"], "did you mean --eviction? --set help lists all names"),
-        (["nonsense=1"], r"knows no 'nonsense'; the closest name is \w+; --set help lists all names"),
+        (["xyzzy=1"], r"knows no 'xyzzy'; the closest name is \w+; --set help lists all names"),
         (["=1"], "--set is '=1'; it must be NAME=VALUE"),
         ([""], "--set is ''; it must be NAME=VALUE"),
         (["io_threads=two"], "`io_threads` is 'two'; it must be a whole number from 1 to 64"),

@@ -280,7 +280,7 @@ def test_what_costs_too_much_is_not_chosen(run, checkpoint, priced_text, monkeyp
         (("--max-perplexity-increase", "1"), "means 100%; give at most 50%, such as 1%"),
         (("--max-perplexity-increase", "1%", "--tpot", "40ms"), "both choose alpha"),
         (("--max-perplexity-increase", "1%", "--tokens", 30), "--tokens is 30; it must be at least 640"),
-        (("--max-perplexity-increase", "1%", "--alpha", 0.2), "sets alpha itself"),
+        (("--max-perplexity-increase", "1%", "--alpha", 0.2), "does not go with --alpha"),
         (("--tokens", 800), "belongs to --max-perplexity-increase"),
         (("--out", "results"), "belongs to --max-perplexity-increase"),
     ],

@@ -42,6 +42,7 @@ SETTABLE: dict[str, str] = {
     "share_substitutes": "In a batch, prefer substitutes that serve several of its sequences.",
     "substitute_weights": "What a substitute weighs: by its own score, or what the missing one would.",
     "substitutes": "What becomes of a missing low-score expert with --alpha.",
+    "tpot_seconds": "Answer misses within so many seconds a token (generate: --tpot).",
     "turn_timeout_seconds": "How long a request waits for another thread's to end.",
 }
 """Settings without an option, and what they mean in a line."""
@@ -53,6 +54,7 @@ _LEFT_OUT = {
     "prefetch_depth": str(DEFAULT_PREFETCH_DEPTH),
     "prefetch_trial": "true with --prefetch auto, else false",
     "preload": "true where the budget holds every expert",
+    "tpot_seconds": "no bound",
     "turn_timeout_seconds": "as long as it takes",
 }
 """What stands for a default of None."""
