@@ -59,7 +59,8 @@ def test_the_link_takes_the_profiles_time_for_every_byte(clock: Clock) -> None:
     assert torch.equal(source, target)
     assert turns == [True, True], "something urgent may pass after every chunk"
     assert clock.now - began == pytest.approx(5 * PROFILE.link_seconds(nbytes), abs=NEAR)
-    assert list(link.measured()) == [pytest.approx(PROFILE.link_seconds(nbytes), abs=NEAR)]
+    ((seconds, copied),) = link.measured()
+    assert (seconds, copied) == (pytest.approx(PROFILE.link_seconds(nbytes), abs=NEAR), nbytes)
     assert list(link.measured()) == []
 
 

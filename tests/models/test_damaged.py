@@ -92,7 +92,7 @@ def test_an_expert_that_nobody_asks_for_may_be_anything(toy: Toy, open_model: Op
     model = open_model(folder, "minimum", prefetch="none")
     used: set[tuple[int, int]] = set()
     fill = model.offload._transfers._mover._filler.fill
-    model.offload._transfers._mover._filler.fill = lambda *load: (used.add(load[:2]), fill(*load))[1]
+    model.offload._transfers._mover._filler.fill = lambda *load: (used.add(load[0][:2]), fill(*load))[1]
     expected = model(prompt).logits
     layer, expert = next((n, e) for n in range(4) for e in range(2, zoo.EXPERTS) if (n, e) not in used)
     copy = copy_of(folder, tmp_path)

@@ -278,17 +278,17 @@ def test_in_a_large_batch_a_token_without_substitutes_keeps_its_heaviest() -> No
 def test_by_hand() -> None:
     """Loads of 4 s, low ones of 1 s; 10 s a nat. The heavy expert is worth its own copy, the middle one a low copy, the
     light one nothing."""
-    price = LayerPrices(low=1.0, substitute=2.0, skip=3.0)
+    price = LayerPrices(low=1.0, substitute=2.5, skip=24.0)
     missing = [
-        Missing(5, [Route(0, 0, 0.7)]),  # high 4, low 1 + 4.9, skip 14.7
-        Missing(6, [Route(0, 1, 0.25, 9, 0.5)]),  # high 4, low 1 + 0.625, substitute 1.875
-        Missing(7, [Route(0, 2, 0.05, 8, 0.0)]),  # substitute 0.05
+        Missing(5, [Route(0, 0, 0.7)]),  # high 4, low 1 + 4.9, skip 98
+        Missing(6, [Route(0, 1, 0.25, 9, 0.5)]),  # high 4, low 1 + 0.625, substitute 1.95, skip 7.5
+        Missing(7, [Route(0, 2, 0.05, 8, 0.0)]),  # substitute 0.125, skip 0.134
     ]
     chosen = choose(missing, AnswerCosts(4.0, 1.0), price, 10.0, 8)
     assert chosen.served == {5: HIGH, 6: LOW}
     assert chosen.replacements == [Replacement(0, 2, 7, 8)]
     assert chosen.seconds == 5.0
-    assert chosen.nats == pytest.approx(0.0625 + 0.005)
+    assert chosen.nats == pytest.approx(0.0625 + 0.0125)
     beside_a_cpu = choose(missing, AnswerCosts(4.0, 1.0, 6.0, 3.0), price, 10.0, 8)
     assert beside_a_cpu.served == {5: HOST, 6: LOW, 7: LOW}, "5 s of the link hide behind 6 s of the CPU"
     assert beside_a_cpu.seconds == 6.0
@@ -300,7 +300,7 @@ def test_nothing_missing_costs_nothing() -> None:
 
 def test_the_queue_counts_only_where_something_is_loaded() -> None:
     missing = [Missing(0, [Route(0, 0, 0.5)], low_is_here=True)]
-    chosen = choose(missing, AnswerCosts(1.0, 0.3, under_way=5.0), LayerPrices(1.0, 1.0, 1.0), 1.0, 2)
+    chosen = choose(missing, AnswerCosts(1.0, 0.3, under_way=5.0), LayerPrices(0.5, 1.0, 1.0), 1.0, 2)
     assert (chosen.served, chosen.seconds) == ({0: LOW}, 0.0)
 
 
@@ -318,7 +318,7 @@ def test_of_two_alike_one_hides_behind_the_cpu() -> None:
     chosen = choose(missing, AnswerCosts(4.0, 2.0, 2.0), LayerPrices(0.125, 1.0, 1.0), 16.0, 8)
     assert sorted(chosen.served.values(), key=str) == [HOST, LOW]
     assert len(chosen.replacements) == 1
-    assert (chosen.seconds, chosen.nats) == (2.0, 0.0625 + 0.0078125)
+    assert (chosen.seconds, chosen.nats) == (2.0, 0.03125 + 0.0078125)
 
 
 @pytest.mark.parametrize("host", [None, 1.0])
