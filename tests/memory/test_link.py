@@ -208,9 +208,8 @@ def test_a_copy_s_time_is_its_own(streams: FakeStreams, link: CudaLink, two_read
     streams.advance(50.0)
     streams.finish_computing()
     wait_over_pumping(streams, first, second)
-    assert [seconds for seconds, _ in (measured := list(link.measured()))] == [
-        pytest.approx(CHUNKS * MS_PER_CHUNK / 1e3)
-    ] * 2
+    measured = list(link.measured())
+    assert [seconds for seconds, _ in measured] == [pytest.approx(CHUNKS * MS_PER_CHUNK / 1e3)] * 2
     assert len({nbytes for _, nbytes in measured}) == 1 and measured[0][1] > 0
     assert list(link.measured()) == []
 
