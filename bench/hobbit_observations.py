@@ -111,7 +111,7 @@ def _similarity(routers: list[nn.Module], inputs: list[torch.Tensor]) -> dict[st
         for layer in range(len(inputs) - ahead):
             here, there = inputs[layer], inputs[layer + ahead]
             values["cosine"].append(float(nn.functional.cosine_similarity(here, there, dim=-1).mean()))
-            weight = routers[layer + ahead].weight.float()
+            weight = routers[layer + ahead].get_parameter("weight").float()
             guess, truth = here @ weight.T, there @ weight.T
             values["top_1"].append(float((guess.argmax(-1) == truth.argmax(-1)).float().mean()))
         found[str(ahead)] = {name: float(np.mean(of)) for name, of in values.items()}

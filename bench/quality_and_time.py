@@ -31,6 +31,8 @@ BLOCK = 16
 """Tokens that are resampled together."""
 TEXT = Path(__file__).parent.parent / "src" / "smoe" / "demo" / "stories.jsonl"
 
+_COLOURS = {"smoe": "C0", "hobbit": "C1", "balanced": "C2", "hobbit-exact": "C4", "balanced-up": "C5"}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "exact": {},
     "exact lru": {"preset": "lru"},
@@ -199,13 +201,14 @@ def draw(results: list[dict[str, Any]], picture: Path) -> None:
             if family == "exact":
                 panel.axhline(points[0][1], color="0.5", linestyle=":", label="exact")
                 continue
-            panel.plot(*zip(*points, strict=True), marker="o", label=family)
-        panel.set_xscale("symlog", linthresh=1e-4)
-        panel.set_xlabel("divergence from the exact model, nats a token")
+            nats, times = zip(*points, strict=True)
+            panel.plot([1e3 * nat for nat in nats], times, marker="o", label=family, color=_COLOURS.get(family))
+        panel.set_xlim(left=-0.3)
+        panel.set_xlabel("divergence from the exact model, thousandths of a nat a token")
         panel.set_ylabel("ms a token")
         panel.set_ylim(bottom=0)
-        where = result["device"] or f"disk, {result['memory']}"
-        panel.set_title(f"{result['model']}, {where}, batch {result['batch']}")
+        where = result["device"] or f"{result['memory']} of memory"
+        panel.set_title(f"{result['model']} demo, {where}, batch {result['batch']}")
         panel.legend()
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
