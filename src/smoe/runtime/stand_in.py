@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.observer import Routed
 from smoe.runtime.rerouting import EXACTLY, Scored
-
-if TYPE_CHECKING:
-    from smoe.runtime.engine import Engine
 
 
 class LayerExperts(NamedTuple):
@@ -58,8 +55,14 @@ def as_routed(experts: LayerExperts) -> torch.Tensor:
     return experts.own(experts.heard.top_k_index, experts.heard.top_k_weights)
 
 
+class Answering(Protocol):
+    """What asks a stand-in: an engine."""
+
+    stand_in: StandIn
+
+
 @contextmanager
-def answered_by(engine: Engine, stand_in: StandIn) -> Iterator[None]:
+def answered_by(engine: Answering, stand_in: StandIn) -> Iterator[None]:
     """Inside, `stand_in` says what the experts of every layer give, and nothing else is replaced or left out; observers
     hear that as their output."""
     executor = engine.executor
