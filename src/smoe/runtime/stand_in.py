@@ -55,14 +55,15 @@ def as_routed(experts: LayerExperts) -> torch.Tensor:
     return experts.own(experts.heard.top_k_index, experts.heard.top_k_weights)
 
 
-class Answering(Protocol):
+class Asking(Protocol):
     """What asks a stand-in: an engine."""
 
     stand_in: StandIn
+    executor: LayerExecutor
 
 
 @contextmanager
-def answered_by(engine: Answering, stand_in: StandIn) -> Iterator[None]:
+def answered_by(engine: Asking, stand_in: StandIn) -> Iterator[None]:
     """Inside, `stand_in` says what the experts of every layer give, and nothing else is replaced or left out; observers
     hear that as their output."""
     executor = engine.executor
