@@ -195,9 +195,10 @@ class EngineConfig:
             f"{low} beyond {self.low_threshold:g}": self.has_low and self.low_threshold < 1 and not by_shares,
             f"none beyond {self.skip_threshold:g}": self.skip_threshold < 1 and not by_shares,
             f"low copies meanwhile ({self.low_precision})": self.low_meanwhile,
-            f"answers within {100 * (self.max_perplexity_increase or 0):.3g} % of perplexity": self.prices_answers
-            and self.tpot_seconds is None,
-            f"answers within {self.tpot_seconds} s a token": self.tpot_seconds is not None,
+            f"misses answered for {100 * (self.max_perplexity_increase or 0):.3g} % of perplexity at most": (
+                self.max_perplexity_increase is not None
+            ),
+            f"misses answered for {self.tpot_seconds} s a token": self.tpot_seconds is not None,
             f"activations in {self.activations}": self.activations != BF16,
         }
         return [reason for reason, applies in reasons.items() if applies]

@@ -27,7 +27,7 @@ class Counters:
     top_score_missing: int = 0
     """Routes of decode steps whose expert was top-score and not at hand."""
     substituted: int = 0
-    """Routes served by a substitute, or dropped."""
+    """Routes served by a substitute, or dropped; what is left out within a budget is `skipped`."""
     routes: int = 0
     """Routes of decode steps on which substitution was asked to decide."""
     low_served: int = 0

@@ -136,7 +136,8 @@ def _no_alphas(given: str) -> ConfigError:
 
 def _usual_thresholds(config: EngineConfig) -> list[float]:
     """Where nobody names any: substitution from nothing to 0.6; low copies by themselves, at their own thresholds."""
-    return [0.0] if config.has_low or config.skip_threshold < 1 else [n / 10 for n in range(7)]
+    by_importance = config.has_low or config.skip_threshold < 1
+    return [0.0] if by_importance or config.prices_answers else [n / 10 for n in range(7)]
 
 
 def _thresholds(given: str) -> list[float]:

@@ -111,6 +111,9 @@ def _seconds(tpot: str | None, engine: EngineOptions) -> float | None:
     """The time per token that was asked for; it chooses alpha, so it cannot stand beside one."""
     from smoe.units import parse_seconds
 
+    if tpot is not None and engine.max_perplexity_increase is not None:
+        message = "--tpot and --max-perplexity-increase are two budgets; give one of them"
+        raise ConfigError(message, setting="tpot", given=tpot, allowed="only without `max_perplexity_increase`")
     if tpot is not None and engine.alpha is not None:
         message = "--tpot chooses alpha; give one of --tpot and --alpha"
         raise ConfigError(message, setting="alpha", given=engine.alpha, allowed="only without `tpot`")

@@ -252,9 +252,7 @@ class EngineOptions:
                 else None
             ),
             max_perplexity_increase=(
-                parse_share(self.max_perplexity_increase, "max_perplexity_increase")
-                if self.max_perplexity_increase is not None
-                else None
+                None if self.max_perplexity_increase is None else perplexity_share(self.max_perplexity_increase)
             ),
             low_meanwhile=self.low_meanwhile or None,
             upgrade=self.upgrade or None,
@@ -277,6 +275,8 @@ class EngineOptions:
         return "smoe" if self.alpha else "exact"
 
 
+MOST_INCREASE = 0.5
+"""Of perplexity; who asks for more has left out the per cent sign."""
 _AS_GIVEN = (
     "threads",
     "dtype",
@@ -323,6 +323,20 @@ def substituting(options: EngineOptions, sequences: int = 1) -> EngineConfig:
         options = replace(options, preset="smoe")
     config = replace(options.config(sequences), alpha_as_priced=False)
     return config if config.alpha > 0 else replace(config, alpha=DEFAULT_ALPHA)
+
+
+def perplexity_share(given: str) -> float:
+    """An increase of perplexity as it is written, such as 1%, as a share."""
+    allowed = parse_share(given, "max_perplexity_increase")
+    if allowed > MOST_INCREASE:
+        raise ConfigError(
+            f"--max-perplexity-increase {given} means {allowed:.0%}; give at most {MOST_INCREASE:.0%}, such as 1% or "
+            "0.01",
+            setting="max_perplexity_increase",
+            given=given,
+            allowed=f"a share above 0 and at most {MOST_INCREASE:.0%}",
+        )
+    return allowed
 
 
 def check_text(text: str, source: str) -> None:

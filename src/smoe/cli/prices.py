@@ -116,7 +116,16 @@ def _measure(
     harness = _harness(material) if material.tasks else None
     has_questions = harness is None and most > 0 and (material.questions is not None or model == "demo")
     asked = read_questions(material.questions)[:most] if has_questions else []
-    config = replace(substituting(options), alpha=max(thresholds))  # so that the router's rule is proven
+    config = options.config()
+    if not config.prices_answers:
+        config = replace(substituting(options), alpha=max(thresholds))  # so that the router's rule is proven
+    elif thresholds != [0.0]:
+        raise ConfigError(
+            "within a budget every miss has its own answer, and no alpha decides: leave --alphas out",
+            setting="alphas",
+            given=",".join(map(str, thresholds)),
+            allowed="0 beside `max_perplexity_increase`",
+        )
     tokenizer = tokenizer_of(model, options.revision)
     prices: list[Price] = []
     found: dict[str, Any] = {}
@@ -147,7 +156,7 @@ def _measure(
 def _in_turn(config: EngineConfig, thresholds: list[float]) -> list[tuple[EngineConfig, list[float]]]:
     """What is measured at which thresholds: the model itself first, which all else is compared with; then one choice
     of fewer bits after the other, so that each one's share is seen."""
-    whole = without_low_copies(config)
+    whole = replace(without_low_copies(config), max_perplexity_increase=None, tpot_seconds=None)
     plain = replace(whole, activations=EXACT.activations)
     steps = list(dict.fromkeys([replace(plain, precision=EXACT.precision), plain, whole, config]))
     return [*((step, [0.0]) for step in steps[:-1]), (steps[-1], thresholds)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from smoe.cli.options import Debug, EngineOptions, Json, Model, substituting
+from smoe.cli.options import Debug, EngineOptions, Json, Model, perplexity_share, substituting
 from smoe.cli.tune_cache import STEPS, tune_cache
 from smoe.cli.tune_shares import TOKENS, tune_shares
 from smoe.errors import ConfigError
@@ -43,8 +43,6 @@ smoe eval ./my-moe --memory 8GiB says what a threshold costs in full.
 
 ALPHAS = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
 _PRICED_TOKENS = 2000
-_MOST_ALLOWED = 0.5
-"""Who asks for more has left out the per cent sign."""
 _LEAST_PRICED_TOKENS = 640
 """Ten blocks: fewer say nothing about the uncertainty."""
 
@@ -166,21 +164,10 @@ def _check_alone(measurement: str, given: dict[str, Any], *its_own: str) -> None
 
 def _allowed(given: str, tpot: str | None) -> float:
     """The increase of perplexity that is asked for, as a share."""
-    from smoe.units import parse_share
-
     if tpot is not None:
         message = "--tpot and --max-perplexity-increase both choose alpha; give one of them"
         raise ConfigError(message, setting="tpot", given=tpot, allowed="only without `max_perplexity_increase`")
-    allowed = parse_share(given, "max_perplexity_increase")
-    if allowed > _MOST_ALLOWED:
-        raise ConfigError(
-            f"--max-perplexity-increase {given} means {allowed:.0%}; give at most {_MOST_ALLOWED:.0%}, such as 1% or "
-            "0.01",
-            setting="max_perplexity_increase",
-            given=given,
-            allowed=f"a share above 0 and at most {_MOST_ALLOWED:.0%}",
-        )
-    return allowed
+    return perplexity_share(given)
 
 
 def _price(

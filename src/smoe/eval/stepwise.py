@@ -53,9 +53,14 @@ EXACT = Numbers()
 def numbers_of(config: EngineConfig) -> Numbers:
     """What a configuration serves."""
     parts = []
-    if config.has_low:
+    if config.prices_answers:
+        increase, seconds = config.max_perplexity_increase, config.tpot_seconds
+        bound = f"{seconds:g} s a token" if increase is None else f"{100 * increase:g} % of perplexity"
+        parts = [f"{config.low_precision if config.has_low else 'answers'} within {bound}"]
+        parts += [f"share {config.low_share:g}"] if config.has_low else []
+    elif config.has_low:
         parts = [f"{config.low_precision} above {config.low_threshold:g}", f"share {config.low_share:g}"]
-        parts += [name for name in ("low_meanwhile", "upgrade") if getattr(config, name)]
+    parts += [name for name in ("low_meanwhile", "upgrade") if getattr(config, name)]
     if config.skip_threshold < 1:
         parts.append(f"none above {config.skip_threshold:g}")
     return Numbers(config.precision, config.activations, ", ".join(parts))

@@ -195,10 +195,11 @@ def low_copy_bytes(engine: Engine) -> int:
 
 def low_copy_shares(config: EngineConfig, decode: Counters, low_bytes: int) -> dict[str, float]:
     """Of the expert uses of decode steps, the shares that low copies served and that nobody did, for their little
-    importance; per step, the bytes of low copies loaded on demand, and the upgrades. Empty where importance decides
-    nothing."""
+    importance or price; per step, the bytes of low copies loaded on demand, and the upgrades. Empty where neither
+    decides."""
     uses, steps = decode.decode_uses + decode.skipped, decode.forward_passes
-    if not uses or not steps or (config.low_threshold == 1 and config.skip_threshold == 1):
+    by_importance = config.low_threshold < 1 or config.skip_threshold < 1
+    if not uses or not steps or not (by_importance or config.prices_answers):
         return {}
     return {
         "served": decode.low_served / uses,

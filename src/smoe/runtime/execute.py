@@ -328,7 +328,8 @@ class LayerExecutor:
         counters.low_score += selection.low_score
         counters.low_score_missing += selection.low_score_missing
         counters.top_score_missing += selection.top_score_missing
-        counters.substituted += len(selection.replacements)
+        by_others = [entry for entry in selection.replacements if entry.substitute is not None]
+        counters.substituted += len(selection.replacements if self.answerer is None else by_others)
         counters.prefetches_top_score += sum(
             key[0] == routing.layer and key[1] in selection.top for key in self.table.staged
         )
