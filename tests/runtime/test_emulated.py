@@ -168,7 +168,7 @@ def test_with_all_experts_the_look_ahead_is_the_truth(family: str, toy: Callable
         peeks = predictor.peeks
         predicted = predictor.predict(Sight(plan.layer, hidden, output.clone()))
         if predictor.peeks > peeks:  # else the next gate was asked, which only guesses
-            said.update(predicted)
+            said.update({named.layer: named.experts for named in predicted})
         truth.append((plan.layer, sorted(serve.key[1] for serve in plan.serves)))
         return output
 
