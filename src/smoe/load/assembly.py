@@ -102,7 +102,6 @@ def assemble(
             compute=compute,
             predictors=predictors,
             balancer=balancer,
-            answerer=_answerer(config, budget.prices, stores, transfers, tiers.link, balancer),
             trial=Trial() if _is_on_trial(config) else None,
             upgrades=config.upgrade,
         )
@@ -125,12 +124,20 @@ def assemble(
         _put_behind(model, spec, engine, predictors)
         if isinstance(pacing, Emulation) and tiers.link is not None and config.dilation is None:
             calibrate(model, pacing, tiers.link)
-        executor.start_anew(engine.fresh_eviction())
-        executor.substitute_by(substitution_of(config))  # not before: trials and calibration are exact
-        if _is_preloaded(config, ledger, pacing):
-            executor.arrivals.preload()
+        answerer = _answerer(config, budget.prices, stores, transfers, tiers.link, balancer)
+        _start(engine, answerer, preloads=_is_preloaded(config, ledger, pacing))
         made.pop_all()  # from here on the engine closes them
     return model
+
+
+def _start(engine: Engine, answerer: Answerer | None, *, preloads: bool) -> None:
+    """From now on misses become what was asked for; until here trials and calibration were exact."""
+    executor = engine.executor
+    executor.start_anew(engine.fresh_eviction())
+    executor.answerer = answerer
+    executor.substitute_by(substitution_of(engine.config))
+    if preloads:
+        executor.arrivals.preload()
 
 
 def _is_preloaded(config: EngineConfig, ledger: Ledger, pacing: Pacing) -> bool:

@@ -76,7 +76,7 @@ class Answering:
         self.nats += chosen.nats
         self.waited_seconds += chosen.seconds
         low = frozenset(expert for expert, answer in chosen.served.items() if answer is Answer.LOW)
-        selection = Selection(chosen.replacements, 0, len(missing), 0)
+        selection = Selection(chosen.replacements, 0, 0, 0)
         return Answered(applied(selection, routing)._replace(low=low), selection, Assigned(chosen.served))
 
     def note_step(self, seconds: float) -> None:

@@ -65,10 +65,8 @@ class LayerExecutor:
         balancer: Balancer | None = None,
         trial: Trial | None = None,
         upgrades: bool = False,
-        answerer: Answerer | None = None,
     ) -> None:
-        """`answerer` says what becomes of the misses of decode steps, in the place of `substitution` (None: that does).
-        `upgrades`: whether idle time of the disk, or the link, brings in what low copies serve. `balancer` says
+        """`upgrades`: whether idle time of the disk, or the link, brings in what low copies serve. `balancer` says
         which missing experts the CPU computes (None: none); `trial` whether prefetching in decode pays at present
         (None: it always does)."""
         self.compute = compute
@@ -76,7 +74,8 @@ class LayerExecutor:
         self.table: SlotTable = self.arrivals.table
         self.trial = trial
         self.upgrades = upgrades
-        self.answerer = answerer
+        self.answerer: Answerer | None = None
+        """Says what becomes of the misses of decode steps, in the place of `substitution`; None: that does."""
         self.substitution = substitution
         self.observers: list[StepObserver] = []
         """Hear every step: `smoe.trace`, measurements."""
@@ -340,8 +339,8 @@ class LayerExecutor:
         if self.table.has_low and routing.phase is Phase.DECODE:
             counters.low_served += sum(serve.key[2] == LOW for serve in plan.serves)
             counters.low_loads += sum(load.key[2] == LOW for load in plan.loads)
-            counters.skipped += decision.skipped
         if routing.phase is Phase.DECODE:
+            counters.skipped += decision.skipped
             counters.decode_uses += len(plan.serves)
             counters.decode_hits += plan.hits
             counters.host_computed += sum(serve.unit != DEVICE for serve in plan.serves)
