@@ -7,6 +7,7 @@ that arrives for the wrong expert, a look-ahead that spoils the KV cache, an err
 from __future__ import annotations
 
 import gc
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from smoe.policy.trial import Trial
 from smoe.presets import configure
 from smoe.routing import Phase
 from tests import oracle, zoo
+from tests.packs import pack_folder
 
 Open = Callable[..., PreTrainedModel]
 BENCH: dict[str, Any] = {"device": "emulated", "dilation": 1.0}
@@ -237,6 +239,16 @@ def test_the_dilation_is_found_by_measuring(toy: Callable[..., Path], open_model
     assert model.offload.pacing.dilation >= 1
     assert model.offload.stats().tokens == 0, "calibration is not the user's"
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+
+
+def test_it_is_found_beside_low_copies(toy: Callable[..., Path], open_model: Open, tmp_path: Path) -> None:
+    """The proofs at load leave copies of both formats behind, and what is measured then may only evict its own."""
+    folder = Path(shutil.copytree(toy("qwen2_moe"), tmp_path / "model"))
+    pack_folder(folder, precision="int4")
+    model = open_model(folder, "minimum", device="emulated", preset="hobbit", low_threshold=0.5, skip_threshold=1.0)
+    oracle.greedy(model)
+    model.offload.executor.table.check()
+    assert model.offload.stats().low_served > 0
 
 
 def test_the_cpus_experts_are_calibrated_as_they_are_computed(

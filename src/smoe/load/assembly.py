@@ -122,21 +122,24 @@ def assemble(
             leaves_little=leaves_little,
         )
         _put_behind(model, spec, engine, predictors)
-        if isinstance(pacing, Emulation) and tiers.link is not None and config.dilation is None:
-            calibrate(model, pacing, tiers.link)
         answerer = _answerer(config, budget.prices, stores, transfers, tiers.link, balancer)
-        _start(engine, answerer, preloads=_is_preloaded(config, ledger, pacing))
+        _start(model, engine, answerer, tiers.link, pacing)
         made.pop_all()  # from here on the engine closes them
     return model
 
 
-def _start(engine: Engine, answerer: Answerer | None, *, preloads: bool) -> None:
-    """From now on misses become what was asked for; until here trials and calibration were exact."""
+def _start(
+    model: PreTrainedModel, engine: Engine, answerer: Answerer | None, link: Link | None, pacing: Pacing
+) -> None:
+    """Calibrate, and forget all measurements; from then on misses become what was asked for, until then exact."""
     executor = engine.executor
-    executor.start_anew(engine.fresh_eviction())
+    executor.start_anew(engine.fresh_eviction())  # the one of the proofs knows neither sizes of slots nor formats
+    if isinstance(pacing, Emulation) and link is not None and engine.config.dilation is None:
+        calibrate(model, pacing, link)
+        executor.start_anew(engine.fresh_eviction())
     executor.answerer = answerer
     executor.substitute_by(substitution_of(engine.config))
-    if preloads:
+    if _is_preloaded(engine.config, engine.ledger, pacing):
         executor.arrivals.preload()
 
 
