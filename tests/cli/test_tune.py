@@ -278,10 +278,10 @@ def test_what_costs_too_much_is_not_chosen(run, checkpoint, priced_text, monkeyp
     [
         (("--max-perplexity-increase", "some"), "is not a share"),
         (("--max-perplexity-increase", "1"), "means 100%; give at most 50%, such as 1%"),
-        (("--max-perplexity-increase", "1%", "--tpot", "40ms"), "both choose alpha"),
+        (("--max-perplexity-increase", "1%", "--tpot", "40ms"), "are two measurements"),
         (("--max-perplexity-increase", "1%", "--tokens", 30), "--tokens is 30; it must be at least 640"),
         (("--max-perplexity-increase", "1%", "--alpha", 0.2), "does not go with --alpha"),
-        (("--tokens", 800), "belongs to --max-perplexity-increase"),
+        (("--tokens", 800), "--tokens belongs to --prices or --cache or --shares or --max-perplexity-increase"),
         (("--out", "results"), "belongs to --max-perplexity-increase"),
     ],
 )
@@ -317,8 +317,23 @@ def test_prices_of_answers_are_measured_and_remembered(run, checkpoint, text, tm
     assert table.code == 0 and [line.split()[1:3] for line in table.out.splitlines()[1:]] == [["-", "-"]] * 4
 
 
-@pytest.mark.parametrize("other", [("--tpot", "1s"), ("--max-perplexity-increase", "1%"), ("--tokens", 800)])
-def test_prices_stand_alone(run, other):
-    ran = run("tune", "demo", "--prices", *other)
-    assert ran.code == 2 and f"--prices is a measurement of its own, without {other[0]}" in " ".join(ran.err.split())
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--tpot", "1s"), "--prices and --tpot are two measurements; give one of them"),
+        (("--max-perplexity-increase", "1%"), "--prices and --max-perplexity-increase are two measurements"),
+        (("--out", "x"), "--out belongs to --max-perplexity-increase; add that, or leave it out"),
+        (("--trace", "x"), "--trace belongs to --shares"),
+        (("--held-out", "x"), "--held-out belongs to --cache"),
+        (("--tokens", "0"), "greater than or equal to 1"),
+    ],
+)
+def test_one_measurement_at_a_time_with_what_is_its_own(run, given, says):
+    ran = run("tune", "demo", "--prices", *given)
+    assert ran.code == 2 and says in " ".join(ran.err.split())
     assert "budget" not in ran.err, "before the model is loaded"
+
+
+def test_prices_on_the_first_tokens_of_a_text(run, checkpoint, text):
+    ran = run("tune", checkpoint, *COMMON, "--prices", "--text", text, "--tokens", 1)
+    assert ran.code == 2 and "the text has 1 tokens" in ran.err

@@ -63,7 +63,7 @@ def test_records_of_the_model_and_fewer_tokens(run, checkpoint, traces, monkeypa
     ("asked", "says"),
     [
         (("--held-out", "x.trace"), "--held-out"),
-        (("--cache", "x.trace", "--tpot", "80ms"), "leave one of the two out"),
+        (("--cache", "x.trace", "--tpot", "80ms"), "are two measurements; give one of them"),
         (("--cache", "x.trace", "--memory", "1GiB"), "no eviction costs anything"),
         (("--cache", "x.trace", "--memory", "2700KiB"), "cannot read x.trace"),
     ],

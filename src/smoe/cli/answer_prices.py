@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from smoe.load.priced_answers import PricedAnswers
 
 
-def price_answers(model: str, options: EngineOptions, text: Path | None, as_json: bool) -> None:
-    """Measure, remember and show."""
+def price_answers(model: str, options: EngineOptions, text: Path | None, tokens: int | None, as_json: bool) -> None:
+    """Measure on at most so many tokens, remember and show."""
     from smoe.cli.console import note, print_json
     from smoe.cli.keeping import Keeping
     from smoe.cli.session import loaded, tokenizer_of
@@ -27,7 +27,7 @@ def price_answers(model: str, options: EngineOptions, text: Path | None, as_json
     tokenizer = tokenizer_of(model, options.revision)
     keeping = Keeping()
     with loaded(model, config, options.revision) as ready:
-        ids = tokenizer("\n\n".join(documents))["input_ids"]
+        ids = tokenizer("\n\n".join(documents))["input_ids"][:tokens]
         found = _measured(ready, ids, measure)
     priced = PricedAnswers(
         table=found.table,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from smoe.cli.options import Debug, EngineOptions, Json, Model, perplexity_share, substituting
 from smoe.cli.tune_cache import STEPS, tune_cache
+from smoe.cli.tune_options import TuneOptions
 from smoe.cli.tune_shares import TOKENS, tune_shares
-from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,7 +27,10 @@ smoe tune ./my-moe --memory 8GiB --max-perplexity-increase 1% --text mine.txt
 
 smoe generate ./my-moe --memory 8GiB --preset smoe -p "..."     (uses what was found)
 
-smoe tune ./my-moe --memory 8GiB --prices --text mine.txt
+smoe tune ./my-moe --memory 8GiB --low-precision int4 --prices --text mine.txt
+
+smoe generate ./my-moe --memory 8GiB --preset balanced --max-perplexity-increase 1% -p "..."     (uses the prices)
+
 smoe tune ./my-moe --memory 8GiB --cache mon.trace --cache tue.trace --held-out wed.trace
 
 smoe generate ./my-moe --memory 8GiB --eviction multidimensional -p "..."     (uses what was fitted)
@@ -48,38 +49,7 @@ _LEAST_PRICED_TOKENS = 640
 
 
 def command(
-    engine: EngineOptions,
-    model: Model = "demo",
-    tpot: Annotated[str | None, typer.Option(help="Time per token that must be met, such as 80ms.")] = None,
-    prices: Annotated[
-        bool, typer.Option("--prices", help="Measure what each answer to a missing expert costs, by layer.")
-    ] = False,
-    text: Annotated[Path | None, typer.Option(help="Text to measure on: .txt or .jsonl. Default: stories.")] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="At most so many tokens: of the text with --max-perplexity-increase or --shares, of each trace with "
-            "--cache. \\[default: 2000, 4000, 300]"
-        ),
-    ] = None,
-    shares: Annotated[
-        str | None,
-        typer.Option(help="Profile how important experts are, for --precision-shares: per cent such as 67,30,3."),
-    ] = None,
-    trace: Annotated[Path | None, typer.Option(help="With --shares: profile this trace of smoe record.")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="With --max-perplexity-increase: keep results here, and go on from what is there."),
-    ] = None,
-    cache: Annotated[
-        list[Path] | None,
-        typer.Option(help="Fit the weights of --eviction multidimensional on this trace of smoe record. Repeatable."),
-    ] = None,
-    held_out: Annotated[
-        list[Path] | None, typer.Option(help="With --cache: judge the weights on this trace, too. Repeatable.")
-    ] = None,
-    json: Json = False,
-    debug: Debug = False,
+    engine: EngineOptions, tuned: TuneOptions, model: Model = "demo", json: Json = False, debug: Debug = False
 ) -> None:
     """Find the substitution threshold for a time per token, or for a price in quality. Both go from 0 to 0.6.
 
@@ -104,70 +74,34 @@ def command(
     copy, a low one and none. The text's profile is remembered for this model, whatever the shares; --precision-shares
     and --preset hobbit use it.
     """
-    from smoe.units import parse_seconds
-
-    max_perplexity_increase = engine.max_perplexity_increase
+    increase = engine.max_perplexity_increase
     engine = replace(engine, max_perplexity_increase=None)  # it chooses alpha here
-    given: dict[str, Any] = {
-        "tpot": tpot,
-        "max_perplexity_increase": max_perplexity_increase,
-        "out": out,
-        "trace": trace,
-    }
-    given |= {
-        "trace": trace,
-        "prices": prices or None,
-        "cache": cache or held_out or None,
-        "shares": shares,
-        "tokens": tokens,
-    }
-    if prices:
+    measurement = tuned.measurement(increase)
+    if measurement == "prices":
         from smoe.cli.answer_prices import price_answers
 
-        _check_alone("prices", given)
-        price_answers(model, engine, text, json)
-        return
-    if cache or held_out:
-        _check_alone("cache", given | {"text": text}, "tokens")
-        if not cache:
-            raise ConfigError.idle("held_out", str((held_out or [])[0]), "`cache`")
-        tune_cache(model, engine, cache, held_out or [], STEPS if tokens is None else tokens, json)
-        return
-    if shares is not None:
-        _check_alone("shares", given, "tokens", "trace")
-        tune_shares(model, engine, shares, text, trace, TOKENS if tokens is None else tokens, json)
-        return
-    if trace is not None:
-        raise ConfigError.idle("trace", str(trace), "`shares`")
-    if max_perplexity_increase is not None:
-        allowed = _allowed(max_perplexity_increase, tpot)
-        _price(model, engine, text, _PRICED_TOKENS if tokens is None else tokens, out, allowed, json)
-        return
-    for name, value in (("tokens", tokens), ("out", str(out) if out is not None else None)):
-        if value is not None:
-            raise ConfigError.idle(name, value, "`max_perplexity_increase`")
-    budget = parse_seconds(tpot, "tpot") if tpot is not None else None
+        price_answers(model, engine, tuned.text, tuned.tokens, json)
+    elif measurement == "cache":
+        tune_cache(model, engine, tuned.cache or [], tuned.held_out or [], tuned.tokens or STEPS, json)
+    elif measurement == "shares":
+        assert tuned.shares is not None
+        tune_shares(model, engine, tuned.shares, tuned.text, tuned.trace, tuned.tokens or TOKENS, json)
+    elif measurement == "max_perplexity_increase":
+        assert increase is not None
+        allowed = perplexity_share(increase)
+        _price(model, engine, tuned.text, tuned.tokens or _PRICED_TOKENS, tuned.out, allowed, json)
+    else:
+        _time(model, engine, tuned, json)
+
+
+def _time(model: str, engine: EngineOptions, tuned: TuneOptions, as_json: bool) -> None:
+    from smoe.units import parse_seconds
+
+    budget = parse_seconds(tuned.tpot, "tpot") if tuned.tpot is not None else None
     try:
-        _tune(model, substituting(engine), engine.revision, text, budget, json)
+        _tune(model, substituting(engine), engine.revision, tuned.text, budget, as_json)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; nothing was kept") from None
-
-
-def _check_alone(measurement: str, given: dict[str, Any], *its_own: str) -> None:
-    """Raise `ConfigError` where something is given that this measurement does not look at."""
-    for name, value in given.items():
-        if value is not None and name != measurement and name not in its_own:
-            option = name.replace("_", "-")
-            message = f"--{measurement} is a measurement of its own, without --{option}; leave one of the two out"
-            raise ConfigError(message, setting=name, given=str(value), allowed=f"only without `{measurement}`")
-
-
-def _allowed(given: str, tpot: str | None) -> float:
-    """The increase of perplexity that is asked for, as a share."""
-    if tpot is not None:
-        message = "--tpot and --max-perplexity-increase both choose alpha; give one of them"
-        raise ConfigError(message, setting="tpot", given=tpot, allowed="only without `max_perplexity_increase`")
-    return perplexity_share(given)
 
 
 def _price(

@@ -1,0 +1,84 @@
+"""What `smoe tune` is asked to measure, and with what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from smoe.errors import ConfigError
+
+_LOOKED_AT: dict[str, tuple[str, ...]] = {
+    "prices": ("text", "tokens"),
+    "cache": ("held_out", "tokens"),
+    "shares": ("text", "trace", "tokens"),
+    "max_perplexity_increase": ("text", "tokens", "out"),
+    "tpot": ("text",),
+}
+"""Every measurement, named by the option that asks for it, and the other options that it looks at."""
+_DEFAULT = "tpot"
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """One measurement, and what it is made on."""
+
+    tpot: Annotated[str | None, typer.Option(help="Time per token that must be met, such as 80ms.")] = None
+    prices: Annotated[
+        bool, typer.Option("--prices", help="Measure what each answer to a missing expert costs, by layer.")
+    ] = False
+    shares: Annotated[
+        str | None,
+        typer.Option(help="Profile how important experts are, for --precision-shares: per cent such as 67,30,3."),
+    ] = None
+    cache: Annotated[
+        list[Path] | None,
+        typer.Option(help="Fit the weights of --eviction multidimensional on this trace of smoe record. Repeatable."),
+    ] = None
+    held_out: Annotated[
+        list[Path] | None, typer.Option(help="With --cache: judge the weights on this trace, too. Repeatable.")
+    ] = None
+    trace: Annotated[Path | None, typer.Option(help="With --shares: profile this trace of smoe record.")] = None
+    text: Annotated[Path | None, typer.Option(help="Text to measure on: .txt or .jsonl. Default: stories.")] = None
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="At most so many tokens: of the text with --max-perplexity-increase, --shares or --prices, of each "
+            "trace with --cache. \\[default: 2000, 4000, all, 300]",
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(help="With --max-perplexity-increase: keep results here, and go on from what is there."),
+    ] = None
+
+    def measurement(self, max_perplexity_increase: str | None) -> str:
+        """What is asked for: `prices`, `cache`, `shares`, `max_perplexity_increase`, or `tpot`, with or without a time.
+
+        Raises `ConfigError` where two are, or something is given that the one does not look at.
+        """
+        given: dict[str, Any] = {name: value for name, value in vars(self).items() if value not in (None, False, [])}
+        if max_perplexity_increase is not None:
+            given["max_perplexity_increase"] = max_perplexity_increase
+        asked = [name for name in _LOOKED_AT if name in given]
+        if len(asked) > 1:
+            one, other = (_option(name) for name in asked[:2])
+            raise ConfigError(
+                f"{one} and {other} are two measurements; give one of them",
+                setting=asked[1],
+                given=str(given[asked[1]]),
+                allowed=f"only without `{asked[0]}`",
+            )
+        found = asked[0] if asked else _DEFAULT
+        for name in given:
+            if name != found and name not in _LOOKED_AT[found]:
+                users = [f"`{measurement}`" for measurement, used in _LOOKED_AT.items() if name in used]
+                raise ConfigError.idle(name, str(given[name]), " or ".join(users))
+        return found
+
+
+def _option(setting: str) -> str:
+    return "--" + setting.replace("_", "-")
