@@ -289,8 +289,8 @@ class EngineConfig:
         }
         for name in (name for name, is_given in others.items() if is_given):
             raise ConfigError(
-                f"`{budget}` decides by measured times what becomes of every miss, and does not go with `{name}`: "
-                "leave one of the two out",
+                f"`{budget}` decides by measured times what becomes of every miss, and does not go with `{name}` (an "
+                "option, or part of a preset): leave one of the two out, or use `preset` balanced",
                 setting=budget,
                 given=getattr(self, budget),
                 allowed=f"only without `{name}`",

@@ -106,7 +106,9 @@ def parse_share(text: str, setting: str | None = None) -> float:
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share <= 1:
         kind = "a share" if match is None else "a share above 0 and at most 100%"
-        raise _refusal(text, setting, f"is not {kind}", "a share above 0 and at most 100%", "for example 40% or 0.4")
+        meant = f"{match[1]}%, or " if match and 1 < share <= 100 and not match[2] else ""
+        example = f"{meant}for example 40% or 0.4"
+        raise _refusal(text, setting, f"is not {kind}", "a share above 0 and at most 100%", example)
     return share
 
 

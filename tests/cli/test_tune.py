@@ -317,6 +317,15 @@ def test_prices_of_answers_are_measured_and_remembered(run, checkpoint, text, tm
     assert table.code == 0 and [line.split()[1:3] for line in table.out.splitlines()[1:]] == [["-", "-"]] * 4
 
 
+def test_a_time_that_prices_cannot_buy_is_said(run, checkpoint, text):
+    assert run("tune", checkpoint, *COMMON, "--prices", "--text", text, "-q").code == 0
+    balanced = ("--preset", "balanced", "--low-precision", "none", "-p", "Once", "--max-new-tokens", 8)
+    fast = run("generate", checkpoint, *COMMON, *balanced, "--tpot", "1us")
+    assert fast.code == 0 and "1 us were asked for and not met: give more --memory" in " ".join(fast.err.split())
+    slow = run("generate", checkpoint, *COMMON, *balanced, "--tpot", "100s")
+    assert slow.code == 0 and "asked for" not in slow.err
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -218,7 +218,11 @@ class EngineOptions:
     ] = None
     reproducible: Annotated[
         bool,
-        typer.Option("--reproducible", help="The same text every time, with --alpha too.", rich_help_panel=_ENGINE),
+        typer.Option(
+            "--reproducible",
+            help="The same text every time, with --alpha too; not within a budget (--preset balanced).",
+            rich_help_panel=_ENGINE,
+        ),
     ] = False
 
     def config(self, sequences: int = 1) -> EngineConfig:
@@ -304,7 +308,7 @@ def _refuse_idle_copies(config: EngineConfig) -> None:
         raise ConfigError(
             f"`low_precision` {config.low_precision} would have no effect: no expert comes as a low copy where "
             f"`low_threshold` is {config.low_threshold:g} and `skip_threshold` {config.skip_threshold:g}; give a lower "
-            "`low_threshold` such as 0.6, or `precision_shares` such as 67,30,3",
+            "`low_threshold` such as 0.6, a higher `skip_threshold`, or `precision_shares` such as 67,30,3",
             setting="low_threshold",
             given=config.low_threshold,
             allowed=f"below {config.skip_threshold:g} with `low_precision`",

@@ -9,6 +9,8 @@ from smoe.report.run import RunReport
 from smoe.units import format_bytes, format_rate, format_seconds
 
 _NONE = "-"
+_MET = 1.1
+"""Of a time per token that is asked for, within which it counts as met."""
 
 
 def print_summary(report: RunReport) -> None:
@@ -45,7 +47,19 @@ def _per_token(report: RunReport) -> str:
     together = f"for {len(generation.answers)} at once " if len(generation.answers) > 1 else ""
     return (
         f"{_seconds(generation.tpot_median_seconds)} median, {_seconds(generation.tpot_p95_seconds)} p95 {together}"
-        f"= {format_rate(generation.tokens_per_second)}"
+        f"= {format_rate(generation.tokens_per_second)}{_beyond(report)}"
+    )
+
+
+def _beyond(report: RunReport) -> str:
+    """That the time which was asked for was not met: every miss was then answered by what is fastest, or the run was
+    too short to find out."""
+    asked, median = report.tpot_asked_seconds, report.generation.tpot_median_seconds
+    if asked is None or median is None or median <= _MET * asked:
+        return ""
+    return (
+        f"; {format_seconds(asked)} were asked for and not met: give more --memory or a longer --tpot, or, where the "
+        "run was short, more tokens to find the way"
     )
 
 

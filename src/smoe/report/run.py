@@ -63,6 +63,8 @@ class RunReport:
     """Of the experts chosen in decoding, the shares that were low-score, replaced, and missing by importance."""
     low_copies: dict[str, float]
     """What low copies did in decoding (`low_copy_shares`); empty where importance decides nothing."""
+    tpot_asked_seconds: float | None
+    """The time per token that misses were answered for; None: none was asked for."""
     process: ProcessMemory | None
     """The whole process line by line; None where the budget is a GPU's memory or the system does not say."""
 
@@ -97,6 +99,7 @@ class RunReport:
             "new_tokens": generation.new_tokens,
             "ttft_seconds": generation.ttft_seconds,
             "tpot_seconds": {"median": generation.tpot_median_seconds, "p95": generation.tpot_p95_seconds},
+            "tpot_asked_seconds": self.tpot_asked_seconds,
             "tokens_per_second": generation.tokens_per_second,
             "hit_ratio": self.hit_ratio,
             "bytes_read_per_token": self.bytes_read_per_token,
@@ -158,6 +161,7 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         alpha=engine.config.alpha,
         arithmetic=engine.arithmetic,
         lossy=tuple(engine.config.lossy),
+        tpot_asked_seconds=engine.config.tpot_seconds,
         routes=route_shares(decode),
         low_copies=low_copy_shares(engine.config, decode, low_bytes),
         process=process,
