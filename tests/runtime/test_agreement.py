@@ -17,10 +17,13 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.expert import LOW
+from smoe.load.priced_answers import PricedAnswers, remember
 from smoe.metrics import Counters
+from smoe.policy.answers import AnswerCosts
 from smoe.policy.plan import LayerPlan
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import layer_shares
+from smoe.policy.prices import LayerPrices, PriceTable
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import PoolSize, SlotTable
 from smoe.policy.rows import LAST_TOKENS, observation
@@ -181,6 +184,58 @@ def test_a_recorded_run_with_low_copies_gives_the_same_plans(
     )
     assert (counts.misses, counts.low_misses) == (len(loads), low)
     assert counts.penalty(0.25) == pytest.approx(sum(0.25 if key[2] == LOW else 1 for key in loads))
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("low_precision", ["int4", "none"])
+def test_a_recorded_run_within_a_budget_gives_the_same_plans(
+    low_precision: str, sequences: int, toy: Callable[..., Path], open_model: Open, tmp_path: Path
+) -> None:
+    """At the same costs: who is replaced, left out and comes low hangs on what was spent before."""
+    folder = Path(shutil.copytree(toy("qwen3_moe"), tmp_path / "model"))
+    pack_folder(folder, precision="int4")
+    table = PriceTable({layer: LayerPrices(2e-4, 3e-2, 2e-2) for layer in range(8)})
+    remember(folder, PricedAnswers(table, table, "int4", 1000, "made up"))
+    switches = {"preset": "balanced", "prefetch": "none", "low_precision": low_precision, "eviction": "lru"}
+    model = open_model(folder, "half", max_sequences=sequences, **switches)
+    engine, plans = model.offload, Plans()
+    answerer, costs = engine.executor.answerer, AnswerCosts(1e-3, 3e-4 if low_precision == "int4" else None)
+    answerer._costs = lambda layer, running: costs
+    engine.executor._predictors = {}
+    with engine.recording() as trace, engine.observed_by(plans):
+        oracle.greedy(model, oracle.PROMPT.reshape(sequences, -1), 24)
+        oracle.greedy(model, oracle.PROMPT[:, :9].flip(1), 24)
+    slots, policy, again, replayed = SlotTable(*engine.ledger.pools), engine.fresh_eviction(), answerer._make(), []
+    shares = layer_shares(slots, list(engine.store.layers))
+    for routing in trace:
+        decision = decide(
+            routing,
+            slots,
+            policy,
+            shares[routing.layer],
+            engine.executor.substitution.switches,
+            answer=lambda routing, table: again.answer(routing, table, costs),
+        )
+        if routing.phase is Phase.DECODE:
+            replayed.append(without_slots(decision.plan))
+        carry_out(decision.plan, slots, policy)
+        slots.check()
+    assert plans.kept == replayed
+    assert again.nats == answerer.answering.nats > 0
+    counted = engine.stats()
+    assert counted.skipped > 0 and (counted.low_loads > 0) == (low_precision == "int4")
+    ledger = engine.ledger
+    fresh = answerer._make()
+    counts = replay(
+        trace,
+        ledger.cache_slots,
+        ledger.pools[0].staging,
+        engine.fresh_eviction(),
+        engine.executor.substitution.switches,
+        ledger.low_slots,
+        lambda routing, table: fresh.answer(routing, table, costs),
+    )
+    assert (counts.misses, counts.low_misses) == (sum(len(plan.loads) for plan in replayed), counted.low_loads)
 
 
 @pytest.mark.parametrize("eviction", ["lfu", "score"])

@@ -10,9 +10,12 @@ import random
 
 import pytest
 
+from smoe.policy.answering import Answering
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import layer_share
 from smoe.policy.prediction import Moment
+from smoe.policy.prices import LayerPrices, PriceTable
+from smoe.policy.quality_budget import QualityBudget, TimeBudget
 from smoe.policy.registry import ONLINE_EVICTION, make_eviction
 from smoe.policy.residency import PoolSize, SlotTable
 from smoe.policy.step import EXACT_SWITCHES, decide
@@ -168,3 +171,32 @@ def test_the_best_split_is_no_slower_than_either_way_alone(host: float) -> None:
         assert found["optimal"].seconds_per_step <= 1.001 * found["host"].seconds_per_step
     if host == 50.0:
         assert found["optimal"].seconds_per_step == pytest.approx(found[None].seconds_per_step)
+
+
+def priced(budget: QualityBudget | TimeBudget) -> Timed:
+    """A long run whose misses are answered within a budget, by substitutes, by nobody, or by loads."""
+    table = PriceTable({layer: LayerPrices(1e-3, 3e-2, 2e-2) for layer in range(LAYERS)})
+    weighted = [
+        routing._replace(weights=[[1 / TOP_K] * TOP_K for _ in routing.top_k_index])
+        for seed in range(8)
+        for routing in trace(seed)
+    ]
+    answering = Answering(table, budget)
+    return replay_on_clock(weighted, 20, 6, make_eviction("lru"), times(), answering=answering)
+
+
+def test_the_more_may_be_spent_the_less_time_a_step_takes() -> None:
+    """From nothing, where the plans are the exact ones, to so much that nothing is loaded."""
+    exact, little, more, all_of_it = (priced(QualityBudget(nats, 100.0)) for nats in (0.0, 2e-3, 8e-3, 1e3))
+    same = replay_on_clock([r for seed in range(8) for r in trace(seed)], 20, 6, make_eviction("lru"), times())
+    assert exact.step_seconds == same.step_seconds
+    assert exact.seconds_per_step > little.seconds_per_step > more.seconds_per_step > all_of_it.seconds_per_step
+    assert all_of_it.loads < exact.loads / 20
+
+
+def test_a_time_that_is_asked_for_is_met() -> None:
+    exact = priced(QualityBudget(0.0, 1.0)).seconds_per_step
+    least = priced(QualityBudget(1e3, 1.0)).seconds_per_step
+    asked = (exact + least) / 2
+    steps = priced(TimeBudget(asked, 100.0)).step_seconds
+    assert sum(steps[240:]) / len(steps[240:]) == pytest.approx(asked, rel=0.05)

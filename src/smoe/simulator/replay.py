@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from smoe.expert import LOW
+from smoe.policy.answering import Answered
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import layer_share
@@ -44,11 +45,13 @@ def replay(
     eviction: Eviction,
     switches: Switches = EXACT_SWITCHES,
     low_slots: int = 0,
+    answer: Callable[[Routing, SlotTable], Answered] | None = None,
 ) -> ReplayCounts:
     """Serve `trace` from an empty cache; only decode steps are counted, prefill steps warm the cache.
 
     With `low_slots` cache slots for low copies (and as many staging slots as the others have) `eviction` must rank
-    copies of both formats, and where the thresholds of `switches` are below 1 the trace must have weights.
+    copies of both formats, and where the thresholds of `switches` are below 1 the trace must have weights. `answer`
+    says what becomes of misses (`Answering.answer` at some costs); the trace must then have scores and weights.
 
     Slots beyond the trace's needs are harmless. With an `alpha` above 0 (the trace must have scores) missing low-score
     experts are substituted; that the model would then have routed otherwise is not seen. O(steps x experts used).
@@ -58,7 +61,7 @@ def replay(
     share = layer_share(cache_slots, len({routing.layer for routing in trace}) or 1)
     uses = misses = low_misses = 0
     for routing in trace:
-        plan = decide(routing, table, eviction, share, switches).plan
+        plan = decide(routing, table, eviction, share, switches, answer=answer).plan
         if routing.phase is Phase.DECODE:
             uses += len(plan.serves)
             misses += len(plan.loads)

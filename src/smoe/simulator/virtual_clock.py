@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from math import inf
 
 from smoe.expert import EXACT, LOW, ExpertKey
+from smoe.policy.answering import Answered, Answering
+from smoe.policy.answers import AnswerCosts
 from smoe.policy.balance import Balance, Costs
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import DEVICE, LayerPlan, Load, Reason
@@ -149,9 +151,11 @@ class VirtualClock:
         balance: str | None = None,
         predictor: Predictor | None = None,
         low_slots: int = 0,
+        answering: Answering | None = None,
     ) -> None:
         """`low_slots`: cache slots for low copies; `eviction` must then rank both. `balance` is one of
-        `policy.balance.BALANCERS`; None: all that is missing is loaded. Needs `times.host`."""
+        `policy.balance.BALANCERS`; None: all that is missing is loaded. Needs `times.host`. `answering` answers the
+        misses of decode steps, in the place of all other switches, at the times of `times`."""
         assert balance is None or times.host is not None
         self.result = Timed()
         low = [PoolSize(low_slots, staging_slots, form=LOW)] if low_slots else []
@@ -162,6 +166,7 @@ class VirtualClock:
         self._switches = switches
         self._balance = balance
         self._predictor = predictor
+        self._answering = answering
         self._link = _Link(times.load, times.low_load)
         self._now = 0.0
         self._progress = Progress(self._table, eviction, self._begin)
@@ -171,17 +176,27 @@ class VirtualClock:
     def serve(self, routing: Routing) -> None:
         """One layer of one step."""
         began, result = self._now, self.result
+        is_decode = routing.phase is Phase.DECODE
+        goes_on = is_decode and routing.layer > self._last_layer
+        if self._answering is not None and not goes_on and self._last_layer < inf:
+            self._answering.note_step(result.step_seconds[-1])
         self._now += self._times.layer(len(routing.top_k_index))
         if self._predictor is not None:
             self._predictor.observe(routing)
         for key in self._link.ended(self._now):
             self._progress.arrive(key)
         plan = decide(
-            routing, self._table, self._eviction, self._share, self._switches, self._balancing, self._drop_stale
+            routing,
+            self._table,
+            self._eviction,
+            self._share,
+            self._switches,
+            self._balancing,
+            self._drop_stale,
+            None if self._answering is None else self._answer,
         ).plan
         self._now += self._times.deciding
         self._progress.adopt(plan)
-        is_decode = routing.phase is Phase.DECODE
         if is_decode:
             result.uses += len(plan.serves)
             result.loads += len(plan.loads)
@@ -190,7 +205,7 @@ class VirtualClock:
         self._compute(plan, is_decode)
         if not is_decode:
             result.prefill_seconds += self._now - began
-        elif result.step_seconds and routing.layer > self._last_layer:
+        elif goes_on:
             result.step_seconds[-1] += self._now - began
         else:
             result.step_seconds.append(self._now - began)
@@ -218,6 +233,14 @@ class VirtualClock:
         assert self._times.host is not None
         under_way = 0.5 * self._times.load * self._link.is_busy(self._now)
         return Balance(self._balance, "score", Costs(self._times.load, self._times.host(1), under_way))
+
+    def _answer(self, routing: Routing, table: SlotTable) -> Answered:
+        assert self._answering is not None
+        times = self._times
+        low = times.low_load if table.has_low else None
+        host = None if times.host is None else times.host(1)
+        under_way = 0.5 * times.load * self._link.is_busy(self._now)
+        return self._answering.answer(routing, table, AnswerCosts(times.load, low, host, under_way))
 
     def _ask(self, moment: Moment, plan: LayerPlan) -> None:
         if self._predictor is None or self._predictor.asked is not moment or not has_prefetch_slots(self._table, plan):
@@ -261,10 +284,13 @@ def replay_on_clock(
     balance: str | None = None,
     predictor: Predictor | None = None,
     low_slots: int = 0,
+    answering: Answering | None = None,
 ) -> Timed:
     """Serve `trace` from an empty cache; arguments as for `VirtualClock`. O(steps x experts used)."""
     layers = len({routing.layer for routing in trace}) or 1
-    clock = VirtualClock(cache_slots, staging_slots, layers, eviction, times, switches, balance, predictor, low_slots)
+    clock = VirtualClock(
+        cache_slots, staging_slots, layers, eviction, times, switches, balance, predictor, low_slots, answering
+    )
     for routing in trace:
         clock.serve(routing)
     return clock.result
