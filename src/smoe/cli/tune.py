@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from smoe.cli.options import Debug, EngineOptions, Json, Model, perplexity_share, substituting
 from smoe.cli.tune_cache import STEPS, tune_cache
+from smoe.cli.tune_eviction import tune_eviction
 from smoe.cli.tune_options import TuneOptions
 from smoe.cli.tune_shares import TOKENS, tune_shares
+from smoe.policy.registry import LEARNED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,6 +36,10 @@ smoe generate ./my-moe --memory 8GiB --preset balanced --max-perplexity-increase
 smoe tune ./my-moe --memory 8GiB --cache mon.trace --cache tue.trace --held-out wed.trace
 
 smoe generate ./my-moe --memory 8GiB --eviction multidimensional -p "..."     (uses what was fitted)
+
+smoe tune ./my-moe --memory 8GiB --eviction learned --cache mon.trace --cache tue.trace --held-out wed.trace
+
+smoe generate ./my-moe --memory 8GiB --eviction learned -p "..."     (uses what was learned)
 
 smoe tune ./my-moe --memory 8GiB --shares 67,30,3 --text mine.txt
 
@@ -68,7 +74,8 @@ def command(
     --max-perplexity-increase elsewhere use it.
 
     With --cache: the weights of HOBBIT's cache whose misses cost least on recorded traces, in a cache of this size.
-    They are remembered for this model; --eviction multidimensional uses them.
+    They are remembered for this model; --eviction multidimensional uses them. With --eviction learned as well: learn
+    from the traces which experts will be used next, and count what each policy misses in a cache of this size.
 
     With --shares: the thresholds of low copies (T1, T2) by which so many per cent of a text's choices ask for their own
     copy, a low one and none. The text's profile is remembered for this model, whatever the shares; --precision-shares
@@ -81,6 +88,8 @@ def command(
         from smoe.cli.answer_prices import price_answers
 
         price_answers(model, engine, tuned.text, tuned.tokens, json)
+    elif measurement == "cache" and engine.eviction == LEARNED:
+        tune_eviction(model, engine, tuned.cache or [], tuned.held_out or [], tuned.tokens, json)
     elif measurement == "cache":
         tune_cache(model, engine, tuned.cache or [], tuned.held_out or [], tuned.tokens or STEPS, json)
     elif measurement == "shares":

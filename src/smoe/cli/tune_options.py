@@ -35,10 +35,13 @@ class TuneOptions:
     ] = None
     cache: Annotated[
         list[Path] | None,
-        typer.Option(help="Fit the weights of --eviction multidimensional on this trace of smoe record. Repeatable."),
+        typer.Option(
+            help="Fit the weights of --eviction multidimensional, or train --eviction learned, on this trace of smoe "
+            "record. Repeatable."
+        ),
     ] = None
     held_out: Annotated[
-        list[Path] | None, typer.Option(help="With --cache: judge the weights on this trace, too. Repeatable.")
+        list[Path] | None, typer.Option(help="With --cache: judge it on this trace, too. Repeatable.")
     ] = None
     trace: Annotated[Path | None, typer.Option(help="With --shares: profile this trace of smoe record.")] = None
     text: Annotated[Path | None, typer.Option(help="Text to measure on: .txt or .jsonl. Default: stories.")] = None
@@ -47,7 +50,7 @@ class TuneOptions:
         typer.Option(
             min=1,
             help="At most so many tokens: of the text with --max-perplexity-increase, --shares or --prices, of each "
-            "trace with --cache. \\[default: 2000, 4000, all, 300]",
+            "trace with --cache. \\[default: 2000, 4000, all, 300; all with --eviction learned]",
         ),
     ] = None
     out: Annotated[

@@ -34,6 +34,7 @@ from smoe.models.spec import ModelSpec
 from smoe.policy.answering import Answering
 from smoe.policy.balance import Costs
 from smoe.policy.budget import Ledger
+from smoe.policy.eviction.learned import NextUse
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.plan import HOST
 from smoe.policy.prediction import Predictor
@@ -65,6 +66,8 @@ class Budget(NamedTuple):
     """Where settings come from that nobody gave, by their names."""
     prices: PriceTable | None = None
     """Of the answers to misses, where they are answered within a budget."""
+    next_use: NextUse | None = None
+    """What was learned of the experts' next uses, where it is what residents are ranked by."""
 
 
 def assemble(
@@ -116,6 +119,7 @@ def assemble(
             executor=executor,
             budget_reason=budget.reason,
             reasons=budget.reasons,
+            eviction=config.eviction_settings._replace(next_use=budget.next_use),
             dense_bytes=_dense_bytes(model, ledger),
             context_tokens=spec.context_tokens,
             rules=rules,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -10,10 +11,12 @@ from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.load.cache_weights import cache_weights_of
 from smoe.load.importance_profile import thresholds_by
+from smoe.load.next_use import next_use_of
 from smoe.load.priced_alpha import threshold_of
 from smoe.load.priced_answers import prices_of
+from smoe.policy.eviction.learned import NextUse
 from smoe.policy.prices import PriceTable
-from smoe.policy.registry import MULTIDIMENSIONAL
+from smoe.policy.registry import LEARNED, MULTIDIMENSIONAL
 
 
 class Known(NamedTuple):
@@ -24,12 +27,15 @@ class Known(NamedTuple):
     """Where settings come from that nobody gave, by their names."""
     prices: PriceTable | None = None
     """Of answers to misses, where they are answered within a budget."""
+    next_use: NextUse | None = None
+    """What was learned of the experts' next uses, where it is what residents are ranked by."""
 
 
-def known_of(config: EngineConfig, place: Path, resident_share: float) -> Known:
-    """For the model in `place` with so many of its experts resident.
+def known_of(config: EngineConfig, place: Path, resident_share: float, experts: Mapping[int, int]) -> Known:
+    """For the model in `place`, with so many `experts` in each layer and that share of them resident.
 
-    Raises `ConfigError` where misses are to be answered within a budget and the model's prices are not known.
+    Raises `ConfigError` where misses are to be answered within a budget and the model's prices are not known, or
+    residents are to be ranked by what was learned of the model and nothing was.
     """
     reasons: dict[str, str] = {}
     if config.precision_shares is not None:
@@ -42,7 +48,10 @@ def known_of(config: EngineConfig, place: Path, resident_share: float) -> Known:
     if config.eviction == MULTIDIMENSIONAL and config.cache_weights is None:
         weights, reasons["cache_weights"] = cache_weights_of(place)
         config = replace(config, cache_weights=weights)
-    return Known(config, reasons, _prices(config, place) if config.prices_answers else None)
+    next_use = None
+    if config.eviction == LEARNED:
+        next_use, reasons["eviction"] = next_use_of(place, experts)
+    return Known(config, reasons, _prices(config, place) if config.prices_answers else None, next_use)
 
 
 def _prices(config: EngineConfig, place: Path) -> PriceTable:

@@ -149,7 +149,7 @@ class Learned(Ranked):
         self._numbers[-1, layer] = chance(found, self._learned.weights)
 
     def _values(self) -> np.ndarray:
-        values = self._numbers[-1].copy()
+        values: np.ndarray = self._numbers[-1].copy()
         layers, width, rank = self._learned.target.shape
         if layers:
             known = values[:layers, :width]
