@@ -117,7 +117,8 @@ def miss_counts(trace: Trace, slots: int, next_use: NextUse, passes: int) -> tup
     plain = first_passes(trace.routings(), passes)
     counts = {}
     for name in RIVALS:
-        heard = first_passes(trace.routings(with_scores=True), passes) if name in SCORED_EVICTION else plain
+        has_scores = name in SCORED_EVICTION and all(layer.rule is not None for layer in trace.header.layers)
+        heard = first_passes(trace.routings(with_scores=True), passes) if has_scores else plain
         counts[name] = replay(heard, slots, MIN_STAGING_SLOTS, _policy(name, plain, next_use))
     return {name: count.misses for name, count in counts.items()}, counts[LEARNED].uses
 
