@@ -1,4 +1,4 @@
-"""One thread, no network, a cache folder of the run's own, and toy checkpoints that are written once for the whole run."""
+"""One thread, no network, a cache folder of the run's own, and toy checkpoints that are written once for all tests."""
 
 from __future__ import annotations
 
