@@ -10,6 +10,8 @@ from smoe.cli.options import Debug, EngineOptions, Json, Model, perplexity_share
 from smoe.cli.tune_cache import STEPS, tune_cache
 from smoe.cli.tune_eviction import tune_eviction
 from smoe.cli.tune_options import TuneOptions
+from smoe.cli.tune_policies import TOKENS as TOURNAMENT_TOKENS
+from smoe.cli.tune_policies import tune_policies
 from smoe.cli.tune_shares import TOKENS, tune_shares
 from smoe.policy.registry import LEARNED
 
@@ -44,6 +46,8 @@ smoe generate ./my-moe --memory 8GiB --eviction learned -p "..."     (uses what 
 smoe tune ./my-moe --memory 8GiB --shares 67,30,3 --text mine.txt
 
 smoe generate ./my-moe --memory 8GiB --preset hobbit -p "..."     (uses the profile)
+
+smoe tune ./my-moe --memory 8GiB --prefetch auto --eviction auto --text mine.txt
 
 smoe eval ./my-moe --memory 8GiB says what a threshold costs in full.
 """
@@ -80,10 +84,14 @@ def command(
     With --shares: the thresholds of low copies (T1, T2) by which so many per cent of a text's choices ask for their own
     copy, a low one and none. The text's profile is remembered for this model, whatever the shares; --precision-shares
     and --preset hobbit use it.
+
+    With --prefetch auto, --eviction auto, or both: a tournament of all predictors, or evictions, on a text. It is read
+    once; every entrant is simulated at the times that this machine took, and the best two are run in turns. The winner
+    is remembered for this model and machine; --prefetch auto and --eviction auto, the defaults, are the winner then.
     """
+    measurement = tuned.measurement(engine)
     increase = engine.max_perplexity_increase
     engine = replace(engine, max_perplexity_increase=None)  # it chooses alpha here
-    measurement = tuned.measurement(increase)
     if measurement == "prices":
         from smoe.cli.answer_prices import price_answers
 
@@ -99,6 +107,8 @@ def command(
         assert increase is not None
         allowed = perplexity_share(increase)
         _price(model, engine, tuned.text, tuned.tokens or _PRICED_TOKENS, tuned.out, allowed, json)
+    elif measurement in ("prefetch", "eviction"):
+        tune_policies(model, engine, tuned.text, tuned.tokens or TOURNAMENT_TOKENS, json)
     else:
         _time(model, engine, tuned, json)
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from smoe.cli.options import EngineOptions
 from smoe.errors import ConfigError
 
 _LOOKED_AT: dict[str, tuple[str, ...]] = {
@@ -15,6 +16,8 @@ _LOOKED_AT: dict[str, tuple[str, ...]] = {
     "cache": ("held_out", "tokens"),
     "shares": ("text", "trace", "tokens"),
     "max_perplexity_increase": ("text", "tokens", "out"),
+    "prefetch": ("text", "tokens", "eviction"),
+    "eviction": ("text", "tokens"),
     "tpot": ("text",),
 }
 """Every measurement, named by the option that asks for it, and the other options that it looks at."""
@@ -50,7 +53,8 @@ class TuneOptions:
         typer.Option(
             min=1,
             help="At most so many tokens: of the text with --max-perplexity-increase, --shares or --prices, of each "
-            "trace with --cache. \\[default: 2000, 4000, all, 300; all with --eviction learned]",
+            "trace with --cache (all with --eviction learned), of the text of a tournament. \\[default: 2000, 4000, "
+            "all, 300, 400]",
         ),
     ] = None
     out: Annotated[
@@ -58,16 +62,18 @@ class TuneOptions:
         typer.Option(help="With --max-perplexity-increase: keep results here, and go on from what is there."),
     ] = None
 
-    def measurement(self, max_perplexity_increase: str | None) -> str:
-        """What is asked for: `prices`, `cache`, `shares`, `max_perplexity_increase`, or `tpot`, with or without a time.
+    def measurement(self, engine: EngineOptions) -> str:
+        """What is asked for: `prices`, `cache`, `shares`, `max_perplexity_increase`, `prefetch` or `eviction` (both
+        where they are to be found: auto), or `tpot`, with or without a time.
 
         Raises `ConfigError` where two are, or something is given that the one does not look at.
         """
         given: dict[str, Any] = {name: value for name, value in vars(self).items() if value not in (None, False, [])}
-        if max_perplexity_increase is not None:
-            given["max_perplexity_increase"] = max_perplexity_increase
+        if engine.max_perplexity_increase is not None:
+            given["max_perplexity_increase"] = engine.max_perplexity_increase
+        given |= {name: "auto" for name in ("prefetch", "eviction") if getattr(engine, name) == "auto"}
         asked = [name for name in _LOOKED_AT if name in given]
-        if len(asked) > 1:
+        if len(asked) > 1 and asked != ["prefetch", "eviction"]:
             one, other = (_option(name) for name in asked[:2])
             raise ConfigError(
                 f"{one} and {other} are two measurements; give one of them",

@@ -81,10 +81,12 @@ CACHE_RECORDS = ("sequence", "model")
 _ROUNDING = 1e-3
 """By which such weights may fail to sum to 1: people write 0.33."""
 
-PREFETCH = ("auto", "none", "next-gate", "look-ahead", "stacked-gates")
+WHOLE_LAYER = "whole-layer"
+"""The prefetch that brings in all experts of the next layer."""
+PREFETCH = ("auto", "none", "next-gate", "look-ahead", "stacked-gates", WHOLE_LAYER)
 """Predictors for later layers in decode: nothing; the next layer's router applied to this layer's input; its attention
 and router run ahead on what the resident experts have given; the routers of several layers at once on this layer's
-input; auto: what pays."""
+input; every expert of the next layer; auto: what pays."""
 
 SCORED_PREFETCH = ("stacked-gates",)
 """Of these, the ones that need to know how routers come from logits to a choice."""
@@ -93,6 +95,9 @@ PREFETCH_WHAT = ("top-score", "chosen")
 """SMoE's second version, and its first."""
 
 
+EXPERT_CACHE = ("budget", "top-k")
+"""As many slots as the budget allows; or, as in systems without an expert cache, those of one token's choice in one
+layer, and those through which others come."""
 POOLS = ("global", "layer")
 """One pool of slots for all layers, or a share for each."""
 

@@ -15,6 +15,7 @@ from smoe.policy.prediction import Predictor
 from smoe.prediction.look_ahead import LookAhead
 from smoe.prediction.next_gate import NextGate
 from smoe.prediction.stacked_gates import StackedGates
+from smoe.prediction.whole_layer import WholeLayer
 
 
 @dataclass(frozen=True)
@@ -57,4 +58,5 @@ PREDICTORS: dict[str, Callable[[Subject], Predictor | None]] = {
     "next-gate": lambda subject: subject.next_gate,
     "look-ahead": _look_ahead,
     "stacked-gates": _stacked_gates,
+    "whole-layer": lambda subject: WholeLayer(subject.spec.sites),
 }

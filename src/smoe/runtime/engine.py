@@ -150,7 +150,7 @@ class Engine:
     def fresh_eviction(self) -> Eviction:
         """A new eviction policy, as configured, with no history."""
         experts = {layer: held.experts for layer, held in self.store.layers.items()}
-        return make_eviction_for(self._eviction, self.ledger.pools, experts)
+        return make_eviction_for(self._eviction._replace(name=self.config.eviction), self.ledger.pools, experts)
 
     def wait_ready(self) -> None:
         """Wait until the operating system has backed all slots; only measurements need to."""
