@@ -11,6 +11,7 @@ from smoe.cli.tune_cache import STEPS, tune_cache
 from smoe.cli.tune_options import TuneOptions
 from smoe.cli.tune_policies import TOKENS as TOURNAMENT_TOKENS
 from smoe.cli.tune_policies import tune_policies
+from smoe.cli.tune_predictor import tune_predictor
 from smoe.cli.tune_shares import TOKENS, tune_shares
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ smoe generate ./my-moe --memory 8GiB --preset balanced --max-perplexity-increase
 smoe tune ./my-moe --memory 8GiB --cache mon.trace --cache tue.trace --held-out wed.trace
 
 smoe generate ./my-moe --memory 8GiB --eviction multidimensional -p "..."     (uses what was fitted)
+
+smoe tune ./my-moe --memory 8GiB --predictor expert-mlp --trace mon.trace --held-out wed.trace
+
+smoe generate ./my-moe --memory 8GiB --prefetch expert-mlp -p "..."     (uses what was trained)
 
 smoe tune ./my-moe --memory 8GiB --shares 67,30,3 --text mine.txt
 
@@ -74,6 +79,11 @@ def command(
     With --cache: the weights of HOBBIT's cache whose misses cost least on recorded traces, in a cache of this size.
     They are remembered for this model; --eviction multidimensional uses them.
 
+    With --predictor: what guesses the next layer's experts by the history of routing alone, fitted on recorded traces
+    (or on a text, which is recorded first): counts, or a network that is trained for 15 to 45 passes over them, from
+    where an interrupt has left it. It is remembered for this model; --prefetch uses it. With --held-out, how often it
+    and the others are right on other text.
+
     With --shares: the thresholds of low copies (T1, T2) by which so many per cent of a text's choices ask for their own
     copy, a low one and none. The text's profile is remembered for this model, whatever the shares; --precision-shares
     and --preset hobbit use it.
@@ -93,7 +103,11 @@ def command(
         tune_cache(model, engine, tuned.cache or [], tuned.held_out or [], tuned.tokens or STEPS, json)
     elif measurement == "shares":
         assert tuned.shares is not None
-        tune_shares(model, engine, tuned.shares, tuned.text, tuned.trace, tuned.tokens or TOKENS, json)
+        tune_shares(model, engine, tuned.shares, tuned.text, tuned.trace or [], tuned.tokens or TOKENS, json)
+    elif measurement == "predictor":
+        assert tuned.predictor is not None
+        traces, held_out = tuned.trace or [], tuned.held_out or []
+        tune_predictor(model, engine, tuned.predictor, traces, tuned.text, held_out, tuned.tokens, json)
     elif measurement == "max_perplexity_increase":
         assert increase is not None
         allowed = perplexity_share(increase)
