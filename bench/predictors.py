@@ -1,6 +1,6 @@
 """What predictors that see only the history of routing are worth on unseen text: DuoServe's ExpertMLP and simpler ones.
 
-    python -m bench.predictors DATA --traces FOLDER [--models demo,training/witness] [--tokens 4000] [--out FILE.json]
+    python -m bench.predictors DATA --traces FOLDER [--models demo,training/witness] [--tokens N] [--epochs N] [--out F]
 
 DATA has `train/valid.jsonl.xz` and `eval/wiki_text.jsonl` (texts that no model was trained on). For each model `smoe
 record` reads stories to fit on, and three texts to be judged on: other stories, Python and encyclopedia; traces that
@@ -45,7 +45,9 @@ def main() -> None:
         layers = tuple(RoutedLayer(site.layer, site.experts, spec.anatomy.top_k[site.layer]) for site in spec.sites)
         fitted, held_out = [traces.pop("train")], list(traces.values())
         checkpoint = options.traces / f"{Path(model).name}.training"
-        network = tune_predictor(EXPERT_MLP, fitted, held_out, layers, options.tokens, checkpoint)
+        network = tune_predictor(
+            EXPERT_MLP, fitted, held_out, layers, options.tokens, checkpoint, most_epochs=options.epochs
+        )
         counts = tune_predictor("affinity", fitted, held_out, layers, None, None)
         results.append({"model": Path(model).name, "network": network.as_json(), "all_tokens": counts.as_json()})
         for found in (network, counts):
@@ -81,8 +83,9 @@ def _recorded(model: str, name: str, documents: list[str], folder: Path) -> Path
 
 
 def _print(model: str, found: PredictorTuning) -> None:
-    epochs = len(found.training.losses) if found.training else 0
-    took = f"{epochs} epochs in {found.seconds:.0f} s, {found.fitted.nbytes / 2**20:.1f} MiB" if epochs else "counted"
+    took = "counted"
+    if found.training is not None:
+        took = f"{len(found.training.losses)} epochs in {found.training.core_seconds:.0f} s of one core"
     print(f"\n{model}: {found.fitted.name} fitted on {found.fitted.tokens} tokens, {took}")
     for row in _rows(found):
         print(row, flush=True)
@@ -102,6 +105,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--traces", type=Path, required=True, help="where traces are, or are put")
     parser.add_argument("--models", default="demo,training/witness")
     parser.add_argument("--tokens", type=int, default=4000, help="that the network is trained on")
+    parser.add_argument("--epochs", type=int, help="at most")
     parser.add_argument("--out", type=Path, help="the result as a file, too")
     return parser.parse_args()
 

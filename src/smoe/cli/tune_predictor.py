@@ -104,9 +104,11 @@ def _print(found: PredictorTuning) -> None:
     from smoe.units import format_bytes, format_seconds
 
     fitted, training = found.fitted, found.training
-    epochs = "" if training is None else f", {len(training.losses)} epochs (the best was {training.best_epoch})"
-    took, size = format_seconds(found.seconds), format_bytes(fitted.nbytes)
-    print(f"{fitted.name}: fitted on {fitted.tokens} tokens in {took}{epochs}; {size}")
+    how = ""
+    if training is not None:
+        took = format_seconds(training.core_seconds)
+        how = f", {len(training.losses)} epochs (the best was {training.best_epoch}) in {took} of one core"
+    print(f"{fitted.name}: fitted on {fitted.tokens} tokens{how}; {format_bytes(fitted.nbytes)}")
     if not found.rates:
         return
     table = Table(box=None, header_style="dim", pad_edge=False)

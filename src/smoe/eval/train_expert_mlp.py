@@ -8,6 +8,7 @@ optimiser nor batch: Adam at 0.001, 256 samples.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,8 @@ class Training:
     fitted: Fitted
     losses: list[tuple[float, float]]
     """Of every epoch: on what is trained on, and on the last tenth."""
+    core_seconds: float
+    """That all epochs took of one core."""
 
     @property
     def best_epoch(self) -> int:
@@ -56,19 +59,25 @@ class _Progress:
     optimizer: dict[str, Any]
     best: dict[str, torch.Tensor] = field(default_factory=dict)
     losses: list[tuple[float, float]] = field(default_factory=list)
+    core_seconds: float = 0.0
 
 
 def train_expert_mlp(
-    paths: Paths, seed: int = 0, checkpoint: Path | None = None, tick: Callable[[int], None] = lambda epochs: None
+    paths: Paths,
+    seed: int = 0,
+    checkpoint: Path | None = None,
+    tick: Callable[[int], None] = lambda epochs: None,
+    most_epochs: int | None = None,
 ) -> Training:
     """Train on `paths`, at least ten tokens of two layers. The same paths and seed give the same bytes, interrupted or
     not.
 
     `checkpoint`: where every epoch is kept, until the last; a file of other paths or another seed is begun anew.
-    `tick` hears how many epochs are done. Raises `OSError` where `checkpoint` cannot be written.
+    `tick` hears how many epochs are done; `most_epochs` is `MOST_EPOCHS` where it is not given. Raises `OSError` where
+    `checkpoint` cannot be written.
     """
     with threads(1), torch.random.fork_rng(devices=[]):
-        return _Trainer(paths, seed).run(checkpoint, tick)
+        return _Trainer(paths, seed).run(checkpoint, tick, most_epochs or MOST_EPOCHS)
 
 
 class _Trainer:
@@ -83,14 +92,16 @@ class _Trainer:
         self._optimizer = torch.optim.Adam(self._network.parameters(), lr=_RATE)
         self._progress = _Progress(self._network.state_dict(), self._optimizer.state_dict())
 
-    def run(self, checkpoint: Path | None, tick: Callable[[int], None]) -> Training:
+    def run(self, checkpoint: Path | None, tick: Callable[[int], None], most_epochs: int) -> Training:
         mark = self._mark()
         if checkpoint is not None and checkpoint.exists():
             self._resume(checkpoint, mark)
         progress = self._progress
         tick(len(progress.losses))
-        while not _is_over([held_back for _, held_back in progress.losses]):
+        while not _is_over([held_back for _, held_back in progress.losses], most_epochs):
+            began = time.process_time()
             self._epoch()
+            progress.core_seconds += time.process_time() - began
             if checkpoint is not None:
                 self._keep(checkpoint, mark)
             tick(len(progress.losses))
@@ -99,7 +110,7 @@ class _Trainer:
         counts = {"popularity": self._popularity, "affinity": self._affinity}
         tensors = progress.best | {name: torch.from_numpy(array) for name, array in counts.items()}
         fitted = Fitted(EXPERT_MLP, self._all.layers, tensors, len(self._all.chosen))
-        return Training(fitted, progress.losses)
+        return Training(fitted, progress.losses, progress.core_seconds)
 
     def _epoch(self) -> None:
         progress, losses = self._progress, []
@@ -169,9 +180,9 @@ class _Trainer:
             self._optimizer.load_state_dict(self._progress.optimizer)
 
 
-def _is_over(losses: list[float]) -> bool:
+def _is_over(losses: list[float], most_epochs: int) -> bool:
     """Whether no better epoch is to be expected."""
-    if len(losses) < LEAST_EPOCHS:
+    if len(losses) < min(LEAST_EPOCHS, most_epochs):
         return False
     since_best = len(losses) - 1 - losses.index(min(losses))
-    return since_best >= _PATIENCE or len(losses) >= MOST_EPOCHS
+    return since_best >= _PATIENCE or len(losses) >= most_epochs

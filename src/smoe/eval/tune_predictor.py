@@ -34,7 +34,7 @@ PAPER = {
 """The paper's table 3: exact and at-least-one rates of ExpertMLP, two of eight experts."""
 LEAST_TOKENS = 40
 """Fewer tell nothing, and leave too few to see when to stop."""
-_JUDGED_TOKENS = 2000
+_JUDGED_TOKENS = 1000
 """Of every trace: a network takes about a millisecond a layer."""
 _TIMED = 200
 """Predictions by which the time of one is measured."""
@@ -60,8 +60,6 @@ class PredictorTuning:
     fitted: Fitted
     training: Training | None
     """None for a predictor that is counted."""
-    seconds: float
-    """That fitting took, since it was begun or gone on with."""
     rates: dict[str, dict[str, Rates]]
     """By trace, then by predictor."""
 
@@ -71,7 +69,7 @@ class PredictorTuning:
             "predictor": self.fitted.name,
             "tokens": self.fitted.tokens,
             "bytes": self.fitted.nbytes,
-            "fit_seconds": self.seconds,
+            "core_seconds": self.training.core_seconds if self.training else 0.0,
             "epochs": len(losses),
             "best_epoch": self.training.best_epoch if self.training else 0,
             "losses": losses,
@@ -88,13 +86,13 @@ def tune_predictor(
     checkpoint: Path | None,
     tick: Callable[[int], None] = lambda epochs: None,
     tick_judged: Callable[[int], None] = lambda predictors: None,
-    seed: int = 0,
+    most_epochs: int | None = None,
 ) -> PredictorTuning:
     """Fit the predictor `name` on the first `tokens` (None: all) of each trace of a model with these `layers`, and
     judge it on the others, beside every one that needs no training.
 
-    `checkpoint` and `tick` as for `train_expert_mlp`; `tick_judged` hears how many predictors have been judged. Raises
-    `ConfigError` for traces of another model or of too few tokens, `TraceError` for files that are none.
+    `checkpoint`, `tick` and `most_epochs` as for `train_expert_mlp`; `tick_judged` hears how many predictors have been
+    judged. Raises `ConfigError` for traces of another model or of too few tokens, `TraceError` for files that are none.
     """
     paths = joined([paths_of(path, layers, tokens, "trace") for path in traces])
     if len(paths.chosen) < LEAST_TOKENS:
@@ -105,13 +103,12 @@ def tune_predictor(
             allowed=f"at least {LEAST_TOKENS} tokens",
         )
     judged_on = {path.stem: paths_of(path, layers, _JUDGED_TOKENS, "held_out") for path in held_out}
-    began, training = time.perf_counter(), None
+    training = None
     if name == EXPERT_MLP:
-        training = train_expert_mlp(paths, seed, checkpoint, tick)
+        training = train_expert_mlp(paths, checkpoint=checkpoint, tick=tick, most_epochs=most_epochs)
         fitted = training.fitted
     else:
         fitted = counted(name, paths)
-    seconds = time.perf_counter() - began
     makers: dict[str, Callable[[], FromHistory]] = {"previous-token": lambda: PreviousToken(layers)}
     makers |= {each: counted(each, paths).predictor for each in FITTED_PREFETCH if each not in (name, EXPERT_MLP)}
     makers[name] = fitted.predictor
@@ -120,7 +117,7 @@ def tune_predictor(
         for trace, unseen in judged_on.items():
             rates[trace][each] = judge(make, unseen)
         tick_judged(done)
-    return PredictorTuning(fitted, training, seconds, rates)
+    return PredictorTuning(fitted, training, rates)
 
 
 def paths_of(path: Path, layers: tuple[RoutedLayer, ...], tokens: int | None, setting: str) -> Paths:

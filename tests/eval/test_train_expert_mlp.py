@@ -117,7 +117,7 @@ def test_training_learns_and_ends_where_nothing_gets_better(monkeypatch: pytest.
 )
 def test_when_training_ends(losses: list[float], is_over: bool) -> None:
     """At least 4 epochs and at most 6 here, and 3 without a gain."""
-    assert training._is_over(losses) == is_over
+    assert training._is_over(losses, 6) == is_over
 
 
 def test_rates_by_hand() -> None:
