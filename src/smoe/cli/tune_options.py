@@ -65,7 +65,7 @@ class TuneOptions:
         typer.Option(
             min=1,
             help="At most so many tokens: of the text with --max-perplexity-increase, --shares or --prices, of each "
-            "trace with --cache or --predictor, of the text of a tournament. \\[default: 2000, 4000, all, 300, all, 400]",
+            "trace with --cache or --predictor, of a tournament's text. \\[default: 2000, 4000, all, 300, all, 400]",
         ),
     ] = None
     out: Annotated[
