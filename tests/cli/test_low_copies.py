@@ -142,7 +142,7 @@ def test_tune_profiles_a_text_and_presets_use_it(run, packed, text, tmp_path):
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        (("--trace", "run.trace"), "--trace belongs to --shares"),
+        (("--trace", "run.trace"), "--trace belongs to --predictor or --shares"),
         (("--shares", "67,30,3", "--tpot", "80ms"), "are two measurements; give one of them"),
         (("--shares", "67,30,3", "--text", "a.txt", "--trace", "run.trace"), "both say what is profiled"),
         (("--shares", "67,30"), "--precision-shares is"),

@@ -14,9 +14,12 @@ class Keeping:
 
     def __init__(self) -> None:
         self._is_said = False
+        self.can_keep = True
+        """Whether the folder could be written when this was made."""
         try:
             check_writable()
         except OSError as error:
+            self.can_keep = False
             self._say("will not be", error)
 
     def keep(self, save: Callable[[], Path]) -> Path | None:

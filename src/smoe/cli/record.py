@@ -76,7 +76,7 @@ def command(
         raise ConfigError.out_of_bounds("tokens", tokens, "at least 1")
     texts = _prompts(prompt or [], prompt_file or [], model) if text is None else read_documents(text)
     most = None if text is None else _TOKENS if tokens is None else tokens
-    found = _record(model, engine, to_sampling(sampling), texts, most, path, force)
+    found = record(model, engine, to_sampling(sampling), texts, most, path, force)
     if json:
         print_json(found)
     else:
@@ -126,7 +126,7 @@ def _prompts(given: list[str], files: list[Path], model: str) -> list[str]:
     return texts or [DEMO_PROMPT]
 
 
-def _record(
+def record(
     model: str,
     options: EngineOptions,
     sampling: Sampling,

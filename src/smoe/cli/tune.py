@@ -12,6 +12,7 @@ from smoe.cli.tune_eviction import tune_eviction
 from smoe.cli.tune_options import TuneOptions
 from smoe.cli.tune_policies import TOKENS as TOURNAMENT_TOKENS
 from smoe.cli.tune_policies import tune_policies
+from smoe.cli.tune_predictor import tune_predictor
 from smoe.cli.tune_shares import TOKENS, tune_shares
 from smoe.policy.registry import LEARNED
 
@@ -42,6 +43,10 @@ smoe generate ./my-moe --memory 8GiB --eviction multidimensional -p "..."     (u
 smoe tune ./my-moe --memory 8GiB --eviction learned --cache mon.trace --cache tue.trace --held-out wed.trace
 
 smoe generate ./my-moe --memory 8GiB --eviction learned -p "..."     (uses what was learned)
+
+smoe tune ./my-moe --memory 8GiB --predictor expert-mlp --trace mon.trace --held-out wed.trace
+
+smoe generate ./my-moe --memory 8GiB --prefetch expert-mlp -p "..."     (uses what was trained)
 
 smoe tune ./my-moe --memory 8GiB --shares 67,30,3 --text mine.txt
 
@@ -81,6 +86,11 @@ def command(
     They are remembered for this model; --eviction multidimensional uses them. With --eviction learned as well: learn
     from the traces which experts will be used next, and count what each policy misses in a cache of this size.
 
+    With --predictor: what guesses the next layer's experts by the history of routing alone, fitted on recorded traces
+    (or on a text, which is recorded first): counts, or a network that is trained for 15 to 45 passes over them, from
+    where an interrupt has left it. It is remembered for this model; --prefetch uses it. With --held-out, how often it
+    and the others are right on other text.
+
     With --shares: the thresholds of low copies (T1, T2) by which so many per cent of a text's choices ask for their own
     copy, a low one and none. The text's profile is remembered for this model, whatever the shares; --precision-shares
     and --preset hobbit use it.
@@ -89,6 +99,10 @@ def command(
     once; every entrant is simulated at the times that this machine took, and the best two are run in turns. The winner
     is remembered for this model and machine; --prefetch auto and --eviction auto, the defaults, are the winner then.
     """
+    _measure_what_is_asked(model, engine, tuned, json)
+
+
+def _measure_what_is_asked(model: str, engine: EngineOptions, tuned: TuneOptions, json: bool) -> None:
     measurement = tuned.measurement(engine)
     increase = engine.max_perplexity_increase
     engine = replace(engine, max_perplexity_increase=None)  # it chooses alpha here
@@ -102,7 +116,11 @@ def command(
         tune_cache(model, engine, tuned.cache or [], tuned.held_out or [], tuned.tokens or STEPS, json)
     elif measurement == "shares":
         assert tuned.shares is not None
-        tune_shares(model, engine, tuned.shares, tuned.text, tuned.trace, tuned.tokens or TOKENS, json)
+        tune_shares(model, engine, tuned.shares, tuned.text, tuned.trace or [], tuned.tokens or TOKENS, json)
+    elif measurement == "predictor":
+        assert tuned.predictor is not None
+        traces, held_out = tuned.trace or [], tuned.held_out or []
+        tune_predictor(model, engine, tuned.predictor, traces, tuned.text, held_out, tuned.tokens, json)
     elif measurement == "max_perplexity_increase":
         assert increase is not None
         allowed = perplexity_share(increase)

@@ -10,10 +10,12 @@ import typer
 
 from smoe.cli.options import EngineOptions
 from smoe.errors import ConfigError
+from smoe.policy.registry import FITTED_PREFETCH
 
 _LOOKED_AT: dict[str, tuple[str, ...]] = {
     "prices": ("text", "tokens"),
     "cache": ("held_out", "tokens"),
+    "predictor": ("text", "trace", "held_out", "tokens"),
     "shares": ("text", "trace", "tokens"),
     "max_perplexity_increase": ("text", "tokens", "out"),
     "prefetch": ("text", "tokens", "eviction"),
@@ -43,18 +45,31 @@ class TuneOptions:
             "record. Repeatable."
         ),
     ] = None
-    held_out: Annotated[
-        list[Path] | None, typer.Option(help="With --cache: judge it on this trace, too. Repeatable.")
+    predictor: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Fit what guesses experts by the history of routing, for --prefetch: {', '.join(FITTED_PREFETCH)}."
+        ),
     ] = None
-    trace: Annotated[Path | None, typer.Option(help="With --shares: profile this trace of smoe record.")] = None
+    held_out: Annotated[
+        list[Path] | None,
+        typer.Option(help="With --cache or --predictor: judge what was fitted on this trace, too. Repeatable."),
+    ] = None
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A trace of smoe record, in the place of a text: with --predictor to fit on, repeatable, with "
+            "--shares to profile."
+        ),
+    ] = None
     text: Annotated[Path | None, typer.Option(help="Text to measure on: .txt or .jsonl. Default: stories.")] = None
     tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
             help="At most so many tokens: of the text with --max-perplexity-increase, --shares or --prices, of each "
-            "trace with --cache (all with --eviction learned), of the text of a tournament. \\[default: 2000, 4000, "
-            "all, 300, 400]",
+            "trace with --cache (all with --eviction learned) or --predictor, of a tournament's text. \\[default: "
+            "2000, 4000, all, 300, all, 400]",
         ),
     ] = None
     out: Annotated[
@@ -63,8 +78,8 @@ class TuneOptions:
     ] = None
 
     def measurement(self, engine: EngineOptions) -> str:
-        """What is asked for: `prices`, `cache`, `shares`, `max_perplexity_increase`, `prefetch` or `eviction` (both
-        where they are to be found: auto), or `tpot`, with or without a time.
+        """What is asked for: `prices`, `cache`, `predictor`, `shares`, `max_perplexity_increase`, `prefetch` or
+        `eviction` (both where they are to be found: auto), or `tpot`, with or without a time.
 
         Raises `ConfigError` where two are, or something is given that the one does not look at.
         """

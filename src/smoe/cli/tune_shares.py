@@ -16,7 +16,7 @@ TOKENS = 4000
 
 
 def tune_shares(
-    model: str, engine: EngineOptions, shares: str, text: Path | None, trace: Path | None, tokens: int, as_json: bool
+    model: str, engine: EngineOptions, shares: str, text: Path | None, traces: list[Path], tokens: int, as_json: bool
 ) -> None:
     """Profile a text, or a recorded run, remember it for the model, and say the thresholds of `shares`."""
     from smoe.cli.console import note, print_json
@@ -27,11 +27,11 @@ def tune_shares(
 
     wanted = value_of("precision_shares", "tuple", shares)
     EngineOptions(low_precision="int4", precision_shares=shares).config()  # bounds, before minutes of reading
-    if text is not None and trace is not None:
-        message = "--text and --trace both say what is profiled; give one of them"
-        raise ConfigError(message, setting="trace", given=str(trace), allowed="only without `text`")
+    if len(traces) + (text is not None) > 1:
+        message = "--text and --trace both say what is profiled, and one of either is enough; give one"
+        raise ConfigError(message, setting="trace", given=str(traces[0]), allowed="one, and only without `text`")
     keeping = Keeping()
-    found = _read(model, engine, text, tokens) if trace is None else _recorded(model, engine, trace, tokens)
+    found = _recorded(model, engine, traces[0], tokens) if traces else _read(model, engine, text, tokens)
     thresholds = found.thresholds(wanted)
     path = keeping.keep(lambda: remember(fetch(model, engine.revision), found))
     if path is not None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,9 +25,10 @@ from smoe.bounds import DEFAULT_PREFETCH_DEPTH
 from smoe.errors import ConfigError, SmoeError
 from smoe.generation.teacher_forcing import forced
 from smoe.load.assembly import scoring_rules
+from smoe.load.fitted_predictor import fitted_of
 from smoe.models.spec import ModelSpec
 from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
-from smoe.policy.registry import PREFETCH, WHOLE_LAYER, make_eviction_for
+from smoe.policy.registry import FITTED_PREFETCH, PREFETCH, WHOLE_LAYER, make_eviction_for
 from smoe.policy.step import Decision
 from smoe.prediction.registry import PREDICTORS, Subject
 from smoe.routing import Phase, Routing
@@ -133,7 +135,8 @@ def predictors_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[dict[str, Pr
         if name in (*_NO_RIVALS, "none"):
             continue
         try:
-            predictor = PREDICTORS[name](Subject(model, spec, rules, engine.config.prefetch_what, depth))
+            fitted = fitted_of(Path(spec.config.name_or_path), name) if name in FITTED_PREFETCH else None
+            predictor = PREDICTORS[name](Subject(model, spec, rules, engine.config.prefetch_what, depth, fitted))
         except (SmoeError, KeyError) as error:
             refused[name] = str(error)
             continue

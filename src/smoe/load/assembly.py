@@ -42,6 +42,7 @@ from smoe.policy.prices import PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget, nats_of_perplexity
 from smoe.policy.residency import SlotTable
 from smoe.policy.trial import Trial
+from smoe.prediction.fitted import Fitted
 from smoe.prediction.registry import PREDICTORS, Subject
 from smoe.routing import Phase
 from smoe.runtime.answer_costs import FIRST_BYTES_PER_SECOND, Answerer, LoadRate
@@ -68,6 +69,8 @@ class Budget(NamedTuple):
     """Of the answers to misses, where they are answered within a budget."""
     next_use: NextUse | None = None
     """What was learned of the experts' next uses, where it is what residents are ranked by."""
+    fitted: Fitted | None = None
+    """The predictor of decode, where it is one that was fitted on traces."""
 
 
 def assemble(
@@ -90,7 +93,7 @@ def assemble(
     """
     ledger, store = budget.ledger, stores[EXACT]
     rules = scoring_rules(model, spec) if config.needs_scores else {}
-    predictors = _predictors(model, spec, config, rules, arena.device)
+    predictors = _predictors(model, spec, config, rules, arena.device, budget.fitted)
     table = SlotTable(*ledger.pools)
     with ExitStack() as made:  # closed, last first, where a later step fails
         tiers = make_tiers(stores, arena, table, ledger.demand.all_classes, config, pacing, on_host_tier)
@@ -329,10 +332,11 @@ def _predictors(
     config: EngineConfig,
     rules: Mapping[int, ScoringRule],
     device: torch.device,
+    fitted: Fitted | None,
 ) -> Mapping[Phase, Predictor]:
     """A prefill always starts the next layer's reads early: nearly all are needed, so guessing is cheap and right."""
     depth = DEFAULT_PREFETCH_DEPTH if config.prefetch_depth is None else config.prefetch_depth
-    subject = Subject(model, spec, rules, config.prefetch_what, depth)
+    subject = Subject(model, spec, rules, config.prefetch_what, depth, fitted)
     found: dict[Phase, Predictor] = {Phase.PREFILL: subject.next_gate}
     decode = PREDICTORS[_predictor_name(spec, config, device)](subject)
     return found if decode is None else found | {Phase.DECODE: decode}

@@ -5,6 +5,7 @@ work is refused before anything large is read. The engine is put together of the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble
+from smoe.load.fitted_predictor import fitted_of
 from smoe.load.known import known_of
 from smoe.load.winners import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
@@ -31,6 +33,7 @@ from smoe.models.packed import contents_in_dtype
 from smoe.models.read_spec import read_spec, spec_of_whole
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes
+from smoe.policy.registry import FITTED_PREFETCH
 from smoe.presets import configure
 from smoe.runtime.lifetime import collect_dropped
 from smoe.units import parse_bytes, parse_share
@@ -105,7 +108,8 @@ def load(
     by_form = {EXACT: experts} if spec.low is None else {EXACT: experts, LOW: checkpoint.experts(spec.low)}
     stores = {form: open_store(checkpoint, spec, of, device) for form, of in by_form.items()}
     config, won = with_winners(config, checkpoint.place)
-    ledger, reason = make_ledger(spec, config, device, stores[EXACT])
+    fitted = fitted_of(checkpoint.place, config.prefetch) if config.prefetch in FITTED_PREFETCH else None
+    ledger, reason = make_ledger(spec, config, device, stores[EXACT], 0 if fitted is None else fitted.nbytes)
     if on_ledger is not None:
         on_ledger(ledger)
     of_layers = {site.layer: site.experts for site in spec.sites}
@@ -122,7 +126,7 @@ def load(
             pacing = Emulation(
                 profile, config.dilation, layer_bytes, stores[EXACT].expert_bytes, config.emulated_expert_bytes
             )
-        budget = Budget(ledger, reason, won | reasons, prices, next_use)
+        budget = Budget(ledger, reason, won | reasons, prices, next_use, fitted)
         return assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
     except BaseException:
         arena.close()
@@ -156,10 +160,15 @@ def open_if_here(
 
 
 def make_ledger(
-    spec: ModelSpec, config: EngineConfig, device: torch.device, store: ExpertStore | None = None
+    spec: ModelSpec,
+    config: EngineConfig,
+    device: torch.device,
+    store: ExpertStore | None = None,
+    fitted_bytes: int = 0,
 ) -> tuple[Ledger, str]:
-    """The budget divided, and where its size comes from; raises `BudgetError`."""
+    """The budget divided, and where its size comes from; `fitted_bytes` are a predictor's. Raises `BudgetError`."""
     demand = spec.demand(config) if store is None else demand_of(spec, config, device, store)
+    demand = replace(demand, fitted_bytes=fitted_bytes)
     if config.memory_bytes is not None:
         return allocate(config.memory_bytes, demand), "as asked"
     if config.resident_share is not None:

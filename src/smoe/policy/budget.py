@@ -105,6 +105,8 @@ class Demand:
     """Buffers of the reading threads, where experts cannot be read straight into their slots."""
     predictor_bytes: int = 0
     """What a predictor keeps of weights: a second copy of the routers."""
+    fitted_bytes: int = 0
+    """A predictor that was fitted on traces."""
     low: tuple[SlotClass, ...] = ()
     """Where low copies go; empty: there are none."""
     low_share: float = 0.0
@@ -151,7 +153,11 @@ class Demand:
             "workspace": self.workspace_bytes,
             "KV cache": self.kv_cache_bytes,
         }
-        others = {"stacked routers": self.predictor_bytes, "read buffers": self.read_buffer_bytes}
+        others = {
+            "stacked routers": self.predictor_bytes,
+            "fitted predictor": self.fitted_bytes,
+            "read buffers": self.read_buffer_bytes,
+        }
         return entries | {name: count for name, count in others.items() if count}
 
 

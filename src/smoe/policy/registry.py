@@ -83,10 +83,18 @@ _ROUNDING = 1e-3
 
 WHOLE_LAYER = "whole-layer"
 """The prefetch that brings in all experts of the next layer."""
-PREFETCH = ("auto", "none", "next-gate", "look-ahead", "stacked-gates", WHOLE_LAYER)
+
+EXPERT_MLP = "expert-mlp"
+"""The network that is trained on recorded paths (DuoServe)."""
+
+FITTED_PREFETCH = ("popularity", "affinity", "activation-matrix", EXPERT_MLP)
+"""Predictors that see the history of routing alone, and have to be fitted on a trace of the model first: how often a
+layer chooses an expert; what followed the experts of the layer before; the most similar past sequence; a network."""
+
+PREFETCH = ("auto", "none", "next-gate", "look-ahead", "stacked-gates", WHOLE_LAYER, "previous-token", *FITTED_PREFETCH)
 """Predictors for later layers in decode: nothing; the next layer's router applied to this layer's input; its attention
 and router run ahead on what the resident experts have given; the routers of several layers at once on this layer's
-input; every expert of the next layer; auto: what pays."""
+input; every expert of the next layer; what the layer chose for the token before; the fitted ones; auto: what pays."""
 
 SCORED_PREFETCH = ("stacked-gates",)
 """Of these, the ones that need to know how routers come from logits to a choice."""

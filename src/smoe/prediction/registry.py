@@ -12,8 +12,12 @@ from smoe.models.router_matrix import find_matrix
 from smoe.models.scoring import ScoringRule
 from smoe.models.spec import ModelSpec
 from smoe.policy.prediction import Predictor
+from smoe.policy.registry import FITTED_PREFETCH
+from smoe.prediction.activation_path import RoutedLayer
+from smoe.prediction.fitted import Fitted
 from smoe.prediction.look_ahead import LookAhead
 from smoe.prediction.next_gate import NextGate
+from smoe.prediction.previous_token import PreviousToken
 from smoe.prediction.stacked_gates import StackedGates
 from smoe.prediction.whole_layer import WholeLayer
 
@@ -30,6 +34,14 @@ class Subject:
     """Which of the predicted experts are worth a load (`policy.registry.PREFETCH_WHAT`)."""
     depth: int
     """Layers ahead that are guessed at most, by those predictors that can guess more than one."""
+    fitted: Fitted | None = None
+    """What was fitted on traces of the model, where the predictor asked for is such a one."""
+
+    @property
+    def routed_layers(self) -> tuple[RoutedLayer, ...]:
+        """What the model's routers can say."""
+        top_k = self.spec.anatomy.top_k
+        return tuple(RoutedLayer(site.layer, site.experts, top_k[site.layer]) for site in self.spec.sites)
 
     @cached_property
     def next_gate(self) -> NextGate:
@@ -53,10 +65,17 @@ def _stacked_gates(subject: Subject) -> Predictor:
     return StackedGates(spec.sites, matrices, subject.rules, top_k, next_gate, depth, spec.dtype)
 
 
+def _fitted(subject: Subject) -> Predictor:
+    assert subject.fitted is not None, "read before the budget is divided"
+    return subject.fitted.predictor()
+
+
 PREDICTORS: dict[str, Callable[[Subject], Predictor | None]] = {
     "none": lambda subject: None,
     "next-gate": lambda subject: subject.next_gate,
     "look-ahead": _look_ahead,
     "stacked-gates": _stacked_gates,
     "whole-layer": lambda subject: WholeLayer(subject.spec.sites),
+    "previous-token": lambda subject: PreviousToken(subject.routed_layers),
+    **dict.fromkeys(FITTED_PREFETCH, _fitted),
 }

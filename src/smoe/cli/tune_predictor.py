@@ -1,0 +1,128 @@
+"""`smoe tune --predictor`: what guesses experts by the history of routing, fitted on recorded traces."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from smoe.cli.options import EngineOptions
+from smoe.errors import ConfigError
+from smoe.policy.registry import FITTED_PREFETCH
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from smoe.eval.tune_predictor import PredictorTuning, Rates
+
+_TOKENS = 8000
+"""Recorded of a text, where the user does not say."""
+
+
+def tune_predictor(
+    model: str,
+    engine: EngineOptions,
+    name: str,
+    traces: list[Path],
+    text: Path | None,
+    held_out: list[Path],
+    tokens: int | None,
+    as_json: bool,
+) -> None:
+    """Fit, remember and show."""
+    from smoe.cli.console import note, print_json, progress
+    from smoe.cli.keeping import Keeping
+    from smoe.eval import tune_predictor as tuning
+    from smoe.eval.train_expert_mlp import MOST_EPOCHS
+    from smoe.load.fitted_predictor import place_of, remember
+    from smoe.models.files import fetch
+    from smoe.models.read_spec import read_spec
+    from smoe.prediction.activation_path import RoutedLayer
+
+    if name not in FITTED_PREFETCH:
+        raise ConfigError.no_choice("predictor", name, FITTED_PREFETCH)
+    if traces and text is not None:
+        message = "--text and --trace both say what is fitted on; give one of them"
+        raise ConfigError(message, setting="trace", given=str(traces[0]), allowed="only without `text`")
+    spec = read_spec(model, engine.config(), engine.revision)
+    layers = tuple(RoutedLayer(site.layer, site.experts, spec.anatomy.top_k[site.layer]) for site in spec.sites)
+    keeping, place = Keeping(), fetch(model, engine.revision)
+    checkpoint = place_of(place, name).with_suffix(".training") if keeping.can_keep else None
+    with _recorded(model, engine, traces, text, tokens) as recorded, progress("tune", "epochs") as bars:
+        task = bars.add_task("training", total=MOST_EPOCHS, amount="", visible=name == "expert-mlp")
+        judging = bars.add_task("judging", total=len(FITTED_PREFETCH), amount="", visible=bool(held_out))
+        found = tuning.tune_predictor(
+            name,
+            recorded,
+            held_out,
+            layers,
+            tokens,
+            checkpoint,
+            lambda epochs: bars.update(task, completed=epochs),
+            lambda predictors: bars.update(judging, completed=predictors),
+        )
+    path = keeping.keep(lambda: remember(place, found.fitted))
+    if path is not None:
+        note(f"remembered for --prefetch {name} in {path}")
+    if not held_out:
+        note("what it is worth on other text is not known: give traces of some with --held-out")
+    if as_json:
+        print_json({"model": model, "traces": [*map(str, traces)], "held_out": [*map(str, held_out)]} | found.as_json())
+    else:
+        _print(found)
+
+
+@contextmanager
+def _recorded(
+    model: str, engine: EngineOptions, traces: list[Path], text: Path | None, tokens: int | None
+) -> Iterator[list[Path]]:
+    """The traces that are fitted on: those given, else one of the text, which is gone afterwards."""
+    from smoe.cli.record import record
+    from smoe.eval.texts import read_documents
+    from smoe.generation.sampling import Sampling
+
+    if traces:
+        yield traces
+        return
+    texts = read_documents(text)
+    exact = replace(engine, preset="exact", prefetch=None)  # the fitted one may not be there yet
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "text.trace"
+        if record(model, exact, Sampling(), texts, tokens or _TOKENS, path, force=False)["was_interrupted"]:
+            raise KeyboardInterrupt("interrupted; nothing was kept")
+        yield [path]
+
+
+def _print(found: PredictorTuning) -> None:
+    """How fitting went, and the rates of every predictor on every trace, beside the paper's."""
+    from rich.table import Table
+
+    from smoe.cli.console import output
+    from smoe.eval.tune_predictor import PAPER
+    from smoe.units import format_bytes, format_seconds
+
+    fitted, training = found.fitted, found.training
+    how = ""
+    if training is not None:
+        took = format_seconds(training.core_seconds)
+        how = f", {len(training.losses)} epochs (the best was {training.best_epoch}) in {took} of one core"
+    print(f"{fitted.name}: fitted on {fitted.tokens} tokens{how}; {format_bytes(fitted.nbytes)}")
+    if not found.rates:
+        return
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    table.add_column("all named / at least one")
+    for trace in found.rates:
+        table.add_column(trace, justify="right")
+    table.add_column("a guess", justify="right")
+    for name in next(iter(found.rates.values())):
+        rates = [of[name] for of in found.rates.values()]
+        table.add_row(name, *map(_shown, rates), format_seconds(rates[0].seconds))
+    for name, (exact, some) in PAPER.items():
+        table.add_row(name, f"{exact:.1%} / {some:.1%}")
+    output().print(table)
+
+
+def _shown(rates: Rates) -> str:
+    return f"{rates.exact:.1%} / {rates.at_least_one:.1%}"

@@ -1,0 +1,170 @@
+"""Predictors that see the history of routing alone: fitted on recorded traces, judged on others token by token.
+
+Rates are those of DuoServe's table 3. *exact*: all experts of the layer that comes were named, among as many as it
+chooses; *at least one*: some of them were. Every layer but the first counts, for every token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smoe.errors import ConfigError
+from smoe.eval.train_expert_mlp import Training, train_expert_mlp
+from smoe.policy.prediction import Sight
+from smoe.policy.registry import EXPERT_MLP, FITTED_PREFETCH
+from smoe.prediction.activation_path import NOBODY, Paths, RoutedLayer, joined
+from smoe.prediction.fitted import Fitted, counted
+from smoe.prediction.history import FromHistory
+from smoe.prediction.previous_token import PreviousToken
+from smoe.routing import Phase, Routing
+from smoe.trace.file import Trace
+
+PAPER = {
+    "DuoServe, Mixtral 8x7B, Orca": (0.6685, 0.9545),
+    "DuoServe, Mixtral 8x7B, SQuAD": (0.6023, 0.9231),
+    "DuoServe, Mixtral 8x22B, Orca": (0.5621, 0.9045),
+    "DuoServe, Mixtral 8x22B, SQuAD": (0.5416, 0.9031),
+}
+"""The paper's table 3: exact and at-least-one rates of ExpertMLP, two of eight experts."""
+LEAST_TOKENS = 40
+"""Fewer tell nothing, and leave too few to see when to stop."""
+_JUDGED_TOKENS = 1000
+"""Of every trace: a network takes about a millisecond a layer."""
+_TIMED = 200
+"""Predictions by which the time of one is measured."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How often a predictor was right."""
+
+    exact: float
+    at_least_one: float
+    recall: float
+    """Of the experts that were chosen, the share that was named."""
+    seconds: float
+    """Of one prediction, the median."""
+    predictions: int
+
+
+@dataclass(frozen=True)
+class PredictorTuning:
+    """What was fitted, and what it and the others are worth."""
+
+    fitted: Fitted
+    training: Training | None
+    """None for a predictor that is counted."""
+    rates: dict[str, dict[str, Rates]]
+    """By trace, then by predictor."""
+
+    def as_json(self) -> dict[str, Any]:
+        losses = [] if self.training is None else self.training.losses
+        return {
+            "predictor": self.fitted.name,
+            "tokens": self.fitted.tokens,
+            "bytes": self.fitted.nbytes,
+            "core_seconds": self.training.core_seconds if self.training else 0.0,
+            "epochs": len(losses),
+            "best_epoch": self.training.best_epoch if self.training else 0,
+            "losses": losses,
+            "rates": {trace: {name: asdict(rates) for name, rates in of.items()} for trace, of in self.rates.items()},
+        }
+
+
+def tune_predictor(
+    name: str,
+    traces: Sequence[Path],
+    held_out: Sequence[Path],
+    layers: tuple[RoutedLayer, ...],
+    tokens: int | None,
+    checkpoint: Path | None,
+    tick: Callable[[int], None] = lambda epochs: None,
+    tick_judged: Callable[[int], None] = lambda predictors: None,
+    most_epochs: int | None = None,
+) -> PredictorTuning:
+    """Fit the predictor `name` on the first `tokens` (None: all) of each trace of a model with these `layers`, and
+    judge it on the others, beside every one that needs no training.
+
+    `checkpoint`, `tick` and `most_epochs` as for `train_expert_mlp`; `tick_judged` hears how many predictors have been
+    judged. Raises `ConfigError` for traces of another model or of too few tokens, `TraceError` for files that are none.
+    """
+    paths = joined([paths_of(path, layers, tokens, "trace") for path in traces])
+    if len(paths.chosen) < LEAST_TOKENS:
+        raise ConfigError(
+            f"{len(paths.chosen)} tokens are too few to fit a predictor on; give traces of {LEAST_TOKENS} or more",
+            setting="trace",
+            given=str(traces[0]),
+            allowed=f"at least {LEAST_TOKENS} tokens",
+        )
+    judged_on = {path.stem: paths_of(path, layers, _JUDGED_TOKENS, "held_out") for path in held_out}
+    training = None
+    if name == EXPERT_MLP:
+        training = train_expert_mlp(paths, checkpoint=checkpoint, tick=tick, most_epochs=most_epochs)
+        fitted = training.fitted
+    else:
+        fitted = counted(name, paths)
+    makers: dict[str, Callable[[], FromHistory]] = {"previous-token": lambda: PreviousToken(layers)}
+    makers |= {each: counted(each, paths).predictor for each in FITTED_PREFETCH if each not in (name, EXPERT_MLP)}
+    makers[name] = fitted.predictor
+    rates: dict[str, dict[str, Rates]] = {trace: {} for trace in judged_on}
+    for done, (each, make) in enumerate(makers.items(), start=1):
+        for trace, unseen in judged_on.items():
+            rates[trace][each] = judge(make, unseen)
+        tick_judged(done)
+    return PredictorTuning(fitted, training, rates)
+
+
+def paths_of(path: Path, layers: tuple[RoutedLayer, ...], tokens: int | None, setting: str) -> Paths:
+    """The paths of a trace's first `tokens`, prompts included, padding left out.
+
+    Raises `ConfigError`, for the `setting` that the trace was given for, where it is of other layers, and `TraceError`.
+    """
+    trace = Trace(path)
+    recorded = tuple(RoutedLayer(each.layer, each.experts, each.top_k) for each in trace.header.layers)
+    if recorded != layers:
+        raise ConfigError(
+            f"{path} was recorded with {trace.header.model}, whose layers and experts are not this model's; record "
+            "this one with smoe record",
+            setting=setting,
+            given=str(path),
+            allowed="traces of the model that is tuned",
+        )
+    of_layer = [trace.rows[trace.rows["layer"] == each.layer] for each in layers]
+    first = of_layer[0]
+    is_real = first["top_k_index"].min(axis=1) < layers[0].experts
+    chosen = np.full((len(first), len(layers), max(each.top_k for each in layers)), NOBODY, dtype=np.int64)
+    for place, (each, rows) in enumerate(zip(layers, of_layer, strict=True)):
+        chosen[:, place, : each.top_k] = rows["top_k_index"][:, : each.top_k]
+    return Paths(layers, chosen[is_real][:tokens], first["sequence"][is_real][:tokens].astype(np.int64))
+
+
+def judge(make: Callable[[], FromHistory], paths: Paths) -> Rates:
+    """The rates of a predictor that hears sequence after sequence, each from its beginning, and every token alone."""
+    exact = some = named_right = wanted_all = count = 0
+    times: list[float] = []
+    for chosen in paths.of_sequences():
+        predictor = make()
+        for token in chosen:
+            for place, layer in enumerate(paths.layers):
+                row = token[place, : layer.top_k].tolist()
+                predictor.observe(Routing(layer.layer, Phase.DECODE, layer.experts, [row]))
+                if place + 1 == len(paths.layers):
+                    continue
+                began = time.perf_counter()
+                named = next(iter(predictor.predict(Sight(layer.layer, None))), None)
+                if len(times) < _TIMED:
+                    times.append(time.perf_counter() - began)
+                wanted = set(token[place + 1, : paths.layers[place + 1].top_k].tolist())
+                right = len(wanted & set(named.experts)) if named is not None else 0
+                exact += right == len(wanted)
+                some += right > 0
+                named_right += right
+                wanted_all += len(wanted)
+                count += 1
+    return Rates(exact / count, some / count, named_right / wanted_all, float(np.median(times)), count)

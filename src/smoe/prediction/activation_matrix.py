@@ -1,0 +1,69 @@
+"""Guessing by the past sequence that was most like this one (MoE-Infinity, arXiv 2401.14361).
+
+    matrix of a sequence   [L, E]: how often each layer chose each expert
+    this sequence so far   ---> the nearest of the stored ones ---> its counts in the layer that comes
+
+Nearest is the highest mean over the layers of the cosine between two rows. A new sequence begins with a prompt. A text
+that is only read, token by token, has none: there the matrix is that of all that was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from smoe.prediction.activation_path import Paths, RoutedLayer, multi_hot
+from smoe.prediction.history import FromHistory
+from smoe.routing import Phase
+
+MOST_MATRICES = 128
+"""Past sequences that are kept: of more, so many spread evenly."""
+
+
+def matrices_of(paths: Paths) -> np.ndarray:
+    """[M, L, E]: the counts of every sequence, of at most `MOST_MATRICES`."""
+    widest = max(layer.experts for layer in paths.layers)
+    found = [multi_hot(chosen, widest).sum(axis=0) for chosen in paths.of_sequences()]
+    kept = np.linspace(0, len(found) - 1, min(len(found), MOST_MATRICES)).round().astype(int)
+    return np.stack([found[number] for number in kept])
+
+
+class ActivationMatrix(FromHistory):
+    """Predict what the most similar past sequence used most."""
+
+    def __init__(self, layers: Sequence[RoutedLayer], matrices: np.ndarray) -> None:
+        """matrices: [M, L, E] counts."""
+        super().__init__(layers)
+        self._directions = _unit(matrices)
+        """[M, L, E]: rows of length 1, in which experts have the same order as in the counts."""
+        self._counts = np.zeros((0, *matrices.shape[1:]), dtype=np.float32)
+        """[S, L, E] of the sequences that run."""
+        self._alike = np.zeros((0, *matrices.shape[:2]), dtype=np.float32)
+        """[S, M, L] cosines."""
+        self._phase = Phase.DECODE
+
+    def _hear(self, place: int, phase: Phase, chosen: np.ndarray) -> None:
+        is_new = phase is Phase.PREFILL and self._phase is Phase.DECODE
+        self._phase = phase
+        if is_new or len(self._counts) != len(chosen):
+            self._counts = np.zeros((len(chosen), *self._directions.shape[1:]), dtype=np.float32)
+            self._alike = np.zeros((len(chosen), *self._directions.shape[:2]), dtype=np.float32)
+        layer = self.layers[place]
+        hot = np.zeros((*chosen.shape[:2], max(self._directions.shape[2], layer.experts) + 1), dtype=np.float32)
+        np.put_along_axis(hot, chosen, 1.0, axis=-1)
+        hot[..., layer.experts] = 0.0  # padding
+        row = self._counts[:, place]  # [S, E]
+        row += hot[..., : row.shape[-1]].sum(axis=1)
+        self._alike[:, :, place] = _unit(row) @ self._directions[:, place].T
+
+    def _scores(self, place: int, path: np.ndarray, rows: Sequence[int]) -> np.ndarray:
+        nearest = self._alike[list(rows)].sum(axis=-1).argmax(axis=-1)  # [R]
+        found: np.ndarray = self._directions[nearest, place]
+        return found
+
+
+def _unit(rows: np.ndarray) -> np.ndarray:
+    """Rows of length 1; zeros stay."""
+    found: np.ndarray = rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
+    return found.astype(np.float32)

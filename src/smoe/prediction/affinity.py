@@ -1,0 +1,39 @@
+"""Guessing by what followed the experts of the layer before (DuoServe, equation 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from smoe.prediction.activation_path import NOBODY, Paths, RoutedLayer, multi_hot
+from smoe.prediction.history import FromHistory
+from smoe.prediction.popularity import shares
+
+
+def affinity_of(paths: Paths) -> np.ndarray:
+    """[L-1, E, E]: entry (l, i, j) is the share of expert j of layer l+1 in all that it chose for tokens with expert i
+    in layer l; zeros where i was never chosen."""
+    widest = max(layer.experts for layer in paths.layers)
+    hot = [multi_hot(paths.chosen[:, n], widest) for n in range(len(paths.layers))]
+    return shares(np.stack([before.T @ after for before, after in pairwise(hot)]))
+
+
+def rows_of(affinity: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """The rows [..., K, E] of one layer's affinity [E, E] that belong to chosen experts [..., K]; zeros for nobody."""
+    found: np.ndarray = affinity[chosen] * (chosen != NOBODY)[..., None]
+    return found
+
+
+class Affinity(FromHistory):
+    """Predict the experts that follow those of the layer before most often: a Markov chain over the layers."""
+
+    def __init__(self, layers: Sequence[RoutedLayer], affinity: np.ndarray) -> None:
+        """affinity: [L-1, E, E]"""
+        super().__init__(layers)
+        self._affinity = affinity
+
+    def _scores(self, place: int, path: np.ndarray, rows: Sequence[int]) -> np.ndarray:
+        found: np.ndarray = rows_of(self._affinity[place - 1], path[:, -1]).sum(axis=1)
+        return found

@@ -1,0 +1,104 @@
+"""Guessing the next layer's experts by a network that was trained on recorded paths (DuoServe, section 4.2).
+
+    h: the experts of all layers before, flattened   |
+    p: popularity of the layer's experts             | -> seven fully connected layers -> a score for each expert
+    a: affinity to each expert of the layer before   |
+
+One network serves all layers: p and a say which layer is asked for. What the paper leaves open is decided here: index
+i of E experts is (i + 1) / E, so that padding, 0, is nobody's; of the affinity matrix the rows of the experts that were
+chosen are given; p and a are multiples of what chance would give. The six hidden widths halve from 2048 to 64, the
+seventh layer gives the scores.
+
+Asked as soon as the router has spoken, on the computing thread: its loads can begin only when it has answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from smoe.prediction.activation_path import RoutedLayer
+from smoe.prediction.affinity import rows_of
+from smoe.prediction.history import FromHistory
+
+WIDTHS = (2048, 1024, 512, 256, 128, 64)
+DROPOUT = 0.1
+
+
+def states(
+    place: int, path: np.ndarray, layers: Sequence[RoutedLayer], popularity: np.ndarray, affinity: np.ndarray
+) -> np.ndarray:
+    """The states s (equations 4 and 5) of the layer at `place`, from 1 on: [N, `state_width`] float32.
+
+    path: [N, place or more, K]; popularity: [L, E]; affinity: [L-1, E, E].
+    """
+    top_k, widest = path.shape[-1], popularity.shape[1]
+    count, slots = len(path), (len(layers) - 1) * top_k
+    found = np.zeros((count, state_width(layers)), dtype=np.float32)
+    experts = np.array([layer.experts for layer in layers[:place]], dtype=np.float32)
+    found[:, : place * top_k] = ((path[:, :place] + 1) / experts[:, None]).reshape(count, -1)
+    found[:, slots : slots + widest] = popularity[place] * widest
+    rows = rows_of(affinity[place - 1], path[:, place - 1])  # [N, K, E]
+    found[:, slots + widest :] = rows.reshape(count, -1) * widest
+    return found
+
+
+def state_width(layers: Sequence[RoutedLayer]) -> int:
+    """Numbers in a state."""
+    top_k, widest = max(layer.top_k for layer in layers), max(layer.experts for layer in layers)
+    return (len(layers) - 1) * top_k + widest + top_k * widest
+
+
+def network(inputs: int, outputs: int, widths: Sequence[int] = WIDTHS) -> nn.Sequential:
+    """ExpertMLP as it is trained: [N, inputs] -> logits [N, outputs]."""
+    parts: list[nn.Module] = []
+    for width in widths:
+        parts += [nn.Linear(inputs, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(DROPOUT)]
+        inputs = width
+    return nn.Sequential(*parts, nn.Linear(inputs, outputs))
+
+
+def folded(trained: nn.Sequential) -> dict[str, torch.Tensor]:
+    """The network as it is used: every batch norm is multiplied into the layer before it."""
+    found: dict[str, torch.Tensor] = {}
+    parts = list(trained)
+    linears = [(at, part) for at, part in enumerate(parts) if isinstance(part, nn.Linear)]
+    for number, (at, linear) in enumerate(linears):
+        weight, bias = linear.weight.detach(), linear.bias.detach()
+        norm = parts[at + 1] if at + 1 < len(parts) else None
+        if isinstance(norm, nn.BatchNorm1d):
+            assert norm.running_mean is not None and norm.running_var is not None
+            scale = norm.weight.detach() / torch.sqrt(norm.running_var + norm.eps)
+            weight, bias = weight * scale[:, None], (bias - norm.running_mean) * scale + norm.bias.detach()
+        found[f"weight.{number}"], found[f"bias.{number}"] = weight.contiguous().clone(), bias.contiguous().clone()
+    return found
+
+
+class ExpertMLP(FromHistory):
+    """Predict what the network scores highest."""
+
+    def __init__(
+        self,
+        layers: Sequence[RoutedLayer],
+        popularity: np.ndarray,
+        affinity: np.ndarray,
+        weights: Mapping[str, torch.Tensor],
+    ) -> None:
+        """popularity: [L, E]; affinity: [L-1, E, E]; `weights` as `folded` gives them, on the CPU."""
+        super().__init__(layers)
+        self._popularity, self._affinity = popularity, affinity
+        count = sum(name.startswith("weight.") for name in weights)
+        self._parts = [(weights[f"weight.{n}"], weights[f"bias.{n}"]) for n in range(count)]
+
+    def _scores(self, place: int, path: np.ndarray, rows: Sequence[int]) -> np.ndarray:
+        given = states(place, path, self.layers, self._popularity, self._affinity)
+        with torch.inference_mode():
+            x = torch.from_numpy(given)
+            for weight, bias in self._parts[:-1]:
+                x = functional.linear(x, weight, bias).relu_()
+            found: np.ndarray = functional.linear(x, *self._parts[-1]).numpy()
+        return found

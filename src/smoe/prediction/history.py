@@ -1,0 +1,79 @@
+"""Guessing the next layer's experts by nothing but what routers have said: no hidden state, no weights of the model.
+
+    router of layer 0 .. l has spoken -> scores of the experts of l+1 -> the best K of every row
+
+What such a predictor says follows from the routings that it has heard, so it says the same in the engine and on a trace
+in the simulator. Which choices are important it cannot know: it names all K, whatever `alpha`, as the model has them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+
+from smoe.policy.prediction import Prediction, Predictor, Sight
+from smoe.prediction.activation_path import NOBODY, RoutedLayer
+from smoe.routing import Phase, Routing
+
+
+class FromHistory(Predictor):
+    """Keeps the path of the step that is under way. Used by one thread at a time."""
+
+    def __init__(self, layers: Sequence[RoutedLayer]) -> None:
+        self.layers = tuple(layers)
+        self._places = {layer.layer: place for place, layer in enumerate(self.layers)}
+        self._top_k = max(layer.top_k for layer in self.layers)
+        self._path: list[np.ndarray] = []
+        """[T, K] of every layer that has been heard in this decode step."""
+
+    def observe(self, routing: Routing) -> None:
+        place = self._places[routing.layer]
+        if place == 0:
+            self._path = []
+        chosen = np.asarray(routing.top_k_index, dtype=np.int64)  # [T, K of the layer]
+        if routing.phase is Phase.DECODE and place == len(self._path):
+            self._path.append(self._widened(chosen, routing.experts))
+        self._hear(place, routing.phase, chosen.reshape(routing.sequences, -1, chosen.shape[-1]))
+
+    def predict(self, sight: Sight) -> Sequence[Prediction]:
+        place = self._places[sight.layer] + 1
+        if place == len(self.layers) or len(self._path) != place:
+            return ()
+        layer = self.layers[place]
+        rows = list(range(len(self._path[0])) if sight.rows is None else sight.rows)
+        scores = self._scores(place, np.stack([chosen[rows] for chosen in self._path], axis=1), rows) if rows else None
+        return () if scores is None else (Prediction(layer.layer, best_first(scores[:, : layer.experts], layer.top_k)),)
+
+    def _hear(self, place: int, phase: Phase, chosen: np.ndarray) -> None:
+        """What the router of the layer at `place` chose for the tokens of every sequence: [S, T / S, K], E where a
+        token is padding."""
+        del place, phase, chosen
+
+    @abstractmethod
+    def _scores(self, place: int, path: np.ndarray, rows: Sequence[int]) -> np.ndarray | None:
+        """How likely the experts of the layer at `place` are: [R, E], higher is likelier; None where nothing is known.
+
+        path: [R, place, K], what the layers before it chose for the rows in this step; `rows`: their numbers.
+        """
+
+    def _widened(self, chosen: np.ndarray, experts: int) -> np.ndarray:
+        """[T, K of the layer] -> [T, K of the widest]; padding becomes nobody."""
+        wide = np.full((len(chosen), self._top_k), NOBODY, dtype=np.int64)
+        wide[:, : chosen.shape[1]] = np.where(chosen == experts, NOBODY, chosen)
+        return wide
+
+
+def best_first(scores: np.ndarray, top_k: int) -> list[int]:
+    """The K best of every row of scores [R, E], that of the highest score for any row first; ties by number."""
+    index = np.argsort(-scores, axis=-1, kind="stable")[:, :top_k]
+    if len(index) == 1:
+        found: list[int] = index[0].tolist()
+        return found
+    best: dict[int, float] = {}
+    for expert, score in zip(
+        index.ravel().tolist(), np.take_along_axis(scores, index, -1).ravel().tolist(), strict=True
+    ):
+        best[expert] = max(score, best.get(expert, score))
+    return sorted(best, key=lambda expert: (-best[expert], expert))
