@@ -72,10 +72,9 @@ class Engine:
         self.budget_reason = budget_reason
         self.reasons = reasons
         """Where settings come from that nobody gave, by their names."""
-        self._eviction = eviction
         self.context_tokens = context_tokens
         """Positions reserved for every sequence."""
-        self._turns = Turns()
+        self._turns, self._eviction = Turns(), eviction
         self._threads = torch.get_num_threads()
         """Computing threads: what our kernels have been compared on."""
         self.executor = executor
