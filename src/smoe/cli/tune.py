@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from smoe.cli.options import Debug, EngineOptions, Json, Model, perplexity_share, substituting
 from smoe.cli.tune_cache import STEPS, tune_cache
+from smoe.cli.tune_corrected_gates import TOKENS as LEARNED_TOKENS
+from smoe.cli.tune_corrected_gates import tune_corrected_gates
 from smoe.cli.tune_options import TuneOptions
 from smoe.cli.tune_shares import TOKENS, tune_shares
 
@@ -38,6 +40,10 @@ smoe generate ./my-moe --memory 8GiB --eviction multidimensional -p "..."     (u
 smoe tune ./my-moe --memory 8GiB --shares 67,30,3 --text mine.txt
 
 smoe generate ./my-moe --memory 8GiB --preset hobbit -p "..."     (uses the profile)
+
+smoe tune ./my-moe --memory 8GiB --predictor corrected-gates --text mine.txt
+
+smoe generate ./my-moe --memory 8GiB --prefetch corrected-gates -p "..."     (uses what was learned)
 
 smoe eval ./my-moe --memory 8GiB says what a threshold costs in full.
 """
@@ -73,6 +79,9 @@ def command(
     With --shares: the thresholds of low copies (T1, T2) by which so many per cent of a text's choices ask for their own
     copy, a low one and none. The text's profile is remembered for this model, whatever the shares; --precision-shares
     and --preset hobbit use it.
+
+    With --predictor corrected-gates: what the layers between do to a router's input, so that the experts of later
+    layers are guessed better. It is remembered for this model; --prefetch corrected-gates uses it.
     """
     increase = engine.max_perplexity_increase
     engine = replace(engine, max_perplexity_increase=None)  # it chooses alpha here
@@ -86,6 +95,8 @@ def command(
     elif measurement == "shares":
         assert tuned.shares is not None
         tune_shares(model, engine, tuned.shares, tuned.text, tuned.trace, tuned.tokens or TOKENS, json)
+    elif measurement == "predictor":
+        tune_corrected_gates(model, engine, tuned.text, tuned.tokens or LEARNED_TOKENS, json)
     elif measurement == "max_perplexity_increase":
         assert increase is not None
         allowed = perplexity_share(increase)

@@ -14,11 +14,14 @@ _LOOKED_AT: dict[str, tuple[str, ...]] = {
     "prices": ("text", "tokens"),
     "cache": ("held_out", "tokens"),
     "shares": ("text", "trace", "tokens"),
+    "predictor": ("text", "tokens"),
     "max_perplexity_increase": ("text", "tokens", "out"),
     "tpot": ("text",),
 }
 """Every measurement, named by the option that asks for it, and the other options that it looks at."""
 _DEFAULT = "tpot"
+PREDICTORS = ("corrected-gates",)
+"""Those that learn."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,9 @@ class TuneOptions:
         str | None,
         typer.Option(help="Profile how important experts are, for --precision-shares: per cent such as 67,30,3."),
     ] = None
+    predictor: Annotated[
+        str | None, typer.Option(help=f"Teach this predictor of experts on a text: {', '.join(PREDICTORS)}.")
+    ] = None
     cache: Annotated[
         list[Path] | None,
         typer.Option(help="Fit the weights of --eviction multidimensional on this trace of smoe record. Repeatable."),
@@ -46,8 +52,8 @@ class TuneOptions:
         int | None,
         typer.Option(
             min=1,
-            help="At most so many tokens: of the text with --max-perplexity-increase, --shares or --prices, of each "
-            "trace with --cache. \\[default: 2000, 4000, all, 300]",
+            help="At most so many tokens: of the text with --max-perplexity-increase, --shares, --prices or "
+            "--predictor, of each trace with --cache. \\[default: 2000, 4000, all, 8000, 300]",
         ),
     ] = None
     out: Annotated[
@@ -56,7 +62,8 @@ class TuneOptions:
     ] = None
 
     def measurement(self, max_perplexity_increase: str | None) -> str:
-        """What is asked for: `prices`, `cache`, `shares`, `max_perplexity_increase`, or `tpot`, with or without a time.
+        """What is asked for: `prices`, `cache`, `shares`, `predictor`, `max_perplexity_increase`, or `tpot`, with or
+        without a time.
 
         Raises `ConfigError` where two are, or something is given that the one does not look at.
         """
@@ -71,6 +78,14 @@ class TuneOptions:
                 setting=asked[1],
                 given=str(given[asked[1]]),
                 allowed=f"only without `{asked[0]}`",
+            )
+        if self.predictor is not None and self.predictor not in PREDICTORS:
+            allowed = ", ".join(PREDICTORS)
+            raise ConfigError(
+                f"`predictor` is {self.predictor!r}; it must be one of {allowed}",
+                setting="predictor",
+                given=self.predictor,
+                allowed=allowed,
             )
         found = asked[0] if asked else _DEFAULT
         for name in given:

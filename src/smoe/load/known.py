@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.load.cache_weights import cache_weights_of
+from smoe.load.gate_corrections import corrections_of
 from smoe.load.importance_profile import thresholds_by
 from smoe.load.priced_alpha import threshold_of
 from smoe.load.priced_answers import prices_of
+from smoe.models.spec import ModelSpec
 from smoe.policy.prices import PriceTable
 from smoe.policy.registry import MULTIDIMENSIONAL
+from smoe.prediction.correction import Correction
 
 
 class Known(NamedTuple):
@@ -24,12 +29,15 @@ class Known(NamedTuple):
     """Where settings come from that nobody gave, by their names."""
     prices: PriceTable | None = None
     """Of answers to misses, where they are answered within a budget."""
+    corrections: Mapping[tuple[int, int], Correction] | None = None
+    """Of the routers, where they predict."""
 
 
-def known_of(config: EngineConfig, place: Path, resident_share: float) -> Known:
+def known_of(config: EngineConfig, place: Path, spec: ModelSpec, resident_share: float) -> Known:
     """For the model in `place` with so many of its experts resident.
 
-    Raises `ConfigError` where misses are to be answered within a budget and the model's prices are not known.
+    Raises `ConfigError` where misses are to be answered within a budget and the model's prices are not known, or
+    experts predicted by corrections that nobody has learned.
     """
     reasons: dict[str, str] = {}
     if config.precision_shares is not None:
@@ -42,7 +50,11 @@ def known_of(config: EngineConfig, place: Path, resident_share: float) -> Known:
     if config.eviction == MULTIDIMENSIONAL and config.cache_weights is None:
         weights, reasons["cache_weights"] = cache_weights_of(place)
         config = replace(config, cache_weights=weights)
-    return Known(config, reasons, _prices(config, place) if config.prices_answers else None)
+    corrections = None
+    if config.prefetch == CORRECTED_GATES:
+        learned = corrections_of(place, spec, config.prefetch_depth or DEFAULT_PREFETCH_DEPTH)
+        corrections, reasons["prefetch"] = learned.corrections, str(learned)
+    return Known(config, reasons, _prices(config, place) if config.prices_answers else None, corrections)
 
 
 def _prices(config: EngineConfig, place: Path) -> PriceTable:

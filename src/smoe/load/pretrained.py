@@ -106,7 +106,8 @@ def load(
     ledger, reason = make_ledger(spec, config, device, stores[EXACT])
     if on_ledger is not None:
         on_ledger(ledger)
-    config, reasons, prices = known_of(config, checkpoint.place, ledger.resident_share)
+    known = known_of(config, checkpoint.place, spec, ledger.resident_share)
+    config = known.config
     forget_peak(device)
     arena = Arena(ledger.sizes, device)
     try:
@@ -119,7 +120,7 @@ def load(
             pacing = Emulation(
                 profile, config.dilation, layer_bytes, stores[EXACT].expert_bytes, config.emulated_expert_bytes
             )
-        budget = Budget(ledger, reason, reasons, prices)
+        budget = Budget(ledger, reason, known)
         return assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
     except BaseException:
         arena.close()

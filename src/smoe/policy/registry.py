@@ -69,12 +69,12 @@ CACHE_RECORDS = ("sequence", "model")
 _ROUNDING = 1e-3
 """By which such weights may fail to sum to 1: people write 0.33."""
 
-PREFETCH = ("auto", "none", "next-gate", "look-ahead", "stacked-gates")
+PREFETCH = ("auto", "none", "next-gate", "look-ahead", "stacked-gates", "corrected-gates")
 """Predictors for later layers in decode: nothing; the next layer's router applied to this layer's input; its attention
 and router run ahead on what the resident experts have given; the routers of several layers at once on this layer's
-input; auto: what pays."""
+input; the same with a correction learned from text; auto: what pays."""
 
-SCORED_PREFETCH = ("stacked-gates",)
+SCORED_PREFETCH = ("stacked-gates", "corrected-gates")
 """Of these, the ones that need to know how routers come from logits to a choice."""
 
 PREFETCH_WHAT = ("top-score", "chosen")

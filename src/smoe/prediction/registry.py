@@ -8,12 +8,15 @@ from functools import cached_property
 
 from transformers import PreTrainedModel
 
-from smoe.models.router_matrix import find_matrix
+from smoe.models.router_matrix import matrices_of
 from smoe.models.scoring import ScoringRule
 from smoe.models.spec import ModelSpec
 from smoe.policy.prediction import Predictor
+from smoe.prediction.corrected_gates import CorrectedGates
+from smoe.prediction.correction import Correction
 from smoe.prediction.look_ahead import LookAhead
 from smoe.prediction.next_gate import NextGate
+from smoe.prediction.ranking import Ranking
 from smoe.prediction.stacked_gates import StackedGates
 
 
@@ -29,11 +32,18 @@ class Subject:
     """Which of the predicted experts are worth a load (`policy.registry.PREFETCH_WHAT`)."""
     depth: int
     """Layers ahead that are guessed at most, by those predictors that can guess more than one."""
+    corrections: Mapping[tuple[int, int], Correction] | None = None
+    """What has been learned for the prefetch `corrected-gates`, by the layer asked at and the layer asked for."""
 
     @cached_property
     def next_gate(self) -> NextGate:
         """One for all that ask it: it hears every router once."""
         return NextGate(self.model, self.spec.sites, self.spec.anatomy.gates, self.rules, self.what)
+
+    @property
+    def ranking(self) -> Ranking:
+        """How logits become a choice; needs the rules."""
+        return Ranking(self.rules, self.spec.anatomy.top_k, self.next_gate)
 
 
 def _look_ahead(subject: Subject) -> Predictor:
@@ -42,14 +52,18 @@ def _look_ahead(subject: Subject) -> Predictor:
 
 def _stacked_gates(subject: Subject) -> Predictor:
     """Raises `UnsupportedModelError` where a router cannot be stacked; it has a rule, or loading would have ended."""
-    spec, modules = subject.spec, dict(subject.model.named_modules())
-    hidden = spec.config.get_text_config().hidden_size
-    matrices = {}
-    for site in spec.sites[1:]:
-        router, block = modules[spec.anatomy.routers[site.layer]], modules[site.name.rpartition(".")[0]]
-        matrices[site.layer] = find_matrix(router, block, hidden, site.experts, spec.dtype, site.layer)
-    top_k, next_gate, depth = spec.anatomy.top_k, subject.next_gate, subject.depth
-    return StackedGates(spec.sites, matrices, subject.rules, top_k, next_gate, depth, spec.dtype)
+    matrices = matrices_of(subject.model, subject.spec)
+    return StackedGates(subject.spec.sites, matrices, subject.ranking, subject.depth, subject.spec.dtype)
+
+
+def _corrected_gates(subject: Subject) -> Predictor:
+    assert subject.corrections is not None, "refused before loading"
+    parameter = next(subject.model.parameters())
+    corrections = {
+        layers: correction.to(parameter.device, subject.spec.dtype)
+        for layers, correction in subject.corrections.items()
+    }
+    return CorrectedGates(subject.spec.sites, corrections, subject.ranking, subject.depth)
 
 
 PREDICTORS: dict[str, Callable[[Subject], Predictor | None]] = {
@@ -57,4 +71,5 @@ PREDICTORS: dict[str, Callable[[Subject], Predictor | None]] = {
     "next-gate": lambda subject: subject.next_gate,
     "look-ahead": _look_ahead,
     "stacked-gates": _stacked_gates,
+    "corrected-gates": _corrected_gates,
 }
