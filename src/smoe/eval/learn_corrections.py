@@ -30,6 +30,7 @@ from smoe.policy.trial import WORTH
 from smoe.prediction.correction import Correction, fitted, with_confidence
 from smoe.prediction.ranking import margins
 from smoe.prediction.registry import PREDICTORS, Subject
+from smoe.routing import Phase, Routing
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import Routed, StepObserver
 
@@ -117,8 +118,8 @@ def learn(
             distance = places[after] - places[layer]
             found.setdefault(distance, []).append(pair.judged(correction, distance))
             on_fitted(1)
-        hidden = {layer: each.hidden[-1:] for layer, each in heard.items()}
-        seconds = _seconds_per_layer(Subject(model, spec, engine.rules, "top-score", 1, corrections), hidden)
+        last = {layer: Inputs(each.hidden[-1:], each.top_k_index[-1:]) for layer, each in heard.items()}
+        seconds = _seconds_per_layer(Subject(model, spec, engine.rules, "top-score", 1, corrections), last)
     return Learned(corrections, tuple(_mean(found[distance]) for distance in sorted(found)), len(ids), seconds)
 
 
@@ -212,15 +213,18 @@ def _mean(of: Sequence[Judged]) -> Judged:
     return Judged(of[0].distance, *(sum(values) / len(of) for values in list(zip(*of, strict=True))[1:]))
 
 
-def _seconds_per_layer(subject: Subject, hidden: Mapping[int, torch.Tensor]) -> float:
-    """The median time of a prediction one layer ahead, of one row, on one thread as while decoding."""
+def _seconds_per_layer(subject: Subject, last: Mapping[int, Inputs]) -> float:
+    """The median time of a prediction one layer ahead, of one row, on one thread as while decoding; what it keeps of
+    every token included."""
     predictor = PREDICTORS["corrected-gates"](subject)
     assert predictor is not None
-    seconds = []
+    experts, seconds = {site.layer: site.experts for site in subject.spec.sites}, []
     with threads(1):
         for _ in range(_TIMED):
-            for layer, row in hidden.items():
+            for layer, (row, index) in last.items():
+                routing = Routing(layer, Phase.DECODE, experts[layer], index.tolist())
                 began = time.perf_counter()
+                predictor.overhear(routing, row)
                 list(predictor.predict(Sight(layer, row)))
                 seconds.append(time.perf_counter() - began)
     return median(seconds)

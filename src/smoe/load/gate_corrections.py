@@ -2,7 +2,8 @@
 
 One safetensors file in the user's cache for each model: `LAYER.AFTER.weight`, `.bias` and `.first_bias` for every pair
 of layers, and in the header's metadata `format`, `checkpoint` (whose they are), `tokens`, `text` and `confidence`
-(slope and offset of each pair). Half an answer would be a silent loss, so what is not all there is refused, with what to do.
+(slope and offset of each pair). Half an answer would be a silent loss, so what is not all there is refused, with what
+to do.
 """
 
 from __future__ import annotations

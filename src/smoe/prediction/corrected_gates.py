@@ -72,5 +72,5 @@ class CorrectedGates(Predictor):
         logits = self.logits(layer, after, hidden, rows)
         named = self._ranking.named(after, logits)
         wanted = self._corrections[layer, after].probabilities(self._ranking.margins(after, logits))
-        by_any = (1 - (1 - wanted).prod(dim=0)).tolist()  # of a batch: by any of its rows
+        by_any = (wanted[0] if len(wanted) == 1 else 1 - (1 - wanted).prod(dim=0)).tolist()  # of a batch: by any row
         return named._replace(experts=[expert for expert in named.experts if by_any[expert] >= WORTH])

@@ -29,7 +29,11 @@ class Ranking:
         rule = self._rules[layer]
         scores = rule.scores(logits)
         index = rule.choice(scores).topk(self._top_k[layer], dim=-1).indices
-        return self._next_gate.named(layer, (logits, rule.weights(scores, index, scores.dtype), index))
+        if len(logits) == 1 and self._next_gate.is_exact:  # of one row only the order counts, and weights take as long
+            weights = scores.gather(-1, index)  # as all the rest
+        else:
+            weights = rule.weights(scores, index, scores.dtype)
+        return self._next_gate.named(layer, (logits, weights, index))
 
     def margins(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
         """`margins` of this layer's choice."""
@@ -46,7 +50,6 @@ def margins(rule: ScoringRule, top_k: int, logits: torch.Tensor) -> torch.Tensor
     In logits, from the middle between the last that is chosen and the first that is not; in what is ranked, where a
     rule does not rank by its scores.
     """
-    ranked = logits.float() if rule.ranks_by_scores else rule.choice(rule.scores(logits))
-    ranked = ranked.clamp(-_FAR, _FAR)
+    ranked = logits.float() if rule.ranks_by_scores else rule.choice(rule.scores(logits)).clamp(-_FAR, _FAR)
     best = ranked.topk(min(top_k + 1, ranked.shape[-1]), dim=-1).values
-    return ranked - (best[:, top_k - 1 : top_k] + best[:, -1:]) / 2
+    return ranked - best[:, top_k - 1 :].mean(dim=-1, keepdim=True)
