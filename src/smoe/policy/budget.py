@@ -101,7 +101,7 @@ class Demand:
     read_buffer_bytes: int = 0
     """Buffers of the reading threads, where experts cannot be read straight into their slots."""
     predictor_bytes: int = 0
-    """What a predictor keeps of weights: a second copy of the routers."""
+    """What a predictor keeps of weights: a second copy of the routers, or corrected ones."""
     low: tuple[SlotClass, ...] = ()
     """Where low copies go; empty: there are none."""
     low_share: float = 0.0
@@ -148,7 +148,7 @@ class Demand:
             "workspace": self.workspace_bytes,
             "KV cache": self.kv_cache_bytes,
         }
-        others = {"stacked routers": self.predictor_bytes, "read buffers": self.read_buffer_bytes}
+        others = {"predictor": self.predictor_bytes, "read buffers": self.read_buffer_bytes}
         return entries | {name: count for name, count in others.items() if count}
 
 

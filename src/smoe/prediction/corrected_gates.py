@@ -40,12 +40,15 @@ class CorrectedGates(Predictor):
             layer: [after for after in layers[n : n + depth] if (layer, after) in corrections]
             for n, layer in enumerate(layers, start=1)
         }
+        self._guessed = {after for following in self._following.values() for after in following}
         self._corrections = corrections
         self._ranking = ranking
         self._before: dict[int, torch.Tensor] = {}
         """[sequences, H] by layer: the router inputs of the last token that every layer has seen."""
 
     def overhear(self, routing: Routing, hidden: torch.Tensor) -> None:
+        if routing.layer not in self._guessed:
+            return
         last = hidden.detach().reshape(routing.sequences, -1, hidden.shape[-1])[:, -1]  # padding is on the left
         kept = self._before.get(routing.layer)
         if kept is None or kept.shape != last.shape:

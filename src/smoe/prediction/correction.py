@@ -65,8 +65,8 @@ class Correction(NamedTuple):
 def uncorrected(matrix: RouterMatrix) -> Correction:
     """A router itself as a correction: nothing learned, every guess sure."""
     weight = torch.cat([matrix.weight, torch.zeros_like(matrix.weight)], dim=-1)
-    bias = weight.new_zeros(len(weight)) if matrix.bias is None else matrix.bias.to(weight.dtype)
-    return Correction(weight, bias, bias, 0.0, 30.0)
+    bias = weight.new_zeros(len(weight)) if matrix.bias is None else matrix.bias.to(weight.dtype, copy=True)
+    return Correction(weight, bias, bias.clone(), 0.0, 30.0)
 
 
 def fitted(
