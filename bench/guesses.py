@@ -164,32 +164,21 @@ def both(inputs: Inputs, logits: torch.Tensor, router: torch.Tensor) -> Correcti
     return fitted(**inputs, logits=logits, router=router)
 
 
-def by_descent(loss: str) -> Callable[..., Correction]:
-    """Four epochs of Adam from the regression on both: towards the choice itself, by how sure guesses are, or towards
-    its distribution."""
-
-    def fit(inputs: Inputs, logits: torch.Tensor, router: torch.Tensor) -> Correction:
-        start, wanted = both(inputs, logits, router), torch.zeros_like(logits)
-        wanted.scatter_(1, logits.topk(TOP_K).indices, 1.0)
-        start = with_confidence(start, margins(guessed(start, inputs)), wanted)
-        x = torch.cat([inputs["hidden"], inputs["before"]], 1)
-        weight, bias = start.weight.clone().requires_grad_(), start.bias.clone().requires_grad_()
-        optimizer = torch.optim.Adam([weight, bias], lr=3e-4)
-        chance = torch.Generator().manual_seed(0)
-        for _ in range(4):
-            for rows in torch.randperm(len(x), generator=chance).split(256):
-                guess = x[rows] @ weight.T + bias
-                if loss == "choice":
-                    odds = margins(guess) * start.slope + start.offset
-                    error = nn.functional.binary_cross_entropy_with_logits(odds, wanted[rows])
-                else:
-                    error = -(logits[rows].softmax(1) * guess.log_softmax(1)).sum(1).mean()
-                optimizer.zero_grad()
-                error.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-        return start._replace(weight=weight.detach(), bias=bias.detach())
-
-    return fit
+def by_descent(inputs: Inputs, logits: torch.Tensor, router: torch.Tensor) -> Correction:
+    """Four epochs of Adam from the regression on both, towards the distribution that the router gives."""
+    start = both(inputs, logits, router)
+    x = torch.cat([inputs["hidden"], inputs["before"]], 1)
+    weight, bias = start.weight.clone().requires_grad_(), start.bias.clone().requires_grad_()
+    optimizer = torch.optim.Adam([weight, bias], lr=3e-4)
+    chance = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        for rows in torch.randperm(len(x), generator=chance).split(256):
+            guess = x[rows] @ weight.T + bias
+            error = -(logits[rows].softmax(1) * guess.log_softmax(1)).sum(1).mean()
+            optimizer.zero_grad()
+            error.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    return start._replace(weight=weight.detach(), bias=bias.detach())
 
 
 TOP_K = 8
@@ -200,8 +189,7 @@ WAYS: dict[str, Callable[..., Correction]] = {
     "diagonal and rank 16": rank_16,
     "regression": alone,
     "regression, token before": both,
-    "the same, on choices": by_descent("choice"),
-    "the same, on distributions": by_descent("distribution"),
+    "the same, by descent": by_descent,
 }
 
 

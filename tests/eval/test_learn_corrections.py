@@ -17,6 +17,7 @@ from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.eval.learn_corrections import Learned, learn
 from smoe.models.read_spec import read_spec
+from smoe.prediction.correction import fitted
 from tests import oracle
 
 Open = Callable[..., PreTrainedModel]
@@ -27,15 +28,15 @@ HELD_OUT = slice(1080, 1200)
 def learned_from(folder: Path, open_model: Open, ids: list[int]) -> tuple[Learned, int, list[int], list[int]]:
     model = open_model(folder, "half", prefetch="stacked-gates", prefetch_depth=1)
     read: list[int] = []
-    fitted: list[int] = []
-    found = learn(model, read_spec(str(folder), EngineConfig()), ids, read.append, fitted.append)
-    return found, model.offload.context_tokens, read, fitted
+    pairs: list[int] = []
+    found = learn(model, read_spec(str(folder), EngineConfig()), ids, read.append, pairs.append)
+    return found, model.offload.context_tokens, read, pairs
 
 
 def test_of_a_text_that_is_read(toy: Callable[..., Path], open_model: Open) -> None:
     folder = toy("qwen3_moe")
-    found, context, read, fitted = learned_from(folder, open_model, IDS)
-    assert sum(read) == found.tokens == len(IDS) and sum(fitted) == len(found.corrections) == 6
+    found, context, read, pairs = learned_from(folder, open_model, IDS)
+    assert sum(read) == found.tokens == len(IDS) and sum(pairs) == len(found.corrections) == 6
     assert [each.distance for each in found.judged] == [1, 2, 3]
     theirs, inputs, chosen = oracle.reference(folder), list[torch.Tensor](), list[torch.Tensor]()
     names = [name for name, _ in theirs.named_modules() if name.endswith("mlp.gate")]
@@ -65,6 +66,9 @@ def test_of_a_text_that_is_read(toy: Callable[..., Path], open_model: Open) -> N
             shift = torch.full((len(IDS), 1), 1.0)
             shift[::context] = 0
             guess = hidden[layer] @ correction.weight[:, :64].T + before @ correction.weight[:, 64:].T
+            router, known = routers[after].weight.detach(), (hidden[layer][:960], before[:960], shift[:960, 0] > 0)
+            again = fitted(*known, hidden[after][:960] @ router.T, router)
+            assert torch.allclose(again.weight, correction.weight, atol=1e-4)
             guess += shift * correction.bias + (1 - shift) * correction.first_bias
             corrected.append(share_named(guess[HELD_OUT], index[after][HELD_OUT]))
             with torch.no_grad():
