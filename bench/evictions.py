@@ -1,10 +1,16 @@
 """What each eviction policy would have missed, on recorded traces and on random routing, at several sizes of the cache.
 
     python -m bench.evictions stories.trace code.trace ... [--shares 4,10,20,40,60] [--steps 1200] [--out FILE.json]
+        [--learn train.trace ...]
 
 The engine's own planner replays every trace (`smoe record` writes them) from an empty cache, without prefetch. The last
 row of each size is uniform random routing of the first trace's shape, from a fixed seed: it has no scores, so `score`
 counts choices there. `belady` knows the future. Prints a table of misses and ends with one JSON line.
+
+With `--learn` the estimate of `--eviction learned` is trained on these traces, of other text, and joins in: as it is,
+for a model that nobody has trained it for (`untrained`), and with the next token's choices in all layers known beside
+it (`token known`): a bound for whoever foresees one token. Random routing is then left out, and what deciding costs is
+added: microseconds for each layer heard and for each question for victims, on this machine as busy as it is.
 """
 
 from __future__ import annotations
@@ -12,15 +18,22 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from smoe import __version__
+from smoe.eval.train_eviction import train
+from smoe.eval.tune_eviction import shape_of
+from smoe.expert import ExpertKey
 from smoe.policy.budget import MIN_STAGING_SLOTS
 from smoe.policy.eviction.auto import Adaptive
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.belady import Belady
+from smoe.policy.eviction.learned import Learned, NextUse
 from smoe.policy.registry import SCORED_EVICTION, make_eviction
 from smoe.policy.rows import observation
 from smoe.routing import Phase, Routing
@@ -30,6 +43,7 @@ from smoe.trace.record import TraceHeader
 
 NAMED = ("lru", "lfu", "score")
 POLICIES = (*NAMED, "auto", "belady")
+LEARNED = (*NAMED, "auto", "multidimensional", "untrained", "learned", "token known", "belady")
 SEED = 10
 
 
@@ -38,6 +52,9 @@ def main() -> None:
     shares = [float(share) / 100 for share in options.shares.split(",")]
     rows: list[dict[str, Any]] = []
     shape = Trace(options.traces[0]).header
+    if options.learn:
+        _main_learned(options, shares)
+        return
     print(
         "trace                 resident  slots    "
         + "".join(f"{name:>9}" for name in POLICIES)
@@ -74,11 +91,135 @@ def measure(plain: Sequence[Routing], scored: Sequence[Routing], slots: int) -> 
     }
 
 
+def _main_learned(options: argparse.Namespace, shares: Sequence[float]) -> None:
+    """Every policy, the learned one among them, on text that it has not seen."""
+    shape = Trace(options.traces[0]).header
+    began = perf_counter()
+    next_use = train([Trace(path).routings() for path in options.learn], shape_of(shape))
+    seconds = perf_counter() - began
+    print("trace         resident  " + "".join(f"{name:>17}" for name in LEARNED) + "  gap closed")
+    rows: list[dict[str, Any]] = []
+    for path in options.traces:
+        plain = first_passes(Trace(path).routings(), options.steps)
+        scored = first_passes(Trace(path).routings(with_scores=True), options.steps)
+        for share in shares:
+            row = {"trace": path.stem, "resident_share": share}
+            rows.append(row | measure_learned(plain, scored, int(shape.experts * share), next_use))
+            cells = "".join(f"{rows[-1]['misses'][name]:17d}" for name in LEARNED)
+            print(f"{path.stem:<20} {share:>4.0%}  {cells}  {rows[-1]['gap_closed']:.1%}", flush=True)
+    result = {
+        "smoe": __version__,
+        "model": shape.model,
+        "steps": options.steps,
+        "learned_from": [path.stem for path in options.learn],
+        "training_seconds": seconds,
+        "rows": rows,
+    }
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf8")
+    print(json.dumps(result))
+
+
+def measure_learned(
+    plain: Sequence[Routing], scored: Sequence[Routing], slots: int, next_use: NextUse
+) -> dict[str, Any]:
+    """Misses and costs of every policy on one trace, and how much of the way from the best of LRU, LFU and score to
+    Belady the learned one goes."""
+    misses, costs = {}, {}
+    for name in LEARNED:
+        policy = _Timed(_learned(name, plain, next_use))
+        heard = scored if name in SCORED_EVICTION else plain
+        misses[name] = replay(heard, slots, MIN_STAGING_SLOTS, policy).misses
+        costs[name] = policy.microseconds()
+    best = min(misses[name] for name in NAMED)
+    gap = best - misses["belady"]
+    return {
+        "slots": slots,
+        "uses": sum(len(row) for routing in plain for row in routing.top_k_index if routing.phase is Phase.DECODE),
+        "misses": misses,
+        "gap_closed": (best - misses["learned"]) / gap if gap else 0.0,
+        "auto_gap_closed": (best - misses["auto"]) / gap if gap else 0.0,
+        "token_known_gap_closed": (best - misses["token known"]) / gap if gap else 0.0,
+        "microseconds": costs,
+    }
+
+
+def _learned(name: str, future: Sequence[Routing], next_use: NextUse) -> Eviction:
+    if name == "token known":
+        return _TokenKnown(next_use, future)
+    if name in ("learned", "untrained"):
+        return Learned(next_use if name == "learned" else None)
+    return _policy(name, future)
+
+
+class _TokenKnown(Learned):
+    """Knows what all layers choose until the running one comes round again; beyond that, the learned estimate."""
+
+    def __init__(self, next_use: NextUse, future: Sequence[Routing]) -> None:
+        super().__init__(next_use)
+        self._future = [observation(routing) for routing in future]
+        self._round = len({routing.layer for routing in future})
+        self._now = -1
+
+    def observe(self, routing: Routing) -> None:
+        super().observe(routing)
+        self._now += 1
+
+    def _values(self) -> np.ndarray:
+        values = super()._values()
+        for ahead, routing in enumerate(self._future[self._now + 1 : self._now + 1 + self._round]):
+            chosen = {expert for row in routing.top_k_index for expert in row if expert != routing.experts}
+            values[routing.layer, sorted(chosen)] = 2.0 + self._round - ahead
+        return values
+
+
+class _Timed(Eviction):
+    """A policy with a stopwatch."""
+
+    def __init__(self, policy: Eviction) -> None:
+        self.name = policy.name
+        self._policy = policy
+        self._seconds = {"layer heard": 0.0, "question": 0.0}
+        self._calls = dict.fromkeys(self._seconds, 0)
+
+    def microseconds(self) -> dict[str, float]:
+        """On average, for each layer heard and for each question for victims."""
+        return {what: round(1e6 * self._seconds[what] / max(1, self._calls[what]), 1) for what in self._seconds}
+
+    def insert(self, key: ExpertKey) -> None:
+        self._policy.insert(key)
+
+    def remove(self, key: ExpertKey) -> None:
+        self._policy.remove(key)
+
+    def residents(self) -> set[ExpertKey]:
+        return self._policy.residents()
+
+    def observe(self, routing: Routing) -> None:
+        began = perf_counter()
+        self._policy.observe(routing)
+        self._count("layer heard", began)
+
+    def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
+        began = perf_counter()
+        found = self._policy.victims(count, shield)
+        self._count("question", began)
+        return found
+
+    def worth(self, key: ExpertKey) -> float:
+        return self._policy.worth(key)
+
+    def _count(self, what: str, began: float) -> None:
+        self._seconds[what] += perf_counter() - began
+        self._calls[what] += 1
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("traces", type=Path, nargs="+")
     parser.add_argument("--shares", default="4,10,20,40,60", help="sizes in percent of all experts")
     parser.add_argument("--steps", type=int, default=1200, help="of each trace, from its beginning")
+    parser.add_argument("--learn", type=Path, nargs="+", help="traces that the learned estimate is trained on")
     parser.add_argument("--out", type=Path, help="the result as a file, too")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""One thread, no network, and toy checkpoints that are written once for the whole run."""
+"""One thread, no network, a cache folder of the run's own, and toy checkpoints that are written once for all tests."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from transformers.utils import logging as library_logging
 
 from smoe.kernels import proof
 from smoe.kernels.spinning_pool import SpinningPool
+from smoe.user_cache import PLACE
 from tests import oracle, promised, zoo
 
 torch.set_num_threads(1)
@@ -49,6 +50,14 @@ def pytest_collection_finish() -> None:
     """Loading a model looks for garbage; what was imported never is any, and takes 0.3 s a time to look through."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests have measured is not the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PLACE, str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from smoe.policy.balance import BALANCE, BALANCE_ORDER
 from smoe.policy.planner import PREFILL_KEEP
 from smoe.policy.registry import (
     CACHE_RECORDS,
+    EXPERT_CACHE,
     MULTIDIMENSIONAL,
     ONLINE_EVICTION,
     POOLS,
@@ -48,6 +49,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "eviction": tuple(ONLINE_EVICTION),
     "cache_records": CACHE_RECORDS,
     "pools": POOLS,
+    "expert_cache": EXPERT_CACHE,
     "prefetch": PREFETCH,
     "prefetch_what": PREFETCH_WHAT,
     "balance": BALANCE,

@@ -74,6 +74,9 @@ class EngineConfig:
     of the layer (fld) count; None: what `smoe tune --cache` has found for this model, else the usual."""
     cache_records: str | None = None
     """For the eviction `multidimensional`: whose uses count, this sequence's (the default) or all since the start."""
+    expert_cache: str = "budget"
+    """How many experts stay: as many as the budget allows; or `top-k`, no more than one token wants of one layer, and
+    what is under way, whatever the budget (DuoServe-MoE, section 5.1)."""
     pools: str = "global"
     """Whose slots a layer may take: anybody's, or those of its own share."""
     prefetch: str = "auto"
@@ -228,6 +231,15 @@ class EngineConfig:
         for name, owner, values in OWNERS:
             if getattr(self, name) is not None and getattr(self, owner) not in values:
                 raise ConfigError.idle(name, getattr(self, name), f"`{owner}` {' or '.join(values)}")
+        if self.expert_cache != "budget" and (self.resident_share is not None or self.has_low):
+            other = "resident_share" if self.resident_share is not None else "low_precision"
+            raise ConfigError(
+                f"`expert_cache` {self.expert_cache} keeps no experts, and does not go with `{other}`: leave one of "
+                "the two out",
+                setting="expert_cache",
+                given=self.expert_cache,
+                allowed=f"budget with `{other}`",
+            )
         self._check_activations()
         self._check_low()
         if self.device == "cpu" and self.balance not in ("auto", "none"):

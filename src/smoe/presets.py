@@ -9,6 +9,7 @@ from typing import Any
 from smoe.config import DEFAULT_ALPHA, EngineConfig
 from smoe.cpu_isa import max_cpu_isa
 from smoe.errors import ConfigError
+from smoe.policy.registry import WHOLE_LAYER
 
 PRESETS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -32,6 +33,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "prefetch": "auto",
         "balance": "auto",
     },
+    "accelerate": {"expert_cache": "top-k", "eviction": "lru", "prefetch": "none"},
+    "moesys": {"expert_cache": "top-k", "eviction": "lru", "prefetch": WHOLE_LAYER, "prefetch_trial": False},
     "hobbit": {
         "eviction": "multidimensional",
         "prefetch": "stacked-gates",
@@ -46,6 +49,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 `static` (llama.cpp's and Fiddler's split): what prefill has left on the device stays there, the CPU computes the rest.
 `hybrimoe`: its score-aware cache, its schedule of CPU and device and a prefetch between layers (arXiv 2504.05897), as
 far as our own parts make them up.
+`accelerate`, `moesys`: no expert cache, and experts on demand, or all of the next layer's ahead (the baselines of
+DuoServe-MoE, section 6.1).
 `hobbit` (arXiv 2411.01433): its shares where the model has a profile, else the thresholds that it has for Mixtral."""
 LOW_COPIES = (
     "low_precision",

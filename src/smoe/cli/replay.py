@@ -11,13 +11,14 @@ import typer
 
 from smoe.cli.options import Debug, Json
 from smoe.errors import ConfigError
-from smoe.policy.registry import EVICTION, POOLS, SCORED_EVICTION
+from smoe.policy.registry import EVICTION, LEARNED, POOLS, SCORED_EVICTION
 from smoe.presets import configure
 from smoe.routing import Phase, Routing
 from smoe.units import parse_bytes, parse_share
 
 if TYPE_CHECKING:
     from smoe.policy.eviction.base import Eviction
+    from smoe.policy.eviction.learned import NextUse
     from smoe.trace.record import TraceHeader
 
 EPILOG = """Examples:
@@ -152,13 +153,14 @@ def _on_clock(
     from smoe.trace.file import Trace
 
     eviction, alpha = found["eviction"], found["alpha"]
-    routings = Trace(path).routings(with_scores=alpha > 0 or eviction in SCORED_EVICTION or balance != "none")
+    trace = Trace(path)
+    routings = trace.routings(with_scores=alpha > 0 or eviction in SCORED_EVICTION or balance != "none")
     return replayed_on(
         read_profile(profile),
         parse_bytes(expert_size),
         routings,
         found["slots"],
-        _policy(eviction, routings),
+        _policy(eviction, routings, trace.header),
         Switches(alpha),
         balance,
         foresight,
@@ -182,9 +184,11 @@ def _replay(
     routings = trace.routings(with_scores=alpha > 0 or eviction in SCORED_EVICTION)
     switches = Switches(alpha)
     if pools == "layer":
-        counts = replay_by_layer(routings, room, MIN_STAGING_SLOTS, lambda part: _policy(eviction, part), switches)
+        counts = replay_by_layer(
+            routings, room, MIN_STAGING_SLOTS, lambda part: _policy(eviction, part, header), switches
+        )
     else:
-        counts = replay(routings, room, MIN_STAGING_SLOTS, _policy(eviction, routings), switches)
+        counts = replay(routings, room, MIN_STAGING_SLOTS, _policy(eviction, routings, header), switches)
     decoded = trace.rows["step"][trace.rows["phase"] == PHASES.index(Phase.DECODE)]
     return {
         "trace": str(path),
@@ -219,8 +223,21 @@ def _slots(header: TraceHeader, slots: int | None, resident: str | None, pools: 
     raise ConfigError(message, setting=setting, given=given if slots is None else slots, allowed=allowed)
 
 
-def _policy(name: str, future: Sequence[Routing]) -> Eviction:
-    """A policy by name; the one that knows the future is told it."""
+def _policy(name: str, future: Sequence[Routing], header: TraceHeader) -> Eviction:
+    """A policy by name; the one that knows the future is told it, the learned one what was learned of the model."""
     from smoe.policy.rows import observation
 
+    if name == LEARNED:
+        return EVICTION[name](_next_use(header))
     return EVICTION[name](*([map(observation, future)] if name == "belady" else []))
+
+
+def _next_use(header: TraceHeader) -> NextUse:
+    from smoe.load.next_use import next_use_of
+    from smoe.models.files import local_place
+
+    place = local_place(header.model)
+    if place is None:
+        message = f"`eviction` learned needs the model that was recorded, {header.model}, which is not here"
+        raise ConfigError(message, setting="eviction", given=LEARNED, allowed="for traces of models that are here")
+    return next_use_of(place, {layer.layer: layer.experts for layer in header.layers})[0]

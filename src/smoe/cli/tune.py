@@ -10,8 +10,12 @@ from smoe.cli.options import Debug, EngineOptions, Json, Model, perplexity_share
 from smoe.cli.tune_cache import STEPS, tune_cache
 from smoe.cli.tune_corrected_gates import TOKENS as LEARNED_TOKENS
 from smoe.cli.tune_corrected_gates import tune_corrected_gates
+from smoe.cli.tune_eviction import tune_eviction
 from smoe.cli.tune_options import TuneOptions
+from smoe.cli.tune_policies import TOKENS as TOURNAMENT_TOKENS
+from smoe.cli.tune_policies import tune_policies
 from smoe.cli.tune_shares import TOKENS, tune_shares
+from smoe.policy.registry import LEARNED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,6 +41,10 @@ smoe tune ./my-moe --memory 8GiB --cache mon.trace --cache tue.trace --held-out 
 
 smoe generate ./my-moe --memory 8GiB --eviction multidimensional -p "..."     (uses what was fitted)
 
+smoe tune ./my-moe --memory 8GiB --eviction learned --cache mon.trace --cache tue.trace --held-out wed.trace
+
+smoe generate ./my-moe --memory 8GiB --eviction learned -p "..."     (uses what was learned)
+
 smoe tune ./my-moe --memory 8GiB --shares 67,30,3 --text mine.txt
 
 smoe generate ./my-moe --memory 8GiB --preset hobbit -p "..."     (uses the profile)
@@ -44,6 +52,8 @@ smoe generate ./my-moe --memory 8GiB --preset hobbit -p "..."     (uses the prof
 smoe tune ./my-moe --memory 8GiB --predictor corrected-gates --text mine.txt
 
 smoe generate ./my-moe --memory 8GiB --prefetch corrected-gates -p "..."     (uses what was learned)
+
+smoe tune ./my-moe --memory 8GiB --prefetch auto --eviction auto --text mine.txt
 
 smoe eval ./my-moe --memory 8GiB says what a threshold costs in full.
 """
@@ -74,7 +84,8 @@ def command(
     --max-perplexity-increase elsewhere use it.
 
     With --cache: the weights of HOBBIT's cache whose misses cost least on recorded traces, in a cache of this size.
-    They are remembered for this model; --eviction multidimensional uses them.
+    They are remembered for this model; --eviction multidimensional uses them. With --eviction learned as well: learn
+    from the traces which experts will be used next, and count what each policy misses in a cache of this size.
 
     With --shares: the thresholds of low copies (T1, T2) by which so many per cent of a text's choices ask for their own
     copy, a low one and none. The text's profile is remembered for this model, whatever the shares; --precision-shares
@@ -82,14 +93,20 @@ def command(
 
     With --predictor corrected-gates: what the layers between do to a router's input, so that the experts of later
     layers are guessed better. It is remembered for this model; --prefetch corrected-gates uses it.
+
+    With --prefetch auto, --eviction auto, or both: a tournament of all predictors, or evictions, on a text. It is read
+    once; every entrant is simulated at the times that this machine took, and the best two are run in turns. The winner
+    is remembered for this model and machine; --prefetch auto and --eviction auto, the defaults, are the winner then.
     """
+    measurement = tuned.measurement(engine)
     increase = engine.max_perplexity_increase
     engine = replace(engine, max_perplexity_increase=None)  # it chooses alpha here
-    measurement = tuned.measurement(increase)
     if measurement == "prices":
         from smoe.cli.answer_prices import price_answers
 
         price_answers(model, engine, tuned.text, tuned.tokens, json)
+    elif measurement == "cache" and engine.eviction == LEARNED:
+        tune_eviction(model, engine, tuned.cache or [], tuned.held_out or [], tuned.tokens, json)
     elif measurement == "cache":
         tune_cache(model, engine, tuned.cache or [], tuned.held_out or [], tuned.tokens or STEPS, json)
     elif measurement == "shares":
@@ -101,6 +118,8 @@ def command(
         assert increase is not None
         allowed = perplexity_share(increase)
         _price(model, engine, tuned.text, tuned.tokens or _PRICED_TOKENS, tuned.out, allowed, json)
+    elif measurement in ("prefetch", "eviction"):
+        tune_policies(model, engine, tuned.text, tuned.tokens or TOURNAMENT_TOKENS, json)
     else:
         _time(model, engine, tuned, json)
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from smoe.cli.options import EngineOptions
 from smoe.errors import ConfigError
 
 _LOOKED_AT: dict[str, tuple[str, ...]] = {
@@ -16,6 +17,8 @@ _LOOKED_AT: dict[str, tuple[str, ...]] = {
     "shares": ("text", "trace", "tokens"),
     "predictor": ("text", "tokens"),
     "max_perplexity_increase": ("text", "tokens", "out"),
+    "prefetch": ("text", "tokens", "eviction"),
+    "eviction": ("text", "tokens"),
     "tpot": ("text",),
 }
 """Every measurement, named by the option that asks for it, and the other options that it looks at."""
@@ -41,10 +44,13 @@ class TuneOptions:
     ] = None
     cache: Annotated[
         list[Path] | None,
-        typer.Option(help="Fit the weights of --eviction multidimensional on this trace of smoe record. Repeatable."),
+        typer.Option(
+            help="Fit the weights of --eviction multidimensional, or train --eviction learned, on this trace of smoe "
+            "record. Repeatable."
+        ),
     ] = None
     held_out: Annotated[
-        list[Path] | None, typer.Option(help="With --cache: judge the weights on this trace, too. Repeatable.")
+        list[Path] | None, typer.Option(help="With --cache: judge it on this trace, too. Repeatable.")
     ] = None
     trace: Annotated[Path | None, typer.Option(help="With --shares: profile this trace of smoe record.")] = None
     text: Annotated[Path | None, typer.Option(help="Text to measure on: .txt or .jsonl. Default: stories.")] = None
@@ -53,7 +59,8 @@ class TuneOptions:
         typer.Option(
             min=1,
             help="At most so many tokens: of the text with --max-perplexity-increase, --shares, --prices or "
-            "--predictor, of each trace with --cache. \\[default: 2000, 4000, all, 8000, 300]",
+            "--predictor, of each trace with --cache (all with --eviction learned), of the text of a tournament. "
+            "\\[default: 2000, 4000, all, 8000, 300, 400]",
         ),
     ] = None
     out: Annotated[
@@ -61,17 +68,18 @@ class TuneOptions:
         typer.Option(help="With --max-perplexity-increase: keep results here, and go on from what is there."),
     ] = None
 
-    def measurement(self, max_perplexity_increase: str | None) -> str:
-        """What is asked for: `prices`, `cache`, `shares`, `predictor`, `max_perplexity_increase`, or `tpot`, with or
-        without a time.
+    def measurement(self, engine: EngineOptions) -> str:
+        """What is asked for: `prices`, `cache`, `shares`, `predictor`, `max_perplexity_increase`, `prefetch` or
+        `eviction` (both where they are to be found: auto), or `tpot`, with or without a time.
 
         Raises `ConfigError` where two are, or something is given that the one does not look at.
         """
         given: dict[str, Any] = {name: value for name, value in vars(self).items() if value not in (None, False, [])}
-        if max_perplexity_increase is not None:
-            given["max_perplexity_increase"] = max_perplexity_increase
+        if engine.max_perplexity_increase is not None:
+            given["max_perplexity_increase"] = engine.max_perplexity_increase
+        given |= {name: "auto" for name in ("prefetch", "eviction") if getattr(engine, name) == "auto"}
         asked = [name for name in _LOOKED_AT if name in given]
-        if len(asked) > 1:
+        if len(asked) > 1 and asked != ["prefetch", "eviction"]:
             one, other = (_option(name) for name in asked[:2])
             raise ConfigError(
                 f"{one} and {other} are two measurements; give one of them",

@@ -9,6 +9,7 @@ from typing import Any
 
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
+from smoe.eval.model_traces import trace_of
 from smoe.load.pretrained import choose_device, make_ledger
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
@@ -18,7 +19,6 @@ from smoe.routing import Phase, Routing
 from smoe.runtime.rerouting import substitution_of
 from smoe.simulator.mixed_cache import CacheWeights, MixedCache, best_weights, miss_penalty, multidimensional, named
 from smoe.simulator.replay import first_passes
-from smoe.trace.file import Trace
 
 RIVALS = ("lru", "lfu", "score", "random", "belady")
 ALONE = {"lhu alone": (0.0, 0.0, 1.0, 0.0), "fld alone": (0.0, 0.0, 0.0, 1.0), "usual weights": WEIGHTS}
@@ -107,17 +107,7 @@ def _cache_of(spec: ModelSpec, config: EngineConfig) -> tuple[MixedCache, float]
 
 def _read(path: Path, spec: ModelSpec, passes: int) -> list[Routing]:
     """The beginning of a trace, with what policies and importance need."""
-    trace = Trace(path)
-    recorded = {layer.layer: layer.experts for layer in trace.header.layers}
-    if recorded != {site.layer: site.experts for site in spec.sites}:
-        raise ConfigError(
-            f"{path} was recorded with {trace.header.model}, whose layers and experts are not this model's; record "
-            "this one with smoe record",
-            setting="cache",
-            given=str(path),
-            allowed="traces of the model that is tuned",
-        )
-    return first_passes(trace.routings(with_scores=True, with_weights=True), passes)
+    return first_passes(trace_of(path, spec).routings(with_scores=True, with_weights=True), passes)
 
 
 def _penalties(traces: Traces, cache: MixedCache, weights: CacheWeights, records: str) -> dict[str, float]:

@@ -85,7 +85,7 @@ def assemble(
     switches that this machine or family cannot have.
     """
     ledger, store = budget.ledger, stores[EXACT]
-    rules = _rules(model, spec) if config.needs_scores else {}
+    rules = scoring_rules(model, spec) if config.needs_scores else {}
     predictors = _predictors(model, spec, budget.known, rules, arena.device)
     table = SlotTable(*ledger.pools)
     with ExitStack() as made:  # closed, last first, where a later step fails
@@ -115,6 +115,7 @@ def assemble(
             executor=executor,
             budget_reason=budget.reason,
             reasons=budget.known.reasons,
+            eviction=config.eviction_settings._replace(next_use=budget.known.next_use),
             dense_bytes=_dense_bytes(model, ledger),
             context_tokens=spec.context_tokens,
             rules=rules,
@@ -351,7 +352,7 @@ def _is_on_trial(config: EngineConfig) -> bool:
     return config.prefetch == "auto" if config.prefetch_trial is None else config.prefetch_trial
 
 
-def _rules(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ScoringRule]:
+def scoring_rules(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ScoringRule]:
     """How every layer's router scores and weighs; raises `UnsupportedModelError` where it cannot be proven."""
     modules, rules = dict(model.named_modules()), {}
     for site in spec.sites:

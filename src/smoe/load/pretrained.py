@@ -17,6 +17,7 @@ from smoe.errors import ConfigError
 from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble
 from smoe.load.known import known_of
+from smoe.load.winners import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.process_memory import note_start
 from smoe.memory.arena import Arena, forget_peak
@@ -103,10 +104,11 @@ def load(
         experts = checkpoint.experts(spec)
     by_form = {EXACT: experts} if spec.low is None else {EXACT: experts, LOW: checkpoint.experts(spec.low)}
     stores = {form: open_store(checkpoint, spec, of, device) for form, of in by_form.items()}
+    config, won = with_winners(config, checkpoint.place)
     ledger, reason = make_ledger(spec, config, device, stores[EXACT])
     if on_ledger is not None:
         on_ledger(ledger)
-    known = known_of(config, checkpoint.place, spec, ledger.resident_share)
+    known = known_of(config, checkpoint.place, ledger.resident_share, spec)
     config = known.config
     forget_peak(device)
     arena = Arena(ledger.sizes, device)
@@ -120,7 +122,7 @@ def load(
             pacing = Emulation(
                 profile, config.dilation, layer_bytes, stores[EXACT].expert_bytes, config.emulated_expert_bytes
             )
-        budget = Budget(ledger, reason, known)
+        budget = Budget(ledger, reason, known._replace(reasons=won | known.reasons))
         return assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
     except BaseException:
         arena.close()

@@ -24,7 +24,8 @@ from smoe.models.anatomy import Anatomy
 from smoe.models.experts import ExpertsSite
 from smoe.models.quantised_linear import PIECE_ELEMENTS
 from smoe.models.workspace import workspace_bytes
-from smoe.policy.budget import Demand, SlotClass, slot_classes
+from smoe.policy.budget import MIN_STAGING_SLOTS, Demand, SlotClass, slot_classes
+from smoe.policy.registry import WHOLE_LAYER
 
 
 def own_dtype(model_config: PretrainedConfig) -> torch.dtype:
@@ -131,6 +132,18 @@ class ModelSpec:
         alone = {site.layer: SlotClass(slot_bytes[site.layer], top_k[site.layer], site.experts) for site in self.sites}
         return slot_classes({site.layer: self._expert_bytes(site) for site in self.sites}, alone)
 
+    def _cached(self, slots: SlotClass, config: EngineConfig) -> SlotClass:
+        """The class with as many slots as the configuration's expert cache has.
+
+        Without one, those who guess need slots for what they guess, and one for what they did not.
+        """
+        if config.expert_cache == "budget":
+            return slots
+        if config.prefetch == "none":
+            return slots._replace(passing=MIN_STAGING_SLOTS)
+        widest = max(site.experts for site in self.sites if not slots.layers or site.layer in slots.layers)
+        return slots._replace(passing=1 + (widest if config.prefetch == WHOLE_LAYER else slots.top_k))
+
     def demand(
         self, config: EngineConfig, slot_bytes: Mapping[int, int] | None = None, read_buffer_bytes: int = 0
     ) -> Demand:
@@ -148,7 +161,7 @@ class ModelSpec:
             + self.unpacked_bytes,
             kv_cache_bytes=self.anatomy.kv_bytes_per_token * self.context_tokens * config.max_sequences
             + self.anatomy.state_bytes_per_sequence * config.max_sequences,
-            classes=self._slot_classes(slot_bytes),
+            classes=tuple(self._cached(each, config) for each in self._slot_classes(slot_bytes)),
             read_buffer_bytes=read_buffer_bytes,
             predictor_bytes=self._predictor_bytes(config),
             low=() if self.low is None else tuple(each._replace(form=LOW) for each in self.low._slot_classes(None)),

@@ -51,16 +51,19 @@ class SlotClass(NamedTuple):
     """Ascending; empty: all."""
     form: int = EXACT
     """The format of the copies."""
+    passing: int | None = None
+    """There is no expert cache (DuoServe-MoE, OD-MoE): the slots of one token's choice, and so many through which
+    others come; None: as many slots as the budget allows."""
 
     @property
     def least(self) -> int:
         """The fewest slots with which a token can pass."""
-        return self.top_k + MIN_STAGING_SLOTS
+        return self.top_k + (MIN_STAGING_SLOTS if self.passing is None else self.passing)
 
     @property
     def most(self) -> int:
         """Slots with which every expert is resident."""
-        return self.experts + MAX_STAGING_SLOTS
+        return self.experts + MAX_STAGING_SLOTS if self.passing is None else self.least
 
 
 def slot_classes(expert_bytes: Mapping[int, int], layers: Mapping[int, SlotClass]) -> tuple[SlotClass, ...]:
@@ -242,7 +245,7 @@ def _pools(part: int, classes: Sequence[SlotClass]) -> tuple[PoolSize, ...]:
     pools = []
     for each in classes:
         slots = each.least + part * (each.most - each.least) // _PARTS
-        staging = _staging(slots)
+        staging = _staging(slots) if each.passing is None else each.passing
         pools.append(PoolSize(min(slots - staging, each.experts), staging, each.layers, each.form))
     return tuple(pools)
 
@@ -299,10 +302,9 @@ def _each_size(demand: Demand) -> str:
 
 def _refusal(budget_bytes: int, demand: Demand) -> str:
     of_each = _each_size(demand)
+    staging = [each.least - each.top_k for each in demand.all_classes]
     needed = demand.fixed_entries() | {
-        f"staging ({MIN_STAGING_SLOTS} experts{of_each})": demand.slots_bytes(
-            [MIN_STAGING_SLOTS for _ in demand.all_classes]
-        ),
+        f"staging ({max(staging)} experts{of_each})": demand.slots_bytes(staging),
         f"expert slots (top-k = {demand.top_k}{of_each})": demand.slots_bytes(
             [each.top_k for each in demand.all_classes]
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from smoe.errors import ConfigError
 from smoe.expert import EXACT
@@ -14,6 +14,9 @@ from smoe.policy.eviction.lfu import LFU
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.pools import FormPools, LayerPools, SizePools
 from smoe.policy.residency import PoolSize
+
+if TYPE_CHECKING:
+    from smoe.policy.eviction.learned import NextUse
 
 
 def _score(window: int | None = None) -> Eviction:
@@ -40,8 +43,16 @@ def _adaptive() -> Eviction:
     return Adaptive()
 
 
+def _learned(next_use: NextUse | None = None) -> Eviction:
+    from smoe.policy.eviction.learned import Learned  # NumPy, as above
+
+    return Learned(next_use)
+
+
 MULTIDIMENSIONAL = "multidimensional"
 """The one that combines four others (HOBBIT)."""
+LEARNED = "learned"
+"""The one that is trained on traces of the model."""
 
 ONLINE_EVICTION: dict[str, Callable[[], Eviction]] = {
     "auto": _adaptive,
@@ -49,13 +60,14 @@ ONLINE_EVICTION: dict[str, Callable[[], Eviction]] = {
     "lfu": LFU,
     "score": _score,
     MULTIDIMENSIONAL: _multidimensional,
+    LEARNED: _learned,
 }
 """Policies that can serve live requests."""
 
 SCORED_EVICTION = ("score",)
 """Of these, the ones that need every expert's score."""
 
-ORDERLESS_EVICTION = ("auto", "score", MULTIDIMENSIONAL)
+ORDERLESS_EVICTION = ("auto", "score", MULTIDIMENSIONAL, LEARNED)
 """Of these, the ones that rank by what the routers said alone, whatever order loads arrive in."""
 
 EVICTION: dict[str, Callable[..., Eviction]] = {**ONLINE_EVICTION, "random": _random, "belady": Belady}
@@ -69,10 +81,12 @@ CACHE_RECORDS = ("sequence", "model")
 _ROUNDING = 1e-3
 """By which such weights may fail to sum to 1: people write 0.33."""
 
-PREFETCH = ("auto", "none", "next-gate", "look-ahead", "stacked-gates", "corrected-gates")
+WHOLE_LAYER = "whole-layer"
+"""The prefetch that brings in all experts of the next layer."""
+PREFETCH = ("auto", "none", "next-gate", "look-ahead", "stacked-gates", "corrected-gates", WHOLE_LAYER)
 """Predictors for later layers in decode: nothing; the next layer's router applied to this layer's input; its attention
 and router run ahead on what the resident experts have given; the routers of several layers at once on this layer's
-input; the same with a correction learned from text; auto: what pays."""
+input; the same with a correction learned from text; every expert of the next layer; auto: what pays."""
 
 SCORED_PREFETCH = ("stacked-gates", "corrected-gates")
 """Of these, the ones that need to know how routers come from logits to a choice."""
@@ -81,6 +95,9 @@ PREFETCH_WHAT = ("top-score", "chosen")
 """SMoE's second version, and its first."""
 
 
+EXPERT_CACHE = ("budget", "top-k")
+"""As many slots as the budget allows; or, as in systems without an expert cache, those of one token's choice in one
+layer, and those through which others come."""
 POOLS = ("global", "layer")
 """One pool of slots for all layers, or a share for each."""
 
@@ -99,6 +116,8 @@ class EvictionSettings(NamedTuple):
     score_window: int | None = None
     cache_weights: Sequence[float] | None = None
     cache_records: str | None = None
+    next_use: NextUse | None = None
+    """What `learned` has learned of the model; None: nothing."""
 
 
 def make_eviction_for(wanted: EvictionSettings, sizes: Sequence[PoolSize], experts: Mapping[int, int]) -> Eviction:
@@ -150,4 +169,6 @@ def _make(wanted: EvictionSettings) -> Eviction:
         return _score(wanted.score_window)
     if name == MULTIDIMENSIONAL:
         return _multidimensional(wanted.cache_weights, wanted.cache_records)
+    if name == LEARNED:
+        return _learned(wanted.next_use)
     return ONLINE_EVICTION[name]()

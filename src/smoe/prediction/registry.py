@@ -18,6 +18,7 @@ from smoe.prediction.look_ahead import LookAhead
 from smoe.prediction.next_gate import NextGate
 from smoe.prediction.ranking import Ranking
 from smoe.prediction.stacked_gates import StackedGates
+from smoe.prediction.whole_layer import WholeLayer
 
 
 @dataclass(frozen=True)
@@ -72,4 +73,5 @@ PREDICTORS: dict[str, Callable[[Subject], Predictor | None]] = {
     "look-ahead": _look_ahead,
     "stacked-gates": _stacked_gates,
     "corrected-gates": _corrected_gates,
+    "whole-layer": lambda subject: WholeLayer(subject.spec.sites),
 }

@@ -30,7 +30,7 @@ from smoe.models.kv_cache import RowCache
 from smoe.models.scoring import ScoringRule
 from smoe.policy.budget import Ledger
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.registry import make_eviction_for
+from smoe.policy.registry import EvictionSettings, make_eviction_for
 from smoe.routing import Phase, Routing
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.lifetime import Held
@@ -60,6 +60,7 @@ class Engine:
         context_tokens: int,
         rules: Mapping[int, ScoringRule],
         reasons: Mapping[str, str],
+        eviction: EvictionSettings,
         leaves_little: bool,
     ) -> None:
         """`leaves_little`: whether our kernels have nearly all products of one token, so that the library needs one
@@ -71,6 +72,7 @@ class Engine:
         self.budget_reason = budget_reason
         self.reasons = reasons
         """Where settings come from that nobody gave, by their names."""
+        self._eviction = eviction
         self.context_tokens = context_tokens
         """Positions reserved for every sequence."""
         self._turns = Turns()
@@ -147,9 +149,8 @@ class Engine:
 
     def fresh_eviction(self) -> Eviction:
         """A new eviction policy, as configured, with no history."""
-        config, ledger = self.config, self.ledger
         experts = {layer: held.experts for layer, held in self.store.layers.items()}
-        return make_eviction_for(config.eviction_settings, ledger.pools, experts)
+        return make_eviction_for(self._eviction._replace(name=self.config.eviction), self.ledger.pools, experts)
 
     def wait_ready(self) -> None:
         """Wait until the operating system has backed all slots; only measurements need to."""

@@ -118,6 +118,15 @@ class LayerExecutor:
             predictor.alpha = substitution.switches.alpha
             predictor.thresholds = thresholds
 
+    def guess_by(self, predictor: Predictor | None) -> None:
+        """From now on this predictor says what decode steps prefetch; None: they prefetch nothing."""
+        predictors: dict[Phase, Predictor] = dict(self._predictors)
+        predictors.pop(Phase.DECODE, None)
+        if predictor is not None:
+            predictors[Phase.DECODE] = predictor
+        self._predictors = predictors
+        self._hearing = list({id(of): of for of in self._predictors.values()}.values())
+
     @contextmanager
     def by_low_copies(self) -> Iterator[None]:
         """Inside, low copies serve all experts, and nothing is replaced or left out: for proofs and prices."""

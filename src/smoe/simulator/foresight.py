@@ -1,4 +1,5 @@
-"""A predictor that knows: what any prefetch could bring at best, or at a given recall and depth."""
+"""Predictors for traces: one that knows, for what any prefetch could bring at best, or at a given recall and depth; and
+one that repeats what another has said."""
 
 from __future__ import annotations
 
@@ -7,6 +8,22 @@ from collections.abc import Sequence
 
 from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
 from smoe.routing import Phase, Routing
+
+
+class Recorded(Predictor):
+    """Says again what a predictor has said at each routing of a trace, as it was recorded."""
+
+    def __init__(self, said: Sequence[Sequence[Prediction]], asked: Moment = Moment.ROUTED) -> None:
+        """`said`: for each routing of the trace, the answer, or nothing."""
+        self.asked = asked
+        self._said = said
+        self._heard = 0
+
+    def observe(self, routing: Routing) -> None:
+        self._heard += 1
+
+    def predict(self, sight: Sight) -> Sequence[Prediction]:
+        return self._said[self._heard - 1]
 
 
 class Foresight(Predictor):

@@ -1,0 +1,25 @@
+"""Recorded traces of the model that is tuned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from smoe.errors import ConfigError
+from smoe.models.spec import ModelSpec
+from smoe.trace.file import Trace
+
+
+def trace_of(path: Path, spec: ModelSpec) -> Trace:
+    """A trace of the model with this `spec`. Raises `ConfigError` where it is another's, `TraceError` where it is no
+    trace."""
+    trace = Trace(path)
+    recorded = {layer.layer: layer.experts for layer in trace.header.layers}
+    if recorded != {site.layer: site.experts for site in spec.sites}:
+        raise ConfigError(
+            f"{path} was recorded with {trace.header.model}, whose layers and experts are not this model's; record "
+            "this one with smoe record",
+            setting="cache",
+            given=str(path),
+            allowed="traces of the model that is tuned",
+        )
+    return trace

@@ -1,0 +1,309 @@
+"""Predictors and evictions against each other on a user's own text, in time saved: simulated, then the best two run.
+
+    read the text once -> what routers chose, what every predictor would have said of it, what each thing took
+                       -> every entrant on the virtual clock, at these times -> seconds a token
+                       -> the first two, and what serves at present, in turns on this machine -> the winner
+
+The simulation is of the engine's own plans. It does not know what a prefetch costs those who compute meanwhile: the
+clock has the last word.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from smoe.bounds import DEFAULT_PREFETCH_DEPTH
+from smoe.errors import ConfigError, SmoeError
+from smoe.generation.teacher_forcing import forced
+from smoe.load.assembly import scoring_rules
+from smoe.models.spec import ModelSpec
+from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
+from smoe.policy.registry import PREFETCH, WHOLE_LAYER, make_eviction_for
+from smoe.policy.step import Decision
+from smoe.prediction.registry import PREDICTORS, Subject
+from smoe.routing import Phase, Routing
+from smoe.runtime.engine import Engine
+from smoe.runtime.observer import Routed, StepObserver
+from smoe.simulator.foresight import Recorded
+from smoe.simulator.virtual_clock import StepTimes, replay_on_clock
+
+LEAST_TOKENS = 96
+"""Fewer say little: a third of them only fills the cache."""
+WARM_SHARE = 1 / 3
+TURN_WARM, TURN_TIMED, ROUNDS = 16, 32, 3
+"""Tokens of a turn that are not timed, those that are, and turns of each finalist."""
+FINALISTS = 2
+_NO_RIVALS = ("auto", WHOLE_LAYER, "look-ahead")
+"""What `auto` is to become; a baseline; and what runs layers of the model itself, so that nobody else can listen."""
+
+Tick = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One way to prefetch, or to evict, and how it did."""
+
+    name: str
+    simulated_seconds: float
+    """A token, on the virtual clock."""
+    measured_seconds: tuple[float, ...] = ()
+    """A token, the median of every turn; empty: it was not among the finalists."""
+    asking_seconds: float = 0.0
+    """One question to the predictor."""
+    recall: float | None = None
+    """Of the experts that the next layer chose, those that were predicted."""
+    precision: float | None = None
+    """Of those predicted for it, the chosen ones."""
+
+    @property
+    def seconds(self) -> float:
+        """A token, as measured, or else as simulated."""
+        return median(self.measured_seconds) if self.measured_seconds else self.simulated_seconds
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"seconds": self.seconds}
+
+
+@dataclass(frozen=True)
+class Tournament:
+    """Entrants of one kind, the winner first."""
+
+    kind: str
+    """`prefetch` or `eviction`: the setting."""
+    entrants: tuple[Entrant, ...]
+    refused: Mapping[str, str]
+    """Who could not take part, and why."""
+
+    @property
+    def winner(self) -> Entrant:
+        return self.entrants[0]
+
+
+class _Listener(StepObserver):
+    """Keeps every routing, and what each predictor would have said when its layer's experts were done."""
+
+    def __init__(self, predictors: Mapping[str, Predictor]) -> None:
+        self.trace: list[Routing] = []
+        self.said: dict[str, list[Sequence[Prediction]]] = {name: [] for name in predictors}
+        self.asking: dict[str, list[float]] = {name: [] for name in predictors}
+        self._predictors = predictors
+
+    def planned(self, routing: Routing, decision: Decision) -> None:
+        self.trace.append(routing)
+        for name, predictor in self._predictors.items():
+            predictor.observe(routing)
+            self.said[name].append(())
+
+    def computed(self, heard: Routed, hidden: torch.Tensor, output: torch.Tensor) -> None:
+        if heard.phase is not Phase.DECODE:
+            return
+        for name, predictor in self._predictors.items():
+            partial = output if predictor.asked is Moment.RESIDENTS_DONE else None
+            began = time.perf_counter()
+            answers = iter(predictor.predict(Sight(heard.layer, hidden, partial)))
+            first = next(answers, None)
+            self.asking[name].append(time.perf_counter() - began)
+            if first is not None:
+                self.said[name][-1] = [_kept(answer) for answer in chain([first], answers)]
+
+
+def _kept(answer: Prediction) -> Prediction:
+    return answer._replace(experts=tuple(answer.experts))
+
+
+def predictors_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[dict[str, Predictor], dict[str, str]]:
+    """(the predictors that can take part, why the others cannot)."""
+    engine: Engine = model.offload  # type: ignore[assignment]
+    depth = engine.config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
+    found: dict[str, Predictor] = {}
+    refused: dict[str, str] = {}
+    try:
+        rules = scoring_rules(model, spec)
+    except SmoeError:
+        rules = {}
+    for name in PREFETCH:
+        if name in (*_NO_RIVALS, "none"):
+            continue
+        try:
+            predictor = PREDICTORS[name](Subject(model, spec, rules, engine.config.prefetch_what, depth))
+        except (SmoeError, KeyError) as error:
+            refused[name] = str(error)
+            continue
+        if predictor is not None:
+            found[name] = predictor
+    return found, refused
+
+
+@torch.no_grad()
+def hold(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    ids: Sequence[int],
+    kinds: Sequence[str],
+    evictions: Sequence[str],
+    tick: Tick,
+) -> list[Tournament]:
+    """A tournament of each of `kinds` (`prefetch`, `eviction`) on the text `ids`; `tick` hears of every token.
+
+    `evictions`: those that take part. Raises `ConfigError` for a text that is too short, and where every expert fits.
+    """
+    engine: Engine = model.offload  # type: ignore[assignment]
+    _check(engine, len(ids))
+    predictors, refused = predictors_of(model, spec) if "prefetch" in kinds else ({}, {})
+    listener = _Listener(predictors)
+    engine.executor.guess_by(None)
+    engine.executor.start_anew(engine.fresh_eviction())
+    before = engine.stats()
+    seconds = 0.0
+    with engine.observed_by(listener):
+        for _, took in forced(model, ids, engine.new_cache()):
+            seconds += took
+            tick(1)
+    times = times_of(engine, engine.stats() - before)
+    found = []
+    if "eviction" in kinds:
+        entrants = [_evict(engine, listener, name, times) for name in evictions]
+        found.append(_finish(model, "eviction", entrants, {}, ids, tick, lambda name: _by_eviction(engine, name)))
+    if "prefetch" in kinds:
+        entrants = [_guess(engine, listener, name, predictors.get(name), times) for name in ("none", *predictors)]
+        found.append(
+            _finish(
+                model, "prefetch", entrants, refused, ids, tick, lambda name: _by_predictor(engine, predictors, name)
+            )
+        )
+    return found
+
+
+def tokens_of(length: int, kinds: Sequence[str]) -> int:
+    """Tokens that `hold` runs."""
+    return length + len(kinds) * FINALISTS * ROUNDS * (TURN_WARM + TURN_TIMED)
+
+
+def times_of(engine: Engine, counted: Any) -> StepTimes:
+    """What the pieces of a token took on this machine, as counted while it read."""
+    passes = max(1, counted.forward_passes) * len(engine.store.layers)
+    loads = max(1, counted.loads + counted.prefetches)
+    expert, layer = counted.compute_seconds / max(1, counted.decode_uses), counted.dense_seconds / passes
+    return StepTimes(
+        load=counted.read_busy_seconds / loads,
+        expert=lambda rows: expert * rows,
+        layer=lambda tokens: layer,
+        deciding=counted.plan_seconds / passes,
+    )
+
+
+def _check(engine: Engine, tokens: int) -> None:
+    if engine.ledger.cache_slots >= engine.ledger.demand.total_experts:
+        raise ConfigError(
+            "every expert fits, so nothing is prefetched and nobody evicted; give less `memory`, or a share with "
+            "`resident_share`, such as 0.4",
+            setting="resident_share",
+            allowed="less than all experts",
+        )
+    if tokens < LEAST_TOKENS:
+        raise ConfigError(
+            f"the text has {tokens} tokens, and at least {LEAST_TOKENS} are needed; give a longer one with `text`, or "
+            "a longer `context_tokens`",
+            setting="text",
+            given=tokens,
+            allowed=f"at least {LEAST_TOKENS} tokens",
+        )
+
+
+def _on_clock(engine: Engine, trace: Sequence[Routing], eviction: str, times: StepTimes, by: Predictor | None) -> float:
+    """Seconds a token once the cache has filled."""
+    ledger = engine.ledger
+    policy = make_eviction_for(
+        engine.config.eviction_settings._replace(name=eviction),
+        ledger.pools,
+        {layer: of.experts for layer, of in engine.store.layers.items()},
+    )
+    timed = replay_on_clock(trace, ledger.cache_slots, ledger.pools[0].staging, policy, times, predictor=by)
+    steps = timed.step_seconds[int(len(timed.step_seconds) * WARM_SHARE) :]
+    return sum(steps) / len(steps)
+
+
+def _evict(engine: Engine, listener: _Listener, name: str, times: StepTimes) -> Entrant:
+    return Entrant(name, _on_clock(engine, listener.trace, name, times, None))
+
+
+def _guess(engine: Engine, listener: _Listener, name: str, predictor: Predictor | None, times: StepTimes) -> Entrant:
+    if predictor is None:
+        return Entrant(name, _on_clock(engine, listener.trace, engine.config.eviction, times, None))
+    said, asking = listener.said[name], median(listener.asking[name])
+    recall, precision = hits(listener.trace, said)
+    seconds = _on_clock(
+        engine,
+        listener.trace,
+        engine.config.eviction,
+        replace(times, asking=asking),
+        Recorded(said, predictor.asked),
+    )
+    return Entrant(name, seconds, asking_seconds=asking, recall=recall, precision=precision)
+
+
+def hits(trace: Sequence[Routing], said: Sequence[Sequence[Prediction]]) -> tuple[float, float]:
+    """(recall, precision) of what was said of the layer that came next."""
+    chosen = guessed = right = 0
+    for number, answers in enumerate(said[:-1]):
+        after = trace[number + 1]
+        near = next((answer for answer in answers if answer.layer == after.layer), None)
+        if near is None or after.phase is not Phase.DECODE:
+            continue
+        wanted = {expert for row in after.top_k_index for expert in row} - {after.experts}
+        named = set(near.experts)
+        chosen, guessed, right = chosen + len(wanted), guessed + len(named), right + len(wanted & named)
+    return (right / chosen if chosen else 0.0, right / guessed if guessed else 0.0)
+
+
+def _by_predictor(engine: Engine, predictors: Mapping[str, Predictor], name: str) -> None:
+    engine.executor.guess_by(predictors.get(name))
+    engine.executor.start_anew(engine.fresh_eviction())
+
+
+def _by_eviction(engine: Engine, name: str) -> None:
+    engine.config = replace(engine.config, eviction=name)
+    engine.executor.start_anew(engine.fresh_eviction())
+
+
+def _finish(
+    model: PreTrainedModel,
+    kind: str,
+    entrants: Sequence[Entrant],
+    refused: Mapping[str, str],
+    ids: Sequence[int],
+    tick: Tick,
+    set_up: Callable[[str], None],
+) -> Tournament:
+    """Run the best two of a simulation in turns; the winner stays in the engine."""
+    ranked = sorted(entrants, key=lambda entrant: entrant.simulated_seconds)
+    finalists, rest = ranked[:FINALISTS], ranked[FINALISTS:]
+    turns: dict[str, list[float]] = {entrant.name: [] for entrant in finalists}
+    for number in range(ROUNDS):
+        for entrant in finalists:
+            set_up(entrant.name)
+            turns[entrant.name].append(_turn(model, ids, number, tick))
+    measured = [replace(entrant, measured_seconds=tuple(turns[entrant.name])) for entrant in finalists]
+    measured.sort(key=lambda entrant: entrant.seconds)
+    set_up(measured[0].name)
+    return Tournament(kind, (*measured, *rest), refused)
+
+
+def _turn(model: PreTrainedModel, ids: Sequence[int], number: int, tick: Tick) -> float:
+    """A token's median time from a cold cache, warmed up on some tokens of the text."""
+    engine: Engine = model.offload  # type: ignore[assignment]
+    need = TURN_WARM + TURN_TIMED
+    begin = number * need % max(1, len(ids) - need + 1)
+    seconds = []
+    for _, took in forced(model, ids[begin : begin + need], engine.new_cache()):
+        seconds.append(took)
+        tick(1)
+    return median(seconds[TURN_WARM:])

@@ -1,0 +1,217 @@
+"""Trains the estimate of the next use that `--eviction learned` goes by, on recorded traces.
+
+Both parts are fitted to D^n, n the tokens until an expert's next use (`policy/eviction/learned.py`), at every token of
+the traces and not only where something is forgotten: how good an estimate is does not hang on the cache. The first part
+is a logistic regression by Newton's method. The second is a ridge regression from the choices of all layers to what the
+first gets wrong, in units of its spread; of its solution the `RANK` directions that explain most are kept (reduced-rank
+regression: A. J. Izenman, Journal of Multivariate Analysis 5, 1975). Nothing is drawn by lot: the same traces give the
+same estimate.
+
+Memory: four matrices of all experts squared; the longest step is the eigenvectors of one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from smoe.errors import ConfigError
+from smoe.policy.eviction.learned import DISCOUNT, FADING, FEATURES, KEPT, NextUse, chance, features, spread
+from smoe.routing import Phase, Routing
+
+RANK = 64
+"""R, at most: 32 miss 0.5 % more, 128 no less (embedded model)."""
+PENALTY = 1000.0
+"""Of the ridge regression, in tokens: what rests on much fewer does not count."""
+LEAST_TOKENS = 200
+"""Of all traces together."""
+_UNSEEN = 20
+"""Last tokens of a trace that nothing is fitted to: their next use is not known."""
+_MOMENTS = 4
+"""Layers of a token after which the second part is asked, in training: evenly spread."""
+_ROWS = 500_000
+"""About so many estimates the first part is fitted to."""
+_NEWTON = 8
+_RIDGE = 0.1
+"""Keeps Newton's method from weights without bounds."""
+
+Traces = Sequence[Sequence[Routing]]
+Tick = Callable[[int, int], None]
+
+
+class _History(NamedTuple):
+    """A trace, token by token."""
+
+    uses: np.ndarray
+    """[T, L, E] 1 where a token used an expert."""
+    target: np.ndarray
+    """[T, L, E] D^n from here on, 0 where an expert is never used again."""
+
+
+class Shape(NamedTuple):
+    """The layers with experts of a model."""
+
+    layers: Sequence[int]
+    """Their numbers, ascending."""
+    experts: int
+    """E of the widest."""
+    top_k: int
+    """K of the widest."""
+
+
+def train(traces: Traces, shape: Shape, tick: Tick = lambda done, total: None) -> NextUse:
+    """What `traces` of one model say of its experts' next uses. `tick` hears how many of how many steps are done.
+
+    Raises `ConfigError` where they have too few tokens.
+    """
+    histories = [_history(trace, shape) for trace in traces]
+    tokens = sum(len(history.uses) for history in histories)
+    if tokens < LEAST_TOKENS:
+        raise ConfigError(
+            f"{tokens} tokens are too few to learn from; record at least {LEAST_TOKENS}, better some thousands",
+            setting="cache",
+            given=f"{tokens} tokens",
+            allowed=f"traces of at least {LEAST_TOKENS} tokens together",
+        )
+    total = 2 * tokens + tokens // 2
+    rate = shape.top_k / shape.experts
+    stride = max(1, tokens * len(shape.layers) * shape.experts // _ROWS)
+    weights = _first_part(histories, rate, stride, _Progress(tick, 0, total))
+    second = _second_part(histories, rate, weights, _Progress(tick, tokens, total))
+    tick(total, total)
+    return _by_number(second, shape, rate, weights)
+
+
+class _Progress:
+    """Counts tokens for a `tick`."""
+
+    def __init__(self, tick: Tick, done: int, total: int) -> None:
+        self._tick, self._done, self._total = tick, done, total
+
+    def __call__(self) -> None:
+        self._done += 1
+        self._tick(self._done, self._total)
+
+
+def _history(trace: Sequence[Routing], shape: Shape) -> _History:
+    """Prompts as tokens one after the other, as the policy takes them, a step of a batch as one."""
+    row_of = {layer: row for row, layer in enumerate(shape.layers)}
+    steps: list[list[list[int]]] = [[] for _ in shape.layers]
+    for routing in trace:
+        rows = [chosen for row in routing.top_k_index if (chosen := [e for e in row if e != routing.experts])]
+        if routing.phase is Phase.DECODE:
+            rows = [sorted(set().union(*rows))] if rows else []
+        steps[row_of[routing.layer]] += rows
+    tokens = min(len(of_layer) for of_layer in steps)
+    uses = np.zeros((tokens, len(shape.layers), shape.experts), dtype=np.float32)
+    for row, of_layer in enumerate(steps):
+        for token, used in enumerate(of_layer[:tokens]):
+            uses[token, row, used] = 1.0
+    target = np.zeros_like(uses)
+    coming = np.zeros(uses.shape[1:], dtype=np.float32)
+    for token in range(tokens - 1, -1, -1):
+        target[token] = coming
+        coming = np.where(uses[token] > 0, np.float32(1.0), coming * np.float32(DISCOUNT))
+    return _History(uses, target)
+
+
+def _features(history: _History, rate: float, progress: _Progress) -> Iterator[np.ndarray]:
+    """[L, E, F] after every token."""
+    fading = np.zeros((len(FADING), *history.uses.shape[1:]))
+    uses = np.zeros(history.uses.shape[1:])
+    for token, used in enumerate(history.uses):
+        fading *= FADING[:, None, None]
+        fading += used
+        uses += used
+        yield features(fading, uses, used, token + 1, rate)
+        progress()
+
+
+def _first_part(histories: Sequence[_History], rate: float, stride: int, progress: _Progress) -> np.ndarray:
+    """[F] weights, from every `stride`-th token."""
+    rows, values = [], []
+    for history in histories:
+        last = len(history.uses) - _UNSEEN
+        for token, found in enumerate(_features(history, rate, progress)):
+            if token % stride == 0 and token < last:
+                rows.append(found.reshape(-1, FEATURES))
+                values.append(history.target[token].reshape(-1))
+    known, wanted = np.concatenate(rows), np.concatenate(values)
+    weights = np.zeros(FEATURES)
+    for _ in range(_NEWTON):
+        estimate = chance(known, weights)
+        curvature = (known * (estimate * (1.0 - estimate))[:, None]).T @ known + _RIDGE * np.eye(FEATURES)
+        weights += np.linalg.solve(curvature, known.T @ (wanted - estimate) - _RIDGE * weights)
+    return weights
+
+
+class _Second(NamedTuple):
+    """The second part, layers by their place among those with experts."""
+
+    source: np.ndarray
+    """[L, E, R]"""
+    usual: np.ndarray
+    """[L, R]"""
+    target: np.ndarray
+    """[L, E, R]"""
+    offset: np.ndarray
+    """[L, E]"""
+
+
+def _second_part(histories: Sequence[_History], rate: float, weights: np.ndarray, progress: _Progress) -> _Second:
+    layers, experts = histories[0].uses.shape[1:]
+    size = layers * experts
+    mean = np.mean(np.concatenate([history.uses for history in histories]), axis=0)
+    moments = sorted({layers * moment // _MOMENTS for moment in range(_MOMENTS)})
+    squares, products = np.zeros((size, size)), np.zeros((size, size))
+    context_sum, missing_sum, count = np.zeros(size), np.zeros(size), 0
+    for history in histories:
+        context, missing = _context_and_missing(history, mean, rate, weights, progress)
+        for layer in moments:  # the layers up to it have heard the token, the others the one before
+            heard = np.concatenate([context[1:, : layer + 1], context[:-1, layer + 1 :]], axis=1).reshape(-1, size)
+            wanted = np.concatenate([missing[1:, : layer + 1], missing[:-1, layer + 1 :]], axis=1).reshape(-1, size)
+            squares += heard.T @ heard
+            products += heard.T @ wanted
+            context_sum += heard.sum(axis=0)
+            missing_sum += wanted.sum(axis=0)
+            count += len(heard)
+    squares -= np.outer(context_sum, context_sum) / count
+    products -= np.outer(context_sum, missing_sum) / count
+    squares += PENALTY * len(moments) * np.eye(size)
+    solution = np.linalg.solve(squares, products)
+    _, directions = np.linalg.eigh(solution.T @ squares @ solution)
+    kept = directions[:, -RANK:]
+    source = solution @ kept
+    offset = missing_sum / count - (context_sum / count) @ source @ kept.T
+    usual = (mean[:, :, None] * source.reshape(layers, experts, -1)).sum(axis=1)
+    shape = (layers, experts, -1)
+    return _Second(source.reshape(shape), usual, kept.reshape(shape), offset.reshape(layers, experts))
+
+
+def _context_and_missing(
+    history: _History, mean: np.ndarray, rate: float, weights: np.ndarray, progress: _Progress
+) -> tuple[np.ndarray, np.ndarray]:
+    """[T, L, E] each, last tokens left out: fading choices as they differ from the mean, and what the first part is
+    off by, in units of its spread."""
+    tokens = max(0, len(history.uses) - _UNSEEN)
+    context, missing = np.zeros((2, tokens, *mean.shape), dtype=np.float32)
+    now = np.zeros_like(mean)
+    for token, found in enumerate(_features(history, rate, progress)):
+        if token < tokens:
+            now = KEPT * now + (1.0 - KEPT) * (history.uses[token] - mean)
+            estimate = chance(found, weights)
+            context[token] = now
+            missing[token] = (history.target[token] - estimate) / spread(estimate)
+    return context, missing
+
+
+def _by_number(second: _Second, shape: Shape, rate: float, weights: np.ndarray) -> NextUse:
+    """With rows of zeros for layers without experts."""
+    spread_out = []
+    for part in second:
+        rows = np.zeros((shape.layers[-1] + 1, *part.shape[1:]), dtype=np.float32)
+        rows[list(shape.layers)] = part
+        spread_out.append(rows)
+    return NextUse(rate, weights, *spread_out)

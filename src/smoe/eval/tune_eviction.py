@@ -1,0 +1,149 @@
+"""The learned eviction for one model: trained on recorded traces, judged beside the other policies on others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smoe.config import EngineConfig
+from smoe.errors import ConfigError
+from smoe.eval.model_traces import trace_of
+from smoe.eval.train_eviction import Shape, train
+from smoe.load.next_use import TrainedNextUse
+from smoe.load.pretrained import choose_device, make_ledger
+from smoe.models.read_spec import read_spec
+from smoe.policy.budget import MIN_STAGING_SLOTS
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.eviction.belady import Belady
+from smoe.policy.eviction.learned import Learned, NextUse
+from smoe.policy.registry import LEARNED, SCORED_EVICTION, make_eviction
+from smoe.policy.rows import observation
+from smoe.routing import Phase, Routing
+from smoe.simulator.replay import first_passes, replay
+from smoe.trace.file import Trace
+from smoe.trace.record import TraceHeader
+
+RIVALS = ("lru", "lfu", "score", "auto", "multidimensional", LEARNED, "belady")
+ALL = 1 << 62
+"""Passes: as many as there are."""
+COUNTED = 1000
+"""Passes of a trace on which policies are compared, at most."""
+
+Tick = Callable[[str, int, int], None]
+"""Hears what is being done, and how many of how many steps are."""
+
+
+@dataclass(frozen=True)
+class EvictionTuning:
+    """What was learned, and what it is worth in one size of the cache."""
+
+    trained: TrainedNextUse
+    slots: int
+    resident_share: float
+    uses: int
+    """Of the traces that it was trained on, in the decode steps that are counted."""
+    misses: dict[str, int]
+    """By policy, on these traces."""
+    held_out_uses: int
+    held_out: dict[str, int] | None
+    """Misses on the others; None: there were none."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "slots": self.slots,
+            "resident_share": self.resident_share,
+            "decode_steps": self.trained.decode_steps,
+            "uses": self.uses,
+            "misses": self.misses,
+            "held_out_uses": self.held_out_uses,
+            "held_out_misses": self.held_out,
+        }
+
+
+def tune_eviction(
+    model: str,
+    config: EngineConfig,
+    revision: str | None,
+    paths: Sequence[Path],
+    held_out: Sequence[Path],
+    passes: int | None,
+    tick: Tick,
+) -> EvictionTuning:
+    """Train on the first `passes` of each trace (None: all), and count what every policy misses in the first
+    `COUNTED` of them and of the others, each trace from an empty cache.
+
+    Raises `ConfigError` for a cache that holds every expert, and for traces of another model or
+    too short ones, `TraceError` for files that are none.
+    """
+    spec = read_spec(model, config, revision)
+    ledger, _ = make_ledger(spec, config, choose_device(config))
+    if ledger.cache_slots >= ledger.demand.total_experts:
+        raise ConfigError(
+            f"all {ledger.cache_slots} experts fit, so nothing is ever forgotten; give less `memory`, or a share with "
+            "`resident_share`, such as 0.4",
+            setting="resident_share",
+            allowed="less than all experts",
+        )
+    traces, others = ([trace_of(path, spec) for path in of] for of in (paths, held_out))
+    most = passes if passes is not None else ALL
+    plain = [first_passes(trace.routings(), most) for trace in traces]
+    next_use = train(plain, shape_of(traces[0].header), lambda done, total: tick("learning", done, total))
+    count = _Counting(ledger.cache_slots, next_use, most, len(traces) + len(others), tick)
+    misses, uses = count(traces)
+    other_misses, other_uses = count(others)
+    steps = sum(routing.phase is Phase.DECODE for trace in plain for routing in trace) // len(spec.sites)
+    return EvictionTuning(
+        TrainedNextUse(next_use, {site.layer: site.experts for site in spec.sites}, steps),
+        ledger.cache_slots,
+        ledger.resident_share,
+        uses,
+        misses,
+        other_uses,
+        other_misses if others else None,
+    )
+
+
+def shape_of(header: TraceHeader) -> Shape:
+    """The layers with experts of the model that was recorded."""
+    layers = header.layers
+    widest = max(layer.experts for layer in layers)
+    return Shape([layer.layer for layer in layers], widest, max(layer.top_k for layer in layers))
+
+
+def miss_counts(trace: Trace, slots: int, next_use: NextUse, passes: int) -> tuple[dict[str, int], int]:
+    """Misses of every policy on the first passes of one trace, and their uses."""
+    plain = first_passes(trace.routings(), passes)
+    counts = {}
+    for name in RIVALS:
+        has_scores = name in SCORED_EVICTION and all(layer.rule is not None for layer in trace.header.layers)
+        heard = first_passes(trace.routings(with_scores=True), passes) if has_scores else plain
+        counts[name] = replay(heard, slots, MIN_STAGING_SLOTS, _policy(name, plain, next_use))
+    return {name: count.misses for name, count in counts.items()}, counts[LEARNED].uses
+
+
+class _Counting:
+    """Counts misses, trace by trace."""
+
+    def __init__(self, slots: int, next_use: NextUse, passes: int, total: int, tick: Tick) -> None:
+        self._slots, self._next_use, self._tick = slots, next_use, tick
+        self._passes = min(passes, COUNTED)
+        self._done, self._total = 0, total
+
+    def __call__(self, traces: Sequence[Trace]) -> tuple[dict[str, int], int]:
+        """The misses of `traces` together, by policy, and their uses."""
+        misses, uses = dict.fromkeys(RIVALS, 0), 0
+        for trace in traces:
+            found, used = miss_counts(trace, self._slots, self._next_use, self._passes)
+            misses = {name: misses[name] + found[name] for name in RIVALS}
+            uses += used
+            self._done += 1
+            self._tick("counting misses", self._done, self._total)
+        return misses, uses
+
+
+def _policy(name: str, future: Sequence[Routing], next_use: NextUse) -> Eviction:
+    if name == LEARNED:
+        return Learned(next_use)
+    return Belady(map(observation, future)) if name == "belady" else make_eviction(name)

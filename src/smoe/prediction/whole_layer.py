@@ -1,0 +1,23 @@
+"""Every expert of the next layer, whatever its router will say: as systems do that prefetch whole layers.
+
+MoESys (IEEE TSC 2024) as DuoServe-MoE compares itself with it (section 6.1).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from smoe.models.experts import ExpertsSite
+from smoe.policy.prediction import Prediction, Predictor, Sight
+
+
+class WholeLayer(Predictor):
+    """Predict that all experts of the next MoE layer are wanted."""
+
+    def __init__(self, sites: Sequence[ExpertsSite]) -> None:
+        self._following = {site.layer: after for site, after in itertools.pairwise(sites)}
+
+    def predict(self, sight: Sight) -> Sequence[Prediction]:
+        after = self._following.get(sight.layer)
+        return () if after is None else (Prediction(after.layer, range(after.experts)),)
