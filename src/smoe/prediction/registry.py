@@ -8,6 +8,8 @@ from functools import cached_property
 
 from transformers import PreTrainedModel
 
+from smoe.bounds import CORRECTED_GATES
+from smoe.errors import ConfigError
 from smoe.models.router_matrix import matrices_of
 from smoe.models.scoring import ScoringRule
 from smoe.models.spec import ModelSpec
@@ -58,7 +60,14 @@ def _stacked_gates(subject: Subject) -> Predictor:
 
 
 def _corrected_gates(subject: Subject) -> Predictor:
-    assert subject.corrections is not None, "refused before loading"
+    """Raises `ConfigError` where nothing was learned, which a loaded model has been asked before."""
+    if subject.corrections is None:
+        raise ConfigError(
+            f"`prefetch` {CORRECTED_GATES}: no corrections have been learned, or none were handed over",
+            setting="prefetch",
+            given=CORRECTED_GATES,
+            allowed="for a model whose corrections have been learned",
+        )
     parameter = next(subject.model.parameters())
     corrections = {
         layers: correction.to(parameter.device, subject.spec.dtype)
