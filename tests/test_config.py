@@ -52,7 +52,7 @@ def test_the_depth_of_a_prefetch_has_bounds(depth: Any) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_depth_without_the_prefetch_that_has_one_is_refused(preset: str) -> None:
     """Whatever the preset prefetches; would catch a depth that is silently without effect."""
-    refusal = "`prefetch_depth` belongs to `prefetch` stacked-gates; add that"
+    refusal = "`prefetch_depth` belongs to `prefetch` stacked-gates or corrected-gates; add that"
     has_one = PRESETS[preset].get("prefetch") == "stacked-gates"
     for switches in ({"prefetch": "none"} if has_one else {}, {"prefetch": "look-ahead"}, {"prefetch": "auto"}):
         with pytest.raises(ConfigError, match=refusal) as error:

@@ -26,11 +26,15 @@ MOST_IO_THREADS = 64
 MOST_PREFETCH_DEPTH = 16
 """Layers ahead; the papers guess up to three."""
 DEFAULT_PREFETCH_DEPTH = 2
+MOST_CORRECTED_LAYERS = 4
+"""Layers ahead that corrections are learned for."""
 DEFAULT_LOW_SHARE = 0.15
 EMULATED = "emulated"
 """The device that is emulated on the CPU (`memory/emulation.py`)."""
 STACKED_GATES = "stacked-gates"
 """The prefetch that looks several layers ahead (`prediction/stacked_gates.py`)."""
+CORRECTED_GATES = "corrected-gates"
+"""The prefetch that looks as far with learned corrections (`prediction/corrected_gates.py`)."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DIRECT_IO = ("auto", "on", "off")
 KERNELS = ("auto", "native", "own-order", "torch")
@@ -92,13 +96,13 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
 }
 OWNERS = (
-    ("dilation", "device", EMULATED),
-    ("emulated_expert_bytes", "device", EMULATED),
-    ("prefetch_depth", "prefetch", STACKED_GATES),
-    ("cache_weights", "eviction", MULTIDIMENSIONAL),
-    ("cache_records", "eviction", MULTIDIMENSIONAL),
+    ("dilation", "device", (EMULATED,)),
+    ("emulated_expert_bytes", "device", (EMULATED,)),
+    ("prefetch_depth", "prefetch", (STACKED_GATES, CORRECTED_GATES)),
+    ("cache_weights", "eviction", (MULTIDIMENSIONAL,)),
+    ("cache_records", "eviction", (MULTIDIMENSIONAL,)),
 )
-"""Settings that would have no effect unless another has this value."""
+"""Settings that would have no effect unless another has one of these values."""
 SWITCHES = (
     "preload",
     "prefetch_trial",

@@ -89,8 +89,9 @@ class EngineConfig:
     """Which predicted experts are worth a load: those predicted to be top-score by `alpha` (all, where it is 0), or all
     that are predicted to be chosen."""
     prefetch_depth: int | None = None
-    """For the prefetch `stacked-gates`: how many layers ahead is looked at most for experts to bring in (HOBBIT's p);
-    None: `DEFAULT_PREFETCH_DEPTH`. A layer is looked at where those before it have all that is predicted for them."""
+    """For the prefetch `stacked-gates` or `corrected-gates`: how many layers ahead is looked at most for experts to
+    bring in (HOBBIT's p); None: `DEFAULT_PREFETCH_DEPTH`. A layer is looked at where those before it have all that is
+    predicted for them."""
     balance: str = "none"
     """Which missing experts the CPU computes, on a machine with a device beside it (SMoE's CPU-load balancer); such
     a layer's result has grade E2."""
@@ -227,9 +228,9 @@ class EngineConfig:
                 given=self.resident_share,
                 allowed="only without `memory`",
             )
-        for name, owner, value in OWNERS:
-            if getattr(self, name) is not None and getattr(self, owner) != value:
-                raise ConfigError.idle(name, getattr(self, name), f"`{owner}` {value}")
+        for name, owner, values in OWNERS:
+            if getattr(self, name) is not None and getattr(self, owner) not in values:
+                raise ConfigError.idle(name, getattr(self, name), f"`{owner}` {' or '.join(values)}")
         if self.expert_cache != "budget" and (self.resident_share is not None or self.has_low):
             other = "resident_share" if self.resident_share is not None else "low_precision"
             raise ConfigError(

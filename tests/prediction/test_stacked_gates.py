@@ -121,10 +121,10 @@ def test_the_copy_is_in_the_ledger(toy: Toy, open_model: Open) -> None:
     assert bias is not None
     kept = weight.numel() * weight.element_size() + bias.numel() * bias.element_size()
     ledger = model.offload.ledger
-    assert ledger.entries()["stacked routers"] == kept
+    assert ledger.entries()["predictor"] == kept
     assert ledger.budget_bytes - plain.offload.ledger.budget_bytes == kept
     assert model.offload.peak_memory_bytes() - plain.offload.peak_memory_bytes() == kept
-    assert "stacked routers" not in plain.offload.ledger.entries()
+    assert "predictor" not in plain.offload.ledger.entries()
     shared = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     assert weight.untyped_storage().data_ptr() not in shared, "the routers stay where they are: so do their last bits"
 

@@ -30,7 +30,7 @@ SETTABLE: dict[str, str] = {
     "direct_io": "Bypass the page cache; auto: unless free RAM holds the whole model.",
     "emulated_expert_bytes": "With --device emulated: pace everything as if every expert had this size.",
     "io_threads": "Reading threads; one or two saturate a disk.",
-    "prefetch_depth": "With --prefetch stacked-gates: layers ahead that are looked at, at most.",
+    "prefetch_depth": "With --prefetch stacked-gates or corrected-gates: layers ahead that are looked at, at most.",
     "prefetch_trial": "Prefetch only while a clock finds that it pays.",
     "prefetch_what": "Which predicted experts are loaded: those of top score, or all.",
     "prefill_balance": "Where the CPU computes missing experts, it helps with prompts, too.",

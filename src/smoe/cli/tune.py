@@ -6,15 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smoe.bounds import CORRECTED_GATES
 from smoe.cli.options import Debug, EngineOptions, Json, Model, perplexity_share, substituting
 from smoe.cli.tune_cache import STEPS, tune_cache
+from smoe.cli.tune_corrected_gates import TOKENS as LEARNED_TOKENS
+from smoe.cli.tune_corrected_gates import tune_corrected_gates
 from smoe.cli.tune_eviction import tune_eviction
 from smoe.cli.tune_options import TuneOptions
 from smoe.cli.tune_policies import TOKENS as TOURNAMENT_TOKENS
 from smoe.cli.tune_policies import tune_policies
 from smoe.cli.tune_predictor import tune_predictor
 from smoe.cli.tune_shares import TOKENS, tune_shares
-from smoe.policy.registry import LEARNED
+from smoe.errors import ConfigError
+from smoe.policy.registry import EXPERT_MLP, LEARNED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,6 +55,10 @@ smoe generate ./my-moe --memory 8GiB --prefetch expert-mlp -p "..."     (uses wh
 smoe tune ./my-moe --memory 8GiB --shares 67,30,3 --text mine.txt
 
 smoe generate ./my-moe --memory 8GiB --preset hobbit -p "..."     (uses the profile)
+
+smoe tune ./my-moe --memory 8GiB --predictor corrected-gates --text mine.txt
+
+smoe generate ./my-moe --memory 8GiB --prefetch corrected-gates -p "..."     (uses what was learned)
 
 smoe tune ./my-moe --memory 8GiB --prefetch auto --eviction auto --text mine.txt
 
@@ -95,6 +103,9 @@ def command(
     copy, a low one and none. The text's profile is remembered for this model, whatever the shares; --precision-shares
     and --preset hobbit use it.
 
+    With --predictor corrected-gates: what the layers between do to a router's input, so that the experts of later
+    layers are guessed better. It is remembered for this model; --prefetch corrected-gates uses it.
+
     With --prefetch auto, --eviction auto, or both: a tournament of all predictors, or evictions, on a text. It is read
     once; every entrant is simulated at the times that this machine took, and the best two are run in turns. The winner
     is remembered for this model and machine; --prefetch auto and --eviction auto, the defaults, are the winner then.
@@ -117,6 +128,13 @@ def _measure_what_is_asked(model: str, engine: EngineOptions, tuned: TuneOptions
     elif measurement == "shares":
         assert tuned.shares is not None
         tune_shares(model, engine, tuned.shares, tuned.text, tuned.trace or [], tuned.tokens or TOKENS, json)
+    elif measurement == "predictor" and tuned.predictor == CORRECTED_GATES:
+        for name, of in (("trace", tuned.trace), ("held_out", tuned.held_out)):
+            if of:
+                raise ConfigError.idle(
+                    name, str(of[0]), f"`predictor` {EXPERT_MLP}, or another that is fitted on traces"
+                )
+        tune_corrected_gates(model, engine, tuned.text, tuned.tokens or LEARNED_TOKENS, json)
     elif measurement == "predictor":
         assert tuned.predictor is not None
         traces, held_out = tuned.trace or [], tuned.held_out or []

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from smoe.bounds import CORRECTED_GATES
 from smoe.cli.options import EngineOptions
 from smoe.errors import ConfigError
 from smoe.policy.registry import FITTED_PREFETCH
@@ -24,6 +25,8 @@ _LOOKED_AT: dict[str, tuple[str, ...]] = {
 }
 """Every measurement, named by the option that asks for it, and the other options that it looks at."""
 _DEFAULT = "tpot"
+_FITTED = (CORRECTED_GATES, *FITTED_PREFETCH)
+"""Predictors that learn."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class TuneOptions:
     predictor: Annotated[
         str | None,
         typer.Option(
-            help=f"Fit what guesses experts by the history of routing, for --prefetch: {', '.join(FITTED_PREFETCH)}."
+            help=f"Fit what guesses experts, for --prefetch, on a text: {CORRECTED_GATES}; on a text or a trace: "
+            f"{', '.join(FITTED_PREFETCH)}."
         ),
     ] = None
     held_out: Annotated[
@@ -96,6 +100,8 @@ class TuneOptions:
                 given=str(given[asked[1]]),
                 allowed=f"only without `{asked[0]}`",
             )
+        if self.predictor is not None and self.predictor not in _FITTED:
+            raise ConfigError.no_choice("predictor", self.predictor, _FITTED)
         found = asked[0] if asked else _DEFAULT
         for name in given:
             if name != found and name not in _LOOKED_AT[found]:

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from smoe.bounds import DEFAULT_PREFETCH_DEPTH
+from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH
 from smoe.errors import ConfigError, SmoeError
 from smoe.generation.teacher_forcing import forced
 from smoe.load.assembly import scoring_rules
 from smoe.load.fitted_predictor import fitted_of
+from smoe.load.gate_corrections import corrections_of
 from smoe.models.spec import ModelSpec
 from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
 from smoe.policy.registry import FITTED_PREFETCH, PREFETCH, WHOLE_LAYER, make_eviction_for
@@ -107,7 +108,9 @@ class _Listener(StepObserver):
     def computed(self, heard: Routed, hidden: torch.Tensor, output: torch.Tensor) -> None:
         if heard.phase is not Phase.DECODE:
             return
+        routing = self.trace[-1]
         for name, predictor in self._predictors.items():
+            predictor.overhear(routing, hidden)
             partial = output if predictor.asked is Moment.RESIDENTS_DONE else None
             began = time.perf_counter()
             answers = iter(predictor.predict(Sight(heard.layer, hidden, partial)))
@@ -125,7 +128,7 @@ def predictors_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[dict[str, Pr
     """(the predictors that can take part, why the others cannot)."""
     engine: Engine = model.offload  # type: ignore[assignment]
     depth = engine.config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
-    found: dict[str, Predictor] = {}
+    place, found = Path(spec.config.name_or_path), dict[str, Predictor]()
     refused: dict[str, str] = {}
     try:
         rules = scoring_rules(model, spec)
@@ -135,8 +138,10 @@ def predictors_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[dict[str, Pr
         if name in (*_NO_RIVALS, "none"):
             continue
         try:
-            fitted = fitted_of(Path(spec.config.name_or_path), name) if name in FITTED_PREFETCH else None
-            predictor = PREDICTORS[name](Subject(model, spec, rules, engine.config.prefetch_what, depth, fitted))
+            fitted = fitted_of(place, name) if name in FITTED_PREFETCH else None
+            corrections = corrections_of(place, spec, depth).corrections if name == CORRECTED_GATES else None
+            subject = Subject(model, spec, rules, engine.config.prefetch_what, depth, corrections, fitted)
+            predictor = PREDICTORS[name](subject)
         except (SmoeError, KeyError) as error:
             refused[name] = str(error)
             continue

@@ -19,6 +19,7 @@ from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.expert import EXACT, LOW
 from smoe.load.calibration import calibrate
 from smoe.load.choose_kernel import choose_arithmetic
+from smoe.load.known import Known
 from smoe.load.selftest import check_experts
 from smoe.load.tiers import Tiers, make_tiers
 from smoe.memory.arena import Arena
@@ -34,7 +35,6 @@ from smoe.models.spec import ModelSpec
 from smoe.policy.answering import Answering
 from smoe.policy.balance import Costs
 from smoe.policy.budget import Ledger
-from smoe.policy.eviction.learned import NextUse
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.plan import HOST
 from smoe.policy.prediction import Predictor
@@ -63,12 +63,8 @@ class Budget(NamedTuple):
     ledger: Ledger
     reason: str
     """Where the budget's size comes from."""
-    reasons: Mapping[str, str]
-    """Where settings come from that nobody gave, by their names."""
-    prices: PriceTable | None = None
-    """Of the answers to misses, where they are answered within a budget."""
-    next_use: NextUse | None = None
-    """What was learned of the experts' next uses, where it is what residents are ranked by."""
+    known: Known
+    """What was measured of the model before, and put into settings that nobody gave."""
     fitted: Fitted | None = None
     """The predictor of decode, where it is one that was fitted on traces."""
 
@@ -93,7 +89,7 @@ def assemble(
     """
     ledger, store = budget.ledger, stores[EXACT]
     rules = scoring_rules(model, spec) if config.needs_scores else {}
-    predictors = _predictors(model, spec, config, rules, arena.device, budget.fitted)
+    predictors = _predictors(model, spec, budget.known, rules, arena.device, budget.fitted)
     table = SlotTable(*ledger.pools)
     with ExitStack() as made:  # closed, last first, where a later step fails
         tiers = make_tiers(stores, arena, table, ledger.demand.all_classes, config, pacing, on_host_tier)
@@ -121,15 +117,15 @@ def assemble(
             transfers=transfers,
             executor=executor,
             budget_reason=budget.reason,
-            reasons=budget.reasons,
-            eviction=config.eviction_settings._replace(next_use=budget.next_use),
+            reasons=budget.known.reasons,
+            eviction=config.eviction_settings._replace(next_use=budget.known.next_use),
             dense_bytes=_dense_bytes(model, ledger),
             context_tokens=spec.context_tokens,
             rules=rules,
             leaves_little=leaves_little,
         )
         _put_behind(model, spec, engine, predictors)
-        answerer = _answerer(config, budget.prices, stores, transfers, tiers.link, balancer)
+        answerer = _answerer(config, budget.known.prices, stores, transfers, tiers.link, balancer)
         _start(model, engine, answerer, tiers.link, pacing)
         made.pop_all()  # from here on the engine closes them
     return model
@@ -329,14 +325,15 @@ def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:
 def _predictors(
     model: PreTrainedModel,
     spec: ModelSpec,
-    config: EngineConfig,
+    known: Known,
     rules: Mapping[int, ScoringRule],
     device: torch.device,
     fitted: Fitted | None,
 ) -> Mapping[Phase, Predictor]:
     """A prefill always starts the next layer's reads early: nearly all are needed, so guessing is cheap and right."""
-    depth = DEFAULT_PREFETCH_DEPTH if config.prefetch_depth is None else config.prefetch_depth
-    subject = Subject(model, spec, rules, config.prefetch_what, depth, fitted)
+    config = known.config
+    depth = config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
+    subject = Subject(model, spec, rules, config.prefetch_what, depth, known.corrections, fitted)
     found: dict[Phase, Predictor] = {Phase.PREFILL: subject.next_gate}
     decode = PREDICTORS[_predictor_name(spec, config, device)](subject)
     return found if decode is None else found | {Phase.DECODE: decode}

@@ -112,8 +112,8 @@ def load(
     ledger, reason = make_ledger(spec, config, device, stores[EXACT], 0 if fitted is None else fitted.nbytes)
     if on_ledger is not None:
         on_ledger(ledger)
-    of_layers = {site.layer: site.experts for site in spec.sites}
-    config, reasons, prices, next_use = known_of(config, checkpoint.place, ledger.resident_share, of_layers)
+    known = known_of(config, checkpoint.place, ledger.resident_share, spec)
+    config = known.config
     forget_peak(device)
     arena = Arena(ledger.sizes, device)
     try:
@@ -126,7 +126,7 @@ def load(
             pacing = Emulation(
                 profile, config.dilation, layer_bytes, stores[EXACT].expert_bytes, config.emulated_expert_bytes
             )
-        budget = Budget(ledger, reason, won | reasons, prices, next_use, fitted)
+        budget = Budget(ledger, reason, known._replace(reasons=won | known.reasons), fitted)
         return assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
     except BaseException:
         arena.close()

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from smoe.errors import UnsupportedModelError
 from smoe.models.scoring import PROOF_TOKENS, TOLERANCE, answer_of
+from smoe.models.spec import ModelSpec
 
 
 class RouterMatrix(NamedTuple):
@@ -31,6 +32,19 @@ class RouterMatrix(NamedTuple):
         """[T, E] for hidden [T, H], computed in its dtype."""
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         return functional.linear(hidden, self.weight.to(hidden.dtype), bias)
+
+
+def matrices_of(model: nn.Module, spec: ModelSpec) -> dict[int, RouterMatrix]:
+    """Of every MoE layer but the first, which nobody guesses; the model's own parameters.
+
+    Raises `UnsupportedModelError` where a router is no plain product.
+    """
+    modules = dict(model.named_modules())
+    hidden, found = spec.config.get_text_config().hidden_size, {}
+    for site in spec.sites[1:]:
+        router, block = modules[spec.anatomy.routers[site.layer]], modules[site.name.rpartition(".")[0]]
+        found[site.layer] = find_matrix(router, block, hidden, site.experts, spec.dtype, site.layer)
+    return found
 
 
 def find_matrix(

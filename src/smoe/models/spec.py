@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from smoe.bounds import STACKED_GATES
+from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH, MOST_CORRECTED_LAYERS, STACKED_GATES
 from smoe.config import EngineConfig
 from smoe.errors import CheckpointError
 from smoe.expert import EXACT, LOW
@@ -100,6 +100,21 @@ class ModelSpec:
         experts = sum(site.experts for site in self.sites[1:])
         return experts * (int(self.config.get_text_config().hidden_size) + 1) * self.dtype.itemsize
 
+    def correction_bytes(self, depth: int, sequences: int) -> int:
+        """What corrections for so many layers ahead take in the model's dtype (`prediction/correction.py`): for every
+        pair of layers two matrices and two biases, and the router inputs of each sequence's last token."""
+        hidden = int(self.config.get_text_config().hidden_size)
+        depth = min(depth, MOST_CORRECTED_LAYERS)
+        experts = sum(site.experts * min(depth, place) for place, site in enumerate(self.sites))
+        numbers = experts * (2 * hidden + 2) + (len(self.sites) - 1) * sequences * hidden
+        return numbers * self.dtype.itemsize
+
+    def _predictor_bytes(self, config: EngineConfig) -> int:
+        """What the predictor of `config` keeps for itself."""
+        if config.prefetch == CORRECTED_GATES:
+            return self.correction_bytes(config.prefetch_depth or DEFAULT_PREFETCH_DEPTH, config.max_sequences)
+        return self.router_bytes if config.prefetch == STACKED_GATES else 0
+
     def _expert_bytes(self, site: ExpertsSite) -> int:
         if self.stored_bytes is not None:
             return self.stored_bytes[site.layer]
@@ -148,7 +163,7 @@ class ModelSpec:
             + self.anatomy.state_bytes_per_sequence * config.max_sequences,
             classes=tuple(self._cached(each, config) for each in self._slot_classes(slot_bytes)),
             read_buffer_bytes=read_buffer_bytes,
-            predictor_bytes=self.router_bytes if config.prefetch == STACKED_GATES else 0,
+            predictor_bytes=self._predictor_bytes(config),
             low=() if self.low is None else tuple(each._replace(form=LOW) for each in self.low._slot_classes(None)),
             low_share=config.low_share if self.low is not None else 0.0,
         )

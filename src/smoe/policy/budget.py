@@ -104,7 +104,7 @@ class Demand:
     read_buffer_bytes: int = 0
     """Buffers of the reading threads, where experts cannot be read straight into their slots."""
     predictor_bytes: int = 0
-    """What a predictor keeps of weights: a second copy of the routers."""
+    """What a predictor keeps of weights: a second copy of the routers, or corrected ones."""
     fitted_bytes: int = 0
     """A predictor that was fitted on traces."""
     low: tuple[SlotClass, ...] = ()
@@ -154,7 +154,7 @@ class Demand:
             "KV cache": self.kv_cache_bytes,
         }
         others = {
-            "stacked routers": self.predictor_bytes,
+            "predictor": self.predictor_bytes,
             "fitted predictor": self.fitted_bytes,
             "read buffers": self.read_buffer_bytes,
         }

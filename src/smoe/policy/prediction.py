@@ -64,6 +64,10 @@ class Predictor(ABC):
         """Hear what a router has chosen, before anything is replaced: every layer of every step, in order."""
         del routing
 
+    def overhear(self, routing: Routing, hidden: Any) -> None:
+        """Hear what that router was given, hidden [T, H], after `observe`. Where no tensors are, nobody calls it."""
+        del routing, hidden
+
     @abstractmethod
     def predict(self, sight: Sight) -> Iterable[Prediction]:
         """The experts of later layers, the nearest layer first; empty where there is nothing to say.

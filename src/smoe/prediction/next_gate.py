@@ -54,6 +54,11 @@ class NextGate(Predictor):
             output = router(hidden)
         return (self.named(after, output, sight.rows),)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether all experts that will be chosen are asked for, as themselves."""
+        return self.alpha == 0 and self.thresholds == ALL_IMPORTANT
+
     def named(self, layer: int, output: tuple[Any, ...], rows: Sequence[int] | None = None) -> Prediction:
         """The experts worth a load by a router's output for these rows (None: all), best first.
 

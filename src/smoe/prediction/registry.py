@@ -8,16 +8,21 @@ from functools import cached_property
 
 from transformers import PreTrainedModel
 
-from smoe.models.router_matrix import find_matrix
+from smoe.bounds import CORRECTED_GATES
+from smoe.errors import ConfigError
+from smoe.models.router_matrix import matrices_of
 from smoe.models.scoring import ScoringRule
 from smoe.models.spec import ModelSpec
 from smoe.policy.prediction import Predictor
 from smoe.policy.registry import FITTED_PREFETCH
 from smoe.prediction.activation_path import RoutedLayer
+from smoe.prediction.corrected_gates import CorrectedGates
+from smoe.prediction.correction import Correction
 from smoe.prediction.fitted import Fitted
 from smoe.prediction.look_ahead import LookAhead
 from smoe.prediction.next_gate import NextGate
 from smoe.prediction.previous_token import PreviousToken
+from smoe.prediction.ranking import Ranking
 from smoe.prediction.stacked_gates import StackedGates
 from smoe.prediction.whole_layer import WholeLayer
 
@@ -34,6 +39,8 @@ class Subject:
     """Which of the predicted experts are worth a load (`policy.registry.PREFETCH_WHAT`)."""
     depth: int
     """Layers ahead that are guessed at most, by those predictors that can guess more than one."""
+    corrections: Mapping[tuple[int, int], Correction] | None = None
+    """What has been learned for the prefetch `corrected-gates`, by the layer asked at and the layer asked for."""
     fitted: Fitted | None = None
     """What was fitted on traces of the model, where the predictor asked for is such a one."""
 
@@ -48,6 +55,11 @@ class Subject:
         """One for all that ask it: it hears every router once."""
         return NextGate(self.model, self.spec.sites, self.spec.anatomy.gates, self.rules, self.what)
 
+    @property
+    def ranking(self) -> Ranking:
+        """How logits become a choice; needs the rules."""
+        return Ranking(self.rules, self.spec.anatomy.top_k, self.next_gate)
+
 
 def _look_ahead(subject: Subject) -> Predictor:
     return LookAhead(subject.model, subject.spec.sites, subject.spec.anatomy.routers, subject.next_gate)
@@ -55,14 +67,25 @@ def _look_ahead(subject: Subject) -> Predictor:
 
 def _stacked_gates(subject: Subject) -> Predictor:
     """Raises `UnsupportedModelError` where a router cannot be stacked; it has a rule, or loading would have ended."""
-    spec, modules = subject.spec, dict(subject.model.named_modules())
-    hidden = spec.config.get_text_config().hidden_size
-    matrices = {}
-    for site in spec.sites[1:]:
-        router, block = modules[spec.anatomy.routers[site.layer]], modules[site.name.rpartition(".")[0]]
-        matrices[site.layer] = find_matrix(router, block, hidden, site.experts, spec.dtype, site.layer)
-    top_k, next_gate, depth = spec.anatomy.top_k, subject.next_gate, subject.depth
-    return StackedGates(spec.sites, matrices, subject.rules, top_k, next_gate, depth, spec.dtype)
+    matrices = matrices_of(subject.model, subject.spec)
+    return StackedGates(subject.spec.sites, matrices, subject.ranking, subject.depth, subject.spec.dtype)
+
+
+def _corrected_gates(subject: Subject) -> Predictor:
+    """Raises `ConfigError` where nothing was learned, which a loaded model has been asked before."""
+    if subject.corrections is None:
+        raise ConfigError(
+            f"`prefetch` {CORRECTED_GATES}: no corrections have been learned, or none were handed over",
+            setting="prefetch",
+            given=CORRECTED_GATES,
+            allowed="for a model whose corrections have been learned",
+        )
+    parameter = next(subject.model.parameters())
+    corrections = {
+        layers: correction.to(parameter.device, subject.spec.dtype)
+        for layers, correction in subject.corrections.items()
+    }
+    return CorrectedGates(subject.spec.sites, corrections, subject.ranking, subject.depth)
 
 
 def _fitted(subject: Subject) -> Predictor:
@@ -75,6 +98,7 @@ PREDICTORS: dict[str, Callable[[Subject], Predictor | None]] = {
     "next-gate": lambda subject: subject.next_gate,
     "look-ahead": _look_ahead,
     "stacked-gates": _stacked_gates,
+    "corrected-gates": _corrected_gates,
     "whole-layer": lambda subject: WholeLayer(subject.spec.sites),
     "previous-token": lambda subject: PreviousToken(subject.routed_layers),
     **dict.fromkeys(FITTED_PREFETCH, _fitted),

@@ -19,9 +19,8 @@ import torch
 
 from smoe.models.experts import ExpertsSite
 from smoe.models.router_matrix import RouterMatrix
-from smoe.models.scoring import ScoringRule
 from smoe.policy.prediction import Prediction, Predictor, Sight
-from smoe.prediction.next_gate import NextGate
+from smoe.prediction.ranking import Ranking
 
 
 class StackedGates(Predictor):
@@ -31,19 +30,12 @@ class StackedGates(Predictor):
         self,
         sites: Sequence[ExpertsSite],
         matrices: Mapping[int, RouterMatrix],
-        rules: Mapping[int, ScoringRule],
-        top_k: Mapping[int, int],
-        next_gate: NextGate,
+        ranking: Ranking,
         depth: int,
         dtype: torch.dtype,
     ) -> None:
-        """`matrices` and `rules` of every layer but the first, which nobody guesses; `next_gate` ranks the experts.
-
-        `dtype` is that of hidden states.
-        """
-        self._rules = rules
-        self._top_k = top_k
-        self._next_gate = next_gate
+        """`matrices` of every layer but the first, which nobody guesses; `dtype` is that of hidden states."""
+        self._ranking = ranking
         self._experts = {site.layer: site.experts for site in sites}
         layers = [site.layer for site in sites]
         self._following = {layer: layers[n : n + depth] for n, layer in enumerate(layers, start=1)}
@@ -59,10 +51,10 @@ class StackedGates(Predictor):
         if not self._following[sight.layer]:
             return ()
         hidden = sight.hidden if sight.rows is None else sight.hidden[list(sight.rows)]
-        self._next_gate.alpha, self._next_gate.thresholds = self.alpha, self.thresholds
+        self._ranking.serve_with(self)
         logits = self.logits(sight.layer, hidden)
         # the product is one; to rank takes as long again for every layer, and mostly the nearest is all that is read
-        return (self._named(layer, of) for layer, of in logits.items())
+        return (self._ranking.named(layer, of) for layer, of in logits.items())
 
     def logits(self, layer: int, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
         """What the routers of the layers after `layer`, the nearest first, say of hidden [T, H]: [T, E] each."""
@@ -73,13 +65,6 @@ class StackedGates(Predictor):
         logits = stacked.logits(hidden.detach())  # [T, sum of E]
         sizes = [self._experts[after] for after in following]
         return dict(zip(following, logits.split(sizes, dim=-1), strict=True))
-
-    def _named(self, layer: int, logits: torch.Tensor) -> Prediction:
-        """The experts worth a load by these logits [T, E], as if the layer's own router had answered."""
-        rule = self._rules[layer]
-        scores = rule.scores(logits)
-        index = rule.choice(scores).topk(self._top_k[layer], dim=-1).indices
-        return self._next_gate.named(layer, (logits, rule.weights(scores, index, scores.dtype), index))
 
 
 def _stacked(matrices: Sequence[RouterMatrix], dtype: torch.dtype) -> RouterMatrix:

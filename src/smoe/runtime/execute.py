@@ -183,7 +183,7 @@ class LayerExecutor:
         sequences: int,
     ) -> torch.Tensor:
         started = self.now()
-        routing = self._hear(layer, phase, top_k_index, top_k_weights, scored, sequences)
+        routing = self._hear(layer, phase, hidden, top_k_index, top_k_weights, scored, sequences)
         if self.device.type != "cpu":  # until here the device was computing: not our Python
             heard = self.now()
             self.counters.device_wait_seconds += heard - started
@@ -213,6 +213,7 @@ class LayerExecutor:
         self,
         layer: int,
         phase: Phase,
+        hidden: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
         scored: Scored | None,
@@ -227,6 +228,7 @@ class LayerExecutor:
             routing = routing._replace(weights=scaled(top_k_weights.tolist()))
         for predictor in self._hearing:
             predictor.observe(routing)
+            predictor.overhear(routing, hidden)
         return routing
 
     def recover(self) -> None:

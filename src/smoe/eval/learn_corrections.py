@@ -1,0 +1,230 @@
+"""Learning the corrections of a model's routers from a text that it reads, and judging them on the rest of that text.
+
+    | 80 % of the tokens: regression | 10 %: how sure guesses are | 10 %: judged |
+
+What a router is given hangs on the text alone, so the text is read as prompts are, in pieces as long as the context.
+Everything that the routers are given is kept meanwhile: layers x tokens x hidden size, in the model's dtype. The same
+text gives the same corrections; nothing is drawn by chance.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from smoe.bounds import MOST_CORRECTED_LAYERS
+from smoe.errors import ConfigError
+from smoe.generation.teacher_forcing import read_through
+from smoe.kernels.threads import threads
+from smoe.models.router_matrix import RouterMatrix, matrices_of
+from smoe.models.scoring import ScoringRule
+from smoe.models.spec import ModelSpec
+from smoe.policy.prediction import Sight
+from smoe.policy.trial import WORTH
+from smoe.prediction.correction import Correction, fitted, with_confidence
+from smoe.prediction.ranking import margins
+from smoe.prediction.registry import PREDICTORS, Subject
+from smoe.routing import Phase, Routing
+from smoe.runtime.engine import Engine
+from smoe.runtime.observer import Routed, StepObserver
+
+LEAST_TOKENS = 500
+"""Fewer teach nothing: the corrections guess worse than the routers alone."""
+_FITTED, _CALIBRATED = 0.8, 0.9
+"""Where the parts of the text end."""
+_TIMED = 40
+"""Predictions of every layer that are timed."""
+
+
+class Judged(NamedTuple):
+    """Guesses so many layers ahead, on the last tenth of the text, means over the layers."""
+
+    distance: int
+    next_gate: float
+    """Share of the experts chosen that the later router names on this layer's input."""
+    corrected: float
+    """The same, corrected; as many guesses as are chosen."""
+    precision: float
+    """Share that is right of the corrected guesses that are worth a load."""
+    recall: float
+    """Share of the experts chosen that these are."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a text has taught."""
+
+    corrections: Mapping[tuple[int, int], Correction]
+    """By the layer asked at and the layer asked for, in the model's dtype."""
+    judged: tuple[Judged, ...]
+    """By distance, the nearest first."""
+    tokens: int
+    """Read, all parts together."""
+    seconds_per_layer: float
+    """The median of what the next layer's prediction takes for one token, ranking included."""
+
+
+class Inputs(NamedTuple):
+    """What one layer's router was given and chose, token by token."""
+
+    hidden: torch.Tensor
+    """[T, H]"""
+    top_k_index: torch.Tensor
+    """[T, K]"""
+
+
+def pairs_of(spec: ModelSpec) -> list[tuple[int, int]]:
+    """All pairs of layers that are learned: asked at, asked for."""
+    layers = [site.layer for site in spec.sites]
+    return [(layer, after) for n, layer in enumerate(layers, 1) for after in layers[n : n + MOST_CORRECTED_LAYERS]]
+
+
+def learn(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    ids: Sequence[int],
+    on_read: Callable[[int], None],
+    on_fitted: Callable[[int], None],
+) -> Learned:
+    """Read `ids` and learn; `on_read` hears how many tokens were read, `on_fitted` how many pairs of layers are done.
+
+    Raises `ConfigError` where the text is too short, and `UnsupportedModelError` where a router is no plain product.
+    The model's routers must be heard (`EngineConfig.needs_scores`).
+    """
+    check_enough(len(ids))
+    engine: Engine = model.offload  # type: ignore[assignment]
+    matrices = matrices_of(model, spec)
+    listener = _Listener()
+    with engine.observed_by(listener):
+        read_through(model, ids, on_read)
+    heard = {
+        layer: Inputs(torch.cat(listener.hidden[layer]), torch.cat(listener.top_k_index[layer]))
+        for layer in listener.hidden
+    }
+    has_before = torch.arange(len(ids)) % engine.context_tokens != 0  # the text was read in pieces
+    corrections, found = {}, dict[int, list[Judged]]()
+    places = {site.layer: place for place, site in enumerate(spec.sites)}
+    with torch.no_grad():
+        for layer, after in pairs_of(spec):
+            pair = _Pair(heard[layer].hidden, heard[after], has_before, matrices[after], engine.rules[after])
+            correction = pair.learned().to(torch.device("cpu"), spec.dtype)
+            corrections[layer, after] = correction
+            distance = places[after] - places[layer]
+            found.setdefault(distance, []).append(pair.judged(correction, distance))
+            on_fitted(1)
+        last = {layer: Inputs(each.hidden[-1:], each.top_k_index[-1:]) for layer, each in heard.items()}
+        seconds = _seconds_per_layer(Subject(model, spec, engine.rules, "top-score", 1, corrections), last)
+    return Learned(corrections, tuple(_mean(found[distance]) for distance in sorted(found)), len(ids), seconds)
+
+
+def check_enough(tokens: int) -> None:
+    """Raise `ConfigError` for a text that teaches nothing."""
+    if tokens < LEAST_TOKENS:
+        raise ConfigError(
+            f"`text` has {tokens} tokens, and at least {LEAST_TOKENS} are needed to learn what layers do to their "
+            "routers' input; some thousand are better: give a longer one",
+            setting="text",
+            given=tokens,
+            allowed=f"at least {LEAST_TOKENS} tokens",
+        )
+
+
+class _Pair:
+    """Two layers: what is known at the one, and what the other's router then chose."""
+
+    def __init__(
+        self, hidden: torch.Tensor, later: Inputs, has_before: torch.Tensor, matrix: RouterMatrix, rule: ScoringRule
+    ) -> None:
+        device = hidden.device
+        self._hidden = hidden
+        self._before = torch.cat([torch.zeros_like(later.hidden[:1]), later.hidden[:-1]])
+        self._has_before = has_before.to(device)
+        self._index = later.top_k_index
+        self._logits = matrix.logits(later.hidden)
+        self._matrix = matrix
+        self._rule = rule
+        tokens = len(hidden)
+        self._fitted = slice(0, int(_FITTED * tokens))
+        self._calibrated = slice(int(_FITTED * tokens), int(_CALIBRATED * tokens))
+        self._judged = slice(int(_CALIBRATED * tokens), tokens)
+
+    def learned(self) -> Correction:
+        """By the first part of the text, and how sure by the second."""
+        of = self._fitted
+        known = (self._hidden[of].cpu(), self._before[of].cpu(), self._has_before[of].cpu())
+        correction = fitted(*known, self._logits[of].cpu(), self._matrix.weight.cpu())
+        of = self._calibrated
+        margin = self._margins(self._guessed(correction, of).cpu())
+        return with_confidence(correction, margin, self._chosen(of).cpu())
+
+    def judged(self, correction: Correction, distance: int) -> Judged:
+        """Of the last part of the text."""
+        of = self._judged
+        wanted = self._chosen(of)
+        guessed = self._guessed(correction, of)
+        corrected, gate = self._margins(guessed) >= 0, self._margins(self._matrix.logits(self._hidden[of])) >= 0
+        asked = corrected & (correction.probabilities(self._margins(guessed)) >= WORTH)
+        right, all_wanted = float((asked & wanted).sum()), float(wanted.sum())
+        return Judged(
+            distance=distance,
+            next_gate=float((gate & wanted).sum()) / all_wanted,
+            corrected=float((corrected & wanted).sum()) / all_wanted,
+            precision=right / max(1.0, float(asked.sum())),
+            recall=right / all_wanted,
+        )
+
+    def _guessed(self, correction: Correction, of: slice) -> torch.Tensor:
+        """[T, E] logits, with the token before where there is one, as in a running sequence."""
+        hidden = self._hidden[of]
+        correction = correction.to(hidden.device, correction.weight.dtype)
+        hidden = hidden.to(correction.weight.dtype)
+        followed = correction.logits(hidden, self._before[of].to(hidden.dtype))
+        return torch.where(self._has_before[of].unsqueeze(1), followed, correction.logits(hidden, None))
+
+    def _margins(self, logits: torch.Tensor) -> torch.Tensor:
+        return margins(self._rule, self._index.shape[1], logits)
+
+    def _chosen(self, of: slice) -> torch.Tensor:
+        """[T, E]: whether each expert was chosen."""
+        wanted = torch.zeros(len(self._index[of]), self._logits.shape[1], dtype=torch.bool, device=self._index.device)
+        return wanted.scatter_(1, self._index[of].long(), True)
+
+
+class _Listener(StepObserver):
+    """Keeps what every layer's router was given and chose."""
+
+    def __init__(self) -> None:
+        self.hidden: dict[int, list[torch.Tensor]] = {}
+        self.top_k_index: dict[int, list[torch.Tensor]] = {}
+
+    def computed(self, heard: Routed, hidden: torch.Tensor, output: torch.Tensor) -> None:
+        self.hidden.setdefault(heard.layer, []).append(hidden.detach().clone())
+        self.top_k_index.setdefault(heard.layer, []).append(heard.top_k_index.detach().clone())
+
+
+def _mean(of: Sequence[Judged]) -> Judged:
+    """Of the layers, at one distance."""
+    return Judged(of[0].distance, *(sum(values) / len(of) for values in list(zip(*of, strict=True))[1:]))
+
+
+def _seconds_per_layer(subject: Subject, last: Mapping[int, Inputs]) -> float:
+    """The median time of a prediction one layer ahead, of one row, on one thread as while decoding; what it keeps of
+    every token included."""
+    predictor = PREDICTORS["corrected-gates"](subject)
+    assert predictor is not None
+    experts, seconds = {site.layer: site.experts for site in subject.spec.sites}, []
+    with threads(1):
+        for _ in range(_TIMED):
+            for layer, (row, index) in last.items():
+                routing = Routing(layer, Phase.DECODE, experts[layer], index.tolist())
+                began = time.perf_counter()
+                predictor.overhear(routing, row)
+                list(predictor.predict(Sight(layer, row)))
+                seconds.append(time.perf_counter() - began)
+    return median(seconds)

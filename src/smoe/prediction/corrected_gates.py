@@ -1,0 +1,79 @@
+"""Guessing the experts of several layers ahead by their routers with a learned correction, where the guess is worth it.
+
+    | this layer's router input                  |--- product, margins ---> l+1: experts that are probably wanted
+    | l+1, l+2, ... of the token before          |--- as it is asked for -> l+2 ...
+
+The next gates, asked on this layer's input, take the layers between for nothing. What these do on average is learned
+(`correction.py`). A load is asked for only where it is expected to gain: at probabilities of `WORTH` and more, the
+share of right guesses below which the trial (`policy/trial.py`) ends prefetching altogether. Every further layer is
+worked out when it is looked at. The matrices and what is kept of the last token are an entry of the ledger
+(`ModelSpec.correction_bytes`). No module of the model is called, so nobody can hear of a prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from smoe.models.experts import ExpertsSite
+from smoe.policy.prediction import Prediction, Predictor, Sight
+from smoe.policy.trial import WORTH
+from smoe.prediction.correction import Correction
+from smoe.prediction.ranking import Ranking
+from smoe.routing import Routing
+
+
+class CorrectedGates(Predictor):
+    """Predict the experts of the next `depth` MoE layers by corrected routers."""
+
+    def __init__(
+        self,
+        sites: Sequence[ExpertsSite],
+        corrections: Mapping[tuple[int, int], Correction],
+        ranking: Ranking,
+        depth: int,
+    ) -> None:
+        """`corrections` by the layer asked at and the layer asked for; what was never learned is not guessed."""
+        layers = [site.layer for site in sites]
+        self._following = {
+            layer: [after for after in layers[n : n + depth] if (layer, after) in corrections]
+            for n, layer in enumerate(layers, start=1)
+        }
+        self._guessed = {after for following in self._following.values() for after in following}
+        self._corrections = corrections
+        self._ranking = ranking
+        self._before: dict[int, torch.Tensor] = {}
+        """[sequences, H] by layer: the router inputs of the last token that every layer has seen."""
+
+    def overhear(self, routing: Routing, hidden: torch.Tensor) -> None:
+        if routing.layer not in self._guessed:
+            return
+        last = hidden.detach().reshape(routing.sequences, -1, hidden.shape[-1])[:, -1]  # padding is on the left
+        kept = self._before.get(routing.layer)
+        if kept is None or kept.shape != last.shape:
+            kept = self._before[routing.layer] = torch.empty_like(last)
+        kept.copy_(last)
+
+    def predict(self, sight: Sight) -> Iterable[Prediction]:
+        self._ranking.serve_with(self)
+        hidden = sight.hidden.detach()
+        return (self._named(sight.layer, after, hidden, sight.rows) for after in self._following[sight.layer])
+
+    def logits(self, layer: int, after: int, hidden: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """[T, E]: what the router of `after` will probably say of these rows (None: all) of hidden [T, H]."""
+        before = self._before.get(after)
+        if before is not None and before.shape != hidden.shape:  # another batch has begun
+            before = None
+        if rows is not None:
+            hidden = hidden[list(rows)]
+            before = None if before is None else before[list(rows)]
+        return self._corrections[layer, after].logits(hidden, before)
+
+    def _named(self, layer: int, after: int, hidden: torch.Tensor, rows: Sequence[int] | None) -> Prediction:
+        """The experts worth a load by what they are and by how sure that is."""
+        logits = self.logits(layer, after, hidden, rows)
+        named = self._ranking.named(after, logits)
+        wanted = self._corrections[layer, after].probabilities(self._ranking.margins(after, logits))
+        by_any = (wanted[0] if len(wanted) == 1 else 1 - (1 - wanted).prod(dim=0)).tolist()  # of a batch: by any row
+        return named._replace(experts=[expert for expert in named.experts if by_any[expert] >= WORTH])
