@@ -129,7 +129,7 @@ class EngineOptions:
     profile: Annotated[
         str | None,
         typer.Option(
-            help="With --device emulated, a test bench: the times of rtx-a6000, rtx-4060-ti or a JSON file.",
+            help="With --device emulated, a test bench: the times of rtx-a6000, rtx-4060-ti, another that comes along, or a JSON file.",
             rich_help_panel=_ENGINE,
         ),
     ] = None
