@@ -193,10 +193,11 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     outlook = None
     if machine is not None:
         checkpoint = described_checkpoint(model, revision)
-        subject = Subject(model, checkpoint, spec, config, machine, dense_bytes_read(spec))
+        guess = functools.partial(predictor_name, device=device)
+        subject = Subject(model, checkpoint, spec, config, machine, dense_bytes_read(spec), guess)
         ledgers = [choice.ledger for choice in choices]
         best = None if recommended is None else recommended.choice.ledger
-        outlook = outlook_of(subject, ledger, ledgers, best, functools.partial(predictor_name, device=device))
+        outlook = outlook_of(subject, ledger, ledgers, best)
     return Forecast(
         model, spec, ledger, reason, chosen, choices, rates, is_emulated, recommended, remarks, beside, outlook
     )

@@ -20,14 +20,14 @@ from smoe.memory.emulation import DeviceProfile
 from smoe.models.spec import ModelSpec
 from smoe.policy.answering import Answering
 from smoe.policy.budget import MAX_STAGING_SLOTS, Ledger
-from smoe.policy.prediction import Moment
+from smoe.policy.prediction import Moment, Prediction, Predictor
 from smoe.policy.prices import PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget, nats_of_perplexity
-from smoe.policy.registry import make_eviction_for
+from smoe.policy.registry import WHOLE_LAYER, make_eviction_for
 from smoe.policy.residency import PoolSize
 from smoe.routing import Phase, Routing
 from smoe.runtime.rerouting import substitution_of
-from smoe.simulator.foresight import Foresight
+from smoe.simulator.foresight import Foresight, Recorded
 from smoe.simulator.synthetic import TYPICAL, Habits, Shape, synthesise
 from smoe.simulator.virtual_clock import StepTimes, VirtualClock
 
@@ -42,6 +42,7 @@ _UNPACKING = 2.0
 """By how much fewer bytes a second quantised experts are computed than their bytes are read from memory."""
 _RECALL = {"next-gate": 0.78, "look-ahead": 0.85, STACKED_GATES: 0.75}
 """How often each predictor names an expert that is wanted, on the models that were recorded (docs/log.md)."""
+_USUAL_RECALL = 0.78
 _HOST_TIER_SHARE = 0.8
 """Of a machine's RAM, at most what the host tier gets."""
 
@@ -236,12 +237,6 @@ def _clock(scene: Scene, times: StepTimes, layers: int, trace: list[Routing]) ->
     sizes = [PoolSize(slots, 0)] + [PoolSize(low_slots, 0, form=LOW)] * (low_slots > 0)
     eviction = make_eviction_for(config.eviction_settings, sizes, dict.fromkeys(range(layers), work.experts))
     balance = {"auto": "optimal" if times.host else None, "none": None}.get(config.balance, config.balance)
-    predictor = None
-    if scene.predictor != "none":
-        alpha = config.alpha if config.prefetch_what == "top-score" else 0.0
-        depth = (config.prefetch_depth or DEFAULT_PREFETCH_DEPTH) if scene.predictor == STACKED_GATES else 1
-        asked = Moment.RESIDENTS_DONE if scene.predictor == "look-ahead" else Moment.ROUTED
-        predictor = Foresight(trace, _RECALL[scene.predictor], asked, depth=depth, alpha=alpha)
     return VirtualClock(
         slots,
         MAX_STAGING_SLOTS,
@@ -250,10 +245,23 @@ def _clock(scene: Scene, times: StepTimes, layers: int, trace: list[Routing]) ->
         times,
         substitution_of(config).switches,
         balance if times.host else None,
-        predictor,
+        _predictor(scene, trace),
         low_slots,
         _answering(config, scene.prices, layers, times),
     )
+
+
+def _predictor(scene: Scene, trace: list[Routing]) -> Predictor | None:
+    """Who guesses: right as often as the one that is named, or, naming everything, always."""
+    name, config = scene.predictor, scene.config
+    if name == "none":
+        return None
+    if name == WHOLE_LAYER:
+        return Recorded([[Prediction(coming.layer, range(coming.experts))] for coming in [*trace[1:], trace[0]]])
+    depth = (config.prefetch_depth or DEFAULT_PREFETCH_DEPTH) if name == STACKED_GATES else 1
+    asked = Moment.RESIDENTS_DONE if name == "look-ahead" else Moment.ROUTED
+    alpha = config.alpha if config.prefetch_what == "top-score" else 0.0
+    return Foresight(trace, _RECALL.get(name, _USUAL_RECALL), asked, depth=depth, alpha=alpha)
 
 
 def _answering(config: EngineConfig, prices: PriceTable | None, layers: int, times: StepTimes) -> Answering | None:

@@ -116,12 +116,15 @@ class Subject:
     machine: DeviceProfile
     dense_bytes: int
     """Beside the experts, that a step reads."""
+    predictor_of: Callable[[ModelSpec, EngineConfig], str]
+    """Names what guesses in decode."""
 
-    def case(self, ledger: Ledger, predictor: str) -> tuple[Case, Scene]:
+    def case(self, ledger: Ledger) -> tuple[Case, Scene]:
         """The settings in a budget."""
         known, missing = self._known(ledger)
         missing = [*self._packs(), *missing]
         work = work_of(self.spec, self.dense_bytes)
+        predictor = self.predictor_of(self.spec, known.config)
         scene = settled(Scene(work, self.machine, ledger, known.config, predictor, known.prices))
         config = self.config
         case = Case(
@@ -180,34 +183,24 @@ def with_preset(config: EngineConfig, preset: str, precision: str) -> EngineConf
     return replace(config, **usual | PRESETS[preset] | {"precision": precision})
 
 
-def outlook_of(
-    subject: Subject,
-    ledger: Ledger,
-    budgets: Sequence[Ledger],
-    recommended: Ledger | None,
-    predictor_of: Callable[[ModelSpec, EngineConfig], str],
-) -> Outlook:
-    """Simulate all of it: some seconds. `predictor_of` names what guesses; `budgets` are the ones to compare, `ledger`,
-    the one asked for, among them."""
-    predictor = predictor_of(subject.spec, subject.config)
-    asked, scene = subject.case(ledger, predictor)
+def outlook_of(subject: Subject, ledger: Ledger, budgets: Sequence[Ledger], recommended: Ledger | None) -> Outlook:
+    """Simulate all of it: some seconds. `budgets` are the ones to compare, `ledger`, the one asked for, among them."""
+    asked, scene = subject.case(ledger)
     return Outlook(
         machine=subject.machine,
         asked=asked,
         slowest=simulate(scene, LEAST_REPETITIVE),
         fastest=simulate(scene, MOST_REPETITIVE),
         with_faster_reads=simulate(replace(scene, faster_reads=FASTER_READS), TYPICAL),
-        others=list(_others(subject, ledger, predictor_of, asked)),
-        curve=[asked if each is ledger else subject.case(each, predictor)[0] for each in budgets],
-        recommended=None if recommended is None else subject.case(recommended, predictor)[0],
+        others=list(_others(subject, ledger, asked)),
+        curve=[asked if each is ledger else subject.case(each)[0] for each in budgets],
+        recommended=None if recommended is None else subject.case(recommended)[0],
         settings=_settings(subject, ledger, asked),
         warnings=_warnings(asked),
     )
 
 
-def _others(
-    subject: Subject, ledger: Ledger, predictor_of: Callable[[ModelSpec, EngineConfig], str], asked: Case
-) -> Iterator[Case]:
+def _others(subject: Subject, ledger: Ledger, asked: Case) -> Iterator[Case]:
     """Other presets and precisions, as far as the model can have them and the budget holds them."""
     for preset, precision in ALTERNATIVES:
         if (preset, precision) == (asked.preset, asked.precision):
@@ -218,7 +211,7 @@ def _others(
             divided = allocate(ledger.budget_bytes, spec.demand(config))
         except (BudgetError, ConfigError, UnsupportedModelError):
             continue
-        yield replace(subject, spec=spec, config=config).case(divided, predictor_of(spec, config))[0]
+        yield replace(subject, spec=spec, config=config).case(divided)[0]
 
 
 def _settings(subject: Subject, ledger: Ledger, asked: Case) -> dict[str, str]:
