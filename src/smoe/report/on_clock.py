@@ -38,6 +38,8 @@ _WARM_UP, _STEPS = 16, 48
 MOST_LAYERS = 12
 _DECIDING_SECONDS = 1e-4
 """Beside a device, which waits for it: our own Python in every layer (docs/log.md). On a CPU `LAYER_SECONDS` has it."""
+_PROMPT_EXPERT_SECONDS = 60e-6
+"""On a CPU, more than in decode: an expert of a prompt is some of the library's products. A guess, not measured."""
 _UNPACKING = 2.0
 """By how much fewer bytes a second quantised experts are computed than their bytes are read from memory."""
 _RECALL = {"next-gate": 0.78, "look-ahead": 0.85, STACKED_GATES: 0.75}
@@ -115,7 +117,9 @@ def times_for(
 
     def expert(rows: int) -> float:
         by_memory = slower * work.expert_bytes / machine.device_bytes_per_second
-        return machine.device_expert_seconds + max(by_memory, work.plain_bytes * rows / machine.device_flops)
+        of_a_prompt = _PROMPT_EXPERT_SECONDS if rows > 1 and not machine.has_link else 0.0
+        by_arithmetic = work.plain_bytes * rows / machine.device_flops
+        return machine.device_expert_seconds + of_a_prompt + max(by_memory, by_arithmetic)
 
     def layer(tokens: int) -> float:
         constant = machine.device_layer_seconds * (work.decoder_layers - 1)

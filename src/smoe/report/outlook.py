@@ -23,6 +23,7 @@ from smoe.policy.budget import Ledger, allocate
 from smoe.presets import PRESETS
 from smoe.report.on_clock import PROMPT_TOKENS, Scene, Simulated, settled, simulate, work_of
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, SAYS, TYPICAL
+from smoe.units import identifier
 
 LEAST_PLEASANT, MOST_PLEASANT = 2.0, 30.0
 """Tokens a second that a reader bears, and seconds that somebody waits for an answer to begin."""
@@ -94,7 +95,7 @@ class Outlook:
             "hit_ratio": run.hit_ratio,
             "prefetch_pays": run.prefetches,
             "seconds_per_token": run.seconds_per_token,
-            "seconds_by_part": run.parts,
+            "seconds_by_part": {identifier(name): seconds for name, seconds in run.parts.items()},
             "with_reads_twice_as_fast": self.with_faster_reads.tokens_per_second,
             "other_presets": [case.as_json() for case in self.others],
             "other_budgets": [case.as_json() for case in self.curve],
