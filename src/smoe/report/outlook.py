@@ -20,6 +20,7 @@ from smoe.models.packed import contents_in_precision
 from smoe.models.read_spec import with_experts_of
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Ledger, allocate
+from smoe.policy.registry import LEARNED
 from smoe.presets import PRESETS
 from smoe.report.on_clock import PROMPT_TOKENS, Scene, Simulated, settled, simulate, work_of
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, SAYS, TYPICAL
@@ -142,13 +143,16 @@ class Subject:
     def _known(self, ledger: Ledger) -> tuple[Known, list[str]]:
         """Settings without gaps; without its prices a model answers misses exactly."""
         place, config = self.checkpoint.place, self.config
+        experts = {site.layer: site.experts for site in self.spec.sites}
+        if config.eviction == LEARNED:  # what is learned is about all layers, and some are simulated
+            config = replace(config, eviction="auto")
         try:
-            return known_of(config, place, ledger.resident_share), []
+            return known_of(config, place, ledger.resident_share, experts), []
         except ConfigError:
             exact = replace(config, max_perplexity_increase=None, tpot_seconds=None, precision_shares=None)
             low = f" with `low_precision` {config.low_precision}" if config.has_low else ""
             first = f"prices of answers to misses: smoe tune --prices {shlex.quote(self.model)}{low}; simulated without"
-            return known_of(exact, place, ledger.resident_share), [first]
+            return known_of(exact, place, ledger.resident_share, experts), [first]
 
     def _packs(self) -> list[str]:
         """Files with experts in fewer bits that the settings need and that are not there."""
