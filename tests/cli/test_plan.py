@@ -5,8 +5,9 @@ import shutil
 import pytest
 
 from smoe import from_pretrained
+from smoe.machine.measure import LAYER_SECONDS
 from smoe.memory.emulation import read_profile
-from smoe.report.forecast import LAYER_SECONDS, typical_hit_ratio
+from smoe.report.forecast import typical_hit_ratio
 from smoe.units import parse_share
 
 FIELDS = {
@@ -99,7 +100,7 @@ def test_an_emulated_device_is_planned_by_its_profile(run, config_only):
     assert value["floor_bound_by"] == "link"
     ran = run(*asked)
     assert "loaded" in ran.out and "read per token" not in ran.out
-    assert ", emulated: speeds are that machine's, with every expert in its RAM" in ran.err and "doctor" not in ran.err
+    assert ", emulated: speeds are that machine's, experts come from its RAM" in ran.err and "doctor" not in ran.err
     refused = run(*asked[:-1], "no-such-card")
     assert refused.code == 2 and "--profile is 'no-such-card', and there is no such profile or file" in refused.err
 
@@ -162,3 +163,19 @@ def test_a_share_of_the_experts_in_place_of_a_budget(run, config_only, checkpoin
 def test_a_share_that_cannot_be_is_refused(run, config_only, options, words):
     ran = run("plan", config_only, *options)
     assert ran.code == 2 and words in " ".join(ran.err.split())
+
+
+@pytest.mark.parametrize("profile", ["rtx-4060-ti", "raspberry-pi-5"])
+def test_a_profile_alone_is_the_machine_to_plan_for(run, config_only, profile):
+    """Without --device emulated, which a machine without a device beside its CPU could not be."""
+    value = run("plan", config_only, "--context", 128, "--profile", profile, "--json").json
+    machine = read_profile(profile)
+    assert value["simulated"]["machine"]["name"] == profile
+    assert value["simulated"]["tokens_per_second"] > 0 and "synthetic" in value["simulated"]["routing"]
+    assert value["memory_budget_bytes"] <= machine.device_memory_bytes
+    assert value["command"].startswith(f"smoe generate {config_only} --memory ")
+    ran = run("plan", config_only, "--context", 128, "--profile", profile, "--precision", "int4")
+    for words in (f"on {profile}, simulated", "what other presets", "smoe generate", "missing: experts in int4"):
+        assert words in " ".join(ran.out.split())
+    refused = run("generate", config_only, "--profile", profile, "-p", "x")
+    assert refused.code == 2 and "--device emulated" in refused.err

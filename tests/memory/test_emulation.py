@@ -17,7 +17,7 @@ import torch
 
 from smoe.errors import ConfigError
 from smoe.memory.disk import CHUNK_BYTES
-from smoe.memory.emulation import MARGIN, DeviceProfile, Emulation, read_profile
+from smoe.memory.emulation import MARGIN, DeviceProfile, Emulation, read_emulated, read_profile
 from smoe.memory.link import EmulatedLink
 from tests.memory.fake_clock import NEAR, Clock
 
@@ -126,6 +126,9 @@ def test_shipped_profiles_are_read(name: str) -> None:
         ({"link_bytes_per_second": float("inf")}, "positive"),
         ({"link_bandwidth": 3}, "has link_bandwidth, which no profile has"),
         ({"name": None}, "None for name; it must be text"),
+        ({"has_link": 1}, "1 for has_link; it must be true or false"),
+        ({"disk_bytes_per_second": 0}, "0 for disk_bytes_per_second; it must be a positive number"),
+        ({"figures": "guessed"}, "'guessed' for figures; it must be published or measured"),
     ],
 )
 def test_a_bad_profile_is_refused(change: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -138,11 +141,15 @@ def test_a_bad_profile_is_refused(change: dict[str, Any], says: str, tmp_path: P
 
 
 def test_an_unknown_profile_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"no such profile or file.*give rtx-4060-ti, rtx-a6000 or the path") as error:
+    with pytest.raises(
+        ConfigError, match=r"no such profile or file.*give h200, .*rtx-4060-ti, .*rtx-a6000 or the path"
+    ) as error:
         read_profile("nofile.json")
     assert error.value.facts["setting"] == "profile" and error.value.facts["given"] == "nofile.json"
     with pytest.raises(ConfigError, match="did you mean rtx-a6000"):
         read_profile("rtx-a600")
+    with pytest.raises(ConfigError, match="no device beside the CPU to emulate"):
+        read_emulated("raspberry-pi-5")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from smoe.policy.answering import Answering
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import layer_share
-from smoe.policy.prediction import Moment
+from smoe.policy.prediction import Moment, Sight
 from smoe.policy.prices import LayerPrices, PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget
 from smoe.policy.registry import ONLINE_EVICTION, make_eviction
@@ -144,6 +144,17 @@ def test_wrong_guesses_are_dropped_and_paid_for(asked: Moment) -> None:
     assert wrong.prefetches > 100
     assert wrong.prefetches_used == 0
     assert wrong.seconds_per_step > on_demand.seconds_per_step, "the link was busy with what nobody wanted"
+
+
+def test_with_an_alpha_top_score_experts_are_foreseen() -> None:
+    """Rank 4's score is 0.4: beyond 1.3 times it are two of the three chosen."""
+    coming = Routing(1, Phase.DECODE, 5, [[0, 2, 4]], [[0.9, 0.1, 0.6, 0.4, 0.5]])
+    trace = [Routing(0, Phase.DECODE, 5, [[1, 2, 3]], [[0.0] * 5]), coming]
+    for alpha, expected in ((0.0, [0, 2, 4]), (0.3, [0, 2]), (1.0, [0])):
+        predictor = Foresight(trace, alpha=alpha)
+        predictor.observe(trace[0])
+        (prediction,) = predictor.predict(Sight(0, None))
+        assert list(prediction.experts) == expected
 
 
 def test_asking_takes_time() -> None:

@@ -129,7 +129,8 @@ class EngineOptions:
     profile: Annotated[
         str | None,
         typer.Option(
-            help="With --device emulated, a test bench: the times of rtx-a6000, rtx-4060-ti or a JSON file.",
+            help="With --device emulated, a test bench: the times of rtx-a6000, rtx-4060-ti, ... or a JSON file. For "
+            "smoe plan the machine to forecast for.",
             rich_help_panel=_ENGINE,
         ),
     ] = None

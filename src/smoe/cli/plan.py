@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from smoe.bounds import EMULATED
 from smoe.cli.options import Debug, EngineOptions, Json, Model
+from smoe.config import EngineConfig
 from smoe.policy.budget import minimum_bytes
-from smoe.units import format_bytes, format_rate
+from smoe.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from smoe.models.spec import ModelSpec
     from smoe.policy.budget import Ledger
     from smoe.report.forecast import Choice, Forecast
+    from smoe.report.outlook import Outlook
 
 EPILOG = """Examples:
 
 smoe plan Qwen/Qwen3-30B-A3B --memory 8GiB
 
 smoe plan mistralai/Mixtral-8x7B-v0.1 --memory 16GiB --context 8192
+
+smoe plan Qwen/Qwen3-30B-A3B --memory 8GiB --profile rtx-4060-ti --precision int4     (another machine)
 
 smoe plan ./my-moe --json
 
@@ -28,19 +37,29 @@ measured rates.
 """
 
 
-def command(engine: EngineOptions, model: Model = "demo", json: Json = False, debug: Debug = False) -> None:
+@dataclass(frozen=True)
+class MachineOptions(EngineOptions):
+    """The same options; a profile alone means the machine to plan for."""
+
+    def config(self, sequences: int = 1) -> EngineConfig:
+        is_named = self.profile is not None and self.device is None
+        return EngineOptions.config(replace(self, device=EMULATED) if is_named else self, sequences)
+
+
+def command(engine: MachineOptions, model: Model = "demo", json: Json = False, debug: Debug = False) -> None:
     """Tell what a model needs and what a memory budget buys, from its config.json, before its weights are here.
 
-    Bytes by role, expert slots, the share of experts that stay in memory, and the speed to expect on this machine: from
-    that of experts all equally likely to that of experts which repeat themselves as in recorded texts. The last line
-    recommends a budget. With --device emulated, speeds are those of the machine of the profile.
+    Bytes by role, expert slots, the share of experts that stay in memory, and the speed to expect on this machine, or
+    on that of a --profile: the engine's own plans are simulated, with routing that repeats itself as recorded texts do.
+    Also what other budgets, presets, precisions and a faster disk would buy, and what to type.
     """
     from smoe.cli.console import print_json
     from smoe.report.forecast import forecast
 
     result = forecast(model, engine.config(), engine.revision)
     if json:
-        print_json(result.as_json())
+        command_line = None if result.outlook is None else _command(result.model, result.outlook)
+        print_json(result.as_json() | {"command": command_line})
     else:
         _print(result)
 
@@ -67,25 +86,87 @@ def _print(result: Forecast) -> None:
         whole = result.ledger.total_bytes + sum(result.beside_budget.values())
         budget.add_row("[bold]whole process at most[/bold]", f"[bold]{format_bytes(whole)}[/bold]")
     console.print(budget)
+    if result.outlook is not None:
+        _print_expected(result.outlook, console)
     console.print("\n[bold]what other budgets buy[/bold]")
     choices = Table(**_STYLE)
     moved = "loaded per token" if result.is_emulated else "read per token"
     for heading in ("budget", "experts in memory", moved, "tokens/s", ""):
         choices.add_column(heading, justify="right" if heading else "left")
-    for choice in result.choices:
+    simulated = [None] * len(result.choices) if result.outlook is None else result.outlook.curve
+    for choice, case in zip(result.choices, simulated, strict=True):
         is_chosen = choice.ledger.budget_bytes == result.ledger.budget_bytes
         choices.add_row(
             format_bytes(choice.ledger.budget_bytes),
             _slots(choice.ledger),
             _bytes(choice),
-            _speeds(choice),
+            _speeds(choice) if case is None else _rate(case.run.tokens_per_second),
             "this budget" if is_chosen else "",
             style="bold" if is_chosen else None,
         )
     console.print(choices)
+    if result.outlook is not None and result.outlook.others:
+        _print_others(result.outlook, console)
     console.print(f"\n{_recommended(result)}", soft_wrap=True)
+    if result.outlook is not None:
+        console.print(f"[bold]{escape(_command(result.model, result.outlook))}[/bold]", soft_wrap=True)
+        for line in [*_lacking(result.outlook), *result.outlook.warnings]:
+            console.print(f"[yellow]{escape(line)}[/yellow]", soft_wrap=True)
     for line in result.remarks:
         note(line)
+
+
+def _print_expected(outlook: Outlook, console: Console) -> None:
+    """Of the budget and settings asked for."""
+    from smoe.report.on_clock import PROMPT_TOKENS
+
+    run, (slowest, fastest) = outlook.asked.run, outlook.tokens_per_second
+    share = run.parts[run.bound_by] / run.seconds_per_token
+    reads = "link" if outlook.machine.has_link else "disk"
+    console.print(
+        f"\n[bold]{format_rate(run.tokens_per_second)}[/bold] ({_rate(slowest)} - {_rate(fastest)}) on "
+        f"{outlook.machine.name}, simulated; {share:.0%} of the time: {run.bound_by}\n"
+        f"first token of a prompt of {PROMPT_TOKENS} after {format_seconds(run.ttft_seconds)}; with a {reads} twice as "
+        f"fast {format_rate(outlook.with_faster_reads.tokens_per_second)}",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+def _command(model: str, outlook: Outlook) -> str:
+    """What to type to run it."""
+    options = (f"--{name} {value}" for name, value in outlook.settings.items())
+    return " ".join(["smoe generate", shlex.quote(model), *options, '-p "..."'])
+
+
+def _print_others(outlook: Outlook, console: Console) -> None:
+    """Other presets and precisions, in the same budget."""
+    from rich.table import Table
+
+    console.print("\n[bold]what other presets and precisions would do in it[/bold]")
+    others = Table(**_STYLE)
+    for heading in ("--preset", "--precision", "in memory", "tokens/s", "first token", ""):
+        others.add_column(heading, justify="right" if heading and not heading.startswith("-") else "left")
+    for case in outlook.others:
+        remarks = ["lossy"] * bool(case.lossy) + ["to pack"] * any("smoe pack" in line for line in case.missing)
+        others.add_row(
+            case.preset,
+            case.precision,
+            f"{case.resident_share:.0%}",
+            _rate(case.run.tokens_per_second),
+            format_seconds(case.run.ttft_seconds),
+            ", ".join(remarks),
+        )
+    console.print(others)
+
+
+def _lacking(outlook: Outlook) -> list[str]:
+    """What has to be made first."""
+    return [f"missing: {line}" for line in outlook.asked.missing]
+
+
+def _rate(tokens_per_second: float) -> str:
+    return format_rate(tokens_per_second).removesuffix(" tokens/s")
 
 
 _STYLE: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "dim"}
@@ -111,32 +192,27 @@ def _speeds(choice: Choice) -> str:
     """Without the unit, which stands in the head: a row fits a line of 80 columns."""
     if choice.tokens_per_second is None:
         return "?"
-    low, high = (format_rate(speed).removesuffix(" tokens/s") for speed in choice.tokens_per_second)
+    low, high = map(_rate, choice.tokens_per_second)
     return low if low == high else f"{low} - {high}"
 
 
 def _recommended(result: Forecast) -> str:
     """One line: what to type on this machine, and what to expect."""
     if result.is_emulated:
-        return "A profile is a test bench: the budget to act is yours to choose."
+        return f"To run on {result.rates.source.split(',')[0].removeprefix('profile ')}, or another budget there:"
+    from smoe.report.outlook import size_to_type
+
     found = result.recommendation
     if found is None:
         least = format_bytes(minimum_bytes(result.ledger.demand))
         return f"[bold]This machine has too little free memory[/bold]: {least} is the least that works."
-    ledger = found.choice.ledger
+    ledger, case = found.choice.ledger, None if result.outlook is None else result.outlook.recommended
+    expected = _speeds(found.choice) if case is None else _rate(case.run.tokens_per_second)
     whole = "all experts" if ledger.resident_share == 1 else f"{ledger.resident_share:.0%} of the experts"
     return (
-        f"[bold]{format_bytes(found.free_bytes)} free here: --memory {_size_to_type(ledger.budget_bytes)}[/bold], "
-        f"expect {_speeds(found.choice)} tokens/s ({whole} in memory)"
+        f"[bold]{format_bytes(found.free_bytes)} free here: --memory {size_to_type(ledger.budget_bytes)}[/bold], "
+        f"expect {expected} tokens/s ({whole} in memory)"
     )
-
-
-def _size_to_type(nbytes: int) -> str:
-    """`12GiB`, `2.25GiB`: what `--memory` reads."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:g}{name}"
-    return str(nbytes)
 
 
 def _size(result: Forecast) -> str:

@@ -335,11 +335,11 @@ def _predictors(
     depth = config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
     subject = Subject(model, spec, rules, config.prefetch_what, depth, known.corrections, fitted)
     found: dict[Phase, Predictor] = {Phase.PREFILL: subject.next_gate}
-    decode = PREDICTORS[_predictor_name(spec, config, device)](subject)
+    decode = PREDICTORS[predictor_name(spec, config, device)](subject)
     return found if decode is None else found | {Phase.DECODE: decode}
 
 
-def _predictor_name(spec: ModelSpec, config: EngineConfig, device: torch.device) -> str:
+def predictor_name(spec: ModelSpec, config: EngineConfig, device: torch.device) -> str:
     """What guesses in decode; a guess must not decide what is computed where a run is to be reproducible."""
     if config.reproducible and config.alpha > 0:
         return "none"

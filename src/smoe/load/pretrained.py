@@ -24,7 +24,7 @@ from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.process_memory import note_start
 from smoe.memory.arena import Arena, forget_peak
 from smoe.memory.dtypes import SAFETENSORS
-from smoe.memory.emulation import Emulation, read_profile
+from smoe.memory.emulation import Emulation, read_emulated
 from smoe.memory.pacing import Pacing
 from smoe.memory.quantised_store import QuantisedStore, is_quantised
 from smoe.memory.store import ExpertStore, LayerExperts
@@ -85,7 +85,7 @@ def load(
     collect_dropped()
     note_start()
     device = choose_device(config)
-    profile = read_profile(config.profile) if config.device == EMULATED else None
+    profile = read_emulated(config.profile) if config.device == EMULATED else None
     if device.type == "cpu" and profile is None and config.balance not in ("auto", "none"):
         raise ConfigError(
             f"`balance` {config.balance} (an option, or part of a preset) needs a device beside the CPU; this machine "

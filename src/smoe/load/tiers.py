@@ -51,13 +51,13 @@ def make_tiers(
     free, _ = free_device_bytes(torch.device("cpu"))
     total_bytes = sum(store.total_bytes for store in stores.values())
     if arena.device.type == "cpu" and not pacing.is_emulated:
-        reader = DiskReader(_reads_directly(config, total_bytes, free - arena.nbytes))
+        reader = DiskReader(reads_directly(config, total_bytes, free - arena.nbytes))
         filler = Filler(stores, reader)
         return Tiers(SlotMover(filler, reader, arena), filler)
     budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
     sizes = _host_sizes(classes, budget, config.io_threads)
     nbytes = sum(slots * each for slots, each in sizes)
-    reader = DiskReader(_reads_directly(config, total_bytes, free - nbytes))
+    reader = DiskReader(reads_directly(config, total_bytes, free - nbytes))
     filler = Filler(stores, reader)
     registry = None if pacing.is_emulated else CudaRegistry(arena.device)
     if registry is not None and on_host_tier is not None:
@@ -75,7 +75,7 @@ def _host_sizes(classes: Sequence[SlotClass], budget: int, io_threads: int) -> l
     return [(min(each.experts, max(least, budget * each.experts // whole)), each.slot_bytes) for each in classes]
 
 
-def _reads_directly(config: EngineConfig, total_bytes: int, spare_bytes: int) -> bool:
+def reads_directly(config: EngineConfig, total_bytes: int, spare_bytes: float) -> bool:
     """Past the page cache, unless RAM beside our own use holds every expert anyway."""
     if config.direct_io == "auto":
         return spare_bytes < total_bytes * 1.1

@@ -32,7 +32,7 @@ from smoe.kernels.spinning_pool import SpinningPool, is_supported
 from smoe.machine.floor import Rates
 from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
-from smoe.memory.emulation import DeviceProfile
+from smoe.memory.emulation import MEASURED, DeviceProfile
 from smoe.memory.store import Read, page_ceil
 from smoe.user_cache import cache_folder, keep
 
@@ -43,6 +43,15 @@ _CHOSEN = 8
 _LINK_BYTES = 256 * 2**20
 _ENOUGH_MEMORY_BYTES = 64 * 2**20
 _SMALL_FILE_BYTES = 64 * 2**20
+LAYER_SECONDS = 0.8e-3
+"""What a decoder layer takes beside moving its bytes, on the CPUs that were measured: small operations and Python
+(docs/log.md)."""
+_CPU_EXPERT_SECONDS = 10e-6
+"""What one expert takes a CPU beside moving its bytes, where all of a layer's are computed in one piece."""
+_READ_SECONDS = 150e-6
+"""From asking for an expert on disk to the first byte of it, and handing the read one over."""
+_COPY_SECONDS, _LAUNCH_SECONDS, _LAUNCHES_SECONDS, _HAND_OVER_SECONDS = 20e-6, 40e-6, 300e-6, 50e-6
+"""Beside a device: of one copy, of an expert's kernels, of a layer's others, of an expert given to the CPU."""
 
 
 @dataclass(frozen=True)
@@ -276,6 +285,45 @@ def measure_device_memory() -> float:
         torch.cuda.synchronize()
 
     return 2**30 / _best(read, 0.5)
+
+
+def measure_arithmetic(device: torch.device) -> float:
+    """Operations per second of a product of many rows in bf16: what bounds a prompt. Takes 0.1 s."""
+    rows, matrix = (torch.ones(size, 1024, dtype=torch.bfloat16, device=device) for size in (256, 1024))
+
+    def multiply() -> None:
+        product = torch.nn.functional.linear(rows, matrix)
+        product[0, 0].item()  # on a GPU: wait for it
+
+    return 2 * 256 * 1024 * 1024 / _best(multiply, 0.1)
+
+
+def this_machine(rates: Rates, device: torch.device) -> DeviceProfile | None:
+    """This machine as a profile, by its measured rates and the constants of machines that were measured (docs/log.md);
+    None where nobody knows how fast experts come in."""
+    is_cpu = device.type == "cpu"
+    brings_in = rates.disk if is_cpu else rates.link
+    if brings_in is None:
+        return None
+    host = rates.memory if is_cpu else measure_memory(0.2)
+    return DeviceProfile(
+        name="this machine",
+        source=rates.source,
+        link_bytes_per_second=brings_in,
+        link_latency_seconds=_READ_SECONDS if is_cpu else _COPY_SECONDS,
+        device_bytes_per_second=rates.memory,
+        device_flops=measure_arithmetic(device),
+        device_expert_seconds=_CPU_EXPERT_SECONDS if is_cpu else _LAUNCH_SECONDS,
+        device_layer_seconds=LAYER_SECONDS if is_cpu else _LAUNCHES_SECONDS,
+        host_bytes_per_second=host,
+        host_flops=measure_arithmetic(torch.device("cpu")),
+        host_expert_seconds=_HAND_OVER_SECONDS,
+        date=datetime.now(timezone.utc).date().isoformat(),
+        figures=MEASURED,
+        disk_bytes_per_second=rates.disk,
+        host_memory_bytes=float(psutil.virtual_memory().total),
+        has_link=not is_cpu,
+    )
 
 
 def quick_rates(device: torch.device, memory: torch.Tensor | None = None) -> Rates:

@@ -22,7 +22,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
@@ -34,6 +34,8 @@ from smoe.memory.shared_bandwidth import OVERSLEPT_SECONDS, SharedBandwidth
 
 _LEAST, _MOST = 1e-12, 1e21
 """Seconds, bytes and operations a second of a machine that there could be."""
+PUBLISHED, MEASURED = FIGURES = ("published", "measured")
+"""Where the figures of a profile come from: data sheets, or the machine itself."""
 MARGIN = 4.0
 """How much slower than its fastest the real machine may become before it is late: link, CPU and device are emulated at
 once on the same cores and the same memory, and are measured one by one."""
@@ -60,6 +62,17 @@ class DeviceProfile:
     host_flops: float
     host_expert_seconds: float
     """Handing one expert's rows to the CPU and the result back."""
+    date: str = ""
+    """When the figures were put down."""
+    figures: str = ""
+    """`PUBLISHED` or `MEASURED`; empty: not said."""
+    disk_bytes_per_second: float | None = None
+    """Of reads of an expert's size, past the page cache. This and what follows is for `smoe plan` alone."""
+    device_memory_bytes: float | None = None
+    host_memory_bytes: float | None = None
+    has_link: bool = True
+    """False: the device has no memory of its own, or is the CPU; experts come from the disk, whose figures the link
+    then has."""
 
     def link_seconds(self, nbytes: float) -> float:
         return self.link_latency_seconds + nbytes / self.link_bytes_per_second
@@ -231,10 +244,25 @@ def read_profile(name: str) -> DeviceProfile:
         raise ConfigError(message, setting="profile", given=name, allowed=allowed) from error
     wrong = _wrong_entries(entries)
     if wrong is not None:
-        message = f"`profile` is {name!r}, which {wrong} ({shipped / known[-1]}.json is a whole profile)"
-        allowed = f"a JSON object with the entries {', '.join(_ENTRIES)}"
+        message = f"`profile` is {name!r}, which {wrong} ({shipped / 'rtx-a6000.json'} is a whole profile)"
+        allowed = f"a JSON object with the entries {', '.join(_NEEDED)}"
         raise ConfigError(message, setting="profile", given=name, allowed=allowed)
     return DeviceProfile(**entries)
+
+
+def read_emulated(name: str) -> DeviceProfile:
+    """A profile of a device that can be emulated. Raises `ConfigError` as `read_profile` does, and for a machine
+    without a link: there is nothing to emulate beside the CPU."""
+    profile = read_profile(name)
+    if profile.has_link:
+        return profile
+    raise ConfigError(
+        f"`profile` {name} is a machine whose experts come from its disk, with no device beside the CPU to emulate; "
+        "smoe plan forecasts for it, `device` emulated needs a profile with a link, such as rtx-4060-ti",
+        setting="profile",
+        given=name,
+        allowed="a profile with a link, such as rtx-4060-ti",
+    )
 
 
 def _why_unread(name: str, error: OSError | ValueError) -> str:
@@ -247,25 +275,33 @@ def _why_unread(name: str, error: OSError | ValueError) -> str:
     return "which is no text"
 
 
-_ENTRIES = {field.name: field.type for field in fields(DeviceProfile)}
+_ENTRIES = {field.name: str(field.type) for field in fields(DeviceProfile)}
 """Of a profile, with their types."""
+_NEEDED = [field.name for field in fields(DeviceProfile) if field.default is MISSING]
+"""Of these, the ones that no profile can do without."""
 
 
 def _wrong_entries(entries: Any) -> str | None:
     """What keeps the contents of a JSON file from being a profile, and what to do; None where nothing does."""
     if not isinstance(entries, dict):
         kind = "list" if isinstance(entries, list) else "value"
-        return f"holds a JSON {kind}; it must hold an object with the entries {', '.join(_ENTRIES)}"
-    missing = [entry for entry in _ENTRIES if entry not in entries]
+        return f"holds a JSON {kind}; it must hold an object with the entries {', '.join(_NEEDED)}"
+    missing = [entry for entry in _NEEDED if entry not in entries]
     if missing:
         return f"lacks {', '.join(missing)}; add what is missing"
     unknown = [entry for entry in entries if entry not in _ENTRIES]
     if unknown:
         return f"has {', '.join(unknown)}, which no profile has; take that out"
     for entry, value in entries.items():
-        is_text = _ENTRIES[entry] == "str"
-        if not (isinstance(value, str) if is_text else _is_positive(value)):
-            return f"has {value!r} for {entry}; it must be {'text' if is_text else 'a positive number'}"
+        kind = _ENTRIES[entry]
+        if value is None and kind.endswith("None"):
+            continue
+        is_right = {"str": isinstance(value, str), "bool": isinstance(value, bool)}.get(kind, _is_positive(value))
+        if not is_right:
+            wanted = {"str": "text", "bool": "true or false"}.get(kind, "a positive number")
+            return f"has {value!r} for {entry}; it must be {wanted}"
+    if entries.get("figures", "") not in ("", *FIGURES):
+        return f"has {entries['figures']!r} for figures; it must be {' or '.join(FIGURES)}"
     return None
 
 

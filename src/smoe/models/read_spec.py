@@ -37,7 +37,14 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
     _check_anatomy(anatomy, sites, path)
     spec = ModelSpec(model_config, shell, sites, anatomy, dtype, own, context_tokens, config.precision)
     dense = checkpoint.quantised_dense(spec) if config.dense_precision == "as-stored" else {}
-    spec = replace(spec, stored_bytes=checkpoint.quantised_bytes(spec), dense=dense)
+    return with_experts_of(replace(spec, dense=dense), checkpoint, config)
+
+
+def with_experts_of(spec: ModelSpec, checkpoint: Checkpoint, config: EngineConfig) -> ModelSpec:
+    """The same model with its experts, and their low copies, in the precisions of a configuration. Raises `ConfigError`
+    for those that it cannot have."""
+    spec = replace(spec, precision=config.precision, low=None)
+    spec = replace(spec, stored_bytes=checkpoint.quantised_bytes(spec))
     return replace(spec, low=_low_copies(spec, checkpoint, config)) if config.has_low else spec
 
 

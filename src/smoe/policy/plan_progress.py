@@ -70,7 +70,7 @@ class Progress:
             return key[2] == EXACT or (key[1] in routing.low and not self.table.is_at_hand((layer, key[1], EXACT)))
 
         wanted = [key for key in self.table.staged if is_wanted(key)]
-        stay = {*wanted, *(key for key in self._expected if key[0] > layer)}
+        stay = {*wanted, *(key for key in self.table.staged if key[0] > layer and key in self._expected)}
         return wanted, [key for key in self.table.staged if key not in stay]
 
     def arrive(self, key: ExpertKey) -> None:

@@ -19,26 +19,39 @@ import torch
 
 from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
+from smoe.load.assembly import predictor_name
 from smoe.load.pretrained import choose_device, make_ledger, open_if_here
+from smoe.load.tiers import reads_directly
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at
-from smoe.machine.measure import emulated_rates, load_profile, measure_small_disk, quick_rates
+from smoe.machine.measure import (
+    LAYER_SECONDS,
+    emulated_rates,
+    load_profile,
+    measure_small_disk,
+    quick_rates,
+    this_machine,
+)
 from smoe.machine.process_memory import beside_budget
 from smoe.memory.emulation import DeviceProfile, read_profile
+from smoe.models.checkpoint import described_checkpoint
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
 from smoe.models.workspace import reserved_kernel_bytes
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_bytes
+from smoe.report.outlook import Outlook, Subject, outlook_of
+from smoe.simulator.synthetic import SAYS
 from smoe.units import identifier
 
 TYPICAL_HITS = ((0.0, 0.0), (0.04, 0.12), (0.1, 0.28), (0.2, 0.47), (0.4, 0.72), (0.6, 0.88), (1.0, 1.0))
 """(share of the experts in memory, share of a token's experts found there) with the default eviction: means over the
 four recorded texts of docs/evictions.md."""
-LAYER_SECONDS = 0.8e-3
-"""What a decoder layer takes beside moving its bytes, on the CPUs that were measured: small operations and Python
-(docs/log.md)."""
 _SHARES = (0.1, 0.25, 0.5, 0.75)
 """Budgets between the smallest and the full one that the table shows, by share of experts in memory."""
+_COPIED = 6
+"""How much slower than a read of memory a copy from the page cache is, by the kernel and with a call for each."""
+_COPY_SECONDS = 30e-6
+"""Of such a call, and of handing the copy over."""
 _WITHOUT_LOW = "speeds are told without low copies: what they save hangs on what is missing, and on how important it is"
 _ESTIMATE = "from config.json alone: with its files here slots may be 4 KiB smaller, and reading may take buffers"
 
@@ -107,6 +120,8 @@ class Forecast:
     remarks: list[str]
     beside_budget: dict[str, int]
     """What the process takes beside the budget, at most, by name; empty where the budget is a GPU's memory."""
+    outlook: Outlook | None
+    """By simulation; None without a rate at which experts come in."""
 
     def as_json(self) -> dict[str, Any]:
         """What `smoe plan --json` prints."""
@@ -149,6 +164,7 @@ class Forecast:
                 "source": self.rates.source,
             },
             "remarks": self.remarks,
+            "simulated": None if self.outlook is None else self.outlook.as_json(),
         }
 
 
@@ -157,6 +173,8 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     token."""
     device = choose_device(config)
     profile = read_profile(config.profile) if config.device == EMULATED else None
+    if profile is not None and profile.device_memory_bytes is not None and config.resident_share is None:
+        config = replace(config, memory_bytes=config.memory_bytes or less_margin(int(profile.device_memory_bytes)))
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     spec = read_spec(model, config, revision)
@@ -167,10 +185,44 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     chosen = foretell(ledger)
     choices = sorted([chosen, *map(foretell, _alternatives(ledger))], key=lambda choice: choice.ledger.budget_bytes)
     recommended = None if is_emulated else _recommend(ledger.demand, device, foretell)
-    beside = beside_budget(reserved_kernel_bytes(spec.experts_bytes)) if device.type == "cpu" else {}
+    has_own_memory = is_emulated or device.type != "cpu"
+    beside = {} if has_own_memory else beside_budget(reserved_kernel_bytes(spec.experts_bytes))
     is_estimate = store is None and spec.precision == "auto"
     remarks = _remarks(rates, is_emulated) + [_ESTIMATE] * is_estimate + [_WITHOUT_LOW] * (spec.low is not None)
-    return Forecast(model, spec, ledger, reason, chosen, choices, rates, is_emulated, recommended, remarks, beside)
+    machine = _machine(rates, device, profile, config, spec, ledger)
+    outlook = None
+    if machine is not None:
+        checkpoint = described_checkpoint(model, revision)
+        guess = functools.partial(predictor_name, device=device)
+        subject = Subject(model, checkpoint, spec, config, machine, dense_bytes_read(spec), guess)
+        ledgers = [choice.ledger for choice in choices]
+        best = None if recommended is None else recommended.choice.ledger
+        outlook = outlook_of(subject, ledger, ledgers, best)
+    return Forecast(
+        model, spec, ledger, reason, chosen, choices, rates, is_emulated, recommended, remarks, beside, outlook
+    )
+
+
+def _machine(
+    rates: Rates,
+    device: torch.device,
+    profile: DeviceProfile | None,
+    config: EngineConfig,
+    spec: ModelSpec,
+    ledger: Ledger,
+) -> DeviceProfile | None:
+    """The profile named, else this machine. Where RAM beside the budget holds the whole model, reads are copies from
+    the page cache."""
+    machine = this_machine(rates, device) if profile is None else profile
+    if machine is None or profile is not None or device.type != "cpu":
+        return machine
+    spare = free_device_bytes(device)[0] - ledger.budget_bytes
+    if reads_directly(config, spec.experts_bytes, spare):
+        return machine
+    copied = rates.memory / _COPIED
+    return replace(
+        machine, link_bytes_per_second=copied, link_latency_seconds=_COPY_SECONDS, disk_bytes_per_second=copied
+    )
 
 
 def _alternatives(chosen: Ledger) -> list[Ledger]:
@@ -269,12 +321,12 @@ def _rates(device: torch.device, expert_bytes: int, profile: DeviceProfile | Non
 
 def _remarks(rates: Rates, is_emulated: bool) -> list[str]:
     remarks = [
-        "tokens/s: from the worst case (every expert equally likely, nothing overlapped)",
-        "to the best (experts repeat as in recorded texts, reads hide behind computing)",
+        SAYS,
+        "read per token: from typical texts (experts repeat as in recorded texts) to every expert equally likely",
     ]
     figures = f"rates from {rates.source}"
     if is_emulated:
-        return [*remarks, f"{figures}: speeds are that machine's, with every expert in its RAM (`host_memory`)"]
+        return [*remarks, f"{figures}: speeds are that machine's, experts come from its RAM as far as they fit there"]
     if load_profile() is None:
         figures += "; smoe doctor measures them properly"
     return [*remarks, figures]

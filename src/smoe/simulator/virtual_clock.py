@@ -67,6 +67,8 @@ class Timed:
     prefetches: int = 0
     """Of the decode steps."""
     prefetches_used: int = 0
+    link_seconds: float = 0.0
+    """In which the link was at work, prompts included: the sum of all loads that have begun."""
 
     @property
     def seconds_per_step(self) -> float:
@@ -79,6 +81,7 @@ class _Link:
     def __init__(self, seconds: float, low_seconds: float) -> None:
         self._seconds = {EXACT: seconds, LOW: low_seconds}
         self._free = 0.0
+        self.busy_seconds = 0.0
         self._waiting: deque[tuple[ExpertKey, float]] = deque()
         self._expected: deque[tuple[ExpertKey, float]] = deque()
         self._ends: dict[ExpertKey, float] = {}
@@ -133,7 +136,9 @@ class _Link:
         if begins >= before:
             return False
         queue.popleft()
-        self._free = self._ends[key] = begins + self._seconds[key[2]]
+        seconds = self._seconds[key[2]]
+        self.busy_seconds += seconds
+        self._free = self._ends[key] = begins + seconds
         return True
 
 
@@ -210,6 +215,7 @@ class VirtualClock:
         else:
             result.step_seconds.append(self._now - began)
         self._last_layer = routing.layer if is_decode else inf
+        result.link_seconds = self._link.busy_seconds
 
     # -- as `runtime/arrivals.py` does on hardware ---------------------------------------------------------------------
 

@@ -1,0 +1,309 @@
+"""What a run would be that nobody has made: the engine's own plans on a virtual clock, on a machine known by its rates.
+
+    spec (sizes) + profile (rates) -> StepTimes --+
+    habits of recorded runs -> synthetic trace ---+-> virtual clock, policies of the configuration -> TTFT, time a token
+
+Simulated are at most `MOST_LAYERS` layers with their share of the slots, after a prompt that fills the cache; times are
+then those of all layers. One sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from smoe.bounds import DEFAULT_PREFETCH_DEPTH, STACKED_GATES
+from smoe.config import EngineConfig
+from smoe.expert import LOW
+from smoe.memory.emulation import DeviceProfile
+from smoe.models.spec import ModelSpec
+from smoe.policy.answering import Answering
+from smoe.policy.budget import MAX_STAGING_SLOTS, Ledger
+from smoe.policy.prediction import Moment, Prediction, Predictor
+from smoe.policy.prices import PriceTable
+from smoe.policy.quality_budget import QualityBudget, TimeBudget, nats_of_perplexity
+from smoe.policy.registry import WHOLE_LAYER, make_eviction_for
+from smoe.policy.residency import PoolSize
+from smoe.routing import Phase, Routing
+from smoe.runtime.rerouting import substitution_of
+from smoe.simulator.foresight import Foresight, Recorded
+from smoe.simulator.synthetic import TYPICAL, Habits, Shape, synthesise
+from smoe.simulator.virtual_clock import StepTimes, VirtualClock
+
+PROMPT_TOKENS = 128
+"""Of the prompt that the TTFT is told for: the papers' longer one."""
+_WARM_UP, _STEPS = 16, 48
+"""Decode steps that are simulated: first some that do not count, then those that do."""
+MOST_LAYERS = 12
+_DECIDING_SECONDS = 1e-4
+"""Beside a device, which waits for it: our own Python in every layer (docs/log.md). On a CPU `LAYER_SECONDS` has it."""
+_PROMPT_EXPERT_SECONDS = 60e-6
+"""On a CPU, more than in decode: an expert of a prompt is some of the library's products. A guess, not measured."""
+_UNPACKING = 2.0
+"""By how much fewer bytes a second quantised experts are computed than their bytes are read from memory."""
+_RECALL = {"next-gate": 0.78, "look-ahead": 0.85, STACKED_GATES: 0.75}
+"""How often each predictor names an expert that is wanted, on the models that were recorded (docs/log.md)."""
+_USUAL_RECALL = 0.78
+_HOST_TIER_SHARE = 0.8
+"""Of a machine's RAM, at most what the host tier gets."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a model asks of a machine: the sizes of its parts."""
+
+    layers: int
+    """L, with routed experts."""
+    experts: int
+    """E"""
+    top_k: int
+    """K"""
+    expert_bytes: int
+    """As stored."""
+    plain_bytes: int
+    """The same expert with two bytes an element: twice its elements, and the operations for a token."""
+    low_bytes: int
+    """Of a low copy; 0: there are none."""
+    experts_bytes: int
+    layer_bytes: float
+    """Weights beside the experts, for each layer with experts."""
+    decoder_layers: float
+    """Decoder layers for each layer with experts: 1 or a little more."""
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.expert_bytes < 0.75 * self.plain_bytes
+
+
+def work_of(spec: ModelSpec, dense_bytes: int) -> Work:
+    """Of a model by its configuration; `dense_bytes` are what a step reads beside the experts. Where layers differ, the
+    largest stands for all."""
+    layers = len(spec.sites)
+    elements = max(sum(_elements(part.shape) for part in site.parts) for site in spec.sites)
+    return Work(
+        layers=layers,
+        experts=max(site.experts for site in spec.sites),
+        top_k=max(spec.anatomy.top_k.values()),
+        expert_bytes=spec.expert_bytes,
+        plain_bytes=2 * elements,
+        low_bytes=0 if spec.low is None else spec.low.expert_bytes,
+        experts_bytes=spec.experts_bytes,
+        layer_bytes=dense_bytes / layers,
+        decoder_layers=int(spec.config.get_text_config().num_hidden_layers) / layers,
+    )
+
+
+def _elements(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def times_for(
+    machine: DeviceProfile, work: Work, host_bytes: int | None = None, faster_reads: float = 1.0
+) -> StepTimes:
+    """Seconds of the pieces of work. `host_bytes`: of the host tier, None: the usual share of the machine's RAM; what
+    does not fit there comes from the disk first. `faster_reads`: how much faster than the machine's disk and link."""
+    in_host = _share_in_host(machine, work, host_bytes)
+    slower = _UNPACKING if work.is_quantised else 1.0
+
+    def load(nbytes: int) -> float:
+        seconds = machine.link_seconds(nbytes)
+        if machine.disk_bytes_per_second is not None:
+            seconds += (1 - in_host) * nbytes / machine.disk_bytes_per_second
+        return seconds / faster_reads
+
+    def expert(rows: int) -> float:
+        by_memory = slower * work.expert_bytes / machine.device_bytes_per_second
+        of_a_prompt = _PROMPT_EXPERT_SECONDS if rows > 1 and not machine.has_link else 0.0
+        by_arithmetic = work.plain_bytes * rows / machine.device_flops
+        return machine.device_expert_seconds + of_a_prompt + max(by_memory, by_arithmetic)
+
+    def layer(tokens: int) -> float:
+        constant = machine.device_layer_seconds * (work.decoder_layers - 1)
+        return constant + machine.layer_seconds(work.layer_bytes, tokens)
+
+    def host(rows: int) -> float:
+        by_memory = slower * work.expert_bytes / machine.host_bytes_per_second
+        return machine.host_expert_seconds + max(by_memory, work.plain_bytes * rows / machine.host_flops)
+
+    return StepTimes(
+        load=load(work.expert_bytes),
+        expert=expert,
+        layer=layer,
+        host=host if machine.has_link else None,
+        deciding=_DECIDING_SECONDS if machine.has_link else 0.0,
+        asking=machine.device_expert_seconds,
+        low_load=load(work.low_bytes) if work.low_bytes else 0.0,
+    )
+
+
+def _share_in_host(machine: DeviceProfile, work: Work, host_bytes: int | None) -> float:
+    """Of the experts, those that a load finds in the host tier; all, where there is no such tier to go through."""
+    if not machine.has_link:
+        return 1.0
+    if host_bytes is None and machine.host_memory_bytes is None:
+        return 1.0
+    room = _HOST_TIER_SHARE * (machine.host_memory_bytes or 0.0) if host_bytes is None else host_bytes
+    return min(1.0, room / work.experts_bytes)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A run that was not made."""
+
+    seconds_per_token: float
+    ttft_seconds: float
+    """Of a prompt of `PROMPT_TOKENS`, into an empty cache."""
+    parts: dict[str, float]
+    """What a token's seconds go to, by name; they add up."""
+    prefill_parts: dict[str, float]
+    """What a prompt's seconds would go to, one after the other: they overlap."""
+    hit_ratio: float
+    prefetches: bool
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1 / self.seconds_per_token
+
+    @property
+    def bound_by(self) -> str:
+        """What takes most of a token's time."""
+        return max(self.parts, key=self.parts.__getitem__)
+
+    @property
+    def prefill_bound_by(self) -> str:
+        return max(self.prefill_parts, key=self.prefill_parts.__getitem__)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """All that a simulation needs but the habits: a model on a machine, in a budget, with some settings."""
+
+    work: Work
+    machine: DeviceProfile
+    ledger: Ledger
+    config: EngineConfig
+    """Without gaps (`load/known.py`)."""
+    predictor: str
+    """`load/assembly.py`, `predictor_name`."""
+    prices: PriceTable | None = None
+    """Where misses are answered within a budget."""
+    faster_reads: float = 1.0
+
+
+def settled(scene: Scene) -> Scene:
+    """Without a prefetch that does not pay, where the engine would find that out."""
+    if scene.predictor == "none" or scene.config.prefetch != "auto":
+        return scene
+    without = replace(scene, predictor="none")
+    return min(scene, without, key=lambda each: simulate(each, TYPICAL).seconds_per_token)
+
+
+def simulate(scene: Scene, habits: Habits) -> Simulated:
+    """A prompt and some decode steps."""
+    work, config = scene.work, scene.config
+    times = times_for(scene.machine, work, config.host_memory_bytes, scene.faster_reads)
+    layers = min(work.layers, MOST_LAYERS)
+    trace = _trace(Shape(work.experts, work.top_k, layers, _WARM_UP + _STEPS, PROMPT_TOKENS), habits)
+    clock = _clock(scene, times, layers, trace)
+    for routing in trace[: layers * (1 + _WARM_UP)]:
+        clock.serve(routing)
+    before = (clock.result.uses, clock.result.loads)
+    for routing in trace[layers * (1 + _WARM_UP) :]:
+        clock.serve(routing)
+    timed, scale = clock.result, work.layers / layers
+    seconds = scale * sum(timed.step_seconds[_WARM_UP:]) / _STEPS
+    uses, loads = timed.uses - before[0], timed.loads - before[1]
+    return Simulated(
+        seconds,
+        scale * timed.prefill_seconds,
+        _parts(scene, times, seconds, scale * (uses - timed.computed_by_host * _STEPS / (_STEPS + _WARM_UP)) / _STEPS),
+        _prefill_parts(scene, times, trace[:layers], scale),
+        1 - loads / uses if uses else 1.0,
+        scene.predictor != "none",
+    )
+
+
+@cache
+def _trace(shape: Shape, habits: Habits) -> list[Routing]:
+    """Kept: the same for every budget."""
+    return synthesise(shape, habits, with_scores=True)
+
+
+def _clock(scene: Scene, times: StepTimes, layers: int, trace: list[Routing]) -> VirtualClock:
+    """The engine's policies over a share of the slots."""
+    work, config, share = scene.work, scene.config, layers / scene.work.layers
+    slots = max(work.top_k, round(share * scene.ledger.cache_slots))
+    low_slots = max(work.top_k, round(share * scene.ledger.low_slots)) if scene.ledger.low_slots else 0
+    sizes = [PoolSize(slots, 0)] + [PoolSize(low_slots, 0, form=LOW)] * (low_slots > 0)
+    eviction = make_eviction_for(config.eviction_settings, sizes, dict.fromkeys(range(layers), work.experts))
+    balance = {"auto": "optimal" if times.host else None, "none": None}.get(config.balance, config.balance)
+    return VirtualClock(
+        slots,
+        MAX_STAGING_SLOTS,
+        layers,
+        eviction,
+        times,
+        substitution_of(config).switches,
+        balance if times.host else None,
+        _predictor(scene, trace),
+        low_slots,
+        _answering(config, scene.prices, layers, times),
+    )
+
+
+def _predictor(scene: Scene, trace: list[Routing]) -> Predictor | None:
+    """Who guesses: right as often as the one that is named, or, naming everything, always."""
+    name, config = scene.predictor, scene.config
+    if name == "none":
+        return None
+    if name == WHOLE_LAYER:
+        return Recorded([[Prediction(coming.layer, range(coming.experts))] for coming in [*trace[1:], trace[0]]])
+    depth = (config.prefetch_depth or DEFAULT_PREFETCH_DEPTH) if name == STACKED_GATES else 1
+    asked = Moment.RESIDENTS_DONE if name == "look-ahead" else Moment.ROUTED
+    alpha = config.alpha if config.prefetch_what == "top-score" else 0.0
+    return Foresight(trace, _RECALL.get(name, _USUAL_RECALL), asked, depth=depth, alpha=alpha)
+
+
+def _answering(config: EngineConfig, prices: PriceTable | None, layers: int, times: StepTimes) -> Answering | None:
+    """As `load/assembly.py` makes it, with the prices of as many layers."""
+    if prices is None:
+        return None
+    some = PriceTable({n: prices.layers[layer] for n, layer in enumerate(sorted(prices.layers)[:layers])})
+    first_rate = times.load / max(prices.typical, 1e-9)
+    share = layers / len(prices.layers)
+    if config.tpot_seconds is not None:
+        return Answering(some, TimeBudget(share * config.tpot_seconds, first_rate))
+    assert config.max_perplexity_increase is not None, "prices are for one of the two"
+    return Answering(some, QualityBudget(share * nats_of_perplexity(config.max_perplexity_increase), first_rate))
+
+
+def _parts(scene: Scene, times: StepTimes, seconds: float, computed: float) -> dict[str, float]:
+    """Of a token's `seconds`, in which the device computes so many experts."""
+    work, machine = scene.work, scene.machine
+    experts, others = computed * times.expert(1), work.layers * times.layer(1)
+    constants = computed * machine.device_expert_seconds
+    constants += work.layers * machine.device_layer_seconds * work.decoder_layers
+    deciding = work.layers * times.deciding
+    waited = max(0.0, seconds - experts - others - deciding)
+    return {
+        "link" if machine.has_link else "disk": waited,
+        "memory": experts + others - constants,
+        "launches and Python" if machine.has_link else "Python": constants + deciding,
+    }
+
+
+def _prefill_parts(scene: Scene, times: StepTimes, prompt: Sequence[Routing], scale: float) -> dict[str, float]:
+    reading = arithmetic = 0.0
+    for routing in prompt:
+        assert routing.phase is Phase.PREFILL
+        rows: dict[int, int] = {}
+        for chosen in routing.top_k_index:
+            for expert in chosen:
+                rows[expert] = rows.get(expert, 0) + 1
+        reading += len(rows) * times.load
+        arithmetic += times.layer(len(routing.top_k_index)) + sum(map(times.expert, rows.values()))
+    return {"link" if scene.machine.has_link else "disk": scale * reading, "computing": scale * arithmetic}

@@ -1,0 +1,258 @@
+"""What a model would do on a machine, before anything is downloaded: `smoe plan`, by simulation (`on_clock.py`).
+
+For the budget and settings asked for a range, for other budgets, a faster disk, other presets and precisions one figure
+each; what binds; what to type; and a warning where it would not be pleasant.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from smoe.bounds import CORRECTED_GATES, STACKED_GATES
+from smoe.config import EngineConfig
+from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
+from smoe.load.known import Known, known_of
+from smoe.memory.emulation import DeviceProfile
+from smoe.models.checkpoint import Checkpoint
+from smoe.models.packed import contents_in_precision
+from smoe.models.read_spec import with_experts_of
+from smoe.models.spec import ModelSpec
+from smoe.policy.budget import Ledger, allocate
+from smoe.policy.registry import LEARNED
+from smoe.presets import PRESETS
+from smoe.report.on_clock import PROMPT_TOKENS, Scene, Simulated, settled, simulate, work_of
+from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, SAYS, TYPICAL
+from smoe.units import identifier
+
+LEAST_PLEASANT, MOST_PLEASANT = 2.0, 30.0
+"""Tokens a second that a reader bears, and seconds that somebody waits for an answer to begin."""
+ALTERNATIVES = (("exact", "auto"), ("smoe", "auto"), ("hobbit", "auto"), ("exact", "int4"), ("smoe", "int4"))
+"""Presets and precisions that are looked at beside the one asked for."""
+FASTER_READS = 2.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One of several things that could be done."""
+
+    preset: str
+    precision: str
+    budget_bytes: int
+    resident_share: float
+    lossy: list[str]
+    missing: list[str]
+    """What has to be made before it can run: packs and prices, each with the command."""
+    run: Simulated
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "preset": self.preset,
+            "precision": self.precision,
+            "memory_budget_bytes": self.budget_bytes,
+            "resident_share": self.resident_share,
+            "lossy": self.lossy,
+            "missing": self.missing,
+            "tokens_per_second": self.run.tokens_per_second,
+            "ttft_seconds": self.run.ttft_seconds,
+            "bound_by": self.run.bound_by,
+        }
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What to expect."""
+
+    machine: DeviceProfile
+    asked: Case
+    slowest: Simulated
+    """With the least repetitive routing that was recorded; `fastest`: with the most."""
+    fastest: Simulated
+    with_faster_reads: Simulated
+    others: list[Case]
+    """Other presets and precisions, in the same budget."""
+    curve: list[Case]
+    """Budgets, ascending, with the settings asked for."""
+    recommended: Case | None
+    """The budget that this machine should give."""
+    settings: dict[str, str]
+    """With which to run it, by the names of the command line's options."""
+    warnings: list[str]
+
+    @property
+    def tokens_per_second(self) -> tuple[float, float]:
+        speeds = [run.tokens_per_second for run in (self.slowest, self.asked.run, self.fastest)]
+        return min(speeds), max(speeds)
+
+    def as_json(self) -> dict[str, Any]:
+        """Part of what `smoe plan --json` prints."""
+        run = self.asked.run
+        return {
+            **self.asked.as_json(),
+            "tokens_per_second_range": self.tokens_per_second,
+            "ttft_prompt_tokens": PROMPT_TOKENS,
+            "ttft_bound_by": run.prefill_bound_by,
+            "hit_ratio": run.hit_ratio,
+            "prefetch_pays": run.prefetches,
+            "seconds_per_token": run.seconds_per_token,
+            "seconds_by_part": {identifier(name): seconds for name, seconds in run.parts.items()},
+            "with_reads_twice_as_fast": self.with_faster_reads.tokens_per_second,
+            "other_presets": [case.as_json() for case in self.others],
+            "other_budgets": [case.as_json() for case in self.curve],
+            "settings": self.settings,
+            "warnings": self.warnings,
+            "machine": asdict(self.machine),
+            "routing": SAYS,
+        }
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is looked at: a model with settings, on a machine."""
+
+    model: str
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    config: EngineConfig
+    machine: DeviceProfile
+    dense_bytes: int
+    """Beside the experts, that a step reads."""
+    predictor_of: Callable[[ModelSpec, EngineConfig], str]
+    """Names what guesses in decode."""
+
+    def case(self, ledger: Ledger) -> tuple[Case, Scene]:
+        """The settings in a budget."""
+        known, missing = self._known(ledger)
+        missing = [*self._packs(), *missing]
+        work = work_of(self.spec, self.dense_bytes)
+        predictor = self.predictor_of(self.spec, known.config)
+        scene = settled(Scene(work, self.machine, ledger, known.config, predictor, known.prices))
+        config = self.config
+        case = Case(
+            preset_of(config),
+            config.precision,
+            ledger.budget_bytes,
+            ledger.resident_share,
+            config.lossy,
+            missing,
+            simulate(scene, TYPICAL),
+        )
+        return case, scene
+
+    def _known(self, ledger: Ledger) -> tuple[Known, list[str]]:
+        """Settings without gaps; without its prices a model answers misses exactly."""
+        place, config = self.checkpoint.place, self.config
+        if config.eviction == LEARNED:  # what is learned is about all layers, and some are simulated
+            config = replace(config, eviction="auto")
+        if config.prefetch == CORRECTED_GATES:  # needs what may not have been learned yet
+            config = replace(config, prefetch=STACKED_GATES)
+        try:
+            return known_of(config, place, ledger.resident_share, self.spec), []
+        except ConfigError:
+            exact = replace(config, max_perplexity_increase=None, tpot_seconds=None, precision_shares=None)
+            low = f" with `low_precision` {config.low_precision}" if config.has_low else ""
+            first = f"prices of answers to misses: smoe tune --prices {shlex.quote(self.model)}{low}; simulated without"
+            return known_of(exact, place, ledger.resident_share, self.spec), [first]
+
+    def _packs(self) -> list[str]:
+        """Files with experts in fewer bits that the settings need and that are not there."""
+        lacking = []
+        for spec in (self.spec, self.spec.low):
+            if spec is None or spec.precision == "auto":
+                continue
+            contents = contents_in_precision(spec.sites, spec.precision, spec.config.model_type, spec.own_dtype)
+            path = contents.path(self.checkpoint.place)
+            if not path.exists():
+                where = f" ({path.name})" if self.checkpoint.has_weights() else ""
+                pack = f"smoe pack --precision {spec.precision} {shlex.quote(self.model)}"
+                lacking.append(f"experts in {spec.precision}{where}: {pack}")
+        return lacking
+
+
+def preset_of(config: EngineConfig) -> str:
+    """The named set of switches that a configuration has; `own` where it has none's."""
+    for name, switches in PRESETS.items():
+        wanted = {switch: getattr(EngineConfig, switch) for switch in _SWITCHES} | switches
+        if all(getattr(config, switch) == value for switch, value in wanted.items()):
+            return name
+    return "own"
+
+
+_SWITCHES = sorted({switch for switches in PRESETS.values() for switch in switches})
+"""What presets differ in."""
+
+
+def with_preset(config: EngineConfig, preset: str, precision: str) -> EngineConfig:
+    """The same with the switches of a preset, and a precision."""
+    usual = {switch: getattr(EngineConfig, switch) for switch in _SWITCHES}
+    return replace(config, **usual | PRESETS[preset] | {"precision": precision})
+
+
+def outlook_of(subject: Subject, ledger: Ledger, budgets: Sequence[Ledger], recommended: Ledger | None) -> Outlook:
+    """Simulate all of it: some seconds. `budgets` are the ones to compare, `ledger`, the one asked for, among them."""
+    asked, scene = subject.case(ledger)
+    return Outlook(
+        machine=subject.machine,
+        asked=asked,
+        slowest=simulate(scene, LEAST_REPETITIVE),
+        fastest=simulate(scene, MOST_REPETITIVE),
+        with_faster_reads=simulate(replace(scene, faster_reads=FASTER_READS), TYPICAL),
+        others=list(_others(subject, ledger, asked)),
+        curve=[asked if each is ledger else subject.case(each)[0] for each in budgets],
+        recommended=None if recommended is None else subject.case(recommended)[0],
+        settings=_settings(subject, ledger, asked),
+        warnings=_warnings(asked),
+    )
+
+
+def _others(subject: Subject, ledger: Ledger, asked: Case) -> Iterator[Case]:
+    """Other presets and precisions, as far as the model can have them and the budget holds them."""
+    for preset, precision in ALTERNATIVES:
+        if (preset, precision) == (asked.preset, asked.precision):
+            continue
+        try:
+            config = with_preset(subject.config, preset, precision)
+            spec = with_experts_of(subject.spec, subject.checkpoint, config)
+            divided = allocate(ledger.budget_bytes, spec.demand(config))
+        except (BudgetError, ConfigError, UnsupportedModelError):
+            continue
+        yield replace(subject, spec=spec, config=config).case(divided)[0]
+
+
+def _settings(subject: Subject, ledger: Ledger, asked: Case) -> dict[str, str]:
+    """What to give to run it, and nothing that is usual."""
+    config = subject.config
+    found = {"memory": size_to_type(ledger.budget_bytes)}
+    if config.context_tokens is not None:
+        found["context"] = str(config.context_tokens)
+    if asked.preset not in ("exact", "own"):
+        found["preset"] = asked.preset
+    if config.precision != "auto":
+        found["precision"] = config.precision
+    return found
+
+
+def size_to_type(nbytes: int) -> str:
+    """`12GiB`, `2.25GiB`: what `--memory` reads; never more than it is."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if nbytes >= unit:
+            return f"{nbytes * 100 // unit / 100:g}{name}"
+    return str(nbytes)
+
+
+def _warnings(asked: Case) -> list[str]:
+    """Where it would not be pleasant; empty where it would."""
+    found, run = [], asked.run
+    if run.tokens_per_second < LEAST_PLEASANT:
+        found.append(
+            f"{run.tokens_per_second:.2g} tokens/s are not pleasant to read along: most of the time goes to "
+            f"{run.bound_by}"
+        )
+    if run.ttft_seconds > MOST_PLEASANT:
+        found.append(
+            f"the answer to {PROMPT_TOKENS} tokens begins after {run.ttft_seconds:.0f} s: most of them go to "
+            f"{run.prefill_bound_by}"
+        )
+    return found

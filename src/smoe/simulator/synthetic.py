@@ -1,0 +1,219 @@
+"""Traces that nobody recorded: routing drawn at random, with the habits of a recorded run.
+
+For models that are not here. What a token's routers say is drawn from logits, one for every expert:
+
+    logit = skew * z            the E quantiles z of a normal distribution, shuffled in each layer: some are liked more
+          + reuse               where the last token used the expert in this layer
+          + affinity            where the layer before chose an expert whose partner this one is
+          + noise               Gumbel: alone it would draw k of E in proportion to exp(the rest)
+
+The k highest are chosen. Scores are softmax(logit * sharpness). The four numbers are fitted to a recorded trace by the
+method of moments (`fit`): each is moved until one statistic of the drawn trace is the recorded one's (`Moments`). As
+they are about logits, they do for other numbers of layers and experts. What is not imitated: subjects that come and go,
+layers that differ in their habits. Whatever is computed from such a trace has to say so: `SAYS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import log
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from smoe.errors import TraceError
+from smoe.policy.importance import scaled
+from smoe.policy.rows import last_rows
+from smoe.routing import Phase, Routing
+
+SAYS = "routing is synthetic: drawn with the habits of the embedded model's recorded runs, not this model's own"
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What makes a trace more or less repetitive."""
+
+    skew: float
+    reuse: float
+    affinity: float
+    sharpness: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is drawn. Every layer has as many experts."""
+
+    experts: int
+    """E"""
+    top_k: int
+    """K"""
+    layers: int
+    """L"""
+    steps: int
+    """Decode steps, one token each."""
+    prompt_tokens: int = 0
+    """Tokens of a prefill before them; 0: none."""
+
+
+class Moments(NamedTuple):
+    """Statistics of the decode steps of a trace, means over layers."""
+
+    concentration: float
+    """How likely two tokens far apart are to share an expert that one of them uses: sum over e of p(e)^2 / K."""
+    reuse: float
+    """Share of a token's experts that the last token has used, too."""
+    lift: float
+    """By how much the partner of an expert (who follows it most often, in the first half of the trace) is more frequent
+    behind it than elsewhere (in the second half)."""
+    gap: float | None
+    """Mean of log(score of the choice / score of rank K+1); None where there are no scores."""
+
+
+TYPICAL = Habits(skew=1.0, reuse=0.5, affinity=3.2, sharpness=0.5)
+"""Between the fits of the embedded model's four recorded texts (docs/evictions.md)."""
+LEAST_REPETITIVE = Habits(skew=0.6, reuse=0.5, affinity=2.8, sharpness=0.55)
+"""Of its own stories."""
+MOST_REPETITIVE = Habits(skew=1.43, reuse=0.25, affinity=3.7, sharpness=0.44)
+"""Of code, which is strange to it."""
+
+
+def synthesise(shape: Shape, habits: Habits = TYPICAL, seed: int = 0, *, with_scores: bool = False) -> list[Routing]:
+    """A trace of `shape`: the same for the same arguments. O(tokens x layers x experts)."""
+    chance = np.random.default_rng(seed)
+    layers, experts = shape.layers, shape.experts
+    quantiles = [NormalDist().inv_cdf((n + 0.5) / experts) for n in range(experts)]
+    liked = habits.skew * np.stack([chance.permutation(quantiles) for _ in range(layers)])
+    partners = np.stack([chance.permutation(experts) for _ in range(layers)])
+    before = np.zeros((layers, 0), dtype=np.int64)
+    prompt: list[list[tuple[list[int], np.ndarray | None]]] = [[] for _ in range(layers)]
+    routings: list[Routing] = []
+    for token in range(shape.prompt_tokens + shape.steps):
+        logits = liked + chance.gumbel(size=(layers, experts))
+        np.put_along_axis(logits, before, np.take_along_axis(logits, before, 1) + habits.reuse, 1)
+        chosen = _choose(logits, partners, habits.affinity, shape.top_k)
+        scores = _scores(logits, habits.sharpness) if with_scores else None
+        for layer, row in enumerate(chosen.tolist()):
+            of_layer = None if scores is None else scores[layer]
+            if token < shape.prompt_tokens:
+                prompt[layer].append((row, of_layer))
+            else:
+                routings.append(_routing(layer, Phase.DECODE, experts, [(row, of_layer)]))
+        if token == shape.prompt_tokens - 1:
+            routings = [_routing(layer, Phase.PREFILL, experts, rows) for layer, rows in enumerate(prompt)]
+        before = chosen
+    return routings
+
+
+def _choose(logits: np.ndarray, partners: np.ndarray, affinity: float, top_k: int) -> np.ndarray:
+    """[L, K] the highest of `logits` [L, E], highest first, layer by layer; partners of the layer before's choice are
+    raised in place."""
+    chosen = np.empty((len(logits), top_k), dtype=np.int64)
+    for layer, row in enumerate(logits):
+        if layer:
+            row[partners[layer][chosen[layer - 1]]] += affinity
+        highest = row.argpartition(-top_k)[-top_k:]
+        chosen[layer] = highest[row[highest].argsort()[::-1]]
+    return chosen
+
+
+def _scores(logits: np.ndarray, sharpness: float) -> np.ndarray:
+    """[L, E] softmax of each row."""
+    powers = np.exp(sharpness * (logits - logits.max(axis=1, keepdims=True)))
+    return np.asarray(powers / powers.sum(axis=1, keepdims=True))
+
+
+def _routing(layer: int, phase: Phase, experts: int, rows: Sequence[tuple[list[int], np.ndarray | None]]) -> Routing:
+    """One layer of one step; of a prompt's scores only the last tokens', as the engine has them."""
+    routing = Routing(layer, phase, experts, [row for row, _ in rows])
+    scores = [of_row.tolist() for _, of_row in rows if of_row is not None]
+    if not scores:
+        return routing
+    weights = scaled([[of_row[e] for e in row] for (row, _), of_row in zip(rows, scores, strict=True)])
+    kept = scores if phase is Phase.DECODE else [scores[row] for row in last_rows(routing)]
+    return routing._replace(scores=kept, weights=weights)
+
+
+def moments(trace: Sequence[Routing], steps: int) -> Moments:
+    """Of the first `steps` decode steps of `trace` (their first sequence), whose layers must be alike."""
+    chosen, gaps = _decoded(trace, steps)
+    tokens, layers, top_k = chosen.shape
+    experts = 1 + int(chosen.max())
+    uses = np.zeros((tokens, layers, experts), dtype=bool)
+    np.put_along_axis(uses, chosen, True, axis=2)
+    share = uses.mean(axis=0)
+    reused = (uses[1:] & uses[:-1]).sum() / (top_k * layers * max(1, tokens - 1))
+    return Moments(float((share**2).sum() / (top_k * layers)), float(reused), _lift(uses), gaps)
+
+
+def _decoded(trace: Sequence[Routing], steps: int) -> tuple[np.ndarray, float | None]:
+    """([steps, L, K] the chosen experts, the mean gap of `Moments`)"""
+    rows: dict[int, list[list[int]]] = {}
+    gaps: list[float] = []
+    for routing in trace:
+        of_layer = rows.setdefault(routing.layer, [])
+        if routing.phase is not Phase.DECODE or len(of_layer) >= steps:
+            continue
+        row = list(routing.top_k_index[0])
+        of_layer.append(row)
+        if routing.scores is not None:
+            ranked = sorted(routing.scores[0], reverse=True)
+            gaps += [log(ranked[n] / ranked[len(row)]) for n in range(len(row)) if ranked[len(row)] > 0]
+    least = min(map(len, rows.values()), default=0)
+    if least < 2:
+        raise TraceError(f"a trace of {least} decode steps shows no habits; record some hundred tokens")
+    chosen = np.array([of_layer[:least] for _, of_layer in sorted(rows.items())]).swapaxes(0, 1)
+    return chosen, sum(gaps) / len(gaps) if gaps else None
+
+
+def _lift(uses: np.ndarray) -> float:
+    """Of `uses` [T, L, E]; `Moments.lift`."""
+    half = len(uses) // 2
+    first, second = uses[:half].astype(float), uses[half:].astype(float)
+    behind = elsewhere = 0.0
+    for layer in range(1, uses.shape[1]):
+        together = first[:, layer - 1].T @ first[:, layer]
+        partner = together.argmax(axis=1)
+        given = second[:, layer - 1].sum(axis=0)
+        behind += float((second[:, layer - 1] * second[:, layer][:, partner]).sum())
+        elsewhere += float((given * second[:, layer].mean(axis=0)[partner]).sum())
+    return behind / elsewhere if elsewhere else 1.0
+
+
+def fit(trace: Sequence[Routing], steps: int = 400, seed: int = 0) -> Habits:
+    """The habits whose trace has the moments of this one; without scores the usual sharpness. Some seconds.
+
+    Each number in turn is halved in on, some rounds over, always with the same draws: then every statistic grows with
+    its number. Raises `TraceError` for a trace that is too short, or whose layers differ.
+    """
+    layers = sorted({routing.layer for routing in trace})
+    wanted = moments(trace, steps)
+    first = next(routing for routing in trace if routing.phase is Phase.DECODE)
+    count = min(steps, sum(r.phase is Phase.DECODE and r.layer == layers[0] for r in trace))
+    shape = Shape(first.experts, len(first.top_k_index[0]), len(layers), count)
+    found = Habits(1.0, 0.5, 0.5, 1.0)
+
+    def halve_in(name: str, most: float, statistic: str) -> None:
+        nonlocal found
+        low, high = 0.0, most
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            drawn = moments(synthesise(shape, replace(found, **{name: middle}), seed), count)
+            low, high = (middle, high) if getattr(drawn, statistic) < getattr(wanted, statistic) else (low, middle)
+        found = replace(found, **{name: (low + high) / 2})
+
+    for _ in range(_ROUNDS):
+        halve_in("skew", 4.0, "concentration")
+        halve_in("reuse", 4.0, "reuse")
+        halve_in("affinity", 4.0, "lift")
+    if wanted.gap is None:
+        return replace(found, sharpness=TYPICAL.sharpness)
+    drawn = moments(synthesise(shape, found, seed, with_scores=True), count)
+    assert drawn.gap is not None, "asked for"
+    return replace(found, sharpness=wanted.gap / drawn.gap)
+
+
+_HALVINGS = 8
+"""To a sixty-fourth of a logit."""
+_ROUNDS = 3

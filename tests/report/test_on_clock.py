@@ -1,0 +1,122 @@
+"""Simulated times against sums written down by hand.
+
+Would catch a load that is counted twice or not at all, layers that are left out of the sum, a constant in the wrong
+unit, parts that do not add up to the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from smoe.memory.emulation import DeviceProfile, read_profile
+from smoe.policy.budget import Demand, Ledger, SlotClass
+from smoe.policy.residency import PoolSize
+from smoe.presets import configure
+from smoe.report.on_clock import MOST_LAYERS, Scene, Work, settled, simulate, times_for
+from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, TYPICAL
+
+MIB = 2**20
+MACHINE = DeviceProfile(
+    "test", "made up", 1e9, 0.0, 1e11, 1e15, 1e-5, 1e-3, 1e10, 1e12, 1e-5,
+    disk_bytes_per_second=1e9, host_memory_bytes=1e12, has_link=False,
+)  # fmt: skip
+EXPERTS, TOP_K = 32, 4
+
+
+def work(layers: int = 4, expert_bytes: int = 3 * MIB) -> Work:
+    return Work(
+        layers,
+        EXPERTS,
+        TOP_K,
+        expert_bytes,
+        3 * MIB,
+        0,
+        layers * EXPERTS * expert_bytes,
+        10.0 * MIB,
+        decoder_layers=1.0,
+    )
+
+
+def scene(slots: int, layers: int = 4, machine: DeviceProfile = MACHINE, preset: str = "lru", **more: object) -> Scene:
+    demand = Demand(0, 0, 0, (SlotClass(3 * MIB, TOP_K, layers * EXPERTS),))
+    ledger = Ledger(1, demand, (PoolSize(slots, 8),))
+    return Scene(work(layers), machine, ledger, configure(preset), "none", **more)  # type: ignore[arg-type]
+
+
+EXPERT = 1e-5 + 3 * MIB / 1e11
+LAYER = 1e-3 + 10 * MIB / 1e11
+LOAD = 3 * MIB / 1e9
+
+
+def test_with_all_experts_resident_only_computing_takes_time() -> None:
+    run = simulate(scene(4 * EXPERTS), TYPICAL)
+    assert run.seconds_per_token == pytest.approx(4 * (LAYER + TOP_K * EXPERT), rel=0.02)  # the last uses for the first
+    assert run.bound_by == "Python" and run.hit_ratio > 0.99
+
+
+def test_a_slow_disk_is_all_that_counts() -> None:
+    """With four slots for four layers every expert is a load, one after the other; what is computed hides, but for the
+    last expert and the rest of the layer."""
+    run = simulate(scene(TOP_K), TYPICAL)
+    assert run.hit_ratio == 0 and run.bound_by == "disk"
+    assert run.seconds_per_token == pytest.approx(4 * (LAYER + TOP_K * LOAD + EXPERT), rel=0.02)
+    assert run.ttft_seconds > 4 * 20 * LOAD and run.prefill_bound_by == "disk", "a prompt uses most of the 32"
+
+
+@pytest.mark.parametrize("slots", [TOP_K, 30, 64, 128])
+def test_parts_add_up(slots: int) -> None:
+    run = simulate(scene(slots), TYPICAL)
+    assert sum(run.parts.values()) == pytest.approx(run.seconds_per_token)
+
+
+def test_layers_beyond_those_simulated_count() -> None:
+    few, many = (simulate(scene(n * 10, n * 1), TYPICAL) for n in (MOST_LAYERS, 3 * MOST_LAYERS))
+    assert many.seconds_per_token == pytest.approx(3 * few.seconds_per_token)
+    assert many.ttft_seconds == pytest.approx(3 * few.ttft_seconds)
+
+
+def test_memory_faster_reads_and_repetition_help() -> None:
+    seconds = [simulate(scene(slots), TYPICAL).seconds_per_token for slots in (4, 32, 64, 96, 128)]
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] < 0.5 * seconds[0]
+    faster = simulate(scene(40, faster_reads=2.0), TYPICAL)
+    assert faster.seconds_per_token < simulate(scene(40), TYPICAL).seconds_per_token
+    least, most = (simulate(scene(40, preset="lfu"), habits) for habits in (LEAST_REPETITIVE, MOST_REPETITIVE))
+    assert most.hit_ratio > least.hit_ratio and most.seconds_per_token < least.seconds_per_token
+
+
+def test_presets_do_what_they_say() -> None:
+    """On a machine whose link is slow and whose CPU is not: substitutes and the CPU's share save time."""
+    machine = replace(read_profile("rtx-4060-ti"), link_bytes_per_second=2e9)
+    exact, shared, lossy = (
+        simulate(scene(40, machine=machine, preset=name), TYPICAL) for name in ("score", "hybrimoe", "smoe")
+    )
+    assert shared.seconds_per_token < exact.seconds_per_token
+    assert lossy.seconds_per_token < exact.seconds_per_token
+
+
+def test_a_prefetch_that_does_not_pay_is_off() -> None:
+    """Beside compute that takes no time there is nothing to hide a load behind, and wrong guesses cost."""
+    fast = replace(MACHINE, device_layer_seconds=1e-9, device_bytes_per_second=1e15, device_expert_seconds=1e-9)
+    on_trial = replace(scene(40, machine=fast, preset="exact"), predictor="next-gate")
+    assert settled(on_trial).predictor == "none"
+    slow = replace(MACHINE, device_layer_seconds=1.0)
+    assert settled(replace(scene(40, machine=slow, preset="exact"), predictor="next-gate")).predictor == "next-gate"
+
+
+def test_times_by_hand() -> None:
+    times = times_for(MACHINE, work())
+    assert (times.load, times.expert(1), times.layer(1)) == pytest.approx((LOAD, EXPERT, LAYER))
+    many = times_for(replace(MACHINE, device_flops=1e9), work())
+    assert many.expert(100) == pytest.approx(1e-5 + 6e-5 + 3 * MIB * 100 / 1e9), "bound by arithmetic"
+    quarter = times_for(MACHINE, work(expert_bytes=3 * MIB // 4))
+    assert quarter.load == pytest.approx(LOAD / 4) and quarter.expert(1) == pytest.approx(1e-5 + 1.5 * MIB / 1e11)
+
+
+def test_what_does_not_fit_in_the_host_tier_comes_from_the_disk() -> None:
+    whole = work()
+    beside = replace(MACHINE, has_link=True, link_bytes_per_second=1e10)
+    assert times_for(beside, whole).load == pytest.approx(LOAD / 10)
+    half = times_for(beside, whole, host_bytes=whole.experts_bytes // 2)
+    assert half.load == pytest.approx(LOAD / 10 + LOAD / 2)
