@@ -36,6 +36,7 @@ ORDER = (
     "generation",
     "load",
     "report",
+    "papers",
     "benchmark",
     "eval",
     "cli",

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from smoe import __version__
-from smoe.cli import bench, chat, doctor, eval, generate, pack, plan, record, replay, tune, verify
+from smoe.cli import bench, chat, doctor, eval, generate, pack, plan, record, replay, simulate, tune, verify
 from smoe.cli.console import complain, print_json_error
 from smoe.cli.interrupts import listening
 from smoe.cli.spread import with_options
@@ -46,7 +46,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _module in (generate, chat, plan, doctor, bench, eval, tune, pack, verify, record, replay):
+for _module in (generate, chat, plan, doctor, bench, eval, tune, pack, verify, record, replay, simulate):
     app.command(
         name=_module.__name__.rsplit(".", 1)[1], help=_paragraphs(_module.command.__doc__), epilog=_module.EPILOG
     )(with_options(_module.command))

@@ -157,10 +157,12 @@ class VirtualClock:
         predictor: Predictor | None = None,
         low_slots: int = 0,
         answering: Answering | None = None,
+        waits_for_all: bool = False,
     ) -> None:
         """`low_slots`: cache slots for low copies; `eviction` must then rank both. `balance` is one of
         `policy.balance.BALANCERS`; None: all that is missing is loaded. Needs `times.host`. `answering` answers the
-        misses of decode steps, in the place of all other switches, at the times of `times`."""
+        misses of decode steps, in the place of all other switches, at the times of `times`. `waits_for_all`: a layer
+        begins when every load is over, as in systems that bring in whole layers."""
         assert balance is None or times.host is not None
         self.result = Timed()
         low = [PoolSize(low_slots, staging_slots, form=LOW)] if low_slots else []
@@ -172,6 +174,7 @@ class VirtualClock:
         self._balance = balance
         self._predictor = predictor
         self._answering = answering
+        self._waits_for_all = waits_for_all
         self._link = _Link(times.load, times.low_load)
         self._now = 0.0
         self._progress = Progress(self._table, eviction, self._begin)
@@ -188,6 +191,10 @@ class VirtualClock:
         self._now += self._times.layer(len(routing.top_k_index))
         if self._predictor is not None:
             self._predictor.observe(routing)
+        if self._waits_for_all:
+            for key in list(self._table.inflight):
+                self._now = max(self._now, self._link.wait(key, self._now))
+                self._progress.arrive(key)
         for key in self._link.ended(self._now):
             self._progress.arrive(key)
         plan = decide(

@@ -1,0 +1,1 @@
+"""The papers' own settings, simulated: their figures beside ours, as relative claims."""

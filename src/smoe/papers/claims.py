@@ -1,0 +1,82 @@
+"""What a paper says of its system, what the same setting gives here, and whether that is the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+NEAR = 0.9
+"""Part of the paper's least figure that a claim must reach to hold."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """How many times better one system is than another, in the paper and here."""
+
+    where: str
+    """Figure or table of the paper."""
+    what: str
+    paper: tuple[float, float]
+    """(least, most), as the paper gives it."""
+    ours: tuple[float, float]
+    remark: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """In words: of the ranges, the least figures are compared."""
+        if self.ours[0] >= NEAR * self.paper[0]:
+            return "holds"
+        if self.ours[1] >= NEAR * self.paper[0]:
+            return "holds in part"
+        return "holds, by less" if self.ours[0] > 1.0 else "does not hold"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "where": self.where,
+            "what": self.what,
+            "paper": list(self.paper),
+            "ours": list(self.ours),
+            "verdict": self.verdict,
+            "remark": self.remark,
+        }
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of what was simulated."""
+
+    name: str
+    system: str
+    ttft_seconds: float
+    seconds_per_token: float
+    new_tokens: int
+    memory_bytes: float
+
+    @property
+    def end_to_end_seconds(self) -> float:
+        return self.ttft_seconds + self.new_tokens * self.seconds_per_token
+
+    def as_json(self) -> dict[str, Any]:
+        return vars(self) | {"end_to_end_seconds": self.end_to_end_seconds}
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A paper's claims, and what they were taken from."""
+
+    paper: str
+    settings: tuple[Setting, ...]
+    claims: tuple[Claim, ...]
+    remarks: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "paper": self.paper,
+            "settings": [setting.as_json() for setting in self.settings],
+            "claims": [claim.as_json() for claim in self.claims],
+            "remarks": list(self.remarks),
+        }
+
+
+def span(values: list[float]) -> tuple[float, float]:
+    return min(values), max(values)

@@ -1,0 +1,21 @@
+"""Verdicts by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from smoe.papers.claims import Claim
+
+
+@pytest.mark.parametrize(
+    ("paper", "ours", "verdict"),
+    [
+        ((1.5, 7.0), (1.6, 3.0), "holds"),
+        ((1.5, 7.0), (1.36, 3.0), "holds"),
+        ((1.5, 7.0), (0.9, 3.0), "holds in part"),
+        ((1.5, 7.0), (1.1, 1.2), "holds, by less"),
+        ((1.5, 7.0), (0.9, 1.2), "does not hold"),
+    ],
+)
+def test_the_least_figures_are_compared(paper: tuple[float, float], ours: tuple[float, float], verdict: str) -> None:
+    assert Claim("figure 1", "this over that", paper, ours).verdict == verdict
