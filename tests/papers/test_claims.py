@@ -15,6 +15,8 @@ from smoe.papers.claims import Claim
         ((1.5, 7.0), (0.9, 3.0), "holds in part"),
         ((1.5, 7.0), (1.1, 1.2), "holds, by less"),
         ((1.5, 7.0), (0.9, 1.2), "does not hold"),
+        ((1.05, 1.05), (0.96, 0.98), "does not hold"),
+        ((0.99, 0.99), (0.99, 1.2), "holds"),
     ],
 )
 def test_the_least_figures_are_compared(paper: tuple[float, float], ours: tuple[float, float], verdict: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,11 +17,11 @@ EPILOG = """Examples:
 
 smoe simulate --paper duoserve
 
-smoe simulate --paper duoserve --json
+smoe simulate --paper hobbit --json
 
 Nothing is measured here: routing is synthetic, devices are profiles.
 """
-PAPERS = ("duoserve",)
+PAPERS = ("duoserve", "hobbit")
 
 
 def command(
@@ -37,11 +38,10 @@ def command(
 
     if paper not in PAPERS:
         raise ConfigError.no_choice("paper", paper, PAPERS)
-    from smoe.papers import duoserve
-
+    evaluation = import_module(f"smoe.papers.{paper}")
     with progress("simulate", "settings") as bars:
-        task = bars.add_task(paper, total=duoserve.settings_of(), amount="")
-        found = duoserve.reproduce(lambda count: bars.update(task, advance=count))
+        task = bars.add_task(paper, total=evaluation.settings_of(), amount="")
+        found = evaluation.reproduce(lambda count: bars.update(task, advance=count))
     if json:
         print_json(found.as_json())
     else:

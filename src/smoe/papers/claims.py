@@ -23,10 +23,11 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """In words: of the ranges, the least figures are compared."""
-        if self.ours[0] >= NEAR * self.paper[0]:
+        """In words: of the ranges, the least figures are compared; a gain is none where there is a loss."""
+        bound = max(NEAR * self.paper[0], min(1.0, self.paper[0]))
+        if self.ours[0] >= bound:
             return "holds"
-        if self.ours[1] >= NEAR * self.paper[0]:
+        if self.ours[1] >= bound:
             return "holds in part"
         return "holds, by less" if self.ours[0] > 1.0 else "does not hold"
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from smoe.policy.importance import ALL_IMPORTANT, graded
 from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
 from smoe.routing import Phase, Routing
 
@@ -29,7 +30,8 @@ class Recorded(Predictor):
 class Foresight(Predictor):
     """Says what the next `depth` layers of a trace will choose. Hears the trace from its beginning, step by step.
 
-    With a `recall` below 1 every expert is named with that probability, and another one in its place else.
+    With a `recall` below 1 every expert is named with that probability, and another one in its place else. With
+    `thresholds` below 1 it knows importance, too: the trace must then have weights.
     """
 
     def __init__(
@@ -73,10 +75,17 @@ class Foresight(Predictor):
             rows = [self._top_score(row, scores) for row, scores in zip(rows, coming.scores, strict=True)]
         experts = sorted({expert for row in rows for expert in row} - {coming.experts})
         others = sorted(set(range(coming.experts)) - set(experts))
-        named = [
-            e if self._chance.random() < self._recall or not others else self._chance.choice(others) for e in experts
-        ]
-        return Prediction(coming.layer, list(dict.fromkeys(named)))
+        low, skip = frozenset[int](), frozenset[int]()
+        if self.thresholds != ALL_IMPORTANT:
+            routing, skip = graded(coming, self.thresholds)
+            low = frozenset(routing.low)
+        named: dict[int, bool] = {}
+        for expert in experts:
+            is_right = self._chance.random() < self._recall or not others
+            guess = expert if is_right else self._chance.choice(others)
+            if expert not in skip:
+                named.setdefault(guess, expert in low)
+        return Prediction(coming.layer, list(named), frozenset(expert for expert, is_low in named.items() if is_low))
 
     def _top_score(self, row: Sequence[int], scores: Sequence[float]) -> list[int]:
         if len(row) >= len(scores):
