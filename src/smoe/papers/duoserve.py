@@ -11,45 +11,27 @@ Four systems, none with an expert cache:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from smoe.memory.emulation import DeviceProfile, read_profile
 from smoe.papers.claims import Claim, Reproduction, Setting, span
+from smoe.papers.geometry import MIXTRAL, MIXTRAL_22B, Geometry, step_times
 from smoe.policy.prediction import Prediction, Predictor, Sight
 from smoe.policy.registry import make_eviction
 from smoe.simulator.foresight import Foresight
 from smoe.simulator.synthetic import SAYS, Shape, synthesise
-from smoe.simulator.virtual_clock import StepTimes, VirtualClock
+from smoe.simulator.virtual_clock import VirtualClock
 
 PROMPT_TOKENS, NEW_TOKENS = 180, 64
 """Of a question of SQuAD or Orca-Math and its answer; the paper does not give them."""
 TOP_2 = {"Orca": (0.6685, 0.9545), "SQuAD": (0.6023, 0.9231)}
 """Table 3, Mixtral 8x7B: both experts right, at least one."""
-_AWQ_BYTES = 4.25 / 8
-"""A weight in four bits, with a scale for 128 of them."""
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """A Mixtral."""
-
-    name: str
-    layers: int
-    hidden: int
-    expert_width: int
-    dense_bytes: float
-    """Everything beside the experts; of 8x7B as the paper says (2.15 GB), of 8x22B by its layers' sizes."""
-
-    @property
-    def expert_bytes(self) -> int:
-        return int(3 * self.hidden * self.expert_width * _AWQ_BYTES)
-
-
-EXPERTS, TOP_K = 8, 2
-MODELS = (
-    Geometry("Mixtral 8x7B", 32, 4096, 14336, 2.15e9),
-    Geometry("Mixtral 8x22B", 56, 6144, 16384, 4.6e9),
-)
+_AWQ_BITS = 4.25
+"""Of a weight in four bits, with a scale for 128 of them."""
+MODELS = (MIXTRAL, MIXTRAL_22B)
+DENSE_BYTES = {MIXTRAL: 2.15e9, MIXTRAL_22B: 4.6e9}
+"""Everything beside the experts; of 8x7B as the paper says, of 8x22B by its layers' sizes."""
+EXPERTS, TOP_K = MIXTRAL.experts, MIXTRAL.top_k
 DEVICES = ("rtx-a5000", "rtx-a6000")
 PACES = AS_PROFILED, AS_IMPLIED = "as profiled", "as slow as implied"
 """How fast the device works: by its profile; or so slowly that loads and work can hide as much of each other as the
@@ -99,17 +81,12 @@ def settings_of() -> int:
 def implied_layer_seconds(model: Geometry, profile: DeviceProfile) -> float:
     """How long the layers beside the experts must take for perfect prefetching to gain what the paper's gains on SQuAD,
     where loads are the longer part."""
-    return (_SQUAD_GAIN - 1.0) * TOP_K * profile.link_seconds(model.expert_bytes)
+    return (_SQUAD_GAIN - 1.0) * TOP_K * profile.link_seconds(model.expert_bytes(_AWQ_BITS))
 
 
 def _systems(model: Geometry, profile: DeviceProfile, name: str, recall: float) -> list[Setting]:
     trace = synthesise(Shape(EXPERTS, TOP_K, model.layers, NEW_TOKENS, PROMPT_TOKENS))
-    nbytes, dense = model.expert_bytes, model.dense_bytes / model.layers
-    times = StepTimes(
-        load=profile.link_seconds(nbytes),
-        expert=lambda rows: profile.expert_seconds(nbytes, rows),
-        layer=lambda tokens: profile.layer_seconds(dense, tokens),
-    )
+    nbytes, times = model.expert_bytes(_AWQ_BITS), step_times(model, profile, _AWQ_BITS, DENSE_BYTES[model])
     made: dict[str, tuple[int, Predictor | None]] = {
         "accelerate": (1, None),
         "moesys": (EXPERTS + 1, _AllOfNext(model.layers)),
@@ -131,7 +108,7 @@ def _systems(model: Geometry, profile: DeviceProfile, name: str, recall: float) 
                 result.prefill_seconds,
                 result.seconds_per_step,
                 NEW_TOKENS,
-                model.dense_bytes + slots * nbytes,
+                DENSE_BYTES[model] + slots * nbytes,
             )
         )
     return found
@@ -203,9 +180,9 @@ def _memory(settings: Sequence[Setting]) -> Claim:
 def _bound() -> str:
     """Why prefetching cannot gain more than it does."""
     model, profile = MODELS[0], read_profile(DEVICES[0])
-    nbytes = model.expert_bytes
+    nbytes = model.expert_bytes(_AWQ_BITS)
     loads = TOP_K * profile.link_seconds(nbytes)
-    work = TOP_K * profile.expert_seconds(nbytes, 1) + profile.layer_seconds(model.dense_bytes / model.layers, 1)
+    work = TOP_K * profile.expert_seconds(nbytes, 1) + profile.layer_seconds(DENSE_BYTES[model] / model.layers, 1)
     return (
         f"{model.name} on {profile.name}: a layer's loads take {1e3 * loads:.1f} ms, all else {1e3 * work:.1f} ms; to "
         f"hide one behind the other gains {(loads + work) / max(loads, work):.2f} times at most, and a wrong guess "

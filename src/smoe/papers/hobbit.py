@@ -8,12 +8,12 @@ the Orin reads from its disk, in int8, low copies in int2.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from smoe.expert import LOW
-from smoe.memory.emulation import DeviceProfile, read_profile
+from smoe.memory.emulation import read_profile
 from smoe.papers.claims import Claim, Reproduction, Setting, span
+from smoe.papers.geometry import MIXTRAL, PHI_MOE, Geometry, step_times
 from smoe.policy.importance import Thresholds, least_unimportance
 from smoe.policy.registry import EvictionSettings, make_eviction_for
 from smoe.policy.residency import PoolSize
@@ -22,7 +22,7 @@ from smoe.routing import Phase, Routing
 from smoe.simulator.foresight import Foresight
 from smoe.simulator.mixed_cache import MixedCache, miss_penalty, multidimensional, named
 from smoe.simulator.synthetic import SAYS, Shape, synthesise
-from smoe.simulator.virtual_clock import StepTimes, replay_on_clock
+from smoe.simulator.virtual_clock import replay_on_clock
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 128
 """One of the paper's four lengths; figure 16 is a mean over all."""
@@ -33,28 +33,9 @@ STAGING_SLOTS = 4
 RECALL = {1: 0.88, 2: 0.80, 3: 0.75, 4: 0.70}
 """By how many layers ahead: near figure 7b, which counts first experts alone (0.96, 0.90, 0.90)."""
 EQUAL = (0.25, 0.25, 0.25, 0.25)
-TOP_K = 2
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """A model of table 1."""
-
-    name: str
-    layers: int
-    experts: int
-    hidden: int
-    expert_width: int
-    dense_parameters: float
-
-    def expert_bytes(self, bits: float) -> int:
-        return int(3 * self.hidden * self.expert_width * bits / 8)
-
-
-MODELS = (
-    Geometry("Mixtral 8x7B", 32, 8, 4096, 14336, 1.6e9),
-    Geometry("Phi-MoE", 32, 16, 4096, 6400, 1.5e9),
-)
+MODELS = (MIXTRAL, PHI_MOE)
 
 
 class Machine(NamedTuple):
@@ -123,7 +104,7 @@ def reproduce(tick: Callable[[int], None]) -> Reproduction:
     settings, penalties = [], []
     for model in MODELS:
         for machine in MACHINES:
-            shape = Shape(model.experts, TOP_K, model.layers, NEW_TOKENS, PROMPT_TOKENS)
+            shape = Shape(model.experts, model.top_k, model.layers, NEW_TOKENS, PROMPT_TOKENS)
             trace = synthesise(shape, with_scores=True)
             switches = switches_of(trace)
             for name, run in RUNS.items():
@@ -145,22 +126,10 @@ def switches_of(trace: Sequence[Routing]) -> Switches:
 def _slots(model: Geometry, machine: Machine, dynamic: bool) -> tuple[int, int]:
     """(for own copies, for low ones) in what the rest of the model leaves."""
     own, low = model.expert_bytes(machine.bits), model.expert_bytes(machine.low_bits)
-    room = machine.room_bytes - model.dense_parameters * machine.dense_bits / 8 - STAGING_SLOTS * own
+    room = machine.room_bytes - model.dense_bytes(machine.dense_bits) - STAGING_SLOTS * own
     for_low = LOW_BYTES_SHARE * room if dynamic else 0.0
     whole = model.layers * model.experts
     return min(whole, int((room - for_low) / own)), min(whole, int(for_low / low))
-
-
-def _times(model: Geometry, machine: Machine, profile: DeviceProfile) -> StepTimes:
-    own, low = model.expert_bytes(machine.bits), model.expert_bytes(machine.low_bits)
-    dense = model.dense_parameters * machine.dense_bits / 8 / model.layers
-    return StepTimes(
-        load=profile.link_seconds(own),
-        expert=lambda rows: profile.expert_seconds(own, rows),
-        layer=lambda tokens: profile.layer_seconds(dense, tokens),
-        host=lambda rows: profile.host_seconds(own, rows),
-        low_load=profile.link_seconds(low),
-    )
 
 
 def _simulated(
@@ -178,14 +147,16 @@ def _simulated(
         slots,
         STAGING_SLOTS,
         eviction,
-        _times(model, machine, read_profile(machine.profile)),
+        step_times(
+            model, read_profile(machine.profile), machine.bits, model.dense_bytes(machine.dense_bits), machine.low_bits
+        ),
         switches if run.dynamic else EXACT_SWITCHES,
         ("host" if name == "static" else "optimal") if run.by_cpu else None,
         predictor,
         low_slots if run.dynamic else 0,
     )
     own, low = model.expert_bytes(machine.bits), model.expert_bytes(machine.low_bits)
-    nbytes = model.dense_parameters * machine.dense_bits / 8 + (slots + STAGING_SLOTS) * own + low_slots * low
+    nbytes = model.dense_bytes(machine.dense_bits) + (slots + STAGING_SLOTS) * own + low_slots * low
     where = f"{model.name}, {machine.name}"
     return Setting(where, name, timed.prefill_seconds, timed.seconds_per_step, NEW_TOKENS, nbytes)
 
