@@ -15,4 +15,4 @@ def test_claims_stand_beside_ours(run, monkeypatch):
 
 def test_other_papers_are_refused(run):
     ran = run("simulate", "--paper", "attention", "--json")
-    assert ran.code == 2 and "choose one of: duoserve, hobbit" in ran.err
+    assert ran.code == 2 and "choose one of: smoe, hobbit, duoserve" in ran.err

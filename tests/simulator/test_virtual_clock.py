@@ -11,6 +11,7 @@ import random
 import pytest
 
 from smoe.policy.answering import Answering
+from smoe.policy.importance import Thresholds
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import layer_share
 from smoe.policy.prediction import Moment, Sight
@@ -211,3 +212,23 @@ def test_a_time_that_is_asked_for_is_met() -> None:
     asked = (exact + least) / 2
     steps = priced(TimeBudget(asked, 100.0)).step_seconds
     assert sum(steps[240:]) / len(steps[240:]) == pytest.approx(asked, rel=0.05)
+
+
+def test_who_knows_names_what_is_worth_a_load() -> None:
+    """With an alpha top-score experts alone, with thresholds low copies for what matters little; by hand."""
+    scores = [[0.1] * 12 + [0.4, 0.3, 0.11, 0.0]]
+    coming = Routing(1, Phase.DECODE, EXPERTS, [[12, 13, 14]], scores, 1, weights=[[0.5, 0.4, 0.1]])
+    now = coming._replace(layer=0)
+
+    def named(**known: object) -> tuple[list[int], set[int]]:
+        predictor = Foresight([now, coming])
+        for name, value in known.items():
+            setattr(predictor, name, value)
+        predictor.observe(now)
+        (answer,) = predictor.predict(Sight(0, None))
+        return list(answer.experts), set(answer.low)
+
+    assert named() == ([12, 13, 14], set())
+    assert named(alpha=0.3) == ([12, 13], set()), "14 is no better than those that are not chosen"
+    assert named(thresholds=Thresholds(0.4, 1.0)) == ([12, 13, 14], {13, 14})
+    assert named(thresholds=Thresholds(0.4, 0.8)) == ([12, 13], {13})

@@ -21,7 +21,7 @@ smoe simulate --paper hobbit --json
 
 Nothing is measured here: routing is synthetic, devices are profiles.
 """
-PAPERS = ("duoserve", "hobbit")
+PAPERS = ("smoe", "hobbit", "duoserve")
 
 
 def command(

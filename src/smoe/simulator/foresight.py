@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from smoe.policy.importance import ALL_IMPORTANT, graded
 from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
+from smoe.policy.substitution import substitute
 from smoe.routing import Phase, Routing
 
 
@@ -31,7 +32,8 @@ class Foresight(Predictor):
     """Says what the next `depth` layers of a trace will choose. Hears the trace from its beginning, step by step.
 
     With a `recall` below 1 every expert is named with that probability, and another one in its place else. With
-    `thresholds` below 1 it knows importance, too: the trace must then have weights.
+    `thresholds` below 1 it knows importance, too: the trace must then have weights; with an `alpha` above 0 it names
+    top-score experts alone: the trace must then have scores.
     """
 
     def __init__(
@@ -75,6 +77,10 @@ class Foresight(Predictor):
             rows = [self._top_score(row, scores) for row, scores in zip(rows, coming.scores, strict=True)]
         experts = sorted({expert for row in rows for expert in row} - {coming.experts})
         others = sorted(set(range(coming.experts)) - set(experts))
+        if self.alpha > 0:  # who is substituted when missing is not worth a load
+            everybody = range(coming.experts)
+            top = substitute(coming, everybody, self.alpha, share=False, drop=False, under_way=()).top
+            experts = [expert for expert in experts if expert in top]
         low, skip = frozenset[int](), frozenset[int]()
         if self.thresholds != ALL_IMPORTANT:
             routing, skip = graded(coming, self.thresholds)
