@@ -152,7 +152,8 @@ def test_with_an_alpha_top_score_experts_are_foreseen() -> None:
     coming = Routing(1, Phase.DECODE, 5, [[0, 2, 4]], [[0.9, 0.1, 0.6, 0.4, 0.5]])
     trace = [Routing(0, Phase.DECODE, 5, [[1, 2, 3]], [[0.0] * 5]), coming]
     for alpha, expected in ((0.0, [0, 2, 4]), (0.3, [0, 2]), (1.0, [0])):
-        predictor = Foresight(trace, alpha=alpha)
+        predictor = Foresight(trace)
+        predictor.alpha = alpha
         predictor.observe(trace[0])
         (prediction,) = predictor.predict(Sight(0, None))
         assert list(prediction.experts) == expected

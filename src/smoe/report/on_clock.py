@@ -264,8 +264,9 @@ def _predictor(scene: Scene, trace: list[Routing]) -> Predictor | None:
         return Recorded([[Prediction(coming.layer, range(coming.experts))] for coming in [*trace[1:], trace[0]]])
     depth = (config.prefetch_depth or DEFAULT_PREFETCH_DEPTH) if name == STACKED_GATES else 1
     asked = Moment.RESIDENTS_DONE if name == "look-ahead" else Moment.ROUTED
-    alpha = config.alpha if config.prefetch_what == "top-score" else 0.0
-    return Foresight(trace, _RECALL.get(name, _USUAL_RECALL), asked, depth=depth, alpha=alpha)
+    predictor = Foresight(trace, _RECALL.get(name, _USUAL_RECALL), asked, depth=depth)
+    predictor.alpha = config.alpha if config.prefetch_what == "top-score" else 0.0
+    return predictor
 
 
 def _answering(config: EngineConfig, prices: PriceTable | None, layers: int, times: StepTimes) -> Answering | None:

@@ -43,15 +43,12 @@ class Foresight(Predictor):
         asked: Moment = Moment.ROUTED,
         seed: int = 0,
         depth: int = 1,
-        alpha: float = 0.0,
     ) -> None:
-        """With an `alpha` above 0 (the trace must have scores) it says top-score experts only: others are replaced."""
         assert 0.0 <= recall <= 1.0 and depth >= 1, (recall, depth)
         self.asked = asked
         self._trace = trace
         self._recall = recall
         self._depth = depth
-        self._alpha = alpha
         self._chance = random.Random(seed)
         self._next = 0
 
@@ -71,11 +68,7 @@ class Foresight(Predictor):
         return found
 
     def _named(self, coming: Routing) -> Prediction:
-        rows = coming.top_k_index
-        if self._alpha > 0:
-            assert coming.scores is not None, "a trace with scores"
-            rows = [self._top_score(row, scores) for row, scores in zip(rows, coming.scores, strict=True)]
-        experts = sorted({expert for row in rows for expert in row} - {coming.experts})
+        experts = sorted({expert for row in coming.top_k_index for expert in row} - {coming.experts})
         others = sorted(set(range(coming.experts)) - set(experts))
         if self.alpha > 0:  # who is substituted when missing is not worth a load
             everybody = range(coming.experts)
@@ -92,9 +85,3 @@ class Foresight(Predictor):
             if expert not in skip:
                 named.setdefault(guess, expert in low)
         return Prediction(coming.layer, list(named), frozenset(expert for expert, is_low in named.items() if is_low))
-
-    def _top_score(self, row: Sequence[int], scores: Sequence[float]) -> list[int]:
-        if len(row) >= len(scores):
-            return list(row)
-        bound = (1 + self._alpha) * sorted(scores)[-1 - len(row)]
-        return [expert for expert in row if expert == len(scores) or scores[expert] >= bound]
