@@ -9,7 +9,7 @@ from typing import Any
 from smoe.config import DEFAULT_ALPHA, EngineConfig
 from smoe.cpu_isa import max_cpu_isa
 from smoe.errors import ConfigError
-from smoe.policy.registry import WHOLE_LAYER
+from smoe.policy.registry import EXPERT_MLP, WHOLE_LAYER
 
 PRESETS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -35,6 +35,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "accelerate": {"expert_cache": "top-k", "eviction": "lru", "prefetch": "none"},
     "moesys": {"expert_cache": "top-k", "eviction": "lru", "prefetch": WHOLE_LAYER, "prefetch_trial": False},
+    "duoserve": {"expert_cache": "top-k", "eviction": "lru", "prefetch": EXPERT_MLP, "prefetch_trial": False},
     "hobbit": {
         "eviction": "multidimensional",
         "prefetch": "stacked-gates",
@@ -49,8 +50,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 `static` (llama.cpp's and Fiddler's split): what prefill has left on the device stays there, the CPU computes the rest.
 `hybrimoe`: its score-aware cache, its schedule of CPU and device and a prefetch between layers (arXiv 2504.05897), as
 far as our own parts make them up.
-`accelerate`, `moesys`: no expert cache, and experts on demand, or all of the next layer's ahead (the baselines of
-DuoServe-MoE, section 6.1).
+`duoserve` (DuoServe-MoE): the slots of one token's choice, a prompt that streams through two, in decode what a network
+guesses, once it is trained on the user's own traces. `accelerate`, `moesys`: its baselines (section 6.1), experts on
+demand, or all of the next layer's ahead.
 `hobbit` (arXiv 2411.01433): its shares where the model has a profile, else the thresholds that it has for Mixtral."""
 LOW_COPIES = (
     "low_precision",

@@ -6,14 +6,17 @@ padding, a sequence that goes on in the next one, a network folded wrongly, an e
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from smoe.errors import ConfigError
 from smoe.eval.tune_predictor import paths_of
 from smoe.load.fitted_predictor import remember
 from smoe.policy.eviction.lru import LRU
@@ -228,3 +231,21 @@ def test_engine_and_simulator_hear_and_say_the_same(
     assert any(engine.said.values()) and timed.prefetches > 0
     if name == EXPERT_MLP:
         assert model.offload.ledger.entries()["fitted predictor"] == fitted.nbytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_duoserve_keeps_a_tokens_experts_and_its_bits(
+    device: str, recorded: Path, toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    """However much memory there is; refused until its network is trained."""
+    folder = Path(shutil.copytree(toy("mixtral"), tmp_path / "model"))
+    bench: dict[str, Any] = {"device": "emulated", "dilation": 1.0} if device == "emulated" else {}
+    with pytest.raises(ConfigError, match="expert-mlp"):
+        open_model(folder, 30, preset="duoserve", **bench)
+    remember(folder, fitted_on(recorded, EXPERT_MLP))
+    model = open_model(folder, 30, preset="duoserve", **bench)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    ledger, counted = model.offload.ledger, model.offload.stats()
+    assert (ledger.cache_slots, ledger.staging_slots) == (2, 3)
+    assert counted.prefetches > counted.forward_passes, "it asks in every layer but the last"
+    model.offload.executor.table.check()
