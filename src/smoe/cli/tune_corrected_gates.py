@@ -54,10 +54,9 @@ def _learn(model: str, engine: EngineOptions, text: Path | None, tokens: int) ->
     # the stacked gates need what is to be learned for: routers that are plain products, with rules that are known
     config = replace(exact, prefetch="stacked-gates", prefetch_depth=1)
     spec = read_spec(model, config, engine.revision)
-    with loaded(model, config, engine.revision) as ready, progress("tune", "tokens") as bars:
-        reading = bars.add_task("reading the text", total=len(ids), amount="")
-        pairs = len(pairs_of(spec))
-        learning = bars.add_task("learning", total=pairs, amount="")
+    with loaded(model, config, engine.revision) as ready, progress("tune", "steps") as bars:
+        reading = bars.add_task("reading the text, by tokens", total=len(ids), amount="")
+        learning = bars.add_task("learning, by pairs of layers", total=len(pairs_of(spec)), amount="")
         return learn(
             ready,
             spec,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from smoe.bounds import DEFAULT_PREFETCH_DEPTH, STACKED_GATES
+from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH, STACKED_GATES
 from smoe.config import EngineConfig
 from smoe.expert import LOW
 from smoe.memory.emulation import DeviceProfile
@@ -42,9 +42,19 @@ _PROMPT_EXPERT_SECONDS = 60e-6
 """On a CPU, more than in decode: an expert of a prompt is some of the library's products. A guess, not measured."""
 _UNPACKING = 2.0
 """By how much fewer bytes a second quantised experts are computed than their bytes are read from memory."""
-_RECALL = {"next-gate": 0.78, "look-ahead": 0.85, STACKED_GATES: 0.75}
-"""How often each predictor names an expert that is wanted, on the models that were recorded (docs/log.md)."""
-_USUAL_RECALL = 0.78
+_RECALL = {
+    "next-gate": 0.78,
+    STACKED_GATES: 0.78,
+    CORRECTED_GATES: 0.88,
+    "look-ahead": 0.82,
+    "previous-token": 0.25,
+    "popularity": 0.23,
+    "activation-matrix": 0.25,
+    "affinity": 0.53,
+    "expert-mlp": 0.65,
+}
+"""How often each predictor names an expert that the next layer wants: on the embedded model and unseen stories
+(docs/log.md), the look-ahead as SMoE has it (section VI-C)."""
 _HOST_TIER_SHARE = 0.8
 """Of a machine's RAM, at most what the host tier gets."""
 
@@ -262,10 +272,12 @@ def _predictor(scene: Scene, trace: list[Routing]) -> Predictor | None:
         return None
     if name == WHOLE_LAYER:
         return Recorded([[Prediction(coming.layer, range(coming.experts))] for coming in [*trace[1:], trace[0]]])
-    depth = (config.prefetch_depth or DEFAULT_PREFETCH_DEPTH) if name == STACKED_GATES else 1
+    depth = (config.prefetch_depth or DEFAULT_PREFETCH_DEPTH) if name in (STACKED_GATES, CORRECTED_GATES) else 1
     asked = Moment.RESIDENTS_DONE if name == "look-ahead" else Moment.ROUTED
-    predictor = Foresight(trace, _RECALL.get(name, _USUAL_RECALL), asked, depth=depth)
+    predictor = Foresight(trace, _RECALL[name], asked, depth=depth)
     predictor.alpha = config.alpha if config.prefetch_what == "top-score" else 0.0
+    if trace[0].weights is not None:
+        predictor.thresholds = substitution_of(config).switches.thresholds
     return predictor
 
 
