@@ -21,6 +21,7 @@ GIVEN = {
     "dilation": ("2.5", 2.5),
     "direct_io": ("off", "off"),
     "emulated_expert_bytes": ("9MiB", 9 * 2**20),
+    "expert_cache": ("top-k", "top-k"),
     "io_threads": ("3", 3),
     "prefetch_depth": ("2", 2),
     "prefetch_trial": ("on", True),
