@@ -11,7 +11,9 @@ from smoe.papers.claims import Claim
     ("paper", "ours", "verdict"),
     [
         ((1.5, 7.0), (1.6, 3.0), "holds"),
-        ((1.5, 7.0), (1.36, 3.0), "holds"),
+        ((1.5, 7.0), (1.46, 3.0), "holds"),
+        ((1.5, 7.0), (1.36, 3.0), "holds in part"),
+        ((1.02, 1.04), (1.003, 1.01), "holds, by less"),
         ((1.5, 7.0), (0.9, 3.0), "holds in part"),
         ((1.5, 7.0), (1.1, 1.2), "holds, by less"),
         ((1.5, 7.0), (0.9, 1.2), "does not hold"),

@@ -32,7 +32,7 @@ def command(
     """Simulate what a paper measured, on the devices that it names, and set its claims beside what comes out.
 
     The engine's own plans run on a virtual clock. Claims are relative: how many times better one system is than
-    another; a claim holds where the least of ours is within a tenth of the paper's least.
+    another; a claim holds where the least gain here is nine tenths of the paper's least.
     """
     from smoe.cli.console import print_json, progress
 

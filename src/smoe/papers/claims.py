@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 NEAR = 0.9
-"""Part of the paper's least figure that a claim must reach to hold."""
+"""Part of the paper's least gain that a claim must reach to hold."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """In words: of the ranges, the least figures are compared; a gain is none where there is a loss."""
-        bound = max(NEAR * self.paper[0], min(1.0, self.paper[0]))
+        """In words: of the ranges, what the least figures gain is compared."""
+        gain = self.paper[0] - 1.0
+        bound = 1.0 + (NEAR * gain if gain > 0 else gain)
         if self.ours[0] >= bound:
             return "holds"
         if self.ours[1] >= bound:
