@@ -19,7 +19,7 @@ from smoe.expert import LOW
 from smoe.memory.emulation import DeviceProfile
 from smoe.models.spec import ModelSpec
 from smoe.policy.answering import Answering
-from smoe.policy.budget import MAX_STAGING_SLOTS, Ledger
+from smoe.policy.budget import Ledger
 from smoe.policy.prediction import Moment, Prediction, Predictor
 from smoe.policy.prices import PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget, nats_of_perplexity
@@ -275,7 +275,7 @@ def _clock(scene: Scene, times: StepTimes, layers: int, trace: list[Routing]) ->
     balance = {"auto": "optimal" if times.host else None, "none": None}.get(config.balance, config.balance)
     return VirtualClock(
         slots,
-        MAX_STAGING_SLOTS,
+        scene.ledger.pools[0].staging,
         layers,
         eviction,
         times,
