@@ -27,8 +27,7 @@ AGAIN = "run smoe tune on it with `predictor` corrected-gates and some of your `
 
 
 @pytest.fixture
-def folder(toy: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def folder(toy: Callable[..., Path], own_cache: None) -> Path:
     return toy("mixtral")
 
 

@@ -36,13 +36,6 @@ def trained(experts: dict[int, int]) -> TrainedNextUse:
 EXPERTS = {1: 8, 2: 6}
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "model").mkdir()
-    return tmp_path / "model"
-
-
 def test_what_was_learned_is_for_its_model(folder: Path) -> None:
     with pytest.raises(ConfigError, match="nobody has trained it yet on traces of this model; run smoe record, then"):
         next_use_of(folder, EXPERTS)
