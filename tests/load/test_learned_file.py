@@ -22,8 +22,7 @@ TENSORS = {"first": torch.arange(12.0).reshape(3, 4), "second": torch.zeros(2, d
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def folder(tmp_path: Path, own_cache: None) -> Path:
     zoo.save("mixtral", tmp_path / "model")
     return tmp_path / "model"
 
