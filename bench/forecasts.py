@@ -31,7 +31,7 @@ from smoe.report.forecast import forecast
 from smoe.report.on_clock import PROMPT_TOKENS
 from smoe.units import parse_share
 
-WARM_TOKENS, TIMED_TOKENS, CONTEXT_TOKENS = 16, 64, 1024
+WARM_TOKENS, TIMED_TOKENS, CONTEXT_TOKENS = 12, 32, 1024
 TEXT = Path(__file__).parent / "text.txt"
 BARS = {"median": 0.15, "worst": 0.35}
 """What the errors of the time per token are to stay within."""
