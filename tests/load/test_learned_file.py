@@ -18,7 +18,14 @@ from safetensors.torch import load_file, save_file
 from smoe.load.learned_file import NotLearnedError, keep_learned, learned, path_of
 from tests import zoo
 
-TENSORS = {"first": torch.arange(12.0).reshape(3, 4), "second": torch.zeros(2, dtype=torch.int64)}
+TENSORS = {
+    "first": torch.arange(12.0).reshape(3, 4),
+    "second": torch.zeros(2, dtype=torch.int64),
+    "third": torch.ones(3, 2, dtype=torch.bfloat16).t(),
+    "none": torch.zeros(0, 2),
+}
+
+PLAIN = {name: tensor.contiguous() for name, tensor in TENSORS.items()}
 
 
 @pytest.fixture
@@ -71,7 +78,7 @@ def test_another_format_is_refused(folder: Path, path: Path) -> None:
 def test_what_says_that_it_is_something_else_is_refused(change: dict[str, object], folder: Path, path: Path) -> None:
     with safe_open(path, "pt") as file:
         said = json.loads(file.metadata()["smoe"])
-    save_file(TENSORS, path, {"smoe": json.dumps(said | change)})
+    save_file(PLAIN, path, {"smoe": json.dumps(said | change)})
     with pytest.raises(NotLearnedError):
         learned("guess", 3, folder)
 
@@ -79,12 +86,12 @@ def test_what_says_that_it_is_something_else_is_refused(change: dict[str, object
 def test_tensors_that_were_changed_are_refused(folder: Path, path: Path) -> None:
     with safe_open(path, "pt") as file:
         said = file.metadata()
-    save_file(TENSORS | {"first": TENSORS["first"] + 1}, path, said)
+    save_file(PLAIN | {"first": TENSORS["first"] + 1}, path, said)
     with pytest.raises(NotLearnedError, match="its tensors are not what its header says"):
         learned("guess", 3, folder)
 
 
 def test_a_file_of_somebody_else_is_refused(folder: Path, path: Path) -> None:
-    save_file(TENSORS, path)
+    save_file(PLAIN, path)
     with pytest.raises(NotLearnedError, match="is of format None"):
         learned("guess", 3, folder)

@@ -45,9 +45,10 @@ def keep_learned(kind: str, form: int, folder: Path, tensors: Tensors, said: Map
     """
     path = path_of(kind, folder)
     header = {"format": form, "checkpoint": checksum(folder), "tensors": _digest(tensors), **said}
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
-        file.write(save(dict(tensors), {_METADATA: json.dumps(header)}))  # one entry: several come in no fixed order
+        file.write(save(whole, {_METADATA: json.dumps(header)}))  # one entry: several come in no fixed order
     return path
 
 
@@ -75,7 +76,7 @@ def _digest(tensors: Tensors) -> str:
     """SHA-256 of names, shapes, types and bytes."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        array = tensors[name].numpy()
-        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        digest.update(array.tobytes())
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
