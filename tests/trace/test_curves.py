@@ -121,19 +121,19 @@ def curve(*misses: int, slots: tuple[int, ...] = (5, 10, 30, 50, 80, 100)) -> Cu
 
 
 def test_knee_and_plateau() -> None:
-    """At 30 the curve hangs lowest; from 80 on 4 of 1000 uses are saved, which is next to nothing."""
+    """At 30 the curve hangs lowest; from 80 on only 4 of 1000 uses are saved."""
     found = curve(900, 700, 200, 100, 14, 10)
     assert turns(found, "auto") == (2, 4)
-    assert in_words(found, "auto") == (
-        "auto saves, from 5 % to 30 %, 28 misses a token for every 10 % more of the experts in memory; "
-        "from 30 % to 80 %, 3.72; beyond 80 %, next to nothing"
+    assert in_words(found, "auto", 10 * 2**20) == (
+        "auto: from 5 % to 30 % of the experts in memory saves 70 misses a token (28 for every 10 %, 1.00 MiB); "
+        "from 30 % to 80 %, 18.6 (3.72); beyond 80 %, 0.4 in all"
     )
 
 
 def test_a_straight_curve_has_no_knee() -> None:
     found = curve(950, 900, 700, 500, 200, 0)
     assert turns(found, "auto") == (None, 5)
-    expected = "auto saves, from 5 % to 100 %, 10 misses a token for every 10 % more of the experts in memory"
+    expected = "auto: from 5 % to 100 % of the experts in memory saves 95 misses a token (10 for every 10 %)"
     assert in_words(found, "auto") == expected
 
 

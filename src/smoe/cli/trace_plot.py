@@ -163,7 +163,7 @@ def rows_of(found: Survey) -> list[tuple[str, str]]:
         known = f"affinity names {affinity.by_affinity.mean():.0%}, popularity {affinity.by_popularity.mean():.0%}"
         rows.append(("next layer's experts", f"{known}: {100 * affinity.gain:+.1f} points"))
     if found.curves is not None:
-        rows.append(("memory", in_words(found.curves, LEADER)))
+        rows.append(("memory", in_words(found.curves, LEADER, found.experts_bytes)))
     return rows
 
 

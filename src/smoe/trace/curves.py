@@ -29,6 +29,7 @@ from smoe.routing import Phase, Routing
 from smoe.simulator.replay import ReplayCounts, first_passes, replay
 from smoe.trace.file import Trace
 from smoe.trace.record import PHASES, TraceHeader
+from smoe.units import format_bytes
 
 if TYPE_CHECKING:
     from smoe.policy.eviction.learned import NextUse
@@ -39,7 +40,7 @@ BOUND = "belady"
 """The policy that knows the future."""
 MOST_PROCESSES = 8
 """Each takes some hundred megabytes."""
-NOTHING = 0.01
+LITTLE = 0.02
 """Of the uses: what more memory saves beyond the plateau at most."""
 _BEND = 0.05
 """By how much of its height a curve must hang below its chord to have a knee."""
@@ -205,7 +206,12 @@ def _follow_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = parent_process()
     if parent is not None:
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+        def follow() -> None:
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=follow, daemon=True).start()
 
 
 class Turns(NamedTuple):
@@ -214,13 +220,13 @@ class Turns(NamedTuple):
     knee: int | None
     """None: it falls evenly."""
     plateau: int
-    """The first size from which on more memory saves at most `NOTHING` of the uses."""
+    """The first size from which on more memory saves at most `LITTLE` of the uses."""
 
 
 def turns(found: Curves, policy: str) -> Turns:
     """The plateau of a policy's curve, and the point before it that hangs lowest below the line to there."""
     shares, misses = found.shares, found.misses[policy]
-    plateau = next(n for n, count in enumerate(misses) if count - misses[-1] <= NOTHING * found.uses)
+    plateau = next(n for n, count in enumerate(misses) if count - misses[-1] <= LITTLE * found.uses)
     width, height = shares[plateau] - shares[0], misses[0] - misses[plateau]
     if plateau < 2 or height <= 0:
         return Turns(None, plateau)
@@ -229,22 +235,31 @@ def turns(found: Curves, policy: str) -> Turns:
     return Turns(deepest + 1 if bends[deepest] >= _BEND else None, plateau)
 
 
-def in_words(found: Curves, policy: str) -> str:
-    """What more memory saves, as one sentence: `from 5 % to 30 % ... saves 17.2 misses a token ...`."""
+def in_words(found: Curves, policy: str, experts_bytes: int | None = None) -> str:
+    """What more memory saves, as one sentence.
+
+    `auto: from 5 % to 30 % of the experts in memory saves 70 misses a token (28 for every 10 %, 3.00 GiB); from ...`
+    `experts_bytes`: what all experts take; None: nobody knows.
+    """
     turn, misses, shares = turns(found, policy), found.per_step(policy), found.shares
-    unit = "token" if found.steps_are_tokens else "step"
-    rest = misses[turn.plateau] - misses[-1]
+    unit, rest = "token" if found.steps_are_tokens else "step", misses[turn.plateau] - misses[-1]
     if turn.plateau == 0:
         return f"{policy}: {_percent(shares[0])} of the experts do; all of them save {rest:.2g} misses a {unit}"
     places = [0, turn.plateau] if turn.knee is None else [0, turn.knee, turn.plateau]
+    size = f", {format_bytes(experts_bytes / 10)}" if experts_bytes else ""
     texts = []
     for begin, end in pairwise(places):
-        saved = (misses[begin] - misses[end]) / (shares[end] - shares[begin]) / 10
-        texts.append(f"from {_percent(shares[begin])} to {_percent(shares[end])}, {saved:.3g}")
-    first, *others = texts
-    spans = "; ".join([f"{first} misses a {unit} for every 10 % more of the experts in memory", *others])
-    end = "" if turn.plateau == len(misses) - 1 else f"; beyond {_percent(shares[turn.plateau])}, next to nothing"
-    return f"{policy} saves, {spans}{end}"
+        span, saved = f"from {_percent(shares[begin])} to {_percent(shares[end])}", misses[begin] - misses[end]
+        slope = f"{saved / (shares[end] - shares[begin]) / 10:.3g}"
+        if begin == 0:
+            texts.append(
+                f"{span} of the experts in memory saves {saved:.3g} misses a {unit} ({slope} for every 10 %{size})"
+            )
+        else:
+            texts.append(f"{span}, {saved:.3g} ({slope})")
+    if turn.plateau < len(misses) - 1:
+        texts.append(f"beyond {_percent(shares[turn.plateau])}, {rest:.2g} in all")
+    return f"{policy}: {'; '.join(texts)}"
 
 
 def _percent(share: float) -> str:

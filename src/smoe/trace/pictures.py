@@ -76,10 +76,10 @@ def activation_by_sequence(survey: Survey) -> Figure | None:
     reuse, sequences = survey.next_token, survey.by_sequence
     if reuse is None:
         return None
-    figure = Figure(figsize=(10, 5), layout="constrained")
+    figure: Any = Figure(figsize=(10, 5), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(1, 1.1)) if sequences else (figure, None)
     axes, layers = left.subplots(), _layers(survey)
-    look = {"markersize": _dots(len(layers)), "linewidth": 1.2}
+    look: dict[str, Any] = {"markersize": _dots(len(layers)), "linewidth": 1.2}
     axes.plot(layers, 100 * reuse.some, color=GREEN, marker="^", **look, label="at least one of its experts")
     axes.plot(layers, 100 * reuse.heaviest, color=BLUE, marker="o", **look, label="its first expert")
     axes.plot(layers, 100 * reuse.share, color=ORANGE, marker="s", **look, label="of its experts, the share")
@@ -114,7 +114,7 @@ def _draw_sequences(figure: Any, found: BySequence, layers: Sequence[int]) -> No
 def affinity(survey: Survey) -> Figure | None:
     """Which experts are popular, and which follow which (DuoServe, figure 2)."""
     found, layers = survey.affinity, _layers(survey)
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    figure: Any = Figure(figsize=(10, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2) if found is not None else (figure.subplots(), None)
     _heat(figure, left, survey.times_even, "uses, in multiples of an even share")
     left.set(xlabel="expert", ylabel="layer", title="popularity")
@@ -139,7 +139,7 @@ def entropy(survey: Survey) -> Figure | None:
     """How evenly experts are used, layer by layer."""
     found, layers = survey.entropy, _layers(survey)
     figure, axes = _figure()
-    look = {"markersize": _dots(len(layers))}
+    look: dict[str, Any] = {"markersize": _dots(len(layers))}
     axes.plot(layers, found.most, color=GREY, linestyle=":", label="all experts alike: log2 E")
     axes.plot(layers, found.used, color=BLUE, marker="o", **look, label="uses, over all tokens")
     if found.of_a_token is not None:
@@ -166,22 +166,32 @@ def miss_ratio(survey: Survey) -> Figure | None:
         label = (
             f"{name} (no policy misses less)" if name == BOUND else f"{name} (the default)" if name == LEADER else name
         )
-        look = {"marker": marker, "markersize": 4, "linewidth": 1.9 if name == LEADER else 1.2}
+        look: dict[str, Any] = {"marker": marker, "markersize": 4, "linewidth": 1.9 if name == LEADER else 1.2}
         axes.plot(shares, found.per_step(name), color=colour, linestyle=line, label=label, **look)
     unit = "token" if found.steps_are_tokens else "step"
     axes.set(xlabel="experts in memory, %", ylabel=f"misses a {unit}", xlim=(0, 101), ylim=(0, None))
     axes.set_xticks(range(0, 101, 10))
     axes.grid(color="#e5e5e5", linewidth=0.6)
-    uses = found.uses / found.steps
-    ratio = axes.secondary_yaxis("right", functions=(lambda y: 100 * y / uses, lambda y: y * uses / 100))
-    ratio.set_ylabel("miss ratio, %")
+    _second_scale(axes.secondary_yaxis, "right", 100 * found.steps / found.uses).set_ylabel("miss ratio, %")
     if survey.experts_bytes:
-        unit_name, scale = _scale(survey.experts_bytes)
-        per_cent = survey.experts_bytes / 100 / scale
-        top = axes.secondary_xaxis("top", functions=(lambda x: x * per_cent, lambda x: x / per_cent))
-        top.set_xlabel(f"memory for experts, {unit_name}")
+        name, scale = _scale(survey.experts_bytes)
+        _second_scale(axes.secondary_xaxis, "top", survey.experts_bytes / 100 / scale).set_xlabel(
+            f"memory for experts, {name}"
+        )
     title = _mark_turns(axes, found)
-    return _finished(figure, title, survey, columns=4, right=True)
+    return _finished(figure, title, survey)
+
+
+def _second_scale(add: Callable[..., Any], side: str, factor: float) -> Any:
+    """An axis with the same numbers in another unit."""
+
+    def there(value: Any) -> Any:
+        return value * factor
+
+    def back(value: Any) -> Any:
+        return value / factor
+
+    return add(side, functions=(there, back))
 
 
 def _mark_turns(axes: Any, found: Curves) -> str:
@@ -195,7 +205,7 @@ def _mark_turns(axes: Any, found: Curves) -> str:
         axes.axvline(100 * shares[place], color=GREY, linewidth=1, zorder=0)
         axes.annotate(
             f" {name}: {100 * shares[place]:.0f} %",
-            (100 * shares[place], 1), xycoords=("data", "axes fraction"), va="top", fontsize=9, color="#444444",
+            (100 * shares[place], 0.97), xycoords=("data", "axes fraction"), va="top", fontsize=9, color="#444444",
         )  # fmt: skip
     if turn.knee is None:
         return f"More memory saves misses evenly: {misses[0]:.3g} a {unit} at {100 * shares[0]:.2g} % of the experts"
@@ -234,7 +244,7 @@ def _figure() -> tuple[Figure, Any]:
     return figure, figure.subplots()
 
 
-def _finished(figure: Figure, title: str, survey: Survey, columns: int = 3, right: bool = False) -> Figure:
+def _finished(figure: Figure, title: str, survey: Survey, columns: int = 4) -> Figure:
     """Legend and caption below, the finding above."""
     for axes in figure.axes:
         _plain_frame(axes)
