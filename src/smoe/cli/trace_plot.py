@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from smoe.cli.options import Debug, Json
-from smoe.errors import ConfigError, ModelError
+from smoe.errors import ConfigError, DiskSpaceError, ModelError
 from smoe.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -17,7 +18,14 @@ if TYPE_CHECKING:
     from smoe.trace.survey import Survey
 
 FORMATS = ("png", "svg", "pdf")
-_TOKENS = 1000
+_WORDS = {
+    "ranks": "reuse and scores by rank",
+    "next_token": "activation by sequence",
+    "by_sequence": "what sequences prefer",
+    "affinity": "affinity",
+    "curves": "the miss-ratio curves",
+}
+"""What cannot always be said, for the reader."""
 EPILOG = """Examples:
 
 smoe record demo --text stories.jsonl --tokens 1000 --out demo.trace
@@ -34,7 +42,10 @@ def command(
     trace: Annotated[list[Path], typer.Argument(help="Files that smoe record has written, of one model.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the pictures; it is made where needed.")],
     format: Annotated[str, typer.Option(help=f"Of the pictures: {', '.join(FORMATS)}.")] = "png",
-    tokens: Annotated[int, typer.Option(help="Of every trace, at most: the first ones.")] = _TOKENS,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Of every trace, the first ones. \\[default: 1000; fewer where there are many layers]"),
+    ] = None,
     expert_size: Annotated[
         str | None, typer.Option(help="Size of an expert, e.g. 9MiB. \\[default: as recorded]")
     ] = None,
@@ -51,7 +62,7 @@ def command(
 
     if format not in FORMATS:
         raise ConfigError.no_choice("format", format, FORMATS)
-    if tokens < 1:
+    if tokens is not None and tokens < 1:
         raise ConfigError.out_of_bounds("tokens", tokens, "at least 1")
     if expert_size is not None and not 1 <= parse_bytes(expert_size, "expert_size") <= 2**40:
         raise ConfigError.out_of_bounds("expert_size", expert_size, "from 1B to 1TiB")
@@ -62,12 +73,14 @@ def command(
         print_json(found.as_json() | {"files": {name: str(path) for name, path in files.items()}})
     else:
         _print(found)
+        for name, why in found.curves.left_out.items() if found.curves else ():
+            note(f"{name} is not among the curves: {why}")
         note(f"{len(files)} pictures in {out}: {', '.join(path.name for path in files.values())}")
-    for text in _remarks(found, tokens, out, format, set(files)):
+    for text in _remarks(found, out, format, set(files)):
         warn(text)
 
 
-def _survey(paths: list[Path], tokens: int, expert_size: str | None) -> Survey:
+def _survey(paths: list[Path], tokens: int | None, expert_size: str | None) -> Survey:
     from smoe.cli.console import progress
     from smoe.trace.file import Trace
     from smoe.trace.survey import survey
@@ -102,19 +115,30 @@ def _write(found: Survey, out: Path, form: str) -> dict[str, Path]:
     from smoe.whole_file import whole_file
 
     contents, files = drawn(found, form), {}
-    out.mkdir(exist_ok=True)
-    for name, content in contents.items():
-        files[name] = out / f"{name}.{form}"
-        with whole_file(files[name]) as file:
-            file.write(content)
+    try:
+        out.mkdir(exist_ok=True)
+        for name, content in contents.items():
+            files[name] = out / f"{name}.{form}"
+            with whole_file(files[name]) as file:
+                file.write(content)
+    except OSError as error:
+        kind = DiskSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else ConfigError
+        raise kind(
+            f"cannot write into {out}: {error.strerror or error}; make room there, or give another `out`",
+            setting="out",
+            given=str(out),
+            allowed="a folder with room, that can be written",
+        ) from error
     return files
 
 
-def _remarks(found: Survey, tokens: int, out: Path, form: str, drawn: set[str]) -> list[str]:
+def _remarks(found: Survey, out: Path, form: str, drawn: set[str]) -> list[str]:
     """What is not in the pictures, and why."""
     from smoe.trace.pictures import PICTURES
 
-    remarks = [f"{name.replace('_', ' ')} left out: {why}" for name, why in found.left_out.items()]
+    remarks = [f"{_WORDS[name]} left out: {why}" for name, why in found.left_out.items()]
+    if len(found.names) > 1:
+        remarks.append(f"the traces call their model {', '.join(found.names)}: taken for one, as all layers are alike")
     stale = [f"{name}.{form}" for name in PICTURES if name not in drawn and (out / f"{name}.{form}").exists()]
     if stale:
         remarks.append(f"in {out} there are still {', '.join(stale)} of an earlier run")
@@ -126,12 +150,8 @@ def _print(found: Survey) -> None:
 
     from smoe.cli.console import output
 
-    header = found.header
-    count = "1 sequence" if found.sequences == 1 else f"{found.sequences} sequences"
-    layers = "1 layer" if len(header.layers) == 1 else f"{len(header.layers)} layers"
-    size = f" ({format_bytes(found.experts_bytes)})" if found.experts_bytes else ""
-    first = f"{header.model}: {layers}, {header.experts} experts{size}, {found.tokens:,} tokens, {count}"
-    output().print(first, markup=False, soft_wrap=True)
+    size = f", {format_bytes(found.experts_bytes)} of experts" if found.experts_bytes else ""
+    output().print(f"{found.header.model}: {found.size}{size}", markup=False, soft_wrap=True)
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, text in rows_of(found):
         table.add_row(name, text)

@@ -169,6 +169,8 @@ def miss_ratio(survey: Survey) -> Figure | None:
         look: dict[str, Any] = {"marker": marker, "markersize": 4, "linewidth": 1.9 if name == LEADER else 1.2}
         axes.plot(shares, found.per_step(name), color=colour, linestyle=line, label=label, **look)
     unit = "token" if found.steps_are_tokens else "step"
+    first_uses = found.per_step(BOUND)[-1]
+    axes.axhline(first_uses, color=GREY, linestyle=":", linewidth=1, label="first uses, which miss at any size")
     axes.set(xlabel="experts in memory, %", ylabel=f"misses a {unit}", xlim=(0, 101), ylim=(0, None))
     axes.set_xticks(range(0, 101, 10))
     axes.grid(color="#e5e5e5", linewidth=0.6)
@@ -248,15 +250,9 @@ def _finished(figure: Figure, title: str, survey: Survey, columns: int = 4) -> F
     """Legend and caption below, the finding above."""
     for axes in figure.axes:
         _plain_frame(axes)
-    header = survey.header
-    experts = sorted({layer.experts for layer in header.layers})
-    top_k = sorted({layer.top_k for layer in header.layers})
-    of = " or ".join(map(str, experts)), " or ".join(map(str, top_k))
-    count = f"{survey.sequences} sequences" if survey.sequences > 1 else "1 sequence"
-    layers = "1 layer" if len(header.layers) == 1 else f"{len(header.layers)} layers"
-    caption = f"{header.model}: {layers} of {of[0]} experts, {of[1]} chosen; {survey.tokens:,} tokens, {count}"
-    if header.alpha > 0:
-        caption += f"; recorded with alpha {header.alpha:g}, so routers had heard substitutes"
+    caption = f"{survey.header.model}: {survey.size}"
+    if survey.alpha > 0:
+        caption += f"; recorded with alpha {survey.alpha:g}, so routers had heard substitutes"
     handles: dict[str, Any] = {}
     for axes in _all_axes(figure):
         found, names = axes.get_legend_handles_labels()

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from smoe.policy.eviction.learned import NextUse
 
 Found = TypeVar("Found")
+_ROUTINGS = 24_000
+"""Looked at of a trace where the user does not say: what makes curves in a minute on a few cores."""
+_TOKENS = 1000
+"""So many tokens at most, then."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,13 @@ class Survey:
     header: TraceHeader
     """Of the first trace."""
     files: tuple[str, ...]
+    names: tuple[str, ...]
+    """What the traces call the model: one name, or several for the same layers."""
+    alpha: float
+    """The largest substitution threshold of the runs."""
     tokens: int
+    recorded: int
+    """Tokens that the traces have; above `tokens` where only the first were looked at."""
     sequences: int
     experts_bytes: int | None
     """Memory that all experts take; None where no trace says."""
@@ -71,15 +81,27 @@ class Survey:
     curves: Curves | None
     left_out: dict[str, str]
 
+    @property
+    def size(self) -> str:
+        """Layers, experts and tokens, for a caption."""
+        layers = self.header.layers
+        widths, choices = sorted({layer.experts for layer in layers}), sorted({layer.top_k for layer in layers})
+        of = f"{' or '.join(map(str, widths))} experts, {' or '.join(map(str, choices))} chosen"
+        tokens = _counted(self.tokens, "token")
+        if self.recorded > self.tokens:
+            tokens = f"the first {tokens} of {self.recorded:,}"
+        return f"{_counted(len(layers), 'layer')} of {of}; {tokens}, {_counted(self.sequences, 'sequence')}"
+
     def as_json(self) -> dict[str, Any]:
         """Every number that is drawn."""
         layers = [{"layer": each.layer, "experts": each.experts, "top_k": each.top_k} for each in self.header.layers]
         found: dict[str, Any] = {
             "traces": list(self.files),
             "model": self.header.model,
-            "alpha": self.header.alpha,
+            "alpha": self.alpha,
             "layers": layers,
             "tokens": self.tokens,
+            "recorded": self.recorded,
             "sequences": self.sequences,
             "experts": self.header.experts,
             "experts_bytes": self.experts_bytes,
@@ -87,6 +109,10 @@ class Survey:
         for name in ("times_even", "entropy", "ranks", "next_token", "by_sequence", "affinity", "curves", "left_out"):
             found[name] = _plain(getattr(self, name))
         return found
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _plain(value: Any) -> Any:
@@ -106,19 +132,21 @@ def _plain(value: Any) -> Any:
 
 def survey(
     traces: Sequence[Trace],
-    tokens: int,
+    tokens: int | None = None,
     experts_bytes: int | None = None,
     next_use: NextUse | None = None,
     tick: Callable[[int, int], None] = lambda done, points: None,
     processes: int | None = None,
 ) -> Survey:
-    """Of the first `tokens` of every trace, and of so many steps where misses are counted.
+    """Of the first `tokens` of every trace, and of so many steps where misses are counted; None: 1000, or fewer where
+    there are many layers.
 
     `experts_bytes`: what all experts take; None: as the traces say. The rest as for `curves`. Raises `ConfigError` for
     traces of different models, and for traces without a token.
     """
     _check_one_model(traces)
     header, left_out = traces[0].header, dict[str, str]()
+    tokens = tokens or min(_TOKENS, max(1, _ROUTINGS // len(header.layers)))
     parts = [paths_in(trace, tokens) for trace in traces]
     if not sum(len(part.chosen) for part in parts):
         raise ConfigError(
@@ -140,7 +168,10 @@ def survey(
     return Survey(
         header,
         tuple(str(trace.path) for trace in traces),
+        tuple(dict.fromkeys(trace.header.model for trace in traces)),
+        max(trace.header.alpha for trace in traces),
         len(paths.chosen),
+        sum(map(_recorded, traces)),
         len(np.unique(paths.sequence)),
         experts_bytes or _experts_bytes(traces),
         times_even(paths),
@@ -160,6 +191,13 @@ def _ranks(traces: Sequence[Trace], parts: Sequence[Stretch]) -> Ranks:
     low, high = np.percentile(shares, [10, 90], axis=0)
     by_chance = 1 - (1 - top_k / experts) ** AHEAD
     return Ranks(shares.mean(axis=0, dtype=np.float64), low, high, reuse_by_rank(parts), AHEAD, by_chance)
+
+
+def _recorded(trace: Trace) -> int:
+    """Tokens of a trace, padding left out."""
+    first = trace.header.layers[0]
+    real = (trace.rows["layer"] == first.layer) & (trace.rows["top_k_index"][:, 0] < first.experts)
+    return int(np.count_nonzero(real))
 
 
 def _experts_bytes(traces: Sequence[Trace]) -> int | None:
