@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from smoe.errors import ConfigError
+from smoe.policy.eviction.learned import untrained
 from smoe.policy.registry import EVICTION, ONLINE_EVICTION
 from smoe.trace.curves import BOUND, Curves, curves, in_words, sizes_of, turns
 from smoe.trace.file import Trace
@@ -76,6 +77,11 @@ def test_all_policies_are_there_and_none_beats_the_bound(trace: Trace) -> None:
     for misses in found.misses.values():
         assert all(ours >= least for ours, least in zip(misses, found.misses[BOUND], strict=True))
         assert misses[-1] == found.misses[BOUND][-1]
+
+
+def test_what_was_learned_of_the_model_joins_in(trace: Trace) -> None:
+    found = curves([trace], 10, untrained())
+    assert list(found.misses) == [*ONLINE_EVICTION, BOUND] and found.left_out == {}
 
 
 def test_without_a_rule_there_is_no_score(tmp_path: Path) -> None:

@@ -191,14 +191,13 @@ def _alone(points: Iterable[_Point]) -> Iterator[tuple[_Point, ReplayCounts]]:
 
 def _in_processes(points: Sequence[_Point], processes: int) -> Iterator[tuple[_Point, ReplayCounts]]:
     """In the order in which they end. Fresh processes: torch has threads by now, which a fork would not survive."""
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_follow_parent) as pool:
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_follow_parent)
+    try:
         waiting = {pool.submit(_counts, point): point for point in points}
-        try:
-            for future in as_completed(waiting):
-                yield waiting[future], future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        for future in as_completed(waiting):
+            yield waiting[future], future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _follow_parent() -> None:

@@ -200,15 +200,21 @@ def _mark_turns(axes: Any, found: Curves) -> str:
     """Lines at the knee and the plateau of the default policy; the finding in words."""
     turn, misses, shares = turns(found, LEADER), found.per_step(LEADER), found.shares
     unit = "token" if found.steps_are_tokens else "step"
-    marks = [(turn.plateau, "plateau")] if turn.plateau < len(shares) - 1 else []
+    marks = [(turn.plateau, "plateau", 0.91)] if turn.plateau < len(shares) - 1 else []
     if turn.knee is not None:
-        marks.insert(0, (turn.knee, "knee"))
-    for place, name in marks:
+        marks.append((turn.knee, "knee", 0.97))
+    for place, name, height in marks:
         axes.axvline(100 * shares[place], color=GREY, linewidth=1, zorder=0)
         axes.annotate(
-            f" {name}: {100 * shares[place]:.0f} %",
-            (100 * shares[place], 0.97), xycoords=("data", "axes fraction"), va="top", fontsize=9, color="#444444",
-        )  # fmt: skip
+            f" {name}: {100 * shares[place]:.0f} % ",
+            (100 * shares[place], height),
+            xycoords=("data", "axes fraction"),
+            va="top",
+            ha="right" if shares[place] > 0.8 else "left",
+            fontsize=9,
+            color="#444444",
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+        )
     if turn.knee is None:
         return f"More memory saves misses evenly: {misses[0]:.3g} a {unit} at {100 * shares[0]:.2g} % of the experts"
     saved, left = misses[0] - misses[turn.knee], misses[turn.knee] - misses[-1]
