@@ -49,6 +49,13 @@ def test_what_the_next_token_uses_again(trace: Trace) -> None:
     assert next_token([trace, trace]).share.tolist() == pytest.approx(found.share.tolist())
 
 
+def test_the_heaviest_is_not_always_the_first(tmp_path: Path) -> None:
+    """Of 0 and 1, 1 weighs more and comes again; 1 and 2 do not."""
+    header = header_of(experts=4, top_k=2, layers=1)
+    tokens = [Token(([0, 1],), heaviest=1), Token(([1, 2],)), Token(([3, 0],))]
+    assert next_token([write(tmp_path / "b.trace", header, tokens)]).heaviest.tolist() == [0.5]
+
+
 def test_of_two_mixtral_experts_hobbits_chances(tmp_path: Path) -> None:
     header = header_of(experts=8, top_k=2, layers=1)
     found = next_token([write(tmp_path / "b.trace", header, random_tokens(header, 4))])

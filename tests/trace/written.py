@@ -15,11 +15,13 @@ RULE = {"score": "softmax", "weight": "share", "scale": 1.0, "bias": None, "grou
 
 
 class Token(NamedTuple):
-    """A token of one sequence: for each layer the experts chosen, the first of them the heaviest."""
+    """A token of one sequence: for each layer the experts chosen, in the router's order."""
 
     chosen: Sequence[Sequence[int]]
     sequence: int = 0
     phase: int = 1
+    heaviest: int = 0
+    """Which of the chosen has the largest weight."""
 
 
 def header_of(experts: int, top_k: int, layers: int = 2, rule: dict[str, object] | None = RULE) -> TraceHeader:
@@ -38,7 +40,8 @@ def write(path: Path, header: TraceHeader, tokens: Sequence[Token]) -> Trace:
                 logits[list(chosen)] = 2.0 - np.arange(len(chosen)) / 8
                 rows["router_logits"] = logits
                 rows["top_k_index"] = chosen
-                rows["top_k_weights"] = np.arange(len(chosen), 0, -1) / sum(range(len(chosen) + 1))
+                weights = np.arange(len(chosen), 0, -1) / sum(range(len(chosen) + 1))
+                rows["top_k_weights"] = np.roll(weights, token.heaviest)
                 writer.append(rows)
             writer.keep()
     return Trace(path)
