@@ -15,8 +15,9 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from smoe.errors import ConfigError
+from smoe.trace.curves import turns
 from smoe.trace.file import Trace, TraceWriter
-from smoe.trace.pictures import PICTURES, drawn
+from smoe.trace.pictures import PICTURES, drawn, miss_ratio
 from smoe.trace.survey import survey
 from tests.trace.written import Token, header_of, random_tokens, write
 
@@ -107,6 +108,25 @@ def test_memory_is_what_the_trace_says(trace: Trace, tmp_path: Path) -> None:
     assert survey([sized], experts_bytes=99).experts_bytes == 99
     packed = write(tmp_path / "c.trace", replace(HEADER, expert_bytes=(4096, 4096)), random_tokens(HEADER, 4))
     assert survey([sized, packed]).experts_bytes is None
+
+
+def test_titles_say_what_is_seen(trace: Trace, tmp_path: Path) -> None:
+    found = survey([trace])
+    titles = {name: PICTURES[name](found).get_suptitle() for name in PICTURES}  # type: ignore[union-attr]
+    assert found.curves is not None and found.ranks is not None
+    knee = turns(found.curves, "auto").knee
+    assert knee is not None and f"The first {100 * found.curves.shares[knee]:.0f} %" in titles["miss-ratio"]
+    assert f"in {100 * found.ranks.reuse[0]:.0f} % of cases" in titles["reuse-by-rank"]
+    same = write(tmp_path / "b.trace", HEADER, [Token(([0, 1], [2, 3]))] * 30)
+    assert title_of(same) == "Experts in memory from 12 to 25 %: 3.87 misses a token less, evenly, all the rest 0"
+    once = write(tmp_path / "c.trace", HEADER, [Token(([0, 1], [2, 3]))])
+    assert title_of(once) == "With 12 % of the experts in memory hardly more is missed than with all"
+
+
+def title_of(trace: Trace) -> str:
+    figure = miss_ratio(survey([trace]))
+    assert figure is not None
+    return str(figure.get_suptitle())
 
 
 def test_first_tokens_only_and_it_is_said(trace: Trace) -> None:

@@ -51,7 +51,9 @@ for _module in (generate, chat, plan, doctor, bench, eval, tune, pack, verify, r
         name=_module.__name__.rsplit(".", 1)[1], help=_paragraphs(_module.command.__doc__), epilog=_module.EPILOG
     )(with_options(_module.command))
 _trace = typer.Typer(
-    help="What a recorded run says.", no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
+    help="Draw what recorded runs say: smoe trace plot.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 _trace.command(name="plot", help=_paragraphs(trace_plot.command.__doc__), epilog=trace_plot.EPILOG)(
     with_options(trace_plot.command)

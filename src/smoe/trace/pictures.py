@@ -200,7 +200,7 @@ def _mark_turns(axes: Any, found: Curves) -> str:
     """Lines at the knee and the plateau of the default policy; the finding in words."""
     turn, misses, shares = turns(found, LEADER), found.per_step(LEADER), found.shares
     unit = "token" if found.steps_are_tokens else "step"
-    marks = [(turn.plateau, "plateau", 0.91)] if turn.plateau < len(shares) - 1 else []
+    marks = [(turn.plateau, "plateau", 0.91)] if 0 < turn.plateau < len(shares) - 1 else []
     if turn.knee is not None:
         marks.append((turn.knee, "knee", 0.97))
     for place, name, height in marks:
@@ -215,8 +215,13 @@ def _mark_turns(axes: Any, found: Curves) -> str:
             color="#444444",
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )
+    if turn.plateau == 0:
+        return f"With {100 * shares[0]:.2g} % of the experts in memory hardly more is missed than with all"
     if turn.knee is None:
-        return f"More memory saves misses evenly: {misses[0]:.3g} a {unit} at {100 * shares[0]:.2g} % of the experts"
+        saved, left = misses[0] - misses[turn.plateau], misses[turn.plateau] - misses[-1]
+        span = f"from {100 * shares[0]:.2g} to {100 * shares[turn.plateau]:.0f} %"
+        rest = f", all the rest {left:.2g}" if turn.plateau < len(shares) - 1 else ""
+        return f"Experts in memory {span}: {saved:.3g} misses a {unit} less, evenly{rest}"
     saved, left = misses[0] - misses[turn.knee], misses[turn.knee] - misses[-1]
     return (
         f"The first {100 * shares[turn.knee]:.0f} % of the experts in memory save {saved:.3g} misses a {unit}, "
