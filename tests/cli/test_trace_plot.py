@@ -166,6 +166,11 @@ def test_without_matplotlib(run, trace, tmp_path, monkeypatch):
     refused(run("trace", "plot", trace, "--out", tmp_path), "pip install matplotlib")
 
 
+def test_a_missing_trace_is_not_taken_for_the_command(run):
+    error = run("trace", "plot", "--out", "here", "--json").json["error"]
+    assert (error["setting"], error["given"]) == ("trace", None)
+
+
 def test_the_command_explains_itself(run):
     assert "smoe trace plot demo.trace --out pictures" in run("trace", "plot", "--help").out
     assert "plot" in run("trace").out + run("trace").err
