@@ -1,10 +1,11 @@
-"""`--plot`: where a picture is drawn."""
+"""`--plot` and `--out`: where pictures are drawn."""
 
 from __future__ import annotations
 
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from smoe.errors import ConfigError
 
@@ -17,8 +18,35 @@ def check_plot(path: Path) -> None:
         raise _no_plot(path, f"; there is no folder {path.absolute().parent}: make it, or give another")
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise _no_plot(path, ", which cannot be written; give another file")
-    if find_spec("matplotlib") is None:
+    if not _can_draw():
         raise _no_plot(path, ", and a plot needs matplotlib: pip install matplotlib, or leave --plot out")
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a folder for pictures, which need not be there yet, before the work for them."""
+    place = path if path.exists() else path.absolute().parent
+    if not place.is_dir():
+        why = (
+            "it is a file; give a folder" if path.exists() else f"there is no folder {place}; make it, or give another"
+        )
+        raise _no_folder(path, why)
+    if not _can_draw():
+        raise ConfigError("pictures need matplotlib: pip install matplotlib")
+    try:
+        with TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        why = f"nothing can be written in {place} ({error.strerror or error}); give another folder"
+        raise _no_folder(path, why) from error
+
+
+def _can_draw() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def _no_folder(path: Path, why: str) -> ConfigError:
+    allowed = "a folder that can be written"
+    return ConfigError(f"`out` is {str(path)!r}: {why}", setting="out", given=str(path), allowed=allowed)
 
 
 def _no_plot(path: Path, why: str) -> ConfigError:
