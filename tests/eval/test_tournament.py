@@ -28,12 +28,10 @@ from smoe.eval.tournament import (
     finalists_of,
     hits,
     hold,
-    times_of,
     tokens_of,
 )
 from smoe.load import cache_weights, next_use, winners
 from smoe.load.winners import remember, winner, winners_of, with_winners
-from smoe.metrics import Counters
 from smoe.models.read_spec import read_spec
 from smoe.policy.eviction.learned import Learned, NextUse, untrained
 from smoe.policy.prediction import Prediction
@@ -63,17 +61,6 @@ def test_recall_and_precision_by_hand() -> None:
     trace[3] = chosen(0, 1, 2, phase=Phase.PREFILL)
     assert hits(trace, said) == (3 / 4, 3 / 5)
     assert hits(trace, [[], [], [], []]) == (0.0, 0.0)
-
-
-def test_times_are_what_was_counted(toy: Callable[..., Path], open_model: Open) -> None:
-    engine = open_model(toy("qwen2_moe"), "half").offload
-    counted = Counters(
-        forward_passes=10, loads=15, prefetches=5, read_busy_seconds=4.0, compute_seconds=3.0, decode_uses=30,
-        forward_seconds=20.0, wait_seconds=1.0, plan_seconds=2.0,
-    )  # fmt: skip
-    times, layers = times_of(engine, counted), len(engine.store.layers)
-    assert (times.load, times.expert(1), times.expert(3)) == pytest.approx((0.2, 0.1, 0.3))
-    assert (times.layer(1), times.deciding) == pytest.approx((14.0 / (10 * layers), 0.2 / layers))
 
 
 @pytest.fixture
@@ -153,7 +140,7 @@ def test_predictors_are_judged_beside_the_eviction_that_won(
     """In the simulation and in the finals, with what it has learned; and evictions without any predictor."""
     model = open_model(trained, "half", eviction="score", prefetch="none")
     engine, simulated, run = model.offload, list[tuple[Any, bool]](), list[tuple[Any, int]]()
-    on_clock = tournament._on_clock
+    on_clock = tournament.on_clock
 
     def simulate(engine: Any, trace: Any, settings: Any, times: Any, by: Any) -> float:
         simulated.append((settings, by is None))
@@ -163,7 +150,7 @@ def test_predictors_are_judged_beside_the_eviction_that_won(
         run.append((engine.executor.arrivals.eviction, len(engine.executor._predictors)))
         return 1.0 if engine.config.eviction == "learned" else 2.0
 
-    monkeypatch.setattr(tournament, "_on_clock", simulate)
+    monkeypatch.setattr(tournament, "on_clock", simulate)
     monkeypatch.setattr(tournament, "_turn", turn)
     spec = read_spec(str(trained), engine.config)
     eviction, prefetch = hold(model, spec, IDS, ("prefetch", "eviction"), lambda count: None)

@@ -28,24 +28,25 @@ from transformers import PreTrainedModel
 from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH
 from smoe.errors import ConfigError, SmoeError
 from smoe.eval.eviction_entrants import evictions_of
+from smoe.eval.replay_times import as_waited, on_clock, times_of
 from smoe.generation.teacher_forcing import forced
 from smoe.load.assembly import scoring_rules
 from smoe.load.fitted_predictor import fitted_of
 from smoe.load.gate_corrections import corrections_of
+from smoe.metrics import Counters
 from smoe.models.spec import ModelSpec
 from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
-from smoe.policy.registry import FITTED_PREFETCH, PREFETCH, WHOLE_LAYER, EvictionSettings, make_eviction_for
+from smoe.policy.registry import FITTED_PREFETCH, PREFETCH, WHOLE_LAYER, EvictionSettings
 from smoe.policy.step import Decision
 from smoe.prediction.registry import PREDICTORS, Subject
 from smoe.routing import Phase, Routing
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import Routed, StepObserver
 from smoe.simulator.foresight import Recorded
-from smoe.simulator.virtual_clock import StepTimes, replay_on_clock
+from smoe.simulator.virtual_clock import StepTimes
 
 LEAST_TOKENS = 96
-"""Fewer say little: a third of them only fills the cache."""
-WARM_SHARE = 1 / 3
+"""Fewer say little: a third of them only fills the cache (`WARM_SHARE`)."""
 TURN_WARM, TURN_TIMED, ROUNDS = 16, 32, 3
 """Tokens of a turn that are not timed, those that are, and turns of each finalist."""
 FINALISTS = 3
@@ -100,22 +101,36 @@ class Tournament:
 class _Listener(StepObserver):
     """Keeps every routing, and what each predictor would have said when its layer's experts were done."""
 
-    def __init__(self, predictors: Mapping[str, Predictor]) -> None:
+    def __init__(self, predictors: Mapping[str, Predictor], now: Callable[[], float]) -> None:
+        """`now`: the engine's clock, by which it counts what it takes."""
         self.trace: list[Routing] = []
         self.said: dict[str, list[Sequence[Prediction]]] = {name: [] for name in predictors}
         self.asking: dict[str, list[float]] = {name: [] for name in predictors}
         self._predictors = predictors
+        self._now = now
+        self._planned_seconds = self._computed_seconds = 0.0
+        """What listening took of the engine's planning, and of its time between the experts."""
+
+    def less_listening(self, counted: Counters) -> Counters:
+        """What would have been counted had nobody listened."""
+        return replace(
+            counted,
+            plan_seconds=counted.plan_seconds - self._planned_seconds,
+            forward_seconds=counted.forward_seconds - self._planned_seconds - self._computed_seconds,
+        )
 
     def planned(self, routing: Routing, decision: Decision) -> None:
+        began = self._now()
         self.trace.append(routing)
         for name, predictor in self._predictors.items():
             predictor.observe(routing)
             self.said[name].append(())
+        self._planned_seconds += self._now() - began
 
     def computed(self, heard: Routed, hidden: torch.Tensor, output: torch.Tensor) -> None:
         if heard.phase is not Phase.DECODE:
             return
-        routing = self.trace[-1]
+        started, routing = self._now(), self.trace[-1]
         for name, predictor in self._predictors.items():
             predictor.overhear(routing, hidden)
             partial = output if predictor.asked is Moment.RESIDENTS_DONE else None
@@ -125,6 +140,7 @@ class _Listener(StepObserver):
             self.asking[name].append(time.perf_counter() - began)
             if first is not None:
                 self.said[name][-1] = [_kept(answer) for answer in chain([first], answers)]
+        self._computed_seconds += self._now() - started
 
 
 def _kept(answer: Prediction) -> Prediction:
@@ -174,16 +190,15 @@ def hold(
     _check(engine, len(ids))
     predictors, refused = predictors_of(model, spec) if "prefetch" in kinds else ({}, {})
     evictions, absent = evictions_of(model, spec) if "eviction" in kinds else ({}, {})
-    listener = _Listener(predictors)
+    listener = _Listener(predictors, engine.now)
     engine.executor.guess_by(None)
     engine.executor.start_anew(engine.fresh_eviction())
     before = engine.stats()
-    seconds = 0.0
     with engine.observed_by(listener):
-        for _, took in forced(model, ids, engine.new_cache()):
-            seconds += took
+        for _ in forced(model, ids, engine.new_cache()):
             tick(1)
-    times = times_of(engine, engine.stats() - before)
+    counted = listener.less_listening(engine.stats() - before)
+    times = as_waited(engine, listener.trace, times_of(engine, counted), counted.wait_seconds)
     found = []
     if "eviction" in kinds:
         entrants = [_evict(engine, listener, settings, times) for settings in evictions.values()]
@@ -205,19 +220,6 @@ def tokens_of(length: int, kinds: Sequence[str]) -> int:
     return length + len(kinds) * FINALISTS * ROUNDS * (TURN_WARM + TURN_TIMED)
 
 
-def times_of(engine: Engine, counted: Any) -> StepTimes:
-    """What the pieces of a token took on this machine, as counted while it read."""
-    passes = max(1, counted.forward_passes) * len(engine.store.layers)
-    loads = max(1, counted.loads + counted.prefetches)
-    expert, layer = counted.compute_seconds / max(1, counted.decode_uses), counted.dense_seconds / passes
-    return StepTimes(
-        load=counted.read_busy_seconds / loads,
-        expert=lambda rows: expert * rows,
-        layer=lambda tokens: layer,
-        deciding=counted.plan_seconds / passes,
-    )
-
-
 def _check(engine: Engine, tokens: int) -> None:
     if engine.ledger.cache_slots >= engine.ledger.demand.total_experts:
         raise ConfigError(
@@ -236,31 +238,16 @@ def _check(engine: Engine, tokens: int) -> None:
         )
 
 
-def _on_clock(
-    engine: Engine, trace: Sequence[Routing], eviction: EvictionSettings, times: StepTimes, by: Predictor | None
-) -> float:
-    """Seconds a token once the cache has filled."""
-    ledger = engine.ledger
-    policy = make_eviction_for(
-        eviction,
-        ledger.pools,
-        {layer: of.experts for layer, of in engine.store.layers.items()},
-    )
-    timed = replay_on_clock(trace, ledger.cache_slots, ledger.pools[0].staging, policy, times, predictor=by)
-    steps = timed.step_seconds[int(len(timed.step_seconds) * WARM_SHARE) :]
-    return sum(steps) / len(steps)
-
-
 def _evict(engine: Engine, listener: _Listener, settings: EvictionSettings, times: StepTimes) -> Entrant:
-    return Entrant(settings.name, _on_clock(engine, listener.trace, settings, times, None))
+    return Entrant(settings.name, on_clock(engine, listener.trace, settings, times, None))
 
 
 def _guess(engine: Engine, listener: _Listener, name: str, predictor: Predictor | None, times: StepTimes) -> Entrant:
     if predictor is None:
-        return Entrant(name, _on_clock(engine, listener.trace, engine.eviction_settings, times, None))
+        return Entrant(name, on_clock(engine, listener.trace, engine.eviction_settings, times, None))
     said, asking = listener.said[name], median(listener.asking[name])
     recall, precision = hits(listener.trace, said)
-    seconds = _on_clock(
+    seconds = on_clock(
         engine,
         listener.trace,
         engine.eviction_settings,
