@@ -55,11 +55,12 @@ def test_winners_are_remembered_and_who_is_missing_is_told_why(run, checkpoint, 
         (("--tokens", 50), "--tokens is 50; it must be at least 96 for a tournament", "tokens"),
         (("--context", 64), "--context is 64; it must be at least 96 for a tournament", "context_tokens"),
         (("--memory", "1GiB"), "every expert fits, so nothing is prefetched and nobody evicted", "resident_share"),
+        (("--prefetch", "next-gate"), "evictions are judged without prefetch", "prefetch"),
         (("--text", "gone.txt"), "cannot read --text gone.txt", "text"),
     ],
 )
 def test_what_cannot_be(run, checkpoint, text, asked, says, setting):
-    ran = run("tune", checkpoint, *SIZE, *BOTH, "--text", text, *asked, "--json")
+    ran = run("tune", checkpoint, *SIZE, "--eviction", "auto", "--text", text, *asked, "--json")
     assert ran.code == 2 and says in ran.err, ran.err
     assert json.loads(ran.out)["error"]["setting"] == setting
     assert not kept()

@@ -34,6 +34,13 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
     from smoe.models.read_spec import read_spec
 
     kinds = [kind for kind in CHOICES if getattr(engine, kind) == "auto"]
+    if engine.prefetch not in (None, "auto", "none"):
+        raise ConfigError(
+            "evictions are judged without prefetch, or before it; leave `prefetch` out, or give auto",
+            setting="prefetch",
+            given=engine.prefetch,
+            allowed="auto or none in a tournament",
+        )
     config = replace(engine.config(), prefetch="none", prefetch_trial=False)
     ids = _ids(model, engine.revision, text, tokens, config.context_tokens)
     keeping = Keeping()
@@ -65,10 +72,13 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
 
 def _ids(model: str, revision: str | None, text: Path | None, tokens: int, context: int | None) -> list[int]:
     """The first tokens of the text; raises `ConfigError`, before the model is loaded, where they are too few."""
+    import transformers
+
     from smoe.cli.session import tokenizer_of
     from smoe.eval.texts import read_documents
     from smoe.eval.tournament import LEAST_TOKENS
 
+    transformers.logging.set_verbosity_error()  # a text longer than the model's context is no fault here
     texts = read_documents(text)
     for name, most in (("tokens", tokens), ("context_tokens", context)):
         if most is not None and most < LEAST_TOKENS:

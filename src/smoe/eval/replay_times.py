@@ -23,7 +23,7 @@ from smoe.simulator.virtual_clock import StepTimes, Timed, replay_on_clock
 
 WARM_SHARE = 1 / 3
 """Of the steps, that only fill the cache."""
-_HALVINGS = 10
+_HALVINGS = 8
 
 
 def times_of(engine: Engine, counted: Counters) -> StepTimes:
