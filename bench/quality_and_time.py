@@ -4,11 +4,11 @@
     python -m bench.quality_and_time --draw RESULT.json ... --picture FILE.png
 
 Every configuration runs in a fresh process, the configurations one after the other and the rounds one after the other,
-so that a drift of the machine falls on all. A process reads a prompt, decodes some forced tokens untimed and the rest
-timed; what it expected of each is kept. Compared with the exact engine of the same round: time per token, the change
-of perplexity on these tokens (interval of 95 % from resampled blocks), the divergence of the next-token distributions
-(nats a token), and the bytes read. With `--device` on the emulated device of that profile, experts paced as if they had
-9 MiB. Prints a table and ends with one JSON line.
+so that a drift of the machine falls on all. A process reads a prompt (the time to the first token), decodes some forced
+tokens untimed and the rest timed; what it expected of each is kept. Compared with the exact engine of the same round:
+time per token, the change of perplexity on these tokens (interval of 95 % from resampled blocks), the divergence of the
+next-token distributions (nats a token), and the bytes read. With `--device` on the emulated device of that profile,
+experts paced as if they had 9 MiB. Prints a table and ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ engine.wait_ready()
 cache, begin = engine.new_cache(len(rows)), asked["prompt"]
 seconds, kept = [], []
 with torch.no_grad():
+    started = engine.now()
     out = model(input_ids=rows[:, :begin], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    ttft = engine.now() - started
     for n in range(begin, rows.shape[1] - 1):
         if n == begin + asked["warm"]:
             before = engine.stats()
@@ -72,7 +74,8 @@ with torch.no_grad():
             kept.append(out.logits[:, -1].float().log_softmax(-1).half().numpy())
 stats = engine.stats() - before
 np.save(asked["out"], np.stack(kept))
-print(json.dumps({"seconds": seconds, "hit_ratio": stats.hit_ratio, "bytes_per_token": stats.bytes_read / len(seconds),
+print(json.dumps({"seconds": seconds, "ttft_seconds": ttft, "peak_memory_bytes": engine.peak_memory_bytes(),
+    "hit_ratio": stats.hit_ratio, "bytes_per_token": stats.bytes_read / len(seconds),
     "low_served": stats.low_served / max(1, stats.decode_uses), "substituted": stats.substituted,
     "skipped": stats.skipped, "plan_seconds": stats.plan_seconds / len(seconds),
     "wait_seconds": stats.wait_seconds / len(seconds),
@@ -157,10 +160,14 @@ def _finish(options: argparse.Namespace, results: dict[str, list[dict[str, Any]]
     base = results[next(iter(results))]
     table = {}
     for name, runs in results.items():
-        ratios = [np.mean(run["seconds"]) / np.mean(exact["seconds"]) for run, exact in zip(runs, base, strict=True)]
+        pairs = list(zip(runs, base, strict=True))
+        ratios = [np.mean(run["seconds"]) / np.mean(exact["seconds"]) for run, exact in pairs]
         table[name] = {
             "mean_seconds": [float(np.mean(run["seconds"])) for run in runs],
-            "ratio": {"median": float(median(ratios)), "least": float(min(ratios)), "most": float(max(ratios))},
+            "ratio": _spread(ratios),
+            "ttft_seconds": [run["ttft_seconds"] for run in runs],
+            "ttft_ratio": _spread([run["ttft_seconds"] / exact["ttft_seconds"] for run, exact in pairs]),
+            "peak_memory_bytes": max(run["peak_memory_bytes"] for run in runs),
             "kl_nats": float(median(run["kl_nats"] for run in runs)),
             "perplexity_change": float(median(run["perplexity_change"] for run in runs)),
         }
@@ -181,6 +188,10 @@ def _finish(options: argparse.Namespace, results: dict[str, list[dict[str, Any]]
     if options.out is not None:
         options.out.write_text(text + "\n", encoding="utf8")
     print(text)
+
+
+def _spread(ratios: list[float]) -> dict[str, float]:
+    return {"median": float(median(ratios)), "least": float(min(ratios)), "most": float(max(ratios))}
 
 
 def draw(results: list[dict[str, Any]], picture: Path) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
@@ -30,8 +32,8 @@ from smoe.eval.tournament import (
     hold,
     tokens_of,
 )
-from smoe.load import cache_weights, next_use, winners
-from smoe.load.winners import remember, winner, winners_of, with_winners
+from smoe.load import cache_weights, next_use
+from smoe.load.winners import Winner, remember, where, winners_of, with_winners
 from smoe.models.read_spec import read_spec
 from smoe.policy.eviction.learned import Learned, NextUse, untrained
 from smoe.policy.prediction import Prediction
@@ -127,8 +129,8 @@ def trained(toy: Callable[..., Path], tmp_path: Path) -> Path:
     folder = Path(shutil.copytree(toy("qwen2_moe"), tmp_path / "model"))
     experts = {site.layer: site.experts for site in read_spec(str(folder), configure()).sites}
     layers, width = max(experts) + 1, max(experts.values())
-    vectors, numbers = np.ones((layers, width, 2), np.float32), np.ones((layers, width), np.float32)
-    learned = NextUse(0.25, untrained().weights, vectors, np.ones((layers, 2), np.float32), vectors, numbers)
+    shapes = ((layers, width, 2), (layers, 2), (layers, width, 2), (layers, width))
+    learned = NextUse(0.25, untrained().weights, *(np.ones(shape, np.float32) for shape in shapes))
     next_use.remember(folder, next_use.TrainedNextUse(learned, experts, 900))
     cache_weights.remember(folder, cache_weights.FittedWeights((0.5, 0.5, 0.0, 0.0), 0.4, 900))
     return folder
@@ -182,31 +184,58 @@ def test_scores_that_cannot_be_heard_keep_one_eviction_out(toy: Callable[..., Pa
         assert found.keys() == WITHOUT_LEARNING - {"score"} and why in refused["score"]
 
 
-def test_auto_is_the_winner_where_it_won(
-    toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+CPU = torch.device("cpu")
+
+
+def won(name: str, machine: str = "") -> Winner:
+    return Winner(name, 0.1, "lru", 0.2, 0.5, "a text", machine or where(configure(), CPU))
+
+
+def test_auto_is_the_winner_where_it_won(toy: Callable[..., Path], open_model: Open, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(toy("mixtral"), tmp_path / "model"))
-    remember(folder, "eviction", winner("lfu", 0.1, "lru", 0.2, 0.5, "a text"))
-    remember(folder, "prefetch", winner("stacked-gates", 0.1, "none", 0.2, 0.5, "a text"))
-    assert set(winners_of(folder)) == {"eviction", "prefetch"}
+    remember(folder, "eviction", won("lfu"))
+    remember(folder, "prefetch", won("stacked-gates"))
     engine = open_model(folder, "half").offload
     assert (engine.config.eviction, engine.config.prefetch) == ("lfu", "stacked-gates")
     assert engine.executor.trial is not None, "what does not pay where it runs is off by itself"
     assert "won the tournament on a text with 50% of the experts resident" in engine.reasons["eviction"]
     asked = open_model(folder, "half", eviction="lru", prefetch="none").offload
     assert (asked.config.eviction, asked.config.prefetch) == ("lru", "none"), "what is asked for goes before"
-    monkeypatch.setattr(winners, "_processor", lambda: "another")
-    config, reasons = with_winners(configure(), folder)
-    assert (config.eviction, config.prefetch, reasons) == ("auto", "auto", {})
+
+
+def test_a_winner_wins_on_its_machine(toy: Callable[..., Path], tmp_path: Path) -> None:
+    """Not on another processor, nor beside a device, acted or not."""
+    folder = Path(shutil.copytree(toy("mixtral"), tmp_path / "model"))
+    acted = configure(device="emulated")
+    here, there = where(configure(), CPU), where(acted, CPU)
+    assert there.startswith(here) and there != here and there != where(replace(acted, profile="rtx-4060-ti"), CPU)
+    for machine in ("another", there):
+        remember(folder, "eviction", won("lfu", machine))
+        assert with_winners(configure(), folder, read_spec(str(folder), configure()), CPU).config.eviction == "auto"
+    assert with_winners(acted, folder, read_spec(str(folder), acted), CPU).config.eviction == "lfu"
+
+
+@pytest.mark.parametrize("name", ["popularity", "expert-mlp", "corrected-gates"])
+def test_a_winner_whose_learning_is_gone_decides_nothing(
+    name: str, toy: Callable[..., Path], open_model: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(shutil.copytree(toy("mixtral"), tmp_path / "model"))
+    remember(folder, "prefetch", won(name))
+    remember(folder, "eviction", won("learned"))
+    engine = open_model(folder, "half").offload
+    assert (engine.config.prefetch, engine.config.eviction) == ("auto", "auto") and not engine.reasons
+    assert f"`prefetch` auto: {name} won the tournament, but is not used" in caplog.text
+    with pytest.raises(ConfigError, match="learned yet"):
+        open_model(folder, "half", prefetch=name)
 
 
 def test_what_cannot_be_read_is_no_winner(tmp_path: Path) -> None:
-    path = remember(tmp_path, "eviction", winner("lfu", 0.1, "lru", 0.2, 0.5, "a text"))
+    path = remember(tmp_path, "eviction", won("lfu"))
     whole = path.read_text()
     for damaged in (
         whole[: len(whole) // 2],
         whole.replace("lfu", "gone"),
-        whole.replace('"format": 1', '"format": 9'),
+        whole.replace('"format": 2', '"format": 9'),
     ):
         path.write_text(damaged)
-        assert winners_of(tmp_path) == {}
+        assert winners_of(tmp_path, where(configure(), CPU)) == {}

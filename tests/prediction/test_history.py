@@ -230,7 +230,7 @@ def test_engine_and_simulator_hear_and_say_the_same(
     assert engine.heard == simulator.heard and engine.said == simulator.said
     assert any(engine.said.values()) and timed.prefetches > 0
     if name == EXPERT_MLP:
-        assert model.offload.ledger.entries()["fitted predictor"] == fitted.nbytes
+        assert model.offload.ledger.entries()["learned"] == fitted.nbytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
