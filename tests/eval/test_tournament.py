@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from smoe.eval.tournament import (
 )
 from smoe.load import cache_weights, next_use
 from smoe.load.winners import Winner, remember, where, winners_of, with_winners
+from smoe.metrics import Counters
 from smoe.models.read_spec import read_spec
 from smoe.policy.eviction.learned import Learned, NextUse, untrained
 from smoe.policy.prediction import Prediction
@@ -63,6 +65,18 @@ def test_recall_and_precision_by_hand() -> None:
     trace[3] = chosen(0, 1, 2, phase=Phase.PREFILL)
     assert hits(trace, said) == (3 / 4, 3 / 5)
     assert hits(trace, [[], [], [], []]) == (0.0, 0.0)
+
+
+def test_listening_is_no_time_of_the_engine() -> None:
+    """By a clock that moves on a second with every question to it."""
+    seconds = iter(range(100))
+    listener = tournament._Listener({}, lambda: float(next(seconds)))
+    for routing in (chosen(0, 1, 2), chosen(1, 3, 4)):
+        listener.planned(routing, None)  # type: ignore[arg-type]
+        listener.computed(SimpleNamespace(phase=Phase.DECODE, layer=0), None, None)  # type: ignore[arg-type]
+    listener.planned(chosen(2, 1, 2), None)  # type: ignore[arg-type]
+    left = listener.less_listening(Counters(plan_seconds=10.0, forward_seconds=50.0, compute_seconds=20.0))
+    assert (left.plan_seconds, left.forward_seconds, left.dense_seconds) == (7.0, 45.0, 18.0)
 
 
 @pytest.fixture
@@ -174,6 +188,23 @@ def test_evictions_are_as_loading_would_make_them(trained: Path, open_model: Ope
     assert found["multidimensional"].cache_weights == (0.5, 0.5, 0.0, 0.0)
     learned = found["learned"].next_use
     assert learned is not None and learned.rate == 0.25 and learned.target.any()
+
+
+def test_a_folder_that_cannot_be_looked_into_costs_those_who_need_it_their_part(
+    toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "a folder")
+
+    monkeypatch.setattr("smoe.eval.eviction_entrants.next_use_of", closed)
+    for name in ("fitted_of", "corrections_of"):
+        monkeypatch.setattr(tournament, name, closed)
+    model = open_model(toy("qwen2_moe"), "half", eviction="score")
+    spec = read_spec(str(toy("qwen2_moe")), model.offload.config)
+    evictions, absent = evictions_of(model, spec)
+    predictors, refused = tournament.predictors_of(model, spec)
+    assert evictions.keys() == WITHOUT_LEARNING and "Permission denied" in absent["learned"]
+    assert "next-gate" in predictors and "Permission denied" in refused["affinity"]
 
 
 def test_scores_that_cannot_be_heard_keep_one_eviction_out(toy: Callable[..., Path], open_model: Open) -> None:

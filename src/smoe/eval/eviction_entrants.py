@@ -26,7 +26,7 @@ def evictions_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[dict[str, Evi
     for name in ONLINE_EVICTION:
         try:
             found[name] = _settings(name, model, spec)
-        except SmoeError as error:
+        except (SmoeError, OSError) as error:  # a folder that cannot be looked into costs those who need it their part
             refused[name] = str(error)
     return found, refused
 

@@ -165,7 +165,7 @@ def predictors_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[dict[str, Pr
             corrections = corrections_of(place, spec, depth).corrections if name == CORRECTED_GATES else None
             subject = Subject(model, spec, rules, engine.config.prefetch_what, depth, corrections, fitted)
             predictor = PREDICTORS[name](subject)
-        except (SmoeError, KeyError) as error:
+        except (SmoeError, KeyError, OSError) as error:
             refused[name] = str(error)
             continue
         if predictor is not None:
