@@ -31,7 +31,7 @@ from smoe.report.forecast import forecast
 from smoe.report.on_clock import PROMPT_TOKENS
 from smoe.units import parse_share
 
-WARM_TOKENS, TIMED_TOKENS, CONTEXT_TOKENS = 16, 64, 1024
+WARM_TOKENS, TIMED_TOKENS, CONTEXT_TOKENS = 12, 32, 1024
 TEXT = Path(__file__).parent / "text.txt"
 BARS = {"median": 0.15, "worst": 0.35}
 """What the errors of the time per token are to stay within."""
@@ -57,8 +57,15 @@ with torch.no_grad():
         model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         seconds.append(engine.now() - started)
 timed = seconds[1 + asked["warm"] :]
+counted, layers = engine.stats() - before, len(engine.store.layers)
 print(json.dumps({"ttft_seconds": seconds[0], "seconds_per_token": sum(timed) / len(timed),
-    "hit_ratio": (engine.stats() - before).hit_ratio}))
+    "hit_ratio": counted.hit_ratio, "arithmetic": engine.arithmetic, "pieces": {
+    "load": counted.read_busy_seconds / max(1, counted.loads + counted.prefetches),
+    "expert": counted.compute_seconds / counted.decode_uses,
+    "layer": counted.dense_seconds / counted.forward_passes / layers,
+    "deciding": counted.plan_seconds / counted.forward_passes / layers,
+    "waiting": counted.wait_seconds / counted.forward_passes},
+    "loads": (counted.loads + counted.prefetches) / counted.forward_passes}))
 engine.close()
 """
 
@@ -136,6 +143,7 @@ def _foretold(cell: Cell, more: dict[str, Any]) -> dict[str, Any]:
             "hit_ratio": run.hit_ratio,
             "tokens_per_second_range": outlook.tokens_per_second,
             "bound_by": run.bound_by,
+            "pieces": run.pieces,
         }
     }
 

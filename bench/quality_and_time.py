@@ -4,11 +4,11 @@
     python -m bench.quality_and_time --draw RESULT.json ... --picture FILE.png
 
 Every configuration runs in a fresh process, the configurations one after the other and the rounds one after the other,
-so that a drift of the machine falls on all. A process reads a prompt, decodes some forced tokens untimed and the rest
-timed; what it expected of each is kept. Compared with the exact engine of the same round: time per token, the change
-of perplexity on these tokens (interval of 95 % from resampled blocks), the divergence of the next-token distributions
-(nats a token), and the bytes read. With `--device` on the emulated device of that profile, experts paced as if they had
-9 MiB. Prints a table and ends with one JSON line.
+so that a drift of the machine falls on all. A process reads a prompt (the time to the first token), decodes some forced
+tokens untimed and the rest timed; what it expected of each is kept. Compared with the exact engine of the same round:
+time per token, the change of perplexity on these tokens (interval of 95 % from resampled blocks), the divergence of the
+next-token distributions (nats a token), and the bytes read. With `--device` on the emulated device of that profile,
+experts paced as if they had `--expert-bytes`. Prints a table and ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 PROMPT_TOKENS, WARM_TOKENS, CONTEXT_TOKENS = 64, 32, 1024
-EMULATED_EXPERT_BYTES = 9 * 2**20
 BLOCK = 16
 """Tokens that are resampled together."""
 TEXT = Path(__file__).parent.parent / "src" / "smoe" / "demo" / "stories.jsonl"
@@ -60,7 +59,9 @@ engine.wait_ready()
 cache, begin = engine.new_cache(len(rows)), asked["prompt"]
 seconds, kept = [], []
 with torch.no_grad():
+    started = engine.now()
     out = model(input_ids=rows[:, :begin], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    ttft = engine.now() - started
     for n in range(begin, rows.shape[1] - 1):
         if n == begin + asked["warm"]:
             before = engine.stats()
@@ -72,7 +73,8 @@ with torch.no_grad():
             kept.append(out.logits[:, -1].float().log_softmax(-1).half().numpy())
 stats = engine.stats() - before
 np.save(asked["out"], np.stack(kept))
-print(json.dumps({"seconds": seconds, "hit_ratio": stats.hit_ratio, "bytes_per_token": stats.bytes_read / len(seconds),
+print(json.dumps({"seconds": seconds, "ttft_seconds": ttft, "peak_memory_bytes": engine.peak_memory_bytes(),
+    "hit_ratio": stats.hit_ratio, "bytes_per_token": stats.bytes_read / len(seconds),
     "low_served": stats.low_served / max(1, stats.decode_uses), "substituted": stats.substituted,
     "skipped": stats.skipped, "plan_seconds": stats.plan_seconds / len(seconds),
     "wait_seconds": stats.wait_seconds / len(seconds),
@@ -107,7 +109,7 @@ def _run(
     """One process: what it measured, and its log-probabilities [tokens, rows, vocabulary]."""
     given = {"memory": options.memory, "max_sequences": len(rows)} | switches
     if options.device is not None:
-        given |= {"device": "emulated", "profile": options.device, "emulated_expert_bytes": EMULATED_EXPERT_BYTES}
+        given |= {"device": "emulated", "profile": options.device, "emulated_expert_bytes": options.expert_bytes}
     asked = {
         "model": str(options.model.resolve()),
         "context": CONTEXT_TOKENS,
@@ -157,10 +159,14 @@ def _finish(options: argparse.Namespace, results: dict[str, list[dict[str, Any]]
     base = results[next(iter(results))]
     table = {}
     for name, runs in results.items():
-        ratios = [np.mean(run["seconds"]) / np.mean(exact["seconds"]) for run, exact in zip(runs, base, strict=True)]
+        pairs = list(zip(runs, base, strict=True))
+        ratios = [np.mean(run["seconds"]) / np.mean(exact["seconds"]) for run, exact in pairs]
         table[name] = {
             "mean_seconds": [float(np.mean(run["seconds"])) for run in runs],
-            "ratio": {"median": float(median(ratios)), "least": float(min(ratios)), "most": float(max(ratios))},
+            "ratio": _spread(ratios),
+            "ttft_seconds": [run["ttft_seconds"] for run in runs],
+            "ttft_ratio": _spread([run["ttft_seconds"] / exact["ttft_seconds"] for run, exact in pairs]),
+            "peak_memory_bytes": max(run["peak_memory_bytes"] for run in runs),
             "kl_nats": float(median(run["kl_nats"] for run in runs)),
             "perplexity_change": float(median(run["perplexity_change"] for run in runs)),
         }
@@ -173,6 +179,7 @@ def _finish(options: argparse.Namespace, results: dict[str, list[dict[str, Any]]
         "memory": options.memory,
         "batch": options.batch,
         "device": options.device,
+        "expert_bytes": options.expert_bytes,
         "tokens": options.tokens,
         "table": table,
         "rounds": results,
@@ -181,6 +188,10 @@ def _finish(options: argparse.Namespace, results: dict[str, list[dict[str, Any]]
     if options.out is not None:
         options.out.write_text(text + "\n", encoding="utf8")
     print(text)
+
+
+def _spread(ratios: list[float]) -> dict[str, float]:
+    return {"median": float(median(ratios)), "least": float(min(ratios)), "most": float(max(ratios))}
 
 
 def draw(results: list[dict[str, Any]], picture: Path) -> None:
@@ -238,6 +249,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=160, help="timed ones")
     parser.add_argument("--device", help="the emulated device of this profile")
+    parser.add_argument("--expert-bytes", type=int, default=9 * 2**20, help="of the experts that are acted")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--configs", type=Path, help="JSON: preset and switches by name")
     parser.add_argument("--only", nargs="+", help="the first words of names")

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
 from smoe.eval import tournament
 from smoe.eval.tournament import FINALISTS, LEAST_TOKENS, ROUNDS, hits, hold, times_of, tokens_of
-from smoe.load import winners
-from smoe.load.winners import remember, winner, winners_of, with_winners
+from smoe.load.winners import Winner, remember, where, winners_of, with_winners
 from smoe.metrics import Counters
 from smoe.models.read_spec import read_spec
 from smoe.policy.prediction import Prediction
@@ -107,31 +108,58 @@ def test_what_cannot_be_judged_is_refused(toy: Callable[..., Path], open_model: 
         hold(open_model(folder, "full"), spec, IDS, ["prefetch"], EVICTIONS, print)
 
 
-def test_auto_is_the_winner_where_it_won(
-    toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+CPU = torch.device("cpu")
+
+
+def won(name: str, machine: str = "") -> Winner:
+    return Winner(name, 0.1, "lru", 0.2, 0.5, "a text", machine or where(configure(), CPU))
+
+
+def test_auto_is_the_winner_where_it_won(toy: Callable[..., Path], open_model: Open, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(toy("mixtral"), tmp_path / "model"))
-    remember(folder, "eviction", winner("lfu", 0.1, "lru", 0.2, 0.5, "a text"))
-    remember(folder, "prefetch", winner("stacked-gates", 0.1, "none", 0.2, 0.5, "a text"))
-    assert set(winners_of(folder)) == {"eviction", "prefetch"}
+    remember(folder, "eviction", won("lfu"))
+    remember(folder, "prefetch", won("stacked-gates"))
     engine = open_model(folder, "half").offload
     assert (engine.config.eviction, engine.config.prefetch) == ("lfu", "stacked-gates")
     assert engine.executor.trial is not None, "what does not pay where it runs is off by itself"
     assert "won the tournament on a text with 50% of the experts resident" in engine.reasons["eviction"]
     asked = open_model(folder, "half", eviction="lru", prefetch="none").offload
     assert (asked.config.eviction, asked.config.prefetch) == ("lru", "none"), "what is asked for goes before"
-    monkeypatch.setattr(winners, "_processor", lambda: "another")
-    config, reasons = with_winners(configure(), folder)
-    assert (config.eviction, config.prefetch, reasons) == ("auto", "auto", {})
+
+
+def test_a_winner_wins_on_its_machine(toy: Callable[..., Path], tmp_path: Path) -> None:
+    """Not on another processor, nor beside a device, acted or not."""
+    folder = Path(shutil.copytree(toy("mixtral"), tmp_path / "model"))
+    acted = configure(device="emulated")
+    here, there = where(configure(), CPU), where(acted, CPU)
+    assert there.startswith(here) and there != here and there != where(replace(acted, profile="rtx-4060-ti"), CPU)
+    for machine in ("another", there):
+        remember(folder, "eviction", won("lfu", machine))
+        assert with_winners(configure(), folder, read_spec(str(folder), configure()), CPU).config.eviction == "auto"
+    assert with_winners(acted, folder, read_spec(str(folder), acted), CPU).config.eviction == "lfu"
+
+
+@pytest.mark.parametrize("name", ["popularity", "expert-mlp", "corrected-gates"])
+def test_a_winner_whose_learning_is_gone_decides_nothing(
+    name: str, toy: Callable[..., Path], open_model: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(shutil.copytree(toy("mixtral"), tmp_path / "model"))
+    remember(folder, "prefetch", won(name))
+    remember(folder, "eviction", won("learned"))
+    engine = open_model(folder, "half").offload
+    assert (engine.config.prefetch, engine.config.eviction) == ("auto", "auto") and not engine.reasons
+    assert f"`prefetch` auto: {name} won the tournament, but is not used" in caplog.text
+    with pytest.raises(ConfigError, match="learned yet"):
+        open_model(folder, "half", prefetch=name)
 
 
 def test_what_cannot_be_read_is_no_winner(tmp_path: Path) -> None:
-    path = remember(tmp_path, "eviction", winner("lfu", 0.1, "lru", 0.2, 0.5, "a text"))
+    path = remember(tmp_path, "eviction", won("lfu"))
     whole = path.read_text()
     for damaged in (
         whole[: len(whole) // 2],
         whole.replace("lfu", "gone"),
-        whole.replace('"format": 1', '"format": 9'),
+        whole.replace('"format": 2', '"format": 9'),
     ):
         path.write_text(damaged)
-        assert winners_of(tmp_path) == {}
+        assert winners_of(tmp_path, where(configure(), CPU)) == {}

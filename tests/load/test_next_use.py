@@ -5,8 +5,8 @@ Would catch: numbers that change on disk, another model's estimate believed, `ev
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
+from smoe.load.learned_file import path_of
 from smoe.load.next_use import TrainedNextUse, next_use_of, remember
 from smoe.policy.eviction.learned import FEATURES, Learned, NextUse
 
@@ -37,45 +38,34 @@ EXPERTS = {1: 8, 2: 6}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "model").mkdir()
-    return tmp_path / "model"
+def folder(toy: Callable[..., Path], own_cache: None) -> Path:
+    return toy("mixtral")
 
 
-def test_what_was_learned_is_for_its_model(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="nobody has trained it yet on traces of this model; run smoe record, then"):
+def test_what_was_learned_is_for_its_model(folder: Path, toy: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match=r"nothing has been learned yet for the model in .* run smoe record, then"):
         next_use_of(folder, EXPERTS)
     kept = trained(EXPERTS)
-    remember(folder, kept)
+    path = remember(folder, kept)
     found, why = next_use_of(folder, EXPERTS)
     assert why == "as trained on 900 recorded steps" and found.rate == 0.25
     assert all(np.array_equal(one, other) for one, other in zip(found, kept.next_use, strict=True))
-    with pytest.raises(ConfigError, match="nobody has trained it"):
-        next_use_of(folder.parent, EXPERTS)
     with pytest.raises(ConfigError, match="of a model with other layers or experts"):
-        next_use_of(folder, {1: 8, 2: 8})
+        next_use_of(folder, {1: 8, 2: 16})
+    other = toy("mixtral", seed=1)
+    path.rename(path_of("next-use", other))
+    with pytest.raises(ConfigError, match="learned with other weights"):
+        next_use_of(other, EXPERTS)
 
 
 @pytest.mark.parametrize(
     "change",
-    [
-        None,
-        {"format": 2},
-        {"rate": "much"},
-        {"weights": [1.0]},
-        {"experts": {"1": 8, "3": 6}},
-        {"source": {"shape": [3, 8, 2], "float32": "AAAA"}},
-        {"usual": {"shape": [1], "float32": "AADAfw=="}},
-        {"target": 0},
-        {"experts": []},
-    ],
+    [{"weights": np.ones(1)}, {"usual": np.ones((1, 2), np.float32)}, {"offset": np.full((3, 8), np.nan)}],
 )
-def test_what_cannot_be_understood_is_as_nothing(folder: Path, change: dict[str, object] | None) -> None:
-    path = remember(folder, trained(EXPERTS))
-    text = path.read_text()
-    path.write_text(text[: len(text) // 2] if change is None else json.dumps(json.loads(text) | change))
-    with pytest.raises(ConfigError, match="nobody has trained it"):
+def test_what_does_not_fit_is_refused(folder: Path, change: dict[str, np.ndarray]) -> None:
+    kept = trained(EXPERTS)
+    remember(folder, replace(kept, next_use=kept.next_use._replace(**change)))
+    with pytest.raises(ConfigError, match="of a model with other layers or experts"):
         next_use_of(folder, EXPERTS)
 
 
@@ -83,7 +73,7 @@ def test_a_loaded_model_has_it(
     toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel], folder: Path
 ) -> None:
     source = toy("qwen3_moe")
-    with pytest.raises(ConfigError, match="`eviction` is 'learned', but nobody"):
+    with pytest.raises(ConfigError, match="`eviction` is 'learned', but nothing"):
         open_model(source, "half", eviction="learned")
     plain = open_model(source, "half").offload
     experts = {layer: held.experts for layer, held in plain.store.layers.items()}
@@ -91,5 +81,6 @@ def test_a_loaded_model_has_it(
     remember(source, kept)
     engine = open_model(source, "half", eviction="learned").offload
     assert "as trained on 900" in engine.reasons["eviction"]
+    assert engine.ledger.entries()["learned"] == kept.next_use.nbytes > 0
     policy = engine.fresh_eviction()
     assert isinstance(policy, Learned) and np.array_equal(policy._learned.target, kept.next_use.target)

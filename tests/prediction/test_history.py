@@ -35,6 +35,7 @@ from smoe.trace.file import Trace
 from smoe.trace.recorder import recording
 from tests import oracle
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 LAYERS = (RoutedLayer(1, 4, 2), RoutedLayer(2, 4, 2), RoutedLayer(5, 3, 1))
 CHOSEN = np.array(
     [
@@ -166,11 +167,6 @@ def recorded(tmp_path: Path, toy: Callable[..., Path], open_model: Callable[...,
     return path
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def fitted_on(path: Path, name: str) -> Fitted:
     header = Trace(path).header
     layers = tuple(RoutedLayer(each.layer, each.experts, each.top_k) for each in header.layers)
@@ -230,7 +226,7 @@ def test_engine_and_simulator_hear_and_say_the_same(
     assert engine.heard == simulator.heard and engine.said == simulator.said
     assert any(engine.said.values()) and timed.prefetches > 0
     if name == EXPERT_MLP:
-        assert model.offload.ledger.entries()["fitted predictor"] == fitted.nbytes
+        assert model.offload.ledger.entries()["learned"] == fitted.nbytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])

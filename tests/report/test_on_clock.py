@@ -15,6 +15,7 @@ from smoe.policy.budget import Demand, Ledger, SlotClass
 from smoe.policy.residency import PoolSize
 from smoe.presets import configure
 from smoe.report.on_clock import MOST_LAYERS, Scene, Work, settled, simulate, times_for
+from smoe.report.pace import Pace
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, TYPICAL
 
 MIB = 2**20
@@ -120,3 +121,11 @@ def test_what_does_not_fit_in_the_host_tier_comes_from_the_disk() -> None:
     assert times_for(beside, whole).load == pytest.approx(LOAD / 10)
     half = times_for(beside, whole, host_bytes=whole.experts_bytes // 2)
     assert half.load == pytest.approx(LOAD / 10 + LOAD / 2)
+
+
+def test_what_a_run_has_shown_goes_before_the_rates() -> None:
+    shown = times_for(MACHINE, work(), pace=Pace(layer=0.5, expert=0.25, load=0.125, prompt=3.0))
+    assert (shown.layer(1), shown.expert(1), shown.load) == (0.5, 0.25, 0.125)
+    told = times_for(MACHINE, work())
+    assert shown.layer(8) == 3 * told.layer(8) and shown.expert(8) == 3 * told.expert(8), "of prompts, in parts"
+    assert times_for(MACHINE, work(), pace=Pace(load=0.125), faster_reads=2.0).load == 0.0625

@@ -148,6 +148,8 @@ def _run(
     from smoe.cli.console import Patience, note, warn
     from smoe.cli.session import loaded, tokenizer_of
     from smoe.generation.generate import generate
+    from smoe.models.files import fetch
+    from smoe.report.hindsight import look_back
     from smoe.report.run import report_on
 
     config = engine.config(len(texts))
@@ -174,7 +176,8 @@ def _run(
             _finish(generation.answers if len(texts) > 1 else [])
         for text in generation.notes:
             warn(text)
-        return report_on(generation, ready)
+        report = report_on(generation, ready)
+        return replace(report, foretold=look_back(ready, generation, fetch(model, engine.revision)))
 
 
 def _identity(model: str, sampling: SamplingOptions) -> dict[str, object]:

@@ -28,6 +28,7 @@ def _rows(report: RunReport) -> list[tuple[str, str]]:
         ("tokens", f"{generation.prompt_tokens} in the prompt, {generation.new_tokens} new{ended}"),
         ("first token", _seconds(generation.ttft_seconds)),
         ("per token", _per_token(report)),
+        ("forecast", _forecast(report)),
         ("experts", _experts(report)),
         ("lossy", _lossy(report)),
         ("arithmetic", _arithmetic(report)),
@@ -48,6 +49,20 @@ def _per_token(report: RunReport) -> str:
     return (
         f"{_seconds(generation.tpot_median_seconds)} median, {_seconds(generation.tpot_p95_seconds)} p95 {together}"
         f"= {format_rate(generation.tokens_per_second)}{_beyond(report)}"
+    )
+
+
+def _forecast(report: RunReport) -> str:
+    """What smoe plan would have said, beside what it was."""
+    told, generation = report.foretold, report.generation
+    if told is None or generation.ttft_seconds is None or not generation.step_seconds:
+        return ""
+    off = generation.decode_seconds / len(generation.step_seconds) / told.seconds_per_token - 1
+    off_first = generation.ttft_seconds / told.ttft_seconds - 1
+    by = "an earlier run's times" if told.is_calibrated else "this machine's rates; the next one knows this run"
+    return (
+        f"{format_seconds(told.seconds_per_token)} per token (measured {off:+.0%}), first token "
+        f"{format_seconds(told.ttft_seconds)} ({off_first:+.0%}), by {by}"
     )
 
 

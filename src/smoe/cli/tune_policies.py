@@ -23,7 +23,8 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
     from smoe.cli.session import loaded, tokenizer_of
     from smoe.eval.texts import read_documents
     from smoe.eval.tournament import hold, tokens_of
-    from smoe.load.winners import CHOICES, remember, winner
+    from smoe.load.pretrained import choose_device
+    from smoe.load.winners import CHOICES, Winner, remember, where
     from smoe.models.files import fetch
     from smoe.models.read_spec import read_spec
 
@@ -43,11 +44,11 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
             task = bars.add_task("listening", total=tokens_of(len(ids), kinds), amount="")
             evictions = [name for name in CHOICES["eviction"] if name != LEARNED]  # it is trained on traces, not here
             found = hold(ready, spec, ids, kinds, evictions, lambda count: bars.update(task, advance=count))
-        share = offload.ledger.resident_share
+        share, machine = offload.ledger.resident_share, where(config, choose_device(config))
     folder, source = fetch(model, engine.revision), "the demo's stories" if text is None else text.name
     for each in found:
         first, second = each.entrants[0], each.entrants[min(1, len(each.entrants) - 1)]
-        won = winner(first.name, first.seconds, second.name, second.seconds, share, source)
+        won = Winner(first.name, first.seconds, second.name, second.seconds, share, source, machine)
         path = keeping.keep(lambda kind=each.kind, won=won: remember(folder, kind, won))  # type: ignore[misc]
         if not as_json:
             _print(each)

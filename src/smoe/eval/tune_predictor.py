@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from smoe.errors import ConfigError
+from smoe.eval.model_traces import another_model_s
 from smoe.eval.train_expert_mlp import Training, train_expert_mlp
 from smoe.policy.prediction import Sight
 from smoe.policy.registry import EXPERT_MLP, FITTED_PREFETCH
@@ -128,13 +129,7 @@ def paths_of(path: Path, layers: tuple[RoutedLayer, ...], tokens: int | None, se
     """
     trace = Trace(path)
     if routed_layers(trace.header) != layers:
-        raise ConfigError(
-            f"{path} was recorded with {trace.header.model}, whose layers and experts are not this model's; record "
-            "this one with smoe record",
-            setting=setting,
-            given=str(path),
-            allowed="traces of the model that is tuned",
-        )
+        raise another_model_s(path, trace, setting)
     return paths_in(trace, tokens)
 
 

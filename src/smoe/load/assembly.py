@@ -20,6 +20,7 @@ from smoe.expert import EXACT, LOW
 from smoe.load.calibration import calibrate
 from smoe.load.choose_kernel import choose_arithmetic
 from smoe.load.known import Known
+from smoe.load.learned import Learned
 from smoe.load.selftest import check_experts
 from smoe.load.tiers import Tiers, make_tiers
 from smoe.memory.arena import Arena
@@ -42,7 +43,6 @@ from smoe.policy.prices import PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget, nats_of_perplexity
 from smoe.policy.residency import SlotTable
 from smoe.policy.trial import Trial
-from smoe.prediction.fitted import Fitted
 from smoe.prediction.registry import PREDICTORS, Subject
 from smoe.routing import Phase
 from smoe.runtime.answer_costs import FIRST_BYTES_PER_SECOND, Answerer, LoadRate
@@ -65,8 +65,7 @@ class Budget(NamedTuple):
     """Where the budget's size comes from."""
     known: Known
     """What was measured of the model before, and put into settings that nobody gave."""
-    fitted: Fitted | None = None
-    """The predictor of decode, where it is one that was fitted on traces."""
+    learned: Learned
 
 
 def assemble(
@@ -89,7 +88,7 @@ def assemble(
     """
     ledger, store = budget.ledger, stores[EXACT]
     rules = scoring_rules(model, spec) if config.needs_scores else {}
-    predictors = _predictors(model, spec, budget.known, rules, arena.device, budget.fitted)
+    predictors = _predictors(model, spec, budget, rules, arena.device)
     table = SlotTable(*ledger.pools)
     with ExitStack() as made:  # closed, last first, where a later step fails
         tiers = make_tiers(stores, arena, table, ledger.demand.all_classes, config, pacing, on_host_tier)
@@ -118,7 +117,7 @@ def assemble(
             executor=executor,
             budget_reason=budget.reason,
             reasons=budget.known.reasons,
-            eviction=config.eviction_settings._replace(next_use=budget.known.next_use),
+            eviction=config.eviction_settings._replace(next_use=budget.learned.next_use),
             dense_bytes=_dense_bytes(model, ledger),
             context_tokens=spec.context_tokens,
             rules=rules,
@@ -325,15 +324,14 @@ def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:
 def _predictors(
     model: PreTrainedModel,
     spec: ModelSpec,
-    known: Known,
+    budget: Budget,
     rules: Mapping[int, ScoringRule],
     device: torch.device,
-    fitted: Fitted | None,
 ) -> Mapping[Phase, Predictor]:
     """A prefill always starts the next layer's reads early: nearly all are needed, so guessing is cheap and right."""
-    config = known.config
+    config, learned = budget.known.config, budget.learned
     depth = config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
-    subject = Subject(model, spec, rules, config.prefetch_what, depth, known.corrections, fitted)
+    subject = Subject(model, spec, rules, config.prefetch_what, depth, learned.corrections, learned.fitted)
     found: dict[Phase, Predictor] = {Phase.PREFILL: subject.next_gate}
     decode = PREDICTORS[predictor_name(spec, config, device)](subject)
     return found if decode is None else found | {Phase.DECODE: decode}

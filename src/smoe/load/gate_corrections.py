@@ -1,32 +1,26 @@
 """Corrections of a model's routers, learned by `smoe tune --predictor corrected-gates`: kept, found again, believed.
 
-One safetensors file in the user's cache for each model: `LAYER.AFTER.weight`, `.bias` and `.first_bias` for every pair
-of layers, and in the header's metadata `format`, `checkpoint` (whose they are), `tokens`, `text` and `confidence`
-(slope and offset of each pair). Half an answer would be a silent loss, so what is not all there is refused, with what
-to do.
+The tensors are `LAYER.AFTER.weight`, `.bias` and `.first_bias` for every pair of layers; slope and offset of each
+pair's confidence are said beside them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from smoe.bounds import CORRECTED_GATES
 from smoe.errors import ConfigError
+from smoe.load.learned_file import NotLearnedError, Tensors, keep_learned, learned, path_of
 from smoe.models.spec import ModelSpec
-from smoe.models.weight_samples import checksum
 from smoe.prediction.correction import Correction
-from smoe.user_cache import of_model
-from smoe.whole_file import whole_file
 
-_FORMAT = "1"
-_TRAIN = f"run smoe tune on it with `predictor` {CORRECTED_GATES} and some of your `text`"
+_FORMAT = 2
+_PARTS = ("weight", "bias", "first_bias")
 
 
 @dataclass(frozen=True)
@@ -44,29 +38,19 @@ class LearnedCorrections:
 
 def place_of(folder: Path) -> Path:
     """The file for the model in `folder`."""
-    return of_model(CORRECTED_GATES, folder).with_suffix(".safetensors")
+    return path_of(CORRECTED_GATES, folder)
 
 
-def remember(folder: Path, learned: LearnedCorrections) -> Path:
+def remember(folder: Path, found: LearnedCorrections) -> Path:
     """Keep corrections in the user's cache, whole or not at all; returns where. Raises `OSError`."""
     tensors: dict[str, torch.Tensor] = {}
     confidence: dict[str, list[float]] = {}
-    for (layer, after), correction in learned.corrections.items():
+    for (layer, after), correction in found.corrections.items():
         pair = f"{layer}.{after}"
-        tensors |= {f"{pair}.{name}": getattr(correction, name) for name in ("weight", "bias", "first_bias")}
+        tensors |= {f"{pair}.{name}": getattr(correction, name) for name in _PARTS}
         confidence[pair] = [correction.slope, correction.offset]
-    metadata = {
-        "format": _FORMAT,
-        "checkpoint": checksum(folder),
-        "tokens": str(learned.tokens),
-        "text": learned.text,
-        "confidence": json.dumps(confidence),
-    }
-    path = place_of(folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as file:
-        file.write(save(tensors, metadata))
-    return path
+    said = {"tokens": found.tokens, "text": found.text, "confidence": confidence}
+    return keep_learned(CORRECTED_GATES, _FORMAT, folder, tensors, said)
 
 
 def corrections_of(folder: Path, spec: ModelSpec, depth: int) -> LearnedCorrections:
@@ -74,59 +58,36 @@ def corrections_of(folder: Path, spec: ModelSpec, depth: int) -> LearnedCorrecti
 
     Raises `ConfigError` where nothing was, or not for these weights, or not all of it can be read.
     """
-    path = place_of(folder)
-    if not path.exists():
-        raise _refused(f"nothing has been learned yet for this model: {_TRAIN}, once")
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            form = metadata.get("format", "none")
-            if form != _FORMAT:
-                raise _refused(f"{path} is of format {form}, this version reads {_FORMAT}: {_TRAIN} again")
-            if metadata["checkpoint"] != checksum(folder):
-                raise _refused(f"{path} was learned with other weights than this model's: {_TRAIN} again")
-            confidence = json.loads(metadata["confidence"])
-            found = {}
-            for layer, after in _pairs(spec, depth, confidence):
-                pair = f"{layer}.{after}"
-                parts = [file.get_tensor(f"{pair}.{name}") for name in ("weight", "bias", "first_bias")]
-                found[layer, after] = Correction(*parts, *confidence[pair])
-            learned = LearnedCorrections(found, int(metadata["tokens"]), metadata["text"])
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise _refused(f"{path} is damaged ({error}): {_TRAIN} again") from error
-    _check_shapes(learned, spec, path)
-    return learned
+        return _of_pairs(*learned(CORRECTED_GATES, _FORMAT, folder), spec, depth)
+    except NotLearnedError as error:
+        raise ConfigError(
+            f"`prefetch` {CORRECTED_GATES}: {error}; run smoe tune on it with `predictor` {CORRECTED_GATES} and some "
+            "of your `text`, once",
+            setting="prefetch",
+            given=CORRECTED_GATES,
+            allowed="for a model whose corrections have been learned",
+        ) from error
 
 
-def _pairs(spec: ModelSpec, depth: int, confidence: Mapping[str, object]) -> list[tuple[int, int]]:
-    """The pairs of this model's layers within `depth`, as far ahead as was learned at all."""
-    layers = [site.layer for site in spec.sites]
-    learned = min(
-        depth, max((layers.index(after) - layers.index(layer) for layer, after in _named(confidence)), default=1)
-    )
-    return [(layer, after) for n, layer in enumerate(layers, start=1) for after in layers[n : n + learned]]
-
-
-def _named(confidence: Mapping[str, object]) -> list[tuple[int, int]]:
-    """Pairs by their names."""
-    return [(int(layer), int(after)) for layer, _, after in (name.partition(".") for name in confidence)]
-
-
-def _check_shapes(learned: LearnedCorrections, spec: ModelSpec, path: Path) -> None:
-    hidden = int(spec.config.get_text_config().hidden_size)
+def _of_pairs(tensors: Tensors, said: Mapping[str, Any], spec: ModelSpec, depth: int) -> LearnedCorrections:
+    """Raises `NotLearnedError` where a pair of this model is missing or does not fit."""
     experts = {site.layer: site.experts for site in spec.sites}
-    for (_, after), (weight, bias, first_bias, _, _) in learned.corrections.items():
-        count = experts[after]
-        shapes = [tuple(value.shape) for value in (weight, bias, first_bias)]
-        is_finite = all(bool(torch.isfinite(value).all()) for value in (weight, bias, first_bias))
-        if shapes != [(count, 2 * hidden), (count,), (count,)] or not is_finite:
-            raise _refused(f"{path} does not fit layer {after} of this model: {_TRAIN} again")
+    hidden, found = int(spec.config.get_text_config().hidden_size), {}
+    for layer, after in _pairs(list(experts), depth, said["confidence"]):
+        pair, count = f"{layer}.{after}", experts[after]
+        parts = [tensors.get(f"{pair}.{name}", torch.empty(0)) for name in _PARTS]
+        fits = [tuple(part.shape) for part in parts] == [(count, 2 * hidden), (count,), (count,)]
+        if pair not in said["confidence"] or not fits or not all(bool(part.isfinite().all()) for part in parts):
+            raise NotLearnedError(f"what was learned does not fit layer {after} of this model, asked at layer {layer}")
+        weight, bias, first_bias = parts
+        found[layer, after] = Correction(weight, bias, first_bias, *said["confidence"][pair])
+    return LearnedCorrections(found, said["tokens"], said["text"])
 
 
-def _refused(why: str) -> ConfigError:
-    return ConfigError(
-        f"`prefetch` {CORRECTED_GATES}: {why}",
-        setting="prefetch",
-        given=CORRECTED_GATES,
-        allowed="for a model whose corrections have been learned",
-    )
+def _pairs(layers: list[int], depth: int, confidence: Mapping[str, object]) -> list[tuple[int, int]]:
+    """The pairs of this model's layers within `depth`, as far ahead as was learned at all."""
+    named = [(int(layer), int(after)) for layer, _, after in (name.partition(".") for name in confidence)]
+    ahead = [layers.index(after) - layers.index(layer) for layer, after in named if {layer, after} <= set(layers)]
+    furthest = min(depth, max(ahead, default=1))
+    return [(layer, after) for n, layer in enumerate(layers, start=1) for after in layers[n : n + furthest]]

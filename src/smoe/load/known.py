@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.load.cache_weights import cache_weights_of
-from smoe.load.gate_corrections import corrections_of
 from smoe.load.importance_profile import thresholds_by
-from smoe.load.next_use import next_use_of
 from smoe.load.priced_alpha import threshold_of
 from smoe.load.priced_answers import prices_of
-from smoe.models.spec import ModelSpec
-from smoe.policy.eviction.learned import NextUse
 from smoe.policy.prices import PriceTable
-from smoe.policy.registry import LEARNED, MULTIDIMENSIONAL
-from smoe.prediction.correction import Correction
+from smoe.policy.registry import MULTIDIMENSIONAL
 
 
 class Known(NamedTuple):
@@ -31,17 +24,12 @@ class Known(NamedTuple):
     """Where settings come from that nobody gave, by their names."""
     prices: PriceTable | None = None
     """Of answers to misses, where they are answered within a budget."""
-    next_use: NextUse | None = None
-    """What was learned of the experts' next uses, where it is what residents are ranked by."""
-    corrections: Mapping[tuple[int, int], Correction] | None = None
-    """Of the routers, where they predict."""
 
 
-def known_of(config: EngineConfig, place: Path, resident_share: float, spec: ModelSpec) -> Known:
+def known_of(config: EngineConfig, place: Path, resident_share: float) -> Known:
     """For the model in `place` with so many of its experts resident.
 
-    Raises `ConfigError` where misses are to be answered within a budget and the model's prices are not known, or
-    residents are to be ranked, or experts predicted, by what was learned of the model and nothing was.
+    Raises `ConfigError` where misses are to be answered within a budget and the model's prices are not known.
     """
     reasons: dict[str, str] = {}
     if config.precision_shares is not None:
@@ -54,14 +42,8 @@ def known_of(config: EngineConfig, place: Path, resident_share: float, spec: Mod
     if config.eviction == MULTIDIMENSIONAL and config.cache_weights is None:
         weights, reasons["cache_weights"] = cache_weights_of(place)
         config = replace(config, cache_weights=weights)
-    next_use = corrections = None
-    if config.eviction == LEARNED:
-        next_use, reasons["eviction"] = next_use_of(place, {site.layer: site.experts for site in spec.sites})
-    if config.prefetch == CORRECTED_GATES:
-        learned = corrections_of(place, spec, config.prefetch_depth or DEFAULT_PREFETCH_DEPTH)
-        corrections, reasons["prefetch"] = learned.corrections, str(learned)
     prices = _prices(config, place) if config.prices_answers else None
-    return Known(config, reasons, prices, next_use, corrections)
+    return Known(config, reasons, prices)
 
 
 def _prices(config: EngineConfig, place: Path) -> PriceTable:

@@ -17,7 +17,6 @@ from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble
-from smoe.load.fitted_predictor import fitted_of
 from smoe.load.known import known_of
 from smoe.load.winners import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
@@ -33,7 +32,6 @@ from smoe.models.packed import contents_in_dtype
 from smoe.models.read_spec import read_spec, spec_of_whole
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes
-from smoe.policy.registry import FITTED_PREFETCH
 from smoe.presets import configure
 from smoe.runtime.lifetime import collect_dropped
 from smoe.units import parse_bytes, parse_share
@@ -107,12 +105,12 @@ def load(
         experts = checkpoint.experts(spec)
     by_form = {EXACT: experts} if spec.low is None else {EXACT: experts, LOW: checkpoint.experts(spec.low)}
     stores = {form: open_store(checkpoint, spec, of, device) for form, of in by_form.items()}
-    config, won = with_winners(config, checkpoint.place)
-    fitted = fitted_of(checkpoint.place, config.prefetch) if config.prefetch in FITTED_PREFETCH else None
-    ledger, reason = make_ledger(spec, config, device, stores[EXACT], 0 if fitted is None else fitted.nbytes)
+    won = with_winners(config, checkpoint.place, spec, device)
+    config, learned = won.config, won.learned
+    ledger, reason = make_ledger(spec, config, device, stores[EXACT], learned.nbytes)
     if on_ledger is not None:
         on_ledger(ledger)
-    known = known_of(config, checkpoint.place, ledger.resident_share, spec)
+    known = known_of(config, checkpoint.place, ledger.resident_share)
     config = known.config
     forget_peak(device)
     arena = Arena(ledger.sizes, device)
@@ -126,7 +124,7 @@ def load(
             pacing = Emulation(
                 profile, config.dilation, layer_bytes, stores[EXACT].expert_bytes, config.emulated_expert_bytes
             )
-        budget = Budget(ledger, reason, known._replace(reasons=won | known.reasons), fitted)
+        budget = Budget(ledger, reason, known._replace(reasons=won.reasons | known.reasons), learned)
         return assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
     except BaseException:
         arena.close()
@@ -164,11 +162,14 @@ def make_ledger(
     config: EngineConfig,
     device: torch.device,
     store: ExpertStore | None = None,
-    fitted_bytes: int = 0,
+    learned_bytes: int = 0,
 ) -> tuple[Ledger, str]:
-    """The budget divided, and where its size comes from; `fitted_bytes` are a predictor's. Raises `BudgetError`."""
+    """The budget divided, and where its size comes from; `learned_bytes`: of what was learned of the model.
+
+    Raises `BudgetError`.
+    """
     demand = spec.demand(config) if store is None else demand_of(spec, config, device, store)
-    demand = replace(demand, fitted_bytes=fitted_bytes)
+    demand = replace(demand, learned_bytes=learned_bytes)
     if config.memory_bytes is not None:
         return allocate(config.memory_bytes, demand), "as asked"
     if config.resident_share is not None:

@@ -6,16 +6,26 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
+from smoe.errors import ConfigError
+from smoe.load.learned import Learned, learned_of
 from smoe.machine.measure import describe_machine
+from smoe.memory.emulation import read_profile
+from smoe.models.spec import ModelSpec
 from smoe.policy.registry import ONLINE_EVICTION, PREFETCH
 from smoe.user_cache import keep, kept, of_model
 
-_FORMAT = 1
+_FORMAT = 2
+_log = logging.getLogger(__name__)
+
 CHOICES = {"prefetch": PREFETCH, "eviction": tuple(ONLINE_EVICTION)}
 """The settings that have tournaments, and who may win."""
 
@@ -31,7 +41,8 @@ class Winner:
     second_seconds: float
     resident_share: float
     text: str
-    processor: str
+    machine: str
+    """As `where` tells it."""
 
     def __str__(self) -> str:
         return (
@@ -40,8 +51,8 @@ class Winner:
         )
 
 
-def winners_of(folder: Path) -> dict[str, Winner]:
-    """By setting, those of this machine's tournaments of the model in `folder`."""
+def winners_of(folder: Path, machine: str) -> dict[str, Winner]:
+    """By setting, those of the tournaments of the model in `folder` on such a machine."""
     stored = kept(of_model("winners", folder), _FORMAT) or {}
     found = {}
     for setting, choices in CHOICES.items():
@@ -49,7 +60,7 @@ def winners_of(folder: Path) -> dict[str, Winner]:
             winner = Winner(**stored[setting])
         except (KeyError, TypeError):
             continue
-        if winner.name in choices and winner.processor == _processor():
+        if winner.name in choices and winner.machine == machine:
             found[setting] = winner
     return found
 
@@ -61,27 +72,43 @@ def remember(folder: Path, setting: str, winner: Winner) -> Path:
     return keep(path, {"format": _FORMAT} | stored | {setting: vars(winner)})
 
 
-def winner(name: str, seconds: float, second: str, second_seconds: float, resident_share: float, text: str) -> Winner:
-    """Of a tournament on this machine."""
-    return Winner(name, seconds, second, second_seconds, resident_share, text, _processor())
+class Decided(NamedTuple):
+    """A configuration in which tournaments have decided, and what it needs."""
+
+    config: EngineConfig
+    learned: Learned
+    reasons: dict[str, str]
+    """Why, by setting."""
 
 
-def with_winners(config: EngineConfig, folder: Path) -> tuple[EngineConfig, dict[str, str]]:
-    """The configuration with every `auto` that a tournament has decided, and why, by setting.
+def with_winners(config: EngineConfig, place: Path, spec: ModelSpec, device: torch.device) -> Decided:
+    """The configuration with every `auto` that a tournament has decided; `place` holds the model.
 
-    A prefetch that won is still on trial where it runs: what does not pay there is off by itself.
+    A prefetch that won is still on trial where it runs: what does not pay there is off by itself. A winner whose
+    learned file is gone, or belongs to other weights, decides nothing. Raises `ConfigError` where what the user asks
+    for by name has not been learned.
     """
-    reasons: dict[str, str] = {}
-    for setting, found in winners_of(folder).items():
+    decided = Decided(config, *learned_of(config, place, spec))
+    for setting, found in winners_of(place, where(config, device)).items():
         if getattr(config, setting) != "auto" or found.name == "auto":
             continue
-        if setting == "prefetch" and config.prefetch_trial is None:
-            config = replace(config, prefetch_trial=True)
         changed: dict[str, Any] = {setting: found.name}
-        config = replace(config, **changed)
-        reasons[setting] = str(found)
-    return config, reasons
+        if setting == "prefetch" and config.prefetch_trial is None:
+            changed["prefetch_trial"] = True
+        with_it = replace(decided.config, **changed)
+        try:
+            learned, reasons = learned_of(with_it, place, spec)
+        except ConfigError as error:
+            _log.warning("`%s` auto: %s won the tournament, but is not used: %s", setting, found.name, error)
+            continue
+        because = f"{found}; {reasons[setting]}" if setting in reasons else str(found)
+        decided = Decided(with_it, learned, decided.reasons | reasons | {setting: because})
+    return decided
 
 
-def _processor() -> str:
-    return str(describe_machine()["processor"])
+def where(config: EngineConfig, device: torch.device) -> str:
+    """What a tournament's times hold for: the processor, and the device beside it or the profile that it acts."""
+    processor = str(describe_machine()["processor"])
+    if config.device == EMULATED:
+        return f"{processor}, acting {read_profile(config.profile).name}"
+    return processor if device.type == "cpu" else f"{processor}, {torch.cuda.get_device_name(device)}"

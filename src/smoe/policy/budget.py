@@ -105,8 +105,8 @@ class Demand:
     """Buffers of the reading threads, where experts cannot be read straight into their slots."""
     predictor_bytes: int = 0
     """What a predictor keeps of weights: a second copy of the routers, or corrected ones."""
-    fitted_bytes: int = 0
-    """A predictor that was fitted on traces."""
+    learned_bytes: int = 0
+    """What was learned of the model: a fitted predictor, an estimate of next uses."""
     low: tuple[SlotClass, ...] = ()
     """Where low copies go; empty: there are none."""
     low_share: float = 0.0
@@ -155,7 +155,7 @@ class Demand:
         }
         others = {
             "predictor": self.predictor_bytes,
-            "fitted predictor": self.fitted_bytes,
+            "learned": self.learned_bytes,
             "read buffers": self.read_buffer_bytes,
         }
         return entries | {name: count for name, count in others.items() if count}

@@ -19,26 +19,24 @@ import torch
 
 from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
+from smoe.errors import ConfigError
 from smoe.load.assembly import predictor_name
 from smoe.load.pretrained import choose_device, make_ledger, open_if_here
-from smoe.load.tiers import reads_directly
+from smoe.load.winners import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at
 from smoe.machine.measure import (
     LAYER_SECONDS,
-    emulated_rates,
     load_profile,
-    measure_small_disk,
-    quick_rates,
-    this_machine,
 )
 from smoe.machine.process_memory import beside_budget
-from smoe.memory.emulation import DeviceProfile, read_profile
-from smoe.models.checkpoint import described_checkpoint
+from smoe.memory.emulation import read_profile
+from smoe.models.checkpoint import Checkpoint, described_checkpoint
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
 from smoe.models.workspace import reserved_kernel_bytes
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_bytes
+from smoe.report.machine_for import machine_for, pace_for, rates_for, reads_past_cache
 from smoe.report.outlook import Outlook, Subject, outlook_of
 from smoe.simulator.synthetic import SAYS
 from smoe.units import identifier
@@ -48,10 +46,6 @@ TYPICAL_HITS = ((0.0, 0.0), (0.04, 0.12), (0.1, 0.28), (0.2, 0.47), (0.4, 0.72),
 four recorded texts of docs/evictions.md."""
 _SHARES = (0.1, 0.25, 0.5, 0.75)
 """Budgets between the smallest and the full one that the table shows, by share of experts in memory."""
-_COPIED = 6
-"""How much slower than a read of memory a copy from the page cache is, by the kernel and with a call for each."""
-_COPY_SECONDS = 30e-6
-"""Of such a call, and of handing the copy over."""
 _WITHOUT_LOW = "speeds are told without low copies: what they save hangs on what is missing, and on how important it is"
 _ESTIMATE = "from config.json alone: with its files here slots may be 4 KiB smaller, and reading may take buffers"
 
@@ -179,8 +173,10 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
         torch.set_num_threads(config.threads)
     spec = read_spec(model, config, revision)
     store = open_if_here(model, spec, device, revision)
-    ledger, reason = make_ledger(spec, config, device, store)
-    rates, is_emulated = _rates(device, spec.expert_bytes, profile), profile is not None
+    checkpoint = described_checkpoint(model, revision)
+    config, learned_bytes, unlearned = _decided(config, checkpoint, spec, device)
+    ledger, reason = make_ledger(spec, config, device, store, learned_bytes)
+    rates, is_emulated = rates_for(device, spec.expert_bytes, profile), profile is not None
     foretell = functools.partial(_choice, spec, rates=rates, device=device, is_emulated=is_emulated)
     chosen = foretell(ledger)
     choices = sorted([chosen, *map(foretell, _alternatives(ledger))], key=lambda choice: choice.ledger.budget_bytes)
@@ -189,12 +185,14 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     beside = {} if has_own_memory else beside_budget(reserved_kernel_bytes(spec.experts_bytes))
     is_estimate = store is None and spec.precision == "auto"
     remarks = _remarks(rates, is_emulated) + [_ESTIMATE] * is_estimate + [_WITHOUT_LOW] * (spec.low is not None)
-    machine = _machine(rates, device, profile, config, spec, ledger)
+    remarks += unlearned
+    is_direct = reads_past_cache(config, spec, ledger, device)
+    machine = machine_for(rates, device, profile, is_direct)
     outlook = None
     if machine is not None:
-        checkpoint = described_checkpoint(model, revision)
         guess = functools.partial(predictor_name, device=device)
-        subject = Subject(model, checkpoint, spec, config, machine, dense_bytes_read(spec), guess)
+        pace = functools.partial(pace_for, checkpoint, device, is_direct, is_emulated)
+        subject = Subject(model, checkpoint, spec, config, machine, dense_bytes_read(spec), guess, pace)
         ledgers = [choice.ledger for choice in choices]
         best = None if recommended is None else recommended.choice.ledger
         outlook = outlook_of(subject, ledger, ledgers, best)
@@ -203,26 +201,17 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     )
 
 
-def _machine(
-    rates: Rates,
-    device: torch.device,
-    profile: DeviceProfile | None,
-    config: EngineConfig,
-    spec: ModelSpec,
-    ledger: Ledger,
-) -> DeviceProfile | None:
-    """The profile named, else this machine. Where RAM beside the budget holds the whole model, reads are copies from
-    the page cache."""
-    machine = this_machine(rates, device) if profile is None else profile
-    if machine is None or profile is not None or device.type != "cpu":
-        return machine
-    spare = free_device_bytes(device)[0] - ledger.budget_bytes
-    if reads_directly(config, spec.experts_bytes, spare):
-        return machine
-    copied = rates.memory / _COPIED
-    return replace(
-        machine, link_bytes_per_second=copied, link_latency_seconds=_COPY_SECONDS, disk_bytes_per_second=copied
-    )
+def _decided(
+    config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, device: torch.device
+) -> tuple[EngineConfig, int, list[str]]:
+    """(the configuration as a run would have it, the bytes of what was learned for it, what is missing)."""
+    if not checkpoint.has_weights():
+        return config, 0, []
+    try:
+        decided = with_winners(config, checkpoint.place, spec, device)
+    except ConfigError as error:
+        return config, 0, [str(error)]
+    return decided.config, decided.learned.nbytes, []
 
 
 def _alternatives(chosen: Ledger) -> list[Ledger]:
@@ -308,15 +297,6 @@ def dense_bytes_read(spec: ModelSpec) -> int:
     name = next(name for name, weight in spec.shell.named_parameters() if weight is embedding.weight)
     stored = spec.dense.get(name)
     return spec.weights_bytes - (embedding.weight.numel() * spec.dtype.itemsize if stored is None else stored.nbytes)
-
-
-def _rates(device: torch.device, expert_bytes: int, profile: DeviceProfile | None) -> Rates:
-    if profile is not None:
-        return emulated_rates(profile)
-    rates = quick_rates(device)
-    if rates.disk is not None:
-        return rates
-    return Rates(rates.memory, measure_small_disk(expert_bytes), rates.link, rates.source)
 
 
 def _remarks(rates: Rates, is_emulated: bool) -> list[str]:

@@ -19,12 +19,13 @@ from smoe.expert import LOW
 from smoe.memory.emulation import DeviceProfile
 from smoe.models.spec import ModelSpec
 from smoe.policy.answering import Answering
-from smoe.policy.budget import MAX_STAGING_SLOTS, Ledger
+from smoe.policy.budget import Ledger
 from smoe.policy.prediction import Moment, Prediction, Predictor
 from smoe.policy.prices import PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget, nats_of_perplexity
 from smoe.policy.registry import WHOLE_LAYER, make_eviction_for
 from smoe.policy.residency import PoolSize
+from smoe.report.pace import UNKNOWN, Pace
 from smoe.routing import Phase, Routing
 from smoe.runtime.rerouting import substitution_of
 from smoe.simulator.foresight import Foresight, Recorded
@@ -112,28 +113,43 @@ def _elements(shape: Sequence[int]) -> int:
 
 
 def times_for(
-    machine: DeviceProfile, work: Work, host_bytes: int | None = None, faster_reads: float = 1.0
+    machine: DeviceProfile,
+    work: Work,
+    host_bytes: int | None = None,
+    faster_reads: float = 1.0,
+    pace: Pace = UNKNOWN,
 ) -> StepTimes:
-    """Seconds of the pieces of work. `host_bytes`: of the host tier, None: the usual share of the machine's RAM; what
-    does not fit there comes from the disk first. `faster_reads`: how much faster than the machine's disk and link."""
+    """Seconds of the pieces of work, by the machine's rates as far as no run has shown them (`pace`).
+
+    `host_bytes`: of the host tier, None: the usual share of the machine's RAM; what does not fit there comes from the
+    disk first. `faster_reads`: how much faster than the machine's disk and link.
+    """
     in_host = _share_in_host(machine, work, host_bytes)
     slower = _UNPACKING if work.is_quantised else 1.0
 
     def load(nbytes: int) -> float:
+        if pace.load is not None:
+            return pace.load * nbytes / work.expert_bytes / faster_reads
         seconds = machine.link_seconds(nbytes)
         if machine.disk_bytes_per_second is not None:
             seconds += (1 - in_host) * nbytes / machine.disk_bytes_per_second
         return seconds / faster_reads
 
     def expert(rows: int) -> float:
+        if rows == 1 and pace.expert is not None:
+            return pace.expert
         by_memory = slower * work.expert_bytes / machine.device_bytes_per_second
         of_a_prompt = _PROMPT_EXPERT_SECONDS if rows > 1 and not machine.has_link else 0.0
         by_arithmetic = work.plain_bytes * rows / machine.device_flops
-        return machine.device_expert_seconds + of_a_prompt + max(by_memory, by_arithmetic)
+        seconds = machine.device_expert_seconds + of_a_prompt + max(by_memory, by_arithmetic)
+        return seconds if rows == 1 else pace.prompt * seconds
 
     def layer(tokens: int) -> float:
+        if tokens == 1 and pace.layer is not None:
+            return pace.layer
         constant = machine.device_layer_seconds * (work.decoder_layers - 1)
-        return constant + machine.layer_seconds(work.layer_bytes, tokens)
+        seconds = constant + machine.layer_seconds(work.layer_bytes, tokens)
+        return seconds if tokens == 1 else pace.prompt * seconds
 
     def host(rows: int) -> float:
         by_memory = slower * work.expert_bytes / machine.host_bytes_per_second
@@ -166,11 +182,13 @@ class Simulated:
 
     seconds_per_token: float
     ttft_seconds: float
-    """Of a prompt of `PROMPT_TOKENS`, into an empty cache."""
+    """Of the scene's prompt, into an empty cache."""
     parts: dict[str, float]
     """What a token's seconds go to, by name; they add up."""
     prefill_parts: dict[str, float]
     """What a prompt's seconds would go to, one after the other: they overlap."""
+    pieces: dict[str, float]
+    """Seconds of one load, one expert of one token, one layer beside its experts, and of deciding in one layer."""
     hit_ratio: float
     prefetches: bool
 
@@ -202,6 +220,9 @@ class Scene:
     prices: PriceTable | None = None
     """Where misses are answered within a budget."""
     faster_reads: float = 1.0
+    pace: Pace = UNKNOWN
+    """What earlier runs of this model have shown."""
+    prompt_tokens: int = PROMPT_TOKENS
 
 
 def settled(scene: Scene) -> Scene:
@@ -215,9 +236,9 @@ def settled(scene: Scene) -> Scene:
 def simulate(scene: Scene, habits: Habits) -> Simulated:
     """A prompt and some decode steps."""
     work, config = scene.work, scene.config
-    times = times_for(scene.machine, work, config.host_memory_bytes, scene.faster_reads)
+    times = times_for(scene.machine, work, config.host_memory_bytes, scene.faster_reads, scene.pace)
     layers = min(work.layers, MOST_LAYERS)
-    trace = _trace(Shape(work.experts, work.top_k, layers, _WARM_UP + _STEPS, PROMPT_TOKENS), habits)
+    trace = _trace(Shape(work.experts, work.top_k, layers, _WARM_UP + _STEPS, scene.prompt_tokens), habits)
     clock = _clock(scene, times, layers, trace)
     for routing in trace[: layers * (1 + _WARM_UP)]:
         clock.serve(routing)
@@ -232,6 +253,7 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
         scale * timed.prefill_seconds,
         _parts(scene, times, seconds, scale * (uses - timed.computed_by_host * _STEPS / (_STEPS + _WARM_UP)) / _STEPS),
         _prefill_parts(scene, times, trace[:layers], scale),
+        {"load": times.load, "expert": times.expert(1), "layer": times.layer(1), "deciding": times.deciding},
         1 - loads / uses if uses else 1.0,
         scene.predictor != "none",
     )
@@ -253,7 +275,7 @@ def _clock(scene: Scene, times: StepTimes, layers: int, trace: list[Routing]) ->
     balance = {"auto": "optimal" if times.host else None, "none": None}.get(config.balance, config.balance)
     return VirtualClock(
         slots,
-        MAX_STAGING_SLOTS,
+        scene.ledger.pools[0].staging,
         layers,
         eviction,
         times,

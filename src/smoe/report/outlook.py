@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from smoe.bounds import CORRECTED_GATES, STACKED_GATES
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.load.known import Known, known_of
@@ -24,6 +23,7 @@ from smoe.policy.budget import Ledger, allocate
 from smoe.policy.registry import LEARNED
 from smoe.presets import PRESETS
 from smoe.report.on_clock import PROMPT_TOKENS, Scene, Simulated, settled, simulate, work_of
+from smoe.report.pace import Pace
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, SAYS, TYPICAL
 from smoe.units import identifier
 
@@ -121,6 +121,8 @@ class Subject:
     """Beside the experts, that a step reads."""
     predictor_of: Callable[[ModelSpec, EngineConfig], str]
     """Names what guesses in decode."""
+    pace_of: Callable[[str], Pace]
+    """What earlier runs have shown, by precision."""
 
     def case(self, ledger: Ledger) -> tuple[Case, Scene]:
         """The settings in a budget."""
@@ -128,7 +130,8 @@ class Subject:
         missing = [*self._packs(), *missing]
         work = work_of(self.spec, self.dense_bytes)
         predictor = self.predictor_of(self.spec, known.config)
-        scene = settled(Scene(work, self.machine, ledger, known.config, predictor, known.prices))
+        pace = self.pace_of(self.spec.precision)
+        scene = settled(Scene(work, self.machine, ledger, known.config, predictor, known.prices, pace=pace))
         config = self.config
         case = Case(
             preset_of(config),
@@ -146,15 +149,13 @@ class Subject:
         place, config = self.checkpoint.place, self.config
         if config.eviction == LEARNED:  # what is learned is about all layers, and some are simulated
             config = replace(config, eviction="auto")
-        if config.prefetch == CORRECTED_GATES:  # needs what may not have been learned yet
-            config = replace(config, prefetch=STACKED_GATES)
         try:
-            return known_of(config, place, ledger.resident_share, self.spec), []
+            return known_of(config, place, ledger.resident_share), []
         except ConfigError:
             exact = replace(config, max_perplexity_increase=None, tpot_seconds=None, precision_shares=None)
             low = f" with `low_precision` {config.low_precision}" if config.has_low else ""
             first = f"prices of answers to misses: smoe tune --prices {shlex.quote(self.model)}{low}; simulated without"
-            return known_of(exact, place, ledger.resident_share, self.spec), [first]
+            return known_of(exact, place, ledger.resident_share), [first]
 
     def _packs(self) -> list[str]:
         """Files with experts in fewer bits that the settings need and that are not there."""

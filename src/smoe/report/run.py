@@ -22,6 +22,7 @@ from smoe.memory.emulation import Emulation
 from smoe.memory.pacing import Pacing
 from smoe.metrics import Counters
 from smoe.models.quantised_linear import QuantisedWeight
+from smoe.report.hindsight import Foretold
 from smoe.runtime.engine import Engine
 from smoe.units import identifier
 
@@ -67,6 +68,8 @@ class RunReport:
     """The time per token that misses were answered for; None: none was asked for."""
     process: ProcessMemory | None
     """The whole process line by line; None where the budget is a GPU's memory or the system does not say."""
+    foretold: Foretold | None = None
+    """What was expected of this run; None where nothing was."""
 
     @property
     def floor_share(self) -> float | None:
@@ -107,6 +110,7 @@ class RunReport:
             "memory_budget_bytes": self.memory_budget_bytes,
             "process_peak_bytes": self.process_peak_bytes,
             "process": self.process.as_json() if self.process else None,
+            "foretold": None if self.foretold is None else self.foretold._asdict(),
             "floor_seconds_per_token": self.floor.overlapped_seconds if self.floor else None,
             "floor_serial_seconds_per_token": self.floor.serial_seconds if self.floor else None,
             "floor_share": self.floor_share,

@@ -370,7 +370,7 @@ class Engine:
         if self._arena.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._arena.device))
         demand = self.ledger.demand
-        of_predictors = demand.predictor_bytes + demand.fitted_bytes
+        of_predictors = demand.predictor_bytes + demand.learned_bytes
         fixed = self._dense_bytes + self._arena.nbytes + demand.workspace_bytes + of_predictors
         return fixed + self._peak_cache_bytes
 

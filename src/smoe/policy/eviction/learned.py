@@ -54,6 +54,11 @@ class NextUse(NamedTuple):
     offset: np.ndarray
     """[L, E]"""
 
+    @property
+    def nbytes(self) -> int:
+        """Of memory."""
+        return sum(part.nbytes for part in self[1:])
+
 
 def untrained() -> NextUse:
     """Knows no model: uses that fade by half in 32 and in 128 tokens."""

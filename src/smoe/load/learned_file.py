@@ -1,0 +1,82 @@
+"""What was learned of a model, kept in the user's cache: tensors that are believed for that model alone.
+
+    file     safetensors: tensors | metadata "smoe": a JSON object
+
+The object names the format, the checksum of the model's weights and that of the tensors, and holds what was said of
+them. Half an answer would be a silent loss, so what is not all there, or of other weights, or of another version, is
+refused by what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from smoe.models.weight_samples import checksum
+from smoe.user_cache import of_model
+from smoe.whole_file import whole_file
+
+_METADATA = "smoe"
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class NotLearnedError(Exception):
+    """Why there is nothing for these weights; whoever asked says what to do."""
+
+
+def path_of(kind: str, folder: Path) -> Path:
+    """Where something learned of the model in `folder` is kept; `kind` names the sort of thing."""
+    path = of_model("learned", folder)
+    return path.with_name(f"{path.stem}-{kind}.safetensors")
+
+
+def keep_learned(kind: str, form: int, folder: Path, tensors: Tensors, said: Mapping[str, Any]) -> Path:
+    """Write tensors and what is said of them (JSON), whole or not at all, and the same bytes every time; returns where.
+
+    Raises `OSError`.
+    """
+    path = path_of(kind, folder)
+    header = {"format": form, "checkpoint": checksum(folder), "tensors": _digest(tensors), **said}
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        file.write(save(whole, {_METADATA: json.dumps(header)}))  # one entry: several come in no fixed order
+    return path
+
+
+def learned(kind: str, form: int, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors, what was said of them) as kept for the weights in `folder`; raises `NotLearnedError`."""
+    path = path_of(kind, folder)
+    if not path.exists():
+        raise NotLearnedError(f"nothing has been learned yet for the model in {folder}")
+    try:
+        with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+            said: dict[str, Any] = json.loads((file.metadata() or {}).get(_METADATA, "{}"))
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise NotLearnedError(f"{path} is truncated or damaged ({error})") from error
+    if said.get("format") != form:
+        raise NotLearnedError(f"{path} is of format {said.get('format')}, this smoe reads format {form}")
+    if said.get("checkpoint") != checksum(folder):
+        raise NotLearnedError(f"{path} was learned with other weights than those in {folder}")
+    if said.get("tensors") != _digest(tensors):
+        raise NotLearnedError(f"{path} is damaged: its tensors are not what its header says")
+    return tensors, said
+
+
+def _digest(tensors: Tensors) -> str:
+    """SHA-256 of names, shapes, types and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()

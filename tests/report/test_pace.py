@@ -1,0 +1,49 @@
+"""What a run shows of its pieces, kept for the next forecast.
+
+Would catch: seconds divided by the wrong count, a pace of other experts or another way of reading taken, a short run
+that overrides what a long one has shown.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from smoe.metrics import Counters
+from smoe.report.pace import UNKNOWN, Pace, measured_pace, pace_of, remember
+
+COUNTED = Counters(
+    forward_passes=20, decode_uses=320, loads=30, prefetches=10, read_busy_seconds=0.8, compute_seconds=0.64,
+    forward_seconds=3.0, wait_seconds=0.36, plan_seconds=0.4,
+)  # fmt: skip
+
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def test_pieces_by_hand() -> None:
+    """Twenty steps of four layers: 3.0 s less 0.36 of waiting and 0.64 of experts are the layers'."""
+    pace = measured_pace(COUNTED, 4)
+    assert pace.layer == pytest.approx((3.0 - 0.36 - 0.64) / 80)
+    assert pace.expert == pytest.approx(0.64 / 320) and pace.load == pytest.approx(0.8 / 40)
+
+
+def test_too_little_shows_nothing() -> None:
+    assert measured_pace(Counters(forward_passes=15, decode_uses=9), 4) == UNKNOWN
+    assert measured_pace(Counters(forward_passes=99, decode_uses=99, loads=3, forward_seconds=1.0), 4).load is None
+
+
+def test_each_kind_of_experts_has_its_own(tmp_path: Path) -> None:
+    model, pace = tmp_path / "model", Pace(0.1, 0.2, 0.3, 1.5)
+    remember(model, "int4", True, pace)
+    assert pace_of(model, "int4", True) == pace
+    assert pace_of(model, "int4", False) == pace_of(model, "auto", True) == pace_of(tmp_path, "int4", True) == UNKNOWN
+
+
+def test_what_a_run_does_not_show_stays_known(tmp_path: Path) -> None:
+    remember(tmp_path, "auto", False, Pace(0.1, 0.2, 0.3, 1.5))
+    path = remember(tmp_path, "auto", False, Pace(layer=0.4, prompt=2.0))
+    assert pace_of(tmp_path, "auto", False) == Pace(0.4, 0.2, 0.3, 2.0)
+    path.write_text(path.read_text().replace('"load"', '"lode"'))
+    assert pace_of(tmp_path, "auto", False) == UNKNOWN, "half of it is nothing"
