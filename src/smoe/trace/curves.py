@@ -8,14 +8,10 @@ same. Points are computed in processes of their own where that is worth their st
 from __future__ import annotations
 
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from multiprocessing import get_context, parent_process
+from itertools import count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +23,7 @@ from smoe.policy.registry import EVICTION, LEARNED, ONLINE_EVICTION, SCORED_EVIC
 from smoe.policy.rows import observation
 from smoe.routing import Phase, Routing
 from smoe.simulator.replay import ReplayCounts, first_passes, replay
+from smoe.simulator.sweep import sweep
 from smoe.trace.file import Trace
 from smoe.trace.record import PHASES, TraceHeader
 from smoe.units import format_bytes
@@ -116,12 +113,15 @@ def curves(
         for trace in traces
     ]
     routings = sum(min(len(trace.routings()), passes * len(header.layers)) for trace in traces)
-    cores = min(processes or _cores(), MOST_PROCESSES, len(points))
-    alone = cores == 1 or (processes is None and routings * len(policies) * len(sizes) <= _INLINE_ROUTINGS)
+    if processes is None:
+        is_little = routings * len(policies) * len(sizes) <= _INLINE_ROUTINGS
+        processes = 1 if is_little else min(_cores(), MOST_PROCESSES)
+    done = count(1)
+    found = sweep(_counts, points, lambda _: tick(next(done), len(points)), processes)
+    _routings.cache_clear()
     counted: dict[tuple[str, int], list[ReplayCounts]] = {(policy, slots): [] for policy in policies for slots in sizes}
-    for done, (point, counts) in enumerate(_alone(points) if alone else _in_processes(points, cores), start=1):
+    for point, counts in zip(points, found, strict=True):
         counted[point.policy, point.slots].append(counts)
-        tick(done, len(points))
     return Curves(
         sizes,
         header.experts,
@@ -181,36 +181,6 @@ def _counts(point: _Point) -> ReplayCounts:
     elif point.policy == LEARNED:
         knows = [point.next_use]
     return replay(routings, point.slots, MIN_STAGING_SLOTS, EVICTION[point.policy](*knows))
-
-
-def _alone(points: Iterable[_Point]) -> Iterator[tuple[_Point, ReplayCounts]]:
-    for point in points:
-        yield point, _counts(point)
-    _routings.cache_clear()
-
-
-def _in_processes(points: Sequence[_Point], processes: int) -> Iterator[tuple[_Point, ReplayCounts]]:
-    """In the order in which they end. Fresh processes: torch has threads by now, which a fork would not survive."""
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_follow_parent)
-    try:
-        waiting = {pool.submit(_counts, point): point for point in points}
-        for future in as_completed(waiting):
-            yield waiting[future], future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _follow_parent() -> None:
-    """Ctrl-C ends this process without a word, and so does the end of the one that started it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    parent = parent_process()
-    if parent is not None:
-
-        def follow() -> None:
-            parent.join()
-            os._exit(1)
-
-        threading.Thread(target=follow, daemon=True).start()
 
 
 class Turns(NamedTuple):
