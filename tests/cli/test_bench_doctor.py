@@ -114,7 +114,8 @@ def test_an_ablation_takes_every_step_on_the_same_text(run, checkpoint, quick):
 def test_beside_a_device_the_cpu_computes_too(run, checkpoint, quick, tmp_path):
     text, picture = tmp_path / "text.txt", tmp_path / "smoe.png"
     text.write_text("once upon a time there was a cat " * 16)
-    asked = ("--device", "emulated", "--profile", "rtx-4060-ti", "--batch", 2, "--rounds", 1, "--plot", picture)
+    beside = ("--device", "emulated", "--profile", "rtx-4060-ti", "--set", "dilation=1")
+    asked = (*beside, "--batch", 2, "--rounds", 1, "--plot", picture)
     ran = run("bench", checkpoint, "--memory", "2500KiB", "--ablation", "smoe", "--text", text, *asked)
     assert ran.code == 0, ran.err
     assert (ran.json["profile"], ran.json["batch"]) == ("rtx-4060-ti", 2)

@@ -111,7 +111,7 @@ def keys_of(value: Any) -> Iterator[str]:
 
 def test_every_key_is_a_name(run, checkpoint, quick, tmp_path):
     trace = tmp_path / "one.trace"
-    beside = ("--device", "emulated", "--profile", "rtx-4060-ti", "--balance", "optimal")
+    beside = ("--device", "emulated", "--profile", "rtx-4060-ti", "--balance", "optimal", "--set", "dilation=1")
     asked: list[tuple[object, ...]] = [
         ("generate", checkpoint, *SIZE, "-p", "once", "--max-new-tokens", 6),
         ("generate", checkpoint, *SIZE, "-p", "once", "--max-new-tokens", 6, *beside),

@@ -174,7 +174,9 @@ def test_generate_takes_the_alpha_for_the_disk_as_it_is_now(run, checkpoint, tex
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("switches", [("--memory", "64MiB"), ("--memory", "2700KiB", "--device", "emulated")])
+@pytest.mark.parametrize(
+    "switches", [("--memory", "64MiB"), ("--memory", "2700KiB", "--device", "emulated", "--set", "dilation=1")]
+)
 def test_what_does_not_hang_on_the_disk_is_not_rescaled(run, checkpoint, text, switches):
     ran = run("tune", checkpoint, *switches, "--context", 128, "--text", text, "--tpot", "10s", "--json")
     assert ran.json["bytes_per_second"] is None and ran.json["measured_bytes_per_second"] is None
