@@ -65,7 +65,7 @@ def test_other_weights_in_the_same_place_are_refused(folder: Path, path: Path) -
 def test_a_file_that_was_cut_short_is_refused(kept: float, folder: Path, path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[: int(kept * len(whole))])
-    with pytest.raises(NotLearnedError, match="truncated or damaged"):
+    with pytest.raises(NotLearnedError, match="truncated, damaged or closed"):
         learned("guess", 3, folder)
 
 

@@ -55,14 +55,14 @@ def keep_learned(kind: str, form: int, folder: Path, tensors: Tensors, said: Map
 def learned(kind: str, form: int, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(tensors, what was said of them) as kept for the weights in `folder`; raises `NotLearnedError`."""
     path = path_of(kind, folder)
-    if not path.exists():
-        raise NotLearnedError(f"nothing has been learned yet for the model in {folder}")
     try:
         with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
             said: dict[str, Any] = json.loads((file.metadata() or {}).get(_METADATA, "{}"))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+    except FileNotFoundError as error:
+        raise NotLearnedError(f"nothing has been learned yet for the model in {folder}") from error
     except (OSError, SafetensorError, ValueError) as error:
-        raise NotLearnedError(f"{path} is truncated or damaged ({error})") from error
+        raise NotLearnedError(f"{path} is truncated, damaged or closed to you ({error})") from error
     if said.get("format") != form:
         raise NotLearnedError(f"{path} is of format {said.get('format')}, this smoe reads format {form}")
     if said.get("checkpoint") != checksum(folder):
