@@ -4,34 +4,44 @@
         [--rounds 3] [--set NAME=VALUE ...] [--out FILE.json]
 
 Every cell is a model, a size of the cache, a preset and a precision; what needs a pack or prices that are not there is
-left out and named. All forecasts are made first, without running anything but the measurements that `smoe plan` makes;
-then every cell is run in a fresh process, the cells one after the other and the rounds one after the other, so that a
-drift of the machine falls on all. A run reads a prompt of as many tokens as the forecast's, decodes some forced tokens
-of a text untimed and the rest timed, from an empty cache. Compared are the mean time per token and the time to the
-first, medians over the rounds. The error is measured / forecast - 1. Prints a table and ends with one JSON line.
+left out and named. Every cell is foretold and then run in a fresh process, the cells one after the other and the rounds
+one after the other, so that a drift of the machine falls on all. *Forecast* is made before the cell has run; *taught*
+before its second round, by what one run of the model in this precision has shown (the first preset, the middle share),
+as `smoe generate` teaches. The user's cache is left alone, but for `smoe doctor`'s profile, which is used. A run reads
+a prompt of as many tokens as the forecast's, decodes some forced tokens of a text untimed and the rest timed, from an
+empty cache. Compared are the mean time per token and the time to the first, medians over the rounds. The error is
+measured / forecast - 1. Prints a table and ends with one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from smoe import __version__
 from smoe.cli.settings import settings_of
 from smoe.errors import SmoeError
-from smoe.machine.measure import describe_machine
+from smoe.machine.measure import describe_machine, profile_path
+from smoe.models.checkpoint import described_checkpoint
 from smoe.presets import configure
 from smoe.report.forecast import foretell
 from smoe.report.on_clock import PROMPT_TOKENS
+from smoe.report.pace import Pace, remember
 from smoe.units import parse_share
+from smoe.user_cache import PLACE
 
-WARM_TOKENS, TIMED_TOKENS, CONTEXT_TOKENS = 12, 32, 1024
+WARM_TOKENS, TIMED_TOKENS, CONTEXT_TOKENS = 8, 20, 1024
 TEXT = Path(__file__).parent / "text.txt"
 BARS = {"median": 0.15, "worst": 0.35}
 """What the errors of the time per token are to stay within."""
@@ -41,6 +51,7 @@ import json, sys
 import torch
 from smoe import from_pretrained
 from smoe.models.checkpoint import whole_checkpoint
+from smoe.report.pace import measured_pace
 asked = json.loads(sys.argv[1])
 ids = whole_checkpoint(asked["model"], None).tokenizer()(asked["text"])["input_ids"]
 count = asked["prompt"] + asked["warm"] + asked["timed"]
@@ -56,6 +67,8 @@ with torch.no_grad():
         tokens = rows[:, : asked["prompt"]] if n == 0 else rows[:, n : n + 1]
         model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         seconds.append(engine.now() - started)
+        if n == 0:
+            prompt = engine.stats()
 timed = seconds[1 + asked["warm"] :]
 counted, layers = engine.stats() - before, len(engine.store.layers)
 print(json.dumps({"ttft_seconds": seconds[0], "seconds_per_token": sum(timed) / len(timed),
@@ -65,6 +78,7 @@ print(json.dumps({"ttft_seconds": seconds[0], "seconds_per_token": sum(timed) / 
     "layer": counted.dense_seconds / counted.forward_passes / layers,
     "deciding": counted.plan_seconds / counted.forward_passes / layers,
     "waiting": counted.wait_seconds / counted.forward_passes},
+    "pace": vars(measured_pace(counted, layers)), "prompt_computing": prompt.compute_seconds + prompt.dense_seconds,
     "loads": (counted.loads + counted.prefetches) / counted.forward_passes}))
 engine.close()
 """
@@ -87,16 +101,15 @@ class Cell(NamedTuple):
 def main() -> None:
     options = _parse()
     more = settings_of(options.set)
-    rows = []
-    for cell in _cells(options):
-        row = cell._asdict() | _foretold(cell, more)
-        print(f"{_name(cell)}  {row.get('left_out') or _figures(row['forecast'])}", flush=True)
-        rows.append(row)
-    to_run = [(row, Cell(*(row[name] for name in Cell._fields))) for row in rows if "forecast" in row]
-    for _ in range(options.rounds):
-        for row, cell in to_run:
-            row.setdefault("rounds", []).append(_measured(cell, more))
-    summary = summarised([row for row, _ in to_run])
+    rows: list[dict[str, Any]] = [cell._asdict() for cell in _cells(options)]
+    with _own_cache():
+        for number in range(options.rounds):
+            if number == 1:
+                _teach(rows)
+            for row in rows:
+                _round(row, more, number)
+    told = [row for row in rows if "forecast" in row]
+    summary = {name: summarised(told, name) for name in ("forecast", "taught") if all(name in row for row in told)}
     _print(rows, summary)
     about = {"smoe": __version__, "machine": describe_machine(), "bars": BARS}
     result = about | {"settings": more, "rows": rows, "errors": summary}
@@ -105,14 +118,60 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def summarised(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Put medians and errors into the rows; median and worst error of both times."""
+@contextmanager
+def _own_cache() -> Iterator[None]:
+    """Inside, what runs teach is kept in a folder of ours; the machine's measured profile is there, too."""
+    profile = profile_path()
+    with TemporaryDirectory() as folder:
+        if profile.exists():
+            (Path(folder) / "smoe").mkdir()
+            shutil.copy(profile, Path(folder) / "smoe")
+        before = os.environ.get(PLACE)
+        os.environ[PLACE] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop(PLACE)
+            if before is not None:
+                os.environ[PLACE] = before
+
+
+def _round(row: dict[str, Any], more: dict[str, Any], number: int) -> None:
+    """Foretell a cell before its first two rounds, and run it."""
+    cell = Cell(*(row[name] for name in Cell._fields))
+    if number == 0:
+        row |= _foretold(cell, more)
+    elif number == 1 and "forecast" in row:
+        row["taught"] = _foretold(cell, more)["forecast"]
+    if "forecast" in row:
+        row.setdefault("rounds", []).append(_measured(cell, more))
+    told = row.get("left_out") or f"{_figures(row['forecast'])}  {_figures(row['rounds'][-1])}"
+    print(f"{_name(cell)}  {told}", flush=True)
+
+
+def _teach(rows: list[dict[str, Any]]) -> None:
+    """Let the next forecasts know one run of each model and precision: the first preset's, with the middle share."""
+    by_model: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if "rounds" in row and row["preset"] == rows[0]["preset"]:
+            by_model.setdefault((row["model"], row["precision"]), []).append(row)
+    for (model, precision), of_model in by_model.items():
+        row = of_model[len(of_model) // 2]
+        run, place = row["rounds"][0], described_checkpoint(model, None).place
+        pace = replace(Pace(**run["pace"]), prompt=run["prompt_computing"] / row["forecast"]["prompt_computing"])
+        for is_direct in (False, True):  # all runs read in the same way
+            remember(place, precision, is_direct, pace)
+
+
+def summarised(rows: list[dict[str, Any]], told: str = "forecast") -> dict[str, Any]:
+    """Put medians, and the errors of what was `told`, into the rows; median and worst error of both times."""
     found = {}
     for name in ("seconds_per_token", "ttft_seconds"):
         for row in rows:
             row.setdefault("measured", {})[name] = median(run[name] for run in row["rounds"])
-            row.setdefault("error", {})[name] = row["measured"][name] / row["forecast"][name] - 1
-        errors = [abs(row["error"][name]) for row in rows]
+            error = row["measured"][name] / row[told][name] - 1
+            row.setdefault("error", {}).setdefault(told, {})[name] = error
+        errors = [abs(row["error"][told][name]) for row in rows]
         found[name] = {"median": median(errors), "worst": max(errors)} if errors else None
     return found
 
@@ -143,6 +202,7 @@ def _foretold(cell: Cell, more: dict[str, Any]) -> dict[str, Any]:
             "hit_ratio": run.hit_ratio,
             "bound_by": run.bound_by,
             "pieces": run.pieces,
+            "prompt_computing": run.prefill_parts["computing"],
         }
     }
 
@@ -175,18 +235,22 @@ def _figures(times: dict[str, Any]) -> str:
 
 
 def _print(rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-    print("\nmodel             kept preset       bits    forecast: token, first   measured: token, first   errors")
+    print(
+        "\nmodel             kept preset       bits    forecast: token, first   measured: token, first   errors; taught"
+    )
     for row in rows:
         cell = Cell(*(row[name] for name in Cell._fields))
         if "left_out" in row:
             print(f"{_name(cell)}  left out: {row['left_out']}")
             continue
-        errors = [row["error"][name] for name in ("seconds_per_token", "ttft_seconds")]
-        told = "  ".join(f"{error:+.0%}" for error in errors)
+        told = "; ".join(
+            "  ".join(f"{error:+.0%}" for error in row["error"][name].values()) for name in summary if name in row
+        )
         print(f"{_name(cell)}  {_figures(row['forecast'])}  {_figures(row['measured'])}   {told}")
-    for name, errors in summary.items():
-        if errors is not None:
-            print(f"{name}: median error {errors['median']:.0%}, worst {errors['worst']:.0%}")
+    for told, of in summary.items():
+        for name, errors in of.items():
+            if errors is not None:
+                print(f"{told}, {name}: median error {errors['median']:.0%}, worst {errors['worst']:.0%}")
 
 
 def _parse() -> argparse.Namespace:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ from smoe.memory.disk import DiskReader
 from smoe.memory.store import ExpertStore, Read, page_ceil
 from smoe.user_cache import cache_folder
 
+_Item = TypeVar("_Item")
 _SMALL_FILE_BYTES = 64 * 2**20
 
 
@@ -31,14 +33,8 @@ def measure_disk(folder: Path, request_bytes: int, seconds: float, file_bytes: i
         path = Path(file.name)
     reader = DiskReader(direct=True)
     try:
-        count = _write(path, size, file_bytes)
-        order = [n * 7919 % count for n in range(count)]  # a prime stride: scattered, and the same every time
-        readers = EngineConfig().io_threads
-        started = perf_counter()
-        with ThreadPoolExecutor(readers) as pool:
-            parts = [order[n::readers] for n in range(readers)]
-            done = sum(pool.map(lambda part: _read_some(reader, path, size, part, started + seconds), parts))
-        return done / (perf_counter() - started), reader.is_direct
+        blocks = [Read(path, n * size, size, 0, size) for n in range(_write(path, size, file_bytes))]
+        return _rate(reader, _scattered(blocks), seconds), reader.is_direct
     finally:
         reader.close()
         with suppress(FileNotFoundError):
@@ -48,27 +44,39 @@ def measure_disk(folder: Path, request_bytes: int, seconds: float, file_bytes: i
 def measure_reads(store: ExpertStore, seconds: float) -> float:
     """Bytes per second of reading a model's own experts past the page cache, scattered, by as many threads as the
     engine uses."""
-    keys, readers = store.keys(), EngineConfig().io_threads
-    order = [keys[n * 7919 % len(keys)] for n in range(len(keys))]
-    reads = [store.reads(*key) for key in order]
-    largest = max(read.nbytes for of in reads for read in of)
-    reader, started = DiskReader(direct=True), perf_counter()
+    reader = DiskReader(direct=True)
+    try:
+        return _rate(reader, [read for key in _scattered(store.keys()) for read in store.reads(*key)], seconds)
+    finally:
+        reader.close()
 
-    def read_some(part: Sequence[Sequence[Read]]) -> int:
-        arena, done = Arena([(1, page_ceil(largest))], torch.device("cpu")), 0
-        for of_expert in part:
-            done += sum(reader.read(read, arena.buffer(0)) for read in of_expert)
+
+def _scattered(items: Sequence[_Item]) -> list[_Item]:
+    """By a prime stride: the same order every time."""
+    return [items[n * 7919 % len(items)] for n in range(len(items))]
+
+
+def _rate(reader: DiskReader, reads: Sequence[Read], seconds: float) -> float:
+    """Bytes per second of as many of these reads as fit the time."""
+    threads = EngineConfig().io_threads
+    arena = Arena([(threads, page_ceil(max(read.nbytes for read in reads)))], torch.device("cpu"))
+    arena.bytes.fill_(0)  # pages that are first written to by a read would slow it down
+    started = perf_counter()
+
+    def read_some(thread: int) -> int:
+        done = 0
+        for read in reads[thread::threads]:
+            done += reader.read(read, arena.buffer(thread))
             if perf_counter() > started + seconds:
                 break
-        arena.close()
         return done
 
     try:
-        with ThreadPoolExecutor(readers) as pool:
-            done = sum(pool.map(read_some, [reads[n::readers] for n in range(readers)]))
+        with ThreadPoolExecutor(threads) as pool:
+            done = sum(pool.map(read_some, range(threads)))
         return done / (perf_counter() - started)
     finally:
-        reader.close()
+        arena.close()
 
 
 def measure_small_disk(request_bytes: int) -> float | None:
@@ -79,18 +87,6 @@ def measure_small_disk(request_bytes: int) -> float | None:
         return measure_disk(folder, min(request_bytes, _SMALL_FILE_BYTES), 0.3, _SMALL_FILE_BYTES)[0]
     except OSError:
         return None
-
-
-def _read_some(reader: DiskReader, path: Path, size: int, order: Sequence[int], until: float) -> int:
-    """Bytes read until the clock says `until`."""
-    arena = Arena([(1, size)], torch.device("cpu"))
-    done = 0
-    for n in order:
-        done += reader.read(Read(path, n * size, size, 0, size), arena.buffer(0))
-        if perf_counter() > until:
-            break
-    arena.close()
-    return done
 
 
 def _write(path: Path, size: int, file_bytes: int) -> int:

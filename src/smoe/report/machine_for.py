@@ -27,7 +27,7 @@ from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Ledger
 from smoe.report.pace import UNKNOWN, Pace, pace_of
 
-_READING_SECONDS = 0.5
+_READING_SECONDS = 1.0
 _IN_PLACE = 0.76
 """Of the rate at which a few experts beside each other are computed, what experts and layers all over a model reach."""
 _COPIED = 6
