@@ -41,7 +41,7 @@ from smoe.report.pace import Pace, remember
 from smoe.units import parse_share
 from smoe.user_cache import PLACE
 
-WARM_TOKENS, TIMED_TOKENS, CONTEXT_TOKENS = 8, 20, 1024
+WARM_TOKENS, TIMED_TOKENS, CONTEXT_TOKENS = 6, 14, 1024
 TEXT = Path(__file__).parent / "text.txt"
 BARS = {"median": 0.15, "worst": 0.35}
 """What the errors of the time per token are to stay within."""
