@@ -42,6 +42,14 @@ def test_what_is_kept_comes_back(folder: Path, path: Path) -> None:
     assert keep_learned("guess", 3, folder, TENSORS, {"tokens": 50}).read_bytes() == written, "the same every time"
 
 
+def test_bfloat16_is_kept_too(folder: Path) -> None:
+    """NumPy has no such type: what is learned on most models was measured, and lost when it was to be kept."""
+    tensors = {"halves": torch.arange(6.0).bfloat16().reshape(2, 3)}
+    keep_learned("guess", 3, folder, tensors, {})
+    kept, _ = learned("guess", 3, folder)
+    assert kept["halves"].dtype == torch.bfloat16 and torch.equal(kept["halves"], tensors["halves"])
+
+
 def test_other_kinds_and_other_models_have_none(folder: Path, path: Path, toy: Callable[..., Path]) -> None:
     for kind, other in (("another", folder), ("guess", toy("mixtral"))):
         with pytest.raises(NotLearnedError, match="nothing has been learned yet for the model in"):

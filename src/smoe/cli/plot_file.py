@@ -8,6 +8,9 @@ from pathlib import Path
 
 from smoe.errors import ConfigError
 
+_FILE, _FOLDER = "a file that can be written and ends in .png, .svg or .pdf", "a folder that can be written"
+_NEEDS_LIBRARY = ", and a plot needs matplotlib: pip install matplotlib, or leave --plot out"
+
 
 def check_plot(path: Path) -> None:
     """Refuse before hours of work what could not be drawn after them."""
@@ -18,9 +21,20 @@ def check_plot(path: Path) -> None:
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise _no_plot(path, ", which cannot be written; give another file")
     if find_spec("matplotlib") is None:
-        raise _no_plot(path, ", and a plot needs matplotlib: pip install matplotlib, or leave --plot out")
+        raise _no_plot(path, _NEEDS_LIBRARY)
 
 
-def _no_plot(path: Path, why: str) -> ConfigError:
-    allowed = "a file that can be written and ends in .png, .svg or .pdf"
+def check_plot_folder(path: Path) -> None:
+    """The same for a folder that several pictures go to; it is made where it is not there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _no_plot(path, f", where no folder can be made: {error.strerror}; give another", _FOLDER) from error
+    if not os.access(path, os.W_OK):
+        raise _no_plot(path, ", which cannot be written; give another folder", _FOLDER)
+    if find_spec("matplotlib") is None:
+        raise _no_plot(path, _NEEDS_LIBRARY, _FOLDER)
+
+
+def _no_plot(path: Path, why: str, allowed: str = _FILE) -> ConfigError:
     return ConfigError(f"--plot is {str(path)!r}{why}", setting="plot", given=str(path), allowed=allowed)

@@ -75,7 +75,8 @@ def _digest(tensors: Tensors) -> str:
     """SHA-256 of names, shapes, types and bytes."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        array = tensors[name].numpy()
+        tensor = tensors[name]
+        array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()  # NumPy has none
         digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
