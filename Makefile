@@ -12,10 +12,11 @@ PROMPT ?= Once upon a time there was a little girl named Lily.
 GPU_PYTHON ?= python3
 GPU_OUT    ?= runs/gpu
 
-# The suite runs on all cores, four at most: a process of it takes up to a gigabyte.
-JOBS   ?= -n auto --maxprocesses 4
+# The suite runs on all cores, four at most: a process of it takes up to a gigabyte. Each begins with tests that follow
+# each other, and so share what they have made, and helps the others out when it is done.
+JOBS   ?= -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-limited lint env clean help gpu
+.PHONY: demo test test-limited limited-avx2 limited-core limited-one-thread limited-disagreeing lint env clean help gpu
 
 help:
 	@echo "make demo   install into $(VENV) and generate text with the embedded model in $(MEMORY)"
@@ -26,11 +27,12 @@ help:
 
 env: $(VENV)/.installed
 
+# Most of the libraries' modules are never imported; those that are, Python compiles then.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev]"
 	@touch $@
 
 demo: env
@@ -48,12 +50,25 @@ EXACT   := tests/runtime/test_exactness.py tests/cli/test_verify.py
 AVX2    := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 SMOE_MAX_CPU_ISA=avx2
 CORE    := ONEDNN_MAX_CPU_ISA=AVX512_CORE
 
-test-limited: env
-	$(AVX2) $(BIN)/python -m pytest $(JOBS) -m "not slow" $(LIMITED) $(EXACT) $(OTHERS)
-	$(CORE) $(BIN)/python -m pytest $(JOBS) -m "not slow" tests/kernels tests/compute/test_decode_experts.py \
-	    tests/compute/test_quantised_math.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(JOBS) -m "not slow" tests/kernels tests/fastpath/test_linear.py tests/test_demo.py
-	$(BIN)/python -m pytest $(JOBS) -m "not slow" --disagree attention tests/fastpath/test_linear.py
+# Products that are called directly, on bytes of ours: no library computes in them, on however many threads.
+DIRECT  := tests/kernels/test_quantised_whole.py
+LIMIT    = $(BIN)/python -m pytest $(JOBS) -m "not slow"
+
+# `make -j2 test-limited JOBS=` runs them side by side, each in one process: it starts, and compiles, once.
+test-limited: limited-avx2 limited-core limited-one-thread limited-disagreeing
+
+limited-avx2: env
+	$(AVX2) $(LIMIT) $(LIMITED) $(EXACT) $(OTHERS)
+
+limited-core: env
+	$(CORE) $(LIMIT) tests/kernels --ignore $(DIRECT) tests/compute/test_decode_experts.py tests/compute/test_quantised_math.py
+
+limited-one-thread: env
+	OMP_NUM_THREADS=1 $(LIMIT) tests/kernels --ignore $(DIRECT) --ignore tests/kernels/test_quantised.py \
+	    tests/fastpath/test_linear.py tests/test_demo.py
+
+limited-disagreeing: env
+	$(LIMIT) --disagree attention tests/fastpath/test_linear.py
 
 lint: env
 	$(BIN)/ruff check .

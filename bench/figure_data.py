@@ -1,20 +1,13 @@
-"""The numbers behind `bench.figures`: what a routing trace says about ranks, and what an ablation and a trace say
-together about missing experts.
-
-A rank is an expert's place among all experts of its layer by choice score, for one token; ranks 1 to k are the chosen.
-"""
+"""The numbers behind `bench.figures`: what an ablation and a trace say together about missing experts. What a trace
+says about ranks is in `smoe.trace.ranks`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
-import torch
 
 from smoe.errors import ConfigError
 from smoe.memory.emulation import read_profile
-from smoe.models.scoring import ScoringRule
 from smoe.policy.budget import MAX_STAGING_SLOTS, MIN_STAGING_SLOTS
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import layer_share
@@ -26,75 +19,9 @@ from smoe.report.replayed import times_on
 from smoe.routing import Phase, Routing
 from smoe.simulator.virtual_clock import replay_on_clock
 from smoe.trace.file import Trace
-from smoe.trace.record import TracedLayer
 
 Cell = Mapping[str, Any]
 """One ablation, as its JSON has it."""
-AHEAD = 3
-"""Tokens within which an expert counts as used again."""
-
-
-class Stretch(NamedTuple):
-    """One sequence in one layer, token after token."""
-
-    shares: np.ndarray
-    """[T, E] of the scores of all experts, which add up to 1; by expert."""
-    order: np.ndarray
-    """[T, E] experts by rank."""
-    active: np.ndarray
-    """[T, E] whether an expert was chosen; by expert."""
-
-
-def width(trace: Trace) -> tuple[int, int]:
-    """(E, K) of all layers; raises `ConfigError` where they differ, as ranks then have no common meaning."""
-    found = {(layer.experts, layer.top_k) for layer in trace.header.layers}
-    if len(found) != 1:
-        raise ConfigError(f"layers of {trace.path} differ in their experts or choices: {sorted(found)}")
-    return found.pop()
-
-
-def stretches(trace: Trace) -> Iterator[Stretch]:
-    """All sequences in all layers; padding is left out."""
-    for layer in trace.header.layers:
-        if layer.rule is None:
-            raise ConfigError(f"the router of layer {layer.layer} of {trace.path} follows no known rule: no scores")
-        rule = ScoringRule.from_json(layer.rule)
-        rows = trace.rows[trace.rows["layer"] == layer.layer]
-        rows = rows[rows["top_k_index"][:, 0] < layer.experts]
-        for sequence in np.unique(rows["sequence"]):
-            yield _stretch(rows[rows["sequence"] == sequence], layer, rule)
-
-
-def _stretch(rows: np.ndarray, layer: TracedLayer, rule: ScoringRule) -> Stretch:
-    """Where rounding has made scores equal, the chosen go first: they have the ranks 1 to k in any case."""
-    scores = rule.scores(torch.from_numpy(rows["router_logits"][:, : layer.experts].copy()))
-    choice = rule.choice(scores).numpy()
-    active = np.zeros(choice.shape, dtype=bool)
-    np.put_along_axis(active, rows["top_k_index"][:, : layer.top_k].astype(np.int64), True, axis=1)
-    order = np.lexsort((-choice, ~active), axis=1)
-    return Stretch((scores / scores.sum(dim=-1, keepdim=True)).numpy(), order, active)
-
-
-def shares_by_rank(trace: Trace) -> np.ndarray:
-    """[T, E] shares of all tokens in all layers, the column 0 being rank 1."""
-    return np.concatenate([np.take_along_axis(part.shares, part.order, axis=1) for part in stretches(trace)])
-
-
-def reuse_by_rank(trace: Trace, ahead: int = AHEAD) -> np.ndarray:
-    """[E] how often the expert of a rank is chosen within the next `ahead` tokens; tokens that have fewer are no case.
-
-    Raises `ConfigError` where no sequence is long enough.
-    """
-    used, cases = np.zeros(width(trace)[0]), 0
-    for part in stretches(trace):
-        count = len(part.order) - ahead
-        if count > 0:
-            soon = np.any([part.active[after : after + count] for after in range(1, ahead + 1)], axis=0)
-            used += np.take_along_axis(soon, part.order[:count], axis=1).sum(axis=0)
-            cases += count
-    if not cases:
-        raise ConfigError(f"no sequence of {trace.path} has more than {ahead} tokens")
-    return used / cases
 
 
 class Missing(NamedTuple):

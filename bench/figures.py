@@ -20,24 +20,21 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from bench.figure_data import (
-    AHEAD,
     Cell,
     missing_of,
     prefetches_per_token,
-    reuse_by_rank,
-    shares_by_rank,
     simulated_seconds,
     step_of,
     steps_by_alpha,
     steps_of,
     time_shares,
-    width,
 )
 from smoe.benchmark.plot import MECHANISMS
 from smoe.bounds import EMULATED
 from smoe.config import DEFAULT_ALPHA
 from smoe.errors import ConfigError
 from smoe.trace.file import Trace
+from smoe.trace.ranks import AHEAD, reuse_by_rank, shares_by_rank, stretches, width
 
 BLUE, RED, ORANGE, GREEN, GREY, SAND = "#2f6d8c", "#b3423a", "#d99a3d", "#6a8f4e", "#8c9aa5", "#c9c4b8"
 STEPS = ("LRU on demand", "CE", "CE + CR", "CE + CR + Pre", "all four (+ BA)")
@@ -95,7 +92,7 @@ def draw_all(trace: Trace, cell: Cell, out: Path, names: Sequence[str]) -> list[
 
 def figure_4(trace: Trace, cell: Cell) -> Figure:
     """How the scores of a token spread over the ranks."""
-    shares, (experts, top_k) = 100 * shares_by_rank(trace), width(trace)
+    shares, (experts, top_k) = 100 * shares_by_rank(stretches(trace)), width(trace)
     ranks = np.arange(1, experts + 1)
     low, high = np.percentile(shares, [10, 90], axis=0)
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
@@ -110,7 +107,7 @@ def figure_4(trace: Trace, cell: Cell) -> Figure:
 
 def figure_6(trace: Trace, cell: Cell) -> Figure:
     """How soon an expert is chosen again, by its rank."""
-    reuse, (experts, top_k) = 100 * reuse_by_rank(trace), width(trace)
+    reuse, (experts, top_k) = 100 * reuse_by_rank(stretches(trace)), width(trace)
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axes = figure.subplots()
     axes.plot(range(1, experts + 1), reuse, color=BLUE, marker="o", markersize=3, label="recorded")

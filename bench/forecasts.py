@@ -27,11 +27,11 @@ from smoe.cli.settings import settings_of
 from smoe.errors import SmoeError
 from smoe.machine.measure import describe_machine
 from smoe.presets import configure
-from smoe.report.forecast import forecast
+from smoe.report.forecast import foretell
 from smoe.report.on_clock import PROMPT_TOKENS
 from smoe.units import parse_share
 
-WARM_TOKENS, TIMED_TOKENS, CONTEXT_TOKENS = 16, 64, 1024
+WARM_TOKENS, TIMED_TOKENS, CONTEXT_TOKENS = 12, 32, 1024
 TEXT = Path(__file__).parent / "text.txt"
 BARS = {"median": 0.15, "worst": 0.35}
 """What the errors of the time per token are to stay within."""
@@ -128,20 +128,19 @@ def _cells(options: argparse.Namespace) -> Iterator[Cell]:
 def _foretold(cell: Cell, more: dict[str, Any]) -> dict[str, Any]:
     """The forecast, or why there is none."""
     try:
-        outlook = forecast(cell.model, configure(**cell.switches(more))).outlook
+        expected = foretell(cell.model, configure(**cell.switches(more)))
     except SmoeError as error:
         return {"left_out": str(error)}
-    if outlook is None:
+    if expected is None:
         return {"left_out": "no rate at which experts come in"}
-    if outlook.asked.missing:
-        return {"left_out": "; ".join(outlook.asked.missing)}
-    run = outlook.asked.run
+    if expected.missing:
+        return {"left_out": "; ".join(expected.missing)}
+    run = expected.run
     return {
         "forecast": {
             "seconds_per_token": run.seconds_per_token,
             "ttft_seconds": run.ttft_seconds,
             "hit_ratio": run.hit_ratio,
-            "tokens_per_second_range": outlook.tokens_per_second,
             "bound_by": run.bound_by,
             "pieces": run.pieces,
         }

@@ -8,7 +8,7 @@ so that a drift of the machine falls on all. A process reads a prompt (the time 
 tokens untimed and the rest timed; what it expected of each is kept. Compared with the exact engine of the same round:
 time per token, the change of perplexity on these tokens (interval of 95 % from resampled blocks), the divergence of the
 next-token distributions (nats a token), and the bytes read. With `--device` on the emulated device of that profile,
-experts paced as if they had 9 MiB. Prints a table and ends with one JSON line.
+experts paced as if they had `--expert-bytes`. Prints a table and ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 PROMPT_TOKENS, WARM_TOKENS, CONTEXT_TOKENS = 64, 32, 1024
-EMULATED_EXPERT_BYTES = 9 * 2**20
 BLOCK = 16
 """Tokens that are resampled together."""
 TEXT = Path(__file__).parent.parent / "src" / "smoe" / "demo" / "stories.jsonl"
@@ -110,7 +109,7 @@ def _run(
     """One process: what it measured, and its log-probabilities [tokens, rows, vocabulary]."""
     given = {"memory": options.memory, "max_sequences": len(rows)} | switches
     if options.device is not None:
-        given |= {"device": "emulated", "profile": options.device, "emulated_expert_bytes": EMULATED_EXPERT_BYTES}
+        given |= {"device": "emulated", "profile": options.device, "emulated_expert_bytes": options.expert_bytes}
     asked = {
         "model": str(options.model.resolve()),
         "context": CONTEXT_TOKENS,
@@ -180,6 +179,7 @@ def _finish(options: argparse.Namespace, results: dict[str, list[dict[str, Any]]
         "memory": options.memory,
         "batch": options.batch,
         "device": options.device,
+        "expert_bytes": options.expert_bytes,
         "tokens": options.tokens,
         "table": table,
         "rounds": results,
@@ -249,6 +249,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=160, help="timed ones")
     parser.add_argument("--device", help="the emulated device of this profile")
+    parser.add_argument("--expert-bytes", type=int, default=9 * 2**20, help="of the experts that are acted")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--configs", type=Path, help="JSON: preset and switches by name")
     parser.add_argument("--only", nargs="+", help="the first words of names")

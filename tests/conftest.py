@@ -60,6 +60,12 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests have measured, fitted or learned is not known."""
+    monkeypatch.setenv(PLACE, str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     """`toy(family, dtype=..., **what zoo.save takes)`: the folder of a toy checkpoint. Nobody may change its files."""

@@ -23,6 +23,7 @@ from smoe.policy.budget import MIN_STAGING_SLOTS
 from smoe.policy.registry import make_eviction
 from smoe.simulator.replay import replay
 from smoe.trace.file import Trace, TraceWriter
+from smoe.trace.ranks import reuse_by_rank, shares_by_rank, stretches
 from smoe.trace.record import TracedLayer, TraceHeader
 
 EXPERTS, TOP_K, SLOTS = 8, 2, 6
@@ -123,7 +124,7 @@ def test_reuse_by_rank(trace: Trace, logits: dict[tuple[int, int], list[Token]])
             for rank, expert in enumerate(ranked(tokens[t])):
                 used[rank] += any(expert in chosen[t + after] for after in (1, 2, 3))
     assert cases == 2 * (6 + 9)
-    np.testing.assert_allclose(data.reuse_by_rank(trace), [count / cases for count in used])
+    np.testing.assert_allclose(reuse_by_rank(stretches(trace)), [count / cases for count in used])
 
 
 def test_shares_by_rank(trace: Trace, logits: dict[tuple[int, int], list[Token]]) -> None:
@@ -133,7 +134,7 @@ def test_shares_by_rank(trace: Trace, logits: dict[tuple[int, int], list[Token]]
             for token in logits[layer, sequence]:
                 whole = sum(map(exp, token))
                 expected.append([exp(token[expert]) / whole for expert in ranked(token)])
-    np.testing.assert_allclose(data.shares_by_rank(trace), expected, rtol=1e-5)
+    np.testing.assert_allclose(shares_by_rank(stretches(trace)), expected, rtol=1e-5)
 
 
 def test_missing_by_kind(trace: Trace, logits: dict[tuple[int, int], list[Token]]) -> None:
@@ -184,4 +185,4 @@ def test_what_is_not_there_is_left_out(
     assert [path.name for path in written] == ["smoe-figure-6.png"]
     assert "no step 'LRU on demand'" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="more than 12 tokens"):
-        data.reuse_by_rank(trace, ahead=12)
+        reuse_by_rank(stretches(trace), ahead=12)

@@ -12,8 +12,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from smoe import cli
+from smoe import cli, from_pretrained
+from smoe.trace.recorder import recording
+from tests import oracle
 from tests.toy import save_toy
+
+SIZE = ("--memory", "2700KiB", "--context", 128)
+"""Room for some of the checkpoint's experts."""
 
 
 class Ran(NamedTuple):
@@ -38,12 +43,24 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_toy(tmp_path_factory.mktemp("toy"))
 
 
+@pytest.fixture(scope="session")
+def traces(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two of the checkpoint, of a prompt and 24 and 40 new tokens. Nobody may change them."""
+    model = from_pretrained(checkpoint, memory="4MiB", context_tokens=128)
+    folder = tmp_path_factory.mktemp("traces")
+    paths = [folder / f"{name}.trace" for name in ("first", "second")]
+    with model.offload:
+        for path, tokens in zip(paths, (24, 40), strict=True):
+            with recording(model, path):
+                model.generate(oracle.PROMPT % 90, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+    return paths
+
+
 @pytest.fixture(autouse=True)
 def one_thread_and_no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("SMOE_DEBUG", raising=False)
     monkeypatch.setattr("smoe.machine.measure.measure_memory", lambda seconds, memory=None: 20e9)
-    monkeypatch.setattr("smoe.machine.measure.measure_small_disk", lambda request_bytes: 1e8)
     monkeypatch.setattr("smoe.report.machine_for.measure_small_disk", lambda request_bytes: 1e8)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -99,12 +99,8 @@ def test_a_profile_of_another_machine_is_not_used(run, tmp_path, quick_measureme
 
 
 @pytest.mark.slow
-def test_an_ablation_takes_every_step_on_the_same_text(run, checkpoint, tmp_path, monkeypatch):
-    for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
-        monkeypatch.setattr(f"smoe.benchmark.ablation.{name}", tokens)
-    text = tmp_path / "text.txt"
-    text.write_text("once upon a time there was a cat " * 8)
-    ran = run("bench", checkpoint, "--memory", "2700KiB", "--ablation", "smoe", "--text", text, "--rounds", 2)
+def test_an_ablation_takes_every_step_on_the_same_text(run, checkpoint, quick):
+    ran = run("bench", checkpoint, "--memory", "2700KiB", "--ablation", "smoe", "--text", quick, "--rounds", 2)
     assert ran.code == 0, ran.err
     steps = ran.json["steps"]
     assert [len(step["seconds_per_token_by_round"]) for step in steps] == [2] * len(ABLATIONS["smoe"])
@@ -115,12 +111,11 @@ def test_an_ablation_takes_every_step_on_the_same_text(run, checkpoint, tmp_path
 
 
 @pytest.mark.slow
-def test_beside_a_device_the_cpu_computes_too(run, checkpoint, tmp_path, monkeypatch):
-    for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
-        monkeypatch.setattr(f"smoe.benchmark.ablation.{name}", tokens)
+def test_beside_a_device_the_cpu_computes_too(run, checkpoint, quick, tmp_path):
     text, picture = tmp_path / "text.txt", tmp_path / "smoe.png"
     text.write_text("once upon a time there was a cat " * 16)
-    asked = ("--device", "emulated", "--profile", "rtx-4060-ti", "--batch", 2, "--rounds", 1, "--plot", picture)
+    beside = ("--device", "emulated", "--profile", "rtx-4060-ti", "--set", "dilation=1")
+    asked = (*beside, "--batch", 2, "--rounds", 1, "--plot", picture)
     ran = run("bench", checkpoint, "--memory", "2500KiB", "--ablation", "smoe", "--text", text, *asked)
     assert ran.code == 0, ran.err
     assert (ran.json["profile"], ran.json["batch"]) == ("rtx-4060-ti", 2)
@@ -160,8 +155,7 @@ def test_a_step_has_the_same_name_with_and_without_a_device(name):
     assert {"LRU on demand", "LRU + next gate", "CE", "CE + CR", "CE + CR + Pre"} <= shared
 
 
-def test_an_interrupted_ablation_shows_what_it_has(run, checkpoint, tmp_path, monkeypatch):
-
+def test_an_interrupted_ablation_shows_what_it_has(run, checkpoint, quick, monkeypatch):
     turns, original = [], ablation._turn
 
     def turn(*args):
@@ -170,12 +164,8 @@ def test_an_interrupted_ablation_shows_what_it_has(run, checkpoint, tmp_path, mo
             raise KeyboardInterrupt
         return original(*args)
 
-    for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
-        monkeypatch.setattr(f"smoe.benchmark.ablation.{name}", tokens)
     monkeypatch.setattr(ablation, "_turn", turn)
-    text = tmp_path / "text.txt"
-    text.write_text("once upon a time there was a cat " * 8)
-    ran = run("bench", checkpoint, "--memory", "2700KiB", "--ablation", "smoe", "--text", text)
+    ran = run("bench", checkpoint, "--memory", "2700KiB", "--ablation", "smoe", "--text", quick)
     assert ran.code == 130
     assert [step["name"] for step in ran.json["steps"]] == ["LRU on demand", "LRU + next gate"]
     assert f"interrupted: 2 of {2 * len(ABLATIONS['smoe'])} turns" in ran.err
@@ -201,16 +191,12 @@ def test_a_bad_ablation_is_refused(run, checkpoint, arguments, words):
     assert ran.code == 2 and words in ran.err
 
 
-def test_an_ablation_times_as_many_tokens_as_asked(run, checkpoint, tmp_path, monkeypatch):
-    for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
-        monkeypatch.setattr(f"smoe.benchmark.ablation.{name}", tokens)
+def test_an_ablation_times_as_many_tokens_as_asked(run, checkpoint, quick, monkeypatch):
     monkeypatch.setitem(ABLATIONS, "smoe", ABLATIONS["smoe"][:1])
-    text = tmp_path / "text.txt"
-    text.write_text("once upon a time there was a cat " * 8)
     timed = []
     mean = ablation.mean
     monkeypatch.setattr(ablation, "mean", lambda seconds: timed.append(len(seconds)) or mean(seconds))
-    asked = ("bench", checkpoint, "--memory", "2700KiB", "--ablation", "smoe", "--text", text, "--rounds", 1)
+    asked = ("bench", checkpoint, "--memory", "2700KiB", "--ablation", "smoe", "--text", quick, "--rounds", 1)
     assert run(*asked, "--tokens", 9).json["tokens"] == 9 and set(timed) == {9}
     refused = run(*asked, "--tokens", 900)
     assert refused.code == 2 and "fewer --tokens" in refused.err

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.cli.conftest import SIZE
+
 TEXT = "once upon a time there was a cat " * 8
-SMALL = ("--memory", "2700KiB", "--context", 128)
 BAD: dict[str, tuple[tuple[object, ...], str, object]] = {
     "generate": (("-p", "x", "--memory", "plenty"), "memory_bytes", "plenty"),
     "plan": (("--resident", "140%"), "resident_share", "140%"),
@@ -110,19 +111,19 @@ def keys_of(value: Any) -> Iterator[str]:
 
 def test_every_key_is_a_name(run, checkpoint, quick, tmp_path):
     trace = tmp_path / "one.trace"
-    beside = ("--device", "emulated", "--profile", "rtx-4060-ti", "--balance", "optimal")
+    beside = ("--device", "emulated", "--profile", "rtx-4060-ti", "--balance", "optimal", "--set", "dilation=1")
     asked: list[tuple[object, ...]] = [
-        ("generate", checkpoint, *SMALL, "-p", "once", "--max-new-tokens", 6),
-        ("generate", checkpoint, *SMALL, "-p", "once", "--max-new-tokens", 6, *beside),
-        ("generate", checkpoint, *SMALL, "-p", "once", "--max-new-tokens", 6, "--alpha", 0.9),
-        ("plan", checkpoint, *SMALL),
+        ("generate", checkpoint, *SIZE, "-p", "once", "--max-new-tokens", 6),
+        ("generate", checkpoint, *SIZE, "-p", "once", "--max-new-tokens", 6, *beside),
+        ("generate", checkpoint, *SIZE, "-p", "once", "--max-new-tokens", 6, "--alpha", 0.9),
+        ("plan", checkpoint, *SIZE),
         ("bench", checkpoint, "--memory", "4MiB", "--quick"),
-        ("bench", checkpoint, *SMALL, "--ablation", "smoe", "--rounds", 1, "--text", quick),
-        ("eval", checkpoint, *SMALL, "--alphas", "0,0.6", "--tokens", 20, "--text", quick),
-        ("tune", checkpoint, *SMALL, "--text", quick, "--tpot", "10s"),
-        ("tune", checkpoint, *SMALL, "--text", quick, "--tokens", 60, "--max-perplexity-increase", "50%"),
-        ("verify", checkpoint, *SMALL),
-        ("record", checkpoint, *SMALL, "--out", trace, "-p", "once", "--max-new-tokens", 6),
+        ("bench", checkpoint, *SIZE, "--ablation", "smoe", "--rounds", 1, "--text", quick),
+        ("eval", checkpoint, *SIZE, "--alphas", "0,0.6", "--tokens", 20, "--text", quick),
+        ("tune", checkpoint, *SIZE, "--text", quick, "--tpot", "10s"),
+        ("tune", checkpoint, *SIZE, "--text", quick, "--tokens", 60, "--max-perplexity-increase", "50%"),
+        ("verify", checkpoint, *SIZE),
+        ("record", checkpoint, *SIZE, "--out", trace, "-p", "once", "--max-new-tokens", 6),
         ("replay", trace, "--resident", "40%"),
         ("doctor", "--folder", tmp_path),
     ]
@@ -146,7 +147,7 @@ def test_a_terminal_gets_the_table_alone(run, checkpoint, quick, monkeypatch, na
 def test_a_row_of_the_exact_model_has_no_interval_against_itself(run, checkpoint, quick, tmp_path):
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"prompt": "once upon a", "answer": "time"}\n' * 12)
-    asked = ("eval", checkpoint, *SMALL, "--alphas", "0,0.9", "--tokens", 20, "--text", quick)
+    asked = ("eval", checkpoint, *SIZE, "--alphas", "0,0.9", "--tokens", 20, "--text", quick)
     ran = run(*asked, "--questions", questions)
     exact, lossy = ran.json["prices"]
     assert exact["perplexity_change"] is None is exact["accuracy_change"]

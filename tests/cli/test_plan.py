@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from smoe import from_pretrained
-from smoe.machine.measure import LAYER_SECONDS
+from smoe.machine.measure import layer_seconds
 from smoe.memory.emulation import read_profile
 from smoe.report.forecast import typical_hit_ratio
 from smoe.units import parse_share
@@ -109,7 +109,7 @@ def test_speeds_are_a_range_from_uniform_to_typical_routing(run, config_only):
     """By hand: uniform routing reads (1 - share) of a token's experts and then computes; typical routing reads less,
     and at the same time. Would catch a forecast below what a run then does, and one single figure."""
     value = run("plan", config_only, "--memory", "2700KiB", "--context", 128, "--json").json
-    share, used, layers = value["resident_share"], value["expert_bytes_per_token"], 4 * LAYER_SECONDS
+    share, used, layers = value["resident_share"], value["expert_bytes_per_token"], 4 * layer_seconds(64)
     assert 0 < share < 0.9
     memory = (used + value["dense_bytes"]) / 20e9
     uniform, typical = (1 - share) * used / 1e8, (1 - typical_hit_ratio(share)) * used / 1e8

@@ -81,7 +81,7 @@ def eval_line(model: Path, tmp_path: Path) -> list[object]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_interrupted_eval_keeps_what_it_has_and_goes_on(start, checkpoint, tmp_path, number):
+def test_an_interrupted_eval_keeps_what_it_has_and_goes_on(start, run, checkpoint, tmp_path, number):
     line = eval_line(checkpoint, tmp_path)
     process = start(*line)
     until = time.monotonic() + 60
@@ -95,15 +95,15 @@ def test_an_interrupted_eval_keeps_what_it_has_and_goes_on(start, checkpoint, tm
     assert f"--out {kept}" in err.replace("\n", " ")
     count = len(json.loads(found[0].read_text())["qualities"])
     assert count >= 1
-    again = start(*line[:-1], "0", "--out", kept)
-    code, out, _ = ended(again)
-    assert code == 0 and json.loads(out)["prices"][0]["alpha"] == 0
+    again = run(*line[:-1], "0", "--out", kept)
+    assert again.code == 0 and again.json["prices"][0]["alpha"] == 0
     assert len(json.loads(found[0].read_text())["qualities"]) == count, "alpha 0 was measured already"
 
 
-def test_an_eval_that_ends_keeps_nothing(start, checkpoint, tmp_path):
-    code, _, _ = ended(start(*eval_line(checkpoint, tmp_path)[:-1], "0"))
-    assert code == 0 and not list(tmp_path.glob("smoe-*"))
+def test_an_eval_that_ends_keeps_nothing(run, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run(*eval_line(checkpoint, tmp_path)[:-1], "0").code == 0
+    assert not list(tmp_path.glob("smoe-*"))
 
 
 def test_a_closed_stdin_is_said(start, checkpoint):
@@ -139,20 +139,30 @@ def test_bytes_that_are_no_text(start, checkpoint):
     assert code == 0 and "UTF-8" in err and "tokens were known" in err
 
 
-def in_a_terminal(arguments: list[object], tmp_path: Path, columns: int) -> str:
-    """What a terminal of so many columns shows of both streams."""
-    import fcntl
+IN_TURN = """
+import fcntl, struct, sys, termios
+from smoe.cli import main
+for columns in sys.argv.pop(1).split(","):
+    fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, int(columns), 0, 0))
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            raise
+    print("\\f", end="", flush=True)
+"""
+"""The command that follows the columns, in a terminal of so many after the other; a form feed behind each."""
+
+
+def in_terminals(columns: list[int], arguments: list[object], tmp_path: Path) -> list[str]:
+    """What terminals of so many columns show of both streams."""
     import pty
-    import struct
-    import termios
 
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     settings = {**environment(tmp_path), "TERM": "xterm"}
     settings.pop("COLUMNS", None)
-    process = subprocess.Popen(
-        [*LINE, *map(str, arguments)], stdin=slave, stdout=slave, stderr=slave, env=settings, start_new_session=True
-    )
+    line = [sys.executable, "-c", IN_TURN, ",".join(map(str, columns)), *map(str, arguments)]
+    process = subprocess.Popen(line, stdin=slave, stdout=slave, stderr=slave, env=settings, start_new_session=True)
     os.close(slave)
     shown = b""
     while True:
@@ -165,11 +175,12 @@ def in_a_terminal(arguments: list[object], tmp_path: Path, columns: int) -> str:
         shown += part
     os.close(master)
     assert process.wait(60) == 0, shown.decode()
-    return shown.decode()
+    return shown.decode().split("\f")[:-1]
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_a_terminal_gets_a_bar_with_the_time_left_and_no_json(checkpoint, tmp_path, columns):
-    line = eval_line(checkpoint, tmp_path)
-    shown = in_a_terminal([*line[:-1], "0,0.1,0.2,0.3,0.4"], tmp_path, columns)
-    assert " left" in shown and '"prices"' not in shown and "perplexity" in shown
+def test_a_terminal_gets_a_bar_with_the_time_left_and_no_json(checkpoint, tmp_path):
+    line, columns = eval_line(checkpoint, tmp_path), [80, 120]
+    in_each = in_terminals(columns, [*line[:-1], "0,0.1,0.2,0.3,0.4"], tmp_path)
+    assert len(in_each) == len(columns)
+    for shown in in_each:
+        assert " left" in shown and '"prices"' not in shown and "perplexity" in shown

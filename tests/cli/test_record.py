@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from smoe.trace.file import Trace
+from tests.cli.conftest import SIZE
 
-COMMON = ("--memory", "2700KiB", "--context", 128, "--max-new-tokens", 6)
+COMMON = (*SIZE, "--max-new-tokens", 6)
 
 
 def test_prompts_one_after_the_other(run, checkpoint, tmp_path):

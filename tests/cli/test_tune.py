@@ -12,8 +12,7 @@ import smoe
 from smoe.eval import tune
 from smoe.load.priced_answers import as_json, prices_of
 from smoe.metrics import Counters
-
-COMMON = ("--memory", "2700KiB", "--context", 128)
+from tests.cli.conftest import SIZE
 
 
 @pytest.fixture
@@ -26,17 +25,17 @@ def text(tmp_path, monkeypatch):
 
 
 def test_tune_measures_remembers_and_generate_uses_it(run, checkpoint, text):
-    ran = run("tune", checkpoint, *COMMON, "--text", text, "--tpot", "10s", "--json")
+    ran = run("tune", checkpoint, *SIZE, "--text", text, "--tpot", "10s", "--json")
     assert ran.code == 0, ran.err
     assert [alpha for alpha, _ in ran.json["points"]] == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     assert all(seconds > 0 for _, seconds in ran.json["points"])
     assert ran.json["alpha"] == 0, "ten seconds are met without any substitution"
-    used = run("generate", checkpoint, *COMMON, "--tpot", "10s", "-p", "once upon", "--max-new-tokens", 4, "--json")
+    used = run("generate", checkpoint, *SIZE, "--tpot", "10s", "-p", "once upon", "--max-new-tokens", 4, "--json")
     assert used.code == 0 and used.json["alpha"] == 0
     assert "alpha 0 for 10 s a token by what smoe tune measured, with experts read at " in used.err
     assert " as found just now\n" in used.err
     asked = ("--tpot", "10s", "--preset", "smoe", "-p", "once", "--max-new-tokens", 1)
-    assert " as found just now, instead of the preset's 0.3\n" in run("generate", checkpoint, *COMMON, *asked).err
+    assert " as found just now, instead of the preset's 0.3\n" in run("generate", checkpoint, *SIZE, *asked).err
 
 
 @pytest.fixture
@@ -58,7 +57,7 @@ def measured(monkeypatch):
 
 def test_rounds_alternate_and_the_choice_is_measured_once_more(run, checkpoint, text, measured):
     asked = measured(lambda alpha, turn: 0.1 - 0.1 * alpha + 0.001 * turn)
-    ran = run("tune", checkpoint, *COMMON, "--text", text, "--tpot", "81ms", "--json")
+    ran = run("tune", checkpoint, *SIZE, "--text", text, "--tpot", "81ms", "--json")
     value = ran.json
     assert [alpha for alpha, _ in asked] == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6] * 3 + [value["alpha"]]
     parts = [tuple(asked[first][1]) for first in (0, 7, 14, 21)]
@@ -76,7 +75,7 @@ def test_rounds_alternate_and_the_choice_is_measured_once_more(run, checkpoint, 
 
 def test_the_table_has_the_spread_and_a_miss_is_said(run, checkpoint, text, measured):
     measured(lambda alpha, turn: 0.1 - 0.1 * alpha + 0.001 * turn + 0.05 * (turn == 3))
-    ran = run("tune", checkpoint, *COMMON, "--text", text, "--tpot", "81ms")
+    ran = run("tune", checkpoint, *SIZE, "--text", text, "--tpot", "81ms")
     assert ran.code == 0 and ran.out.splitlines()[0].split() == ["alpha", "a", "token", "+/-"]
     assert ran.out.splitlines()[1].split() == ["0", "101", "ms", "1", "ms"]
     assert "misses 81 ms a token by more than 10 %: predicted 8" in ran.out and ", measured 13" in ran.out
@@ -92,7 +91,7 @@ def zigzag(slope, height):
 )
 def test_a_budget_within_the_noise_is_said(run, checkpoint, text, measured, budget, said):
     measured(zigzag(0.05, 0.012))
-    ran = run("tune", checkpoint, *COMMON, "--text", text, "--json", "--tpot", budget)
+    ran = run("tune", checkpoint, *SIZE, "--text", text, "--json", "--tpot", budget)
     assert ran.json["is_within_noise"] and not ran.json["is_flat"] and ran.json["alpha"] > 0
     assert f"{budget[:2]} ms a token is within the noise of what was measured (+/- 6 ms): " in ran.err
     assert said in ran.err and "changes nothing" not in ran.err
@@ -101,7 +100,7 @@ def test_a_budget_within_the_noise_is_said(run, checkpoint, text, measured, budg
 def test_where_alpha_changes_nothing_none_is_chosen(run, checkpoint, text, measured):
     """A fit through noise has a smallest alpha too (0.27 here); it means nothing."""
     asked_for = measured(zigzag(0.001, 0.01))
-    asked = ("tune", checkpoint, *COMMON, "--text", text)
+    asked = ("tune", checkpoint, *SIZE, "--text", text)
     ran = run(*asked, "--json", "--tpot", "103ms")
     assert ran.json["is_flat"] and "alpha changes nothing here: from 0 to 0.6" in ran.err
     assert asked_for[-1][0] == 0 == ran.json["alpha"] == ran.json["lowest_alpha"] == ran.json["highest_alpha"]
@@ -140,7 +139,7 @@ def paced(monkeypatch):
 
 def test_times_are_told_for_one_rate_of_reading(run, checkpoint, text, paced):
     """Rounds at 2, 1 and 4 GB/s, the check at 1: only the rescaled figures say what alpha does."""
-    asked = ("tune", checkpoint, *COMMON, "--text", text, "--tpot", "190ms")
+    asked = ("tune", checkpoint, *SIZE, "--text", text, "--tpot", "190ms")
     drifting = [2e9] * 7 + [1e9] * 7 + [4e9] * 7 + [1e9]
     paced(drifting)
     value = run(*asked, "--json").json
@@ -162,8 +161,8 @@ def test_times_are_told_for_one_rate_of_reading(run, checkpoint, text, paced):
 
 def test_generate_takes_the_alpha_for_the_disk_as_it_is_now(run, checkpoint, text, paced):
     paced([2e9] * 21)
-    assert run("tune", checkpoint, *COMMON, "--text", text).code == 0
-    ask = ("generate", checkpoint, *COMMON, "-p", "once", "--max-new-tokens", 2, "--json")
+    assert run("tune", checkpoint, *SIZE, "--text", text).code == 0
+    ask = ("generate", checkpoint, *SIZE, "-p", "once", "--max-new-tokens", 2, "--json")
     for rate, tpot, alpha in ((2e9, "190ms", 0.3), (1e9, "330ms", 0.3), (4e9, "110ms", 0.4)):
         paced([rate])
         ran = run(*ask, "--tpot", tpot)
@@ -175,7 +174,9 @@ def test_generate_takes_the_alpha_for_the_disk_as_it_is_now(run, checkpoint, tex
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("switches", [("--memory", "64MiB"), ("--memory", "2700KiB", "--device", "emulated")])
+@pytest.mark.parametrize(
+    "switches", [("--memory", "64MiB"), ("--memory", "2700KiB", "--device", "emulated", "--set", "dilation=1")]
+)
 def test_what_does_not_hang_on_the_disk_is_not_rescaled(run, checkpoint, text, switches):
     ran = run("tune", checkpoint, *switches, "--context", 128, "--text", text, "--tpot", "10s", "--json")
     assert ran.json["bytes_per_second"] is None and ran.json["measured_bytes_per_second"] is None
@@ -185,18 +186,18 @@ def test_what_does_not_hang_on_the_disk_is_not_rescaled(run, checkpoint, text, s
 
 
 def test_what_an_older_version_measured_is_refused(run, checkpoint, text, tmp_path):
-    assert run("tune", checkpoint, *COMMON, "--text", text).code == 0
+    assert run("tune", checkpoint, *SIZE, "--text", text).code == 0
     (path,) = tmp_path.glob("cache/smoe/tuned/*.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
-    ran = run("generate", checkpoint, *COMMON, "-p", "once", "--tpot", "10s")
+    ran = run("generate", checkpoint, *SIZE, "-p", "once", "--tpot", "10s")
     assert ran.code == 2 and "has not been measured" in ran.err
 
 
 def test_what_is_not_known_or_out_of_reach_is_refused(run, checkpoint, text):
-    ask = ("generate", checkpoint, *COMMON, "-p", "once", "--max-new-tokens", 2)
+    ask = ("generate", checkpoint, *SIZE, "-p", "once", "--max-new-tokens", 2)
     unknown = run(*ask, "--tpot", "10s")
     assert unknown.code == 2 and "smoe tune" in unknown.err
-    assert run("tune", checkpoint, *COMMON, "--text", text).code == 0
+    assert run("tune", checkpoint, *SIZE, "--text", text).code == 0
     fast = run(*ask, "--tpot", "1us")
     assert fast.code == 2 and "out of reach" in fast.err
 
@@ -210,7 +211,7 @@ def test_what_is_not_known_or_out_of_reach_is_refused(run, checkpoint, text):
     ],
 )
 def test_bad_times_are_refused(run, checkpoint, arguments, words):
-    ran = run("generate", checkpoint, *COMMON, "-p", "once", *arguments)
+    ran = run("generate", checkpoint, *SIZE, "-p", "once", *arguments)
     assert ran.code == 2 and words in ran.err
 
 
@@ -232,7 +233,7 @@ def test_two_ways_to_choose_alpha_are_refused_at_once(other):
 def test_a_short_text_is_refused(run, checkpoint, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("once upon")
-    ran = run("tune", checkpoint, *COMMON, "--text", path)
+    ran = run("tune", checkpoint, *SIZE, "--text", path)
     assert ran.code == 2 and "the text has" in ran.err and "--text" in ran.err
     ran = run("tune", checkpoint, "--memory", "2700KiB", "--context", 32)
     assert ran.code == 2 and "--context 32 is too short" in ran.err
@@ -248,7 +249,7 @@ def priced_text(tmp_path, monkeypatch):
 
 def test_a_price_is_found_remembered_and_used_where_it_holds(run, checkpoint, priced_text, monkeypatch):
     monkeypatch.setattr("smoe.eval.stepwise.median", lambda _: 1.0)
-    asked = ("tune", checkpoint, *COMMON, "--text", priced_text, "--tokens", 60)
+    asked = ("tune", checkpoint, *SIZE, "--text", priced_text, "--tokens", 60)
     ran = run(*asked, "--max-perplexity-increase", "50%", "--json")
     assert ran.code == 0, ran.err
     assert "but it saves nothing here: 1 s a token, 1 s without" in ran.err
@@ -269,7 +270,7 @@ def test_what_costs_too_much_is_not_chosen(run, checkpoint, priced_text, monkeyp
     monkeypatch.setattr(
         price, "bootstrapped", lambda statistic, count: price.Change(0.0, -0.01, statistic(range(count)) and 0.02)
     )
-    ran = run("tune", checkpoint, *COMMON, "--text", priced_text, "--tokens", 60, "--max-perplexity-increase", "1%")
+    ran = run("tune", checkpoint, *SIZE, "--text", priced_text, "--tokens", 60, "--max-perplexity-increase", "1%")
     assert ran.code == 0 and ran.out.startswith("alpha 0 is the largest within +1 %: perplexity -1.00 .. +0.00 %")
 
 
@@ -293,7 +294,7 @@ def test_bad_prices_are_refused_before_the_model_is_loaded(run, arguments, words
 def test_a_text_too_short_to_price_on_is_refused(run, checkpoint, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("once upon a time")
-    ran = run("tune", checkpoint, *COMMON, "--text", path, "--max-perplexity-increase", "1%")
+    ran = run("tune", checkpoint, *SIZE, "--text", path, "--max-perplexity-increase", "1%")
     assert ran.code == 2 and "at least 640 are needed; give a longer --text" in ran.err
 
 
@@ -302,27 +303,27 @@ def test_an_interrupt_is_said(run, checkpoint, text, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tune, "measure_times", interrupt)
-    ran = run("tune", checkpoint, *COMMON, "--text", text)
+    ran = run("tune", checkpoint, *SIZE, "--text", text)
     assert ran.code == 130 and "interrupted; nothing was kept" in ran.err
 
 
 def test_prices_of_answers_are_measured_and_remembered(run, checkpoint, text, tmp_path):
-    ran = run("tune", checkpoint, *COMMON, "--prices", "--text", text, "--json")
+    ran = run("tune", checkpoint, *SIZE, "--prices", "--text", text, "--json")
     assert ran.code == 0, ran.err
     assert f"remembered in {tmp_path / 'cache' / 'smoe' / 'prices'}" in ran.err.replace("\n", "")
     priced = prices_of(checkpoint)
     assert priced is not None and as_json(priced).items() <= ran.json.items()
     assert ran.json["low_precision"] == "none" and len(ran.json["nats"]) == len(ran.json["rounding_nats"]) == 4
-    table = run("tune", checkpoint, *COMMON, "--prices", "--text", text)
+    table = run("tune", checkpoint, *SIZE, "--prices", "--text", text)
     assert table.code == 0 and [line.split()[1:3] for line in table.out.splitlines()[1:]] == [["-", "-"]] * 4
 
 
 def test_a_time_that_prices_cannot_buy_is_said(run, checkpoint, text):
-    assert run("tune", checkpoint, *COMMON, "--prices", "--text", text, "-q").code == 0
+    assert run("tune", checkpoint, *SIZE, "--prices", "--text", text, "-q").code == 0
     balanced = ("--preset", "balanced", "--low-precision", "none", "-p", "Once", "--max-new-tokens", 8)
-    fast = run("generate", checkpoint, *COMMON, *balanced, "--tpot", "1us")
+    fast = run("generate", checkpoint, *SIZE, *balanced, "--tpot", "1us")
     assert fast.code == 0 and "1 us were asked for and not met: give more --memory" in " ".join(fast.err.split())
-    slow = run("generate", checkpoint, *COMMON, *balanced, "--tpot", "100s")
+    slow = run("generate", checkpoint, *SIZE, *balanced, "--tpot", "100s")
     assert slow.code == 0 and "asked for" not in slow.err
 
 
@@ -344,5 +345,5 @@ def test_one_measurement_at_a_time_with_what_is_its_own(run, given, says):
 
 
 def test_prices_on_the_first_tokens_of_a_text(run, checkpoint, text):
-    ran = run("tune", checkpoint, *COMMON, "--prices", "--text", text, "--tokens", 1)
+    ran = run("tune", checkpoint, *SIZE, "--prices", "--text", text, "--tokens", 1)
     assert ran.code == 2 and "the text has 1 tokens" in ran.err

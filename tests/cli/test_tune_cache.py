@@ -6,24 +6,9 @@ import json
 
 import pytest
 
-from smoe import from_pretrained
 from smoe.policy.registry import are_cache_weights
 from smoe.simulator.mixed_cache import best_weights
-from smoe.trace.recorder import recording
-from tests import oracle
-
-SIZE = ("--memory", "2700KiB", "--context", 128)
-
-
-@pytest.fixture
-def traces(checkpoint, tmp_path):
-    model = from_pretrained(checkpoint, memory="4MiB", context_tokens=128)
-    paths = [tmp_path / f"{name}.trace" for name in ("first", "second")]
-    with model.offload:
-        for path, tokens in zip(paths, (24, 40), strict=True):
-            with recording(model, path):
-                model.generate(oracle.PROMPT % 90, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
-    return paths
+from tests.cli.conftest import SIZE
 
 
 def test_weights_are_fitted_remembered_and_used(run, checkpoint, traces):
@@ -64,7 +49,7 @@ def test_records_of_the_model_and_fewer_tokens(run, checkpoint, traces, monkeypa
     [
         (("--held-out", "x.trace"), "--held-out"),
         (("--cache", "x.trace", "--tpot", "80ms"), "are two measurements; give one of them"),
-        (("--cache", "x.trace", "--memory", "1GiB"), "no eviction costs anything"),
+        (("--cache", "x.trace", "--memory", "1GiB"), "nothing is ever forgotten"),
         (("--cache", "x.trace", "--memory", "2700KiB"), "cannot read x.trace"),
     ],
 )

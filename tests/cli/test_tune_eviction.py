@@ -3,25 +3,8 @@ from; a learned eviction without anything learned."""
 
 from __future__ import annotations
 
-import pytest
-
-from smoe import from_pretrained
 from smoe.eval import tune_eviction as module
-from smoe.trace.recorder import recording
-from tests import oracle
-
-SIZE = ("--memory", "2700KiB", "--context", 128)
-
-
-@pytest.fixture
-def traces(checkpoint, tmp_path):
-    model = from_pretrained(checkpoint, memory="4MiB", context_tokens=128)
-    paths = [tmp_path / f"{name}.trace" for name in ("first", "second")]
-    with model.offload:
-        for path, tokens in zip(paths, (24, 40), strict=True):
-            with recording(model, path):
-                model.generate(oracle.PROMPT % 90, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
-    return paths
+from tests.cli.conftest import SIZE
 
 
 def test_it_is_learned_remembered_and_used(run, checkpoint, traces, monkeypatch):
@@ -37,7 +20,7 @@ def test_it_is_learned_remembered_and_used(run, checkpoint, traces, monkeypatch)
     monkeypatch.setattr(module, "train", listening)
     asked = ("--eviction", "learned", "--cache", first, "--held-out", second)
     refused = run("generate", checkpoint, *SIZE, "--eviction", "learned", "-p", "once", "--max-new-tokens", 2)
-    assert refused.code == 2 and "smoe tune" in refused.err and "nobody has trained it" in refused.err
+    assert refused.code == 2 and "smoe tune" in refused.err and "nothing has been learned yet" in refused.err
     assert run("replay", first, "--resident", "50%", "--eviction", "learned").code == 2
     ran = run("tune", checkpoint, *SIZE, *asked, "--json")
     assert ran.code == 0, ran.err

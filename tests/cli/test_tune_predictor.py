@@ -9,12 +9,8 @@ import json
 
 import pytest
 
-from smoe import from_pretrained
 from smoe.policy.registry import FITTED_PREFETCH
-from smoe.trace.recorder import recording
-from tests import oracle
-
-SIZE = ("--memory", "2700KiB", "--context", 128)
+from tests.cli.conftest import SIZE
 
 
 @pytest.fixture(autouse=True)
@@ -22,17 +18,6 @@ def quickly(monkeypatch):
     monkeypatch.setattr("smoe.prediction.expert_mlp.network.__defaults__", ((32, 16),))
     monkeypatch.setattr("smoe.eval.train_expert_mlp.LEAST_EPOCHS", 2)
     monkeypatch.setattr("smoe.eval.train_expert_mlp.MOST_EPOCHS", 3)
-
-
-@pytest.fixture
-def traces(checkpoint, tmp_path):
-    model = from_pretrained(checkpoint, memory="4MiB", context_tokens=128)
-    paths = [tmp_path / f"{name}.trace" for name in ("first", "second")]
-    with model.offload:
-        for path, tokens in zip(paths, (40, 24), strict=True):
-            with recording(model, path):
-                model.generate(oracle.PROMPT % 90, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
-    return paths
 
 
 @pytest.mark.parametrize("name", FITTED_PREFETCH)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not is_available(), reason="needs llvmlite")
 ROWS = 11
 
 
-@pytest.fixture(params=ISAS_OF[INT8], ids=lambda isa: isa.name)
+@pytest.fixture(scope="session", params=ISAS_OF[INT8], ids=lambda isa: isa.name)
 def isa(request: pytest.FixtureRequest) -> Isa:
     if not request.param.is_here:
         pytest.skip(f"this CPU has no {request.param.name}")

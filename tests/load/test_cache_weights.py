@@ -18,13 +18,6 @@ from smoe.policy.eviction.multidimensional import WEIGHTS
 FITTED = FittedWeights((0.5, 0.25, 0.25, 0.0), 0.4, 900)
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "model").mkdir()
-    return tmp_path / "model"
-
-
 def test_what_was_fitted_is_for_its_model(folder: Path) -> None:
     weights, why = cache_weights_of(folder)
     assert weights == WEIGHTS and "the usual ones; smoe tune --cache" in why

@@ -21,8 +21,7 @@ from tests import zoo
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def folder(tmp_path: Path, own_cache: None) -> Path:
     zoo.save("mixtral", tmp_path / "model")
     return tmp_path / "model"
 

@@ -28,13 +28,6 @@ PROFILE = profile_of(VALUES.tolist(), 100, "a book")
 HOBBIT = configure("hobbit")
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "model").mkdir()
-    return tmp_path / "model"
-
-
 @pytest.mark.parametrize("shares", [(67, 30, 3), (50, 49.75, 0.25), (33.3, 33.3, 33.4), (60, 40, 0)])
 def test_shares_fall_to_each(shares: tuple[float, ...]) -> None:
     low, skip = PROFILE.thresholds(shares)

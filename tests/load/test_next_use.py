@@ -38,8 +38,7 @@ EXPERTS = {1: 8, 2: 6}
 
 
 @pytest.fixture
-def folder(toy: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def folder(toy: Callable[..., Path], own_cache: None) -> Path:
     return toy("mixtral")
 
 

@@ -21,13 +21,6 @@ from smoe.presets import configure
 PRICED = PricedAlpha(0.5, 0.01, -0.002, 0.004, 0.25, 2000, "a book")
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "model").mkdir()
-    return tmp_path / "model"
-
-
 def test_an_unpriced_model_has_the_usual_alpha(folder: Path) -> None:
     alpha, why = threshold_of(folder, 1.0)
     assert alpha == DEFAULT_ALPHA and "has not been priced" in why and "smoe tune" in why

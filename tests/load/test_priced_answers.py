@@ -20,13 +20,6 @@ PRICED = PricedAnswers(
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "model").mkdir()
-    return tmp_path / "model"
-
-
 def test_the_users_own_come_before_the_folders(folder: Path) -> None:
     assert prices_of(folder) is None
     brought = PRICED.__class__(PRICED.table, PRICED.errors, "int2", 1, "another")

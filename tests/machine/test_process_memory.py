@@ -20,11 +20,11 @@ pytestmark = [
 
 
 def measured(case: str, **options: object) -> dict:
-    command = [sys.executable, "-m", "bench.process_memory", "--case", case]
+    command = [sys.executable, "-m", "bench.process_memory", "--here", "--case", case]
     command += [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     own = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
     done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True, env=own)
-    return json.loads(done.stdout.splitlines()[-1])["cases"][0]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("case", ["demo-20MiB", "demo-48MiB"])

@@ -6,13 +6,12 @@ gate and up, a forgotten shared expert or a wrong normalisation cannot cancel ou
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
@@ -20,12 +19,22 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
 from smoe.errors import UnsupportedModelError
 from smoe.models import deepseek, registration
 from tests import zoo
+from tests.models.published import (
+    HIDDEN,
+    TOKENS,
+    VOCAB,
+    Tensors,
+    load,
+    mlp,
+    mlp_tensors,
+    moe_tensors,
+    publish,
+    published_tensors,
+)
 
 torch.set_num_threads(1)
-Tensors = dict[str, torch.Tensor]
 
-HIDDEN, INNER, DENSE_INNER, EXPERTS, LAYERS, VOCAB = 64, 32, 96, 8, 4, 128
-TOKENS = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(3))
+INNER, DENSE_INNER, EXPERTS, LAYERS = 32, 96, 8, 4
 
 # The published keys of deepseek-moe-16b-base, at toy size.
 PUBLISHED: dict[str, Any] = {
@@ -70,65 +79,18 @@ PUBLISHED: dict[str, Any] = {
 }
 
 
-def mlp_tensors(prefix: str, inner: int) -> Tensors:
-    """One SwiGLU MLP, as published."""
-    return {
-        f"{prefix}.gate_proj.weight": torch.randn(inner, HIDDEN) * HIDDEN**-0.5,
-        f"{prefix}.up_proj.weight": torch.randn(inner, HIDDEN) * HIDDEN**-0.5,
-        f"{prefix}.down_proj.weight": torch.randn(HIDDEN, inner) * 0.5 * inner**-0.5,
-    }
-
-
-def published_tensors(config: dict[str, Any]) -> Tensors:
-    """Random weights under the published names."""
-    torch.manual_seed(0)
-    tensors = {
-        "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN),
-        "model.norm.weight": 1 + 0.1 * torch.randn(HIDDEN),
-        "lm_head.weight": torch.randn(VOCAB, HIDDEN) * HIDDEN**-0.5,
-    }
-    for index in range(LAYERS):
-        layer = f"model.layers.{index}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{layer}.{norm}.weight"] = 1 + 0.1 * torch.randn(HIDDEN)
-        for matrix in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            tensors[f"{layer}.self_attn.{matrix}.weight"] = torch.randn(HIDDEN, HIDDEN) * HIDDEN**-0.5
-        if index < config["first_k_dense_replace"] or index % config["moe_layer_freq"]:
-            tensors |= mlp_tensors(f"{layer}.mlp", DENSE_INNER)
-            continue
-        tensors[f"{layer}.mlp.gate.weight"] = torch.randn(EXPERTS, HIDDEN) * HIDDEN**-0.5
-        for expert in range(EXPERTS):
-            tensors |= mlp_tensors(f"{layer}.mlp.experts.{expert}", INNER)
-        if config["n_shared_experts"]:
-            tensors |= mlp_tensors(f"{layer}.mlp.shared_experts", INNER * config["n_shared_experts"])
-    return tensors
-
-
 def published_checkpoint(folder: Path, **overrides: Any) -> tuple[dict[str, Any], Tensors]:
     """Write config.json and model.safetensors as published."""
     config = {**PUBLISHED, **overrides}
-    tensors = published_tensors(config)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def block(index: int, layer: str) -> Tensors:
+        if index < config["first_k_dense_replace"] or index % config["moe_layer_freq"]:
+            return mlp_tensors(f"{layer}.mlp", DENSE_INNER)
+        return moe_tensors(layer, "gate", EXPERTS, INNER, config["n_shared_experts"])
+
+    tensors = published_tensors(LAYERS, block)
+    publish(folder, config, tensors)
     return config, tensors
-
-
-def load(folder: Path) -> PreTrainedModel:
-    """Load through the Auto classes, without trusting remote code; every tensor must have found its place."""
-    registration.register_local_families()
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, experts_implementation="eager", output_loading_info=True
-    )
-    model: PreTrainedModel = loaded[0].eval()
-    problems: dict[str, Any] = loaded[1]
-    assert not any(problems.values()), problems
-    return model
-
-
-def mlp(tensors: Tensors, prefix: str, hidden: torch.Tensor) -> torch.Tensor:
-    """Reference SwiGLU, in double precision."""
-    gate, up, down = (tensors[f"{prefix}.{matrix}.weight"].double() for matrix in ("gate_proj", "up_proj", "down_proj"))
-    return (torch.nn.functional.silu(hidden @ gate.T) * (hidden @ up.T)) @ down.T
 
 
 def moe_block(config: dict[str, Any], tensors: Tensors, layer: int, hidden: torch.Tensor) -> torch.Tensor:

@@ -5,26 +5,18 @@ Would catch: a system that does not do what its name says, loads that nobody pay
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from smoe.memory.emulation import read_profile
 from smoe.papers import duoserve
 from smoe.papers.claims import Reproduction, Setting
 from smoe.papers.duoserve import AS_IMPLIED, DEVICES, EXPERTS, MODELS, TOP_K, implied_layer_seconds
+from tests.papers.shorter import reproduced
 
 
 @pytest.fixture(scope="module")
-def found() -> Iterator[Reproduction]:
-    """Shorter runs of the same."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(duoserve, "NEW_TOKENS", 8)
-        patch.setattr(duoserve, "PROMPT_TOKENS", 24)
-        ticks: list[int] = []
-        result = duoserve.reproduce(ticks.append)
-        assert sum(ticks) == duoserve.settings_of()
-        yield result
+def found() -> Reproduction:
+    return reproduced(duoserve, 16, NEW_TOKENS=8, PROMPT_TOKENS=24)
 
 
 def rows(found: Reproduction) -> list[dict[str, Setting]]:

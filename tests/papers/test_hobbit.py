@@ -6,8 +6,6 @@ of choices other than the paper's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from smoe.papers import hobbit
@@ -16,18 +14,12 @@ from smoe.papers.hobbit import MACHINES, MODELS, RUNS, switches_of
 from smoe.policy.importance import graded
 from smoe.routing import Phase
 from smoe.simulator.synthetic import Shape, synthesise
+from tests.papers.shorter import reproduced
 
 
 @pytest.fixture(scope="module")
-def found() -> Iterator[Reproduction]:
-    """Shorter runs of the same, of one machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hobbit, "NEW_TOKENS", 24)
-        patch.setattr(hobbit, "MACHINES", MACHINES[:1])
-        ticks: list[int] = []
-        result = hobbit.reproduce(ticks.append)
-        assert sum(ticks) == hobbit.settings_of() == len(MODELS)
-        yield result
+def found() -> Reproduction:
+    return reproduced(hobbit, len(MODELS), NEW_TOKENS=24, SETTINGS=[(model, MACHINES[0]) for model in MODELS])
 
 
 def test_every_system_fits_the_machine_and_takes_time(found: Reproduction) -> None:

@@ -5,8 +5,6 @@ Would catch: a batch whose scores belong to other rows, a step compared with the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from smoe.papers import smoe
@@ -15,18 +13,12 @@ from smoe.papers.smoe import MACHINES, SMOE, STEPS
 from smoe.policy.rows import last_rows
 from smoe.routing import Phase
 from smoe.simulator.synthetic import Shape, synthesise
+from tests.papers.shorter import reproduced
 
 
 @pytest.fixture(scope="module")
-def found() -> Iterator[Reproduction]:
-    """Shorter runs of the same, of one machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(smoe, "NEW_TOKENS", 12)
-        patch.setattr(smoe, "MACHINES", MACHINES[:1])
-        ticks: list[int] = []
-        result = smoe.reproduce(ticks.append)
-        assert sum(ticks) == smoe.settings_of() == 2
-        yield result
+def found() -> Reproduction:
+    return reproduced(smoe, 2, NEW_TOKENS=12, SETTINGS=[(MACHINES[0], 1), (MACHINES[0], 3)])
 
 
 def test_sequences_side_by_side_keep_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:

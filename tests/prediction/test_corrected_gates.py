@@ -29,10 +29,7 @@ Open = Callable[..., PreTrainedModel]
 Toy = Callable[..., Path]
 Corrections = dict[tuple[int, int], Correction]
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def nothing_learned(folder: Path, model: PreTrainedModel) -> Corrections:

@@ -35,6 +35,7 @@ from smoe.trace.file import Trace
 from smoe.trace.recorder import recording
 from tests import oracle
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 LAYERS = (RoutedLayer(1, 4, 2), RoutedLayer(2, 4, 2), RoutedLayer(5, 3, 1))
 CHOSEN = np.array(
     [
@@ -164,11 +165,6 @@ def recorded(tmp_path: Path, toy: Callable[..., Path], open_model: Callable[...,
         for start in range(2):
             oracle.greedy(model, oracle.PROMPT[:, start:])
     return path
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def fitted_on(path: Path, name: str) -> Fitted:

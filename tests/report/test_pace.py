@@ -19,9 +19,7 @@ COUNTED = Counters(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_pieces_by_hand() -> None:

@@ -111,6 +111,17 @@ def test_what_is_written_is_read_by_plain_numpy(steps: list[Any], tmp_path_facto
     assert list(routings[1:3]) == [routings[n] for n in range(len(steps))][1:3]
 
 
+def test_sizes_of_experts_are_as_many_as_layers_or_unknown() -> None:
+    """Traces of earlier versions say nothing of them."""
+    old = {name: part for name, part in HEADER.as_json().items() if name != "expert_bytes"}
+    assert TraceHeader.from_json(old) == HEADER and HEADER.expert_bytes is None
+    known = replace(HEADER, expert_bytes=(4096, 8192))
+    assert TraceHeader.from_json(known.as_json()) == known
+    for sizes in ([4096], [4096, 0], "ab", 3):
+        with pytest.raises((ValueError, TypeError)):
+            TraceHeader.from_json(old | {"expert_bytes": sizes})
+
+
 def test_the_documentation_has_its_block() -> None:
     assert WORDS is not None
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from smoe import __version__
-from smoe.cli import bench, chat, doctor, eval, generate, pack, plan, record, replay, simulate, tune, verify
+from smoe.cli import bench, chat, doctor, eval, generate, pack, plan, record, replay, simulate, trace_plot, tune, verify
 from smoe.cli.console import complain, print_json_error
 from smoe.cli.interrupts import listening
 from smoe.cli.spread import with_options
@@ -50,6 +50,15 @@ for _module in (generate, chat, plan, doctor, bench, eval, tune, pack, verify, r
     app.command(
         name=_module.__name__.rsplit(".", 1)[1], help=_paragraphs(_module.command.__doc__), epilog=_module.EPILOG
     )(with_options(_module.command))
+_trace = typer.Typer(
+    help="Draw what recorded runs say: smoe trace plot.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_trace.command(name="plot", help=_paragraphs(trace_plot.command.__doc__), epilog=trace_plot.EPILOG)(
+    with_options(trace_plot.command)
+)
+app.add_typer(_trace, name="trace")
 
 
 def _show_version(is_wanted: bool) -> None:

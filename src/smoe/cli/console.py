@@ -81,6 +81,8 @@ def _facts_of_a_mistyped_line(error: BaseException) -> dict[str, object]:
         return {}
     given = None
     for word, following in zip(sys.argv, [*sys.argv[1:], None], strict=True):
+        if not word.startswith("-"):
+            continue  # an argument may be called as its command is
         if word in parameter.opts:
             given = following
         elif word.partition("=")[0] in parameter.opts:

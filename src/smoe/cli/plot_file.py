@@ -1,15 +1,13 @@
-"""`--plot`: where a picture is drawn."""
+"""`--plot` and `--out`: where pictures are drawn."""
 
 from __future__ import annotations
 
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from smoe.errors import ConfigError
-
-_FILE, _FOLDER = "a file that can be written and ends in .png, .svg or .pdf", "a folder that can be written"
-_NEEDS_LIBRARY = ", and a plot needs matplotlib: pip install matplotlib, or leave --plot out"
 
 
 def check_plot(path: Path) -> None:
@@ -20,21 +18,37 @@ def check_plot(path: Path) -> None:
         raise _no_plot(path, f"; there is no folder {path.absolute().parent}: make it, or give another")
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise _no_plot(path, ", which cannot be written; give another file")
-    if find_spec("matplotlib") is None:
-        raise _no_plot(path, _NEEDS_LIBRARY)
+    if not _can_draw():
+        raise _no_plot(path, ", and a plot needs matplotlib: pip install matplotlib, or leave --plot out")
 
 
-def check_plot_folder(path: Path) -> None:
-    """The same for a folder that several pictures go to; it is made where it is not there."""
+def check_folder(path: Path, setting: str = "out") -> None:
+    """Refuse a folder for pictures, which need not be there yet, before the work for them."""
+    place = path if path.exists() else path.absolute().parent
+    if not place.is_dir():
+        why = (
+            "it is a file; give a folder" if path.exists() else f"there is no folder {place}; make it, or give another"
+        )
+        raise _no_folder(path, why, setting)
+    if not _can_draw():
+        raise ConfigError("pictures need matplotlib: pip install matplotlib")
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=place):
+            pass
     except OSError as error:
-        raise _no_plot(path, f", where no folder can be made: {error.strerror}; give another", _FOLDER) from error
-    if not os.access(path, os.W_OK):
-        raise _no_plot(path, ", which cannot be written; give another folder", _FOLDER)
-    if find_spec("matplotlib") is None:
-        raise _no_plot(path, _NEEDS_LIBRARY, _FOLDER)
+        why = f"nothing can be written in {place} ({error.strerror or error}); give another folder"
+        raise _no_folder(path, why, setting) from error
 
 
-def _no_plot(path: Path, why: str, allowed: str = _FILE) -> ConfigError:
+def _can_draw() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def _no_folder(path: Path, why: str, setting: str) -> ConfigError:
+    allowed = "a folder that can be written"
+    return ConfigError(f"`{setting}` is {str(path)!r}: {why}", setting=setting, given=str(path), allowed=allowed)
+
+
+def _no_plot(path: Path, why: str) -> ConfigError:
+    allowed = "a file that can be written and ends in .png, .svg or .pdf"
     return ConfigError(f"--plot is {str(path)!r}{why}", setting="plot", given=str(path), allowed=allowed)

@@ -130,7 +130,7 @@ def compare_shadows(
 ) -> None:
     """Measure, show, write and draw."""
     from smoe.cli.console import gives_json, is_quiet, note, print_json, progress
-    from smoe.cli.plot_file import check_plot_folder
+    from smoe.cli.plot_file import check_folder
     from smoe.cli.session import tokenizer_of
     from smoe.eval.shadow_recall import compare
     from smoe.eval.texts import read_documents
@@ -141,7 +141,7 @@ def compare_shadows(
     if tokens < 1:
         raise ConfigError.out_of_bounds("tokens", tokens, "at least 1")
     if plot is not None:
-        check_plot_folder(plot)
+        check_folder(plot, "plot")
     config = _exact(engine, length + tokens)
     documents = read_documents(text)[:most]
     tokenizer = tokenizer_of(model, engine.revision)
@@ -309,6 +309,7 @@ def _draw(found: Comparison, model: str, alignments: list[Alignment], folder: Pa
     from smoe.cli.console import note
     from smoe.eval.recall_plot import draw_by_periods, draw_by_token
 
+    folder.mkdir(exist_ok=True)
     what = f"{Path(model).name}, {sum(found.tokens)} tokens after {len(found.tokens)} prompts"
     draw_by_token(found, f"Experts that a shadow names: {what}", folder / _PICTURES[0])
     note(str(folder / _PICTURES[0]))

@@ -228,11 +228,12 @@ def _policy(name: str, future: Sequence[Routing], header: TraceHeader) -> Evicti
     from smoe.policy.rows import observation
 
     if name == LEARNED:
-        return EVICTION[name](_next_use(header))
+        return EVICTION[name](next_use_for(header))
     return EVICTION[name](*([map(observation, future)] if name == "belady" else []))
 
 
-def _next_use(header: TraceHeader) -> NextUse:
+def next_use_for(header: TraceHeader) -> NextUse:
+    """What the learned eviction has learned of a trace's model; raises `ConfigError` where nothing is here."""
     from smoe.load.next_use import next_use_of
     from smoe.models.files import local_place
 

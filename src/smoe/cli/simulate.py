@@ -40,7 +40,7 @@ def command(
         raise ConfigError.no_choice("paper", paper, PAPERS)
     evaluation = import_module(f"smoe.papers.{paper}")
     with progress("simulate", "settings") as bars:
-        task = bars.add_task(paper, total=evaluation.settings_of(), amount="")
+        task = bars.add_task(paper, total=len(evaluation.SETTINGS), amount="")
         found = evaluation.reproduce(lambda count: bars.update(task, advance=count))
     if json:
         print_json(found.as_json())

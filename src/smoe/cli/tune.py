@@ -107,8 +107,10 @@ def command(
     layers are guessed better. It is remembered for this model; --prefetch corrected-gates uses it.
 
     With --prefetch auto, --eviction auto, or both: a tournament of all predictors, or evictions, on a text. It is read
-    once; every entrant is simulated at the times that this machine took, and the best two are run in turns. The winner
-    is remembered for this model and machine; --prefetch auto and --eviction auto, the defaults, are the winner then.
+    once; every entrant is simulated at the times that this machine took, and the best ones are run in turns, with no
+    prefetch, or the eviction auto, beside them. What has to be learned first takes part where it was. The winner is
+    remembered for this model and machine; --prefetch auto and --eviction auto, the defaults, are the winner then. With
+    both, predictors are judged beside the eviction that won.
     """
     _measure_what_is_asked(model, engine, tuned, json)
 

@@ -10,7 +10,6 @@ from smoe.cli.options import EngineOptions
 
 if TYPE_CHECKING:
     from smoe.config import EngineConfig
-    from smoe.eval.tune_cache import CacheTuning
 
 STEPS = 300
 """Of every trace, where the user does not say."""
@@ -21,6 +20,7 @@ def tune_cache(
 ) -> None:
     """Fit, remember and show."""
     from smoe.cli.console import note, print_json, progress
+    from smoe.cli.eviction_table import print_evictions
     from smoe.cli.keeping import Keeping
     from smoe.eval import tune_cache as tuning
     from smoe.load.cache_weights import FittedWeights, remember
@@ -43,7 +43,11 @@ def tune_cache(
     if as_json:
         print_json({"model": model, "traces": [*map(str, fitted)], "held_out": [*map(str, held_out)]} | found.as_json())
         return
-    _print_table(found)
+    heading = (
+        f"{found.cache.slots} slots ({found.resident_share:.0%} of the experts) and {found.cache.low_slots} for low "
+        f"copies; a low miss costs {found.cache.low_cost:.2f}"
+    )
+    print_evictions(heading, "penalty", "lru", found.penalties, found.held_out)
     lru, lfu, lhu, fld = found.weights
     print(
         f"cache_weights {lru:.3g},{lfu:.3g},{lhu:.3g},{fld:.3g} (lru {lru:.3g}, lfu {lfu:.3g}, lhu {lhu:.3g}, fld "
@@ -56,28 +60,3 @@ def _config(options: EngineOptions) -> EngineConfig:
     if options.preset == "exact":
         options = replace(options, preset="hobbit")
     return replace(options.config(), alpha=0.0, alpha_as_priced=False)
-
-
-def _print_table(found: CacheTuning) -> None:
-    from rich.table import Table
-
-    from smoe.cli.console import output
-
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    table.add_column("eviction")
-    for head in ("penalty", "beside LRU", *(["held out", "beside LRU"] if found.held_out else [])):
-        table.add_column(head, justify="right")
-    for name in found.penalties:
-        cells = []
-        for penalties in (found.penalties, found.held_out):
-            if penalties is not None:
-                lru = penalties["lru"]
-                cells += [f"{penalties[name]:,.0f}", f"{penalties[name] / lru - 1:+.1%}" if lru else ""]
-        table.add_row(name, *cells)
-    output().print(
-        f"{found.cache.slots} slots ({found.resident_share:.0%} of the experts) and {found.cache.low_slots} for low "
-        f"copies; a low miss costs {found.cache.low_cost:.2f}",
-        markup=False,
-        soft_wrap=True,
-    )
-    output().print(table)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from smoe.cli.options import EngineOptions
-
-if TYPE_CHECKING:
-    from smoe.eval.tune_eviction import EvictionTuning
 
 
 def tune_eviction(
@@ -16,6 +12,7 @@ def tune_eviction(
 ) -> None:
     """Train, remember and show."""
     from smoe.cli.console import note, print_json, progress
+    from smoe.cli.eviction_table import print_evictions
     from smoe.cli.keeping import Keeping
     from smoe.eval import tune_eviction as tuning
     from smoe.load.next_use import remember
@@ -37,29 +34,5 @@ def tune_eviction(
     if as_json:
         print_json({"model": model, "traces": [*map(str, traces)], "held_out": [*map(str, held_out)]} | found.as_json())
         return
-    _print_table(found)
-
-
-def _print_table(found: EvictionTuning) -> None:
-    from rich.table import Table
-
-    from smoe.cli.console import output
-
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    table.add_column("eviction")
-    for head in ("misses", "beside auto", *(["held out", "beside auto"] if found.held_out else [])):
-        table.add_column(head, justify="right")
-    for name in found.misses:
-        cells = []
-        for misses in (found.misses, found.held_out):
-            if misses is not None:
-                usual = misses["auto"]
-                cells += [f"{misses[name]:,}", f"{misses[name] / usual - 1:+.1%}" if usual else ""]
-        table.add_row(name, *cells)
-    output().print(
-        f"{found.slots} slots ({found.resident_share:.0%} of the experts), learned from {found.trained.decode_steps} "
-        "steps",
-        markup=False,
-        soft_wrap=True,
-    )
-    output().print(table)
+    size, steps = f"{found.slots} slots ({found.resident_share:.0%} of the experts)", found.trained.decode_steps
+    print_evictions(f"{size}, learned from {steps} steps", "misses", "auto", found.misses, found.held_out)

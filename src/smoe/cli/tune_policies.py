@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smoe.cli.options import EngineOptions
-from smoe.policy.registry import LEARNED
+from smoe.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from smoe.config import EngineConfig
     from smoe.eval.tournament import Tournament
 
 TOKENS = 400
@@ -17,11 +22,12 @@ TOKENS = 400
 
 
 def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: int, as_json: bool) -> None:
-    """Hold the tournaments that are asked for, remember the winners, and show."""
+    """Hold the tournaments that are asked for, remember the winners, and show.
+
+    Winners are remembered when all is over: an interrupt leaves those of before.
+    """
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.keeping import Keeping
-    from smoe.cli.session import loaded, tokenizer_of
-    from smoe.eval.texts import read_documents
     from smoe.eval.tournament import hold, tokens_of
     from smoe.load.pretrained import choose_device
     from smoe.load.winners import CHOICES, Winner, remember, where
@@ -29,21 +35,24 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
     from smoe.models.read_spec import read_spec
 
     kinds = [kind for kind in CHOICES if getattr(engine, kind) == "auto"]
-    texts = read_documents(text)
+    if engine.prefetch not in (None, "auto", "none"):
+        raise ConfigError(
+            "evictions are judged without prefetch, or before it; leave `prefetch` out, or give auto",
+            setting="prefetch",
+            given=engine.prefetch,
+            allowed="auto or none in a tournament",
+        )
     config = replace(engine.config(), prefetch="none", prefetch_trial=False)
-    if "eviction" in kinds:
-        config = replace(config, eviction="score")  # so that all that it needs is heard
+    ids = _ids(model, engine.revision, text, tokens, config.context_tokens)
     keeping = Keeping()
-    with loaded(model, config, engine.revision) as ready:
+    with _interrupted_in_words(), ExitStack() as stack:
+        ready = _opened(stack, model, config, engine.revision, "eviction" in kinds)
         offload: Any = ready.offload
-        tokenizer = tokenizer_of(model, engine.revision)
-        ids = [token for document in texts for token in tokenizer(document)["input_ids"]]
-        ids = ids[: min(tokens, offload.context_tokens)]
+        ids = ids[: offload.context_tokens]
         spec = read_spec(model, config, engine.revision)
         with progress("tune", "tokens") as bars:
             task = bars.add_task("listening", total=tokens_of(len(ids), kinds), amount="")
-            evictions = [name for name in CHOICES["eviction"] if name != LEARNED]  # it is trained on traces, not here
-            found = hold(ready, spec, ids, kinds, evictions, lambda count: bars.update(task, advance=count))
+            found = hold(ready, spec, ids, kinds, lambda count: bars.update(task, advance=count))
         share, machine = offload.ledger.resident_share, where(config, choose_device(config))
     folder, source = fetch(model, engine.revision), "the demo's stories" if text is None else text.name
     for each in found:
@@ -60,6 +69,54 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
             for each in found
         }
         print_json({"model": model, "resident_share": share, "tokens": len(ids), "text": source} | results)
+
+
+def _ids(model: str, revision: str | None, text: Path | None, tokens: int, context: int | None) -> list[int]:
+    """The first tokens of the text; raises `ConfigError`, before the model is loaded, where they are too few."""
+    import transformers
+
+    from smoe.cli.session import tokenizer_of
+    from smoe.eval.texts import read_documents
+    from smoe.eval.tournament import LEAST_TOKENS
+
+    transformers.logging.set_verbosity_error()  # a text longer than the model's context is no fault here
+    texts = read_documents(text)
+    for name, most in (("tokens", tokens), ("context_tokens", context)):
+        if most is not None and most < LEAST_TOKENS:
+            raise ConfigError.out_of_bounds(name, most, f"at least {LEAST_TOKENS} for a tournament")
+    tokenizer = tokenizer_of(model, revision)
+    ids = [token for document in texts for token in tokenizer(document)["input_ids"]]
+    if len(ids) < LEAST_TOKENS:
+        raise ConfigError(
+            f"the text has {len(ids)} tokens, and a tournament needs at least {LEAST_TOKENS}; give a longer one with "
+            "`text`",
+            setting="text",
+            given=len(ids),
+            allowed=f"at least {LEAST_TOKENS} tokens",
+        )
+    return ids[:tokens]
+
+
+def _opened(
+    stack: ExitStack, model: str, config: EngineConfig, revision: str | None, hears_scores: bool
+) -> PreTrainedModel:
+    """The model until `stack` ends; with every expert's score heard where an eviction may want that."""
+    from smoe.cli.session import loaded
+
+    if hears_scores:
+        try:
+            return stack.enter_context(loaded(model, replace(config, eviction="score"), revision))
+        except UnsupportedModelError:
+            pass  # a family whose scores cannot be heard: `score` is told why; what else is wrong is said once more
+    return stack.enter_context(loaded(model, config, revision))
+
+
+@contextmanager
+def _interrupted_in_words() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; no winner was remembered, those of before still serve") from None
 
 
 def _print(found: Tournament) -> None:

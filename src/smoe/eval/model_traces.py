@@ -15,11 +15,16 @@ def trace_of(path: Path, spec: ModelSpec) -> Trace:
     trace = Trace(path)
     recorded = {layer.layer: layer.experts for layer in trace.header.layers}
     if recorded != {site.layer: site.experts for site in spec.sites}:
-        raise ConfigError(
-            f"{path} was recorded with {trace.header.model}, whose layers and experts are not this model's; record "
-            "this one with smoe record",
-            setting="cache",
-            given=str(path),
-            allowed="traces of the model that is tuned",
-        )
+        raise another_model_s(path, trace, "cache")
     return trace
+
+
+def another_model_s(path: Path, trace: Trace, setting: str) -> ConfigError:
+    """The error for a trace of other layers or experts, given for this setting."""
+    return ConfigError(
+        f"{path} was recorded with {trace.header.model}, whose layers and experts are not this model's; record "
+        "this one with smoe record",
+        setting=setting,
+        given=str(path),
+        allowed="traces of the model that is tuned",
+    )

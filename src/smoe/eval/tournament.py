@@ -1,11 +1,15 @@
-"""Predictors and evictions against each other on a user's own text, in time saved: simulated, then the best two run.
+"""Predictors and evictions against each other on a user's own text, in time saved: simulated, then the best ones run.
 
     read the text once -> what routers chose, what every predictor would have said of it, what each thing took
                        -> every entrant on the virtual clock, at these times -> seconds a token
-                       -> the first two, and what serves at present, in turns on this machine -> the winner
+                       -> the first ones, and the baseline, in turns on this machine -> the winner
 
 The simulation is of the engine's own plans. It does not know what a prefetch costs those who compute meanwhile: the
-clock has the last word.
+clock has the last word, and `none` and the eviction `auto` are always among those that it judges.
+
+Evictions are judged first, without any prefetch; whoever wins serves while predictors are judged, in the simulation and
+in the finals: the two winners have run together. Where predictors alone are judged, the eviction that the engine was
+loaded with serves.
 """
 
 from __future__ import annotations
@@ -23,27 +27,31 @@ from transformers import PreTrainedModel
 
 from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH
 from smoe.errors import ConfigError, SmoeError
+from smoe.eval.eviction_entrants import evictions_of
+from smoe.eval.replay_times import as_waited, on_clock, times_of
 from smoe.generation.teacher_forcing import forced
 from smoe.load.assembly import scoring_rules
 from smoe.load.fitted_predictor import fitted_of
 from smoe.load.gate_corrections import corrections_of
+from smoe.metrics import Counters
 from smoe.models.spec import ModelSpec
 from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
-from smoe.policy.registry import FITTED_PREFETCH, PREFETCH, WHOLE_LAYER, make_eviction_for
+from smoe.policy.registry import FITTED_PREFETCH, PREFETCH, WHOLE_LAYER, EvictionSettings
 from smoe.policy.step import Decision
 from smoe.prediction.registry import PREDICTORS, Subject
 from smoe.routing import Phase, Routing
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import Routed, StepObserver
 from smoe.simulator.foresight import Recorded
-from smoe.simulator.virtual_clock import StepTimes, replay_on_clock
+from smoe.simulator.virtual_clock import StepTimes
 
 LEAST_TOKENS = 96
-"""Fewer say little: a third of them only fills the cache."""
-WARM_SHARE = 1 / 3
+"""Fewer say little: a third of them only fills the cache (`WARM_SHARE`)."""
 TURN_WARM, TURN_TIMED, ROUNDS = 16, 32, 3
 """Tokens of a turn that are not timed, those that are, and turns of each finalist."""
-FINALISTS = 2
+FINALISTS = 3
+"""Of each kind: the best of the simulation, with the baseline in the last one's place where it is not among them."""
+BASELINES = {"prefetch": "none", "eviction": "auto"}
 _NO_RIVALS = ("auto", WHOLE_LAYER, "look-ahead")
 """What `auto` is to become; a baseline; and what runs layers of the model itself, so that nobody else can listen."""
 
@@ -93,22 +101,36 @@ class Tournament:
 class _Listener(StepObserver):
     """Keeps every routing, and what each predictor would have said when its layer's experts were done."""
 
-    def __init__(self, predictors: Mapping[str, Predictor]) -> None:
+    def __init__(self, predictors: Mapping[str, Predictor], now: Callable[[], float]) -> None:
+        """`now`: the engine's clock, by which it counts what it takes."""
         self.trace: list[Routing] = []
         self.said: dict[str, list[Sequence[Prediction]]] = {name: [] for name in predictors}
         self.asking: dict[str, list[float]] = {name: [] for name in predictors}
         self._predictors = predictors
+        self._now = now
+        self._planned_seconds = self._computed_seconds = 0.0
+        """What listening took of the engine's planning, and of its time between the experts."""
+
+    def less_listening(self, counted: Counters) -> Counters:
+        """What would have been counted had nobody listened."""
+        return replace(
+            counted,
+            plan_seconds=counted.plan_seconds - self._planned_seconds,
+            forward_seconds=counted.forward_seconds - self._planned_seconds - self._computed_seconds,
+        )
 
     def planned(self, routing: Routing, decision: Decision) -> None:
+        began = self._now()
         self.trace.append(routing)
         for name, predictor in self._predictors.items():
             predictor.observe(routing)
             self.said[name].append(())
+        self._planned_seconds += self._now() - began
 
     def computed(self, heard: Routed, hidden: torch.Tensor, output: torch.Tensor) -> None:
         if heard.phase is not Phase.DECODE:
             return
-        routing = self.trace[-1]
+        started, routing = self._now(), self.trace[-1]
         for name, predictor in self._predictors.items():
             predictor.overhear(routing, hidden)
             partial = output if predictor.asked is Moment.RESIDENTS_DONE else None
@@ -118,6 +140,7 @@ class _Listener(StepObserver):
             self.asking[name].append(time.perf_counter() - began)
             if first is not None:
                 self.said[name][-1] = [_kept(answer) for answer in chain([first], answers)]
+        self._computed_seconds += self._now() - started
 
 
 def _kept(answer: Prediction) -> Prediction:
@@ -142,7 +165,7 @@ def predictors_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[dict[str, Pr
             corrections = corrections_of(place, spec, depth).corrections if name == CORRECTED_GATES else None
             subject = Subject(model, spec, rules, engine.config.prefetch_what, depth, corrections, fitted)
             predictor = PREDICTORS[name](subject)
-        except (SmoeError, KeyError) as error:
+        except (SmoeError, KeyError, OSError) as error:
             refused[name] = str(error)
             continue
         if predictor is not None:
@@ -156,30 +179,32 @@ def hold(
     spec: ModelSpec,
     ids: Sequence[int],
     kinds: Sequence[str],
-    evictions: Sequence[str],
     tick: Tick,
 ) -> list[Tournament]:
     """A tournament of each of `kinds` (`prefetch`, `eviction`) on the text `ids`; `tick` hears of every token.
 
-    `evictions`: those that take part. Raises `ConfigError` for a text that is too short, and where every expert fits.
+    Evictions come first, and the engine goes on with the winners. Raises `ConfigError` for a text that is too short,
+    and where every expert fits.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     _check(engine, len(ids))
     predictors, refused = predictors_of(model, spec) if "prefetch" in kinds else ({}, {})
-    listener = _Listener(predictors)
+    evictions, absent = evictions_of(model, spec) if "eviction" in kinds else ({}, {})
+    listener = _Listener(predictors, engine.now)
     engine.executor.guess_by(None)
     engine.executor.start_anew(engine.fresh_eviction())
     before = engine.stats()
-    seconds = 0.0
     with engine.observed_by(listener):
-        for _, took in forced(model, ids, engine.new_cache()):
-            seconds += took
+        for _ in forced(model, ids, engine.new_cache()):
             tick(1)
-    times = times_of(engine, engine.stats() - before)
+    counted = listener.less_listening(engine.stats() - before)
+    times = as_waited(engine, listener.trace, times_of(engine, counted), counted.wait_seconds)
     found = []
     if "eviction" in kinds:
-        entrants = [_evict(engine, listener, name, times) for name in evictions]
-        found.append(_finish(model, "eviction", entrants, {}, ids, tick, lambda name: _by_eviction(engine, name)))
+        entrants = [_evict(engine, listener, settings, times) for settings in evictions.values()]
+        found.append(
+            _finish(model, "eviction", entrants, absent, ids, tick, lambda name: _by_eviction(engine, evictions[name]))
+        )
     if "prefetch" in kinds:
         entrants = [_guess(engine, listener, name, predictors.get(name), times) for name in ("none", *predictors)]
         found.append(
@@ -191,21 +216,8 @@ def hold(
 
 
 def tokens_of(length: int, kinds: Sequence[str]) -> int:
-    """Tokens that `hold` runs."""
+    """Tokens that `hold` runs, at most."""
     return length + len(kinds) * FINALISTS * ROUNDS * (TURN_WARM + TURN_TIMED)
-
-
-def times_of(engine: Engine, counted: Any) -> StepTimes:
-    """What the pieces of a token took on this machine, as counted while it read."""
-    passes = max(1, counted.forward_passes) * len(engine.store.layers)
-    loads = max(1, counted.loads + counted.prefetches)
-    expert, layer = counted.compute_seconds / max(1, counted.decode_uses), counted.dense_seconds / passes
-    return StepTimes(
-        load=counted.read_busy_seconds / loads,
-        expert=lambda rows: expert * rows,
-        layer=lambda tokens: layer,
-        deciding=counted.plan_seconds / passes,
-    )
 
 
 def _check(engine: Engine, tokens: int) -> None:
@@ -226,32 +238,19 @@ def _check(engine: Engine, tokens: int) -> None:
         )
 
 
-def _on_clock(engine: Engine, trace: Sequence[Routing], eviction: str, times: StepTimes, by: Predictor | None) -> float:
-    """Seconds a token once the cache has filled."""
-    ledger = engine.ledger
-    policy = make_eviction_for(
-        engine.config.eviction_settings._replace(name=eviction),
-        ledger.pools,
-        {layer: of.experts for layer, of in engine.store.layers.items()},
-    )
-    timed = replay_on_clock(trace, ledger.cache_slots, ledger.pools[0].staging, policy, times, predictor=by)
-    steps = timed.step_seconds[int(len(timed.step_seconds) * WARM_SHARE) :]
-    return sum(steps) / len(steps)
-
-
-def _evict(engine: Engine, listener: _Listener, name: str, times: StepTimes) -> Entrant:
-    return Entrant(name, _on_clock(engine, listener.trace, name, times, None))
+def _evict(engine: Engine, listener: _Listener, settings: EvictionSettings, times: StepTimes) -> Entrant:
+    return Entrant(settings.name, on_clock(engine, listener.trace, settings, times, None))
 
 
 def _guess(engine: Engine, listener: _Listener, name: str, predictor: Predictor | None, times: StepTimes) -> Entrant:
     if predictor is None:
-        return Entrant(name, _on_clock(engine, listener.trace, engine.config.eviction, times, None))
+        return Entrant(name, on_clock(engine, listener.trace, engine.eviction_settings, times, None))
     said, asking = listener.said[name], median(listener.asking[name])
     recall, precision = hits(listener.trace, said)
-    seconds = _on_clock(
+    seconds = on_clock(
         engine,
         listener.trace,
-        engine.config.eviction,
+        engine.eviction_settings,
         replace(times, asking=asking),
         Recorded(said, predictor.asked),
     )
@@ -277,8 +276,8 @@ def _by_predictor(engine: Engine, predictors: Mapping[str, Predictor], name: str
     engine.executor.start_anew(engine.fresh_eviction())
 
 
-def _by_eviction(engine: Engine, name: str) -> None:
-    engine.config = replace(engine.config, eviction=name)
+def _by_eviction(engine: Engine, settings: EvictionSettings) -> None:
+    engine.config, engine.eviction_settings = replace(engine.config, eviction=settings.name), settings
     engine.executor.start_anew(engine.fresh_eviction())
 
 
@@ -291,9 +290,10 @@ def _finish(
     tick: Tick,
     set_up: Callable[[str], None],
 ) -> Tournament:
-    """Run the best two of a simulation in turns; the winner stays in the engine."""
+    """Run the finalists of a simulation in turns; the winner stays in the engine."""
     ranked = sorted(entrants, key=lambda entrant: entrant.simulated_seconds)
-    finalists, rest = ranked[:FINALISTS], ranked[FINALISTS:]
+    finalists = finalists_of(ranked, BASELINES[kind])
+    rest = [entrant for entrant in ranked if entrant not in finalists]
     turns: dict[str, list[float]] = {entrant.name: [] for entrant in finalists}
     for number in range(ROUNDS):
         for entrant in finalists:
@@ -303,6 +303,13 @@ def _finish(
     measured.sort(key=lambda entrant: entrant.seconds)
     set_up(measured[0].name)
     return Tournament(kind, (*measured, *rest), refused)
+
+
+def finalists_of(ranked: Sequence[Entrant], baseline: str) -> list[Entrant]:
+    """Who runs, of entrants with the best of the simulation first: never without the `baseline`."""
+    first = list(ranked[:FINALISTS])
+    beyond = [entrant for entrant in ranked[FINALISTS:] if entrant.name == baseline]
+    return [*first[: FINALISTS - len(beyond)], *beyond]
 
 
 def _turn(model: PreTrainedModel, ids: Sequence[int], number: int, tick: Tick) -> float:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from smoe.config import EngineConfig
-from smoe.errors import ConfigError
+from smoe.eval.cache_size import ledger_of_cache
 from smoe.eval.model_traces import trace_of
-from smoe.load.pretrained import choose_device, make_ledger
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
 from smoe.policy.eviction.multidimensional import WEIGHTS
@@ -92,14 +91,7 @@ def tune_cache(
 def _cache_of(spec: ModelSpec, config: EngineConfig) -> tuple[MixedCache, float]:
     """The slots that an engine of this configuration would have; where layers have slots of several sizes, taken for
     one pool."""
-    ledger, _ = make_ledger(spec, config, choose_device(config))
-    if ledger.cache_slots >= ledger.demand.total_experts:
-        raise ConfigError(
-            f"all {ledger.cache_slots} experts fit, so no eviction costs anything; give less `memory`, or a share with "
-            "`resident_share`, such as 0.4",
-            setting="resident_share",
-            allowed="less than all experts",
-        )
+    ledger = ledger_of_cache(spec, config)
     low_slots = sum(pool.cache for pool in ledger.pools) - ledger.cache_slots
     low_cost = spec.low.expert_bytes / spec.expert_bytes if spec.low is not None else 1.0
     return MixedCache(ledger.cache_slots, low_slots, low_cost, substitution_of(config).switches), ledger.resident_share

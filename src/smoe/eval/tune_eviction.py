@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from smoe.config import EngineConfig
-from smoe.errors import ConfigError
+from smoe.eval.cache_size import ledger_of_cache
 from smoe.eval.model_traces import trace_of
 from smoe.eval.train_eviction import Shape, train
 from smoe.load.next_use import TrainedNextUse
-from smoe.load.pretrained import choose_device, make_ledger
 from smoe.models.read_spec import read_spec
 from smoe.policy.budget import MIN_STAGING_SLOTS
 from smoe.policy.eviction.base import Eviction
@@ -78,14 +77,7 @@ def tune_eviction(
     too short ones, `TraceError` for files that are none.
     """
     spec = read_spec(model, config, revision)
-    ledger, _ = make_ledger(spec, config, choose_device(config))
-    if ledger.cache_slots >= ledger.demand.total_experts:
-        raise ConfigError(
-            f"all {ledger.cache_slots} experts fit, so nothing is ever forgotten; give less `memory`, or a share with "
-            "`resident_share`, such as 0.4",
-            setting="resident_share",
-            allowed="less than all experts",
-        )
+    ledger = ledger_of_cache(spec, config)
     traces, others = ([trace_of(path, spec) for path in of] for of in (paths, held_out))
     most = passes if passes is not None else ALL
     plain = [first_passes(trace.routings(), most) for trace in traces]

@@ -15,15 +15,17 @@ from typing import Any
 import numpy as np
 
 from smoe.errors import ConfigError
+from smoe.eval.model_traces import another_model_s
 from smoe.eval.train_expert_mlp import Training, train_expert_mlp
 from smoe.policy.prediction import Sight
 from smoe.policy.registry import EXPERT_MLP, FITTED_PREFETCH
-from smoe.prediction.activation_path import NOBODY, Paths, RoutedLayer, joined
+from smoe.prediction.activation_path import Paths, RoutedLayer, joined
 from smoe.prediction.fitted import Fitted, counted
 from smoe.prediction.history import FromHistory
 from smoe.prediction.previous_token import PreviousToken
 from smoe.routing import Phase, Routing
 from smoe.trace.file import Trace
+from smoe.trace.paths import paths_in, routed_layers
 
 PAPER = {
     "DuoServe, Mixtral 8x7B, Orca": (0.6685, 0.9545),
@@ -126,22 +128,9 @@ def paths_of(path: Path, layers: tuple[RoutedLayer, ...], tokens: int | None, se
     Raises `ConfigError`, for the `setting` that the trace was given for, where it is of other layers, and `TraceError`.
     """
     trace = Trace(path)
-    recorded = tuple(RoutedLayer(each.layer, each.experts, each.top_k) for each in trace.header.layers)
-    if recorded != layers:
-        raise ConfigError(
-            f"{path} was recorded with {trace.header.model}, whose layers and experts are not this model's; record "
-            "this one with smoe record",
-            setting=setting,
-            given=str(path),
-            allowed="traces of the model that is tuned",
-        )
-    of_layer = [trace.rows[trace.rows["layer"] == each.layer] for each in layers]
-    first = of_layer[0]
-    is_real = first["top_k_index"].min(axis=1) < layers[0].experts
-    chosen = np.full((len(first), len(layers), max(each.top_k for each in layers)), NOBODY, dtype=np.int64)
-    for place, (each, rows) in enumerate(zip(layers, of_layer, strict=True)):
-        chosen[:, place, : each.top_k] = rows["top_k_index"][:, : each.top_k]
-    return Paths(layers, chosen[is_real][:tokens], first["sequence"][is_real][:tokens].astype(np.int64))
+    if routed_layers(trace.header) != layers:
+        raise another_model_s(path, trace, setting)
+    return paths_in(trace, tokens)
 
 
 def judge(make: Callable[[], FromHistory], paths: Paths) -> Rates:

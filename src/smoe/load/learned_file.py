@@ -45,23 +45,24 @@ def keep_learned(kind: str, form: int, folder: Path, tensors: Tensors, said: Map
     """
     path = path_of(kind, folder)
     header = {"format": form, "checkpoint": checksum(folder), "tensors": _digest(tensors), **said}
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
-        file.write(save(dict(tensors), {_METADATA: json.dumps(header)}))  # one entry: several come in no fixed order
+        file.write(save(whole, {_METADATA: json.dumps(header)}))  # one entry: several come in no fixed order
     return path
 
 
 def learned(kind: str, form: int, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(tensors, what was said of them) as kept for the weights in `folder`; raises `NotLearnedError`."""
     path = path_of(kind, folder)
-    if not path.exists():
-        raise NotLearnedError(f"nothing has been learned yet for the model in {folder}")
     try:
         with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
             said: dict[str, Any] = json.loads((file.metadata() or {}).get(_METADATA, "{}"))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+    except FileNotFoundError as error:
+        raise NotLearnedError(f"nothing has been learned yet for the model in {folder}") from error
     except (OSError, SafetensorError, ValueError) as error:
-        raise NotLearnedError(f"{path} is truncated or damaged ({error})") from error
+        raise NotLearnedError(f"{path} is truncated, damaged or closed to you ({error})") from error
     if said.get("format") != form:
         raise NotLearnedError(f"{path} is of format {said.get('format')}, this smoe reads format {form}")
     if said.get("checkpoint") != checksum(folder):
@@ -75,8 +76,7 @@ def _digest(tensors: Tensors) -> str:
     """SHA-256 of names, shapes, types and bytes."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        tensor = tensors[name]
-        array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()  # NumPy has none
-        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        digest.update(array.tobytes())
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
@@ -23,17 +21,15 @@ from typing import Any
 import psutil
 import torch
 
-from smoe.config import EngineConfig
 from smoe.kernels.elementwise import activation_table
 from smoe.kernels.experts import Expert, TokenExperts
 from smoe.kernels.isa import widest
 from smoe.kernels.matrix import in_bf16
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
+from smoe.machine.disk_rates import measure_disk
 from smoe.machine.floor import Rates
 from smoe.memory.arena import Arena
-from smoe.memory.disk import DiskReader
 from smoe.memory.emulation import MEASURED, DeviceProfile
-from smoe.memory.store import Read, page_ceil
 from smoe.user_cache import cache_folder, keep
 
 _MEMORY_BYTES = 256 * 2**20
@@ -42,10 +38,9 @@ _CHOSEN = 8
 """Experts of a token, computed together."""
 _LINK_BYTES = 256 * 2**20
 _ENOUGH_MEMORY_BYTES = 64 * 2**20
-_SMALL_FILE_BYTES = 64 * 2**20
-LAYER_SECONDS = 0.8e-3
+_LAYER_SECONDS, _WIDTH_SECONDS = 0.4e-3, 0.18e-3
 """What a decoder layer takes beside moving its bytes, on the CPUs that were measured: small operations and Python
-(docs/log.md)."""
+(docs/log.md); and more for every 1024 numbers of the hidden state."""
 _CPU_EXPERT_SECONDS = 10e-6
 """What one expert takes a CPU beside moving its bytes, where all of a layer's are computed in one piece."""
 _READ_SECONDS = 150e-6
@@ -177,56 +172,6 @@ def measure_memory(seconds: float, memory: torch.Tensor | None = None) -> float:
     return words.numel() * 8 / _best(lambda: words.sum(), seconds)
 
 
-def measure_disk(folder: Path, request_bytes: int, seconds: float, file_bytes: int) -> tuple[float, bool]:
-    """(bytes per second, past the page cache?) of reading a fresh file in `folder` as the engine reads experts.
-
-    `request_bytes` at a time, scattered, by as many threads as the engine uses.
-    """
-    size = page_ceil(min(request_bytes, file_bytes))
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".smoe-disk-", delete=False) as file:
-        path = Path(file.name)
-    reader = DiskReader(direct=True)
-    try:
-        count = _write(path, size, file_bytes)
-        order = [n * 7919 % count for n in range(count)]  # a prime stride: scattered, and the same every time
-        readers = EngineConfig().io_threads
-        started = perf_counter()
-        with ThreadPoolExecutor(readers) as pool:
-            parts = [order[n::readers] for n in range(readers)]
-            done = sum(pool.map(lambda part: _read_some(reader, path, size, part, started + seconds), parts))
-        return done / (perf_counter() - started), reader.is_direct
-    finally:
-        reader.close()
-        with suppress(FileNotFoundError):
-            path.unlink()
-
-
-def _read_some(reader: DiskReader, path: Path, size: int, order: Sequence[int], until: float) -> int:
-    """Bytes read until the clock says `until`."""
-    arena = Arena([(1, size)], torch.device("cpu"))
-    done = 0
-    for n in order:
-        done += reader.read(Read(path, n * size, size, 0, size), arena.buffer(0))
-        if perf_counter() > until:
-            break
-    arena.close()
-    return done
-
-
-def _write(path: Path, size: int, file_bytes: int) -> int:
-    """Fill a file with blocks that no file system can shrink; returns how many."""
-    count = max(1, file_bytes // size)
-    block = os.urandom(size)
-    with path.open("wb") as file:
-        for _ in range(count):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return count
-
-
 def measure_experts(expert_bytes: int, seconds: float) -> float:
     """Weight bytes per second of computing one token through bf16 experts that are not in a core's cache."""
     hidden = 2048
@@ -298,6 +243,17 @@ def measure_arithmetic(device: torch.device) -> float:
     return 2 * 256 * 1024 * 1024 / _best(multiply, 0.1)
 
 
+def layer_seconds(hidden: int) -> float:
+    """What a decoder layer takes a CPU beside moving its bytes."""
+    return _LAYER_SECONDS + _WIDTH_SECONDS * hidden / 1024
+
+
+def expert_rate(expert_bytes: int) -> float:
+    """Stored weight bytes of one expert computed for one token, per second: `smoe doctor`'s, else a quick look."""
+    profile = load_profile()
+    return measure_experts(expert_bytes, 0.1) if profile is None else profile.expert_bytes_per_second
+
+
 def this_machine(rates: Rates, device: torch.device) -> DeviceProfile | None:
     """This machine as a profile, by its measured rates and the constants of machines that were measured (docs/log.md);
     None where nobody knows how fast experts come in."""
@@ -314,7 +270,7 @@ def this_machine(rates: Rates, device: torch.device) -> DeviceProfile | None:
         device_bytes_per_second=rates.memory,
         device_flops=measure_arithmetic(device),
         device_expert_seconds=_CPU_EXPERT_SECONDS if is_cpu else _LAUNCH_SECONDS,
-        device_layer_seconds=LAYER_SECONDS if is_cpu else _LAUNCHES_SECONDS,
+        device_layer_seconds=_LAYER_SECONDS if is_cpu else _LAUNCHES_SECONDS,
         host_bytes_per_second=host,
         host_flops=measure_arithmetic(torch.device("cpu")),
         host_expert_seconds=_HAND_OVER_SECONDS,
@@ -334,16 +290,6 @@ def quick_rates(device: torch.device, memory: torch.Tensor | None = None) -> Rat
     if device.type == "cuda":
         return Rates(measure_device_memory(), None, measure_link(), "a quick measurement")
     return Rates(measure_memory(0.2, memory), None, None, "a quick measurement")
-
-
-def measure_small_disk(request_bytes: int) -> float | None:
-    """A short look at the disk of the user's cache folder: 64 MiB; None where nothing can be written there."""
-    folder = profile_path().parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return measure_disk(folder, min(request_bytes, _SMALL_FILE_BYTES), 0.3, _SMALL_FILE_BYTES)[0]
-    except OSError:
-        return None
 
 
 def _best(action: Callable[[], Any], seconds: float) -> float:

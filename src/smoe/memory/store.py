@@ -183,6 +183,11 @@ class ExpertStore:
     def placement(self, layer: int, expert: int) -> Placement:
         return self._placements[layer, expert]
 
+    def reads(self, layer: int, expert: int) -> list[Read]:
+        """All that bringing one expert in asks of the disk."""
+        placement = self._placements[layer, expert]
+        return [*placement.reads, *(piece.read for piece in placement.pieces)]
+
     def paths(self) -> list[Path]:
         """The files that hold experts."""
         return sorted({tensor.path for tensor in self._tensors()})

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from smoe.memory.emulation import DeviceProfile, read_profile
 from smoe.papers.claims import Claim, Reproduction, Setting, span
@@ -19,6 +20,7 @@ from smoe.papers.geometry import MIXTRAL, MIXTRAL_22B, Geometry, step_times
 from smoe.policy.prediction import Prediction, Predictor, Sight
 from smoe.policy.registry import make_eviction
 from smoe.simulator.foresight import Foresight
+from smoe.simulator.sweep import sweep
 from smoe.simulator.synthetic import SAYS, Shape, synthesise
 from smoe.simulator.virtual_clock import VirtualClock
 
@@ -53,29 +55,38 @@ class _AllOfNext(Predictor):
         return (Prediction(after, range(EXPERTS)),) if after < self._layers else ()
 
 
+class _Case(NamedTuple):
+    """What is simulated with every system."""
+
+    pace: str
+    model: Geometry
+    device: str
+    text: str
+
+
+SETTINGS = [
+    _Case(pace, model, device, text) for pace in PACES for model in MODELS for device in DEVICES for text in TOP_2
+]
+
+
 def reproduce(tick: Callable[[int], None]) -> Reproduction:
     """Simulate all settings; `tick` hears of every one that is done."""
-    by_pace: dict[str, list[Setting]] = {}
-    for pace in PACES:
-        settings = by_pace[pace] = []
-        for model in MODELS:
-            for device in DEVICES:
-                profile = read_profile(device)
-                if pace == AS_IMPLIED:
-                    profile = replace(profile, device_layer_seconds=implied_layer_seconds(model, profile))
-                for text, (both, one) in TOP_2.items():
-                    right = (both + one) / 2  # an expert is named with this probability: both or one of two
-                    settings += _systems(model, profile, f"{model.name}, {device}, {text}, {pace}", right)
-                    tick(1)
+    by_pace: dict[str, list[Setting]] = {pace: [] for pace in PACES}
+    for case, systems in zip(SETTINGS, sweep(_in_case, SETTINGS, tick), strict=True):
+        by_pace[case.pace] += systems
     claims = [claim for pace, settings in by_pace.items() for claim in _claims(settings, pace)]
     claims.append(_memory(by_pace[AS_PROFILED]))
     every = [setting for settings in by_pace.values() for setting in settings]
     return Reproduction("duoserve", tuple(every), tuple(claims), (*_REMARKS, _bound()))
 
 
-def settings_of() -> int:
-    """How many `reproduce` simulates."""
-    return len(PACES) * len(MODELS) * len(DEVICES) * len(TOP_2)
+def _in_case(case: _Case) -> list[Setting]:
+    profile = read_profile(case.device)
+    if case.pace == AS_IMPLIED:
+        profile = replace(profile, device_layer_seconds=implied_layer_seconds(case.model, profile))
+    both, one = TOP_2[case.text]
+    right = (both + one) / 2  # an expert is named with this probability: both or one of two
+    return _systems(case.model, profile, f"{case.model.name}, {case.device}, {case.text}, {case.pace}", right)
 
 
 def implied_layer_seconds(model: Geometry, profile: DeviceProfile) -> float:

@@ -21,6 +21,7 @@ from smoe.policy.step import EXACT_SWITCHES, Switches
 from smoe.routing import Phase, Routing
 from smoe.simulator.foresight import Foresight
 from smoe.simulator.mixed_cache import MixedCache, miss_penalty, multidimensional, named
+from smoe.simulator.sweep import sweep
 from smoe.simulator.synthetic import SAYS, Shape, synthesise
 from smoe.simulator.virtual_clock import replay_on_clock
 
@@ -94,25 +95,24 @@ RUNS = {
 }
 
 
-def settings_of() -> int:
-    """How many `reproduce` simulates."""
-    return len(MODELS) * len(MACHINES)
+SETTINGS = [(model, machine) for model in MODELS for machine in MACHINES]
 
 
 def reproduce(tick: Callable[[int], None]) -> Reproduction:
     """Simulate all settings; `tick` hears of every one that is done."""
-    settings, penalties = [], []
-    for model in MODELS:
-        for machine in MACHINES:
-            shape = Shape(model.experts, model.top_k, model.layers, NEW_TOKENS, PROMPT_TOKENS)
-            trace = synthesise(shape, with_scores=True)
-            switches = switches_of(trace)
-            for name, run in RUNS.items():
-                if not (run.by_cpu and machine.name == "jetson-agx-orin"):
-                    settings.append(_simulated(model, machine, name, run, trace, switches))
-            penalties.append(_penalties(model, machine, trace, switches))
-            tick(1)
-    return Reproduction("hobbit", tuple(settings), tuple(_claims(settings, penalties)), _REMARKS)
+    done = sweep(_systems, SETTINGS, tick)
+    settings = [setting for systems, _ in done for setting in systems]
+    return Reproduction("hobbit", tuple(settings), tuple(_claims(settings, [of for _, of in done])), _REMARKS)
+
+
+def _systems(setting: tuple[Geometry, Machine]) -> tuple[list[Setting], dict[str, float]]:
+    """(all systems in one setting, what the evictions' misses cost there)."""
+    model, machine = setting
+    trace = synthesise(Shape(model.experts, model.top_k, model.layers, NEW_TOKENS, PROMPT_TOKENS), with_scores=True)
+    switches = switches_of(trace)
+    runs = {name: run for name, run in RUNS.items() if not (run.by_cpu and machine.name == "jetson-agx-orin")}
+    systems = [_simulated(model, machine, name, run, trace, switches) for name, run in runs.items()]
+    return systems, _penalties(model, machine, trace, switches)
 
 
 def switches_of(trace: Sequence[Routing]) -> Switches:

@@ -19,6 +19,7 @@ from smoe.policy.rows import last_rows
 from smoe.policy.step import EXACT_SWITCHES
 from smoe.routing import Phase, Routing
 from smoe.simulator.foresight import Foresight
+from smoe.simulator.sweep import sweep
 from smoe.simulator.synthetic import SAYS, Shape, synthesise
 from smoe.simulator.virtual_clock import replay_on_clock
 
@@ -89,23 +90,24 @@ class _Done(NamedTuple):
     """Share of the experts used that the device's memory held: neither loaded nor computed by the CPU."""
 
 
-def settings_of() -> int:
-    """How many `reproduce` simulates."""
-    return len(MACHINES) * len(BATCHES)
+SETTINGS = [(machine, batch) for machine in MACHINES for batch in BATCHES]
 
 
 def reproduce(tick: Callable[[int], None]) -> Reproduction:
     """Simulate all settings; `tick` hears of every one that is done."""
     done: dict[int, dict[str, dict[str, _Done]]] = {batch: {} for batch in BATCHES}
-    for machine in MACHINES:
-        for batch in BATCHES:
-            trace = _trace(machine.model, batch)
-            rows = done[batch][machine.name] = {}
-            for name, run in (BASELINES | STEPS).items():
-                rows[name] = _simulated(machine, f"{machine.name}, batch {batch}", name, run, trace)
-            tick(1)
+    for (machine, batch), rows in zip(SETTINGS, sweep(_systems, SETTINGS, tick), strict=True):
+        done[batch][machine.name] = rows
     settings = [each.setting for of in done.values() for rows in of.values() for each in rows.values()]
     return Reproduction("smoe", tuple(settings), tuple(_claims(done)), _REMARKS)
+
+
+def _systems(setting: tuple[Machine, int]) -> dict[str, _Done]:
+    """All of them in one setting."""
+    machine, batch = setting
+    trace = _trace(machine.model, batch)
+    where = f"{machine.name}, batch {batch}"
+    return {name: _simulated(machine, where, name, run, trace) for name, run in (BASELINES | STEPS).items()}
 
 
 def _trace(model: Geometry, batch: int) -> list[Routing]:

@@ -16,7 +16,7 @@ def affinity_of(paths: Paths) -> np.ndarray:
     """[L-1, E, E]: entry (l, i, j) is the share of expert j of layer l+1 in all that it chose for tokens with expert i
     in layer l; zeros where i was never chosen."""
     widest = max(layer.experts for layer in paths.layers)
-    hot = [multi_hot(paths.chosen[:, n], widest) for n in range(len(paths.layers))]
+    hot = (multi_hot(paths.chosen[:, n], widest) for n in range(len(paths.layers)))  # two at a time in memory
     return shares(np.stack([before.T @ after for before, after in pairwise(hot)]))
 
 

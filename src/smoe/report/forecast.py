@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,7 +26,7 @@ from smoe.load.winners import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at
 from smoe.machine.measure import (
-    LAYER_SECONDS,
+    layer_seconds,
     load_profile,
 )
 from smoe.machine.process_memory import beside_budget
@@ -36,8 +36,8 @@ from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
 from smoe.models.workspace import reserved_kernel_bytes
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_bytes
-from smoe.report.machine_for import machine_for, pace_for, rates_for, reads_past_cache
-from smoe.report.outlook import Outlook, Subject, outlook_of
+from smoe.report.machine_for import files_of, machine_for, pace_for, rates_for, reads_past_cache
+from smoe.report.outlook import Case, Outlook, Subject, outlook_of
 from smoe.simulator.synthetic import SAYS
 from smoe.units import identifier
 
@@ -51,7 +51,7 @@ _ESTIMATE = "from config.json alone: with its files here slots may be 4 KiB smal
 
 
 @dataclass(frozen=True)
-class Case:
+class Traffic:
     """What one kind of routing makes a token move, and the time that this takes at least."""
 
     step: StepBytes
@@ -68,8 +68,8 @@ class Choice:
     """One budget and what it buys."""
 
     ledger: Ledger
-    uniform: Case
-    typical: Case
+    uniform: Traffic
+    typical: Traffic
     layers_seconds: float
     """What all layers of a token take beside moving bytes."""
 
@@ -162,9 +162,53 @@ class Forecast:
         }
 
 
+class _Survey(NamedTuple):
+    """A model in a budget on a machine, before anything is foretold."""
+
+    spec: ModelSpec
+    ledger: Ledger
+    reason: str
+    rates: Rates
+    device: torch.device
+    is_emulated: bool
+    is_estimate: bool
+    """From the configuration alone, though the model's own files say it exactly."""
+    unlearned: list[str]
+    subject: Subject | None
+    """None without a rate at which experts come in."""
+
+
+def foretell(model: str, config: EngineConfig, revision: str | None = None) -> Case | None:
+    """What `forecast` says of the settings asked for alone; None without a rate at which experts come in."""
+    survey = _survey(model, config, revision)
+    return None if survey.subject is None else survey.subject.case(survey.ledger)[0]
+
+
 def forecast(model: str, config: EngineConfig, revision: str | None = None) -> Forecast:
     """Read the config, and of weights that are here the headers; divide the budget, and put a floor under the time per
     token."""
+    survey = _survey(model, config, revision)
+    spec, ledger, device, is_emulated = survey.spec, survey.ledger, survey.device, survey.is_emulated
+    choose = functools.partial(_choice, spec, rates=survey.rates, device=device, is_emulated=is_emulated)
+    chosen = choose(ledger)
+    choices = sorted([chosen, *map(choose, _alternatives(ledger))], key=lambda choice: choice.ledger.budget_bytes)
+    recommended = None if is_emulated else _recommend(ledger.demand, device, choose)
+    has_own_memory = is_emulated or device.type != "cpu"
+    beside = {} if has_own_memory else beside_budget(reserved_kernel_bytes(spec.experts_bytes))
+    remarks = _remarks(survey.rates, is_emulated) + [_ESTIMATE] * survey.is_estimate
+    remarks += [_WITHOUT_LOW] * (spec.low is not None) + survey.unlearned
+    outlook = None
+    if survey.subject is not None:
+        ledgers = [choice.ledger for choice in choices]
+        best = None if recommended is None else recommended.choice.ledger
+        outlook = outlook_of(survey.subject, ledger, ledgers, best)
+    return Forecast(
+        model, spec, ledger, survey.reason, chosen, choices, survey.rates, is_emulated, recommended, remarks, beside,
+        outlook,
+    )  # fmt: skip
+
+
+def _survey(model: str, config: EngineConfig, revision: str | None) -> _Survey:
     device = choose_device(config)
     profile = read_profile(config.profile) if config.device == EMULATED else None
     if profile is not None and profile.device_memory_bytes is not None and config.resident_share is None:
@@ -176,29 +220,16 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     checkpoint = described_checkpoint(model, revision)
     config, learned_bytes, unlearned = _decided(config, checkpoint, spec, device)
     ledger, reason = make_ledger(spec, config, device, store, learned_bytes)
-    rates, is_emulated = rates_for(device, spec.expert_bytes, profile), profile is not None
-    foretell = functools.partial(_choice, spec, rates=rates, device=device, is_emulated=is_emulated)
-    chosen = foretell(ledger)
-    choices = sorted([chosen, *map(foretell, _alternatives(ledger))], key=lambda choice: choice.ledger.budget_bytes)
-    recommended = None if is_emulated else _recommend(ledger.demand, device, foretell)
-    has_own_memory = is_emulated or device.type != "cpu"
-    beside = {} if has_own_memory else beside_budget(reserved_kernel_bytes(spec.experts_bytes))
-    is_estimate = store is None and spec.precision == "auto"
-    remarks = _remarks(rates, is_emulated) + [_ESTIMATE] * is_estimate + [_WITHOUT_LOW] * (spec.low is not None)
-    remarks += unlearned
-    is_direct = reads_past_cache(config, spec, ledger, device)
-    machine = machine_for(rates, device, profile, is_direct)
-    outlook = None
+    is_direct, is_emulated = reads_past_cache(config, spec, ledger, device), profile is not None
+    files = files_of(checkpoint, spec, device) if is_direct and profile is None else None
+    rates = rates_for(device, spec.expert_bytes, profile, files)
+    machine, subject = machine_for(rates, device, profile, is_direct, spec), None
     if machine is not None:
         guess = functools.partial(predictor_name, device=device)
         pace = functools.partial(pace_for, checkpoint, device, is_direct, is_emulated)
         subject = Subject(model, checkpoint, spec, config, machine, dense_bytes_read(spec), guess, pace)
-        ledgers = [choice.ledger for choice in choices]
-        best = None if recommended is None else recommended.choice.ledger
-        outlook = outlook_of(subject, ledger, ledgers, best)
-    return Forecast(
-        model, spec, ledger, reason, chosen, choices, rates, is_emulated, recommended, remarks, beside, outlook
-    )
+    is_estimate = store is None and spec.precision == "auto"
+    return _Survey(spec, ledger, reason, rates, device, is_emulated, is_estimate, unlearned, subject)
 
 
 def _decided(
@@ -262,13 +293,14 @@ def typical_hit_ratio(resident_share: float) -> float:
 def _choice(spec: ModelSpec, ledger: Ledger, rates: Rates, device: torch.device, is_emulated: bool) -> Choice:
     has_link = is_emulated or device.type == "cuda"
 
-    def case(hit_ratio: float) -> Case:
+    def case(hit_ratio: float) -> Traffic:
         step = step_at(spec.expert_bytes_per_token, dense_bytes_read(spec), hit_ratio, has_link)
         step = replace(step, disk=0.0) if is_emulated else step
-        return Case(step, floor_of(step, rates))
+        return Traffic(step, floor_of(step, rates))
 
     share = ledger.resident_share
-    layers = LAYER_SECONDS * int(spec.config.get_text_config().num_hidden_layers) if not has_link else 0.0
+    text = spec.config.get_text_config()
+    layers = layer_seconds(int(text.hidden_size)) * int(text.num_hidden_layers) if not has_link else 0.0
     return Choice(ledger, case(share), case(typical_hit_ratio(share)), layers)
 
 

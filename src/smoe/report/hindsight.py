@@ -62,7 +62,8 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path) -> Fo
 def _simulated(
     engine: Engine, spec: ModelSpec, place: Path, pace: Pace, prompt_tokens: int, is_direct: bool
 ) -> Simulated | None:
-    machine = machine_for(rates_for(_CPU, spec.expert_bytes, None), _CPU, None, is_direct)
+    rates = rates_for(_CPU, spec.expert_bytes, None, engine.store if is_direct else None)
+    machine = machine_for(rates, _CPU, None, is_direct, spec)
     if machine is None:
         return None
     known = known_of(engine.config, place, engine.ledger.resident_share)

@@ -7,30 +7,46 @@ from dataclasses import replace
 import torch
 
 from smoe.config import EngineConfig
+from smoe.errors import SmoeError
+from smoe.load.pretrained import open_store
 from smoe.load.tiers import reads_directly
 from smoe.machine.available_memory import free_device_bytes
+from smoe.machine.disk_rates import measure_reads, measure_small_disk
 from smoe.machine.floor import Rates
-from smoe.machine.measure import emulated_rates, measure_small_disk, quick_rates, this_machine
+from smoe.machine.measure import (
+    emulated_rates,
+    expert_rate,
+    layer_seconds,
+    quick_rates,
+    this_machine,
+)
 from smoe.memory.emulation import DeviceProfile
+from smoe.memory.store import ExpertStore
 from smoe.models.checkpoint import Checkpoint
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Ledger
 from smoe.report.pace import UNKNOWN, Pace, pace_of
 
+_READING_SECONDS = 0.5
+_IN_PLACE = 0.76
+"""Of the rate at which a few experts beside each other are computed, what experts and layers all over a model reach."""
 _COPIED = 6
 """How much slower than a read of memory a copy from the page cache is, by the kernel and with a call for each."""
 _COPY_SECONDS = 30e-6
 """Of such a call, and of handing the copy over."""
 
 
-def rates_for(device: torch.device, expert_bytes: int, profile: DeviceProfile | None) -> Rates:
-    """The profile's, else what `smoe doctor` has measured, else a quick look."""
+def rates_for(
+    device: torch.device, expert_bytes: int, profile: DeviceProfile | None, store: ExpertStore | None = None
+) -> Rates:
+    """The profile's, else what `smoe doctor` has measured, else a quick look; of a disk that holds the model's files
+    (`store`, where they are read past the page cache), what it gives of these."""
     if profile is not None:
         return emulated_rates(profile)
     rates = quick_rates(device)
-    if rates.disk is not None:
-        return rates
-    return Rates(rates.memory, measure_small_disk(expert_bytes), rates.link, rates.source)
+    if store is not None:
+        return replace(rates, disk=measure_reads(store, _READING_SECONDS))
+    return rates if rates.disk is not None else replace(rates, disk=measure_small_disk(expert_bytes))
 
 
 def reads_past_cache(config: EngineConfig, spec: ModelSpec, ledger: Ledger, device: torch.device) -> bool:
@@ -39,12 +55,27 @@ def reads_past_cache(config: EngineConfig, spec: ModelSpec, ledger: Ledger, devi
     return reads_directly(config, spec.experts_bytes, free_device_bytes(device)[0] - ledger.budget_bytes)
 
 
+def files_of(checkpoint: Checkpoint, spec: ModelSpec, device: torch.device) -> ExpertStore | None:
+    """The places of the experts on this machine's disk; None where they are not here, or have to be packed first."""
+    if not checkpoint.has_weights():
+        return None
+    try:
+        return open_store(checkpoint, spec, checkpoint.experts(spec), device)
+    except SmoeError:
+        return None
+
+
 def machine_for(
-    rates: Rates, device: torch.device, profile: DeviceProfile | None, is_direct: bool
+    rates: Rates, device: torch.device, profile: DeviceProfile | None, is_direct: bool, spec: ModelSpec
 ) -> DeviceProfile | None:
     """The profile named, else this machine; None where nobody knows how fast experts come in."""
     machine = this_machine(rates, device) if profile is None else profile
-    if machine is None or profile is not None or device.type != "cpu" or is_direct:
+    if machine is None or profile is not None or device.type != "cpu":
+        return machine
+    computed = _IN_PLACE * expert_rate(spec.expert_bytes)
+    layer = layer_seconds(int(spec.config.get_text_config().hidden_size))
+    machine = replace(machine, device_bytes_per_second=computed, device_layer_seconds=layer)
+    if is_direct:
         return machine
     copied = rates.memory / _COPIED
     return replace(

@@ -25,12 +25,12 @@ from smoe.policy.prices import PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget, nats_of_perplexity
 from smoe.policy.registry import WHOLE_LAYER, make_eviction_for
 from smoe.policy.residency import PoolSize
-from smoe.report.pace import UNKNOWN, Pace
+from smoe.report.pace import UNKNOWN, Pace, crowded
 from smoe.routing import Phase, Routing
 from smoe.runtime.rerouting import substitution_of
 from smoe.simulator.foresight import Foresight, Recorded
 from smoe.simulator.synthetic import TYPICAL, Habits, Shape, synthesise
-from smoe.simulator.virtual_clock import StepTimes, VirtualClock
+from smoe.simulator.virtual_clock import StepTimes, Timed, VirtualClock
 
 PROMPT_TOKENS = 128
 """Of the prompt that the TTFT is told for: the papers' longer one."""
@@ -38,11 +38,11 @@ _WARM_UP, _STEPS = 16, 48
 """Decode steps that are simulated: first some that do not count, then those that do."""
 MOST_LAYERS = 12
 _DECIDING_SECONDS = 1e-4
-"""Beside a device, which waits for it: our own Python in every layer (docs/log.md). On a CPU `LAYER_SECONDS` has it."""
+"""Beside a device, which waits for it: our own Python in every layer (docs/log.md). On a CPU `layer_seconds` has it."""
 _PROMPT_EXPERT_SECONDS = 60e-6
 """On a CPU, more than in decode: an expert of a prompt is some of the library's products. A guess, not measured."""
-_UNPACKING = 2.0
-"""By how much fewer bytes a second quantised experts are computed than their bytes are read from memory."""
+_UNPACKING = 1.25
+"""By how much fewer of their bytes a second quantised experts are computed than bf16 ones, on a CPU."""
 _RECALL = {
     "next-gate": 0.78,
     STACKED_GATES: 0.78,
@@ -56,6 +56,8 @@ _RECALL = {
 }
 """How often each predictor names an expert that the next layer wants: on the embedded model and unseen stories
 (docs/log.md), the look-ahead as SMoE has it (section VI-C)."""
+_LEAST_READING = 0.05
+"""Share of the time beyond which reads are felt by those who compute."""
 _HOST_TIER_SHARE = 0.8
 """Of a machine's RAM, at most what the host tier gets."""
 
@@ -239,15 +241,14 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
     times = times_for(scene.machine, work, config.host_memory_bytes, scene.faster_reads, scene.pace)
     layers = min(work.layers, MOST_LAYERS)
     trace = _trace(Shape(work.experts, work.top_k, layers, _WARM_UP + _STEPS, scene.prompt_tokens), habits)
-    clock = _clock(scene, times, layers, trace)
-    for routing in trace[: layers * (1 + _WARM_UP)]:
-        clock.serve(routing)
-    before = (clock.result.uses, clock.result.loads)
-    for routing in trace[layers * (1 + _WARM_UP) :]:
-        clock.serve(routing)
-    timed, scale = clock.result, work.layers / layers
+    timed, before = _served(scene, times, layers, trace)
+    reading = (timed.link_seconds - before.link_seconds) / sum(timed.step_seconds[_WARM_UP:])
+    if not scene.machine.has_link and reading > _LEAST_READING:
+        times = _in_a_crowd(times, reading)
+        timed, before = _served(scene, times, layers, trace)
+    scale = work.layers / layers
     seconds = scale * sum(timed.step_seconds[_WARM_UP:]) / _STEPS
-    uses, loads = timed.uses - before[0], timed.loads - before[1]
+    uses, loads = timed.uses - before.uses, timed.loads - before.loads
     return Simulated(
         seconds,
         scale * timed.prefill_seconds,
@@ -256,6 +257,28 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
         {"load": times.load, "expert": times.expert(1), "layer": times.layer(1), "deciding": times.deciding},
         1 - loads / uses if uses else 1.0,
         scene.predictor != "none",
+    )
+
+
+def _served(scene: Scene, times: StepTimes, layers: int, trace: list[Routing]) -> tuple[Timed, Timed]:
+    """(what became of all, of what only fills the cache)."""
+    clock = _clock(scene, times, layers, trace)
+    begin = layers * (1 + _WARM_UP)
+    for routing in trace[:begin]:
+        clock.serve(routing)
+    before = replace(clock.result, step_seconds=[])
+    for routing in trace[begin:]:
+        clock.serve(routing)
+    return clock.result, before
+
+
+def _in_a_crowd(times: StepTimes, reading: float) -> StepTimes:
+    """Decode steps beside reads for such a share of the time; a prompt's few large products suffer less."""
+    of_experts, of_layers = crowded(reading)
+    return replace(
+        times,
+        expert=lambda rows: times.expert(rows) * (of_experts if rows == 1 else 1.0),
+        layer=lambda tokens: times.layer(tokens) * (of_layers if tokens == 1 else 1.0),
     )
 
 

@@ -22,7 +22,7 @@ _LEAST_LOADS = 16
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds; None where nothing is known yet. Of decode steps of one sequence."""
+    """Seconds, as if nothing were read meanwhile; None where nothing is known yet. Of decode steps of one sequence."""
 
     layer: float | None = None
     """A layer beside its experts, our own Python included."""
@@ -40,15 +40,27 @@ class Pace:
 UNKNOWN = Pace()
 
 
+def crowded(reading: float) -> tuple[float, float]:
+    """(how many times longer an expert takes, and the rest of a layer) on a CPU that reads experts for such a share of
+    the time: the reading threads want the same cores and the same memory, and what comes late is computed alone.
+
+    Of two cores with 3 models in bf16 and int4 from disk (docs/log.md): twice and half as long again from half of the
+    time on.
+    """
+    full = min(1.0, 2 * reading)
+    return 1 + full, 1 + 0.5 * full
+
+
 def measured_pace(decode: Counters, layers: int) -> Pace:
     """Of so many layers with experts, by what was counted in decode steps; nothing where these are too few."""
     passes = decode.forward_passes
     if passes < LEAST_STEPS or not decode.decode_uses:
         return UNKNOWN
     loads = decode.loads + decode.prefetches
+    of_experts, of_layers = crowded(decode.read_busy_seconds / decode.forward_seconds)
     return Pace(
-        layer=(decode.dense_seconds + decode.plan_seconds) / (passes * layers),
-        expert=decode.compute_seconds / decode.decode_uses,
+        layer=(decode.dense_seconds + decode.plan_seconds) / (passes * layers * of_layers),
+        expert=decode.compute_seconds / (decode.decode_uses * of_experts),
         load=decode.read_busy_seconds / loads if loads >= _LEAST_LOADS else None,
     )
 

@@ -74,7 +74,7 @@ class Engine:
         """Where settings come from that nobody gave, by their names."""
         self.context_tokens = context_tokens
         """Positions reserved for every sequence."""
-        self._turns, self._eviction = Turns(), eviction
+        self._turns, self.eviction_settings = Turns(), eviction
         self._threads = torch.get_num_threads()
         """Computing threads: what our kernels have been compared on."""
         self.executor = executor
@@ -147,9 +147,9 @@ class Engine:
             self.executor.start_anew(self.fresh_eviction())
 
     def fresh_eviction(self) -> Eviction:
-        """A new eviction policy, as configured, with no history."""
+        """A new eviction policy, from `eviction_settings`, with no history."""
         experts = {layer: held.experts for layer, held in self.store.layers.items()}
-        return make_eviction_for(self._eviction._replace(name=self.config.eviction), self.ledger.pools, experts)
+        return make_eviction_for(self.eviction_settings, self.ledger.pools, experts)
 
     def wait_ready(self) -> None:
         """Wait until the operating system has backed all slots; only measurements need to."""

@@ -169,6 +169,13 @@ class Trace:
         self.rows: np.ndarray = np.memmap(path, row, "r", start, (count,)) if count else np.zeros(0, row)
         """[rows] with the fields of `TraceHeader.row`, in the order in which the routers spoke."""
 
+    def of_layer(self, layer: TracedLayer, tokens: int | None = None) -> np.ndarray:
+        """[T] rows of one layer, padding left out: those of the first `tokens`, or all."""
+        places = np.flatnonzero(self.rows["layer"] == layer.layer)
+        chosen = self.rows["top_k_index"][places, 0] < layer.experts
+        found: np.ndarray = self.rows[places[chosen][:tokens]]
+        return found
+
     def routings(self, *, with_scores: bool = False, with_weights: bool = False) -> Sequence[Routing]:
         """The trace as the simulator takes it, one `Routing` for each layer and step, each made when it is asked for.
 

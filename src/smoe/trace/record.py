@@ -46,6 +46,8 @@ class TraceHeader:
     """Layers with routed experts, ascending."""
     smoe: str = __version__
     """The version that wrote the trace."""
+    expert_bytes: tuple[int, ...] | None = None
+    """Memory that a resident expert takes, layer by layer; None where nobody has said."""
 
     @property
     def experts(self) -> int:
@@ -82,7 +84,11 @@ class TraceHeader:
     def from_json(cls, value: Mapping[str, Any]) -> TraceHeader:
         """The header of a file; raises `KeyError`, `TypeError` or `ValueError` where it is damaged."""
         layers = tuple(TracedLayer(**layer) for layer in value["layers"])
-        header = cls(value["model"], value["model_type"], value["alpha"], layers, value["smoe"])
+        sizes = value.get("expert_bytes")
+        known = None if sizes is None else tuple(map(int, sizes))
+        header = cls(value["model"], value["model_type"], value["alpha"], layers, value["smoe"], known)
+        if known is not None and (len(known) != len(layers) or min(known) < 1):
+            raise ValueError("its sizes of experts are not those of its layers")
         if np.dtype([tuple(field) for field in value["row"]]) != header.row:
             raise ValueError("its rows are not those of its layers")
         return header

@@ -112,7 +112,8 @@ def _header(model: PreTrainedModel, engine: Engine, name: str) -> TraceHeader:
         layers.append(
             TracedLayer(number, experts.experts, engine.anatomy.top_k[number], rule.as_json() if rule else None)
         )
-    return TraceHeader(name, model.config.model_type, engine.config.alpha, tuple(layers))
+    sizes = tuple(engine.store.slot_bytes[layer.layer] for layer in layers)
+    return TraceHeader(name, model.config.model_type, engine.config.alpha, tuple(layers), expert_bytes=sizes)
 
 
 def _rule(model: PreTrainedModel, engine: Engine, layer: int, experts: int) -> ScoringRule | None:

@@ -1,0 +1,29 @@
+"""The table of evictions that were tuned: what each costs on the traces that were learned from, and on others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.table import Table
+
+from smoe.cli.console import output
+
+
+def print_evictions(
+    heading: str, unit: str, usual: str, figures: Mapping[str, float], held_out: Mapping[str, float] | None
+) -> None:
+    """A line, then a row for each policy: its figure in `unit`, and how far that is from the `usual` policy's."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    table.add_column("eviction")
+    columns = {unit: figures} | ({"held out": held_out} if held_out else {})
+    for head in columns:
+        table.add_column(head, justify="right")
+        table.add_column(f"beside {usual}", justify="right")
+    for name in figures:
+        cells = []
+        for found in columns.values():
+            base = found[usual]
+            cells += [f"{found[name]:,.0f}", f"{found[name] / base - 1:+.1%}" if base else ""]
+        table.add_row(name, *cells)
+    output().print(heading, markup=False, soft_wrap=True)
+    output().print(table)

@@ -1,0 +1,22 @@
+"""The cache for which an eviction is tuned."""
+
+from __future__ import annotations
+
+from smoe.config import EngineConfig
+from smoe.errors import ConfigError
+from smoe.load.pretrained import choose_device, make_ledger
+from smoe.models.spec import ModelSpec
+from smoe.policy.budget import Ledger
+
+
+def ledger_of_cache(spec: ModelSpec, config: EngineConfig) -> Ledger:
+    """The budget that an engine of this configuration would divide. Raises `ConfigError` where every expert fits."""
+    ledger, _ = make_ledger(spec, config, choose_device(config))
+    if ledger.cache_slots >= ledger.demand.total_experts:
+        raise ConfigError(
+            f"all {ledger.cache_slots} experts fit, so nothing is ever forgotten; give less `memory`, or a share with "
+            "`resident_share`, such as 0.4",
+            setting="resident_share",
+            allowed="less than all experts",
+        )
+    return ledger

@@ -1,0 +1,48 @@
+"""Which evictions take part in a tournament, each made as loading the model with it would make it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from smoe.errors import ConfigError, SmoeError
+from smoe.load.assembly import scoring_rules
+from smoe.load.cache_weights import cache_weights_of
+from smoe.load.next_use import next_use_of
+from smoe.models.spec import ModelSpec
+from smoe.policy.registry import LEARNED, MULTIDIMENSIONAL, ONLINE_EVICTION, SCORED_EVICTION, EvictionSettings
+from smoe.runtime.engine import Engine
+
+
+def evictions_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[dict[str, EvictionSettings], dict[str, str]]:
+    """(what each eviction that can take part is made from, why the others cannot).
+
+    `learned` goes by the estimate that was trained for the model, `multidimensional` by the weights that were fitted
+    for it, where there are any.
+    """
+    found: dict[str, EvictionSettings] = {}
+    refused: dict[str, str] = {}
+    for name in ONLINE_EVICTION:
+        try:
+            found[name] = _settings(name, model, spec)
+        except (SmoeError, OSError) as error:  # a folder that cannot be looked into costs those who need it their part
+            refused[name] = str(error)
+    return found, refused
+
+
+def _settings(name: str, model: PreTrainedModel, spec: ModelSpec) -> EvictionSettings:
+    """Raises `SmoeError` where the model, as it is loaded, cannot be served by this eviction."""
+    engine: Engine = model.offload  # type: ignore[assignment]
+    place = Path(spec.config.name_or_path)
+    usual = engine.config.eviction_settings._replace(name=name)
+    if name in SCORED_EVICTION and not engine.rules:
+        scoring_rules(model, spec)  # says why there are none
+        raise ConfigError(f"the model was loaded without scores; load it with `eviction` {name}", setting="eviction")
+    if name == LEARNED:
+        next_use, _ = next_use_of(place, {site.layer: site.experts for site in spec.sites})
+        return usual._replace(next_use=next_use)
+    if name == MULTIDIMENSIONAL and usual.cache_weights is None:
+        weights, _ = cache_weights_of(place)
+        return usual._replace(cache_weights=weights)
+    return usual

@@ -1,0 +1,123 @@
+"""What a replay on the virtual clock takes to be this machine: the times of what was heard, as the engine counted them.
+
+Two things a clock alone does not know. *Waiting*: where reads share the processor with what is computed, or are handed
+from thread to thread, an expert is waited for longer than it is read. So a load takes as long as makes the replay of
+what was heard wait as long as the engine did. *Choosing*: an eviction is Python of its own in every layer; what it
+takes is measured while it is replayed, in the place of what the eviction took that was there when all was heard.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Sequence
+from dataclasses import replace
+
+from smoe.expert import ExpertKey
+from smoe.metrics import Counters
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.prediction import Predictor
+from smoe.policy.registry import EvictionSettings, make_eviction_for
+from smoe.routing import Routing
+from smoe.runtime.engine import Engine
+from smoe.simulator.virtual_clock import StepTimes, Timed, replay_on_clock
+
+WARM_SHARE = 1 / 3
+"""Of the steps, that only fill the cache."""
+_HALVINGS = 8
+
+
+def times_of(engine: Engine, counted: Counters) -> StepTimes:
+    """What the pieces of a token took on this machine, as counted while it read."""
+    passes = max(1, counted.forward_passes) * len(engine.store.layers)
+    loads = max(1, counted.loads + counted.prefetches)
+    expert, layer = counted.compute_seconds / max(1, counted.decode_uses), counted.dense_seconds / passes
+    return StepTimes(
+        load=counted.read_busy_seconds / loads,
+        expert=lambda rows: expert * rows,
+        layer=lambda tokens: layer,
+        deciding=counted.plan_seconds / passes,
+    )
+
+
+def as_waited(engine: Engine, trace: Sequence[Routing], times: StepTimes, waited_seconds: float) -> StepTimes:
+    """`times` with loads that are waited for as long as the engine did, and without its eviction's part of deciding.
+
+    `trace`, of decode steps alone, was served by the engine's own eviction, without prefetch, in `waited_seconds` of
+    waiting.
+    """
+
+    def replayed(load: float) -> float:
+        timed, _ = _replayed(engine, trace, engine.eviction_settings, replace(times, load=load), None)
+        return sum(timed.step_seconds)
+
+    unwaited, most = replayed(0.0), max(times.load, 1e-9)
+    while most < waited_seconds and replayed(most) - unwaited < waited_seconds:
+        most *= 2
+    least = 0.0
+    for _ in range(_HALVINGS):
+        middle = (least + most) / 2
+        if replayed(middle) - unwaited <= waited_seconds:
+            least = middle
+        else:
+            most = middle
+    _, watched = _replayed(engine, trace, engine.eviction_settings, times, None)
+    deciding = max(0.0, times.deciding - watched.seconds / max(1, len(trace)))
+    return replace(times, load=least, deciding=deciding)
+
+
+def on_clock(
+    engine: Engine, trace: Sequence[Routing], eviction: EvictionSettings, times: StepTimes, by: Predictor | None
+) -> float:
+    """Seconds a token once the cache has filled, the eviction's own Python included."""
+    timed, watched = _replayed(engine, trace, eviction, times, by)
+    steps = timed.step_seconds[int(len(timed.step_seconds) * WARM_SHARE) :]
+    return sum(steps) / len(steps) + watched.seconds / len(timed.step_seconds)
+
+
+def _replayed(
+    engine: Engine, trace: Sequence[Routing], eviction: EvictionSettings, times: StepTimes, by: Predictor | None
+) -> tuple[Timed, Watched]:
+    ledger = engine.ledger
+    experts = {layer: of.experts for layer, of in engine.store.layers.items()}
+    policy = Watched(make_eviction_for(eviction, ledger.pools, experts))
+    timed = replay_on_clock(trace, ledger.cache_slots, ledger.pools[0].staging, policy, times, predictor=by)
+    return timed, policy
+
+
+class Watched(Eviction):
+    """An eviction policy and the processor time that it has taken."""
+
+    def __init__(self, policy: Eviction) -> None:
+        self.name = policy.name
+        self.seconds = 0.0
+        self._policy = policy
+
+    @property
+    def rule(self) -> str:
+        return self._policy.rule
+
+    def insert(self, key: ExpertKey) -> None:
+        self._policy.insert(key)
+
+    def remove(self, key: ExpertKey) -> None:
+        self._policy.remove(key)
+
+    def residents(self) -> set[ExpertKey]:
+        return self._policy.residents()
+
+    def observe(self, routing: Routing) -> None:
+        began = time.thread_time()
+        self._policy.observe(routing)
+        self.seconds += time.thread_time() - began
+
+    def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
+        began = time.thread_time()
+        found = self._policy.victims(count, shield)
+        self.seconds += time.thread_time() - began
+        return found
+
+    def of(self, form: int) -> Eviction:
+        return self._policy.of(form)
+
+    def worth(self, key: ExpertKey) -> float:
+        return self._policy.worth(key)

@@ -1,0 +1,235 @@
+"""Miss-ratio curves: what every eviction policy would have missed at every size of the cache, and where more memory
+stops paying.
+
+Every point is what `replay` counts for that size, from an empty cache and without prefetch, so `smoe replay` gives the
+same. Points are computed in processes of their own where that is worth their start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from smoe.errors import ConfigError
+from smoe.policy.budget import MIN_STAGING_SLOTS
+from smoe.policy.registry import EVICTION, LEARNED, ONLINE_EVICTION, SCORED_EVICTION
+from smoe.policy.rows import observation
+from smoe.routing import Phase, Routing
+from smoe.simulator.replay import ReplayCounts, first_passes, replay
+from smoe.simulator.sweep import sweep
+from smoe.trace.file import Trace
+from smoe.trace.record import PHASES, TraceHeader
+from smoe.units import format_bytes
+
+if TYPE_CHECKING:
+    from smoe.policy.eviction.learned import NextUse
+
+SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Of all experts, in the cache; besides as many as one layer and as one token want."""
+BOUND = "belady"
+"""The policy that knows the future."""
+MOST_PROCESSES = 8
+"""Each takes some hundred megabytes."""
+LITTLE = 0.02
+"""Of the uses: what more memory saves beyond the plateau at most."""
+_BEND = 0.05
+"""By how much of its height a curve must hang below its chord to have a knee."""
+_INLINE_ROUTINGS = 40_000
+"""Replayed by this process alone: some seconds, as long as others take to start."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Misses of the decode steps."""
+
+    slots: tuple[int, ...]
+    """Sizes of the cache, ascending; the last holds all experts."""
+    experts: int
+    """Of all layers."""
+    steps: int
+    """Decode steps."""
+    uses: int
+    misses: dict[str, tuple[int, ...]]
+    """By policy, at every size; `BOUND` is the last."""
+    steps_are_tokens: bool
+    """Every step has one token."""
+    left_out: dict[str, str]
+    """Policies that could not be replayed, and why."""
+
+    @property
+    def shares(self) -> list[float]:
+        """The sizes as shares of all experts."""
+        return [slots / self.experts for slots in self.slots]
+
+    def per_step(self, policy: str) -> list[float]:
+        """Misses of a decode step at every size."""
+        return [count / self.steps for count in self.misses[policy]]
+
+
+class _Point(NamedTuple):
+    """One policy at one size on one trace."""
+
+    path: Path
+    passes: int
+    policy: str
+    slots: int
+    next_use: NextUse | None
+
+
+def curves(
+    traces: Sequence[Trace],
+    passes: int,
+    next_use: NextUse | None = None,
+    tick: Callable[[int, int], None] = lambda done, points: None,
+    processes: int | None = None,
+) -> Curves:
+    """Of the first `passes` steps of every trace, each from an empty cache; all are of one model.
+
+    `next_use`: what `learned` has learned of it; None leaves that policy out. `tick` hears how many points are done.
+    `processes`: so many at most; None: one for each core. Raises `ConfigError` where no trace has decode steps.
+    """
+    header, shape = traces[0].header, [_decode_rows(trace, passes) for trace in traces]
+    if not any(len(rows) for rows in shape):
+        raise ConfigError(
+            "only prompts were recorded, and misses are counted in decode steps; record new tokens, or a text that is "
+            "read (smoe record with `text`)",
+            setting="trace",
+            given=str(traces[0].path),
+            allowed="at least one trace with decode steps",
+        )
+    policies, left_out = _policies(header, next_use)
+    sizes = sizes_of(header)
+    points = [
+        _Point(trace.path, passes, policy, slots, next_use if policy == LEARNED else None)
+        for policy in policies
+        for slots in sizes
+        for trace in traces
+    ]
+    routings = sum(min(len(trace.routings()), passes * len(header.layers)) for trace in traces)
+    if processes is None:
+        is_little = routings * len(policies) * len(sizes) <= _INLINE_ROUTINGS
+        processes = 1 if is_little else min(_cores(), MOST_PROCESSES)
+    done = count(1)
+    found = sweep(_counts, points, lambda _: tick(next(done), len(points)), processes)
+    _routings.cache_clear()
+    counted: dict[tuple[str, int], list[ReplayCounts]] = {(policy, slots): [] for policy in policies for slots in sizes}
+    for point, counts in zip(points, found, strict=True):
+        counted[point.policy, point.slots].append(counts)
+    return Curves(
+        sizes,
+        header.experts,
+        sum(len(rows) for rows in shape),
+        sum(counts.uses for counts in counted[BOUND, sizes[-1]]),
+        {
+            policy: tuple(sum(counts.misses for counts in counted[policy, slots]) for slots in sizes)
+            for policy in policies
+        },
+        all((rows == 1).all() for rows in shape),
+        left_out,
+    )
+
+
+def sizes_of(header: TraceHeader) -> tuple[int, ...]:
+    """Slots, ascending: of one layer's choice, of one token's, and of every one of `SHARES` that is more than the
+    first."""
+    least, token = max(layer.top_k for layer in header.layers), sum(layer.top_k for layer in header.layers)
+    sizes = {int(header.experts * share) for share in SHARES} | {token}
+    return tuple(sorted({least, *(size for size in sizes if size > least)}))
+
+
+def _decode_rows(trace: Trace, passes: int) -> np.ndarray:
+    """Tokens of every decode step of the first `passes` steps."""
+    rows, first = trace.rows, trace.header.layers[0].layer
+    steps = rows["step"]
+    counted = (rows["layer"] == first) & (rows["phase"] == PHASES.index(Phase.DECODE))
+    begun = np.unique(steps)[:passes]
+    return np.unique(steps[counted & np.isin(steps, begun)], return_counts=True)[1]
+
+
+def _policies(header: TraceHeader, next_use: NextUse | None) -> tuple[list[str], dict[str, str]]:
+    """Those that can be replayed, the bound last; the others with the reason."""
+    left_out = {}
+    if next_use is None:
+        left_out[LEARNED] = "nothing that was learned of this model is here"
+    if any(layer.rule is None for layer in header.layers):
+        left_out |= dict.fromkeys(SCORED_EVICTION, "the routers follow no rule that smoe knows: no scores")
+    return [*(name for name in ONLINE_EVICTION if name not in left_out), BOUND], left_out
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@lru_cache(maxsize=2)
+def _routings(path: Path, passes: int, has_scores: bool) -> list[Routing]:
+    return first_passes(Trace(path).routings(with_scores=has_scores), passes)
+
+
+def _counts(point: _Point) -> ReplayCounts:
+    routings = _routings(point.path, point.passes, point.policy in SCORED_EVICTION)
+    knows: list[object] = []
+    if point.policy == BOUND:
+        knows = [map(observation, routings)]
+    elif point.policy == LEARNED:
+        knows = [point.next_use]
+    return replay(routings, point.slots, MIN_STAGING_SLOTS, EVICTION[point.policy](*knows))
+
+
+class Turns(NamedTuple):
+    """Where a curve bends, as places among its sizes: steep up to the knee, then slow, flat from the plateau on."""
+
+    knee: int | None
+    """None: it falls evenly."""
+    plateau: int
+    """The first size from which on more memory saves at most `LITTLE` of the uses."""
+
+
+def turns(found: Curves, policy: str) -> Turns:
+    """The plateau of a policy's curve, and the point before it that hangs lowest below the line to there."""
+    shares, misses = found.shares, found.misses[policy]
+    plateau = next(n for n, count in enumerate(misses) if count - misses[-1] <= LITTLE * found.uses)
+    width, height = shares[plateau] - shares[0], misses[0] - misses[plateau]
+    if plateau < 2 or height <= 0:
+        return Turns(None, plateau)
+    bends = [1 - (shares[n] - shares[0]) / width - (misses[n] - misses[plateau]) / height for n in range(1, plateau)]
+    deepest = max(range(len(bends)), key=bends.__getitem__)
+    return Turns(deepest + 1 if bends[deepest] >= _BEND else None, plateau)
+
+
+def in_words(found: Curves, policy: str, experts_bytes: int | None = None) -> str:
+    """What more memory saves, as one sentence.
+
+    `auto: from 5 % to 30 % of the experts in memory saves 70 misses a token (28 for every 10 %, 3.00 GiB); from ...`
+    `experts_bytes`: what all experts take; None: nobody knows.
+    """
+    turn, misses, shares = turns(found, policy), found.per_step(policy), found.shares
+    unit, rest = "token" if found.steps_are_tokens else "step", misses[turn.plateau] - misses[-1]
+    if turn.plateau == 0:
+        return f"{policy}: {_percent(shares[0])} of the experts do; all of them save {rest:.2g} misses a {unit}"
+    places = [0, turn.plateau] if turn.knee is None else [0, turn.knee, turn.plateau]
+    size = f", {format_bytes(experts_bytes / 10)}" if experts_bytes else ""
+    texts = []
+    for begin, end in pairwise(places):
+        span, saved = f"from {_percent(shares[begin])} to {_percent(shares[end])}", misses[begin] - misses[end]
+        slope = f"{saved / (shares[end] - shares[begin]) / 10:.3g}"
+        if begin == 0:
+            texts.append(
+                f"{span} of the experts in memory saves {saved:.3g} misses a {unit} ({slope} for every 10 %{size})"
+            )
+        else:
+            texts.append(f"{span}, {saved:.3g} ({slope})")
+    if turn.plateau < len(misses) - 1:
+        texts.append(f"beyond {_percent(shares[turn.plateau])}, {rest:.2g} in all")
+    return f"{policy}: {'; '.join(texts)}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"

@@ -1,0 +1,27 @@
+"""A trace as the paths of its tokens, which predictors are fitted on (`smoe.prediction.activation_path`)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from smoe.prediction.activation_path import NOBODY, Paths, RoutedLayer
+from smoe.trace.file import Trace
+from smoe.trace.record import TraceHeader
+
+
+def routed_layers(header: TraceHeader) -> tuple[RoutedLayer, ...]:
+    """The layers of a trace, as predictors know them."""
+    return tuple(RoutedLayer(each.layer, each.experts, each.top_k) for each in header.layers)
+
+
+def paths_in(trace: Trace, tokens: int | None = None) -> Paths:
+    """The paths of a trace's first `tokens`, prompts included, padding left out."""
+    layers = routed_layers(trace.header)
+    layer_of = np.asarray(trace.rows["layer"])
+    places = [np.flatnonzero(layer_of == each.layer) for each in layers]
+    index, first = trace.rows["top_k_index"], places[0]
+    real = np.flatnonzero(index[first].min(axis=1) < layers[0].experts)[:tokens]
+    chosen = np.full((len(real), len(layers), max(each.top_k for each in layers)), NOBODY, dtype=np.int64)
+    for place, each in enumerate(layers):
+        chosen[:, place, : each.top_k] = index[places[place][real], : each.top_k]
+    return Paths(layers, chosen, trace.rows["sequence"][first[real]].astype(np.int64))

@@ -1,0 +1,222 @@
+"""All that `smoe trace plot` draws, as numbers: of one trace, or of several of one model together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from smoe.errors import ConfigError
+from smoe.prediction.activation_path import joined
+from smoe.trace.curves import Curves, curves
+from smoe.trace.file import Trace
+from smoe.trace.paths import paths_in
+from smoe.trace.ranks import AHEAD, Stretch, reuse_by_rank, shares_by_rank, stretches, width
+from smoe.trace.record import TraceHeader
+from smoe.trace.usage import (
+    Affinities,
+    BySequence,
+    Entropy,
+    NextToken,
+    affinities,
+    by_sequence,
+    entropy,
+    next_token,
+    times_even,
+)
+
+if TYPE_CHECKING:
+    from smoe.policy.eviction.learned import NextUse
+
+Found = TypeVar("Found")
+_ROUTINGS = 24_000
+"""Looked at of a trace where the user does not say: what makes curves in a minute on a few cores."""
+_TOKENS = 1000
+"""So many tokens at most, then."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """[E] each, rank 1 first."""
+
+    share: np.ndarray
+    """Of the router's scores, the mean over tokens and layers (SMoE, figure 4)."""
+    low: np.ndarray
+    """Its 10th percentile."""
+    high: np.ndarray
+    """Its 90th percentile."""
+    reuse: np.ndarray
+    """How often the expert is chosen within the next `ahead` tokens (SMoE, figure 6)."""
+    ahead: int
+    reuse_by_chance: float
+    """The same if experts were chosen at random."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """None where something cannot be said; `left_out` then has the reason, by the field's name."""
+
+    header: TraceHeader
+    """Of the first trace."""
+    files: tuple[str, ...]
+    names: tuple[str, ...]
+    """What the traces call the model: one name, or several for the same layers."""
+    alpha: float
+    """The largest substitution threshold of the runs."""
+    tokens: int
+    recorded: int
+    """Tokens that the traces have; above `tokens` where only the first were looked at."""
+    sequences: int
+    experts_bytes: int | None
+    """Memory that all experts take; None where no trace says."""
+    times_even: np.ndarray
+    """[L, E]: an expert's share in its layer's choices, in multiples of 1 / E; NaN beyond a layer's own experts."""
+    entropy: Entropy
+    ranks: Ranks | None
+    next_token: NextToken | None
+    by_sequence: BySequence | None
+    affinity: Affinities | None
+    curves: Curves | None
+    left_out: dict[str, str]
+
+    @property
+    def size(self) -> str:
+        """Layers, experts and tokens, for a caption."""
+        layers = self.header.layers
+        widths, choices = sorted({layer.experts for layer in layers}), sorted({layer.top_k for layer in layers})
+        of = f"{' or '.join(map(str, widths))} experts, {' or '.join(map(str, choices))} chosen"
+        tokens = _counted(self.tokens, "token")
+        if self.recorded > self.tokens:
+            tokens = f"the first {tokens} of {self.recorded:,}"
+        return f"{_counted(len(layers), 'layer')} of {of}; {tokens}, {_counted(self.sequences, 'sequence')}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Every number that is drawn."""
+        layers = [{"layer": each.layer, "experts": each.experts, "top_k": each.top_k} for each in self.header.layers]
+        found: dict[str, Any] = {
+            "traces": list(self.files),
+            "model": self.header.model,
+            "alpha": self.alpha,
+            "layers": layers,
+            "tokens": self.tokens,
+            "recorded": self.recorded,
+            "sequences": self.sequences,
+            "experts": self.header.experts,
+            "experts_bytes": self.experts_bytes,
+        }
+        for name in ("times_even", "entropy", "ranks", "next_token", "by_sequence", "affinity", "curves", "left_out"):
+            found[name] = _plain(getattr(self, name))
+        return found
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold; six digits, and null for what is no number."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: _plain(part) for name, part in asdict(value).items()}
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if np.isfinite(value) else None
+    return value
+
+
+def survey(
+    traces: Sequence[Trace],
+    tokens: int | None = None,
+    experts_bytes: int | None = None,
+    next_use: NextUse | None = None,
+    tick: Callable[[int, int], None] = lambda done, points: None,
+    processes: int | None = None,
+) -> Survey:
+    """Of the first `tokens` of every trace, and of so many steps where misses are counted; None: 1000, or fewer where
+    there are many layers.
+
+    `experts_bytes`: what all experts take; None: as the traces say. The rest as for `curves`. Raises `ConfigError` for
+    traces of different models, and for traces without a token.
+    """
+    _check_one_model(traces)
+    header, left_out = traces[0].header, dict[str, str]()
+    tokens = tokens or min(_TOKENS, max(1, _ROUTINGS // len(header.layers)))
+    parts = [paths_in(trace, tokens) for trace in traces]
+    if not sum(len(part.chosen) for part in parts):
+        raise ConfigError(
+            f"{traces[0].path} has no tokens; record some", setting="trace", given=str(traces[0].path),
+            allowed="at least one trace with tokens",
+        )  # fmt: skip
+    paths = joined([part for part in parts if len(part.chosen)])
+
+    def tried(name: str, find: Callable[[], Found]) -> Found | None:
+        try:
+            return find()
+        except ConfigError as error:
+            left_out[name] = str(error)
+            return None
+
+    stretched: list[Stretch] | None = tried(
+        "ranks", lambda: [part for trace in traces for part in stretches(trace, tokens)]
+    )
+    return Survey(
+        header,
+        tuple(str(trace.path) for trace in traces),
+        tuple(dict.fromkeys(trace.header.model for trace in traces)),
+        max(trace.header.alpha for trace in traces),
+        len(paths.chosen),
+        sum(map(_recorded, traces)),
+        len(np.unique(paths.sequence)),
+        experts_bytes or _experts_bytes(traces),
+        times_even(paths),
+        entropy(paths, stretched),
+        None if stretched is None else tried("ranks", lambda: _ranks(traces, stretched)),
+        tried("next_token", lambda: next_token(traces, tokens)),
+        tried("by_sequence", lambda: by_sequence(paths)),
+        tried("affinity", lambda: affinities(paths)),
+        tried("curves", lambda: curves(traces, tokens, next_use, tick, processes)),
+        left_out,
+    )
+
+
+def _ranks(traces: Sequence[Trace], parts: Sequence[Stretch]) -> Ranks:
+    experts, top_k = width(traces[0])
+    shares = shares_by_rank(parts)
+    low, high = np.percentile(shares, [10, 90], axis=0)
+    by_chance = 1 - (1 - top_k / experts) ** AHEAD
+    return Ranks(shares.mean(axis=0, dtype=np.float64), low, high, reuse_by_rank(parts), AHEAD, by_chance)
+
+
+def _recorded(trace: Trace) -> int:
+    """Tokens of a trace, padding left out."""
+    first = trace.header.layers[0]
+    real = (trace.rows["layer"] == first.layer) & (trace.rows["top_k_index"][:, 0] < first.experts)
+    return int(np.count_nonzero(real))
+
+
+def _experts_bytes(traces: Sequence[Trace]) -> int | None:
+    """None where no trace says, or two differ: the model was run in two precisions."""
+    known = {trace.header.expert_bytes for trace in traces} - {None}
+    if len(known) != 1:
+        return None
+    return sum(layer.experts * size for layer, size in zip(traces[0].header.layers, known.pop() or (), strict=True))
+
+
+def _check_one_model(traces: Sequence[Trace]) -> None:
+    first = traces[0].header
+    for trace in traces[1:]:
+        header = trace.header
+        if (header.model_type, header.layers) != (first.model_type, first.layers):
+            raise ConfigError(
+                f"{trace.path} is of another model ({header.model}) than {traces[0].path} ({first.model}); plot each "
+                "in a run of its own, into a folder of its own",
+                setting="trace",
+                given=str(trace.path),
+                allowed="traces of one model",
+            )

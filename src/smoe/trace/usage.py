@@ -1,0 +1,183 @@
+"""Which experts a recorded run used: how evenly, how soon again, in which sequence, and after which others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import comb
+
+import numpy as np
+
+from smoe.errors import ConfigError
+from smoe.prediction.activation_path import Paths, RoutedLayer, multi_hot
+from smoe.prediction.affinity import affinity_of
+from smoe.prediction.popularity import popularity_of
+from smoe.trace.file import Trace
+from smoe.trace.ranks import Stretch
+
+LEAST_TOKENS = 16
+"""Fewer say nothing about what follows what."""
+PARTS = 16
+"""Into so many parts a trace of one sequence is cut, to be compared with each other."""
+_LEAST_PART = 16
+"""Tokens of the shortest part."""
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """How evenly experts are used, in bits; log2 E where all are used alike. [L] each."""
+
+    used: np.ndarray
+    """Of an expert's share in its layer's choices."""
+    of_a_token: np.ndarray | None
+    """Of the router's scores, the mean over tokens; None where they are not known."""
+    most: np.ndarray
+    """log2 E"""
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """What of a token's experts its successor uses again (HOBBIT, figure 10a). [L] each."""
+
+    heaviest: np.ndarray
+    """Share of tokens whose expert of the largest weight is used again."""
+    share: np.ndarray
+    """Of a token's experts, the share that is used again."""
+    some: np.ndarray
+    """Share of tokens of which at least one expert is used again."""
+    chance: np.ndarray
+    """`heaviest` and `share` if experts were chosen at random: K / E."""
+    chance_of_some: np.ndarray
+
+
+@dataclass(frozen=True)
+class BySequence:
+    """How often each sequence used each expert (HOBBIT, figure 10b)."""
+
+    has_parts: bool
+    """The trace has one sequence: these are parts of it."""
+    tokens: np.ndarray
+    """[S]"""
+    times_even: np.ndarray
+    """[S, L, E]: an expert's share in a sequence's choices, in multiples of its even share 1 / E."""
+
+
+@dataclass(frozen=True)
+class Affinities:
+    """What tells the next layer's experts better: the experts of this one, or their popularity (DuoServe, figure 2)."""
+
+    by_affinity: np.ndarray
+    """[L-1]: share of a layer's choices among the K likeliest after the experts of the layer before."""
+    by_popularity: np.ndarray
+    """[L-1]: the same for its K most popular experts. Both learned from the first half, judged on the second."""
+    strongest: int
+    """Place of the layer from which affinity gains most, in `by_affinity`."""
+    follows: np.ndarray
+    """[E, E] of that layer and the next: share of the next one's choices, where this one chose the row's expert."""
+
+    @property
+    def gain(self) -> float:
+        """Mean over the layers."""
+        return float(np.mean(self.by_affinity - self.by_popularity))
+
+
+def times_even(paths: Paths) -> np.ndarray:
+    """[L, E] an expert's share in its layer's choices, in multiples of 1 / E; NaN beyond a layer's own experts."""
+    return _in_multiples(popularity_of(paths), paths.layers)
+
+
+def _in_multiples(shares: np.ndarray, layers: Sequence[RoutedLayer]) -> np.ndarray:
+    """[..., L, E] shares -> multiples of the even share."""
+    experts = np.array([layer.experts for layer in layers])[:, None]
+    found: np.ndarray = np.where(np.arange(shares.shape[-1]) < experts, shares * experts, np.nan)
+    return found
+
+
+def bits(shares: np.ndarray) -> np.ndarray:
+    """[..., E] shares that add up to 1 -> their entropy in bits."""
+    found: np.ndarray = -(shares * np.log2(np.where(shares > 0, shares, 1.0))).sum(axis=-1)
+    return found
+
+
+def entropy(paths: Paths, parts: Iterable[Stretch] | None) -> Entropy:
+    """`parts`: the same tokens with their scores, or None."""
+    used = bits(popularity_of(paths).astype(np.float64))
+    most = np.log2([layer.experts for layer in paths.layers])
+    if parts is None:
+        return Entropy(used, None, most)
+    place = {layer.layer: n for n, layer in enumerate(paths.layers)}
+    sums, counts = np.zeros(len(most)), np.zeros(len(most))
+    for part in parts:
+        sums[place[part.layer]] += bits(part.shares.astype(np.float64)).sum()
+        counts[place[part.layer]] += len(part.shares)
+    return Entropy(used, sums / np.maximum(counts, 1), most)
+
+
+def next_token(traces: Sequence[Trace], tokens: int | None = None) -> NextToken:
+    """Of the first `tokens` of every trace; raises `ConfigError` where no sequence has two."""
+    layers = traces[0].header.layers
+    sums, pairs = np.zeros((3, len(layers))), np.zeros(len(layers))
+    for trace in traces:
+        for n, layer in enumerate(layers):
+            rows = trace.of_layer(layer, tokens)
+            rows = rows[np.argsort(rows["sequence"], kind="stable")]
+            chosen = rows["top_k_index"][:, : layer.top_k].astype(np.int64)
+            follows = rows["sequence"][1:] == rows["sequence"][:-1]
+            again = np.take_along_axis(multi_hot(chosen[1:], layer.experts), chosen[:-1], axis=1)[follows] > 0
+            heaviest = rows["top_k_weights"][:-1, : layer.top_k].argmax(axis=1)[follows]
+            first = np.take_along_axis(again, heaviest[:, None], axis=1)
+            sums[:, n] += first.sum(), again.mean(axis=1).sum(), again.any(axis=1).sum()
+            pairs[n] += len(again)
+    if not pairs.all():
+        raise ConfigError("no sequence has more than one token")
+    chance = np.array([layer.top_k / layer.experts for layer in layers])
+    none = [comb(layer.experts - layer.top_k, layer.top_k) / comb(layer.experts, layer.top_k) for layer in layers]
+    heaviest, share, some = sums / pairs
+    return NextToken(heaviest, share, some, chance, 1 - np.array(none))
+
+
+def by_sequence(paths: Paths) -> BySequence:
+    """Sequences in their order; one alone is cut into `PARTS`. Raises `ConfigError` where it is too short for two."""
+    found = list(paths.of_sequences())
+    has_parts = len(found) == 1
+    if has_parts:
+        count = min(PARTS, len(found[0]) // _LEAST_PART)
+        if count < 2:
+            raise ConfigError(f"one sequence of {len(found[0])} tokens is too short to be compared with itself")
+        found = np.array_split(found[0], count)
+    widest = max(layer.experts for layer in paths.layers)
+    counts = np.stack([multi_hot(chosen, widest).sum(axis=0) for chosen in found])  # [S, L, E]
+    shares = counts / np.maximum(counts.sum(axis=-1, keepdims=True), 1)
+    return BySequence(has_parts, np.array([len(chosen) for chosen in found]), _in_multiples(shares, paths.layers))
+
+
+def affinities(paths: Paths) -> Affinities:
+    """Raises `ConfigError` for a single layer, or for fewer than `LEAST_TOKENS`."""
+    if len(paths.layers) < 2:
+        raise ConfigError("a single layer has experts: none follows it")
+    if len(paths.chosen) < LEAST_TOKENS:
+        raise ConfigError(f"{len(paths.chosen)} tokens are too few to say what follows what")
+    learned, judged = paths.split(0.5)
+    affinity, popularity = affinity_of(learned), popularity_of(learned)
+    rates = np.zeros((2, len(affinity)))
+    for n, follows in enumerate(affinity):
+        layer, before = paths.layers[n + 1], multi_hot(judged.chosen[:, n], follows.shape[0])
+        wanted = multi_hot(judged.chosen[:, n + 1], follows.shape[0])[:, : layer.experts] > 0
+        likely = (before @ follows, np.broadcast_to(popularity[n + 1], wanted.shape[:1] + popularity[n + 1].shape))
+        rates[:, n] = [_named(scores[:, : layer.experts], wanted, layer.top_k) for scores in likely]
+    strongest = int(np.argmax(rates[0] - rates[1]))
+    of_all = affinity_of(paths._replace(layers=paths.layers[strongest : strongest + 2], chosen=_two(paths, strongest)))
+    shape = (paths.layers[strongest].experts, paths.layers[strongest + 1].experts)
+    return Affinities(rates[0], rates[1], strongest, of_all[0, : shape[0], : shape[1]])
+
+
+def _two(paths: Paths, place: int) -> np.ndarray:
+    """[N, 2, K] of a layer and the next."""
+    found: np.ndarray = paths.chosen[:, place : place + 2]
+    return found
+
+
+def _named(scores: np.ndarray, wanted: np.ndarray, top_k: int) -> float:
+    """Of the wanted experts [N, E], the share among the K of the highest scores [N, E]; ties by number."""
+    best = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
+    return float(np.take_along_axis(wanted, best, axis=1).sum() / wanted.sum())
