@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -246,7 +247,7 @@ def _check_room(model: str, revision: str | None, configs: dict[str, EngineConfi
             if error.setting != "precision":
                 raise
             raise ConfigError(
-                f"a shadow in {name} needs the experts in {name}: run smoe pack --precision {name} {model}",
+                f"a shadow in {name} needs the experts in {name}: run smoe pack --precision {name} {shlex.quote(model)}",
                 setting="shadow",
                 given=name,
                 allowed="precisions that the model has been packed in",
