@@ -247,7 +247,7 @@ def _check_room(model: str, revision: str | None, configs: dict[str, EngineConfi
             if error.setting != "precision":
                 raise
             raise ConfigError(
-                f"a shadow in {name} needs the experts in {name}: run smoe pack --precision {name} {shlex.quote(model)}",
+                f"a shadow in {name} needs its experts packed: run smoe pack --precision {name} {shlex.quote(model)}",
                 setting="shadow",
                 given=name,
                 allowed="precisions that the model has been packed in",
