@@ -9,6 +9,7 @@ import typer
 
 from smoe.cli.options import Debug, EngineOptions, Json, Model
 from smoe.cli.plot_file import check_plot
+from smoe.cli.recall import RecallOptions, compare_shadows
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 
@@ -27,6 +28,8 @@ smoe eval ./my-moe --memory 8GiB --preset hobbit     (after the same)
 smoe eval model.gguf --memory 8GiB --activations int8 --alphas 0
 
 smoe eval ./my-moe --memory 8GiB --tasks arc_easy,piqa --most-questions 50
+
+smoe eval ./my-moe --recall --shadow int8,int4 --periods 0,1,16     (after: smoe pack ./my-moe --precision int8,int4)
 
 A line of questions, by how the answer is scored ("short" is the default):
 
@@ -49,9 +52,13 @@ model itself is measured, too. Ctrl-C and SIGTERM keep the thresholds that are
 done, and say where.
 """
 
+TOKENS, MOST_QUESTIONS = 2000, 100
+"""Of the text, and of the questions, at most, where the user does not say."""
+
 
 def command(
     engine: EngineOptions,
+    shadows: RecallOptions,
     model: Model = "demo",
     alphas: Annotated[
         str | None,
@@ -60,7 +67,10 @@ def command(
     text: Annotated[
         Path | None, typer.Option(help="What to predict: .txt, or .jsonl with 'text'. Default: stories.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of it, at most.")] = 2000,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of it, at most; with --recall decoded after each prompt. \\[default: 2000, or 256]"),
+    ] = None,
     questions: Annotated[
         Path | None,
         typer.Option(
@@ -75,10 +85,14 @@ def command(
     ] = None,
     task_folder: Annotated[Path | None, typer.Option(help="Where lm_eval finds tasks of your own.")] = None,
     most_questions: Annotated[
-        int, typer.Option("--most-questions", help="Questions asked, of each task, at most; 0: none.")
-    ] = 100,
+        int | None,
+        typer.Option("--most-questions", help="Questions asked, of each task, at most; 0: none. \\[default: 100]"),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Keep results here, and go on from what is there.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw quality and time against alpha: .png, .svg or .pdf.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw quality and time against alpha: .png, .svg or .pdf; with --recall a folder."),
+    ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -86,7 +100,17 @@ def command(
 
     Token by token, as in generation, with the cache in its true state; every threshold on the same tokens, with the
     interval of 95 % of the difference from the exact model.
+
+    With --recall: how well copies of the model in fewer bits, decoding beside it, say which experts come next, by
+    precision and by how often they are set right; beside predictors that need no copy, on the same exact runs.
     """
+    if shadows.recall:
+        _refuse_prices(alphas=alphas, questions=questions, tasks=tasks, task_folder=task_folder, out=out)
+        _refuse_prices(most_questions=most_questions)
+        compare_shadows(model, engine, shadows, text, tokens, plot, json)
+        return
+    shadows.refuse_idle()
+    most_questions = MOST_QUESTIONS if most_questions is None else most_questions
     from smoe.cli.console import gives_json, is_quiet, note, print_json
     from smoe.cli.prices import Material, measured, print_table
 
@@ -94,7 +118,7 @@ def command(
     if plot is not None:
         check_plot(plot)
     names = _task_names(tasks, task_folder, questions, most_questions)
-    material = Material(text, tokens, questions, most_questions, names, task_folder)
+    material = Material(text, TOKENS if tokens is None else tokens, questions, most_questions, names, task_folder)
     prices, circumstances = measured(engine, model, thresholds, material, out)
     writes_json = gives_json(json)
     if not (writes_json and is_quiet()):
@@ -108,6 +132,18 @@ def command(
         priced = [price for price in prices if price.quality.numbers == asked]
         draw(priced, f"{model}, {circumstances['resident_share']:.0%} of the experts resident", plot)
         note(str(plot))
+
+
+def _refuse_prices(**given: object) -> None:
+    """Raise `ConfigError` for what belongs to prices, which nobody has asked for."""
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"`{name}` belongs to prices, and --recall measures none; leave one of the two out",
+                setting=name,
+                given=str(value),
+                allowed="only without `recall`",
+            )
 
 
 def _task_names(

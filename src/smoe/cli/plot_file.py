@@ -22,14 +22,14 @@ def check_plot(path: Path) -> None:
         raise _no_plot(path, ", and a plot needs matplotlib: pip install matplotlib, or leave --plot out")
 
 
-def check_folder(path: Path) -> None:
+def check_folder(path: Path, setting: str = "out") -> None:
     """Refuse a folder for pictures, which need not be there yet, before the work for them."""
     place = path if path.exists() else path.absolute().parent
     if not place.is_dir():
         why = (
             "it is a file; give a folder" if path.exists() else f"there is no folder {place}; make it, or give another"
         )
-        raise _no_folder(path, why)
+        raise _no_folder(path, why, setting)
     if not _can_draw():
         raise ConfigError("pictures need matplotlib: pip install matplotlib")
     try:
@@ -37,16 +37,16 @@ def check_folder(path: Path) -> None:
             pass
     except OSError as error:
         why = f"nothing can be written in {place} ({error.strerror or error}); give another folder"
-        raise _no_folder(path, why) from error
+        raise _no_folder(path, why, setting) from error
 
 
 def _can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def _no_folder(path: Path, why: str) -> ConfigError:
+def _no_folder(path: Path, why: str, setting: str) -> ConfigError:
     allowed = "a folder that can be written"
-    return ConfigError(f"`out` is {str(path)!r}: {why}", setting="out", given=str(path), allowed=allowed)
+    return ConfigError(f"`{setting}` is {str(path)!r}: {why}", setting=setting, given=str(path), allowed=allowed)
 
 
 def _no_plot(path: Path, why: str) -> ConfigError:

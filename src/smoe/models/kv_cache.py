@@ -74,6 +74,26 @@ class RowCache(DynamicCache):
             raise EngineStateError("layers with a recurrent state cannot forget tokens; start a new cache")
         self.length = length
 
+    def take_over(self, other: RowCache, begin: int, end: int) -> None:
+        """Positions `begin` to `end` of every row become those that `other` has, a cache of a copy of this model.
+
+        Raises `EngineStateError` for recurrent layers, whose state has no positions, and `ValueError` for positions
+        that not both have.
+        """
+        self.check_kept()
+        other.check_kept()
+        if not (self.can_rewind and other.can_rewind):
+            raise EngineStateError("layers with a recurrent state have no positions that another cache could take over")
+        if self.rows != other.rows or not 0 <= begin <= end <= min(self.length, other.length):
+            raise ValueError(
+                f"a cache of {self.rows} rows of {self.length} tokens cannot take over positions {begin} to {end} of "
+                f"one of {other.rows} rows of {other.length}"
+            )
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            if mine._store is not None and theirs._store is not None:
+                for to, source in zip(mine._store, theirs._store, strict=True):
+                    to[:, :, begin:end] = source[:, :, begin:end]
+
     @property
     def can_rewind(self) -> bool:
         """Whether all layers address by position (sliding windows too: they keep every position)."""

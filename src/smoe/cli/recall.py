@@ -1,0 +1,319 @@
+"""`smoe eval --recall`: how well a shadow in fewer bits says which experts come."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from smoe.bounds import DTYPES, PRECISION
+from smoe.cli.options import EngineOptions
+from smoe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from smoe.config import EngineConfig
+    from smoe.eval.recall import Recall
+    from smoe.eval.shadow_recall import Comparison
+    from smoe.models.spec import ModelSpec
+    from smoe.runtime.shadow import Alignment
+
+TOKENS = 256
+"""Decoded after each prompt, where the user does not say: as many as most of the paper's runs."""
+_SHADOWS, _PERIODS, _PROMPTS, _PROMPT_TOKENS = "int8,int4", "0,1,4,16", 8, 40
+_MOST_PERIOD = 1 << 20
+_PANEL = "Recall of shadows (OD-MoE)"
+_PICTURES = ("recall-by-token.png", "recall-by-periods.png")
+_HEADS = ("shadow", "T", "KV", "recall\n%", "layer\n%", "spare:\nrecall", "spare:\nlayer", "token\n%")
+_LEGEND = """T, KV: tokens after which its token, its keys and values become the model's (0:
+never); layer: all experts of a layer named; spare: with one more named than the
+layer chooses; token: its own guess of the next one. Predictors answer for the
+layers that they can guess, the others count for nothing."""
+
+
+@dataclass(frozen=True)
+class RecallOptions:
+    """What `smoe eval --recall` asks for."""
+
+    recall: Annotated[
+        bool,
+        typer.Option(
+            "--recall",
+            help="Instead of prices: how often a quantised copy of the model, decoding beside it, names its experts.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = False
+    shadow: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Precisions of the copies, separated by commas: {', '.join(PRECISION[1:])} (as smoe pack --precision "
+            f"wrote them), {', '.join(DTYPES)}. All are in memory together. \\[default: {_SHADOWS}]",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    periods: Annotated[
+        str | None,
+        typer.Option(
+            help="When a copy is aligned: numbers for all pairs of them (0: never), or pairs such as T1KV16,T0KV0. "
+            f"\\[default: {_PERIODS}]",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    prompts: Annotated[
+        int | None,
+        typer.Option(help=f"Documents of --text gone on with. \\[default: {_PROMPTS}]", rich_help_panel=_PANEL),
+    ] = None
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Tokens of each document that are its prompt, at most. \\[default: {_PROMPT_TOKENS}]",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+
+    def refuse_idle(self) -> None:
+        """Raise `ConfigError` where something was asked of a recall that was not."""
+        for name in ("shadow", "periods", "prompts", "prompt_tokens"):
+            if getattr(self, name) is not None:
+                raise ConfigError.idle(name, getattr(self, name), "`recall`")
+
+    @property
+    def precisions(self) -> list[str]:
+        """The shadows asked for, each once."""
+        names = [name.strip() for name in (_SHADOWS if self.shadow is None else self.shadow).split(",")]
+        for name in names:
+            if name not in (*PRECISION, *DTYPES):
+                raise ConfigError.no_choice("shadow", name, (*PRECISION, *DTYPES[1:]))
+        return list(dict.fromkeys(names))
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """(T, KV) of every alignment asked for, each once."""
+        words = [word.strip() for word in (_PERIODS if self.periods is None else self.periods).split(",")]
+        pairs = [re.fullmatch(r"[Tt](\d{1,7})[ _]?[Kk][Vv](\d{1,7})", word) for word in words]
+        if all(pairs):
+            found = [(int(pair[1]), int(pair[2])) for pair in pairs if pair]
+        elif all(re.fullmatch(r"\d{1,7}", word) for word in words):
+            found = [(token, kv) for token in map(int, words) for kv in map(int, words)]
+        else:
+            found = [(-1, -1)]
+        if not all(0 <= period <= _MOST_PERIOD for pair in found for period in pair):
+            allowed = "numbers of tokens such as 0,1,4,16 (0: never), or pairs such as T1KV16,T0KV0"
+            raise ConfigError.out_of_bounds("periods", self.periods, allowed)
+        return list(dict.fromkeys(found))
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """(prompts, tokens of each)."""
+        prompts = _PROMPTS if self.prompts is None else self.prompts
+        length = _PROMPT_TOKENS if self.prompt_tokens is None else self.prompt_tokens
+        for name, value in (("prompts", prompts), ("prompt_tokens", length)):
+            if value < 1:
+                raise ConfigError.out_of_bounds(name, value, "at least 1")
+        return prompts, length
+
+
+def compare_shadows(
+    model: str,
+    engine: EngineOptions,
+    asked: RecallOptions,
+    text: Path | None,
+    tokens: int | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure, show, write and draw."""
+    from smoe.cli.console import gives_json, is_quiet, note, print_json, progress
+    from smoe.cli.plot_file import check_folder
+    from smoe.cli.session import tokenizer_of
+    from smoe.eval.shadow_recall import compare
+    from smoe.eval.texts import read_documents
+    from smoe.runtime.shadow import Alignment
+
+    precisions, alignments = asked.precisions, [Alignment(*pair) for pair in asked.pairs]
+    (most, length), tokens = asked.lengths, TOKENS if tokens is None else tokens
+    if tokens < 1:
+        raise ConfigError.out_of_bounds("tokens", tokens, "at least 1")
+    if plot is not None:
+        check_folder(plot, "plot")
+    config = _exact(engine, length + tokens)
+    documents = read_documents(text)[:most]
+    tokenizer = tokenizer_of(model, engine.revision)
+    prompts = [ids for ids in (list(tokenizer(each)["input_ids"][:length]) for each in documents) if ids]
+    with _all_loaded(model, engine, config, precisions) as (ready, spec, shadows), progress("recall", "tokens") as bars:
+        runs = len(prompts) * (1 + len(shadows) * len(alignments))
+        task = bars.add_task("recall", total=runs * tokens, amount="")
+        found = compare(ready, spec, shadows, prompts, tokens, alignments, lambda n: bars.update(task, advance=n))
+    for name, why in found.refused.items():
+        note(f"not asked: {name}: {why}")
+    writes_json = gives_json(as_json)
+    if not (writes_json and is_quiet()):
+        _print(found)
+    if writes_json:
+        print_json(_circumstances(model, text, config, spec) | found.as_json())
+    if plot is not None:
+        _draw(found, model, alignments, plot)
+
+
+def _exact(engine: EngineOptions, needed: int) -> EngineConfig:
+    """The configuration of the exact run; raises `ConfigError` where it would be none, or has no room for it."""
+    config = engine.config()
+    if config.lossy:
+        raise ConfigError(
+            f"shadows are compared with an exact run, and this would be none: {', '.join(config.lossy)}; leave that "
+            "out, and name the shadow's precision with --shadow",
+            setting="recall",
+            given=", ".join(config.lossy),
+            allowed="exact serving beside `recall`",
+        )
+    if config.context_tokens is None:
+        return replace(config, context_tokens=needed)
+    if config.context_tokens < needed:
+        raise ConfigError(
+            f"`context_tokens` is {config.context_tokens}, and prompts and answers have {needed} tokens: raise it, or "
+            "lower `tokens` or `prompt_tokens`",
+            setting="context_tokens",
+            given=config.context_tokens,
+            allowed=f"at least {needed}",
+        )
+    return config
+
+
+@contextmanager
+def _all_loaded(
+    model: str, engine: EngineOptions, config: EngineConfig, precisions: list[str]
+) -> Iterator[tuple[PreTrainedModel, ModelSpec, dict[str, PreTrainedModel]]]:
+    """The model and its shadows in memory together: first the shadows whole, then the model in what was asked for it,
+    or in what is left."""
+    from smoe.cli.session import loaded
+    from smoe.models.read_spec import read_spec
+
+    configs = {name: _of_shadow(config, name) for name in precisions}
+    _check_context(model, engine, config)
+    _check_room(model, engine.revision, configs)
+    with ExitStack() as stack:
+        shadows = {name: stack.enter_context(loaded(model, of, engine.revision)) for name, of in configs.items()}
+        ready = stack.enter_context(loaded(model, config, engine.revision))
+        yield ready, read_spec(model, config, engine.revision), shadows
+
+
+def _check_context(model: str, engine: EngineOptions, config: EngineConfig) -> None:
+    """Raise `ConfigError` where the model cannot read so much, in words of what was asked for."""
+    from smoe.models.read_spec import read_spec
+
+    try:
+        read_spec(model, config, engine.revision)
+    except ConfigError as error:
+        if error.setting != "context_tokens" or engine.context is not None:
+            raise
+        raise ConfigError(
+            f"prompts and answers have {config.context_tokens} tokens together: lower `tokens` or `prompt_tokens` "
+            f"({error})",
+            setting="tokens",
+            given=config.context_tokens,
+            allowed=error.allowed,
+        ) from error
+
+
+def _of_shadow(config: EngineConfig, name: str) -> EngineConfig:
+    """As the model's, in another precision, with every expert in memory."""
+    whole = replace(config, memory_bytes=None, resident_share=1.0)
+    return replace(whole, precision=name) if name in PRECISION else replace(whole, dtype=name)
+
+
+def _check_room(model: str, revision: str | None, configs: dict[str, EngineConfig]) -> None:
+    """Raise `ConfigError` where a pack is missing, or the shadows are larger than what is free; say what they take."""
+    from smoe.cli.console import note
+    from smoe.load.pretrained import choose_device
+    from smoe.machine.available_memory import free_device_bytes, less_margin
+    from smoe.models.checkpoint import whole_checkpoint
+    from smoe.models.read_spec import read_spec
+    from smoe.policy.budget import full_bytes
+    from smoe.units import format_bytes
+
+    checkpoint, needs = whole_checkpoint(model, revision), dict[str, int]()
+    for name, config in configs.items():
+        spec = read_spec(model, config, revision)
+        try:
+            checkpoint.experts(spec)
+        except ConfigError as error:
+            if error.setting != "precision":
+                raise
+            raise ConfigError(
+                f"a shadow in {name} needs its experts packed: run smoe pack --precision {name} {shlex.quote(model)}",
+                setting="shadow",
+                given=name,
+                allowed="precisions that the model has been packed in",
+            ) from error
+        needs[name] = full_bytes(spec.demand(config))
+    free, source = free_device_bytes(choose_device(next(iter(configs.values()))))
+    words = ", ".join(f"{name} {format_bytes(need)}" for name, need in needs.items())
+    if sum(needs.values()) > less_margin(free):
+        raise ConfigError(
+            f"shadows are whole in memory, which takes {words}; there are {format_bytes(less_margin(free))} ({source} "
+            "less a margin): give fewer with --shadow, one at a time",
+            setting="shadow",
+            given=",".join(configs),
+            allowed="shadows that fit in free memory",
+        )
+    note(f"shadows are whole in memory, at most {words}; the model has what was asked for, or what they leave")
+
+
+def _circumstances(model: str, text: Path | None, config: EngineConfig, spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "model": model,
+        "text": str(text) if text else "stories of the demo",
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "layers": len(spec.sites),
+        "experts": [site.experts for site in spec.sites],
+        "top_k": [spec.anatomy.top_k[site.layer] for site in spec.sites],
+        "context_tokens": config.context_tokens,
+    }
+
+
+def _print(found: Comparison) -> None:
+    """The shadows, then those who need none."""
+    from rich.table import Table
+
+    from smoe.cli.console import errors, note
+
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
+    for head in _HEADS:
+        table.add_column(head, justify="left" if head == _HEADS[0] else "right", no_wrap=True)
+    for shadow in found.shadows:
+        periods = map(str, shadow.alignment)
+        table.add_row(shadow.precision, *periods, *_shares(shadow.recall), _percent(shadow.own_token))
+    for name, recall in found.predictors.items():
+        table.add_row(name, "", "", *_shares(recall), "")
+    errors().print(table)
+    note(f"{sum(found.tokens)} tokens after {len(found.tokens)} prompts\n{_LEGEND}")
+
+
+def _shares(recall: Recall) -> list[str]:
+    overall, whole = recall.overall_by_spares, recall.whole_layer_by_spares
+    with_spare = [_percent(overall[1]), _percent(whole[1])] if recall.has_spares else ["-", "-"]
+    return [_percent(overall[0]), _percent(whole[0]), *with_spare]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}"
+
+
+def _draw(found: Comparison, model: str, alignments: list[Alignment], folder: Path) -> None:
+    from smoe.cli.console import note
+    from smoe.eval.recall_plot import draw_by_periods, draw_by_token
+
+    folder.mkdir(exist_ok=True)
+    what = f"{Path(model).name}, {sum(found.tokens)} tokens after {len(found.tokens)} prompts"
+    draw_by_token(found, f"Experts that a shadow names: {what}", folder / _PICTURES[0])
+    note(str(folder / _PICTURES[0]))
+    if len({alignment.token for alignment in alignments}) * len({alignment.kv for alignment in alignments}) > 1:
+        draw_by_periods(found, f"Recall by periods of alignment: {what}", folder / _PICTURES[1])
+        note(str(folder / _PICTURES[1]))

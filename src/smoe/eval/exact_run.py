@@ -1,0 +1,179 @@
+"""One exact greedy run after a prompt, kept so that shadows can be replayed against it; and what predictors that need
+no shadow would have said of it.
+
+    routed                 previous token, popularity: from what this router has chosen before
+    computed, layer l      next gates: what the routers of l+1, l+2, l+4 say of l's router input
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from smoe.bounds import CORRECTED_GATES
+from smoe.errors import ConfigError, UnsupportedModelError
+from smoe.load.gate_corrections import corrections_of
+from smoe.models.kv_cache import RowCache
+from smoe.models.scoring import ScoringRule
+from smoe.models.spec import ModelSpec
+from smoe.policy.registry import PREFETCH_WHAT
+from smoe.prediction.activation_path import NOBODY, RoutedLayer
+from smoe.prediction.corrected_gates import CorrectedGates
+from smoe.prediction.registry import PREDICTORS, Subject
+from smoe.prediction.stacked_gates import StackedGates
+from smoe.routing import Routing
+from smoe.runtime.observer import Routed, StepObserver
+from smoe.runtime.shadow import Greedy
+
+AHEAD = (1, 2, 4)
+"""Layers between asking a gate and its own."""
+SPARES = 4
+"""Experts named beside as many as a layer chooses, where it has so many."""
+PREVIOUS, POPULAR, GATE, CORRECTED = "previous token", "popularity", "gate", "corrected gate"
+
+Tick = Callable[[int], None]
+
+
+def ahead(name: str, depth: int) -> str:
+    """What a gate that is asked so many layers before its own is called."""
+    return f"{name} {depth} ahead"
+
+
+@dataclass(frozen=True)
+class ExactRun:
+    """What the model did after one prompt."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """[n] what it decoded: the inputs of its steps after the prompt."""
+    chosen: np.ndarray
+    """[n, L, K] what its routers chose, `NOBODY` beyond a layer's own K."""
+    named: dict[str, np.ndarray]
+    """[n, L, K + spares] what each predictor would have said, best first; `NOBODY` where it says nothing."""
+    cache: RowCache
+    """Keys and values of all positions, until the model begins another text."""
+
+
+class Listener(StepObserver):
+    """Hears one run: keeps the routers' choices and asks the predictors."""
+
+    def __init__(self, model: PreTrainedModel, spec: ModelSpec, rules: dict[int, ScoringRule]) -> None:
+        top_k = spec.anatomy.top_k
+        self.layers = [RoutedLayer(site.layer, site.experts, top_k[site.layer]) for site in spec.sites]
+        self.refused: dict[str, str] = {}
+        """Predictors that could not be asked, and why."""
+        self._rules = rules
+        self._places = {layer.layer: place for place, layer in enumerate(self.layers)}
+        self._wide = max(layer.top_k for layer in self.layers)
+        self._counts = [np.zeros(layer.experts, dtype=np.int64) for layer in self.layers]
+        """Of every expert, in all that was heard so far: popularity as it is known at this token."""
+        self._last: dict[int, np.ndarray] = {}
+        """[K] by place: what the layer chose for the token before."""
+        self._gates, self._corrected = self._asked(model, spec)
+        asked = [name for name, gates in ((GATE, self._gates), (CORRECTED, self._corrected)) if gates is not None]
+        depths = [depth for depth in AHEAD if depth < len(self.layers)]
+        self.predictors = (PREVIOUS, POPULAR, *(ahead(name, depth) for name in asked for depth in depths))
+        self._is_reading = True
+        self.begin()
+
+    def begin(self) -> None:
+        """Another text is about to be read."""
+        self._is_reading = True
+        self._chosen: list[np.ndarray] = []
+        self._named: list[dict[str, np.ndarray]] = []
+
+    def next_token(self) -> None:
+        """The prompt has been read, or a token decoded, and another one is about to be."""
+        self._is_reading = False
+        self._chosen.append(self._nobody(self._wide))
+        self._named.append({name: self._nobody(self._wide + SPARES) for name in self.predictors})
+
+    def routed(self, heard: Routed) -> None:
+        place = self._places[heard.layer]
+        index = heard.top_k_index.cpu().numpy()  # [T, K]
+        if not self._is_reading:
+            self._chosen[-1][place, : index.shape[1]] = index[0]
+            self._say(PREVIOUS, place, self._last[place])
+            popular = np.argsort(-self._counts[place], kind="stable")
+            self._say(POPULAR, place, popular[: index.shape[1] + SPARES])
+        self._last[place] = index[-1]
+        self._counts[place] += np.bincount(index.ravel(), minlength=len(self._counts[place]))
+
+    def computed(self, heard: Routed, hidden: torch.Tensor, output: torch.Tensor) -> None:
+        place = self._places[heard.layer]
+        following = {depth: place + depth for depth in AHEAD if place + depth < len(self.layers)}
+        if self._gates is not None and following and not self._is_reading:
+            logits = list(self._gates.logits(heard.layer, hidden).values())
+            for depth, after in following.items():
+                self._say(ahead(GATE, depth), after, self._best(after, logits[depth - 1]))
+        if self._corrected is None:
+            return
+        self._corrected.overhear(Routing(heard.layer, heard.phase, self.layers[place].experts, ()), hidden)
+        for depth, after in following.items() if not self._is_reading else ():
+            if (heard.layer, self.layers[after].layer) in self._learned:
+                better = self._corrected.logits(heard.layer, self.layers[after].layer, hidden)
+                self._say(ahead(CORRECTED, depth), after, self._best(after, better))
+
+    def run(self, prompt: Sequence[int], tokens: Sequence[int], cache: RowCache) -> ExactRun:
+        """What was heard since `begin`."""
+        named = {name: np.stack([said[name] for said in self._named]) for name in self.predictors}
+        return ExactRun(tuple(prompt), tuple(tokens), np.stack(self._chosen), named, cache)
+
+    def _asked(self, model: PreTrainedModel, spec: ModelSpec) -> tuple[StackedGates | None, CorrectedGates | None]:
+        """The predictors by routers that this model can have."""
+        subject = Subject(model, spec, self._rules, PREFETCH_WHAT[0], max(AHEAD))
+        self._learned: Container[tuple[int, int]] = ()
+        gates = corrected = None
+        try:
+            gates = PREDICTORS["stacked-gates"](subject)
+        except UnsupportedModelError as error:
+            self.refused["gates"] = str(error)
+        try:
+            learned = corrections_of(Path(spec.config.name_or_path), spec, max(AHEAD)).corrections
+            corrected = PREDICTORS[CORRECTED_GATES](replace(subject, corrections=learned))
+            self._learned = learned
+        except (ConfigError, UnsupportedModelError) as error:
+            self.refused["corrected gates"] = str(error)
+        assert gates is None or isinstance(gates, StackedGates)
+        assert corrected is None or isinstance(corrected, CorrectedGates)
+        return gates, corrected
+
+    def _best(self, place: int, logits: torch.Tensor) -> np.ndarray:
+        """As a router with these logits [1, E] would rank its experts."""
+        layer = self.layers[place]
+        rule = self._rules[layer.layer]
+        most = min(layer.top_k + SPARES, layer.experts)
+        best: np.ndarray = rule.choice(rule.scores(logits)).topk(most, dim=-1).indices[0].cpu().numpy()
+        return best
+
+    def _say(self, name: str, place: int, experts: np.ndarray) -> None:
+        self._named[-1][name][place, : len(experts)] = experts
+
+    def _nobody(self, width: int) -> np.ndarray:
+        return np.full((len(self.layers), width), NOBODY, dtype=np.int64)
+
+
+def record(text: Greedy, listener: Listener, prompt: Sequence[int], tokens: int, tick: Tick) -> ExactRun | None:
+    """Let the model behind `text`, heard by `listener`, go on after a prompt: by at most `tokens`, or to an end token.
+
+    `tick` hears of every token. None where the prompt is all there is.
+    """
+    ends, decoded = _end_tokens(text.model), list[int]()
+    listener.begin()
+    text.read(prompt)
+    while len(decoded) < tokens and text.next_token not in ends:
+        decoded.append(text.next_token)
+        listener.next_token()
+        text.take(decoded[-1:])
+        tick(1)
+    return listener.run(prompt, decoded, text.cache) if decoded else None
+
+
+def _end_tokens(model: PreTrainedModel) -> tuple[int, ...]:
+    named = model.generation_config.eos_token_id if model.generation_config is not None else None
+    return () if named is None else (named,) if isinstance(named, int) else tuple(named)

@@ -1,0 +1,100 @@
+"""Recall of shadows as pictures: over the tokens, by alignment (OD-MoE, figure 3), and by periods (figure 6)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from smoe.eval.shadow_recall import Comparison, ShadowRecall
+
+_COLOURS = ("#2f6d8c", "#b3423a", "#d99a3d", "#6a8f4e", "#7d5a94", "#8c9aa5")
+_SMOOTH_TOKENS = 8
+"""Tokens that a point of a curve is the mean of: few prompts make single ones jump."""
+_MOST_LINES = 5
+_PANEL_INCHES = 4.2
+
+
+def draw_by_token(found: Comparison, title: str, path: Path) -> None:
+    """Recall against the number of the token, a panel for each precision, with the extremes of both periods."""
+    by_precision = _by_precision(found)
+    figure = Figure(figsize=(0.8 + _PANEL_INCHES * len(by_precision), 3.8), layout="constrained")
+    panels = figure.subplots(1, len(by_precision), sharey=True, squeeze=False)[0]
+    for axes, (precision, shadows) in zip(panels, by_precision.items(), strict=True):
+        for shadow, colour in zip(_extremes(shadows), _COLOURS, strict=False):
+            curve = _smooth(100 * shadow.recall.by_token)
+            axes.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=1.4, label=str(shadow.alignment))
+        best = found.best_gate
+        if best is not None:
+            label = f"{best[0]}, all tokens"
+            axes.axhline(100 * best[1].overall, color="grey", linestyle="--", linewidth=1, label=label)
+        axes.set(title=precision, xlabel="token after the prompt")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set(ylabel=f"recall, % (means of {_SMOOTH_TOKENS} tokens)")
+    lines, names = panels[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", frameon=False, fontsize=8, ncols=len(names))
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def draw_by_periods(found: Comparison, title: str, path: Path) -> None:
+    """Recall by both periods, a panel for each precision; the colours of each have a scale of their own."""
+    by_precision = _by_precision(found)
+    figure = Figure(figsize=(0.8 + 0.8 * _PANEL_INCHES * len(by_precision), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(by_precision), squeeze=False)[0]
+    for axes, (precision, shadows) in zip(panels, by_precision.items(), strict=True):
+        tokens = sorted({shadow.alignment.token for shadow in shadows}, key=_rarely)
+        keys = sorted({shadow.alignment.kv for shadow in shadows}, key=_rarely)
+        shares = np.full((len(tokens), len(keys)), np.nan)
+        for shadow in shadows:
+            shares[tokens.index(shadow.alignment.token), keys.index(shadow.alignment.kv)] = 100 * shadow.recall.overall
+        axes.imshow(shares, cmap="YlGnBu", vmin=np.nanmin(shares) - 0.2 * np.nanstd(shares) - 1e-6, aspect="auto")
+        middle = (np.nanmin(shares) + np.nanmax(shares)) / 2
+        for row, column in zip(*np.nonzero(~np.isnan(shares)), strict=True):
+            share = shares[row, column]
+            colour = "white" if share > middle else "black"
+            axes.text(column, row, f"{share:.2f}", ha="center", va="center", color=colour, fontsize=8)
+        axes.set_xticks(range(len(keys)), [_period(kv) for kv in keys])
+        axes.set_yticks(range(len(tokens)), [_period(token) for token in tokens])
+        axes.set(title=precision, xlabel="KV period")
+    panels[0].set(ylabel="token period")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def _by_precision(found: Comparison) -> dict[str, list[ShadowRecall]]:
+    groups: dict[str, list[ShadowRecall]] = {}
+    for shadow in found.shadows:
+        groups.setdefault(shadow.precision, []).append(shadow)
+    return groups
+
+
+def _extremes(shadows: list[ShadowRecall]) -> list[ShadowRecall]:
+    """Where each period is the shortest or the longest: the lines of figure 3; all where there are few."""
+    if len(shadows) <= _MOST_LINES:
+        return shadows
+    tokens = sorted({shadow.alignment.token for shadow in shadows}, key=_rarely)
+    keys = sorted({shadow.alignment.kv for shadow in shadows}, key=_rarely)
+    ends = ({tokens[0], tokens[-1]}, {keys[0], keys[-1]})
+    return [shadow for shadow in shadows if shadow.alignment.token in ends[0] and shadow.alignment.kv in ends[1]]
+
+
+def _rarely(period: int) -> float:
+    """Ascending, never last."""
+    return period or float("inf")
+
+
+def _period(period: int) -> str:
+    return str(period) if period else "never"
+
+
+def _smooth(curve: np.ndarray) -> np.ndarray:
+    """Means of a window that ends at each token, shorter at the beginning; NaN counts for nothing."""
+    begins = [max(0, n + 1 - _SMOOTH_TOKENS) for n in range(len(curve))]
+    return np.array([_mean(curve[begin : n + 1]) for n, begin in enumerate(begins)])
+
+
+def _mean(values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")

@@ -1,0 +1,144 @@
+"""Shadows replayed against recorded exact runs: what they name, by precision and by alignment (OD-MoE, section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from smoe.errors import ConfigError
+from smoe.eval.exact_run import CORRECTED, GATE, SPARES, ExactRun, Listener, Tick, record
+from smoe.eval.recall import Recall, Tally
+from smoe.load.assembly import scoring_rules
+from smoe.models.spec import ModelSpec
+from smoe.prediction.activation_path import NOBODY
+from smoe.runtime.shadow import Alignment, Greedy, Shadow, shadowing
+
+
+@dataclass(frozen=True)
+class ShadowRecall:
+    """How one shadow did with one alignment."""
+
+    precision: str
+    alignment: Alignment
+    recall: Recall
+    own_token: float
+    """Share of tokens that it had guessed itself before it was told."""
+
+    def as_json(self) -> dict[str, Any]:
+        said = {"precision": self.precision, "token_period": self.alignment.token, "kv_period": self.alignment.kv}
+        return said | {"own_token": round(self.own_token, 6)} | self.recall.as_json()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All shadows, and the predictors that need none, on the same runs."""
+
+    shadows: tuple[ShadowRecall, ...]
+    predictors: Mapping[str, Recall]
+    refused: Mapping[str, str]
+    """Predictors that could not be asked, and why."""
+    prompt_tokens: tuple[int, ...]
+    """Of every prompt that was gone on with."""
+    tokens: tuple[int, ...]
+    """Decoded after each."""
+
+    @property
+    def best_gate(self) -> tuple[str, Recall] | None:
+        """The best of those that ask a later layer's router, by recall."""
+        gates = {name: recall for name, recall in self.predictors.items() if name.startswith((GATE, CORRECTED))}
+        return max(gates.items(), key=lambda named: named[1].overall) if gates else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": [*self.prompt_tokens],
+            "tokens": [*self.tokens],
+            "shadows": [shadow.as_json() for shadow in self.shadows],
+            "predictors": [{"name": name} | recall.as_json() for name, recall in self.predictors.items()],
+            "refused": dict(self.refused),
+        }
+
+
+def compare(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    shadows: Mapping[str, PreTrainedModel],
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    alignments: Sequence[Alignment],
+    tick: Tick,
+) -> Comparison:
+    """Record `model` going on after each of `prompts` by `tokens` at most, and replay `shadows` (by precision) on it.
+
+    Keys and values of one prompt are kept at a time. `tick` hears of every token that any of them decodes; of those
+    after an end token at once. Raises `ConfigError` where a KV period cannot be had or nothing was decoded, and
+    `UnsupportedModelError` for routers whose rule is not known.
+    """
+    rules = scoring_rules(model, spec)
+    listener, text = Listener(model, spec, rules), Greedy(model)
+    top_k = [layer.top_k for layer in listener.layers]
+    tallies = {(name, each): Tally(top_k, tokens, SPARES) for name in shadows for each in alignments}
+    agreed = dict.fromkeys(tallies, 0)
+    of_predictors = {name: Tally(top_k, tokens, SPARES) for name in listener.predictors}
+    runs: list[tuple[int, int]] = []
+    with ExitStack() as stack:
+        ready = {name: stack.enter_context(shadowing(shadow, rules, SPARES)) for name, shadow in shadows.items()}
+        for prompt in prompts:
+            with text.engine.observed_by(listener):
+                run = record(text, listener, prompt, tokens, tick)
+            steps = len(run.tokens) if run is not None else 0
+            tick((tokens - steps) * (1 + len(tallies)))
+            if run is None:
+                continue
+            _check_positions(run, alignments)
+            runs.append((len(prompt), steps))
+            for name, tally in of_predictors.items():
+                tally.add(run.chosen, run.named[name])
+            for name, alignment in tallies:
+                named, right = replay(ready[name], run, alignment, tick)
+                tallies[name, alignment].add(run.chosen, named)
+                agreed[name, alignment] += right
+    if not runs:
+        raise ConfigError(
+            "the model ends every text where its prompt ends, so there is nothing to name; give other `text`, or other "
+            "`prompt_tokens`",
+            setting="text",
+            allowed="texts that the model goes on with",
+        )
+    decoded = sum(steps for _, steps in runs)
+    found = [
+        ShadowRecall(name, alignment, tally.finished(), agreed[name, alignment] / decoded)
+        for (name, alignment), tally in tallies.items()
+    ]
+    predictors = {name: tally.finished() for name, tally in of_predictors.items()}
+    lengths, counts = zip(*runs, strict=True)
+    return Comparison(tuple(found), predictors, listener.refused, lengths, counts)
+
+
+def replay(shadow: Shadow, run: ExactRun, alignment: Alignment, tick: Tick) -> tuple[np.ndarray, int]:
+    """(what `shadow` names for every token of `run`, [n, L, K + spares]; how many of the tokens it guessed itself)."""
+    steps, layers, top_k = run.chosen.shape
+    named, agreed = np.full((steps, layers, top_k + SPARES), NOBODY, dtype=np.int64), 0
+    shadow.read(run.prompt)
+    for n, token in enumerate(run.tokens):
+        agreed += shadow.text.next_token == token
+        for place, expected in enumerate(shadow.step(alignment, token, run.cache)):
+            named[n, place, : len(expected.experts)] = expected.experts
+        tick(1)
+    return named, agreed
+
+
+def _check_positions(run: ExactRun, alignments: Sequence[Alignment]) -> None:
+    if run.cache.can_rewind or not any(alignment.kv for alignment in alignments):
+        return
+    raise ConfigError(
+        "this family has layers with a recurrent state, which has no positions that could be aligned; give `periods` "
+        "whose KV is 0, such as T1KV0",
+        setting="periods",
+        given=",".join(map(str, alignments)),
+        allowed="KV 0 for this model",
+    )

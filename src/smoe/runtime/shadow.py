@@ -1,0 +1,149 @@
+"""A second copy of the model, in fewer bits, that decodes beside it: what its routers choose says which experts come.
+
+    model     x1 -> layer | layer | ... -> x2 -> layer | layer | ... -> x3
+    shadow    s1 -> layer | layer | ... -> s2 -> layer | layer | ... -> s3      runs ahead, as it is smaller
+              ^ aligned: s1 := x1, and the keys and values of the positions before it := the model's
+
+Scaled emulative prediction of OD-MoE. Both read the same text, so they choose nearly the same experts; left alone, the
+shadow writes another text sooner or later, so it is aligned now and then (section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from smoe.errors import UnsupportedModelError
+from smoe.models.kv_cache import RowCache
+from smoe.models.scoring import ScoringRule
+from smoe.runtime.engine import Engine
+from smoe.runtime.observer import Routed, StepObserver
+from smoe.runtime.seam import hear_routers
+
+
+class Alignment(NamedTuple):
+    """After how many tokens a shadow is set right; 0: never. Both begin with the first token after the prompt.
+
+    The paper does not say where a period begins, nor whether a shadow that is never aligned reads the prompt itself:
+    here it does, and its first token is its own.
+    """
+
+    token: int
+    """T of section 3.2: its input becomes the model's token."""
+    kv: int
+    """KV of section 3.2: its keys and values since the last time become the model's."""
+
+    def __str__(self) -> str:
+        return f"T{self.token} KV{self.kv}"
+
+
+class Expected(NamedTuple):
+    """What a shadow says of one layer, for the token that it has decoded last."""
+
+    layer: int
+    experts: tuple[int, ...]
+    """Those that its own router chose, best first, and then the spares."""
+    scores: tuple[float, ...]
+    """Of each, what the router ranks by."""
+
+
+class Greedy:
+    """One text that a model reads and goes on with by its likeliest tokens."""
+
+    cache: RowCache
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.engine: Engine = model.offload  # type: ignore[assignment]
+        self.next_token = -1
+        """The likeliest after all that was read."""
+
+    def read(self, prompt: Sequence[int]) -> None:
+        """Begin a text, in pieces that the workspace was planned for."""
+        self.cache = self.engine.new_cache()
+        piece = self.engine.config.prefill_tokens
+        for begin in range(0, len(prompt), piece):
+            self.take(prompt[begin : begin + piece])
+
+    def take(self, ids: Sequence[int]) -> None:
+        """Go on with these tokens."""
+        given = torch.tensor([list(ids)], device=self.model.device)
+        output = self.model(input_ids=given, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.next_token = int(output.logits[0, -1].argmax())
+
+
+class Shadow(StepObserver):
+    """Decodes one token at a time and says of every layer which experts the model will want; made by `shadowing`."""
+
+    def __init__(self, model: PreTrainedModel, rules: Mapping[int, ScoringRule], spares: int = 1) -> None:
+        """`rules`: how the routers rank, by layer; `spares`: experts named beside those that the router chose."""
+        self.text = Greedy(model)
+        self._rules = rules
+        self._spares = spares
+        self._aligned = 0
+        """Positions whose keys and values are the model's, or were to be."""
+        self._decoded = 0
+        self._said: list[Expected] | None = None
+        """What is said of the token under way; None in a prompt."""
+
+    def read(self, prompt: Sequence[int]) -> None:
+        """Begin with a text that the model has been given, too."""
+        self._said, self._aligned, self._decoded = None, 0, 0
+        self.text.read(prompt)
+
+    def step(self, alignment: Alignment, token: int, cache: RowCache) -> list[Expected]:
+        """Decode one token, aligned where that is due, and name the experts of every layer.
+
+        `token`: what the model decodes at this place. `cache`: the model's, with all positions before it, or more.
+        Raises `EngineStateError` where keys and values of recurrent layers would have to be aligned.
+        """
+        if _is_due(alignment.kv, self._decoded):
+            length = self.text.cache.length
+            self.text.cache.take_over(cache, self._aligned, length)
+            self._aligned = length
+        given = token if _is_due(alignment.token, self._decoded) else self.text.next_token
+        self._said = []
+        self.text.take([given])
+        self._decoded += 1
+        return self._said
+
+    def routed(self, heard: Routed) -> None:
+        if self._said is not None:
+            self._said.append(self._expected(heard))
+
+    def _expected(self, heard: Routed) -> Expected:
+        if heard.logits is None:
+            raise UnsupportedModelError(
+                f"the router of layer {heard.layer} cannot be heard, so a shadow of this family says nothing"
+            )
+        rule, own = self._rules[heard.layer], heard.top_k_index[-1]  # [K]
+        ranked = rule.choice(rule.scores(heard.logits[-1:]))[0]  # [E]
+        own = own[ranked[own].argsort(descending=True, stable=True)]
+        others = ranked.index_fill(0, own, float("-inf"))
+        spares = others.topk(min(self._spares, len(ranked) - len(own))).indices
+        named = torch.cat([own, spares])
+        return Expected(heard.layer, tuple(named.tolist()), tuple(ranked[named].tolist()))
+
+
+@contextmanager
+def shadowing(model: PreTrainedModel, rules: Mapping[int, ScoringRule], spares: int = 1) -> Iterator[Shadow]:
+    """Inside, `model` (one of `smoe.from_pretrained`) is a shadow, and its routers are heard."""
+    shadow = Shadow(model, rules, spares)
+    engine = shadow.text.engine
+    # routers with rules of the engine's own are heard already
+    unheard = {layer: path for layer, path in engine.anatomy.routers.items() if layer not in engine.rules}
+    hooks = hear_routers(model, engine, unheard)
+    try:
+        with engine.observed_by(shadow):
+            yield shadow
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_due(period: int, decoded: int) -> bool:
+    return period > 0 and decoded % period == 0
