@@ -15,7 +15,7 @@ from smoe.policy.budget import Demand, Ledger, SlotClass
 from smoe.policy.residency import PoolSize
 from smoe.presets import configure
 from smoe.report.on_clock import MOST_LAYERS, Scene, Work, settled, simulate, times_for
-from smoe.report.pace import Pace
+from smoe.report.pace import Pace, crowded
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, TYPICAL
 
 MIB = 2**20
@@ -59,10 +59,11 @@ def test_with_all_experts_resident_only_computing_takes_time() -> None:
 
 def test_a_slow_disk_is_all_that_counts() -> None:
     """With four slots for four layers every expert is a load, one after the other; what is computed hides, but for the
-    last expert and the rest of the layer."""
+    last expert and the rest of the layer, which take longer beside reads."""
+    of_expert, of_layer = crowded(1.0)
     run = simulate(scene(TOP_K), TYPICAL)
     assert run.hit_ratio == 0 and run.bound_by == "disk"
-    assert run.seconds_per_token == pytest.approx(4 * (LAYER + TOP_K * LOAD + EXPERT), rel=0.02)
+    assert run.seconds_per_token == pytest.approx(4 * (of_layer * LAYER + TOP_K * LOAD + of_expert * EXPERT), rel=0.02)
     assert run.ttft_seconds > 4 * 20 * LOAD and run.prefill_bound_by == "disk", "a prompt uses most of the 32"
 
 
@@ -112,7 +113,9 @@ def test_times_by_hand() -> None:
     many = times_for(replace(MACHINE, device_flops=1e9), work())
     assert many.expert(100) == pytest.approx(1e-5 + 6e-5 + 3 * MIB * 100 / 1e9), "bound by arithmetic"
     quarter = times_for(MACHINE, work(expert_bytes=3 * MIB // 4))
-    assert quarter.load == pytest.approx(LOAD / 4) and quarter.expert(1) == pytest.approx(1e-5 + 1.5 * MIB / 1e11)
+    assert quarter.load == pytest.approx(LOAD / 4) and quarter.expert(1) == pytest.approx(
+        1e-5 + 1.25 * 0.75 * MIB / 1e11
+    )
 
 
 def test_what_does_not_fit_in_the_host_tier_comes_from_the_disk() -> None:

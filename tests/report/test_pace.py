@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from smoe.metrics import Counters
-from smoe.report.pace import UNKNOWN, Pace, measured_pace, pace_of, remember
+from smoe.report.pace import UNKNOWN, Pace, crowded, measured_pace, pace_of, remember
 
 COUNTED = Counters(
     forward_passes=20, decode_uses=320, loads=30, prefetches=10, read_busy_seconds=0.8, compute_seconds=0.64,
@@ -23,10 +23,17 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_pieces_by_hand() -> None:
-    """Twenty steps of four layers: 3.0 s less 0.36 of waiting and 0.64 of experts are the layers'."""
+    """Twenty steps of four layers: 3.0 s less 0.36 of waiting and 0.64 of experts are the layers'; as 0.8 of them were
+    also spent reading, without that they would have taken less."""
     pace = measured_pace(COUNTED, 4)
-    assert pace.layer == pytest.approx((3.0 - 0.36 - 0.64) / 80)
-    assert pace.expert == pytest.approx(0.64 / 320) and pace.load == pytest.approx(0.8 / 40)
+    of_experts, of_layers = crowded(0.8 / 3.0)
+    assert of_experts == pytest.approx(1 + 0.8 * 1.6 / 3) and of_layers == pytest.approx(1 + 0.6 * 1.6 / 3)
+    assert pace.layer == pytest.approx((3.0 - 0.36 - 0.64) / 80 / of_layers)
+    assert pace.expert == pytest.approx(0.64 / 320 / of_experts) and pace.load == pytest.approx(0.8 / 40)
+
+
+def test_a_crowd_is_no_larger_than_full() -> None:
+    assert crowded(0.0) == (1.0, 1.0) and crowded(0.5) == crowded(1.0)
 
 
 def test_too_little_shows_nothing() -> None:

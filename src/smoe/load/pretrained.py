@@ -4,7 +4,7 @@ work is refused before anything large is read. The engine is put together of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from smoe.errors import ConfigError
 from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble
 from smoe.load.known import known_of
+from smoe.load.tiers import reads_directly
 from smoe.load.winners import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.process_memory import note_start
@@ -113,7 +114,7 @@ def load(
     known = known_of(config, checkpoint.place, ledger.resident_share)
     config = known.config
     forget_peak(device)
-    arena = Arena(ledger.sizes, device)
+    arena = Arena(ledger.sizes, device, huge_pages=_is_direct(config, stores.values(), ledger, device))
     try:
         arena.touch()  # slower than the disk, and free beside the loading of the other weights
         loaded = checkpoint.load_dense(spec, device)
@@ -129,6 +130,15 @@ def load(
     except BaseException:
         arena.close()
         raise
+
+
+def _is_direct(config: EngineConfig, stores: Iterable[ExpertStore], ledger: Ledger, device: torch.device) -> bool:
+    """Whether reads past the page cache will land in the slots."""
+    if device.type != "cpu" or config.device == EMULATED:
+        return False
+    slots_bytes = sum(slots * nbytes for slots, nbytes in ledger.sizes)
+    spare = free_device_bytes(device)[0] - slots_bytes
+    return reads_directly(config, sum(store.total_bytes for store in stores), spare)
 
 
 def open_store(

@@ -57,13 +57,14 @@ def make_tiers(
     budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
     sizes = _host_sizes(classes, budget, config.io_threads)
     nbytes = sum(slots * each for slots, each in sizes)
-    reader = DiskReader(reads_directly(config, total_bytes, free - nbytes))
+    is_direct = reads_directly(config, total_bytes, free - nbytes)
+    reader = DiskReader(is_direct)
     filler = Filler(stores, reader)
     registry = None if pacing.is_emulated else CudaRegistry(arena.device)
     if registry is not None and on_host_tier is not None:
         on_host_tier(nbytes)
     size_of = {(layer, each.form): n for n, each in enumerate(classes) for layer in each.layers}
-    host = HostTier(sizes, lambda key: size_of[key[0], key[2]], lambda key: key in table.ready, registry)
+    host = HostTier(sizes, lambda key: size_of[key[0], key[2]], lambda key: key in table.ready, registry, is_direct)
     link: Link = EmulatedLink(pacing) if isinstance(pacing, Emulation) else CudaLink(CudaStreams(arena.device))
     return Tiers(HostMover(filler, reader, host, arena, link), filler, host, link)
 

@@ -59,7 +59,7 @@ def _scattered(items: Sequence[_Item]) -> list[_Item]:
 def _rate(reader: DiskReader, reads: Sequence[Read], seconds: float) -> float:
     """Bytes per second of as many of these reads as fit the time."""
     threads = EngineConfig().io_threads
-    arena = Arena([(threads, page_ceil(max(read.nbytes for read in reads)))], torch.device("cpu"))
+    arena = Arena([(threads, page_ceil(max(read.nbytes for read in reads)))], torch.device("cpu"), huge_pages=True)
     arena.touch()  # as the engine does: into pages that a read, or we, wrote first it is up to half as fast
     arena.wait_touched(None)
     started = perf_counter()

@@ -132,7 +132,7 @@ def _huge_pages() -> Finding | None:
     if "[never]" in chosen:
         return Finding(
             "better",
-            "transparent huge pages are off: computing with large weights misses the address cache often",
+            "transparent huge pages are off: reads past the page cache come in many small pieces",
             f"as root: echo madvise > {_HUGE_PAGES}",
         )
     return Finding("good", "transparent huge pages are on for those who ask, and smoe asks")

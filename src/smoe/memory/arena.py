@@ -27,8 +27,9 @@ _POPULATE_BYTES = 64 * 2**20
 class Arena:
     """Page-aligned buffers, numbered from 0, one behind the other: so many of each size, the sizes in turn."""
 
-    def __init__(self, sizes: Sequence[tuple[int, int]], device: torch.device) -> None:
-        """`sizes`: (slots, bytes of each)."""
+    def __init__(self, sizes: Sequence[tuple[int, int]], device: torch.device, huge_pages: bool = False) -> None:
+        """`sizes`: (slots, bytes of each). `huge_pages`: for memory that is read into past the page cache, which into
+        small pages takes up to three times as long; making them takes longer, so elsewhere they do not pay."""
         assert not any(nbytes % PAGE for _, nbytes in sizes), sizes
         self.device = device
         self.begins = list(accumulate((nbytes for slots, nbytes in sizes for _ in range(slots)), initial=0))
@@ -37,8 +38,9 @@ class Arena:
         self._touchers: list[threading.Thread] = []
         self._is_closing = False
         if device.type == "cpu":
-            self._map = mmap.mmap(-1, self.nbytes)
-            _ask_for_huge_pages(self._map)
+            self._map = _anonymous(self.nbytes)
+            if huge_pages:
+                _ask_for_huge_pages(self._map)
             self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
             self._view = memoryview(self._map)
         else:
@@ -116,6 +118,14 @@ def _madvise() -> Callable[[int, int, int], int]:
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     call: Callable[[int, int, int], int] = function
     return call
+
+
+def _anonymous(nbytes: int) -> mmap.mmap:
+    """Memory of this process alone: what could be shared, as Python's own default, gets no huge pages on most systems
+    (docs/log.md)."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, nbytes)
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _ask_for_huge_pages(memory: mmap.mmap) -> None:

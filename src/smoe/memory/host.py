@@ -43,9 +43,10 @@ class HostTier:
         size_of: Callable[[ExpertKey], int],
         is_on_device: Callable[[ExpertKey], bool],
         registry: PageRegistry | None = None,
+        huge_pages: bool = False,
     ) -> None:
-        """`sizes`: (slots, bytes of each); `size_of`: which of them a copy has."""
-        self.arena = Arena(sizes, torch.device("cpu"))
+        """`sizes`: (slots, bytes of each); `size_of`: which of them a copy has; `huge_pages`: as of an `Arena`."""
+        self.arena = Arena(sizes, torch.device("cpu"), huge_pages)
         self._size_of = size_of
         self._is_on_device = is_on_device
         self._registry = registry

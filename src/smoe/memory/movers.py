@@ -90,7 +90,7 @@ class Filler:
         try:
             return self._idle.pop()
         except IndexError:
-            return Arena([(1, self._staging_bytes)], torch.device("cpu"))
+            return Arena([(1, self._staging_bytes)], torch.device("cpu"), huge_pages=True)
 
 
 def _spread(piece: Piece, staging: memoryview, slot: memoryview) -> None:

@@ -28,8 +28,6 @@ from smoe.policy.budget import Ledger
 from smoe.report.pace import UNKNOWN, Pace, pace_of
 
 _READING_SECONDS = 1.0
-_IN_PLACE = 0.76
-"""Of the rate at which a few experts beside each other are computed, what experts and layers all over a model reach."""
 _COPIED = 6
 """How much slower than a read of memory a copy from the page cache is, by the kernel and with a call for each."""
 _COPY_SECONDS = 30e-6
@@ -72,7 +70,7 @@ def machine_for(
     machine = this_machine(rates, device) if profile is None else profile
     if machine is None or profile is not None or device.type != "cpu":
         return machine
-    computed = _IN_PLACE * expert_rate(spec.expert_bytes)
+    computed = expert_rate(spec.expert_bytes)
     layer = layer_seconds(int(spec.config.get_text_config().hidden_size))
     machine = replace(machine, device_bytes_per_second=computed, device_layer_seconds=layer)
     if is_direct:

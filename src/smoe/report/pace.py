@@ -44,11 +44,11 @@ def crowded(reading: float) -> tuple[float, float]:
     """(how many times longer an expert takes, and the rest of a layer) on a CPU that reads experts for such a share of
     the time: the reading threads want the same cores and the same memory, and what comes late is computed alone.
 
-    Of two cores with 3 models in bf16 and int4 from disk (docs/log.md): twice and half as long again from half of the
-    time on.
+    On two cores, three models in bf16 and int4 from disk (docs/log.md): from half of the time on 1.6 to 1.9 times and
+    1.5 to 1.8 times.
     """
     full = min(1.0, 2 * reading)
-    return 1 + full, 1 + 0.5 * full
+    return 1 + 0.8 * full, 1 + 0.6 * full
 
 
 def measured_pace(decode: Counters, layers: int) -> Pace:
