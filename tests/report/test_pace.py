@@ -51,6 +51,8 @@ def test_each_kind_of_experts_has_its_own(tmp_path: Path) -> None:
 def test_what_a_run_does_not_show_stays_known(tmp_path: Path) -> None:
     remember(tmp_path, "auto", False, Pace(0.1, 0.2, 0.3, 1.5))
     path = remember(tmp_path, "auto", False, Pace(layer=0.4, prompt=2.0))
-    assert pace_of(tmp_path, "auto", False) == Pace(0.4, 0.2, 0.3, 2.0)
+    found = pace_of(tmp_path, "auto", False)
+    assert (found.expert, found.load) == (0.2, 0.3)
+    assert (found.layer, found.prompt) == pytest.approx((0.2, 3.0**0.5)), "half way, as one run may have been disturbed"
     path.write_text(path.read_text().replace('"load"', '"lode"'))
     assert pace_of(tmp_path, "auto", False) == UNKNOWN, "half of it is nothing"

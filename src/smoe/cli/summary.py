@@ -57,11 +57,13 @@ def _forecast(report: RunReport) -> str:
     told, generation = report.foretold, report.generation
     if told is None or generation.ttft_seconds is None or not generation.step_seconds:
         return ""
-    off = generation.decode_seconds / len(generation.step_seconds) / told.seconds_per_token - 1
+    mean = generation.decode_seconds / len(generation.step_seconds)
+    off = mean / told.seconds_per_token - 1
     off_first = generation.ttft_seconds / told.ttft_seconds - 1
     by = "an earlier run's times" if told.is_calibrated else "this machine's rates; the next one knows this run"
+    measured = f"{format_seconds(mean)} in the mean, {off:+.0%}"
     return (
-        f"{format_seconds(told.seconds_per_token)} per token (measured {off:+.0%}), first token "
+        f"{format_seconds(told.seconds_per_token)} per token (measured {measured}), first token "
         f"{format_seconds(told.ttft_seconds)} ({off_first:+.0%}), by {by}"
     )
 

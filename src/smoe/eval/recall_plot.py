@@ -14,12 +14,14 @@ _SMOOTH_TOKENS = 8
 """Tokens that a point of a curve is the mean of: few prompts make single ones jump."""
 _MOST_LINES = 5
 _PANEL_INCHES = 4.2
+_LEAST_INCHES = 8.0
+"""Of a picture's width: titles and legends are no shorter for one panel."""
 
 
 def draw_by_token(found: Comparison, title: str, path: Path) -> None:
     """Recall against the number of the token, a panel for each precision, with the extremes of both periods."""
     by_precision = _by_precision(found)
-    figure = Figure(figsize=(0.8 + _PANEL_INCHES * len(by_precision), 3.8), layout="constrained")
+    figure = Figure(figsize=(max(_LEAST_INCHES, 0.8 + _PANEL_INCHES * len(by_precision)), 3.8), layout="constrained")
     panels = figure.subplots(1, len(by_precision), sharey=True, squeeze=False)[0]
     for axes, (precision, shadows) in zip(panels, by_precision.items(), strict=True):
         for shadow, colour in zip(_extremes(shadows), _COLOURS, strict=False):
@@ -41,7 +43,8 @@ def draw_by_token(found: Comparison, title: str, path: Path) -> None:
 def draw_by_periods(found: Comparison, title: str, path: Path) -> None:
     """Recall by both periods, a panel for each precision; the colours of each have a scale of their own."""
     by_precision = _by_precision(found)
-    figure = Figure(figsize=(0.8 + 0.8 * _PANEL_INCHES * len(by_precision), 3.6), layout="constrained")
+    width = max(_LEAST_INCHES, 0.8 + 0.8 * _PANEL_INCHES * len(by_precision))
+    figure = Figure(figsize=(width, 3.6), layout="constrained")
     panels = figure.subplots(1, len(by_precision), squeeze=False)[0]
     for axes, (precision, shadows) in zip(panels, by_precision.items(), strict=True):
         tokens = sorted({shadow.alignment.token for shadow in shadows}, key=_rarely)
@@ -57,7 +60,7 @@ def draw_by_periods(found: Comparison, title: str, path: Path) -> None:
             axes.text(column, row, f"{share:.2f}", ha="center", va="center", color=colour, fontsize=8)
         axes.set_xticks(range(len(keys)), [_period(kv) for kv in keys])
         axes.set_yticks(range(len(tokens)), [_period(token) for token in tokens])
-        axes.set(title=precision, xlabel="KV period")
+        axes.set(title=f"{precision}: recall, %", xlabel="KV period")
     panels[0].set(ylabel="token period")
     figure.suptitle(title)
     figure.savefig(path, dpi=120)

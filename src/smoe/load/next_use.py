@@ -46,8 +46,8 @@ def next_use_of(folder: Path, experts: Mapping[int, int]) -> tuple[NextUse, str]
         return _estimate(*learned(_KIND, _FORMAT, folder), experts)
     except NotLearnedError as error:
         raise ConfigError(
-            f"`eviction` is '{LEARNED}', but {error}; run smoe record, then smoe tune with `eviction` {LEARNED} and "
-            "the trace as `cache`, once, or choose `eviction` auto",
+            f"`eviction` is '{LEARNED}', but {error}; run smoe record, then smoe tune with `eviction` {LEARNED}, "
+            "the trace as `cache` and the `memory` that it is for, once",
             setting="eviction",
             given=LEARNED,
             allowed="for models that it has been trained for",

@@ -38,6 +38,7 @@ from smoe.models.workspace import reserved_kernel_bytes
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_bytes
 from smoe.report.machine_for import files_of, machine_for, pace_for, rates_for, reads_past_cache
 from smoe.report.outlook import Case, Outlook, Subject, outlook_of
+from smoe.report.pace import UNKNOWN
 from smoe.simulator.synthetic import SAYS
 from smoe.units import identifier
 
@@ -173,7 +174,7 @@ class _Survey(NamedTuple):
     is_emulated: bool
     is_estimate: bool
     """From the configuration alone, though the model's own files say it exactly."""
-    unlearned: list[str]
+    remarks: list[str]
     subject: Subject | None
     """None without a rate at which experts come in."""
 
@@ -196,7 +197,7 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     has_own_memory = is_emulated or device.type != "cpu"
     beside = {} if has_own_memory else beside_budget(reserved_kernel_bytes(spec.experts_bytes))
     remarks = _remarks(survey.rates, is_emulated) + [_ESTIMATE] * survey.is_estimate
-    remarks += [_WITHOUT_LOW] * (spec.low is not None) + survey.unlearned
+    remarks += [_WITHOUT_LOW] * (spec.low is not None) + survey.remarks
     outlook = None
     if survey.subject is not None:
         ledgers = [choice.ledger for choice in choices]
@@ -218,7 +219,7 @@ def _survey(model: str, config: EngineConfig, revision: str | None) -> _Survey:
     spec = read_spec(model, config, revision)
     store = open_if_here(model, spec, device, revision)
     checkpoint = described_checkpoint(model, revision)
-    config, learned_bytes, unlearned = _decided(config, checkpoint, spec, device)
+    config, learned_bytes, decided = _decided(config, checkpoint, spec, device)
     ledger, reason = make_ledger(spec, config, device, store, learned_bytes)
     is_direct, is_emulated = reads_past_cache(config, spec, ledger, device), profile is not None
     files = files_of(checkpoint, spec, device) if is_direct and profile is None else None
@@ -228,21 +229,24 @@ def _survey(model: str, config: EngineConfig, revision: str | None) -> _Survey:
         guess = functools.partial(predictor_name, device=device)
         pace = functools.partial(pace_for, checkpoint, device, is_direct, is_emulated)
         subject = Subject(model, checkpoint, spec, config, machine, dense_bytes_read(spec), guess, pace)
+        if pace(spec.precision) != UNKNOWN:
+            decided = [*decided, "layers, experts and loads take what they took in earlier runs of this model"]
     is_estimate = store is None and spec.precision == "auto"
-    return _Survey(spec, ledger, reason, rates, device, is_emulated, is_estimate, unlearned, subject)
+    return _Survey(spec, ledger, reason, rates, device, is_emulated, is_estimate, decided, subject)
 
 
 def _decided(
     config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, device: torch.device
 ) -> tuple[EngineConfig, int, list[str]]:
-    """(the configuration as a run would have it, the bytes of what was learned for it, what is missing)."""
+    """(the configuration as a run would have it, the bytes of what was learned for it, what decided or is missing)."""
     if not checkpoint.has_weights():
         return config, 0, []
     try:
         decided = with_winners(config, checkpoint.place, spec, device)
     except ConfigError as error:
         return config, 0, [str(error)]
-    return decided.config, decided.learned.nbytes, []
+    because = [f"`{name}` {getattr(decided.config, name)}, {why}" for name, why in decided.reasons.items()]
+    return decided.config, decided.learned.nbytes, because
 
 
 def _alternatives(chosen: Ledger) -> list[Ledger]:

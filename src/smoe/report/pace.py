@@ -33,11 +33,16 @@ class Pace:
     """What a prompt's computing took, over what was foretold without this."""
 
     def after(self, other: Pace) -> Pace:
-        """With what `other` knows in place of what was known before."""
-        return replace(self, **{name: value for name, value in vars(other).items() if value is not None})
+        """With what `other` knows beside what was known before, their geometric mean: one disturbed run says little."""
+        shown = {name: value for name, value in vars(other).items() if value is not None}
+        return replace(self, **{name: _between(getattr(self, name), value) for name, value in shown.items()})
 
 
 UNKNOWN = Pace()
+
+
+def _between(before: float | None, now: float) -> float:
+    return now if before is None else (before * now) ** 0.5
 
 
 def crowded(reading: float) -> tuple[float, float]:
@@ -79,7 +84,8 @@ def remember(folder: Path, precision: str, is_direct: bool, pace: Pace) -> Path:
     `OSError`."""
     path = of_model("pace", folder)
     stored: dict[str, Any] = kept(path, _FORMAT) or {}
-    now = pace_of(folder, precision, is_direct).after(pace)
+    before = pace_of(folder, precision, is_direct)
+    now = pace if before == UNKNOWN else before.after(pace)
     return keep(path, {"format": _FORMAT} | stored | {_key(precision, is_direct): asdict(now)})
 
 
