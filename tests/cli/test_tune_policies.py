@@ -43,9 +43,8 @@ def test_winners_are_remembered_and_who_is_missing_is_told_why(run, checkpoint, 
         assert f"--{kind} auto is now {said[kind]['entrants'][0]['name']}" in ran.err
     assert kept()
     shown = run("tune", checkpoint, *SIZE, "--eviction", "auto", "--text", text)
-    assert (
-        "learned did not take part: " in shown.err and "with --eviction learned and the trace as --cache" in shown.err
-    )
+    assert "learned did not take part: " in shown.err
+    assert "with --eviction learned, the trace as --cache and the --memory that it is for, once" in shown.err
     assert "multidimensional" in shown.out and "learned" not in shown.out
 
 
