@@ -15,7 +15,10 @@ from smoe.compute.expert_math import ExpertMath
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.kernels.spinning_pool import is_supported
 from smoe.load import pretrained
+from smoe.memory.arena import Arena
+from smoe.memory.disk import DiskReader
 from smoe.models.experts import is_experts
+from smoe.models.read_spec import read_spec
 from smoe.policy.budget import full_bytes
 from smoe.presets import configure
 from tests import oracle, zoo
@@ -163,3 +166,36 @@ def test_threads_are_set(toy: Callable[..., Path], open_model: Open) -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("spare_share", "reads"), [(1.2, "off"), (0.9, "on")])
+def test_whether_reads_pass_the_page_cache_is_decided_once(
+    spare_share: float, reads: str, toy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any memory is taken, which would count twice: slots, files and the next forecast go by the same answer."""
+    folder = toy("mixtral")
+    asked: list[bool] = []
+    made: list[bool] = []
+    spec = read_spec(str(folder), configure())
+    free = (4 << 20) + int(spare_share * spec.experts_bytes)
+    monkeypatch.setattr("smoe.load.pretrained.free_device_bytes", lambda device: (free, "test"))
+    monkeypatch.setattr("smoe.load.tiers.free_device_bytes", lambda device: (0, "test"))
+
+    class Asked(DiskReader):
+        def __init__(self, direct: bool) -> None:
+            asked.append(direct)
+            super().__init__(direct)
+
+    class Made(Arena):
+        def __init__(self, sizes: Any, device: Any, huge_pages: bool = False) -> None:
+            made.append(huge_pages)
+            super().__init__(sizes, device, huge_pages)
+
+    monkeypatch.setattr("smoe.load.tiers.DiskReader", Asked)
+    monkeypatch.setattr("smoe.load.pretrained.Arena", Made)
+    model = from_pretrained(folder, memory="4MiB", context_tokens=64)
+    try:
+        assert model.offload.config.direct_io == reads
+        assert asked == made == [reads == "on"]
+    finally:
+        model.offload.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from smoe.cli.plot_file import check_plot
 from smoe.cli.recall import RecallOptions, compare_shadows
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from smoe.cli.prices import Material
 
 EPILOG = """Examples:
 
@@ -111,14 +114,29 @@ def command(
         return
     shadows.refuse_idle()
     most_questions = MOST_QUESTIONS if most_questions is None else most_questions
-    from smoe.cli.console import gives_json, is_quiet, note, print_json
-    from smoe.cli.prices import Material, measured, print_table
+    from smoe.cli.prices import Material
 
     thresholds = _thresholds(alphas) if alphas is not None else _usual_thresholds(engine.config())
     if plot is not None:
         check_plot(plot)
     names = _task_names(tasks, task_folder, questions, most_questions)
     material = Material(text, TOKENS if tokens is None else tokens, questions, most_questions, names, task_folder)
+    _price(model, engine, thresholds, material, out, plot, json)
+
+
+def _price(
+    model: str,
+    engine: EngineOptions,
+    thresholds: list[float],
+    material: Material,
+    out: Path | None,
+    plot: Path | None,
+    json: bool,
+) -> None:
+    """Measure, keep and show."""
+    from smoe.cli.console import gives_json, is_quiet, note, print_json
+    from smoe.cli.prices import measured, print_table
+
     prices, circumstances = measured(engine, model, thresholds, material, out)
     writes_json = gives_json(json)
     if not (writes_json and is_quiet()):

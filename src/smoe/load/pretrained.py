@@ -112,9 +112,9 @@ def load(
     if on_ledger is not None:
         on_ledger(ledger)
     known = known_of(config, checkpoint.place, ledger.resident_share)
-    config = known.config
+    config = _settled_reads(known.config, stores.values(), ledger, device)
     forget_peak(device)
-    arena = Arena(ledger.sizes, device, huge_pages=_is_direct(config, stores.values(), ledger, device))
+    arena = Arena(ledger.sizes, device, huge_pages=config.direct_io == "on")
     try:
         arena.touch()  # slower than the disk, and free beside the loading of the other weights
         loaded = checkpoint.load_dense(spec, device)
@@ -125,20 +125,22 @@ def load(
             pacing = Emulation(
                 profile, config.dilation, layer_bytes, stores[EXACT].expert_bytes, config.emulated_expert_bytes
             )
-        budget = Budget(ledger, reason, known._replace(reasons=won.reasons | known.reasons), learned)
+        budget = Budget(ledger, reason, known._replace(config=config, reasons=won.reasons | known.reasons), learned)
         return assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
     except BaseException:
         arena.close()
         raise
 
 
-def _is_direct(config: EngineConfig, stores: Iterable[ExpertStore], ledger: Ledger, device: torch.device) -> bool:
-    """Whether reads past the page cache will land in the slots."""
+def _settled_reads(
+    config: EngineConfig, stores: Iterable[ExpertStore], ledger: Ledger, device: torch.device
+) -> EngineConfig:
+    """Where reads land in the slots, whether they go past the page cache: decided once, before memory is taken."""
     if device.type != "cpu" or config.device == EMULATED:
-        return False
-    slots_bytes = sum(slots * nbytes for slots, nbytes in ledger.sizes)
-    spare = free_device_bytes(device)[0] - slots_bytes
-    return reads_directly(config, sum(store.total_bytes for store in stores), spare)
+        return config  # they land in the host tier (`tiers.py`)
+    spare = free_device_bytes(device)[0] - ledger.budget_bytes
+    is_direct = reads_directly(config, sum(store.total_bytes for store in stores), spare)
+    return replace(config, direct_io="on" if is_direct else "off")
 
 
 def open_store(

@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 from smoe.generation.generate import Generation
 from smoe.load.assembly import predictor_name
 from smoe.load.known import known_of
+from smoe.machine.disk_rates import measure_reads
+from smoe.machine.measure import quick_rates
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
 from smoe.report.forecast import dense_bytes_read
-from smoe.report.machine_for import machine_for, pace_for, rates_for, reads_past_cache
+from smoe.report.machine_for import READING_SECONDS, machine_for, pace_for
 from smoe.report.on_clock import Scene, Simulated, settled, simulate, work_of
 from smoe.report.pace import LEAST_STEPS, Pace, measured_pace, remember
 from smoe.runtime.engine import Engine
@@ -40,15 +42,16 @@ class Foretold(NamedTuple):
 def look_back(model: PreTrainedModel, generation: Generation, place: Path) -> Foretold | None:
     """Foretell a run that has just ended, then learn from it for the next one.
 
-    `place` holds the model. Takes a second. None for what is not foretold: several sequences, a device other than the
-    CPU, a run of fewer than `LEAST_STEPS` steps or interrupted before them.
+    `place` holds the model. Takes half a second, and one more to look at a disk that no run has shown. None for what is
+    not foretold: several sequences, a device other than the CPU, a run of fewer than `LEAST_STEPS` steps or interrupted
+    before them.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     steps = generation.decode_counters.forward_passes
     if model.device.type != "cpu" or engine.pacing.is_emulated or len(generation.answers) > 1 or steps < LEAST_STEPS:
         return None
     spec = read_spec(str(place), engine.config)
-    is_direct = reads_past_cache(engine.config, spec, engine.ledger, _CPU)
+    is_direct = engine.config.direct_io == "on"  # settled when the model was loaded
     pace = pace_for(checkpoint_at(place), _CPU, is_direct, False, spec.precision)
     run = _simulated(engine, spec, place, pace, generation.prompt_tokens, is_direct)
     if run is None:
@@ -62,7 +65,11 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path) -> Fo
 def _simulated(
     engine: Engine, spec: ModelSpec, place: Path, pace: Pace, prompt_tokens: int, is_direct: bool
 ) -> Simulated | None:
-    rates = rates_for(_CPU, spec.expert_bytes, None, engine.store if is_direct else None)
+    rates = quick_rates(_CPU)
+    if is_direct and pace.load is None:
+        rates = replace(rates, disk=measure_reads(engine.store, READING_SECONDS))
+    elif rates.disk is None:  # nobody asks for it: loads are copies, or known
+        rates = replace(rates, disk=rates.memory)
     machine = machine_for(rates, _CPU, None, is_direct, spec)
     if machine is None:
         return None

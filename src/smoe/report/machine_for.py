@@ -27,7 +27,8 @@ from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Ledger
 from smoe.report.pace import UNKNOWN, Pace, pace_of
 
-_READING_SECONDS = 1.0
+READING_SECONDS = 1.0
+"""Of a model's own experts, to know the disk by."""
 _COPIED = 6
 """How much slower than a read of memory a copy from the page cache is, by the kernel and with a call for each."""
 _COPY_SECONDS = 30e-6
@@ -43,7 +44,7 @@ def rates_for(
         return emulated_rates(profile)
     rates = quick_rates(device)
     if store is not None:
-        return replace(rates, disk=measure_reads(store, _READING_SECONDS))
+        return replace(rates, disk=measure_reads(store, READING_SECONDS))
     return rates if rates.disk is not None else replace(rates, disk=measure_small_disk(expert_bytes))
 
 

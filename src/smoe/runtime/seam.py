@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +55,18 @@ def hear_routers(model: PreTrainedModel, engine: Engine, listen: Mapping[int, st
     """From now on the engine hears the logits of the routers `listen` (paths by layer), until the hooks are removed."""
     modules = dict(model.named_modules())
     return [modules[name].register_forward_hook(_note_logits(engine, layer)) for layer, name in listen.items()]
+
+
+@contextmanager
+def routers_heard(model: PreTrainedModel, engine: Engine) -> Iterator[None]:
+    """Inside, the engine hears the logits of every router; those with rules of its own it hears anyway."""
+    unheard = {layer: path for layer, path in engine.anatomy.routers.items() if layer not in engine.rules}
+    hooks = hear_routers(model, engine, unheard)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _note_logits(engine: Engine, layer: int) -> Callable[..., None]:

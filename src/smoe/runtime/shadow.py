@@ -22,7 +22,7 @@ from smoe.models.kv_cache import RowCache
 from smoe.models.scoring import ScoringRule
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import Routed, StepObserver
-from smoe.runtime.seam import hear_routers
+from smoe.runtime.seam import routers_heard
 
 
 class Alignment(NamedTuple):
@@ -134,15 +134,8 @@ def shadowing(model: PreTrainedModel, rules: Mapping[int, ScoringRule], spares: 
     """Inside, `model` (one of `smoe.from_pretrained`) is a shadow, and its routers are heard."""
     shadow = Shadow(model, rules, spares)
     engine = shadow.text.engine
-    # routers with rules of the engine's own are heard already
-    unheard = {layer: path for layer, path in engine.anatomy.routers.items() if layer not in engine.rules}
-    hooks = hear_routers(model, engine, unheard)
-    try:
-        with engine.observed_by(shadow):
-            yield shadow
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with routers_heard(model, engine), engine.observed_by(shadow):
+        yield shadow
 
 
 def _is_due(period: int, decoded: int) -> bool:

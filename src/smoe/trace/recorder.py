@@ -22,7 +22,7 @@ from smoe.errors import EngineStateError, UnsupportedModelError
 from smoe.models.scoring import ScoringRule, find_rule
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import Routed, StepObserver
-from smoe.runtime.seam import hear_routers
+from smoe.runtime.seam import routers_heard
 from smoe.trace.file import TraceWriter
 from smoe.trace.record import PHASES, TracedLayer, TraceHeader
 
@@ -42,15 +42,8 @@ def recording(
     header = _header(model, engine, name or model.config.name_or_path)
     with TraceWriter(path, header, replace=replace) as writer:
         recorder = Recorder(engine, writer)
-        # routers with rules are heard already, for the policies
-        unheard = {layer: router for layer, router in engine.anatomy.routers.items() if layer not in engine.rules}
-        hooks = hear_routers(model, engine, unheard)
-        try:
-            with engine.observed_by(recorder):
-                yield recorder
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with routers_heard(model, engine), engine.observed_by(recorder):
+            yield recorder
         recorder.settle()
 
 
