@@ -10,7 +10,7 @@ counts choices there. `belady` knows the future. Prints a table of misses and en
 With `--learn` the estimate of `--eviction learned` is trained on these traces, of other text, and joins in: as it is,
 for a model that nobody has trained it for (`untrained`), and with the next token's choices in all layers known beside
 it (`token known`): a bound for whoever foresees one token. Random routing is then left out, and what deciding costs is
-added: microseconds for each layer heard and for each question for victims, on this machine as busy as it is.
+added: microseconds of processor time for each layer heard and for each question for victims.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from smoe import __version__
+from smoe.eval.replay_times import Watched
 from smoe.eval.train_eviction import train
 from smoe.eval.tune_eviction import shape_of
-from smoe.expert import ExpertKey
 from smoe.policy.budget import MIN_STAGING_SLOTS
 from smoe.policy.eviction.auto import Adaptive
 from smoe.policy.eviction.base import Eviction
@@ -127,7 +127,7 @@ def measure_learned(
     Belady the learned one goes."""
     misses, costs = {}, {}
     for name in LEARNED:
-        policy = _Timed(_learned(name, plain, next_use))
+        policy = Watched(_learned(name, plain, next_use))
         heard = scored if name in SCORED_EVICTION else plain
         misses[name] = replay(heard, slots, MIN_STAGING_SLOTS, policy).misses
         costs[name] = policy.microseconds()
@@ -171,47 +171,6 @@ class _TokenKnown(Learned):
             chosen = {expert for row in routing.top_k_index for expert in row if expert != routing.experts}
             values[routing.layer, sorted(chosen)] = 2.0 + self._round - ahead
         return values
-
-
-class _Timed(Eviction):
-    """A policy with a stopwatch."""
-
-    def __init__(self, policy: Eviction) -> None:
-        self.name = policy.name
-        self._policy = policy
-        self._seconds = {"layer heard": 0.0, "question": 0.0}
-        self._calls = dict.fromkeys(self._seconds, 0)
-
-    def microseconds(self) -> dict[str, float]:
-        """On average, for each layer heard and for each question for victims."""
-        return {what: round(1e6 * self._seconds[what] / max(1, self._calls[what]), 1) for what in self._seconds}
-
-    def insert(self, key: ExpertKey) -> None:
-        self._policy.insert(key)
-
-    def remove(self, key: ExpertKey) -> None:
-        self._policy.remove(key)
-
-    def residents(self) -> set[ExpertKey]:
-        return self._policy.residents()
-
-    def observe(self, routing: Routing) -> None:
-        began = perf_counter()
-        self._policy.observe(routing)
-        self._count("layer heard", began)
-
-    def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
-        began = perf_counter()
-        found = self._policy.victims(count, shield)
-        self._count("question", began)
-        return found
-
-    def worth(self, key: ExpertKey) -> float:
-        return self._policy.worth(key)
-
-    def _count(self, what: str, began: float) -> None:
-        self._seconds[what] += perf_counter() - began
-        self._calls[what] += 1
 
 
 def _parse() -> argparse.Namespace:

@@ -84,13 +84,25 @@ def _replayed(
     return timed, policy
 
 
+HEARD, ASKED = "layer heard", "question"
+
+
 class Watched(Eviction):
     """An eviction policy and the processor time that it has taken."""
 
     def __init__(self, policy: Eviction) -> None:
         self.name = policy.name
-        self.seconds = 0.0
         self._policy = policy
+        self._took: dict[str, list[float]] = {HEARD: [], ASKED: []}
+
+    @property
+    def seconds(self) -> float:
+        """All together."""
+        return sum(map(sum, self._took.values()))
+
+    def microseconds(self) -> dict[str, float]:
+        """On average, for each layer heard and for each question for victims."""
+        return {what: round(1e6 * sum(took) / max(1, len(took)), 1) for what, took in self._took.items()}
 
     @property
     def rule(self) -> str:
@@ -108,12 +120,12 @@ class Watched(Eviction):
     def observe(self, routing: Routing) -> None:
         began = time.thread_time()
         self._policy.observe(routing)
-        self.seconds += time.thread_time() - began
+        self._took[HEARD].append(time.thread_time() - began)
 
     def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
         began = time.thread_time()
         found = self._policy.victims(count, shield)
-        self.seconds += time.thread_time() - began
+        self._took[ASKED].append(time.thread_time() - began)
         return found
 
     def of(self, form: int) -> Eviction:
