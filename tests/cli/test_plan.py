@@ -179,3 +179,14 @@ def test_a_profile_alone_is_the_machine_to_plan_for(run, config_only, profile):
         assert words in " ".join(ran.out.split())
     refused = run("generate", config_only, "--profile", profile, "-p", "x")
     assert refused.code == 2 and "--device emulated" in refused.err
+
+
+def test_what_has_not_been_learned_is_said_beside_the_figures(run, checkpoint):
+    """Would catch a predictor that nobody has trained taken for one that is there; other presets need none of it."""
+    value = run("plan", checkpoint, "--memory", "2700KiB", "--context", 128, "--prefetch", "expert-mlp", "--json").json
+    asked = value["simulated"]
+    assert any("nothing has been learned yet" in line for line in asked["missing"])
+    assert asked["settings"]["prefetch"] == "expert-mlp", "the command is that of what was planned"
+    assert not any("learned" in line for other in asked["other_presets"] for line in other["missing"])
+    plain = run("plan", checkpoint, "--memory", "2700KiB", "--context", 128, "--json").json["simulated"]
+    assert not any("learned" in line for line in plain["missing"])

@@ -68,7 +68,7 @@ def _print(result: Forecast) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from smoe.cli.console import note, output
+    from smoe.cli.console import as_options, note, output
 
     console = output()
     console.print(f"[bold]{escape(result.model)}[/bold]  {escape(_size(result))}", soft_wrap=True)
@@ -111,7 +111,7 @@ def _print(result: Forecast) -> None:
     if result.outlook is not None:
         console.print(f"[bold]{escape(_command(result.model, result.outlook))}[/bold]", soft_wrap=True)
         for line in [*_lacking(result.outlook), *result.outlook.warnings]:
-            console.print(f"[yellow]{escape(line)}[/yellow]", soft_wrap=True)
+            console.print(f"[yellow]{escape(as_options(line))}[/yellow]", soft_wrap=True)
     for line in result.remarks:
         note(line)
 

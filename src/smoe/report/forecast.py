@@ -219,7 +219,7 @@ def _survey(model: str, config: EngineConfig, revision: str | None) -> _Survey:
     spec = read_spec(model, config, revision)
     store = open_if_here(model, spec, device, revision)
     checkpoint = described_checkpoint(model, revision)
-    config, learned_bytes, decided = _decided(config, checkpoint, spec, device)
+    config, learned_bytes, decided, unlearned = _decided(config, checkpoint, spec, device)
     ledger, reason = make_ledger(spec, config, device, store, learned_bytes)
     is_direct, is_emulated = reads_past_cache(config, spec, ledger, device), profile is not None
     files = files_of(checkpoint, spec, device) if is_direct and profile is None else None
@@ -228,7 +228,7 @@ def _survey(model: str, config: EngineConfig, revision: str | None) -> _Survey:
     if machine is not None:
         guess = functools.partial(predictor_name, device=device)
         pace = functools.partial(pace_for, checkpoint, device, is_direct, is_emulated)
-        subject = Subject(model, checkpoint, spec, config, machine, dense_bytes_read(spec), guess, pace)
+        subject = Subject(model, checkpoint, spec, config, machine, dense_bytes_read(spec), guess, pace, unlearned)
         if pace(spec.precision) != UNKNOWN:
             decided = [*decided, "layers, experts and loads take what they took in earlier runs of this model"]
     is_estimate = store is None and spec.precision == "auto"
@@ -237,16 +237,17 @@ def _survey(model: str, config: EngineConfig, revision: str | None) -> _Survey:
 
 def _decided(
     config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, device: torch.device
-) -> tuple[EngineConfig, int, list[str]]:
-    """(the configuration as a run would have it, the bytes of what was learned for it, what decided or is missing)."""
+) -> tuple[EngineConfig, int, list[str], tuple[str, ...]]:
+    """(the configuration as a run would have it, the bytes of what was learned for it, what decided, what is
+    missing)."""
     if not checkpoint.has_weights():
-        return config, 0, []
+        return config, 0, [], ()
     try:
         decided = with_winners(config, checkpoint.place, spec, device)
     except ConfigError as error:
-        return config, 0, [str(error)]
+        return config, 0, [], (f"{error}; simulated all the same",)
     because = [f"`{name}` {getattr(decided.config, name)}, {why}" for name, why in decided.reasons.items()]
-    return decided.config, decided.learned.nbytes, because
+    return decided.config, decided.learned.nbytes, because, ()
 
 
 def _alternatives(chosen: Ledger) -> list[Ledger]:

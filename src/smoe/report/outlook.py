@@ -44,7 +44,7 @@ class Case:
     resident_share: float
     lossy: list[str]
     missing: list[str]
-    """What has to be made before it can run: packs and prices, each with the command."""
+    """What has to be made before it can run: packs, prices, what is learned; each with the command."""
     run: Simulated
 
     def as_json(self) -> dict[str, Any]:
@@ -123,11 +123,13 @@ class Subject:
     """Names what guesses in decode."""
     pace_of: Callable[[str], Pace]
     """What earlier runs have shown, by precision."""
+    unlearned: tuple[str, ...] = ()
+    """What the settings need that has not been learned of the model."""
 
     def case(self, ledger: Ledger) -> tuple[Case, Scene]:
         """The settings in a budget."""
         known, missing = self._known(ledger)
-        missing = [*self._packs(), *missing]
+        missing = [*self._packs(), *self.unlearned, *missing]
         work = work_of(self.spec, self.dense_bytes)
         predictor = self.predictor_of(self.spec, known.config)
         pace = self.pace_of(self.spec.precision)
@@ -219,7 +221,7 @@ def _others(subject: Subject, ledger: Ledger, asked: Case) -> Iterator[Case]:
             divided = allocate(ledger.budget_bytes, spec.demand(config))
         except (BudgetError, ConfigError, UnsupportedModelError):
             continue
-        yield replace(subject, spec=spec, config=config).case(divided)[0]
+        yield replace(subject, spec=spec, config=config, unlearned=()).case(divided)[0]
 
 
 def _settings(subject: Subject, ledger: Ledger, asked: Case) -> dict[str, str]:
@@ -232,6 +234,10 @@ def _settings(subject: Subject, ledger: Ledger, asked: Case) -> dict[str, str]:
         found["preset"] = asked.preset
     if config.precision != "auto":
         found["precision"] = config.precision
+    usual = PRESETS.get(asked.preset, {})
+    for name in ("eviction", "prefetch"):
+        if getattr(config, name) != usual.get(name, getattr(EngineConfig, name)):
+            found[name] = getattr(config, name)
     return found
 
 
