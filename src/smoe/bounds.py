@@ -11,6 +11,7 @@ from smoe.policy.planner import PREFILL_KEEP
 from smoe.policy.registry import (
     CACHE_RECORDS,
     EXPERT_CACHE,
+    HISTORY_PREFETCH,
     MULTIDIMENSIONAL,
     ONLINE_EVICTION,
     POOLS,
@@ -99,12 +100,14 @@ OWNERS = (
     ("dilation", "device", (EMULATED,)),
     ("emulated_expert_bytes", "device", (EMULATED,)),
     ("prefetch_depth", "prefetch", (STACKED_GATES, CORRECTED_GATES)),
+    ("prefetch_beside", "prefetch", HISTORY_PREFETCH),
     ("cache_weights", "eviction", (MULTIDIMENSIONAL,)),
     ("cache_records", "eviction", (MULTIDIMENSIONAL,)),
 )
 """Settings that would have no effect unless another has one of these values."""
 SWITCHES = (
     "preload",
+    "prefetch_beside",
     "prefetch_trial",
     "prefill_balance",
     "alpha_as_priced",

@@ -2,6 +2,7 @@
 
     one layer        | router | resident experts | wait for loads | missing experts |
     it is asked             ^ ROUTED             ^ RESIDENTS_DONE
+                            | BESIDE: the answer is taken from the first expert on ........ |
 
 Arrays are the engine's own (torch tensors there, nothing in a simulator), so this module need not know them.
 """
@@ -24,6 +25,9 @@ class Moment(Enum):
     """As soon as the layer's own router has spoken."""
     RESIDENTS_DONE = "residents done"
     """Once the layer's resident experts have been computed and others are waited for."""
+    BESIDE = "beside the experts"
+    """As soon as the layer's own router has spoken, while its experts are computed; what it names begins to load when
+    the first of them is done. Only what looks at no part of the model, whose modules are the computing thread's."""
 
 
 class Sight(NamedTuple):

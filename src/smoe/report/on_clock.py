@@ -319,6 +319,8 @@ def _predictor(scene: Scene, trace: list[Routing]) -> Predictor | None:
         return Recorded([[Prediction(coming.layer, range(coming.experts))] for coming in [*trace[1:], trace[0]]])
     depth = (config.prefetch_depth or DEFAULT_PREFETCH_DEPTH) if name in (STACKED_GATES, CORRECTED_GATES) else 1
     asked = Moment.RESIDENTS_DONE if name == "look-ahead" else Moment.ROUTED
+    if config.prefetch_beside:
+        asked = Moment.BESIDE
     predictor = Foresight(trace, _RECALL[name], asked, depth=depth)
     predictor.alpha = config.alpha if config.prefetch_what == "top-score" else 0.0
     if trace[0].weights is not None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeAlias
 
 import torch
 
-from smoe.compute.decode_experts import decode_experts, proven_kernel, routes_on_device
+from smoe.compute.decode_experts import DecodeExperts, decode_experts, proven_kernel, routes_on_device
 from smoe.compute.expert_math import ExpertMath
 from smoe.compute.row_groups import Filling, Shape, proven_filling
 from smoe.compute.thread_pool import ThreadPool
@@ -35,6 +35,8 @@ _HANDED_OVER = 4
 """Experts of a prompt that the CPU has been given and has not given back."""
 OnResidentsDone: TypeAlias = Callable[[Callable[[], torch.Tensor]], None]
 """Called when the resident experts are done and others are not, with what gives their output so far [T, H]."""
+OnComputed: TypeAlias = Callable[[], None]
+"""Called when the first expert of a layer is done, which then is computed by itself, and when others are."""
 
 
 class LayerCompute:
@@ -152,7 +154,12 @@ class LayerCompute:
         return token.total()
 
     def decode(
-        self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor, on_residents_done: OnResidentsDone
+        self,
+        plan: LayerPlan,
+        hidden: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        on_residents_done: OnResidentsDone,
+        on_computed: OnComputed | None = None,
     ) -> torch.Tensor:
         """Few tokens: in the plan's order, outputs kept apart, summed at the end in ascending expert order."""
         if not plan.serves:
@@ -160,7 +167,7 @@ class LayerCompute:
         counters = self.arrivals.counters
         started, before = self._now(), counters.elsewhere_seconds
         from_unit = self._start_beside(plan, hidden, top_k_weights.shape[1])
-        total = self._few_tokens(plan, hidden, top_k_weights, from_unit, on_residents_done)
+        total = self._few_tokens(plan, hidden, top_k_weights, from_unit, on_residents_done, on_computed)
         counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
         return total
 
@@ -182,6 +189,7 @@ class LayerCompute:
         top_k_weights: torch.Tensor,
         from_unit: dict[ExpertKey, Future[torch.Tensor]],
         on_residents_done: OnResidentsDone,
+        on_computed: OnComputed | None,
     ) -> torch.Tensor:
         """[T, H] through all their experts -> [T, H]."""
         serves = plan.serves
@@ -197,14 +205,12 @@ class LayerCompute:
         here = next((n for n, serve in enumerate(serves) if serve.waits), len(serves))
         if any(load.after for load in plan.loads):
             here = min(here, 1)  # slots are so few that a load waits for the first expert computed
-        weights = [self.arrivals.ready(serve.key) for serve in serves[:here]]
-        began = time.perf_counter()
-        tokens.compute(0, weights)
-        self.pacing.compute_experts(began, [len(serve.routes) for serve in serves[:here]])
-        planning = self.pacing.begin_planning()
-        for computed, serve in enumerate(serves[:here], start=1):
-            self.arrivals.served(serve, computed)
-        self.pacing.end_planning(planning)
+        alone = here if on_computed is None else min(here, 1)
+        for begin, end in ((0, alone), (alone, here)):
+            if begin < end:
+                self._residents(tokens, serves, begin, end)
+                if on_computed is not None:
+                    on_computed()
         if here < len(serves):
             on_residents_done(lambda: tokens.partial(here))
         for n, serve in enumerate(serves[here:], start=here):
@@ -216,7 +222,20 @@ class LayerCompute:
             tokens.compute(n, weights)
             self.pacing.compute_experts(began, [len(serve.routes)])
             self.arrivals.served(serve, n + 1)
+            if on_computed is not None:
+                on_computed()
         return tokens.total()
+
+    def _residents(self, tokens: DecodeExperts, serves: Sequence[Serve], begin: int, end: int) -> None:
+        """Those of the plan's serves from number `begin` to `end`, which are here, in one piece."""
+        weights = [self.arrivals.ready(serve.key) for serve in serves[begin:end]]
+        began = time.perf_counter()
+        tokens.compute(begin, weights)
+        self.pacing.compute_experts(began, [len(serve.routes) for serve in serves[begin:end]])
+        planning = self.pacing.begin_planning()
+        for computed, serve in enumerate(serves[begin:end], start=begin + 1):
+            self.arrivals.served(serve, computed)
+        self.pacing.end_planning(planning)
 
     def _is_short(self, plan: LayerPlan, hidden: torch.Tensor) -> bool:
         """Whether a prompt's tokens are so few that they go through all experts at once, which are all here."""

@@ -15,7 +15,7 @@ says what the routers said.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -28,7 +28,7 @@ from smoe.policy.plan import DEVICE, LayerPlan, Load, Reason
 from smoe.policy.plan_prefetch import has_prefetch_slots, plan_prefetch
 from smoe.policy.plan_progress import Progress
 from smoe.policy.planner import layer_share
-from smoe.policy.prediction import Moment, Predictor, Sight
+from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
 from smoe.policy.residency import PoolSize, SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide
 from smoe.routing import Phase, Routing
@@ -177,6 +177,8 @@ class VirtualClock:
         self._waits_for_all = waits_for_all
         self._link = _Link(times.load, times.low_load)
         self._now = 0.0
+        self._answer_at: tuple[Iterable[Prediction], float] | None = None
+        """Of a predictor that is asked beside the experts, and when it has answered."""
         self._progress = Progress(self._table, eviction, self._begin)
         self._last_layer: float = inf
         """Of the decode step before; infinity: a new step begins in any case."""
@@ -214,7 +216,9 @@ class VirtualClock:
             result.loads += len(plan.loads)
             result.computed_by_host += sum(serve.unit != DEVICE for serve in plan.serves)
             self._ask(Moment.ROUTED, plan)
+            self._ask(Moment.BESIDE, plan)
         self._compute(plan, is_decode)
+        self._take_answer(plan, waits=True)
         if not is_decode:
             result.prefill_seconds += self._now - began
         elif goes_on:
@@ -259,7 +263,21 @@ class VirtualClock:
         if self._predictor is None or self._predictor.asked is not moment or not has_prefetch_slots(self._table, plan):
             return
         predictions = self._predictor.predict(Sight(plan.layer, None))
+        if moment is Moment.BESIDE:
+            self._answer_at = predictions, self._now + self._times.asking
+            return
         self._now += self._times.asking
+        self._bring(predictions, plan)
+
+    def _take_answer(self, plan: LayerPlan, waits: bool) -> None:
+        """What was asked beside the experts, once it is there."""
+        if self._answer_at is None or not (waits or self._answer_at[1] <= self._now):
+            return
+        (predictions, there), self._answer_at = self._answer_at, None
+        self._now = max(self._now, there)
+        self._bring(predictions, plan)
+
+    def _bring(self, predictions: Iterable[Prediction], plan: LayerPlan) -> None:
         loads = plan_prefetch(predictions, self._table, plan)
         self.result.prefetches += len(loads)
         self._progress.prefetch(loads)
@@ -285,6 +303,8 @@ class VirtualClock:
                 self._progress.arrive(serve.key)
             self._now += times.expert(len(serve.routes))
             self._progress.served(serve, computed)
+            if computed == 1 or computed >= here:  # residents after the first are computed in one piece
+                self._take_answer(plan, waits=False)
 
 
 def replay_on_clock(
