@@ -315,8 +315,8 @@ def part_of(text: Text, begin: int, end: int) -> Text:
     """Some of its tokens, the first of which has none before it."""
     has_before = text.has_before[begin:end].clone()
     has_before[0] = False
-    parts = ([of[begin:end] for of in each] for each in text[:2])
-    return Text(*parts, has_before)
+    hidden, top_k_index = ([of[begin:end] for of in each] for each in (text.hidden, text.top_k_index))
+    return Text(hidden, top_k_index, has_before)
 
 
 def log_odds(share: torch.Tensor) -> torch.Tensor:

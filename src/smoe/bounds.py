@@ -8,6 +8,7 @@ from typing import Any
 
 from smoe.policy.balance import BALANCE, BALANCE_ORDER
 from smoe.policy.planner import PREFILL_KEEP
+from smoe.policy.prediction import ASKED
 from smoe.policy.registry import (
     CACHE_RECORDS,
     EXPERT_CACHE,
@@ -52,6 +53,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "pools": POOLS,
     "expert_cache": EXPERT_CACHE,
     "prefetch": PREFETCH,
+    "prefetch_asked": tuple(ASKED),
     "prefetch_what": PREFETCH_WHAT,
     "balance": BALANCE,
     "balance_order": BALANCE_ORDER,
@@ -100,14 +102,13 @@ OWNERS = (
     ("dilation", "device", (EMULATED,)),
     ("emulated_expert_bytes", "device", (EMULATED,)),
     ("prefetch_depth", "prefetch", (STACKED_GATES, CORRECTED_GATES)),
-    ("prefetch_beside", "prefetch", HISTORY_PREFETCH),
+    ("prefetch_asked", "prefetch", HISTORY_PREFETCH),
     ("cache_weights", "eviction", (MULTIDIMENSIONAL,)),
     ("cache_records", "eviction", (MULTIDIMENSIONAL,)),
 )
 """Settings that would have no effect unless another has one of these values."""
 SWITCHES = (
     "preload",
-    "prefetch_beside",
     "prefetch_trial",
     "prefill_balance",
     "alpha_as_priced",

@@ -85,10 +85,10 @@ class EngineConfig:
     little."""
     prefetch_trial: bool | None = None
     """Prefetch in decode only while a clock finds that it pays; None: with `prefetch` auto."""
-    prefetch_beside: bool | None = None
-    """Ask the predictor of decode on a thread of its own while a layer's experts are computed, and begin the loads that
-    it asks for when the first of them is done (DuoServe-MoE, section 5.3). For those that see nothing but what routers
-    have said; None: as soon as the router has spoken, before the experts."""
+    prefetch_asked: str | None = None
+    """When a predictor is asked in decode that sees nothing but what routers have said: once the router has spoken,
+    before the experts (the default); beside them, on a thread of its own; or so, but what it names begins to load only
+    when the first of them is done (first-expert: DuoServe-MoE, section 5.3)."""
     prefetch_what: str = "top-score"
     """Which predicted experts are worth a load: those predicted to be top-score by `alpha` (all, where it is 0), or all
     that are predicted to be chosen."""

@@ -39,7 +39,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "expert_cache": "top-k",
         "eviction": "lru",
         "prefetch": EXPERT_MLP,
-        "prefetch_beside": True,
+        "prefetch_asked": "first-expert",
         "prefetch_trial": False,
     },
     "hobbit": {
@@ -97,7 +97,7 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
     if "tpot_seconds" in given and "max_perplexity_increase" not in given:
         given = {"max_perplexity_increase": None} | given  # the preset's
     if "prefetch" in given and given["prefetch"] not in HISTORY_PREFETCH:
-        given = {"prefetch_beside": None} | given  # the preset's
+        given = {"prefetch_asked": None} | given  # the preset's
     if "alpha" in given:
         given = {"alpha_as_priced": False} | given
     thresholds = [name for name in ("low_threshold", "skip_threshold") if name in given]

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.policy.plan import Load, Reason, Serve
-from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
+from smoe.policy.prediction import ASKED, Moment, Prediction, Predictor, Sight
 from smoe.routing import Phase, Routing
 from smoe.runtime.asking import Asking
 from tests import oracle
@@ -86,8 +86,8 @@ def test_bits_are_those_of_the_unmodified_model(
     device: str, family: str, budget: str, toy: Callable[..., Path], open_model: Open
 ) -> None:
     bench: dict[str, Any] = {"device": "emulated", "dilation": 1.0} if device == "emulated" else {}
-    folder = toy(family)
-    model = open_model(folder, budget, prefetch="previous-token", prefetch_beside=True, **bench)
+    folder, asked = toy(family), "beside" if family == "mixtral" else "first-expert"
+    model = open_model(folder, budget, prefetch="previous-token", prefetch_asked=asked, **bench)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     model.offload.executor.table.check()
     if budget == "half":
@@ -104,13 +104,14 @@ def test_several_rows_with_own_kernels_have_the_same_bits(
     found = []
     before = torch.get_num_threads()
     try:
-        for beside in (None, True):
+        for asked in ASKED:
             switches = {"prefetch": "previous-token", "max_sequences": 2, "threads": threads}
-            model = open_model(folder, "half", prefetch_beside=beside, **switches)
+            model = open_model(folder, "half", prefetch_asked=asked, **switches)
             found.append(oracle.greedy(model, prompt, 8))
     finally:
         torch.set_num_threads(before)
-    oracle.assert_same_steps(*found)
+    for steps in found[1:]:
+        oracle.assert_same_steps(steps, found[0])
 
 
 class Course:
@@ -157,21 +158,23 @@ class Course:
         return [each for each in found if any(what == "asked" for what, _ in each)]
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_loads_begin_with_the_first_expert_and_questions_end_before_the_next_router(
-    beside: bool, toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("asked", ASKED)
+def test_loads_begin_when_they_may_and_questions_end_before_the_next_router(
+    asked: str, toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = open_model(toy("mixtral"), "half", prefetch="previous-token", prefetch_beside=beside)
+    model = open_model(toy("mixtral"), "half", prefetch="previous-token", prefetch_asked=asked)
     course = Course(model, monkeypatch)
     model.generate(oracle.PROMPT, max_new_tokens=12, min_new_tokens=12, do_sample=False)
     layers = course.layers()
     assert sum(what == "prefetched" for each in layers for what, _ in each) > 3
-    assert (course.threads == {threading.get_ident()}) != beside and len(course.threads) == 1
+    assert (course.threads == {threading.get_ident()}) == (asked == "before") and len(course.threads) == 1
     for each in layers:
         names = [what for what, _ in each]
         assert names.count("asked") == names.count("said") == 1
         if "prefetched" in names:
-            assert (names.index("served") < names.index("prefetched")) == beside
+            assert names.index("said") < names.index("prefetched")
+            behind_the_first = names.index("served") < names.index("prefetched")
+            assert behind_the_first if asked == "first-expert" else asked == "beside" or not behind_the_first
             assert all(at == each[0][1] + 1 for what, at in each if what == "prefetched")
 
 
@@ -179,7 +182,7 @@ def test_an_error_of_the_asking_thread_ends_the_request_alone(
     toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = toy("mixtral")
-    model = open_model(folder, "half", prefetch="previous-token", prefetch_beside=True)
+    model = open_model(folder, "half", prefetch="previous-token", prefetch_asked="beside")
     predictor = model.offload.executor._predictors[Phase.DECODE]
     assert predictor.asked is Moment.BESIDE
 

@@ -26,7 +26,7 @@ Toy = Callable[..., Path]
 SWITCHES: dict[str, dict[str, Any]] = {
     "plain": {},
     "prefetch": {"prefetch": "next-gate", "eviction": "score"},
-    "asked beside": {"prefetch": "previous-token", "prefetch_beside": True},
+    "asked beside": {"prefetch": "previous-token", "prefetch_asked": "beside"},
     "own kernels": {"threads": 2, "kernels": "native"},
     "thread_pool": {"threads": 2, "kernels": "torch"},
     "beside a device": {"device": "emulated", "dilation": 1.0, "balance": "optimal", "prefetch": "look-ahead"},

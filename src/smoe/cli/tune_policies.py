@@ -42,7 +42,7 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
             given=engine.prefetch,
             allowed="auto or none in a tournament",
         )
-    config = replace(engine.config(), prefetch="none", prefetch_beside=None, prefetch_trial=False)
+    config = replace(engine.config(), prefetch="none", prefetch_asked=None, prefetch_trial=False)
     ids = _ids(model, engine.revision, text, tokens, config.context_tokens)
     keeping = Keeping()
     with _interrupted_in_words(), ExitStack() as stack:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from smoe.memory.emulation import DeviceProfile, read_profile
 from smoe.papers.claims import Claim, Reproduction, Setting, span
 from smoe.papers.geometry import MIXTRAL, MIXTRAL_22B, Geometry, step_times
-from smoe.policy.prediction import Prediction, Predictor, Sight
+from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
 from smoe.policy.registry import make_eviction
 from smoe.simulator.foresight import Foresight
 from smoe.simulator.sweep import sweep
@@ -101,7 +101,7 @@ def _systems(model: Geometry, profile: DeviceProfile, name: str, recall: float) 
     made: dict[str, tuple[int, Predictor | None]] = {
         "accelerate": (1, None),
         "moesys": (EXPERTS + 1, _AllOfNext(model.layers)),
-        "duoserve": (TOP_K + 1, Foresight(trace, recall)),
+        "duoserve": (TOP_K + 1, Foresight(trace, recall, Moment.FIRST_DONE)),
         "ours on demand": (2, None),
     }
     found = []

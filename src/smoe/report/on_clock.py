@@ -20,7 +20,7 @@ from smoe.memory.emulation import DeviceProfile
 from smoe.models.spec import ModelSpec
 from smoe.policy.answering import Answering
 from smoe.policy.budget import Ledger
-from smoe.policy.prediction import Moment, Prediction, Predictor
+from smoe.policy.prediction import ASKED, Moment, Prediction, Predictor
 from smoe.policy.prices import PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget, nats_of_perplexity
 from smoe.policy.registry import WHOLE_LAYER, make_eviction_for
@@ -319,8 +319,8 @@ def _predictor(scene: Scene, trace: list[Routing]) -> Predictor | None:
         return Recorded([[Prediction(coming.layer, range(coming.experts))] for coming in [*trace[1:], trace[0]]])
     depth = (config.prefetch_depth or DEFAULT_PREFETCH_DEPTH) if name in (STACKED_GATES, CORRECTED_GATES) else 1
     asked = Moment.RESIDENTS_DONE if name == "look-ahead" else Moment.ROUTED
-    if config.prefetch_beside:
-        asked = Moment.BESIDE
+    if config.prefetch_asked is not None:
+        asked = ASKED[config.prefetch_asked]
     predictor = Foresight(trace, _RECALL[name], asked, depth=depth)
     predictor.alpha = config.alpha if config.prefetch_what == "top-score" else 0.0
     if trace[0].weights is not None:

@@ -2,12 +2,13 @@
 
 One layer in decode, time to the right:
 
-    computing thread   | router | plan | expert 1 | expert 2 ... | next layer
-    asking thread                      | predict ...... |
-    next layer's loads                                  | begin, behind those that this layer waits for
+    computing thread   | router | plan | wait | expert 1 | expert 2 ... | next layer
+    asking thread                      | predict ............ |
+    next layer's loads                                        | begin, behind those that this layer waits for
 
-Two points of agreement: a question ends before the next router is heard, so the predictor's state is one thread's at a
-time; and what it names begins to load once a layer's first expert is done. What it says does not depend on when.
+A question ends before the next router is heard, so the predictor's state is one thread's at a time and what it says
+does not depend on when. The computing thread looks for the answer between experts, as soon as it may, or only once the
+first is done, as in the paper, whose loads overwrite that expert (`prefetch_asked`).
 """
 
 from __future__ import annotations

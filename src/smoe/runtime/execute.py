@@ -33,7 +33,7 @@ from smoe.policy.importance import Thresholds, scaled
 from smoe.policy.plan import DEVICE, LayerPlan
 from smoe.policy.plan_prefetch import has_prefetch_slots, plan_prefetch, plan_upgrades
 from smoe.policy.planner import layer_shares
-from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
+from smoe.policy.prediction import ON_A_THREAD, Moment, Prediction, Predictor, Sight
 from smoe.policy.residency import SlotTable
 from smoe.policy.rows import last_rows, real_rows
 from smoe.policy.step import Decision, decide
@@ -208,9 +208,9 @@ class LayerExecutor:
             return self.compute.prefill(plan, hidden, top_k_weights)
         if self.compute.spinning_pool is not None:
             self.compute.spinning_pool.expect_readers(not self._is_all_here)
-        on_computed = partial(self._take_answer, plan, waits=False) if self._asking.is_open else None
+        on_look = partial(self._look_for_answer, plan) if self._asking.is_open else None
         look_ahead = partial(self._look_ahead, plan, hidden, real)
-        output = self.compute.decode(plan, hidden, top_k_weights, look_ahead, on_computed)
+        output = self.compute.decode(plan, hidden, top_k_weights, look_ahead, on_look)
         self._take_answer(plan, waits=True)  # the next router is heard by a predictor that nobody else uses
         self._measure_shadow()
         return output
@@ -275,10 +275,10 @@ class LayerExecutor:
     def _prefetch(self, phase: Phase, sight: Sight, plan: LayerPlan) -> None:
         """Ask the predictor, where this is its moment, or have it asked beside the experts."""
         predictor = self._predictors.get(phase)
-        moments = (Moment.ROUTED, Moment.BESIDE) if sight.partial is None else (Moment.RESIDENTS_DONE,)
+        moments = (Moment.ROUTED, *ON_A_THREAD) if sight.partial is None else (Moment.RESIDENTS_DONE,)
         if predictor is None or predictor.asked not in moments or not self._has_room(phase, plan):
             return
-        if predictor.asked is Moment.BESIDE:
+        if predictor.asked in ON_A_THREAD:
             self._asking.begin(predictor, sight)
             return
         moment = predictor.asked
@@ -298,6 +298,10 @@ class LayerExecutor:
         planning = self.compute.pacing.begin_planning()
         self.arrivals.prefetch(plan_prefetch(predictions, self.table, plan))
         self.compute.pacing.end_planning(planning)
+
+    def _look_for_answer(self, plan: LayerPlan, computed: int) -> None:
+        if computed or self._predictors[Phase.DECODE].asked is Moment.BESIDE:
+            self._take_answer(plan, waits=False)
 
     def _take_answer(self, plan: LayerPlan, waits: bool) -> None:
         """Begin to load what a predictor that was asked beside the experts has named, once it has."""

@@ -35,8 +35,9 @@ _HANDED_OVER = 4
 """Experts of a prompt that the CPU has been given and has not given back."""
 OnResidentsDone: TypeAlias = Callable[[Callable[[], torch.Tensor]], None]
 """Called when the resident experts are done and others are not, with what gives their output so far [T, H]."""
-OnComputed: TypeAlias = Callable[[], None]
-"""Called when the first expert of a layer is done, which then is computed by itself, and when others are."""
+OnLook: TypeAlias = Callable[[int], None]
+"""Called with the number of experts done, whenever there is time to look at something else: when the first is done,
+which is computed by itself, when others are, and when one that was waited for has come."""
 
 
 class LayerCompute:
@@ -159,7 +160,7 @@ class LayerCompute:
         hidden: torch.Tensor,
         top_k_weights: torch.Tensor,
         on_residents_done: OnResidentsDone,
-        on_computed: OnComputed | None = None,
+        on_look: OnLook | None = None,
     ) -> torch.Tensor:
         """Few tokens: in the plan's order, outputs kept apart, summed at the end in ascending expert order."""
         if not plan.serves:
@@ -167,7 +168,7 @@ class LayerCompute:
         counters = self.arrivals.counters
         started, before = self._now(), counters.elsewhere_seconds
         from_unit = self._start_beside(plan, hidden, top_k_weights.shape[1])
-        total = self._few_tokens(plan, hidden, top_k_weights, from_unit, on_residents_done, on_computed)
+        total = self._few_tokens(plan, hidden, top_k_weights, from_unit, on_residents_done, on_look)
         counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
         return total
 
@@ -189,7 +190,7 @@ class LayerCompute:
         top_k_weights: torch.Tensor,
         from_unit: dict[ExpertKey, Future[torch.Tensor]],
         on_residents_done: OnResidentsDone,
-        on_computed: OnComputed | None,
+        on_look: OnLook | None,
     ) -> torch.Tensor:
         """[T, H] through all their experts -> [T, H]."""
         serves = plan.serves
@@ -205,12 +206,12 @@ class LayerCompute:
         here = next((n for n, serve in enumerate(serves) if serve.waits), len(serves))
         if any(load.after for load in plan.loads):
             here = min(here, 1)  # slots are so few that a load waits for the first expert computed
-        alone = here if on_computed is None else min(here, 1)
+        alone = here if on_look is None else min(here, 1)
         for begin, end in ((0, alone), (alone, here)):
             if begin < end:
                 self._residents(tokens, serves, begin, end)
-                if on_computed is not None:
-                    on_computed()
+                if on_look is not None:
+                    on_look(end)
         if here < len(serves):
             on_residents_done(lambda: tokens.partial(here))
         for n, serve in enumerate(serves[here:], start=here):
@@ -218,12 +219,14 @@ class LayerCompute:
                 tokens.put(n, self._from_unit(from_unit, serve))
                 continue
             weights = [self.arrivals.weights_of(serve)]
+            if on_look is not None:
+                on_look(n)
             began = time.perf_counter()
             tokens.compute(n, weights)
             self.pacing.compute_experts(began, [len(serve.routes)])
             self.arrivals.served(serve, n + 1)
-            if on_computed is not None:
-                on_computed()
+            if on_look is not None:
+                on_look(n + 1)
         return tokens.total()
 
     def _residents(self, tokens: DecodeExperts, serves: Sequence[Serve], begin: int, end: int) -> None:

@@ -28,7 +28,7 @@ from smoe.policy.plan import DEVICE, LayerPlan, Load, Reason
 from smoe.policy.plan_prefetch import has_prefetch_slots, plan_prefetch
 from smoe.policy.plan_progress import Progress
 from smoe.policy.planner import layer_share
-from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
+from smoe.policy.prediction import ON_A_THREAD, Moment, Prediction, Predictor, Sight
 from smoe.policy.residency import PoolSize, SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide
 from smoe.routing import Phase, Routing
@@ -216,7 +216,8 @@ class VirtualClock:
             result.loads += len(plan.loads)
             result.computed_by_host += sum(serve.unit != DEVICE for serve in plan.serves)
             self._ask(Moment.ROUTED, plan)
-            self._ask(Moment.BESIDE, plan)
+            for moment in ON_A_THREAD:
+                self._ask(moment, plan)
         self._compute(plan, is_decode)
         self._take_answer(plan, waits=True)
         if not is_decode:
@@ -263,11 +264,16 @@ class VirtualClock:
         if self._predictor is None or self._predictor.asked is not moment or not has_prefetch_slots(self._table, plan):
             return
         predictions = self._predictor.predict(Sight(plan.layer, None))
-        if moment is Moment.BESIDE:
+        if moment in ON_A_THREAD:
             self._answer_at = predictions, self._now + self._times.asking
             return
         self._now += self._times.asking
         self._bring(predictions, plan)
+
+    def _look_for_answer(self, plan: LayerPlan, computed: int) -> None:
+        assert self._predictor is not None or self._answer_at is None
+        if self._predictor is not None and (computed or self._predictor.asked is Moment.BESIDE):
+            self._take_answer(plan, waits=False)
 
     def _take_answer(self, plan: LayerPlan, waits: bool) -> None:
         """What was asked beside the experts, once it is there."""
@@ -301,10 +307,12 @@ class VirtualClock:
             if serve.key not in self._table.ready:
                 self._now = max(self._now, self._link.wait(serve.key, self._now))
                 self._progress.arrive(serve.key)
+            if computed > here:
+                self._look_for_answer(plan, computed - 1)
             self._now += times.expert(len(serve.routes))
             self._progress.served(serve, computed)
             if computed == 1 or computed >= here:  # residents after the first are computed in one piece
-                self._take_answer(plan, waits=False)
+                self._look_for_answer(plan, computed)
 
 
 def replay_on_clock(
