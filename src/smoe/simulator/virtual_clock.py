@@ -52,6 +52,9 @@ class StepTimes:
     """A predictor, every time that it is asked."""
     low_load: float = 0.0
     """Of a low copy, where there are such."""
+    alone: float = 1.0
+    """How many times longer an expert of a decode step takes that had to be waited for: those that are resident are
+    computed in one piece, these one by one."""
 
 
 @dataclass
@@ -67,6 +70,8 @@ class Timed:
     prefetches: int = 0
     """Of the decode steps."""
     prefetches_used: int = 0
+    computed_alone: int = 0
+    """Of the uses, those on the device that came after its residents."""
     link_seconds: float = 0.0
     """In which the link was at work, prompts included: the sum of all loads that have begun."""
 
@@ -283,7 +288,9 @@ class VirtualClock:
             if serve.key not in self._table.ready:
                 self._now = max(self._now, self._link.wait(serve.key, self._now))
                 self._progress.arrive(serve.key)
-            self._now += times.expert(len(serve.routes))
+            is_alone = is_decode and computed > here
+            self._now += times.expert(len(serve.routes)) * (times.alone if is_alone else 1.0)
+            self.result.computed_alone += is_alone
             self._progress.served(serve, computed)
 
 
