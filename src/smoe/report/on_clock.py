@@ -16,6 +16,7 @@ from functools import cache
 from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH, STACKED_GATES
 from smoe.config import EngineConfig
 from smoe.expert import LOW
+from smoe.memory.disk import CHUNK_BYTES
 from smoe.memory.emulation import DeviceProfile
 from smoe.models.spec import ModelSpec
 from smoe.policy.answering import Answering
@@ -56,6 +57,8 @@ _RECALL = {
 }
 """How often each predictor names an expert that the next layer wants: on the embedded model and unseen stories
 (docs/log.md), the look-ahead as SMoE has it (section VI-C)."""
+_IN_CHUNKS = 1.2
+"""How much longer an expert that is prefetched takes from a disk than one read at once (`memory/disk.py`)."""
 _LEAST_READING = 0.05
 """Share of the time beyond which reads are felt by those who compute."""
 _HOST_TIER_SHARE = 0.8
@@ -165,6 +168,7 @@ def times_for(
         deciding=_DECIDING_SECONDS if machine.has_link else 0.0,
         asking=machine.device_expert_seconds,
         low_load=load(work.low_bytes) if work.low_bytes else 0.0,
+        in_chunks=1.0 if machine.has_link or work.expert_bytes <= CHUNK_BYTES else _IN_CHUNKS,
         alone=1.0 if machine.has_link else ALONE,
     )
 
@@ -327,7 +331,7 @@ def _predictor(scene: Scene, trace: list[Routing]) -> Predictor | None:
         return Recorded([[Prediction(coming.layer, range(coming.experts))] for coming in [*trace[1:], trace[0]]])
     depth = (config.prefetch_depth or DEFAULT_PREFETCH_DEPTH) if name in (STACKED_GATES, CORRECTED_GATES) else 1
     asked = Moment.RESIDENTS_DONE if name == "look-ahead" else Moment.ROUTED
-    predictor = Foresight(trace, _RECALL[name], asked, depth=depth)
+    predictor = Foresight(trace, _RECALL[name], asked, depth=depth, errs_nearby=trace[0].scores is not None)
     predictor.alpha = config.alpha if config.prefetch_what == "top-score" else 0.0
     if trace[0].weights is not None:
         predictor.thresholds = substitution_of(config).switches.thresholds
