@@ -7,9 +7,10 @@ Every cell is a model, a size of the cache, a preset and a precision; what needs
 left out and named. Every cell is foretold and then run in a fresh process, the cells one after the other and the rounds
 one after the other, so that a drift of the machine falls on all. *Forecast* is made before the cell has run; *taught*
 before its second round, by what one run of the model in this precision has shown (the first preset, the middle share),
-as `smoe generate` teaches. The user's cache is left alone, but for `smoe doctor`'s profile, which is used. A run reads
-a prompt of as many tokens as the forecast's, decodes some forced tokens of a text untimed and the rest timed, from an
-empty cache. Compared are the mean time per token and the time to the first, medians over the rounds. The error is
+as `smoe generate` teaches: the pieces' times, and how skewed the routing is. The user's cache is left alone, but for
+`smoe doctor`'s profile, which is used. A run reads a prompt of as many tokens as the forecast's, decodes some forced
+tokens of a text untimed, for as long as the engine tries whether prefetching pays, and the rest timed, from an empty
+cache. Compared are the mean time per token and the time to the first, medians over the rounds. The error is
 measured / forecast - 1. Prints a table and ends with one JSON line.
 """
 
@@ -82,7 +83,8 @@ print(json.dumps({"ttft_seconds": seconds[0], "seconds_per_token": sum(timed) / 
     "layer": counted.dense_seconds / counted.forward_passes / layers,
     "deciding": counted.plan_seconds / counted.forward_passes / layers,
     "waiting": counted.wait_seconds / counted.forward_passes},
-    "pace": vars(shown_by(engine, counted, asked["prompt"])), "prompt_computing": prompt.compute_seconds + prompt.dense_seconds,
+    "pace": vars(shown_by(engine, counted, asked["prompt"])),
+    "prompt_computing": prompt.compute_seconds + prompt.dense_seconds,
     "loads": (counted.loads + counted.prefetches) / counted.forward_passes}))
 engine.close()
 """

@@ -49,9 +49,9 @@ class Foretold(NamedTuple):
 def look_back(model: PreTrainedModel, generation: Generation, place: Path) -> Foretold | None:
     """Foretell a run that has just ended, then learn from it for the next one.
 
-    `place` holds the model. Takes a second or two, and one more to look at a disk that no run has shown. None for what is
-    not foretold: several sequences, a device other than the CPU, a run of fewer than `LEAST_STEPS` steps or interrupted
-    before them.
+    `place` holds the model. Takes a second or two, and one more to look at a disk that no run has shown. None for what
+    is not foretold: several sequences, a device other than the CPU, a run of fewer than `LEAST_STEPS` steps or
+    interrupted before them.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     steps = generation.decode_counters.forward_passes

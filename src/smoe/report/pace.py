@@ -49,8 +49,8 @@ def _between(before: float | None, now: float) -> float:
 
 
 ALONE = 2.1
-"""How many times longer an expert takes a CPU that had to be waited for than one computed in one piece with others: the
-helping threads have gone to sleep, and each product is short. Two cores, three models in bf16 and int4 (docs/log.md)."""
+"""How many times longer an expert takes a CPU that had to be waited for than one computed in one piece with others, of
+three models in bf16 and int4 on two cores (docs/log.md): the helping thread has gone to sleep, the product is short."""
 
 
 def crowded(reading: float) -> float:
