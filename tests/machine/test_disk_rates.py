@@ -58,11 +58,19 @@ def test_the_rate_is_of_what_has_been_read_before(tmp_path: Path, passes: list[l
     assert [sorted(offset for offset, _ in each) for each in passes] == [[n * PAGE for n in range(EXPERTS)]] * 2
 
 
-def test_of_a_large_model_what_fits_the_time_is_read_twice(tmp_path: Path, passes: list[list[tuple[int, int]]]) -> None:
-    """No time at all: one read of each thread."""
+def test_of_a_large_model_what_fits_the_time_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time at all: one read of each thread, and no others are offered again."""
+    offered: list[list[Read]] = []
+    rate = disk_rates._rate
+
+    def measured(reader: DiskReader, reads: list[Read], seconds: float) -> tuple[float, int]:
+        offered.append(list(reads))
+        return rate(reader, reads, seconds)
+
+    monkeypatch.setattr(disk_rates, "_rate", measured)
     measure_reads(Store(tmp_path / "experts"), 0.0)  # type: ignore[arg-type]
-    first, again = ({offset for offset, _ in each} for each in passes)
-    assert first == again and len(first) == EngineConfig().io_threads
+    first, again = offered
+    assert len(first) == EXPERTS and again == first[: EngineConfig().io_threads]
 
 
 def test_reads_land_in_many_buffers_as_the_engine_s_do(tmp_path: Path, passes: list[list[tuple[int, int]]]) -> None:
