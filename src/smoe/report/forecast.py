@@ -229,8 +229,11 @@ def _survey(model: str, config: EngineConfig, revision: str | None) -> _Survey:
         guess = functools.partial(predictor_name, device=device)
         pace = functools.partial(pace_for, checkpoint, device, is_direct, is_emulated)
         subject = Subject(model, checkpoint, spec, config, machine, dense_bytes_read(spec), guess, pace, unlearned)
-        if pace(spec.precision) != UNKNOWN:
+        known = pace(spec.precision)
+        if known != UNKNOWN:
             decided = [*decided, "layers, experts and loads take what they took in earlier runs of this model"]
+        if known.skew is not None:
+            decided = [*decided, "routing is drawn as skewed as theirs was"]
     is_estimate = store is None and spec.precision == "auto"
     return _Survey(spec, ledger, reason, rates, device, is_emulated, is_estimate, decided, subject)
 

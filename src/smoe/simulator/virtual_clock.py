@@ -52,6 +52,12 @@ class StepTimes:
     """A predictor, every time that it is asked."""
     low_load: float = 0.0
     """Of a low copy, where there are such."""
+    in_chunks: float = 1.0
+    """How many times longer a load takes that nobody waited for when it was asked for: in chunks, between which others
+    pass."""
+    alone: float = 1.0
+    """How many times longer an expert of a decode step takes that had to be waited for: those that are resident are
+    computed in one piece, these one by one."""
 
 
 @dataclass
@@ -67,6 +73,8 @@ class Timed:
     prefetches: int = 0
     """Of the decode steps."""
     prefetches_used: int = 0
+    computed_alone: int = 0
+    """Of the uses, those on the device that came after its residents."""
     link_seconds: float = 0.0
     """In which the link was at work, prompts included: the sum of all loads that have begun."""
 
@@ -78,8 +86,10 @@ class Timed:
 class _Link:
     """One load after the other, on a clock that only moves on."""
 
-    def __init__(self, seconds: float, low_seconds: float) -> None:
+    def __init__(self, seconds: float, low_seconds: float, in_chunks: float) -> None:
         self._seconds = {EXACT: seconds, LOW: low_seconds}
+        self._in_chunks = in_chunks
+        self._chunked: set[ExpertKey] = set()
         self._free = 0.0
         self.busy_seconds = 0.0
         self._waiting: deque[tuple[ExpertKey, float]] = deque()
@@ -88,7 +98,12 @@ class _Link:
 
     def submit(self, key: ExpertKey, now: float, is_waited_for: bool) -> None:
         self._run(now)
-        (self._waiting if is_waited_for else self._expected).append((key, now))
+        if is_waited_for:
+            self._chunked.discard(key)
+            self._waiting.append((key, now))
+        else:
+            self._chunked.add(key)
+            self._expected.append((key, now))
 
     def ended(self, now: float) -> list[ExpertKey]:
         """What is there now and was not taken before."""
@@ -136,7 +151,7 @@ class _Link:
         if begins >= before:
             return False
         queue.popleft()
-        seconds = self._seconds[key[2]]
+        seconds = self._seconds[key[2]] * (self._in_chunks if key in self._chunked else 1.0)
         self.busy_seconds += seconds
         self._free = self._ends[key] = begins + seconds
         return True
@@ -175,7 +190,7 @@ class VirtualClock:
         self._predictor = predictor
         self._answering = answering
         self._waits_for_all = waits_for_all
-        self._link = _Link(times.load, times.low_load)
+        self._link = _Link(times.load, times.low_load, times.in_chunks)
         self._now = 0.0
         self._answer_at: tuple[Iterable[Prediction], float] | None = None
         """Of a predictor that is asked beside the experts, and when it has answered."""
@@ -309,7 +324,9 @@ class VirtualClock:
                 self._progress.arrive(serve.key)
             if computed > here:
                 self._look_for_answer(plan, computed - 1)
-            self._now += times.expert(len(serve.routes))
+            is_alone = is_decode and computed > here
+            self._now += times.expert(len(serve.routes)) * (times.alone if is_alone else 1.0)
+            self.result.computed_alone += is_alone
             self._progress.served(serve, computed)
             if computed == 1 or computed >= here:  # residents after the first are computed in one piece
                 self._look_for_answer(plan, computed)
