@@ -11,6 +11,7 @@ import json
 import pytest
 
 from smoe.eval import tournament
+from smoe.policy.registry import FITTED_PREFETCH
 from smoe.user_cache import cache_folder
 from tests.toy import save_toy
 
@@ -40,12 +41,52 @@ def test_winners_are_remembered_and_who_is_missing_is_told_why(run, checkpoint, 
         run_ones = {each["name"] for each in said[kind]["entrants"] if each["measured_seconds"]}
         assert baseline in run_ones and len(run_ones) == tournament.FINALISTS
         assert absent in said[kind]["refused"]
-        assert f"--{kind} auto is now {said[kind]['entrants'][0]['name']}" in ran.err
+        assert said[kind]["baseline"] == baseline and said[kind]["winner"] == said[kind]["entrants"][0]["name"]
+        verb = "stays" if said[kind]["winner"] == baseline else "is now"
+        assert f"--{kind} auto {verb} {said[kind]['winner']} where about" in ran.err
     assert kept()
     shown = run("tune", checkpoint, *SIZE, "--eviction", "auto", "--text", text)
-    assert "learned did not take part: " in shown.err
-    assert "with --eviction learned, the trace as --cache and the --memory that it is for, once" in shown.err
+    assert "learned did not take part: nothing has been learned yet" in shown.err
+    assert "--eviction learned --cache mine.trace" in shown.err
     assert "multidimensional" in shown.out and "learned" not in shown.out
+
+
+def test_those_who_have_not_learned_share_a_line(run, checkpoint, text):
+    ran = run("tune", checkpoint, *SIZE, "--prefetch", "auto", "--text", text)
+    (line,) = [line for line in ran.err.splitlines() if "did not take part" in line]
+    names = line.partition(" did not")[0].split(", ")
+    assert {*FITTED_PREFETCH, "corrected-gates"} == set(names)
+    assert f"first run smoe tune {checkpoint} --predictor {names[0]}" in line
+
+
+@pytest.mark.parametrize(
+    ("faster", "says", "then"),
+    [
+        (0.5, "lru takes the place of auto: more than 2% faster in each of 3 rounds, 100.0% at the median", "lru"),
+        (0.99, "auto stays: lru was 1.0% faster at the median, but not more than 2% faster in each of 3", "auto"),
+        (1.5, "auto stays: nobody was faster", "auto"),
+    ],
+)
+def test_auto_keeps_its_place_unless_another_is_clearly_faster(
+    run, checkpoint, text, monkeypatch, faster, says, then
+):
+    """All runs are what they are said to take: of LRU `faster` times what the others take."""
+
+    def turn(model, ids, number, tick):
+        return faster if model.offload.config.eviction == "lru" else 1.0 + (model.offload.config.eviction != "auto")
+
+    def simulated(engine, trace, settings, times, by):
+        return float(settings.name != "lru")
+
+    monkeypatch.setattr(tournament, "_turn", turn)
+    monkeypatch.setattr(tournament, "on_clock", simulated)
+    ran = run("tune", checkpoint, *SIZE, "--eviction", "auto", "--text", text)
+    assert says in ran.err
+    assert f"--eviction auto {'is now' if then == 'lru' else 'stays'} {then} where about" in ran.err
+    used = run("generate", checkpoint, *SIZE, "-p", "once", "--max-new-tokens", 2)
+    assert ("eviction lru, won the tournament on mine.txt" in used.err) == (then == "lru")
+    elsewhere = run("generate", checkpoint, "--resident", "90%", "--context", 128, "-p", "once", "--max-new-tokens", 2)
+    assert "eviction auto, as without a tournament: the nearest one was held with" in elsewhere.err
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.load.assembly import predictor_name
-from smoe.load.pretrained import choose_device, make_ledger, open_if_here
+from smoe.load.pretrained import choose_device, make_ledger, open_if_here, share_beside
 from smoe.load.winners import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at
@@ -219,7 +219,8 @@ def _survey(model: str, config: EngineConfig, revision: str | None) -> _Survey:
     spec = read_spec(model, config, revision)
     store = open_if_here(model, spec, device, revision)
     checkpoint = described_checkpoint(model, revision)
-    config, learned_bytes, decided, unlearned = _decided(config, checkpoint, spec, device)
+    beside = share_beside(spec, config, device, store)
+    config, learned_bytes, decided, unlearned = _decided(config, checkpoint, spec, device, beside)
     ledger, reason = make_ledger(spec, config, device, store, learned_bytes)
     is_direct, is_emulated = reads_past_cache(config, spec, ledger, device), profile is not None
     files = files_of(checkpoint, spec, device) if is_direct and profile is None else None
@@ -236,14 +237,18 @@ def _survey(model: str, config: EngineConfig, revision: str | None) -> _Survey:
 
 
 def _decided(
-    config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, device: torch.device
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    device: torch.device,
+    share_beside: Callable[[int], float],
 ) -> tuple[EngineConfig, int, list[str], tuple[str, ...]]:
     """(the configuration as a run would have it, the bytes of what was learned for it, what decided, what is
     missing)."""
     if not checkpoint.has_weights():
         return config, 0, [], ()
     try:
-        decided = with_winners(config, checkpoint.place, spec, device)
+        decided = with_winners(config, checkpoint.place, spec, device, share_beside)
     except ConfigError as error:
         return config, 0, [], (f"{error}; simulated all the same",)
     because = [f"`{name}` {getattr(decided.config, name)}, {why}" for name, why in decided.reasons.items()]
