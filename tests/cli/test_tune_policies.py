@@ -67,9 +67,7 @@ def test_those_who_have_not_learned_share_a_line(run, checkpoint, text):
         (1.5, "auto stays: nobody was faster", "auto"),
     ],
 )
-def test_auto_keeps_its_place_unless_another_is_clearly_faster(
-    run, checkpoint, text, monkeypatch, faster, says, then
-):
+def test_auto_keeps_its_place_unless_another_is_clearly_faster(run, checkpoint, text, monkeypatch, faster, says, then):
     """All runs are what they are said to take: of LRU `faster` times what the others take."""
 
     def turn(model, ids, number, tick):
@@ -140,3 +138,20 @@ def test_a_family_without_scores_has_its_tournament(run, tmp_path, text):
     folder = save_toy(tmp_path / "phimoe", "phimoe")
     ran = run("tune", folder, "--resident", "50%", "--context", 128, "--eviction", "auto", "--text", text)
     assert ran.code == 0 and "score did not take part: " in ran.err and "no rule that smoe knows" in ran.err
+
+
+def test_winners_are_forgotten(run, checkpoint, text):
+    """Both kinds, or the one that is named; there is nothing to measure, and no model to load."""
+    assert "nothing to forget" in run("tune", checkpoint, "--forget").out
+    held = run("tune", checkpoint, *SIZE, *BOTH, "--text", text, "--json").json
+    share = f"{held['resident_share']:.0%}"
+    ran = run("tune", checkpoint, "--eviction", "auto", "--forget")
+    assert (
+        ran.code == 0 and ran.out.startswith("forgotten: eviction ") and share in ran.out and "prefetch" not in ran.out
+    )
+    assert kept()
+    ran = run("tune", checkpoint, "--forget", "--json")
+    assert [len(of) for of in ran.json["forgotten"].values()] == [1, 0] and not kept()
+    for other in (("--prices",), ("--tpot", "1s"), ("--text", text)):
+        refused = run("tune", checkpoint, "--forget", *other)
+        assert refused.code == 2 and other[0] in refused.err, refused.err

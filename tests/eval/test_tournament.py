@@ -164,6 +164,20 @@ def test_a_lead_is_more_than_the_bound_says() -> None:
     assert not Entrant("lfu", 0.0, (1 - LEAD, 1.0)).beats(usual)
 
 
+@pytest.mark.parametrize(("usual", "baseline"), [("next-gate", "next-gate"), ("look-ahead", "none")])
+def test_the_prefetch_that_serves_by_itself_is_the_baseline(
+    usual: str, baseline: str, toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs beside `none`, however the simulation places them; one that cannot take part is named."""
+    monkeypatch.setattr(tournament, "predictor_name", lambda spec, config, device: usual)
+    monkeypatch.setattr(tournament, "_turn", lambda *_: 1.0)
+    model = open_model(toy("qwen2_moe"), "half", prefetch="none")
+    (found,) = hold(model, read_spec(str(toy("qwen2_moe")), model.offload.config), IDS, ["prefetch"], lambda _: None)
+    assert (found.baseline, found.winner.name, found.stays) == (baseline, baseline, True)
+    assert {"none", baseline} <= {entrant.name for entrant in found.entrants if entrant.measured_seconds}
+    assert ("look-ahead" in found.refused) == (usual == "look-ahead")
+
+
 @pytest.fixture
 def trained(toy: Callable[..., Path], tmp_path: Path) -> Path:
     """A checkpoint of which next uses have been learned, and weights fitted."""

@@ -72,6 +72,24 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
         print_json({"model": model, "resident_share": share, "tokens": len(ids), "text": source} | results)
 
 
+def forget_winners(model: str, engine: EngineOptions, as_json: bool) -> None:
+    """Drop those of the kinds that are named, or else of both, and say what they were."""
+    from smoe.cli.console import print_json
+    from smoe.load.winners import CHOICES, forget
+    from smoe.models.files import fetch
+
+    named = [kind for kind in CHOICES if getattr(engine, kind) == "auto"]
+    dropped = forget(fetch(model, engine.revision), named or [*CHOICES])
+    if as_json:
+        print_json({"model": model, "forgotten": {kind: [vars(won) for won in of] for kind, of in dropped.items()}})
+        return
+    for kind, winners in dropped.items():
+        for won in winners:
+            print(f"forgotten: {kind} {won.name}, {won}")
+    if not any(dropped.values()):
+        print(f"nothing to forget: no winner of a tournament is remembered for {model}")
+
+
 def _ids(model: str, revision: str | None, text: Path | None, tokens: int, context: int | None) -> list[int]:
     """The first tokens of the text; raises `ConfigError`, before the model is loaded, where they are too few."""
     import transformers
@@ -173,7 +191,9 @@ def _less(entrant: Entrant, usual: Entrant) -> float:
 
 def _absent(found: Tournament, model: str) -> list[str]:
     """Who did not take part: one line for all that lack the same, with what to run first."""
-    lines = [f"{name} did not take part: {refused.why}" for name, refused in found.refused.items() if not refused.lacking]
+    lines = [
+        f"{name} did not take part: {refused.why}" for name, refused in found.refused.items() if not refused.lacking
+    ]
     lacking: dict[str, list[str]] = {}
     for name, refused in found.refused.items():
         if refused.lacking:

@@ -240,7 +240,9 @@ def hold(
     if "prefetch" in kinds:
         usual = serving_prefetch(model, spec)
         if usual not in ("none", *predictors):
-            refused[usual] = Refused(f"`prefetch` {usual}, which auto is here, runs layers of its own: nobody else hears")
+            refused[usual] = Refused(
+                f"`prefetch` {usual}, which auto is here, runs layers of its own: nobody else hears"
+            )
             usual = "none"
         entrants = [_guess(engine, listener, name, predictors.get(name), times) for name in ("none", *predictors)]
         turns = _Turns(model, ids, tick, lambda name: _by_predictor(engine, predictors, name))

@@ -56,7 +56,6 @@ class Winner:
             f"{1e3 * self.seconds:.1f} ms a token ({self.second} {1e3 * self.second_seconds:.1f})"
         )
 
-
     def distance(self, resident_share: float) -> float:
         """How far a size is from that of the tournament, as a share of it."""
         return abs(resident_share / self.resident_share - 1)
@@ -65,17 +64,11 @@ class Winner:
 def winners_of(folder: Path, machine: str) -> dict[str, list[Winner]]:
     """By setting, those of the tournaments of the model in `folder` on such a machine, of any size."""
     stored = kept(of_model("winners", folder), _FORMAT) or {}
-    found: dict[str, list[Winner]] = {}
-    for setting, choices in CHOICES.items():
-        for each in _entries(stored, setting):
-            try:
-                winner = Winner(**each)
-                is_one = winner.name in choices and winner.machine == machine and winner.resident_share > 0
-            except TypeError:
-                continue
-            if is_one:
-                found.setdefault(setting, []).append(winner)
-    return found
+    by_setting = {setting: _winners(stored, setting) for setting in CHOICES}
+    of_machine = {
+        setting: [winner for winner in found if winner.machine == machine] for setting, found in by_setting.items()
+    }
+    return {setting: found for setting, found in of_machine.items() if found}
 
 
 def remember(folder: Path, setting: str, winner: Winner) -> Path:
@@ -89,21 +82,33 @@ def remember(folder: Path, setting: str, winner: Winner) -> Path:
     return keep(path, {"format": _FORMAT} | stored | {setting: [*others, vars(winner)]})
 
 
-def forget(folder: Path, settings: Sequence[str] = tuple(CHOICES)) -> list[Winner]:
-    """Drop the winners of these settings, of all machines and sizes; returns those of this version. Raises `OSError`."""
+def forget(folder: Path, settings: Sequence[str]) -> dict[str, list[Winner]]:
+    """Drop the winners of `settings`, of all machines and sizes; returns those that there were. Raises `OSError`."""
     path = of_model("winners", folder)
     stored: dict[str, Any] = kept(path, _FORMAT) or {}
-    dropped = [Winner(**each) for setting in settings for each in _entries(stored, setting)]
     left = {setting: stored[setting] for setting in stored if setting not in settings}
     if left:
         keep(path, {"format": _FORMAT} | left)
     else:
         path.unlink(missing_ok=True)
-    return dropped
+    return {setting: _winners(stored, setting) for setting in settings}
+
+
+def _winners(stored: dict[str, Any], setting: str) -> list[Winner]:
+    """What a file holds of one setting; what this version does not understand is left out."""
+    found = []
+    for each in _entries(stored, setting):
+        try:
+            winner = Winner(**each)
+            if winner.name in CHOICES[setting] and winner.resident_share > 0:
+                found.append(winner)
+        except TypeError:
+            continue
+    return found
 
 
 def _entries(stored: dict[str, Any], setting: str) -> list[dict[str, Any]]:
-    """What a file holds of one setting, whatever a damaged one says."""
+    """As they stand in the file."""
     found = stored.get(setting)
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
