@@ -26,6 +26,7 @@ PAPERS = ("smoe", "hobbit", "duoserve")
 
 def command(
     paper: Annotated[str, typer.Option(help=f"Whose evaluation: {', '.join(PAPERS)}.")],
+    fresh: Annotated[bool, typer.Option("--fresh", help="Simulate anew what was simulated before.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -33,15 +34,27 @@ def command(
 
     The engine's own plans run on a virtual clock. Claims are relative: how many times better one system is than
     another; a claim holds where the least gain here is nine tenths of the paper's least.
+
+    Every setting that is done is kept in the user's cache folder: what is interrupted goes on from there, and what was
+    simulated by this smoe is not simulated again.
     """
-    from smoe.cli.console import print_json, progress
+    from smoe.cli.console import note, print_json, progress
 
     if paper not in PAPERS:
         raise ConfigError.no_choice("paper", paper, PAPERS)
-    evaluation = import_module(f"smoe.papers.{paper}")
-    with progress("simulate", "settings") as bars:
-        task = bars.add_task(paper, total=len(evaluation.SETTINGS), amount="")
-        found = evaluation.reproduce(lambda count: bars.update(task, advance=count))
+    from smoe.papers.cells import Cells
+
+    evaluation, cells = import_module(f"smoe.papers.{paper}"), Cells(paper, is_fresh=fresh)
+    count = len(evaluation.SETTINGS)
+    known = sum(cells.find(setting) is not None for setting in evaluation.SETTINGS)
+    if known:
+        note(f"{known} of {count} settings were simulated before; --fresh simulates them anew")
+    try:
+        with progress("simulate", "settings") as bars:
+            task = bars.add_task(paper, total=count, amount="", skipped=known)
+            found = evaluation.reproduce(lambda done: bars.update(task, advance=done), cells)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; the same command goes on from the settings that are done") from None
     if json:
         print_json(found.as_json())
     else:

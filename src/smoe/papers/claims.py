@@ -63,6 +63,15 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Cell:
+    """What one setting of a sweep gives, with every system."""
+
+    settings: list[Setting]
+    figures: dict[str, float]
+    """What a paper's claims are about beside times and bytes, by names of its own."""
+
+
+@dataclass(frozen=True)
 class Reproduction:
     """A paper's claims, and what they were taken from."""
 

@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from smoe.memory.emulation import DeviceProfile, read_profile
-from smoe.papers.claims import Claim, Reproduction, Setting, span
+from smoe.papers.cells import Cells
+from smoe.papers.claims import Cell, Claim, Reproduction, Setting, span
 from smoe.papers.geometry import MIXTRAL, MIXTRAL_22B, Geometry, step_times
 from smoe.policy.prediction import Prediction, Predictor, Sight
 from smoe.policy.registry import make_eviction
@@ -69,24 +70,24 @@ SETTINGS = [
 ]
 
 
-def reproduce(tick: Callable[[int], None]) -> Reproduction:
-    """Simulate all settings; `tick` hears of every one that is done."""
+def reproduce(tick: Callable[[int], None], cells: Cells | None = None) -> Reproduction:
+    """Simulate all settings but those that `cells` has; `tick` hears of every one that is done."""
     by_pace: dict[str, list[Setting]] = {pace: [] for pace in PACES}
-    for case, systems in zip(SETTINGS, sweep(_in_case, SETTINGS, tick), strict=True):
-        by_pace[case.pace] += systems
+    for case, cell in zip(SETTINGS, sweep(_in_case, SETTINGS, tick, keeping=cells), strict=True):
+        by_pace[case.pace] += cell.settings
     claims = [claim for pace, settings in by_pace.items() for claim in _claims(settings, pace)]
     claims.append(_memory(by_pace[AS_PROFILED]))
     every = [setting for settings in by_pace.values() for setting in settings]
     return Reproduction("duoserve", tuple(every), tuple(claims), (*_REMARKS, _bound()))
 
 
-def _in_case(case: _Case) -> list[Setting]:
+def _in_case(case: _Case) -> Cell:
     profile = read_profile(case.device)
     if case.pace == AS_IMPLIED:
         profile = replace(profile, device_layer_seconds=implied_layer_seconds(case.model, profile))
     both, one = TOP_2[case.text]
     right = (both + one) / 2  # an expert is named with this probability: both or one of two
-    return _systems(case.model, profile, f"{case.model.name}, {case.device}, {case.text}, {case.pace}", right)
+    return Cell(_systems(case.model, profile, f"{case.model.name}, {case.device}, {case.text}, {case.pace}", right), {})
 
 
 def implied_layer_seconds(model: Geometry, profile: DeviceProfile) -> float:
