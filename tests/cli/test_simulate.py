@@ -11,6 +11,10 @@ def test_claims_stand_beside_ours(run, monkeypatch):
     assert all(claim["verdict"] for claim in said["claims"]) and said["settings"][0]["end_to_end_seconds"] > 0
     shown = run("simulate", "--paper", "duoserve")
     assert shown.code == 0 and "accelerate" in shown.out and "routing is synthetic" in " ".join(shown.err.split())
+    lines = shown.out.splitlines()
+    assert max(map(len, lines)) <= 80 and {"duoserve's claims, as profiled"} <= set(lines)
+    assert sum(line.split()[:1] == ["duoserve"] for line in lines) == len(duoserve.SETTINGS), "one line each"
+    assert sum("reads each layer once" in line for line in shown.err.splitlines()) == 1, "a remark is said once"
 
 
 def test_what_was_simulated_is_said_and_simulated_anew_where_asked(run, monkeypatch):

@@ -20,6 +20,8 @@ class Claim:
     """(least, most), as the paper gives it."""
     ours: tuple[float, float]
     remark: str = ""
+    case: str = ""
+    """Under which it was looked at, where there are several."""
 
     @property
     def verdict(self) -> str:
@@ -40,6 +42,7 @@ class Claim:
             "ours": list(self.ours),
             "verdict": self.verdict,
             "remark": self.remark,
+            "case": self.case,
         }
 
 

@@ -118,6 +118,11 @@ class Forecast:
     outlook: Outlook | None
     """By simulation; None without a rate at which experts come in."""
 
+    @property
+    def moved(self) -> str:
+        """What the bytes of a token's missing experts are called where they go."""
+        return moved_per_token(self.is_emulated)
+
     def as_json(self) -> dict[str, Any]:
         """What `smoe plan --json` prints."""
         spec, ledger, floor = self.spec, self.ledger, self.chosen.uniform.floor
@@ -159,7 +164,7 @@ class Forecast:
                 "source": self.rates.source,
             },
             "remarks": self.remarks,
-            "simulated": None if self.outlook is None else self.outlook.as_json(),
+            "forecast": None if self.outlook is None else self.outlook.as_json(),
         }
 
 
@@ -341,10 +346,16 @@ def dense_bytes_read(spec: ModelSpec) -> int:
     return spec.weights_bytes - (embedding.weight.numel() * spec.dtype.itemsize if stored is None else stored.nbytes)
 
 
+def moved_per_token(is_emulated: bool) -> str:
+    """Beside an emulated device experts wait in RAM: nothing is read from a disk."""
+    return "loaded per token" if is_emulated else "read per token"
+
+
 def _remarks(rates: Rates, is_emulated: bool) -> list[str]:
     remarks = [
         SAYS,
-        "read per token: from typical texts (experts repeat as in recorded texts) to every expert equally likely",
+        f"{moved_per_token(is_emulated)}: from typical texts (experts repeat as in recorded texts) to every expert "
+        "equally likely",
     ]
     figures = f"rates from {rates.source}"
     if is_emulated:
