@@ -108,7 +108,7 @@ def test_a_short_text_is_refused_before_anything_is_loaded(run, checkpoint, text
     monkeypatch.setattr("smoe.cli.session.load", lambda *_: pytest.fail("loaded"))
     text.write_text("Once upon a time")
     ran = run("tune", checkpoint, *SIZE, *BOTH, "--text", text)
-    assert ran.code == 2 and "the text has 16 tokens, and a tournament needs at least 96" in ran.err
+    assert ran.code == 2 and "--text has 16 tokens, and at least 96 are needed for a tournament" in ran.err
     assert "--text" in ran.err
 
 

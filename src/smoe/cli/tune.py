@@ -98,8 +98,8 @@ def command(
 
     With --predictor: what guesses the next layer's experts by the history of routing alone, fitted on recorded traces
     (or on a text, which is recorded first): counts, or a network that is trained for 15 to 45 passes over them, from
-    where an interrupt has left it. It is remembered for this model; --prefetch uses it. With --held-out, how often it
-    and the others are right on other text.
+    where an interrupt has left it: minutes, a quarter of an hour for the embedded model. It is remembered for this
+    model; --prefetch uses it. With --held-out, how often it and the others are right on other text.
 
     With --shares: the thresholds of low copies (T1, T2) by which so many per cent of a text's choices ask for their own
     copy, a low one and none. The text's profile is remembered for this model, whatever the shares; --precision-shares

@@ -91,8 +91,8 @@ class TuneOptions:
     ] = None
 
     def measurement(self, engine: EngineOptions) -> str:
-        """What is asked for: `forget`, `prices`, `cache`, `predictor`, `shares`, `max_perplexity_increase`, `prefetch` or
-        `eviction` (both where they are to be found: auto), or `tpot`, with or without a time.
+        """What is asked for: `forget`, `prices`, `cache`, `predictor`, `shares`, `max_perplexity_increase`, `prefetch`
+        or `eviction` (both where they are to be found: auto), or `tpot`, with or without a time.
 
         Raises `ConfigError` where two are, or something is given that the one does not look at.
         """

@@ -106,13 +106,7 @@ def _ids(model: str, revision: str | None, text: Path | None, tokens: int, conte
     tokenizer = tokenizer_of(model, revision)
     ids = [token for document in texts for token in tokenizer(document)["input_ids"]]
     if len(ids) < LEAST_TOKENS:
-        raise ConfigError(
-            f"the text has {len(ids)} tokens, and a tournament needs at least {LEAST_TOKENS}; give a longer one with "
-            "`text`",
-            setting="text",
-            given=len(ids),
-            allowed=f"at least {LEAST_TOKENS} tokens",
-        )
+        raise ConfigError.too_few_tokens("text", len(ids), LEAST_TOKENS, "for a tournament")
     return ids[:tokens]
 
 

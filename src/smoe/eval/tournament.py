@@ -264,13 +264,7 @@ def _check(engine: Engine, tokens: int) -> None:
             allowed="less than all experts",
         )
     if tokens < LEAST_TOKENS:
-        raise ConfigError(
-            f"the text has {tokens} tokens, and at least {LEAST_TOKENS} are needed; give a longer one with `text`, or "
-            "a longer `context_tokens`",
-            setting="text",
-            given=tokens,
-            allowed=f"at least {LEAST_TOKENS} tokens",
-        )
+        raise ConfigError.too_few_tokens("text", tokens, LEAST_TOKENS, "for a tournament")
 
 
 def _evict(engine: Engine, listener: _Listener, settings: EvictionSettings, times: StepTimes) -> Entrant:

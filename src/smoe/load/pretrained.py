@@ -196,7 +196,7 @@ def make_ledger(
 def share_beside(
     spec: ModelSpec, config: EngineConfig, device: torch.device, store: ExpertStore | None
 ) -> Callable[[int], float]:
-    """Says which share of the experts is resident beside so many learned bytes; what it returns raises `BudgetError`."""
+    """Says which share of the experts is resident beside so many learned bytes; saying it raises `BudgetError`."""
     return lambda learned_bytes: make_ledger(spec, config, device, store, learned_bytes)[0].resident_share
 
 

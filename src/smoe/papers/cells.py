@@ -1,8 +1,8 @@
 """Finished cells of a paper's sweep, in the user's cache: an interrupted simulation goes on from them.
 
 A cell is a file, whole or not there, named by a checksum of its setting. It lies in a folder named by the paper and by
-everything else that decides: the code and the profiles of this smoe, its version, Python's and NumPy's. Cells of another
-smoe are dropped when the first one is kept.
+everything else that decides: the code and the profiles of this smoe, its version, Python's and NumPy's. Cells of
+another smoe are dropped when the first one is kept.
 """
 
 from __future__ import annotations
