@@ -32,13 +32,13 @@ def test_an_error_ends_it(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 class _Kept:
     def __init__(self, **found: int) -> None:
-        self.found = {int(name[1:]): result for name, result in found.items()}
+        self.found: dict[object, int] = {int(name[1:]): result for name, result in found.items()}
 
     def find(self, setting: object) -> int | None:
-        return self.found.get(setting)  # type: ignore[call-overload, no-any-return]
+        return self.found.get(setting)
 
     def keep(self, setting: object, result: int) -> None:
-        self.found[setting] = result  # type: ignore[index]
+        self.found[setting] = result
 
 
 @pytest.mark.parametrize("cores", [1, 2])

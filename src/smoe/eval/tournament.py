@@ -329,7 +329,7 @@ def _finish(
     rest = [entrant for entrant in ranked if entrant not in finalists]
     took: dict[str, list[float]] = {entrant.name: [] for entrant in finalists}
     for number in range(ROUNDS):
-        for entrant in finalists if number % 2 == 0 else reversed(finalists):  # a drift of the machine falls on all
+        for entrant in finalists if number % 2 == 0 else finalists[::-1]:  # a drift of the machine falls on all
             turns.set_up(entrant.name)
             took[entrant.name].append(_turn(turns.model, turns.ids, number, turns.tick))
     measured = [replace(entrant, measured_seconds=tuple(took[entrant.name])) for entrant in finalists]
