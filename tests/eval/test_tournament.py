@@ -98,7 +98,7 @@ def test_everybody_is_simulated_and_the_best_are_run(held: Any) -> None:
     _, _, found = held
     prefetch, eviction = found["prefetch"], found["eviction"]
     assert {entrant.name for entrant in eviction.entrants} == WITHOUT_LEARNING
-    assert "smoe tune with `eviction` learned" in eviction.refused["learned"].why
+    assert "smoe tune on the model with `eviction` learned" in eviction.refused["learned"].why
     assert eviction.refused["learned"].lacking.startswith("nothing has been learned yet")
     names = {entrant.name for entrant in prefetch.entrants}
     assert {"none", "next-gate", "stacked-gates"} <= names and not names & {"whole-layer", "auto"}
