@@ -97,11 +97,12 @@ def test_fewer_bits_from_pack_to_eval(run, mixtral, tmp_path):
     asked = ("generate", mixtral, "--memory", "64MiB", "-p", "Hello", "--max-new-tokens", 4, "--precision", "int4")
     missing = run(*asked)
     assert missing.code == 2 and "with --precision int4 first" in " ".join(missing.err.split())
-    ran = run("pack", mixtral, "--precision", "int4, int2")
-    assert ran.code == 0 and [line.split(".")[-2] for line in ran.out.split()] == ["int4", "int2"]
+    ran = run("pack", mixtral, "--precision", "int4, int3, int2")
+    assert ran.code == 0 and [line.split(".")[-2] for line in ran.out.split()] == ["int4", "int3", "int2"]
     assert "error of the weights in int4" in ran.err and "layer  3" in ran.err
     assert run(*asked).code == 0
-    assert run("verify", mixtral, "--memory", "64MiB", "--precision", "int4").code == 0
+    for precision in ("int4", "int3"):
+        assert run("verify", mixtral, "--memory", "64MiB", "--precision", precision).code == 0
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a cat. " * 20)
     priced = run(
@@ -144,11 +145,11 @@ def test_damage_is_seen_and_mended(run, mixtral):
     assert ran.code == 0 and "is damaged in layer" in ran.err and path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("given", ["int8,int3", "int4,", "", ",", "int4,int8, int4", "int4 int2", "auto"])
+@pytest.mark.parametrize("given", ["int8,int5", "int4,", "", ",", "int4,int8, int4", "int4 int2", "auto"])
 def test_a_list_of_precisions_that_is_none(run, mixtral, given):
     """A name that there is not, a comma too many, nothing at all, the same twice: said as it was given."""
     ran = run("pack", mixtral, "--precision", given)
-    said = f"--precision is {given!r}; it must be one or more of int8, int4, int2, each once, with commas between"
+    said = f"--precision is {given!r}; it must be one or more of int8, int4, int3, int2, each once, with commas between"
     assert ran.code == 2 and said in " ".join(ran.err.split()) and _packed(mixtral) == []
 
 

@@ -13,7 +13,7 @@ from smoe.formats.registry import FORMATS, GGML
 from tests.formats.blocks import by_gguf
 
 BITS = {"Q8_0": 8, "Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q2_K": 2, "Q3_K": 3, "Q4_K": 4, "Q5_K": 5}
-BITS |= {"INT4": 4, "INT2": 2}
+BITS |= {"INT4": 4, "INT3": 3, "INT2": 2}
 GROUP_BITS = {"Q2_K": 4, "Q3_K": 6, "Q4_K": 6, "Q5_K": 6, "INT2": 4}
 
 
@@ -34,6 +34,11 @@ def test_what_is_encoded_is_decoded(name: str, seed: int) -> None:
     np.testing.assert_allclose(form.decode(data), meant(form, blocks), rtol=1e-6, atol=1e-9)
     if name in GGML:
         np.testing.assert_allclose(by_gguf(form, data), meant(form, blocks), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_the_largest_code_is_the_declarations(name: str) -> None:
+    assert FORMATS[name].most == 2 ** BITS[name] - 1
 
 
 def meant(form: Format, blocks: Blocks) -> np.ndarray:
@@ -61,6 +66,15 @@ def test_the_block_of_two_bits_by_hand() -> None:
     scales = [1, 2, 3, 15]
     expected = [0.5 * scales[n] * codes[n][i] - 0.25 * (15 - scales[n]) for n in range(4) for i in range(16)]
     assert FORMATS["INT2"].decode(np.array([data], np.uint8))[0].tolist() == expected
+
+
+def test_the_block_of_three_bits_by_hand() -> None:
+    """docs/formats.md, byte by byte: numbers 16 apart in one byte, their highest bits eight neighbours to a byte."""
+    codes = [5 * n % 8 for n in range(64)]
+    data = [0x00, 0x38, 0x00, 0xB4]  # 0.5, -0.25
+    data += [sum((codes[16 * n + i] % 4) << 2 * n for n in range(4)) for i in range(16)]
+    data += [sum((codes[8 * n + i] >> 2) << i for i in range(8)) for n in range(8)]
+    assert FORMATS["INT3"].decode(np.array([data], np.uint8))[0].tolist() == [0.5 * code - 0.25 for code in codes]
 
 
 def test_the_block_of_four_bits_by_hand() -> None:

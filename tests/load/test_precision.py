@@ -36,7 +36,7 @@ def dequantised(place: Path, precision: str, theirs: PreTrainedModel, most: floa
     contents = contents_of(place, precision=precision)
     packed = read_packed(place, contents)
     assert packed is not None
-    most = most or {"int8": 0.01, "int4": 0.1, "int2": 0.3}[precision]
+    most = most or {"int8": 0.01, "int4": 0.1, "int3": 0.19, "int2": 0.3}[precision]
     for site in contents.sites:
         experts = theirs.get_submodule(site.name)
         numbers = reference_parameters(packed.layers[site.layer], list(range(site.experts)), theirs.dtype)
@@ -51,7 +51,7 @@ def dequantised(place: Path, precision: str, theirs: PreTrainedModel, most: floa
     return theirs
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("precision", ["int8", "int4", "int3", "int2"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "granitemoe", "gpt_oss"])
 def test_logits_are_those_of_the_dequantised_model(
     family: str, precision: str, toy: Callable[..., Path], open_model: Open, tmp_path: Path
@@ -92,7 +92,7 @@ def test_biases_in_either_type(
 
 @pytest.mark.parametrize(
     ("family", "mixture", "precision", "most"),
-    [("qwen3_moe", "Q8_0", "int4", 0.1), ("qwen3_moe", "Q4_K_M", "int8", 0.35), ("gpt_oss", "MXFP4", "int2", 0.5)],
+    [("qwen3_moe", "Q8_0", "int4", 0.1), ("qwen3_moe", "Q4_K_M", "int8", 0.35), ("qwen3_moe", "Q4_0", "int3", 0.3), ("gpt_oss", "MXFP4", "int2", 0.5)],
 )
 def test_a_lower_copy_of_a_gguf_file(
     family: str, mixture: str, precision: str, most: float, open_model: Open, tmp_path: Path
@@ -104,11 +104,12 @@ def test_a_lower_copy_of_a_gguf_file(
     assert_near(steps(ours, oracle.PROMPT), steps(theirs, oracle.PROMPT), 0.04, others=2)
 
 
-def test_a_lower_copy_of_experts_in_mxfp4(open_model: Open, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["int3", "int2"])
+def test_a_lower_copy_of_experts_in_mxfp4(precision: str, open_model: Open, tmp_path: Path) -> None:
     theirs = mxfp4_toy.save(tmp_path / "model")
-    pack_folder(tmp_path / "model", precision="int2")
-    dequantised(tmp_path / "model", "int2", theirs)
-    ours = open_model(tmp_path / "model", "half", precision="int2")
+    pack_folder(tmp_path / "model", precision=precision)
+    dequantised(tmp_path / "model", precision, theirs)
+    ours = open_model(tmp_path / "model", "half", precision=precision)
     assert_near(steps(ours, oracle.PROMPT), steps(theirs, oracle.PROMPT), 0.04, others=2)
 
 

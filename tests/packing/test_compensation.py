@@ -36,7 +36,9 @@ def decoded(name: str, weights: torch.Tensor, how: Compensation | None) -> torch
     return torch.from_numpy(FORMATS[name].decode(quantised(weights, FORMATS[name], how)[0].numpy()))
 
 
-@pytest.mark.parametrize(("name", "gain"), [("Q8_0", 0.7), ("INT4", 0.6), ("Q4_1", 0.6), ("INT2", 0.6), ("Q2_K", 0.6)])
+@pytest.mark.parametrize(
+    ("name", "gain"), [("Q8_0", 0.7), *((name, 0.6) for name in ("INT4", "Q4_1", "INT3", "Q3_K", "INT2", "Q2_K"))]
+)
 def test_outputs_are_nearer_where_inputs_go_together(name: str, gain: float) -> None:
     """On inputs of the same kind that were not seen, too; and the grids are as they were."""
     weights = 0.02 * torch.randn(48, 256, generator=torch.Generator().manual_seed(1))

@@ -75,7 +75,7 @@ def test_the_ledger_is_that_of_the_loaded_engine(make: Callable[[Path], Path], t
     assert planned(model) == loaded(model)
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("precision", ["int8", "int4", "int3", "int2"])
 def test_a_precision_is_planned_before_it_is_packed(precision: str, tmp_path: Path) -> None:
     folder = scattered(tmp_path / "model")
     before = planned(folder, precision=precision)

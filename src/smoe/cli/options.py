@@ -88,7 +88,7 @@ class EngineOptions:
     precision: Annotated[
         str | None,
         typer.Option(
-            help="LOSSY: the experts in fewer bits, as smoe pack --precision wrote them: int8, int4, int2.",
+            help="LOSSY: the experts in fewer bits, as smoe pack --precision wrote them: int8, int4, int3, int2.",
             rich_help_panel=_ENGINE,
         ),
     ] = None
@@ -155,7 +155,7 @@ class EngineOptions:
         str | None,
         typer.Option(
             help="LOSSY: missing experts of little importance come in fewer bits, as smoe pack --precision wrote them: "
-            "int8, int4, int2. Without a preset it means --preset hobbit with these.",
+            "int8, int4, int3, int2. Without a preset it means --preset hobbit with these.",
             rich_help_panel=_LOW,
         ),
     ] = None

@@ -37,7 +37,7 @@ nothing else depends on them.
 
 CALIBRATION_TOKENS = 16384
 _DTYPE_HELP = "auto (the checkpoint's own), bfloat16, float16, float32; not with --precision."
-_PRECISION_HELP = "int8, int4 or int2 (lossy), or several with commas between: a file for each."
+_PRECISION_HELP = "int8, int4, int3 or int2 (lossy), or several with commas between: a file for each."
 
 
 class _Text(NamedTuple):
@@ -68,8 +68,8 @@ def command(
 
     As they are: worth it where a checkpoint scatters its experts (Mixtral's w1, w2, w3) or is read in another dtype
     than it is stored in. In fewer bits: as many more experts fit the same memory. int8 takes 8.5 bits a weight, int4
-    4.5, int2 2.6 to 3; what that costs is said for every layer, and smoe eval measures it on text. Experts that are
-    quantised already (GGUF, MXFP4) can only be packed in fewer bits than they have.
+    4.5, int3 3.4 to 3.5, int2 2.6 to 3; what that costs is said for every layer, and smoe eval measures it on text.
+    Experts that are quantised already (GGUF, MXFP4) can only be packed in fewer bits than they have.
 
     With --calibration-text the model reads some thousands of tokens first (in the memory that is free), and what
     rounding costs its outputs falls by about a third; take text like yours.

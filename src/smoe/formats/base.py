@@ -93,6 +93,12 @@ class Format:
         """The block's own numbers: its scale, and its minimum where it has one."""
         return (self.scale,) if self.minimum is None else (self.scale, self.minimum)
 
+    @property
+    def most(self) -> int:
+        """The largest code, as its bits have it: unsigned, `zero` not subtracted."""
+        fields = self.groups[0].runs[0].fields
+        return sum((1 if isinstance(field, Bits) else field.mask) << field.left for field in fields)
+
     def row_bytes(self, numbers: int) -> int:
         """Bytes of a row of so many numbers, a whole number of blocks."""
         assert numbers % self.numbers == 0, (self.name, numbers)

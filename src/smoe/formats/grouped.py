@@ -2,12 +2,14 @@
 ones, and no number of bits that kernels would have to put together.
 
     INT4   scale | minimum | 32 bytes                            4.5 bits: number i and i + 32 in one byte
+    INT3   scale | minimum | 16 bytes | 8 bytes                  3.5 bits: the lower two of i, i + 16, i + 32, i + 48 in
+                                                                 one byte, then the highest of 8 neighbours
     INT2   scale | minimum | 4 x (scale, minimum) | 16 bytes     3 bits: i, i + 16, i + 32, i + 48 in one byte
 """
 
 from __future__ import annotations
 
-from smoe.formats.base import Field, Format, Group, Run, Scalar
+from smoe.formats.base import Bits, Field, Format, Group, Run, Scalar
 
 
 def _quarter(n: int) -> Group:
@@ -21,6 +23,14 @@ INT4 = Format(
     36,
     Scalar(0),
     (Group((Run(0, 32, (Field(4, 0, 15),)), Run(32, 32, (Field(4, 4, 15),)))),),
+    minimum=Scalar(2, sign=-1),
+)
+INT3 = Format(
+    "INT3",
+    64,
+    28,
+    Scalar(0),
+    (Group(tuple(Run(16 * n, 16, (Field(4, 2 * n, 3), Bits(20 + 2 * n, 2))) for n in range(4))),),
     minimum=Scalar(2, sign=-1),
 )
 INT2 = Format("INT2", 64, 24, Scalar(0), tuple(map(_quarter, range(4))), minimum=Scalar(2))

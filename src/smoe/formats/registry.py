@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smoe.formats.base import Format
-from smoe.formats.grouped import INT2, INT4
+from smoe.formats.grouped import INT2, INT3, INT4
 from smoe.formats.k_quants import Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
 from smoe.formats.mxfp4 import MXFP4, MXFP4_PAIRS
 from smoe.formats.rounded import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
@@ -12,13 +12,18 @@ GGML: dict[str, Format] = {
     each.name: each for each in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, MXFP4)
 }
 """Those that GGUF files have."""
-OWN: dict[str, Format] = {each.name: each for each in (INT4, INT2)}
+OWN: dict[str, Format] = {each.name: each for each in (INT4, INT3, INT2)}
 """Those that `smoe pack` writes, beside ggml's."""
 OPENAI: dict[str, Format] = {MXFP4_PAIRS.name: MXFP4_PAIRS}
 """What OpenAI's releases become in slots."""
 FORMATS = GGML | OWN | OPENAI
 
-PRECISIONS: dict[str, tuple[Format, ...]] = {"int8": (Q8_0,), "int4": (INT4, Q4_1), "int2": (Q2_K, INT2, INT4, Q4_1)}
+PRECISIONS: dict[str, tuple[Format, ...]] = {
+    "int8": (Q8_0,),
+    "int4": (INT4, Q4_1),
+    "int3": (Q3_K, INT3, Q4_1),
+    "int2": (Q2_K, INT2, INT4, Q4_1),
+}
 """What `smoe pack` makes of a matrix when a precision is asked for: the first whose blocks its rows are made of."""
 
 

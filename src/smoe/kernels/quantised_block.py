@@ -85,11 +85,11 @@ def _field(code: Code, field: Field, place: Value, i: int) -> Value:
 
 
 def _bits(code: Code, bits: Bits, place: Value, i: int) -> Value:
-    """A bit of its own byte for each number, from a word that holds them all."""
+    """A bit for each number, from a word that holds them all, where it belongs in a code."""
     build, lanes = code.build, code.isa.lanes
     word = code.load(ir.IntType(lanes), code.at(place, bits.byte + i // 8))
     flags = build.bitcast(word, ir.VectorType(ir.IntType(1), lanes))
-    return build.shl(build.zext(flags, code.registers(WORD)), code.words([bits.left] * lanes))
+    return build.select(flags, code.words([1 << bits.left] * lanes), code.words([0] * lanes))
 
 
 def scales_of(code: Code, form: Format, place: Value, zero: int) -> Scales:

@@ -101,8 +101,7 @@ def _as_bf16(code: Code, form: Format, one: _Piece, other: _Piece, place: Value)
     for field, second in zip(one.run.fields, other.run.fields, strict=True):
         if isinstance(field, Bits):
             assert isinstance(second, Bits)
-            part = _single_bits(code, field, one, second, other, place)
-            left = field.left
+            part, left = _single_bits(code, field, one, second, other, place), 0
         else:
             assert isinstance(second, Field) and field.left == second.left
             part = _bytes(code, field, one, second, other, place)
@@ -125,6 +124,10 @@ def _bytes(code: Code, field: Field, one: _Piece, second: Field, other: _Piece, 
             code.load(ir.VectorType(BYTE, 2 * _PIECE), code.at(place, begins)), ir.VectorType(HALF_WORD, 2 * _PIECE)
         )
         return build.lshr(raw, code.halves([field.shift] * 2 * _PIECE)) if field.shift else raw
+    if follows == begins:
+        raw = code.load(ir.VectorType(BYTE, _PIECE), code.at(place, begins))
+        wide = code.pick(build.zext(raw, ir.VectorType(HALF_WORD, _PIECE)), [*range(_PIECE), *range(_PIECE)])
+        return build.lshr(wide, code.halves([field.shift] * _PIECE + [second.shift] * _PIECE))
     halves = []
     for begin, shift in ((begins, field.shift), (follows, second.shift)):
         raw = code.load(ir.VectorType(BYTE, _PIECE), code.at(place, begin))
@@ -134,13 +137,17 @@ def _bytes(code: Code, field: Field, one: _Piece, second: Field, other: _Piece, 
 
 
 def _single_bits(code: Code, bits: Bits, one: _Piece, second: Bits, other: _Piece, place: Value) -> Value:
-    """A bit for each number of two pieces."""
-    build, halves = code.build, []
-    for each, piece in ((bits, one), (second, other)):
-        word = code.load(ir.IntType(_PIECE), code.at(place, each.byte + piece.i // 8))
-        flags = build.bitcast(word, ir.VectorType(ir.IntType(1), _PIECE))
-        halves.append(build.zext(flags, ir.VectorType(HALF_WORD, _PIECE)))
-    return build.shuffle_vector(*halves, code.words(range(2 * _PIECE)))
+    """A bit for each number of two pieces, where it belongs in a code."""
+    build, size = code.build, _PIECE // 8
+    begins, follows = bits.byte + one.i // 8, second.byte + other.i // 8
+    if follows == begins + size:
+        word = code.load(ir.IntType(2 * _PIECE), code.at(place, begins))
+    else:
+        both = ir.IntType(2 * _PIECE)
+        parts = [build.zext(code.load(ir.IntType(_PIECE), code.at(place, byte)), both) for byte in (begins, follows)]
+        word = build.or_(parts[0], build.shl(parts[1], ir.Constant(both, _PIECE)))
+    flags = build.bitcast(word, ir.VectorType(ir.IntType(1), 2 * _PIECE))
+    return build.select(flags, code.halves([1 << bits.left] * 2 * _PIECE), code.halves([0] * 2 * _PIECE))
 
 
 def _bf16_bits(number: float) -> int:

@@ -98,7 +98,7 @@ class GgufFile:
         raise not_gatherable(
             f"{self.place} is a GGUF file, in which every matrix of an expert lies in one piece: there is nothing to "
             "pack but a copy in fewer bits; give `precision`, as int4 or int2",
-            "int8, int4 or int2 for a GGUF file",
+            "int8, int4, int3 or int2 for a GGUF file",
         )
 
     def load_dense(self, spec: ModelSpec, device: torch.device) -> PreTrainedModel:

@@ -84,7 +84,7 @@ def _codes_of(
     rest: torch.Tensor, lowest: torch.Tensor, step: torch.Tensor, grid: Grid, upper: torch.Tensor
 ) -> torch.Tensor:
     """One section, column by column: all are [width, N]; `rest` changes."""
-    codes, safe = torch.empty_like(rest), step.clamp_min(1e-30)
+    codes, safe = torch.empty_like(rest), torch.where(step.abs() > 1e-30, step, 1e-30)  # a step may go down
     for begin in range(0, len(rest), _BATCH):
         end = min(begin + _BATCH, len(rest))
         errors = torch.empty_like(rest[begin:end])
