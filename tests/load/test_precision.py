@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from smoe.formats.registry import FORMATS
 from smoe.models.packed import check_takes_less, read_packed
 from smoe.models.read_spec import read_spec
 from smoe.models.reference import reference_parameters
@@ -92,7 +93,12 @@ def test_biases_in_either_type(
 
 @pytest.mark.parametrize(
     ("family", "mixture", "precision", "most"),
-    [("qwen3_moe", "Q8_0", "int4", 0.1), ("qwen3_moe", "Q4_K_M", "int8", 0.35), ("qwen3_moe", "Q4_0", "int3", 0.3), ("gpt_oss", "MXFP4", "int2", 0.5)],
+    [
+        ("qwen3_moe", "Q8_0", "int4", 0.1),
+        ("qwen3_moe", "Q4_K_M", "int8", 0.35),
+        ("qwen3_moe", "Q4_0", "int3", 0.3),
+        ("gpt_oss", "MXFP4", "int2", 0.5),
+    ],
 )
 def test_a_lower_copy_of_a_gguf_file(
     family: str, mixture: str, precision: str, most: float, open_model: Open, tmp_path: Path
@@ -137,6 +143,23 @@ def test_a_pack_of_other_weights_is_refused(toy: Callable[..., Path], open_model
     model.save_pretrained(folder)
     with pytest.raises(CheckpointError, match="other weights"):
         open_model(folder, "half", precision="int4")
+
+
+@pytest.mark.parametrize(("precision", "form"), [("int4", "INT4"), ("int3", "INT3"), ("int2", "INT2")])
+def test_a_scale_that_is_no_number_is_named(
+    precision: str, form: str, toy: Callable[..., Path], open_model: Open, tmp_path: Path
+) -> None:
+    """In the pack: the minimum of the first expert's first block, which the header's checksum does not cover."""
+    folder = packed_toy(toy, "mixtral", precision, tmp_path / "model", torch.bfloat16)
+    contents = contents_of(folder, precision=precision)
+    packed, minimum = read_packed(folder, contents), FORMATS[form].minimum
+    assert packed is not None and minimum is not None
+    data, at = bytearray(packed.path.read_bytes()), packed.start + minimum.byte
+    data[at : at + 2] = b"\0\x7e"
+    packed.path.write_bytes(data)
+    said = rf"experts\.{precision}\.smoe: .*gate_up_proj of expert 0 in layer 0.* NaN or infinite in {form}; run smoe"
+    with pytest.raises(CheckpointError, match=said):
+        steps(open_model(folder, "full", precision=precision), oracle.PROMPT)
 
 
 def test_a_precision_of_a_gguf_file_must_have_been_packed(open_model: Open, tmp_path: Path) -> None:

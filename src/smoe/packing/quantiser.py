@@ -5,9 +5,9 @@
 
 Rounding to a grid from the smallest to the largest number of a group, which is what the first turn does, leaves 39 % of
 a weight's size as error with two bits for 32 numbers, and 33 % for 16; a narrower grid, which cuts off the largest, and
-the turns bring the latter to 26 %. Three bits for 64 numbers leave 19 % so, and in the end 17. No data is needed; with data, codes can be better (`compensation.py`). The
-alternation is that of k-means in one dimension (S. Lloyd, IEEE Transactions on Information Theory 28(2), 1982) with its
-centres on a line.
+the turns bring the latter to 26 %. Three bits for 64 numbers leave 19 % so, and in the end 17. No data is needed; with
+data, codes can be better (`compensation.py`). The alternation is that of k-means in one dimension (S. Lloyd, IEEE
+Transactions on Information Theory 28(2), 1982) with its centres on a line.
 """
 
 from __future__ import annotations
