@@ -122,14 +122,14 @@ def steps_of(
     return [each.logits for each in found]
 
 
-@pytest.mark.parametrize("precision", ["int4", "int2", None])
+@pytest.mark.parametrize("precision", ["int4", "int3", "int2", None])
 @pytest.mark.parametrize(("family", "sequences"), [*((family, 1) for family in FAMILIES), ("qwen2_moe", 3)])
 def test_at_thresholds_of_0_only_first_experts_serve_themselves(
     family: str, sequences: int, precision: str | None, packed: Callable[..., Path], open_model: Open
 ) -> None:
     """From empty slots at every step; with a skip threshold of 0 the others are left out. In a batch and a prompt an
     expert serves itself where it is any row's first."""
-    folder = packed(family, "int4", "int2")
+    folder = packed(family, "int4", "int3", "int2")
     model = open_model(
         folder,
         "half",
