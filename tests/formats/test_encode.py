@@ -70,7 +70,7 @@ def test_the_block_of_two_bits_by_hand() -> None:
 
 def test_the_block_of_three_bits_by_hand() -> None:
     """docs/formats.md, byte by byte: numbers 16 apart in one byte, their highest bits eight neighbours to a byte."""
-    codes = [5 * n % 8 for n in range(64)]
+    codes = [(5 * n + n // 8) % 8 for n in range(64)]
     data = [0x00, 0x38, 0x00, 0xB4]  # 0.5, -0.25
     data += [sum((codes[16 * n + i] % 4) << 2 * n for n in range(4)) for i in range(16)]
     data += [sum((codes[8 * n + i] >> 2) << i for i in range(8)) for n in range(8)]
