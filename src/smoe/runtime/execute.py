@@ -22,7 +22,7 @@ from types import MappingProxyType
 
 import torch
 
-from smoe.compute.host_experts import Balancer
+from smoe.compute.unit import Sharer
 from smoe.expert import LOW
 from smoe.kernels.threads import threads
 from smoe.memory.reading_threads import Ticket
@@ -62,7 +62,7 @@ class LayerExecutor:
         compute: LayerCompute,
         predictors: Mapping[Phase, Predictor] = MappingProxyType({}),
         substitution: Substitution = EXACTLY,
-        balancer: Balancer | None = None,
+        balancer: Sharer | None = None,
         trial: Trial | None = None,
         upgrades: bool = False,
     ) -> None:
@@ -231,6 +231,12 @@ class LayerExecutor:
             predictor.overhear(routing, hidden)
         return routing
 
+    def begin_pass(self) -> None:
+        """A forward pass begins."""
+        self.compute.pacing.begin_pass()
+        if self._balancer is not None:
+            self._balancer.begin_pass()
+
     def recover(self) -> None:
         """After an error anywhere in a pass: nothing is under way, and the tables agree."""
         self.compute.recover()
@@ -248,7 +254,7 @@ class LayerExecutor:
             self.arrivals.eviction,
             self._layer_shares[routing.layer],
             self.substitution.switches,
-            None if balancer is None else lambda: balancer.balance(routing.phase, self.arrivals.running),
+            None if balancer is None else lambda: balancer.balance(routing, self.arrivals.running),
             self.arrivals.drop_stale,
             None if answerer is None else lambda routing, table: answerer.answer(routing, table, self.arrivals.running),
         )
@@ -277,6 +283,8 @@ class LayerExecutor:
         planning = pacing.begin_planning()
         if phase is Phase.PREFILL:  # which takes them in ascending order
             predictions = [named._replace(experts=sorted(named.experts)) for named in predictions]
+        if self._balancer is not None:
+            predictions = self._balancer.guess(predictions)
         self.arrivals.prefetch(plan_prefetch(predictions, self.table, plan))
         pacing.end_planning(planning)
 

@@ -1,0 +1,93 @@
+"""The cluster behind an engine, where the settings name one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from smoe.config import EngineConfig
+from smoe.errors import ConfigError
+from smoe.expert import EXACT
+from smoe.load.experts_alone import ExpertsAlone
+from smoe.load.experts_math import experts_math
+from smoe.memory.store import ExpertStore
+from smoe.models.spec import ModelSpec
+from smoe.policy.budget import Demand
+from smoe.runtime.layer import LayerCompute
+
+if TYPE_CHECKING:
+    from smoe.cluster.remote import Cluster
+
+
+def check_zmq() -> None:
+    """Raise `ConfigError` where the library that machines talk by is not installed."""
+    try:
+        import zmq  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "a cluster needs pyzmq, which is not installed; run: pip install 'smoe[cluster]'",
+            setting="cluster",
+            given="a cluster",
+            allowed="none without pyzmq",
+        ) from error
+
+
+def cluster_of(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    config: EngineConfig,
+    stores: Mapping[int, ExpertStore],
+    compute: LayerCompute,
+    demand: Demand,
+    weights: str,
+    seconds_per_byte: Callable[[], float],
+    made: ExitStack,
+) -> Cluster:
+    """Listening, with whoever came in time; `weights`: the checkpoint's checksum; `made` closes it where what follows
+    fails.
+
+    Raises `ClusterError` where the cluster is unknown, its address taken, or too few workers came.
+    """
+    check_zmq()
+    from smoe.cluster.identity import read_main
+    from smoe.cluster.remote import Cluster
+    from smoe.errors import ClusterError
+
+    assert config.cluster is not None
+    main, store = read_main(config.cluster), stores[EXACT]
+    math = experts_math(model, spec, store, config.activations)
+    if not all(layer.is_movable for layer in math.values()):
+        raise ConfigError(
+            "this family's experts end in a norm that only the main machine has; it cannot be served by a `cluster`",
+            setting="cluster",
+            given=config.cluster,
+            allowed="none for this model",
+        )
+    own = [each for each in demand.all_classes if each.form == EXACT]
+    threads = torch.get_num_threads()
+    alone = ExpertsAlone(store, math, own, 0, config, threads)
+    asked = {"weights": weights, "precision": spec.precision, "dtype": str(spec.dtype)}
+    slot_bytes = max(store.slot_bytes.values())
+    method = config.placement or "finish"
+    cluster = Cluster(
+        main, alone, spec.dtype, asked, method, config.balance_order, lambda: slot_bytes * seconds_per_byte()
+    )
+    made.callback(cluster.close)
+    compute.cluster, compute.units = cluster, cluster.units
+    cluster.open(compute.arithmetic)
+    came = cluster.wait(config.workers, config.worker_timeout_seconds)
+    if len(came) < config.workers:
+        reasons = "; ".join(f"{member.name}: {member.why}" for member in cluster.members if member.why)
+        raise ClusterError(
+            f"{len(came)} of {config.workers} workers of the cluster {main.name!r} came to {main.address} within "
+            f"{config.worker_timeout_seconds:g} s{f' ({reasons})' if reasons else ''}; start them (smoe cluster up, "
+            "smoe cluster join), or wait longer (`worker_timeout_seconds`)",
+            setting="workers",
+            given=config.workers,
+            allowed=f"{len(came)} now",
+        )
+    return cluster
