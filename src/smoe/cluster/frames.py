@@ -219,7 +219,8 @@ def _whole_numbers(part: Any, columns: int) -> np.ndarray[Any, np.dtype[np.uint3
 
 
 def _bytes_of(rows: torch.Tensor) -> memoryview:
-    return memoryview(rows.contiguous().view(torch.uint8).numpy()).cast("B")
+    numbers: Any = rows.contiguous().view(torch.uint8).numpy()
+    return memoryview(numbers).cast("B")
 
 
 def _rows_of(part: Any, dtype: torch.dtype, hidden: int) -> torch.Tensor:

@@ -184,6 +184,16 @@ def keep_worker(worker: Worker) -> Path:
     return _keep(_path(worker.cluster, "worker"), asdict(worker))
 
 
+def keep_status(name: str, workers: list[dict[str, Any]]) -> Path:
+    """Say who is there, now; returns where. Raises `OSError`."""
+    return _keep(_path(name, "status"), {"at": time.time(), "process": os.getpid(), "workers": workers})
+
+
+def read_status(name: str) -> dict[str, Any] | None:
+    """What main has said last: `at` (seconds since 1970), `process`, `workers`; None where it never ran."""
+    return _read(_path(name, "status"))
+
+
 def invitation(main: Main, now: float | None = None) -> tuple[Main, str]:
     """(main, who expects somebody now; the line for the other machine)."""
     code, now = secrets.token_urlsafe(18), time.time() if now is None else now
@@ -232,6 +242,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _keep(path: Path, content: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with whole_file(path) as file:
-        os.chmod(file.fileno(), 0o600) if hasattr(os, "fchmod") else None
+        if os.name == "posix":
+            os.fchmod(file.fileno(), 0o600)
         file.write((json.dumps({"format": _FORMAT} | content, indent=2) + "\n").encode())
     return path

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -55,6 +56,9 @@ class Doorkeeper(Protocol):
 
     def proof(self, member: Member) -> Sequence[Proof]:
         """What it is to compute before it is believed."""
+
+    def tick(self) -> None:
+        """Some time has passed."""
 
 
 @dataclass
@@ -118,7 +122,7 @@ class Link:
         self._hidden, self._dtype = hidden, dtype
         self._requests: dict[int, Request] = {}
         self._numbers = itertools.count(1)
-        self._bell: Doorbell[Callable[[], None]] = Doorbell()
+        self._bell: Doorbell[Callable[[], object]] = Doorbell()
         self._by_route: dict[bytes, Member] = {}
         self._is_ending = False
         self._beaten = 0.0
@@ -201,7 +205,7 @@ class Link:
         for each in (self._router, self._monitor, self._bell.fileno()):
             poller.register(each, zmq.POLLIN)
         while not self._is_ending:
-            poller.poll(1000 * (_TICK_SECONDS if self._requests else 10 * _TICK_SECONDS))
+            poller.poll(int(1000 * (_TICK_SECONDS if self._requests else 10 * _TICK_SECONDS)))
             try:
                 self._turn()
             except Exception:  # a request must not wait for ever for a thread that has ended
@@ -347,7 +351,7 @@ class Link:
         for mine, theirs in zip(
             self._rescue.submit(request.wanted, Fetched(request.hidden)), request.futures, strict=True
         ):
-            mine.add_done_callback(lambda result, future=theirs: _take_over(result, future))
+            mine.add_done_callback(partial(_take_over, theirs))
         del self._requests[request.number]
 
     def _see_to_deadlines(self, now: float) -> None:
@@ -365,6 +369,7 @@ class Link:
                     self._ask_next(request)
         if now - self._beaten > _BEAT_SECONDS:
             self._beaten = now
+            self._doorkeeper.tick()
             for member in list(self.members.values()):
                 if member.state is State.OUT:
                     continue
@@ -446,7 +451,7 @@ def _only(hidden: torch.Tensor, wanted: Sequence[Wanted]) -> tuple[torch.Tensor,
     return hidden[used], [Wanted(each.key, [place[token] for token in each.tokens]) for each in wanted]
 
 
-def _take_over(result: Future[torch.Tensor], future: Future[torch.Tensor]) -> None:
+def _take_over(future: Future[torch.Tensor], result: Future[torch.Tensor]) -> None:
     if result.cancelled():
         future.cancel()
     elif result.exception() is not None:

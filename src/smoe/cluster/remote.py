@@ -11,24 +11,26 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
 from math import inf
 from typing import Any
 
 import torch
 
 from smoe import __version__
-from smoe.cluster.identity import Main, keep_main
+from smoe.cluster.identity import Main, keep_main, keep_status, read_main
 from smoe.cluster.link import Link, Proof
-from smoe.cluster.members import Member, State
+from smoe.cluster.members import Member
+from smoe.compute.experts_alone import ExpertsAlone
 from smoe.compute.unit import ComputeUnit, Wanted
 from smoe.errors import ClusterError
 from smoe.expert import EXACT, ExpertKey
-from smoe.load.experts_alone import ExpertsAlone
 from smoe.memory.streams import Fetched
 from smoe.policy.placement import Placement, group
 from smoe.policy.plan import FIRST_WORKER
 from smoe.policy.prediction import Prediction
-from smoe.routing import Phase, Routing
+from smoe.routing import Routing
 
 _PROOF_ROWS = (1, 2, 5, 40)
 
@@ -73,7 +75,7 @@ class Cluster:
         if not self._alone.compute_by(arithmetic):
             raise ClusterError(f"main's own experts cannot be computed by `kernels` {arithmetic}; please report this")
         self._proofs = list(self._make_proofs())
-        hidden = next(iter(self._alone.math.values())).hidden
+        hidden = self._alone.hidden
         keys, rescue = self.main.keys, self._alone.experts
         self.link = Link(self.main.address, keys.public, keys.secret, self, rescue, hidden, self._dtype)
 
@@ -91,6 +93,10 @@ class Cluster:
     def members(self) -> list[Member]:
         """All that ever came."""
         return [] if self.link is None else list(self.link.members.values())
+
+    def described(self) -> list[dict[str, Any]]:
+        """Of every worker what people and programs want to know; times in seconds."""
+        return [_described(member) for member in self.members]
 
     def close(self) -> None:
         """Say good-bye to the workers and give back what main kept for itself. Idempotent."""
@@ -141,7 +147,18 @@ class Cluster:
 
     def may_knock(self, key: str) -> bool:
         """Workers that are known, and anybody where somebody is invited."""
+        if key not in self.main.workers.values():
+            self._read_again()  # somebody may have been invited since
         return key in self.main.workers.values() or self.main.expects_someone()
+
+    def tick(self) -> None:
+        """Say in the cluster's folder who is there, for `smoe cluster status`."""
+        with suppress(OSError):
+            keep_status(self.main.name, self.described())
+
+    def _read_again(self) -> None:
+        with self._lock, suppress(ClusterError):
+            self.main = replace(read_main(self.main.name), address=self.main.address)
 
     def knocked(self, key: str, said: dict[str, Any]) -> Member | str:
         """A new member that is to be proven, or why it is refused."""
@@ -173,7 +190,7 @@ class Cluster:
 
     def _make_proofs(self) -> Iterator[Proof]:
         """An expert of every kind, with few rows and with many, as main computes it itself."""
-        of_kind = {math.kind: layer for layer, math in reversed(self._alone.math.items())}
+        of_kind = {math.kind: layer for layer, math in reversed(list(self._alone.math.items()))}
         generator = torch.Generator().manual_seed(0)
         for layer in of_kind.values():
             last = self._alone.store.layers[layer].experts - 1
@@ -219,21 +236,16 @@ class RemoteUnit:
         self.drain()
 
 
-def described(members: Iterable[Member]) -> list[dict[str, Any]]:
-    """Of every worker what people and programs want to know; times in seconds."""
-    return [
-        {
-            "name": member.name,
-            "state": member.state.value,
-            "why": member.why,
-            "slots": member.slots,
-            "experts_computed": member.experts,
-            "requests": member.requests,
-            "deadlines_missed": member.missed,
-            "seconds_per_load": member.load,
-            "seconds_per_expert": member.expert,
-            "seconds_there_and_back": member.hop,
-        }
-        for member in members
-        if member.state is not State.PROVING
-    ]
+def _described(member: Member) -> dict[str, Any]:
+    return {
+        "name": member.name,
+        "state": member.state.value,
+        "why": member.why,
+        "slots": member.slots,
+        "experts_computed": member.experts,
+        "requests": member.requests,
+        "deadlines_missed": member.missed,
+        "seconds_per_load": member.load,
+        "seconds_per_expert": member.expert,
+        "seconds_there_and_back": member.hop,
+    }

@@ -13,8 +13,9 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import zmq
@@ -24,9 +25,9 @@ from smoe.cluster import frames
 from smoe.cluster.doorbell import Doorbell
 from smoe.cluster.frames import Frame, FrameError, Kind
 from smoe.cluster.identity import Worker
+from smoe.compute.experts_alone import ExpertsAlone
 from smoe.errors import ClusterError
 from smoe.expert import ExpertKey
-from smoe.load.worker_experts import Opened
 from smoe.machine.measure import describe_machine
 from smoe.memory.streams import Fetched
 
@@ -40,16 +41,26 @@ _MOST_AHEAD = 64
 _log = logging.getLogger(__name__)
 
 
+class Served(NamedTuple):
+    """A model's experts, and what main must have the same of."""
+
+    alone: ExpertsAlone
+    weights: str
+    """The checkpoint's checksum."""
+    precision: str
+    dtype: torch.dtype
+
+
 class WorkerProcess:
     """The talking thread of a worker."""
 
-    def __init__(self, me: Worker, opened: Opened, on_change: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, me: Worker, served: Served, on_change: Callable[[str], None] = lambda _: None) -> None:
         """`on_change` hears, in words, when it is let in, or main is gone."""
         self._me = me
-        self._opened = opened
+        self._served = served
         self._on_change = on_change
-        self._experts = {layer: held.experts for layer, held in opened.alone.store.layers.items()}
-        self._hidden = next(iter(opened.alone.math.values())).hidden
+        self._experts = {layer: held.experts for layer, held in served.alone.store.layers.items()}
+        self._hidden = served.alone.hidden
         self._bell: Doorbell[list[Any]] = Doorbell()
         self._ahead = ThreadPoolExecutor(1, "smoe-ahead")
         self._waiting_ahead = 0
@@ -73,7 +84,7 @@ class WorkerProcess:
                 poller.register(dealer, zmq.POLLIN)
                 poller.register(self._bell.fileno(), zmq.POLLIN)
                 while not self._is_ending:
-                    poller.poll(1000 * BEAT_SECONDS)
+                    poller.poll(int(1000 * BEAT_SECONDS))
                     self._turn(dealer)
                 self._send(dealer, frames.alone(Kind.LEAVE))
                 dealer.close(linger=200)
@@ -111,25 +122,23 @@ class WorkerProcess:
             self._send(dealer, frames.alone(Kind.BEAT))
 
     def _hello(self) -> dict[str, Any]:
-        spec = self._opened.spec
+        served = self._served
         return {
             "smoe": __version__,
             "name": self._me.name,
             "code": self._me.code,
-            "weights": self._opened.checksum,
-            "precision": spec.precision,
-            "dtype": str(spec.dtype),
-            "slots": self._opened.alone.slots,
+            "weights": served.weights,
+            "precision": served.precision,
+            "dtype": str(served.dtype),
+            "slots": served.alone.slots,
             "processor": describe_machine()["processor"],
             "threads": torch.get_num_threads(),
             "arithmetic": self._arithmetic,
         }
 
     def _send(self, dealer: zmq.Socket[bytes], parts: list[Any]) -> None:
-        try:
+        with suppress(zmq.Again):  # main is not there; whoever waits asks somebody else
             dealer.send_multipart(parts, zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            pass  # main is not there; whoever waits asks somebody else
 
     def _hear(self, dealer: zmq.Socket[bytes], parts: list[Any]) -> None:
         try:
@@ -157,7 +166,7 @@ class WorkerProcess:
     def _welcomed(self, said: dict[str, Any]) -> None:
         arithmetic = said.get("arithmetic")
         if self._arithmetic is None:
-            if not isinstance(arithmetic, str) or not self._opened.alone.compute_by(arithmetic):
+            if not isinstance(arithmetic, str) or not self._served.alone.compute_by(arithmetic):
                 raise ClusterError(f"main computes by `kernels` {arithmetic}, which this machine cannot")
             self._arithmetic = arithmetic
         elif arithmetic != self._arithmetic:
@@ -168,7 +177,7 @@ class WorkerProcess:
         self._on_change("belongs to the cluster")
 
     def _work(self, frame: Frame) -> None:
-        began, alone = time.perf_counter(), self._opened.alone
+        began, alone = time.perf_counter(), self._served.alone
         asked = frames.parse_work(frame, self._experts, self._hidden)
         futures = alone.experts.submit(asked.wanted, Fetched(asked.hidden))
 
@@ -182,7 +191,7 @@ class WorkerProcess:
         if self._waiting_ahead >= _MOST_AHEAD:
             return
         self._waiting_ahead += 1
-        self._ahead.submit(partial(self._opened.alone.experts.bring, key)).add_done_callback(self._fetched)
+        self._ahead.submit(partial(self._served.alone.experts.bring, key)).add_done_callback(self._fetched)
 
     def _fetched(self, future: Future[None]) -> None:
         self._waiting_ahead -= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -45,6 +45,16 @@ class ComputeUnit(Protocol):
 
     def close(self) -> None:
         """Stop its threads; any number of times."""
+
+
+class Others(Protocol):
+    """The machines that units are on."""
+
+    def described(self) -> list[dict[str, Any]]:
+        """What each has done, for people and programs."""
+
+    def close(self) -> None:
+        """Let them go; any number of times."""
 
 
 class Sharer(Protocol):

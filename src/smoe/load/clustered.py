@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-import torch
 from transformers import PreTrainedModel
 
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.expert import EXACT
-from smoe.load.experts_alone import ExpertsAlone
 from smoe.load.experts_math import experts_math
 from smoe.memory.store import ExpertStore
 from smoe.models.spec import ModelSpec
@@ -56,6 +54,7 @@ def cluster_of(
     from smoe.cluster.identity import read_main
     from smoe.cluster.remote import Cluster
     from smoe.errors import ClusterError
+    from smoe.load.worker_experts import experts_alone
 
     assert config.cluster is not None
     main, store = read_main(config.cluster), stores[EXACT]
@@ -68,8 +67,7 @@ def cluster_of(
             allowed="none for this model",
         )
     own = [each for each in demand.all_classes if each.form == EXACT]
-    threads = torch.get_num_threads()
-    alone = ExpertsAlone(store, math, own, 0, config, threads)
+    alone = experts_alone(store, math, own, 0, config)
     asked = {"weights": weights, "precision": spec.precision, "dtype": str(spec.dtype)}
     slot_bytes = max(store.slot_bytes.values())
     method = config.placement or "finish"
@@ -77,7 +75,7 @@ def cluster_of(
         main, alone, spec.dtype, asked, method, config.balance_order, lambda: slot_bytes * seconds_per_byte()
     )
     made.callback(cluster.close)
-    compute.cluster, compute.units = cluster, cluster.units
+    compute.others, compute.units = cluster, cluster.units
     cluster.open(compute.arithmetic)
     came = cluster.wait(config.workers, config.worker_timeout_seconds)
     if len(came) < config.workers:

@@ -11,7 +11,9 @@ from smoe.memory.store import ExpertStore
 from smoe.models.spec import ModelSpec
 
 
-def experts_math(model: PreTrainedModel, spec: ModelSpec, store: ExpertStore, activations: str) -> dict[int, ExpertMath]:
+def experts_math(
+    model: PreTrainedModel, spec: ModelSpec, store: ExpertStore, activations: str
+) -> dict[int, ExpertMath]:
     """Every layer's formulas, by the block that they stand in for in `model`, which may be an empty shell."""
     modules = dict(model.named_modules())
     if not isinstance(store, QuantisedStore):

@@ -161,7 +161,8 @@ class Balance(NamedTuple):
 
 
 def importance(serve: Serve, routing: Routing, order: str) -> tuple[float, ...]:
-    """A missing expert's place in one of `BALANCE_ORDER`, ascending: the most important first. Without scores the place among a token's choices stands for them."""
+    """A missing expert's place in one of `BALANCE_ORDER`, ascending: the most important first. Without scores the place
+    among a token's choices stands for them."""
     _, expert, _ = serve.key
     width = len(routing.top_k_index[0])
     if routing.scores is not None:

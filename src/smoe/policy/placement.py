@@ -116,5 +116,3 @@ def group(turn: int, size: int, workers: Sequence[int]) -> list[int]:
 
 def _finite(seconds: float) -> float:
     return 0.0 if seconds == inf else seconds
-
-

@@ -18,7 +18,7 @@ from smoe.compute.decode_experts import decode_experts, proven_kernel, routes_on
 from smoe.compute.expert_math import ExpertMath
 from smoe.compute.row_groups import Filling, Shape, proven_filling
 from smoe.compute.thread_pool import ThreadPool
-from smoe.compute.unit import ComputeUnit, Wanted
+from smoe.compute.unit import ComputeUnit, Others, Wanted
 from smoe.expert import EXACT, ExpertKey
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.spinning_pool import SpinningPool
@@ -57,7 +57,7 @@ class LayerCompute:
         self.spinning_pool: SpinningPool | None = None
         """What multiplies single rows by our kernel (`compute_by`)."""
         self.units = units
-        self.cluster: Helpers | None = None
+        self.others: Others | None = None
         """Whom the units on other machines belong to."""
         self.pacing = pacing
         self.store = store
@@ -97,7 +97,7 @@ class LayerCompute:
     @property
     def helpers(self) -> list[Helpers]:
         """What has threads of its own, units aside."""
-        return [each for each in (self.thread_pool, self.spinning_pool, self.cluster) if each is not None]
+        return [each for each in (self.thread_pool, self.spinning_pool, self.others) if each is not None]
 
     def close(self) -> None:
         """End the helpers and the units."""

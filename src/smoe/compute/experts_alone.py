@@ -6,25 +6,17 @@ the engine's, on whatever the slots hold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import torch
+from collections.abc import Callable, Mapping, Sequence
 
 from smoe.compute.expert_math import ExpertMath
 from smoe.compute.host_experts import HostExperts
-from smoe.config import EngineConfig
-from smoe.expert import EXACT
+from smoe.expert import EXACT, ExpertKey
 from smoe.kernels.spinning_pool import SpinningPool
-from smoe.load.tiers import host_sizes, reads_directly, size_of
-from smoe.machine.available_memory import free_device_bytes
 from smoe.memory.disk import DiskReader
 from smoe.memory.host import HostTier
 from smoe.memory.movers import Filler
 from smoe.memory.pacing import Pacing
 from smoe.memory.store import ExpertStore
-from smoe.policy.budget import SlotClass
-
-_CPU = torch.device("cpu")
 
 
 class ExpertsAlone:
@@ -34,25 +26,26 @@ class ExpertsAlone:
         self,
         store: ExpertStore,
         math: Mapping[int, ExpertMath],
-        classes: Sequence[SlotClass],
-        memory_bytes: int,
-        config: EngineConfig,
+        sizes: Sequence[tuple[int, int]],
+        size_of: Callable[[ExpertKey], int],
+        is_direct: bool,
         threads: int,
     ) -> None:
-        """`classes`: of the experts' own copies; `memory_bytes` for slots, of which there are a few at least."""
-        sizes = host_sizes(classes, memory_bytes, config.io_threads)
+        """`sizes`: (slots, bytes of each); `size_of`: which of them an expert has; `is_direct`: read past the page
+        cache."""
         self.slots = sum(slots for slots, _ in sizes)
-        nbytes = sum(slots * each for slots, each in sizes)
-        free, _ = free_device_bytes(_CPU)
-        is_direct = reads_directly(config, store.total_bytes, free - nbytes)
-        self._reader = DiskReader(is_direct)
-        self._host = HostTier(sizes, size_of(classes), lambda _: False, huge_pages=is_direct)
-        self._threads = threads
         self.store = store
         self.math = math
-        self.experts = HostExperts(
-            self._host, Filler({EXACT: store}, self._reader), store, math, threads, Pacing()
-        )
+        self._reader = DiskReader(is_direct)
+        self._host = HostTier(sizes, size_of, lambda _: False, huge_pages=is_direct)
+        self._threads = threads
+        filler = Filler({EXACT: store}, self._reader)
+        self.experts = HostExperts(self._host, filler, store, math, threads, Pacing())
+
+    @property
+    def hidden(self) -> int:
+        """Numbers in a row."""
+        return next(iter(self.math.values())).hidden
 
     def compute_by(self, arithmetic: str) -> bool:
         """From now on few rows are multiplied by one of `KERNELS` that the main machine has found best; False where
