@@ -79,7 +79,7 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "score_window": (0, None),
     "recent_costs": (1, None),
     "emulated_expert_bytes": (1, None),
-    "workers": (0, 1000),
+    "cluster_workers": (0, 1000),
 }
 """The least and the most of the settings that are counted."""
 NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -91,7 +91,7 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "skip_threshold": ("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
     "max_perplexity_increase": ("a number above 0 and at most 1 (0.01 is 1 %)", lambda value: 0 < value <= 1),
     "tpot_seconds": ("a number of seconds above 0", lambda value: 0 < value < math.inf),
-    "worker_timeout_seconds": ("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
+    "cluster_timeout_seconds": ("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
     "turn_timeout_seconds": ("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
     "cache_weights": ("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
     "precision_shares": (

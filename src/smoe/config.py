@@ -102,9 +102,9 @@ class EngineConfig:
     """The name of a cluster of machines whose workers compute experts that are missing here (`smoe cluster`)."""
     placement: str | None = None
     """For a cluster: who computes which of them; None: finish."""
-    workers: int = 1
+    cluster_workers: int = 1
     """For a cluster: how many must be there before the first token; more may come later."""
-    worker_timeout_seconds: float = 15.0
+    cluster_timeout_seconds: float = 15.0
     """For a cluster: how long they are waited for."""
     recent_costs: int = RECENT
     """Measured loads and CPU computations that the balancer's costs are the means of (the papers' p)."""

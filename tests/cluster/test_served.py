@@ -47,7 +47,7 @@ def test_a_cluster_is_exact(
 ) -> None:
     folder = toy("qwen3_moe", dtype=dtype)
     start(folder, workers)
-    model = open_model(folder, "minimum", cluster="test", workers=workers, **switches)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=workers, **switches)
     everything_there(model)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     stats = model.offload.stats()
@@ -64,7 +64,7 @@ def test_a_cluster_is_exact(
 def test_other_families_are_exact(family: str, toy: Callable[..., Path], start: Start, open_model: Open) -> None:
     folder = toy(family, dtype=torch.bfloat16)
     start(folder, 2)
-    model = open_model(folder, "minimum", cluster="test", workers=2, **BY_TURNS)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=2, **BY_TURNS)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
 
 
@@ -72,7 +72,7 @@ def test_a_batch_is_exact(toy: Callable[..., Path], start: Start, open_model: Op
     folder = toy("qwen3_moe", dtype=torch.bfloat16)
     prompt = torch.cat([oracle.PROMPT, oracle.PROMPT.flip(1), oracle.PROMPT.roll(5, 1), oracle.PROMPT.roll(9, 1)])
     start(folder, 2)
-    model = open_model(folder, "minimum", cluster="test", workers=2, max_sequences=4, **BY_TURNS)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=2, max_sequences=4, **BY_TURNS)
     alone = oracle.greedy(oracle.reference(folder), prompt, 8)
     oracle.assert_same_steps(oracle.greedy(model, prompt, 8), alone)
 
@@ -134,7 +134,7 @@ def test_faults_change_no_bit(
     kind = type("Faulty", (Unreliable,), {"fault": fault, "every": 8 if fault == "slow" else 5})
     start(folder, 1, kind)
     start(folder, others)
-    model = open_model(folder, "minimum", cluster="test", workers=1 + others, **BY_TURNS)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=1 + others, **BY_TURNS)
     ours = oracle.greedy(model, new_tokens=12)
     theirs = oracle.reference_steps(folder)
     assert torch.equal(ours.prefill, theirs.prefill)
@@ -152,7 +152,7 @@ def test_faults_change_no_bit(
 def test_workers_come_and_go_between_tokens(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
     folder = toy("qwen3_moe", dtype=torch.bfloat16)
     (first,) = start(folder, 1)
-    model = open_model(folder, "minimum", cluster="test", workers=1, **BY_TURNS)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=1, **BY_TURNS)
     alone = oracle.greedy(oracle.reference(folder), new_tokens=8)
     oracle.assert_same_steps(oracle.greedy(model, new_tokens=8), alone)
     start(folder, 1)
@@ -186,7 +186,7 @@ def test_another_model_is_refused_by_name(toy: Callable[..., Path], main: Main, 
     thread = threading.Thread(target=serve)
     thread.start()
     with pytest.raises(ClusterError, match="0 of 1 workers"):
-        open_model(folder, "minimum", cluster="test", worker_timeout_seconds=2.0)
+        open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=2.0)
     thread.join(10)
     served.alone.close()
     assert len(said) == 1 and "its weights" in said[0]
@@ -208,7 +208,7 @@ def test_other_bits_are_refused(
     monkeypatch.setattr(frames, "done", off)
     folder = toy("qwen3_moe", dtype=torch.bfloat16)
     with pytest.raises(ClusterError, match="other bits"):
-        open_model(folder, "minimum", cluster="test", worker_timeout_seconds=3.0) if _started(start, folder) else None
+        open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=3.0) if _started(start, folder) else None
 
 
 def _started(start: Start, folder: Path) -> bool:
@@ -227,7 +227,7 @@ def test_a_stranger_is_not_let_in(toy: Callable[..., Path], start: Start, open_m
     main = read_main("test")
     keep_main(Main(main.name, main.address, main.keys))  # all invitations are withdrawn
     with pytest.raises(ClusterError, match="0 of 1 workers"):
-        open_model(folder, "minimum", cluster="test", worker_timeout_seconds=1.5)
+        open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=1.5)
 
 
 def test_one_main_at_a_time(toy: Callable[..., Path], start: Start, open_model: Open) -> None:

@@ -70,7 +70,7 @@ def up(
     given += [] if threads is None else ["--threads", str(threads)]
     lines = [[sys.executable, "-m", "smoe", "cluster", "work", model, "--name", each, *given] for each in workers]
     note(f"{local} workers wait for a main at {main.address}; in another terminal:")
-    note(f"smoe generate {model} --cluster {main.name} --set workers={local} -p ...")
+    note(f"smoe generate {model} --cluster {main.name} --set cluster_workers={local} -p ...")
     _keep_running(lines)
 
 

@@ -77,15 +77,15 @@ def cluster_of(
     made.callback(cluster.close)
     compute.others, compute.units = cluster, cluster.units
     cluster.open(compute.arithmetic)
-    came = cluster.wait(config.workers, config.worker_timeout_seconds)
-    if len(came) < config.workers:
+    came = cluster.wait(config.cluster_workers, config.cluster_timeout_seconds)
+    if len(came) < config.cluster_workers:
         reasons = "; ".join(f"{member.name}: {member.why}" for member in cluster.members if member.why)
         raise ClusterError(
-            f"{len(came)} of {config.workers} workers of the cluster {main.name!r} came to {main.address} within "
-            f"{config.worker_timeout_seconds:g} s{f' ({reasons})' if reasons else ''}; start them (smoe cluster up, "
-            "smoe cluster join), or wait longer (`worker_timeout_seconds`)",
-            setting="workers",
-            given=config.workers,
+            f"{len(came)} of {config.cluster_workers} workers of the cluster {main.name!r} came to {main.address} within "
+            f"{config.cluster_timeout_seconds:g} s{f' ({reasons})' if reasons else ''}; start them (smoe cluster up, "
+            "smoe cluster join), or wait longer (`cluster_timeout_seconds`)",
+            setting="cluster_workers",
+            given=config.cluster_workers,
             allowed=f"{len(came)} now",
         )
     return cluster
