@@ -7,9 +7,10 @@ Every cell is a model, a size of the cache, a preset and a precision; what needs
 left out and named. Every cell is foretold and then run in a fresh process, the cells one after the other and the rounds
 one after the other, so that a drift of the machine falls on all. *Forecast* is made before the cell has run; *taught*
 before its second round, by what one run of the model in this precision has shown (the first preset, the middle share),
-as `smoe generate` teaches. The user's cache is left alone, but for `smoe doctor`'s profile, which is used. A run reads
-a prompt of as many tokens as the forecast's, decodes some forced tokens of a text untimed and the rest timed, from an
-empty cache. Compared are the mean time per token and the time to the first, medians over the rounds. The error is
+as `smoe generate` teaches: the pieces' times, and how skewed the routing is. The user's cache is left alone, but for
+`smoe doctor`'s profile, which is used. A run reads a prompt of as many tokens as the forecast's, decodes some forced
+tokens of a text untimed, for as long as the engine tries whether prefetching pays, and the rest timed, from an empty
+cache. Compared are the mean time per token and the time to the first, medians over the rounds. The error is
 measured / forecast - 1. Prints a table and ends with one JSON line.
 """
 
@@ -34,6 +35,7 @@ from smoe.cli.settings import settings_of
 from smoe.errors import SmoeError
 from smoe.machine.measure import describe_machine, profile_path
 from smoe.models.checkpoint import described_checkpoint
+from smoe.policy.trial import TURN, TURNS
 from smoe.presets import configure
 from smoe.report.forecast import foretell
 from smoe.report.on_clock import PROMPT_TOKENS
@@ -41,7 +43,8 @@ from smoe.report.pace import Pace, remember
 from smoe.units import parse_share
 from smoe.user_cache import PLACE
 
-WARM_TOKENS, TIMED_TOKENS, CONTEXT_TOKENS = 6, 14, 1024
+WARM_TOKENS, TIMED_TOKENS, CONTEXT_TOKENS = TURN * TURNS, 24, 1024
+"""A forecast is of a run that has found out whether prefetching pays; and a run teaches by `LEAST_STEPS` and more."""
 TEXT = Path(__file__).parent / "text.txt"
 BARS = {"median": 0.15, "worst": 0.35}
 """What the errors of the time per token are to stay within."""
@@ -51,7 +54,7 @@ import json, sys
 import torch
 from smoe import from_pretrained
 from smoe.models.checkpoint import whole_checkpoint
-from smoe.report.pace import measured_pace
+from smoe.report.hindsight import shown_by
 asked = json.loads(sys.argv[1])
 ids = whole_checkpoint(asked["model"], None).tokenizer()(asked["text"])["input_ids"]
 count = asked["prompt"] + asked["warm"] + asked["timed"]
@@ -72,13 +75,16 @@ with torch.no_grad():
 timed = seconds[1 + asked["warm"] :]
 counted, layers = engine.stats() - before, len(engine.store.layers)
 print(json.dumps({"ttft_seconds": seconds[0], "seconds_per_token": sum(timed) / len(timed),
-    "hit_ratio": counted.hit_ratio, "arithmetic": engine.arithmetic, "pieces": {
+    "hit_ratio": counted.hit_ratio, "prefetches": engine.executor.trial is None or engine.executor.trial.is_on,
+    "prefetched": counted.prefetches / counted.forward_passes,
+    "prefetches_used": counted.prefetches_used / counted.forward_passes, "arithmetic": engine.arithmetic, "pieces": {
     "load": counted.read_busy_seconds / max(1, counted.loads + counted.prefetches),
     "expert": counted.compute_seconds / counted.decode_uses,
     "layer": counted.dense_seconds / counted.forward_passes / layers,
     "deciding": counted.plan_seconds / counted.forward_passes / layers,
     "waiting": counted.wait_seconds / counted.forward_passes},
-    "pace": vars(measured_pace(counted, layers)), "prompt_computing": prompt.compute_seconds + prompt.dense_seconds,
+    "pace": vars(shown_by(engine, counted, asked["prompt"])),
+    "prompt_computing": prompt.compute_seconds + prompt.dense_seconds,
     "loads": (counted.loads + counted.prefetches) / counted.forward_passes}))
 engine.close()
 """

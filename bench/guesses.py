@@ -1,11 +1,12 @@
-"""How well later routers are guessed, by the next gate and by ways to correct it, on text that none has learned from.
+"""How well later routers are guessed, by the next gate, by ways to correct it and by adding other predictors' log odds,
+on text that none has learned from.
 
     python -m bench.guesses MODEL --train FILE.jsonl [--tokens 8000] --judge FILE.jsonl ... [--out FILE.json]
 
 Plain transformers reads the texts, document by document; counts only. *Recall*: share of the experts chosen that are
 among as many guesses, means over the layers, by distance. *of missing*: precision and recall for the experts that an
-LRU with `--share` of all experts lacks, of the guesses of a calibrated probability of 0.4 or more where there is one.
-Ends with one JSON line.
+LRU with `--share` of all experts lacks, of the guesses of a calibrated probability of 0.4 or more where there is one;
+*said*: the mean of these probabilities, which is the precision where they are calibrated. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +48,7 @@ def main() -> None:
     parser.add_argument("--judge", type=Path, nargs="+", required=True)
     parser.add_argument("--judge-tokens", type=int, default=2000)
     parser.add_argument("--share", type=float, default=0.25)
-    parser.add_argument("--ways", nargs="+", default=[*WAYS], choices=[*WAYS])
+    parser.add_argument("--ways", nargs="+", default=[*WAYS, *COMBINED], choices=[*WAYS, *COMBINED])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -58,15 +60,18 @@ def main() -> None:
     found = {}
     for way in options.ways:
         began = time.perf_counter()
-        corrections = {
-            (layer, layer + ahead): calibrated(way, train, reader, layer, layer + ahead)
+        make = combined if way in COMBINED else calibrated
+        guesses = {
+            (layer, layer + ahead): make(way, train, reader, layer, layer + ahead)
             for ahead in DISTANCES
             for layer in range(len(reader.routers) - ahead)
         }
         seconds = round(time.perf_counter() - began, 1)
         found[way] = {"seconds": seconds} | {
-            name: judged(corrections, text, reader, lacking[name]) for name, text in texts.items()
+            name: judged(guesses, text, reader, lacking[name]) for name, text in texts.items()
         }
+        if way in COMBINED:
+            found[way]["weights"] = mean_weights(guesses)
         print(way, json.dumps(found[way]), flush=True)
     circumstances = {"model": options.model.name, "train": options.train.stem, "tokens": len(train.has_before)}
     result = circumstances | {"share": options.share, "ways": found}
@@ -193,16 +198,130 @@ WAYS: dict[str, Callable[..., Correction]] = {
 }
 
 
-def calibrated(way: str, train: Text, reader: Reader, layer: int, after: int) -> Correction:
+class Guess(ABC):
+    """What is guessed of one layer at another, and how sure it is."""
+
+    @abstractmethod
+    def of(self, text: Text) -> tuple[torch.Tensor, torch.Tensor]:
+        """What experts are ranked by, as margins, and how probable each is: [T, E] both."""
+
+
+class ByGate(Guess):
+    """The router of the later layer, corrected or not."""
+
+    def __init__(self, correction: Correction, layer: int, after: int) -> None:
+        self._correction, self._layer, self._after = correction, layer, after
+
+    def of(self, text: Text) -> tuple[torch.Tensor, torch.Tensor]:
+        margin = margins(guessed(self._correction, inputs_of(text, self._layer, self._after)))
+        return margin, self._correction.probabilities(margin)
+
+
+def calibrated(way: str, train: Text, reader: Reader, layer: int, after: int) -> Guess:
     """Fitted on the first 90 % of the text; how sure, by the rest. The next gate's is for its margin, too."""
+    end = int(0.9 * len(train.has_before))
+    found = fitted_by(way, train, reader, layer, after)
+    inputs = {name: value[end:] for name, value in inputs_of(train, layer, after).items()}
+    wanted = chosen(train, after, reader.experts)[end:]
+    return ByGate(with_confidence(found, margins(guessed(found, inputs)), wanted), layer, after)
+
+
+def fitted_by(way: str, train: Text, reader: Reader, layer: int, after: int) -> Correction:
+    """Fitted on the first 90 % of the text; as sure as it says."""
     inputs, router = inputs_of(train, layer, after), reader.routers[after]
     logits, end = train.hidden[after] @ router.T, int(0.9 * len(train.has_before))
     first = {name: value[:end] for name, value in inputs.items()}
     arguments = (first, logits[:end], router)
     fit = WAYS[way]
-    found = fit(*arguments, train.hidden[after][:end]) if fit in (diagonal, rank_16) else fit(*arguments)
-    margin = margins(guessed(found, {name: value[end:] for name, value in inputs.items()}))
-    return with_confidence(found, margin, chosen(train, after, reader.experts)[end:])
+    return fit(*arguments, train.hidden[after][:end]) if fit in (diagonal, rank_16) else fit(*arguments)
+
+
+COMBINED = {"combined with the next gate": "next gate", "combined": "regression, token before"}
+"""Several predictors' log odds, added with learned weights: by the gate among them."""
+SIGNALS = ("gate", "next gate", "uses so far", "previous token", "affinity", "constant")
+FADING = 15 / 16
+"""Of what is remembered of a document's uses, from token to token."""
+
+
+class Combination(Guess):
+    """The log odds that an expert is wanted: a weighted sum of what several predictors say."""
+
+    def __init__(self, gates: Sequence[Correction], train: Text, reader: Reader, layer: int, after: int) -> None:
+        """`gates`: the one that is combined, and the router itself. Counts are those of `train`."""
+        self._gates, self._experts, self._layer, self._after = gates, reader.experts, layer, after
+        here, there = (chosen(train, at, reader.experts).float() for at in (layer, after))
+        self._popularity = there.mean(0).clamp(min=1 / len(there))  # [E]
+        seen = here.sum(0).unsqueeze(1)
+        self._affinity = log_odds((here.T @ there + 8 * self._popularity) / (seen + 8))  # [E, E], of a few tokens: p
+        self.weights = torch.zeros(len(SIGNALS), dtype=torch.float64)
+
+    def learn(self, text: Text) -> None:
+        """The weights, from text that gates and counts have not seen: logistic regression by Newton's method."""
+        inputs = self._signals(text).reshape(-1, len(SIGNALS))
+        truth = chosen(text, self._after, self._experts).reshape(-1).double()
+        for _ in range(NEWTON_STEPS):
+            probable = (inputs @ self.weights).sigmoid()
+            curvature = (inputs * (probable * (1 - probable)).unsqueeze(1)).T @ inputs
+            curvature.diagonal().add_(1e-3)
+            slopes = inputs.T @ (truth - probable) - 1e-3 * self.weights
+            self.weights = self.weights + torch.linalg.solve(curvature, slopes).clamp(-5, 5)
+
+    def of(self, text: Text) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self._signals(text) @ self.weights
+        return margins(found), found.sigmoid()
+
+    def _signals(self, text: Text) -> torch.Tensor:
+        """[T, E, S]"""
+        inputs = inputs_of(text, self._layer, self._after)
+        here, there = (chosen(text, at, self._experts).float() for at in (self._layer, self._after))
+        previous = torch.cat([torch.zeros_like(there[:1]), there[:-1]]) * text.has_before.unsqueeze(1)
+        uses, seen, shares = torch.zeros(self._experts), 0.0, []
+        for token, has_before in zip(previous, text.has_before.tolist(), strict=True):
+            uses, seen = (FADING * uses + token, FADING * seen + 1) if has_before else (torch.zeros_like(uses), 0.0)
+            shares.append((uses + self._popularity) / (seen + 1))
+        found = [margins(guessed(gate, inputs)) for gate in self._gates]
+        found += [log_odds(torch.stack(shares)), previous, here @ self._affinity / TOP_K, torch.ones_like(previous)]
+        return torch.stack(found, -1).double()
+
+
+NEWTON_STEPS = 15
+
+
+def combined(way: str, train: Text, reader: Reader, layer: int, after: int) -> Guess:
+    """Gates and counts from the first 90 % of the text, weights from the rest."""
+    end = int(0.9 * len(train.has_before))
+    gates = [fitted_by(name, train, reader, layer, after) for name in (COMBINED[way], "next gate")]
+    found = Combination(gates, part_of(train, 0, end), reader, layer, after)
+    found.learn(part_of(train, end, len(train.has_before)))
+    return found
+
+
+def mean_weights(guesses: Mapping[tuple[int, int], Guess]) -> dict[str, list[float]]:
+    """By distance, of each signal."""
+    found = [
+        torch.stack(
+            [
+                of.weights
+                for (layer, after), of in guesses.items()
+                if isinstance(of, Combination) and after - layer == ahead
+            ]
+        ).mean(0)
+        for ahead in DISTANCES
+    ]
+    return {name: [round(float(of[n]), 3) for of in found] for n, name in enumerate(SIGNALS)}
+
+
+def part_of(text: Text, begin: int, end: int) -> Text:
+    """Some of its tokens, the first of which has none before it."""
+    has_before = text.has_before[begin:end].clone()
+    has_before[0] = False
+    hidden, top_k_index = ([of[begin:end] for of in each] for each in (text.hidden, text.top_k_index))
+    return Text(hidden, top_k_index, has_before)
+
+
+def log_odds(share: torch.Tensor) -> torch.Tensor:
+    """Of shares from 0 to 1, as far as a few thousand tokens can tell."""
+    return share.clamp(1e-4, 1 - 1e-4).logit()
 
 
 def guessed(found: Correction, inputs: Inputs) -> torch.Tensor:
@@ -239,23 +358,27 @@ def missing(text: Text, share: float, experts: int) -> list[torch.Tensor]:
 
 
 def judged(
-    corrections: dict[tuple[int, int], Correction], text: Text, reader: Reader, lacking: list[torch.Tensor]
+    guesses: Mapping[tuple[int, int], Guess], text: Text, reader: Reader, lacking: list[torch.Tensor]
 ) -> dict[str, list[float]]:
-    """By distance: recall, and precision and recall of what is missing, in per cent."""
-    found: dict[str, list[float]] = {"recall": [], "precision of missing": [], "recall of missing": []}
+    """By distance: recall, and precision, what was said it would be, and recall of what is missing, in per cent."""
+    found: dict[str, list[float]] = {
+        name: [] for name in ("recall", "precision of missing", "said of missing", "recall of missing")
+    }
     for ahead in DISTANCES:
-        recalls, right, asked, wanted = [], 0, 0, 0
+        recalls, right, said, asked, wanted = [], 0, 0.0, 0, 0
         for layer in range(len(reader.routers) - ahead):
             after = layer + ahead
-            margin = margins(guessed(corrections[layer, after], inputs_of(text, layer, after)))
+            margin, probable = guesses[layer, after].of(text)
             truth, absent = chosen(text, after, reader.experts), lacking[after]
             recalls.append(((margin > 0) & truth).sum().item() / truth.sum().item())
-            worth = (margin > 0) & (corrections[layer, after].probabilities(margin) >= WORTH) & absent
+            worth = (margin > 0) & (probable >= WORTH) & absent
             right += int((worth & truth).sum())
+            said += float(probable[worth].sum())
             asked += int(worth.sum())
             wanted += int((truth & absent).sum())
         found["recall"].append(round(100 * sum(recalls) / len(recalls), 1))
         found["precision of missing"].append(round(100 * right / max(1, asked), 1))
+        found["said of missing"].append(round(100 * said / max(1, asked), 1))
         found["recall of missing"].append(round(100 * right / max(1, wanted), 1))
     return found
 

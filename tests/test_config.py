@@ -49,6 +49,18 @@ def test_the_depth_of_a_prefetch_has_bounds(depth: Any) -> None:
         EngineConfig(prefetch="stacked-gates", prefetch_depth=depth)
 
 
+def test_only_what_sees_routing_alone_is_asked_beside_the_experts() -> None:
+    """A gate is a part of the model, and the computing thread's; the preset's choice goes with its predictor."""
+    refusal = "`prefetch_asked` belongs to `prefetch` previous-token or popularity or affinity"
+    for prefetch in ("auto", "none", "next-gate", "look-ahead", "whole-layer"):
+        with pytest.raises(ConfigError, match=refusal):
+            configure(prefetch=prefetch, prefetch_asked="beside")
+        assert configure("duoserve", prefetch=prefetch).prefetch_asked is None
+    assert configure("duoserve", prefetch="affinity").prefetch_asked == "first-expert"
+    assert configure("duoserve", prefetch_asked="before").prefetch_asked == "before"
+    assert configure(prefetch="expert-mlp").prefetch_asked is None
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_depth_without_the_prefetch_that_has_one_is_refused(preset: str) -> None:
     """Whatever the preset prefetches; would catch a depth that is silently without effect."""

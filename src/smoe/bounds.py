@@ -9,9 +9,11 @@ from typing import Any
 from smoe.policy.balance import BALANCE, BALANCE_ORDER
 from smoe.policy.placement import PLACEMENT
 from smoe.policy.planner import PREFILL_KEEP
+from smoe.policy.prediction import ASKED
 from smoe.policy.registry import (
     CACHE_RECORDS,
     EXPERT_CACHE,
+    HISTORY_PREFETCH,
     MULTIDIMENSIONAL,
     ONLINE_EVICTION,
     POOLS,
@@ -52,6 +54,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "pools": POOLS,
     "expert_cache": EXPERT_CACHE,
     "prefetch": PREFETCH,
+    "prefetch_asked": tuple(ASKED),
     "prefetch_what": PREFETCH_WHAT,
     "balance": BALANCE,
     "balance_order": BALANCE_ORDER,
@@ -103,6 +106,7 @@ OWNERS = (
     ("dilation", "device", (EMULATED,)),
     ("emulated_expert_bytes", "device", (EMULATED,)),
     ("prefetch_depth", "prefetch", (STACKED_GATES, CORRECTED_GATES)),
+    ("prefetch_asked", "prefetch", HISTORY_PREFETCH),
     ("cache_weights", "eviction", (MULTIDIMENSIONAL,)),
     ("cache_records", "eviction", (MULTIDIMENSIONAL,)),
 )

@@ -86,6 +86,10 @@ class EngineConfig:
     little."""
     prefetch_trial: bool | None = None
     """Prefetch in decode only while a clock finds that it pays; None: with `prefetch` auto."""
+    prefetch_asked: str | None = None
+    """When a predictor is asked in decode that sees nothing but what routers have said: once the router has spoken,
+    before the experts (the default); beside them, on a thread of its own; or so, but what it names begins to load only
+    when the first of them is done (first-expert: DuoServe-MoE, section 5.3)."""
     prefetch_what: str = "top-score"
     """Which predicted experts are worth a load: those predicted to be top-score by `alpha` (all, where it is 0), or all
     that are predicted to be chosen."""

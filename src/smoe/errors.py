@@ -67,6 +67,12 @@ class ConfigError(SmoeError, ValueError):
         return cls(f"`{setting}` is {given!r}; choose one of: {allowed}", setting=setting, given=given, allowed=allowed)
 
     @classmethod
+    def too_few_tokens(cls, setting: str, tokens: int, least: int, purpose: str) -> ConfigError:
+        """What `setting` names, a text or a trace, has `tokens`, of which `purpose` needs at least so many."""
+        message = f"`{setting}` has {tokens} tokens, and at least {least} are needed {purpose}: give a longer one"
+        return cls(message, setting=setting, given=tokens, allowed=f"at least {least} tokens")
+
+    @classmethod
     def idle(cls, setting: str, given: object, owner: str) -> ConfigError:
         """`setting` would have no effect, as it belongs to `owner`, which was not given."""
         message = f"`{setting}` belongs to {owner}; add that, or leave it out"

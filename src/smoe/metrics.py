@@ -67,7 +67,8 @@ class Counters:
     look_aheads: int = 0
     """Layers of decode steps that looked ahead; the others had no time for it, or nothing to wait for."""
     look_ahead_seconds: float = 0.0
-    """Of the forward time: running the next layer's attention and router ahead."""
+    """Of the forward time: running the next layer's attention and router ahead, or waiting for a predictor that is
+    asked beside the experts and beginning its loads."""
     plan_seconds: float = 0.0
     """Of the forward time: our own Python around planning and bookkeeping."""
 

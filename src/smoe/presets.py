@@ -9,7 +9,7 @@ from typing import Any
 from smoe.config import DEFAULT_ALPHA, EngineConfig
 from smoe.cpu_isa import max_cpu_isa
 from smoe.errors import ConfigError
-from smoe.policy.registry import EXPERT_MLP, WHOLE_LAYER
+from smoe.policy.registry import EXPERT_MLP, HISTORY_PREFETCH, WHOLE_LAYER
 
 PRESETS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -35,7 +35,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "accelerate": {"expert_cache": "top-k", "eviction": "lru", "prefetch": "none"},
     "moesys": {"expert_cache": "top-k", "eviction": "lru", "prefetch": WHOLE_LAYER, "prefetch_trial": False},
-    "duoserve": {"expert_cache": "top-k", "eviction": "lru", "prefetch": EXPERT_MLP, "prefetch_trial": False},
+    "duoserve": {
+        "expert_cache": "top-k",
+        "eviction": "lru",
+        "prefetch": EXPERT_MLP,
+        "prefetch_asked": "first-expert",
+        "prefetch_trial": False,
+    },
     "od-moe": {"placement": "round-robin", "eviction": "lru", "prefetch": "next-gate", "prefetch_trial": False},
     "hobbit": {
         "eviction": "multidimensional",
@@ -52,8 +58,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 `hybrimoe`: its score-aware cache, its schedule of CPU and device and a prefetch between layers (arXiv 2504.05897), as
 far as our own parts make them up.
 `duoserve` (DuoServe-MoE): the slots of one token's choice, a prompt that streams through two, in decode what a network
-guesses, once it is trained on the user's own traces. `accelerate`, `moesys`: its baselines (section 6.1), experts on
-demand, or all of the next layer's ahead.
+guesses beside the experts, once it is trained on the user's own traces. `accelerate`, `moesys`: its baselines (section
+6.1), experts on demand, or all of the next layer's ahead.
 `od-moe` (OD-MoE): a cluster whose main machine keeps no experts; groups of workers take turns at the layers.
 `hobbit` (arXiv 2411.01433): its shares where the model has a profile, else the thresholds that it has for Mixtral."""
 LOW_COPIES = (
@@ -92,6 +98,8 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
     given = {name: value for name, value in switches.items() if value is not None}
     if "tpot_seconds" in given and "max_perplexity_increase" not in given:
         given = {"max_perplexity_increase": None} | given  # the preset's
+    if "prefetch" in given and given["prefetch"] not in HISTORY_PREFETCH:
+        given = {"prefetch_asked": None} | given  # the preset's
     if "alpha" in given:
         given = {"alpha_as_priced": False} | given
     thresholds = [name for name in ("low_threshold", "skip_threshold") if name in given]

@@ -49,10 +49,10 @@ def test_the_forecast_stands_beside_the_run_and_learns_from_it(run, checkpoint):
     asked = ("generate", checkpoint, "--memory", "4MiB", "-p", "Hello", "--max-new-tokens")
     first, second = (run(*asked, 40, "--json").json for _ in range(2))
     assert first["new_tokens"] > 17, "or there is nothing to learn from"
-    assert first["foretold"]["is_calibrated"] is False and first["foretold"]["seconds_per_token"] > 0
-    assert second["foretold"]["is_calibrated"] is True and second["text"] == first["text"]
+    assert first["forecast"]["is_calibrated"] is False and first["forecast"]["seconds_per_token"] > 0
+    assert second["forecast"]["is_calibrated"] is True and second["text"] == first["text"]
     assert "by an earlier run's times" in run(*asked, 40).err
-    assert run(*asked, 8, "--json").json["foretold"] is None
+    assert run(*asked, 8, "--json").json["forecast"] is None
 
 
 def test_an_emulated_device_is_labelled(run, checkpoint):

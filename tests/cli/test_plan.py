@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import shutil
 
 import pytest
@@ -99,7 +100,8 @@ def test_an_emulated_device_is_planned_by_its_profile(run, config_only):
     assert value["floor_seconds_per_token"] == pytest.approx(missed / profile.link_bytes_per_second)
     assert value["floor_bound_by"] == "link"
     ran = run(*asked)
-    assert "loaded" in ran.out and "read per token" not in ran.out
+    assert "loaded" in ran.out and "read per token" not in ran.out + ran.err
+    assert "loaded per token: from typical texts" in ran.err
     assert ", emulated: speeds are that machine's, experts come from its RAM" in ran.err and "doctor" not in ran.err
     refused = run(*asked[:-1], "no-such-card")
     assert refused.code == 2 and "--profile is 'no-such-card', and there is no such profile or file" in refused.err
@@ -170,8 +172,8 @@ def test_a_profile_alone_is_the_machine_to_plan_for(run, config_only, profile):
     """Without --device emulated, which a machine without a device beside its CPU could not be."""
     value = run("plan", config_only, "--context", 128, "--profile", profile, "--json").json
     machine = read_profile(profile)
-    assert value["simulated"]["machine"]["name"] == profile
-    assert value["simulated"]["tokens_per_second"] > 0 and "synthetic" in value["simulated"]["routing"]
+    assert value["forecast"]["machine"]["name"] == profile
+    assert value["forecast"]["tokens_per_second"] > 0 and "synthetic" in value["forecast"]["routing"]
     assert value["memory_budget_bytes"] <= machine.device_memory_bytes
     assert value["command"].startswith(f"smoe generate {config_only} --memory ")
     ran = run("plan", config_only, "--context", 128, "--profile", profile, "--precision", "int4")
@@ -184,9 +186,16 @@ def test_a_profile_alone_is_the_machine_to_plan_for(run, config_only, profile):
 def test_what_has_not_been_learned_is_said_beside_the_figures(run, checkpoint):
     """Would catch a predictor that nobody has trained taken for one that is there; other presets need none of it."""
     value = run("plan", checkpoint, "--memory", "2700KiB", "--context", 128, "--prefetch", "expert-mlp", "--json").json
-    asked = value["simulated"]
+    asked = value["forecast"]
     assert any("nothing has been learned yet" in line for line in asked["missing"])
     assert asked["settings"]["prefetch"] == "expert-mlp", "the command is that of what was planned"
     assert not any("learned" in line for other in asked["other_presets"] for line in other["missing"])
-    plain = run("plan", checkpoint, "--memory", "2700KiB", "--context", 128, "--json").json["simulated"]
+    plain = run("plan", checkpoint, "--memory", "2700KiB", "--context", 128, "--json").json["forecast"]
     assert not any("learned" in line for line in plain["missing"])
+
+
+def test_a_range_of_no_width_is_one_figure(run, checkpoint):
+    """The toy takes as long on the device whatever its routing."""
+    ran = run("plan", checkpoint, "--context", 128, "--profile", "rtx-4060-ti", "--resident", "100%")
+    (line,) = [line for line in ran.out.splitlines() if "simulated;" in line]
+    assert re.match(r"[\d,.]+ tokens/s on rtx-4060-ti, simulated; ", line), line

@@ -23,6 +23,7 @@ GIVEN = {
     "emulated_expert_bytes": ("9MiB", 9 * 2**20),
     "expert_cache": ("top-k", "top-k"),
     "io_threads": ("3", 3),
+    "prefetch_asked": ("beside", "beside"),
     "prefetch_depth": ("2", 2),
     "prefetch_trial": ("on", True),
     "prefetch_what": ("chosen", "chosen"),
@@ -52,7 +53,7 @@ def test_values_have_their_type(name: str) -> None:
     text, value = GIVEN[name]
     assert settings_of([f"{name.replace('_', '-')}={text}"]) == {name: value}
     device = "emulated" if name in ("dilation", "emulated_expert_bytes") else None
-    prefetch = "stacked-gates" if name == "prefetch_depth" else None
+    prefetch = {"prefetch_depth": "stacked-gates", "prefetch_asked": "previous-token"}.get(name)
     eviction = "multidimensional" if name.startswith("cache_") else None
     config = EngineOptions(settings=[f"{name}={text}"], device=device, prefetch=prefetch, eviction=eviction).config()
     assert getattr(config, name) == value

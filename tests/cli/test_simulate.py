@@ -11,6 +11,26 @@ def test_claims_stand_beside_ours(run, monkeypatch):
     assert all(claim["verdict"] for claim in said["claims"]) and said["settings"][0]["end_to_end_seconds"] > 0
     shown = run("simulate", "--paper", "duoserve")
     assert shown.code == 0 and "accelerate" in shown.out and "routing is synthetic" in " ".join(shown.err.split())
+    lines = shown.out.splitlines()
+    assert max(map(len, lines)) <= 80 and {"duoserve's claims, as profiled"} <= set(lines)
+    assert sum(line.split()[:1] == ["duoserve"] for line in lines) == len(duoserve.SETTINGS), "one line each"
+    assert sum("reads each layer once" in line for line in shown.err.splitlines()) == 1, "a remark is said once"
+
+
+def test_what_was_simulated_is_said_and_simulated_anew_where_asked(run, monkeypatch):
+    from smoe.simulator import sweep
+
+    monkeypatch.setattr(duoserve, "SETTINGS", duoserve.SETTINGS[::4])  # of both paces, both texts
+    monkeypatch.setattr(duoserve, "NEW_TOKENS", 3)
+    monkeypatch.setattr(sweep.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(duoserve, "_claims", lambda *_: [])
+    simulated, original = [], duoserve._in_case
+    monkeypatch.setattr(duoserve, "_in_case", lambda case: simulated.append(case) or original(case))
+    ask = ("simulate", "--paper", "duoserve", "--json")
+    first, again, anew = run(*ask), run(*ask), run(*ask, "--fresh")
+    assert first.code == 0 and "before" not in first.err and first.json == again.json == anew.json
+    assert "4 of 4 settings were simulated before; --fresh simulates them anew" in again.err
+    assert len(simulated) == 8 and "before" not in anew.err
 
 
 def test_other_papers_are_refused(run):

@@ -20,7 +20,7 @@ def text(tmp_path):
 
 def test_corrections_are_learned_remembered_and_used(run, checkpoint, text):
     missing = run("generate", checkpoint, *SIZE, "--prefetch", "corrected-gates", "-p", "once")
-    assert missing.code == 2 and "run smoe tune on it with --predictor corrected-gates" in missing.err
+    assert missing.code == 2 and "run smoe tune on the model with --predictor corrected-gates" in missing.err
     ran = run("tune", checkpoint, *SIZE, *ASKED, "--text", text, "--tokens", 900, "--json")
     assert ran.code == 0, ran.err
     assert ran.json["tokens"] == 900 and ran.json["text"] == "mine.txt" and ran.json["seconds_per_layer"] > 0

@@ -11,6 +11,7 @@ import json
 import pytest
 
 from smoe.eval import tournament
+from smoe.policy.registry import FITTED_PREFETCH
 from smoe.user_cache import cache_folder
 from tests.toy import save_toy
 
@@ -40,12 +41,50 @@ def test_winners_are_remembered_and_who_is_missing_is_told_why(run, checkpoint, 
         run_ones = {each["name"] for each in said[kind]["entrants"] if each["measured_seconds"]}
         assert baseline in run_ones and len(run_ones) == tournament.FINALISTS
         assert absent in said[kind]["refused"]
-        assert f"--{kind} auto is now {said[kind]['entrants'][0]['name']}" in ran.err
+        assert said[kind]["baseline"] == baseline and said[kind]["winner"] == said[kind]["entrants"][0]["name"]
+        verb = "stays" if said[kind]["winner"] == baseline else "is now"
+        assert f"--{kind} auto {verb} {said[kind]['winner']} where about" in ran.err
     assert kept()
     shown = run("tune", checkpoint, *SIZE, "--eviction", "auto", "--text", text)
-    assert "learned did not take part: " in shown.err
-    assert "with --eviction learned, the trace as --cache and the --memory that it is for, once" in shown.err
+    assert "learned did not take part: nothing has been learned yet" in shown.err
+    assert "--eviction learned --cache mine.trace" in shown.err
     assert "multidimensional" in shown.out and "learned" not in shown.out
+
+
+def test_those_who_have_not_learned_share_a_line(run, checkpoint, text):
+    ran = run("tune", checkpoint, *SIZE, "--prefetch", "auto", "--text", text)
+    (line,) = [line for line in ran.err.splitlines() if "did not take part" in line]
+    names = line.partition(" did not")[0].split(", ")
+    assert {*FITTED_PREFETCH, "corrected-gates"} == set(names)
+    assert f"first run smoe tune {checkpoint} --predictor {names[0]}" in line
+
+
+@pytest.mark.parametrize(
+    ("faster", "says", "then"),
+    [
+        (0.5, "lru takes the place of auto: more than 2% faster in each of 3 rounds, 100.0% at the median", "lru"),
+        (0.99, "auto stays: lru was 1.0% faster at the median, but not more than 2% faster in each of 3", "auto"),
+        (1.5, "auto stays: nobody was faster", "auto"),
+    ],
+)
+def test_auto_keeps_its_place_unless_another_is_clearly_faster(run, checkpoint, text, monkeypatch, faster, says, then):
+    """All runs are what they are said to take: of LRU `faster` times what the others take."""
+
+    def turn(model, ids, number, tick):
+        return faster if model.offload.config.eviction == "lru" else 1.0 + (model.offload.config.eviction != "auto")
+
+    def simulated(engine, trace, settings, times, by):
+        return float(settings.name != "lru")
+
+    monkeypatch.setattr(tournament, "_turn", turn)
+    monkeypatch.setattr(tournament, "on_clock", simulated)
+    ran = run("tune", checkpoint, *SIZE, "--eviction", "auto", "--text", text)
+    assert says in ran.err
+    assert f"--eviction auto {'is now' if then == 'lru' else 'stays'} {then} where about" in ran.err
+    used = run("generate", checkpoint, *SIZE, "-p", "once", "--max-new-tokens", 2)
+    assert ("eviction lru, won the tournament on mine.txt" in used.err) == (then == "lru")
+    elsewhere = run("generate", checkpoint, "--resident", "90%", "--context", 128, "-p", "once", "--max-new-tokens", 2)
+    assert "eviction auto, as without a tournament: the nearest one was held with" in elsewhere.err
 
 
 @pytest.mark.parametrize(
@@ -69,7 +108,7 @@ def test_a_short_text_is_refused_before_anything_is_loaded(run, checkpoint, text
     monkeypatch.setattr("smoe.cli.session.load", lambda *_: pytest.fail("loaded"))
     text.write_text("Once upon a time")
     ran = run("tune", checkpoint, *SIZE, *BOTH, "--text", text)
-    assert ran.code == 2 and "the text has 16 tokens, and a tournament needs at least 96" in ran.err
+    assert ran.code == 2 and "--text has 16 tokens, and at least 96 are needed for a tournament" in ran.err
     assert "--text" in ran.err
 
 
@@ -99,3 +138,20 @@ def test_a_family_without_scores_has_its_tournament(run, tmp_path, text):
     folder = save_toy(tmp_path / "phimoe", "phimoe")
     ran = run("tune", folder, "--resident", "50%", "--context", 128, "--eviction", "auto", "--text", text)
     assert ran.code == 0 and "score did not take part: " in ran.err and "no rule that smoe knows" in ran.err
+
+
+def test_winners_are_forgotten(run, checkpoint, text):
+    """Both kinds, or the one that is named; there is nothing to measure, and no model to load."""
+    assert "nothing to forget" in run("tune", checkpoint, "--forget").out
+    held = run("tune", checkpoint, *SIZE, *BOTH, "--text", text, "--json").json
+    share = f"{held['resident_share']:.0%}"
+    ran = run("tune", checkpoint, "--eviction", "auto", "--forget")
+    assert (
+        ran.code == 0 and ran.out.startswith("forgotten: eviction ") and share in ran.out and "prefetch" not in ran.out
+    )
+    assert kept()
+    ran = run("tune", checkpoint, "--forget", "--json")
+    assert [len(of) for of in ran.json["forgotten"].values()] == [1, 0] and not kept()
+    for other in (("--prices",), ("--tpot", "1s"), ("--text", text)):
+        refused = run("tune", checkpoint, "--forget", *other)
+        assert refused.code == 2 and other[0] in refused.err, refused.err

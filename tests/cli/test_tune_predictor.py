@@ -74,4 +74,18 @@ def test_traces_of_another_model_and_of_few_tokens_are_refused(run, checkpoint, 
     assert ran.code == 2 and json.loads(ran.out)["error"]["setting"] == "trace"
     assert "not this model's" in ran.err
     few = run("tune", checkpoint, *SIZE, "--predictor", "affinity", "--trace", traces[0], "--tokens", 9)
-    assert few.code == 2 and "9 tokens are too few" in few.err
+    assert few.code == 2 and "--trace has 9 tokens, and at least 40 are needed" in few.err
+
+
+def test_how_long_training_takes_is_said_before_and_after_its_first_pass(capsys):
+    from smoe.cli.console import progress
+    from smoe.cli.tune_predictor import _Course
+
+    with progress("tune", "epochs") as bars:
+        task = bars.add_task("training", total=45, amount="")
+        course = _Course(bars, task)
+        for epochs in (3, 4, 5):  # an interrupted one goes on
+            course(epochs)
+        assert bars.tasks[0].completed == 5 and bars.tasks[0].fields["skipped"] == 3
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "more, by its first pass" in line]
+    assert line.startswith("training takes ")

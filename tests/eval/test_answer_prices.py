@@ -167,7 +167,7 @@ def test_what_cannot_be_priced_is_refused(toy: Callable[..., Path], open_model: 
     with pytest.raises(ConfigError, match="routers' scores"):
         prices_of(open_model(toy("qwen3_moe"), "half", eviction="lru", prefetch="none"))
     model = open_model(toy("qwen3_moe"), "half", **SMALL)
-    with pytest.raises(ConfigError, match="the text has 5 tokens"):
+    with pytest.raises(ConfigError, match="`text` has 5 tokens"):
         prices_of(model, ids=IDS[:5])
     head = model.get_output_embeddings()
     with pytest.raises(UnsupportedModelError, match="not its output head's"):

@@ -66,7 +66,7 @@ def test_no_further_than_asked_for_and_learned(depth: int, pairs: int, folder: P
 
 
 def test_without_any_it_is_said_what_to_run(folder: Path, open_model: Open) -> None:
-    with pytest.raises(ConfigError, match=r"nothing has been learned yet .* run smoe tune on it with") as raised:
+    with pytest.raises(ConfigError, match=r"nothing has been learned yet .* run smoe tune on the model with") as raised:
         open_model(folder, "half", prefetch="corrected-gates")
     assert raised.value.setting == "prefetch"
 

@@ -20,8 +20,8 @@ from smoe.errors import ConfigError
 from smoe.eval.tune_predictor import paths_of
 from smoe.load.fitted_predictor import remember
 from smoe.policy.eviction.lru import LRU
-from smoe.policy.prediction import Prediction, Predictor, Sight
-from smoe.policy.registry import EXPERT_MLP, FITTED_PREFETCH
+from smoe.policy.prediction import ASKED, Moment, Prediction, Predictor, Sight
+from smoe.policy.registry import EXPERT_MLP, FITTED_PREFETCH, HISTORY_PREFETCH
 from smoe.prediction.activation_matrix import ActivationMatrix, matrices_of
 from smoe.prediction.activation_path import NOBODY, Paths, RoutedLayer, joined
 from smoe.prediction.affinity import Affinity, affinity_of
@@ -197,9 +197,11 @@ class Listening:
         monkeypatch.setattr(predictor, "observe", noted)
 
 
-@pytest.mark.parametrize("name", ["previous-token", *FITTED_PREFETCH])
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("name", HISTORY_PREFETCH)
 def test_engine_and_simulator_hear_and_say_the_same(
     name: str,
+    asked: str,
     recorded: Path,
     toy: Callable[..., Path],
     open_model: Callable[..., PreTrainedModel],
@@ -209,7 +211,7 @@ def test_engine_and_simulator_hear_and_say_the_same(
     if name in FITTED_PREFETCH:
         fitted = fitted_on(recorded, name)
         remember(folder, fitted)
-    model = open_model(folder, "half", prefetch=name)
+    model = open_model(folder, "half", prefetch=name, prefetch_asked=asked)
     predictor = model.offload.executor._predictors[Phase.DECODE]
     engine = Listening(predictor, monkeypatch)
     for start in range(2):
@@ -220,6 +222,7 @@ def test_engine_and_simulator_hear_and_say_the_same(
     trace = Trace(recorded).routings()
     layers = tuple(RoutedLayer(each.layer, each.experts, each.top_k) for each in Trace(recorded).header.layers)
     again = fitted.predictor() if name in FITTED_PREFETCH else PreviousToken(layers)
+    again.asked = ASKED[asked]
     simulator = Listening(again, monkeypatch)
     slots = model.offload.ledger.cache_slots
     timed = replay_on_clock(trace, slots, 2, LRU(), StepTimes(1.0, float, float), predictor=again)
@@ -244,4 +247,5 @@ def test_duoserve_keeps_a_tokens_experts_and_its_bits(
     ledger, counted = model.offload.ledger, model.offload.stats()
     assert (ledger.cache_slots, ledger.staging_slots) == (2, 3)
     assert counted.prefetches > counted.forward_passes, "it asks in every layer but the last"
+    assert model.offload.executor._predictors[Phase.DECODE].asked is Moment.FIRST_DONE
     model.offload.executor.table.check()

@@ -15,7 +15,7 @@ from smoe.policy.budget import Demand, Ledger, SlotClass
 from smoe.policy.residency import PoolSize
 from smoe.presets import configure
 from smoe.report.on_clock import MOST_LAYERS, Scene, Work, settled, simulate, times_for
-from smoe.report.pace import Pace, crowded
+from smoe.report.pace import ALONE, Pace, crowded
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, TYPICAL
 
 MIB = 2**20
@@ -59,8 +59,8 @@ def test_with_all_experts_resident_only_computing_takes_time() -> None:
 
 def test_a_slow_disk_is_all_that_counts() -> None:
     """With four slots for four layers every expert is a load, one after the other; what is computed hides, but for the
-    last expert and the rest of the layer, which take longer beside reads."""
-    of_expert, of_layer = crowded(1.0)
+    last expert, which is computed alone, and the rest of the layer, which takes longer beside reads."""
+    of_expert, of_layer = ALONE, crowded(1.0)
     run = simulate(scene(TOP_K), TYPICAL)
     assert run.hit_ratio == 0 and run.bound_by == "disk"
     assert run.seconds_per_token == pytest.approx(4 * (of_layer * LAYER + TOP_K * LOAD + of_expert * EXPERT), rel=0.02)
@@ -98,6 +98,13 @@ def test_presets_do_what_they_say() -> None:
     assert lossy.seconds_per_token < exact.seconds_per_token
 
 
+def test_the_routing_that_a_run_has_shown_is_simulated() -> None:
+    """One number: of a model whose routers have favourites more is found in the same cache."""
+    shown = [simulate(scene(40, preset="lfu", pace=Pace(skew=skew)), TYPICAL).hit_ratio for skew in (0.5, 1.0, 2.0)]
+    assert shown == sorted(shown) and shown[1] == simulate(scene(40, preset="lfu"), TYPICAL).hit_ratio
+    assert shown[0] + 0.1 < shown[1] < shown[2] - 0.1
+
+
 def test_a_prefetch_that_does_not_pay_is_off() -> None:
     """Beside compute that takes no time there is nothing to hide a load behind, and wrong guesses cost."""
     fast = replace(MACHINE, device_layer_seconds=1e-9, device_bytes_per_second=1e15, device_expert_seconds=1e-9)
@@ -116,6 +123,11 @@ def test_times_by_hand() -> None:
     assert quarter.load == pytest.approx(LOAD / 4) and quarter.expert(1) == pytest.approx(
         1e-5 + 1.25 * 0.75 * MIB / 1e11
     )
+
+
+def test_what_is_prefetched_comes_in_chunks_if_it_is_larger_than_one() -> None:
+    assert times_for(MACHINE, work()).in_chunks == 1.0 < times_for(MACHINE, work(expert_bytes=5 * MIB)).in_chunks
+    assert times_for(replace(MACHINE, has_link=True), work(expert_bytes=5 * MIB)).in_chunks == 1.0
 
 
 def test_what_does_not_fit_in_the_host_tier_comes_from_the_disk() -> None:

@@ -6,16 +6,17 @@ that overrides what a long one has shown.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from smoe.metrics import Counters
-from smoe.report.pace import UNKNOWN, Pace, crowded, measured_pace, pace_of, remember
+from smoe.report.pace import ALONE, UNKNOWN, Pace, crowded, measured_pace, pace_of, remember
 
 COUNTED = Counters(
-    forward_passes=20, decode_uses=320, loads=30, prefetches=10, read_busy_seconds=0.8, compute_seconds=0.64,
-    forward_seconds=3.0, wait_seconds=0.36, plan_seconds=0.4,
+    forward_passes=20, decode_uses=320, decode_hits=290, loads=30, prefetches=10, bytes_read=4000,
+    read_busy_seconds=0.8, compute_seconds=0.64, forward_seconds=3.0, wait_seconds=0.36, plan_seconds=0.4,
 )  # fmt: skip
 
 
@@ -24,32 +25,37 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 def test_pieces_by_hand() -> None:
     """Twenty steps of four layers: 3.0 s less 0.36 of waiting and 0.64 of experts are the layers'; as 0.8 of them were
-    also spent reading, without that they would have taken less."""
-    pace = measured_pace(COUNTED, 4)
-    of_experts, of_layers = crowded(0.8 / 3.0)
-    assert of_experts == pytest.approx(1 + 0.8 * 1.6 / 3) and of_layers == pytest.approx(1 + 0.6 * 1.6 / 3)
-    assert pace.layer == pytest.approx((3.0 - 0.36 - 0.64) / 80 / of_layers)
-    assert pace.expert == pytest.approx(0.64 / 320 / of_experts) and pace.load == pytest.approx(0.8 / 40)
+    also spent reading, without that they would have taken less. Of 320 experts 30 were computed alone."""
+    pace = measured_pace(COUNTED, 4, 100)
+    assert crowded(0.8 / 3.0) == pytest.approx(1 + 0.6 * 0.8 / 3)
+    assert pace.layer == pytest.approx((3.0 - 0.36 - 0.64) / 80 / crowded(0.8 / 3.0))
+    assert pace.expert == pytest.approx(0.64 / (290 + ALONE * 30)) and pace.load == pytest.approx(0.8 / 40)
+
+
+def test_a_prefetch_that_was_taken_back_was_no_load() -> None:
+    assert measured_pace(replace(COUNTED, bytes_read=3200), 4, 100).load == pytest.approx(0.8 / 32)
+    assert measured_pace(replace(COUNTED, bytes_read=9000), 4, 100).load == pytest.approx(0.8 / 40), "pages, not loads"
 
 
 def test_a_crowd_is_no_larger_than_full() -> None:
-    assert crowded(0.0) == (1.0, 1.0) and crowded(0.5) == crowded(1.0)
+    assert crowded(0.0) == 1.0 < crowded(0.5) < crowded(1.0) == crowded(1.5)
 
 
 def test_too_little_shows_nothing() -> None:
-    assert measured_pace(Counters(forward_passes=15, decode_uses=9), 4) == UNKNOWN
-    assert measured_pace(Counters(forward_passes=99, decode_uses=99, loads=3, forward_seconds=1.0), 4).load is None
+    assert measured_pace(Counters(forward_passes=15, decode_uses=9), 4, 1) == UNKNOWN
+    few = Counters(forward_passes=99, decode_uses=99, loads=3, bytes_read=3, forward_seconds=1.0)
+    assert measured_pace(few, 4, 1).load is None
 
 
 def test_each_kind_of_experts_has_its_own(tmp_path: Path) -> None:
-    model, pace = tmp_path / "model", Pace(0.1, 0.2, 0.3, 1.5)
+    model, pace = tmp_path / "model", Pace(0.1, 0.2, 0.3, 1.2, 1.5)
     remember(model, "int4", True, pace)
     assert pace_of(model, "int4", True) == pace
     assert pace_of(model, "int4", False) == pace_of(model, "auto", True) == pace_of(tmp_path, "int4", True) == UNKNOWN
 
 
 def test_what_a_run_does_not_show_stays_known(tmp_path: Path) -> None:
-    remember(tmp_path, "auto", False, Pace(0.1, 0.2, 0.3, 1.5))
+    remember(tmp_path, "auto", False, Pace(0.1, 0.2, 0.3, None, 1.5))
     path = remember(tmp_path, "auto", False, Pace(layer=0.4, prompt=2.0))
     found = pace_of(tmp_path, "auto", False)
     assert (found.expert, found.load) == (0.2, 0.3)

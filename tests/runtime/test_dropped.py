@@ -26,6 +26,7 @@ Toy = Callable[..., Path]
 SWITCHES: dict[str, dict[str, Any]] = {
     "plain": {},
     "prefetch": {"prefetch": "next-gate", "eviction": "score"},
+    "asked beside": {"prefetch": "previous-token", "prefetch_asked": "beside"},
     "own kernels": {"threads": 2, "kernels": "native"},
     "thread_pool": {"threads": 2, "kernels": "torch"},
     "beside a device": {"device": "emulated", "dilation": 1.0, "balance": "optimal", "prefetch": "look-ahead"},
@@ -44,7 +45,7 @@ def wait_for_threads(before: set[threading.Thread]) -> set[threading.Thread]:
 def test_a_dropped_model_gives_memory_and_threads_back(
     switches: str, toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever threads it has: readers, a pool, a thread_pool, the CPU's experts."""
+    """Whatever threads it has: readers, a pool, a thread_pool, the CPU's experts, a predictor's."""
     if switches == "thread_pool":
         monkeypatch.setattr("smoe.load.choose_kernel.MIN_EXPERT_BYTES", 0)
         monkeypatch.setattr("smoe.load.choose_kernel._seconds", lambda compute, *_: 1.0 - bool(compute.thread_pool))

@@ -45,6 +45,27 @@ def test_bound_by_computing_only_the_first_load_is_waited_for() -> None:
     assert seconds == pytest.approx(LAYER + 0.5 + 4 * 2.0)
 
 
+def test_who_comes_late_is_computed_alone() -> None:
+    """Three residents in one piece, then the fourth, which has waited; of a prompt all are computed alone anyhow."""
+    trace = [Routing(0, Phase.DECODE, 8, [row]) for row in ([0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3])]
+    times = StepTimes(4.0, lambda rows: 0.5 * rows, lambda tokens: LAYER, alone=3.0)
+    timed = replay_on_clock(trace, 8, 2, make_eviction("lru"), times)
+    assert timed.step_seconds == pytest.approx([LAYER + 3 * 4.0 + 1.5, LAYER + 4.0 + 1.5, LAYER + 4 * 0.5])
+    assert timed.computed_alone == 3 + 1
+    prompt = [Routing(0, Phase.PREFILL, 8, [[0, 1]])]
+    timed = replay_on_clock(prompt, 8, 2, make_eviction("lru"), times)
+    assert timed.prefill_seconds == pytest.approx(LAYER + 8.0 + 0.5)
+
+
+def test_a_prefetch_in_chunks_takes_longer() -> None:
+    """The second layer's expert is guessed while the first runs; nobody waited for it when it was asked for."""
+    trace = [Routing(layer, Phase.DECODE, 8, [[layer]]) for layer in (0, 1)]
+    times = StepTimes(4.0, lambda rows: 0.5 * rows, lambda tokens: LAYER, in_chunks=1.5)
+    timed = replay_on_clock(trace, 8, 3, make_eviction("lru"), times, predictor=Foresight(trace))
+    assert timed.step_seconds == pytest.approx([LAYER + 4.0 + 1.5 * 4.0 + 0.5])
+    assert timed.link_seconds == pytest.approx(2.5 * 4.0)
+
+
 def test_the_cpu_takes_its_share() -> None:
     """Two experts, a load of 4 and 4 on the CPU: one each, at the same time."""
     (seconds,) = steps([[0, 1]], load=4.0, expert=0.5, host=4.0)

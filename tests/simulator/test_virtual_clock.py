@@ -159,6 +159,25 @@ def test_with_an_alpha_top_score_experts_are_foreseen() -> None:
         assert list(prediction.experts) == expected
 
 
+@pytest.mark.parametrize(
+    ("asking", "before", "beside", "behind"), [(0.5, 6.5, 6.0, 7.0), (2.5, 9.0, 7.5, 7.5), (4.0, 12.0, 10.0, 10.0)]
+)
+def test_beside_the_experts_asking_hides(asking: float, before: float, beside: float, behind: float) -> None:
+    """Two layers of one expert each, of which only the last used stays; every piece of work takes 1, a load 2.
+
+    The router speaks at 1, the first layer's load ends at 3, its expert at 4. Asked before, the computing waits for the
+    answer, and the next load is asked for with it; asked beside, it is at 3 or 4, when the computing thread looks, or
+    at 4 at the earliest. The last layer asks, too.
+    """
+    step = [Routing(0, Phase.DECODE, 4, [[0]]), Routing(1, Phase.DECODE, 4, [[1]])]
+    for moment, expected in ((Moment.ROUTED, before), (Moment.BESIDE, beside), (Moment.FIRST_DONE, behind)):
+        trace = step * 5
+        took = StepTimes(2.0, lambda rows: 1.0, lambda tokens: 1.0, asking=asking)
+        timed = replay_on_clock(trace, 1, 2, make_eviction("lru"), took, predictor=Foresight(trace, asked=moment))
+        assert timed.step_seconds[1:] == pytest.approx([expected] * 4), moment
+        assert timed.prefetches == timed.prefetches_used == 5
+
+
 def test_asking_takes_time() -> None:
     """A layer that waits for nothing is not slower: there is no shadow to look ahead in, so nobody is asked."""
     assert foreseen(1.0, asking=0.5).seconds_per_step > foreseen(1.0).seconds_per_step

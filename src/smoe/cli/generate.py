@@ -177,7 +177,7 @@ def _run(
         for text in generation.notes:
             warn(text)
         report = report_on(generation, ready)
-        return replace(report, foretold=look_back(ready, generation, fetch(model, engine.revision)))
+        return replace(report, forecast=look_back(ready, generation, fetch(model, engine.revision)))
 
 
 def _identity(model: str, sampling: SamplingOptions) -> dict[str, object]:

@@ -90,8 +90,7 @@ def _print(result: Forecast) -> None:
         _print_expected(result.outlook, console)
     console.print("\n[bold]what other budgets buy[/bold]")
     choices = Table(**_STYLE)
-    moved = "loaded per token" if result.is_emulated else "read per token"
-    for heading in ("budget", "experts in memory", moved, "tokens/s", ""):
+    for heading in ("budget", "experts in memory", result.moved, "tokens/s", ""):
         choices.add_column(heading, justify="right" if heading else "left")
     simulated = [None] * len(result.choices) if result.outlook is None else result.outlook.curve
     for choice, case in zip(result.choices, simulated, strict=True):
@@ -120,12 +119,13 @@ def _print_expected(outlook: Outlook, console: Console) -> None:
     """Of the budget and settings asked for."""
     from smoe.report.on_clock import PROMPT_TOKENS
 
-    run, (slowest, fastest) = outlook.asked.run, outlook.tokens_per_second
+    run, (slowest, fastest) = outlook.asked.run, map(_rate, outlook.tokens_per_second)
+    span = f" ({slowest} - {fastest})" if slowest != fastest else ""
     share = run.parts[run.bound_by] / run.seconds_per_token
     reads = "link" if outlook.machine.has_link else "disk"
     console.print(
-        f"\n[bold]{format_rate(run.tokens_per_second)}[/bold] ({_rate(slowest)} - {_rate(fastest)}) on "
-        f"{outlook.machine.name}, simulated; {share:.0%} of the time: {run.bound_by}\n"
+        f"\n[bold]{format_rate(run.tokens_per_second)}[/bold]{span} on {outlook.machine.name}, simulated; "
+        f"{share:.0%} of the time: {run.bound_by}\n"
         f"first token of a prompt of {PROMPT_TOKENS} after {format_seconds(run.ttft_seconds)}; with a {reads} twice as "
         f"fast {format_rate(outlook.with_faster_reads.tokens_per_second)}",
         soft_wrap=True,

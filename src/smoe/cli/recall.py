@@ -31,11 +31,22 @@ _SHADOWS, _PERIODS, _PROMPTS, _PROMPT_TOKENS = "int8,int4", "0,1,4,16", 8, 40
 _MOST_PERIOD = 1 << 20
 _PANEL = "Recall of shadows (OD-MoE)"
 _PICTURES = ("recall-by-token.png", "recall-by-periods.png")
-_HEADS = ("shadow", "T", "KV", "recall\n%", "layer\n%", "spare:\nrecall", "spare:\nlayer", "token\n%")
-_LEGEND = """T, KV: tokens after which its token, its keys and values become the model's (0:
-never); layer: all experts of a layer named; spare: with one more named than the
-layer chooses; token: its own guess of the next one. Predictors answer for the
-layers that they can guess, the others count for nothing."""
+_HEADS = (
+    "shadow",
+    "token\nset",
+    "KV\nset",
+    "experts\n%",
+    "layers\n%",
+    "1 more:\nexperts",
+    "1 more:\nlayers",
+    "next\n%",
+)
+_LEGEND = """token set, KV set (T, KV of --periods): after how many tokens the shadow's last
+token, and its keys and values, are set to the model's (0: never). experts: of
+those chosen, the named ones; layers: those with all experts named; 1 more: the
+same with one expert more named than a layer chooses; next: its own guess of the
+next token. Predictors answer for the layers that they can guess, the others
+count for nothing."""
 
 
 @dataclass(frozen=True)

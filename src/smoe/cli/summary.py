@@ -55,7 +55,7 @@ def _per_token(report: RunReport) -> str:
 
 def _forecast(report: RunReport) -> str:
     """What smoe plan would have said, beside what it was."""
-    told, generation = report.foretold, report.generation
+    told, generation = report.forecast, report.generation
     if told is None or generation.ttft_seconds is None or not generation.step_seconds:
         return ""
     mean = generation.decode_seconds / len(generation.step_seconds)

@@ -14,7 +14,7 @@ from smoe.cli.tune_corrected_gates import tune_corrected_gates
 from smoe.cli.tune_eviction import tune_eviction
 from smoe.cli.tune_options import TuneOptions
 from smoe.cli.tune_policies import TOKENS as TOURNAMENT_TOKENS
-from smoe.cli.tune_policies import tune_policies
+from smoe.cli.tune_policies import forget_winners, tune_policies
 from smoe.cli.tune_predictor import tune_predictor
 from smoe.cli.tune_shares import TOKENS, tune_shares
 from smoe.errors import ConfigError
@@ -62,6 +62,8 @@ smoe generate ./my-moe --memory 8GiB --prefetch corrected-gates -p "..."     (us
 
 smoe tune ./my-moe --memory 8GiB --prefetch auto --eviction auto --text mine.txt
 
+smoe tune ./my-moe --forget     (auto is what it was before any tournament)
+
 smoe eval ./my-moe --memory 8GiB says what a threshold costs in full.
 """
 
@@ -96,8 +98,8 @@ def command(
 
     With --predictor: what guesses the next layer's experts by the history of routing alone, fitted on recorded traces
     (or on a text, which is recorded first): counts, or a network that is trained for 15 to 45 passes over them, from
-    where an interrupt has left it. It is remembered for this model; --prefetch uses it. With --held-out, how often it
-    and the others are right on other text.
+    where an interrupt has left it: minutes, a quarter of an hour for the embedded model. It is remembered for this
+    model; --prefetch uses it. With --held-out, how often it and the others are right on other text.
 
     With --shares: the thresholds of low copies (T1, T2) by which so many per cent of a text's choices ask for their own
     copy, a low one and none. The text's profile is remembered for this model, whatever the shares; --precision-shares
@@ -108,9 +110,11 @@ def command(
 
     With --prefetch auto, --eviction auto, or both: a tournament of all predictors, or evictions, on a text. It is read
     once; every entrant is simulated at the times that this machine took, and the best ones are run in turns, with no
-    prefetch, or the eviction auto, beside them. What has to be learned first takes part where it was. The winner is
-    remembered for this model and machine; --prefetch auto and --eviction auto, the defaults, are the winner then. With
-    both, predictors are judged beside the eviction that won.
+    prefetch, or the eviction auto, beside them. What has to be learned first takes part where it was. What serves
+    without a tournament wins ties: another takes its place where it was more than 2 % faster in each of three rounds.
+    The winner is remembered for this model and machine; --prefetch auto and --eviction auto, the defaults, are the
+    winner then where about as many experts are resident (within a third). With both, predictors are judged beside the
+    eviction that won. --forget drops what has won.
     """
     _measure_what_is_asked(model, engine, tuned, json)
 
@@ -119,7 +123,9 @@ def _measure_what_is_asked(model: str, engine: EngineOptions, tuned: TuneOptions
     measurement = tuned.measurement(engine)
     increase = engine.max_perplexity_increase
     engine = replace(engine, max_perplexity_increase=None)  # it chooses alpha here
-    if measurement == "prices":
+    if measurement == "forget":
+        forget_winners(model, engine, json)
+    elif measurement == "prices":
         from smoe.cli.answer_prices import price_answers
 
         price_answers(model, engine, tuned.text, tuned.tokens, json)

@@ -52,7 +52,7 @@ def _learn(model: str, engine: EngineOptions, text: Path | None, tokens: int) ->
     check_enough(len(ids))
     exact = replace(without_low_copies(engine.config()), alpha=0.0, alpha_as_priced=False)
     # the stacked gates need what is to be learned for: routers that are plain products, with rules that are known
-    config = replace(exact, prefetch="stacked-gates", prefetch_depth=1)
+    config = replace(exact, prefetch="stacked-gates", prefetch_asked=None, prefetch_depth=1)
     spec = read_spec(model, config, engine.revision)
     with loaded(model, config, engine.revision) as ready, progress("tune", "steps") as bars:
         reading = bars.add_task("reading the text, by tokens", total=len(ids), amount="")

@@ -14,6 +14,7 @@ from smoe.errors import ConfigError
 from smoe.policy.registry import FITTED_PREFETCH
 
 _LOOKED_AT: dict[str, tuple[str, ...]] = {
+    "forget": ("prefetch", "eviction"),
     "prices": ("text", "tokens"),
     "cache": ("held_out", "tokens"),
     "predictor": ("text", "trace", "held_out", "tokens"),
@@ -76,14 +77,22 @@ class TuneOptions:
             "2000, 4000, all, 300, all, 400]",
         ),
     ] = None
+    forget: Annotated[
+        bool,
+        typer.Option(
+            "--forget",
+            help="Measure nothing: drop the winners of this model's tournaments; with --prefetch auto, or --eviction "
+            "auto, of that one alone.",
+        ),
+    ] = False
     out: Annotated[
         Path | None,
         typer.Option(help="With --max-perplexity-increase: keep results here, and go on from what is there."),
     ] = None
 
     def measurement(self, engine: EngineOptions) -> str:
-        """What is asked for: `prices`, `cache`, `predictor`, `shares`, `max_perplexity_increase`, `prefetch` or
-        `eviction` (both where they are to be found: auto), or `tpot`, with or without a time.
+        """What is asked for: `forget`, `prices`, `cache`, `predictor`, `shares`, `max_perplexity_increase`, `prefetch`
+        or `eviction` (both where they are to be found: auto), or `tpot`, with or without a time.
 
         Raises `ConfigError` where two are, or something is given that the one does not look at.
         """
@@ -92,7 +101,7 @@ class TuneOptions:
             given["max_perplexity_increase"] = engine.max_perplexity_increase
         given |= {name: "auto" for name in ("prefetch", "eviction") if getattr(engine, name) == "auto"}
         asked = [name for name in _LOOKED_AT if name in given]
-        if len(asked) > 1 and asked != ["prefetch", "eviction"]:
+        if len(asked) > 1 and not {*asked[1:]} <= {"prefetch", "eviction"} & {*_LOOKED_AT[asked[0]]}:
             one, other = (_option(name) for name in asked[:2])
             raise ConfigError(
                 f"{one} and {other} are two measurements; give one of them",

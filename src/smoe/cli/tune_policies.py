@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from smoe.config import EngineConfig
-    from smoe.eval.tournament import Tournament
+    from smoe.eval.tournament import Entrant, Tournament
+    from smoe.load.winners import Winner
 
 TOKENS = 400
 """Of the text, where the user does not say."""
@@ -30,7 +32,7 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
     from smoe.cli.keeping import Keeping
     from smoe.eval.tournament import hold, tokens_of
     from smoe.load.pretrained import choose_device
-    from smoe.load.winners import CHOICES, Winner, remember, where
+    from smoe.load.winners import CHOICES, remember, where
     from smoe.models.files import fetch
     from smoe.models.read_spec import read_spec
 
@@ -42,7 +44,7 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
             given=engine.prefetch,
             allowed="auto or none in a tournament",
         )
-    config = replace(engine.config(), prefetch="none", prefetch_trial=False)
+    config = replace(engine.config(), prefetch="none", prefetch_asked=None, prefetch_trial=False)
     ids = _ids(model, engine.revision, text, tokens, config.context_tokens)
     keeping = Keeping()
     with _interrupted_in_words(), ExitStack() as stack:
@@ -56,19 +58,36 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
         share, machine = offload.ledger.resident_share, where(config, choose_device(config))
     folder, source = fetch(model, engine.revision), "the demo's stories" if text is None else text.name
     for each in found:
-        first, second = each.entrants[0], each.entrants[min(1, len(each.entrants) - 1)]
-        won = Winner(first.name, first.seconds, second.name, second.seconds, share, source, machine)
-        path = keeping.keep(lambda kind=each.kind, won=won: remember(folder, kind, won))  # type: ignore[misc]
         if not as_json:
-            _print(each)
+            _print(each, model)
+        won = _won(each, share, source, machine)
+        path = keeping.keep(lambda kind=each.kind, won=won: remember(folder, kind, won))  # type: ignore[misc]
         if path is not None:
-            note(f"remembered for {model} in {path}: --{each.kind} auto is now {first.name}")
+            note(
+                f"remembered for {model} in {path}: --{each.kind} auto {'stays' if each.stays else 'is now'} "
+                f"{each.winner.name} where about {share:.0%} of the experts are resident"
+            )
     if as_json:
-        results = {
-            each.kind: {"entrants": [entrant.as_json() for entrant in each.entrants], "refused": dict(each.refused)}
-            for each in found
-        }
+        results = {each.kind: each.as_json() for each in found}
         print_json({"model": model, "resident_share": share, "tokens": len(ids), "text": source} | results)
+
+
+def forget_winners(model: str, engine: EngineOptions, as_json: bool) -> None:
+    """Drop those of the kinds that are named, or else of both, and say what they were."""
+    from smoe.cli.console import print_json
+    from smoe.load.winners import CHOICES, forget
+    from smoe.models.files import fetch
+
+    named = [kind for kind in CHOICES if getattr(engine, kind) == "auto"]
+    dropped = forget(fetch(model, engine.revision), named or [*CHOICES])
+    if as_json:
+        print_json({"model": model, "forgotten": {kind: [vars(won) for won in of] for kind, of in dropped.items()}})
+        return
+    for kind, winners in dropped.items():
+        for won in winners:
+            print(f"forgotten: {kind} {won.name}, {won}")
+    if not any(dropped.values()):
+        print(f"nothing to forget: no winner of a tournament is remembered for {model}")
 
 
 def _ids(model: str, revision: str | None, text: Path | None, tokens: int, context: int | None) -> list[int]:
@@ -87,13 +106,7 @@ def _ids(model: str, revision: str | None, text: Path | None, tokens: int, conte
     tokenizer = tokenizer_of(model, revision)
     ids = [token for document in texts for token in tokenizer(document)["input_ids"]]
     if len(ids) < LEAST_TOKENS:
-        raise ConfigError(
-            f"the text has {len(ids)} tokens, and a tournament needs at least {LEAST_TOKENS}; give a longer one with "
-            "`text`",
-            setting="text",
-            given=len(ids),
-            allowed=f"at least {LEAST_TOKENS} tokens",
-        )
+        raise ConfigError.too_few_tokens("text", len(ids), LEAST_TOKENS, "for a tournament")
     return ids[:tokens]
 
 
@@ -119,7 +132,16 @@ def _interrupted_in_words() -> Iterator[None]:
         raise KeyboardInterrupt("interrupted; no winner was remembered, those of before still serve") from None
 
 
-def _print(found: Tournament) -> None:
+def _won(found: Tournament, share: float, source: str, machine: str) -> Winner:
+    """As it is remembered; a baseline that has kept its place as `auto`, so that nothing is decided."""
+    from smoe.load.winners import Winner
+
+    first, second = found.winner, found.entrants[min(1, len(found.entrants) - 1)]
+    name = "auto" if found.stays else first.name
+    return Winner(name, first.seconds, second.name, second.seconds, share, source, machine)
+
+
+def _print(found: Tournament, model: str) -> None:
     from rich.table import Table
 
     from smoe.cli.console import note, output
@@ -137,5 +159,46 @@ def _print(found: Tournament) -> None:
             cells += [f"{entrant.recall:.1%}", f"{entrant.precision:.1%}", format_seconds(entrant.asking_seconds)]
         table.add_row(entrant.name, *cells)
     output().print(table)
-    for name, why in found.refused.items():
-        note(f"{name} did not take part: {why}")
+    note(_verdict(found))
+    for line in _absent(found, model):
+        note(line)
+
+
+def _verdict(found: Tournament) -> str:
+    """Why the winner has won."""
+    from smoe.eval.tournament import LEAD, ROUNDS
+
+    usual = next(entrant for entrant in found.entrants if entrant.name == found.baseline)
+    rule = f"more than {LEAD:.0%} faster in each of {ROUNDS} rounds"
+    if not found.stays:
+        won = found.winner
+        return f"{won.name} takes the place of {usual.name}: {rule}, {_less(won, usual):.1%} at the median"
+    rival = min(found.entrants, key=lambda entrant: entrant.seconds if entrant.measured_seconds else float("inf"))
+    if rival.name == usual.name:
+        return f"{usual.name} stays: nobody was faster"
+    return f"{usual.name} stays: {rival.name} was {_less(rival, usual):.1%} faster at the median, but not {rule}"
+
+
+def _less(entrant: Entrant, usual: Entrant) -> float:
+    return usual.seconds / entrant.seconds - 1
+
+
+def _absent(found: Tournament, model: str) -> list[str]:
+    """Who did not take part: one line for all that lack the same, with what to run first."""
+    lines = [
+        f"{name} did not take part: {refused.why}" for name, refused in found.refused.items() if not refused.lacking
+    ]
+    lacking: dict[str, list[str]] = {}
+    for name, refused in found.refused.items():
+        if refused.lacking:
+            lacking.setdefault(refused.lacking, []).append(name)
+    for what, names in lacking.items():
+        place = shlex.quote(model)
+        first = f"smoe tune {place} --predictor {names[0]}{' (or another of them)' if len(names) > 1 else ''}"
+        if found.kind == "eviction":
+            first = (
+                f"smoe record {place} --text mine.txt --out mine.trace, then smoe tune {place} --memory ... --eviction "
+                f"{names[0]} --cache mine.trace"
+            )
+        lines.append(f"{', '.join(names)} did not take part: {what}; first run {first}")
+    return lines

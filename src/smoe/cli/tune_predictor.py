@@ -6,14 +6,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from smoe.cli.options import EngineOptions
 from smoe.errors import ConfigError
-from smoe.policy.registry import FITTED_PREFETCH
+from smoe.policy.registry import EXPERT_MLP, FITTED_PREFETCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from rich.progress import Progress, TaskID
 
     from smoe.eval.tune_predictor import PredictorTuning, Rates
 
@@ -35,7 +38,7 @@ def tune_predictor(
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.keeping import Keeping
     from smoe.eval import tune_predictor as tuning
-    from smoe.eval.train_expert_mlp import MOST_EPOCHS
+    from smoe.eval.train_expert_mlp import LEAST_EPOCHS, MOST_EPOCHS
     from smoe.load.fitted_predictor import place_of, remember
     from smoe.models.files import fetch
     from smoe.models.read_spec import read_spec
@@ -51,7 +54,12 @@ def tune_predictor(
     keeping, place = Keeping(), fetch(model, engine.revision)
     checkpoint = place_of(place, name).with_suffix(".training") if keeping.can_keep else None
     with _recorded(model, engine, traces, text, tokens) as recorded, progress("tune", "epochs") as bars:
-        task = bars.add_task("training", total=MOST_EPOCHS, amount="", visible=name == "expert-mlp")
+        if name == EXPERT_MLP:
+            note(
+                f"training passes {LEAST_EPOCHS} to {MOST_EPOCHS} times over the text, which takes minutes (a quarter "
+                "of an hour for the embedded model); an interrupt costs the pass under way, the same command goes on"
+            )
+        task = bars.add_task("training", total=MOST_EPOCHS, amount="", visible=name == EXPERT_MLP)
         judging = bars.add_task("judging", total=len(FITTED_PREFETCH), amount="", visible=bool(held_out))
         found = tuning.tune_predictor(
             name,
@@ -60,7 +68,7 @@ def tune_predictor(
             layers,
             tokens,
             checkpoint,
-            lambda epochs: bars.update(task, completed=epochs),
+            _Course(bars, task),
             lambda predictors: bars.update(judging, completed=predictors),
         )
     path = keeping.keep(lambda: remember(place, found.fitted))
@@ -72,6 +80,32 @@ def tune_predictor(
         print_json({"model": model, "traces": [*map(str, traces)], "held_out": [*map(str, held_out)]} | found.as_json())
     else:
         _print(found)
+
+
+class _Course:
+    """Hears how many epochs are done; after the first one of this run it says how long the rest will take."""
+
+    def __init__(self, bars: Progress, task: TaskID) -> None:
+        self._bars, self._task = bars, task
+        self._began: tuple[int, float] | None = None
+        self._is_said = False
+
+    def __call__(self, epochs: int) -> None:
+        from smoe.cli.console import note
+        from smoe.eval.train_expert_mlp import LEAST_EPOCHS, MOST_EPOCHS
+        from smoe.units import format_remaining
+
+        if self._began is None:
+            self._began = epochs, monotonic()
+            self._bars.update(self._task, completed=epochs, skipped=epochs)
+            return
+        self._bars.update(self._task, completed=epochs)
+        before, began = self._began
+        if not self._is_said:
+            one = (monotonic() - began) / max(1, epochs - before)
+            least, most = (format_remaining(one * max(0, end - epochs)) for end in (LEAST_EPOCHS, MOST_EPOCHS))
+            note(f"training takes {least} to {most} more, by its first pass; it ends where other text gains nothing")
+            self._is_said = True
 
 
 @contextmanager

@@ -122,11 +122,7 @@ def shape_of(engine: Engine, ids: Sequence[int]) -> tuple[int, int]:
     room = min(config.prefill_tokens, engine.context_tokens * config.max_sequences)
     width = min(WINDOW_TOKENS, engine.context_tokens, room // 2)
     if len(ids) < width or width < 2:
-        raise ConfigError(
-            f"the text has {len(ids)} tokens, and a pass takes {max(2, width)}; give a longer one with `text`",
-            setting="text",
-            allowed=f"text of at least {max(2, width)} tokens",
-        )
+        raise ConfigError.too_few_tokens("text", len(ids), max(2, width), "for one pass")
     return room // width, width
 
 

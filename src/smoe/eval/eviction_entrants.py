@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError, SmoeError
 from smoe.load.assembly import scoring_rules
 from smoe.load.cache_weights import cache_weights_of
+from smoe.load.learned_file import NotLearnedError
 from smoe.load.next_use import next_use_of
 from smoe.models.spec import ModelSpec
 from smoe.policy.registry import LEARNED, MULTIDIMENSIONAL, ONLINE_EVICTION, SCORED_EVICTION, EvictionSettings
 from smoe.runtime.engine import Engine
 
 
-def evictions_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[dict[str, EvictionSettings], dict[str, str]]:
+class Refused(NamedTuple):
+    """Why somebody could not take part."""
+
+    why: str
+    lacking: str = ""
+    """What is wrong with what it had to learn first; empty where it is something else."""
+
+
+def refused_by(error: Exception) -> Refused:
+    """As an error of loading says it."""
+    cause = error.__cause__
+    return Refused(str(error), str(cause) if isinstance(cause, NotLearnedError) else "")
+
+
+def evictions_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[dict[str, EvictionSettings], dict[str, Refused]]:
     """(what each eviction that can take part is made from, why the others cannot).
 
     `learned` goes by the estimate that was trained for the model, `multidimensional` by the weights that were fitted
     for it, where there are any.
     """
     found: dict[str, EvictionSettings] = {}
-    refused: dict[str, str] = {}
+    refused: dict[str, Refused] = {}
     for name in ONLINE_EVICTION:
         try:
             found[name] = _settings(name, model, spec)
         except (SmoeError, OSError) as error:  # a folder that cannot be looked into costs those who need it their part
-            refused[name] = str(error)
+            refused[name] = refused_by(error)
     return found, refused
 
 

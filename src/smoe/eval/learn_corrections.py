@@ -126,13 +126,8 @@ def learn(
 def check_enough(tokens: int) -> None:
     """Raise `ConfigError` for a text that teaches nothing."""
     if tokens < LEAST_TOKENS:
-        raise ConfigError(
-            f"`text` has {tokens} tokens, and at least {LEAST_TOKENS} are needed to learn what layers do to their "
-            "routers' input; some thousand are better: give a longer one",
-            setting="text",
-            given=tokens,
-            allowed=f"at least {LEAST_TOKENS} tokens",
-        )
+        purpose = "to learn what layers do to their routers' input, better some thousands"
+        raise ConfigError.too_few_tokens("text", tokens, LEAST_TOKENS, purpose)
 
 
 class _Pair:

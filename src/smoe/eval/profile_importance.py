@@ -52,13 +52,7 @@ def profile_recorded(routings: Iterable[Routing], text: str) -> ImportanceProfil
 def check_enough(tokens: int, setting: str) -> None:
     """Raise `ConfigError` for a text, or a trace, that says too little."""
     if tokens < LEAST_TOKENS:
-        raise ConfigError(
-            f"`{setting}` has {tokens} tokens, and at least {LEAST_TOKENS} are needed to know how important choices "
-            "are: give a longer one",
-            setting=setting,
-            given=tokens,
-            allowed=f"at least {LEAST_TOKENS} tokens",
-        )
+        raise ConfigError.too_few_tokens(setting, tokens, LEAST_TOKENS, "to know how important choices are")
 
 
 class _Listener(StepObserver):

@@ -5,7 +5,11 @@
                        -> the first ones, and the baseline, in turns on this machine -> the winner
 
 The simulation is of the engine's own plans. It does not know what a prefetch costs those who compute meanwhile: the
-clock has the last word, and `none` and the eviction `auto` are always among those that it judges.
+clock has the last word, and `none` and the baselines are always among those that it judges.
+
+A baseline is what serves without a tournament. It wins ties: another takes its place only where it was faster by more
+than `LEAD` in every round. Of two that are equally fast up to noise, one is so in three rounds by chance less than one
+time in eight.
 
 Evictions are judged first, without any prefetch; whoever wins serves while predictors are judged, in the simulation and
 in the finals: the two winners have run together. Where predictors alone are judged, the eviction that the engine was
@@ -15,22 +19,22 @@ loaded with serves.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH
 from smoe.errors import ConfigError, SmoeError
-from smoe.eval.eviction_entrants import evictions_of
+from smoe.eval.eviction_entrants import Refused, evictions_of, refused_by
 from smoe.eval.replay_times import as_waited, on_clock, times_of
 from smoe.generation.teacher_forcing import forced
-from smoe.load.assembly import scoring_rules
+from smoe.load.assembly import predictor_name, scoring_rules
 from smoe.load.fitted_predictor import fitted_of
 from smoe.load.gate_corrections import corrections_of
 from smoe.metrics import Counters
@@ -50,8 +54,11 @@ LEAST_TOKENS = 96
 TURN_WARM, TURN_TIMED, ROUNDS = 16, 32, 3
 """Tokens of a turn that are not timed, those that are, and turns of each finalist."""
 FINALISTS = 3
-"""Of each kind: the best of the simulation, with the baseline in the last one's place where it is not among them."""
-BASELINES = {"prefetch": "none", "eviction": "auto"}
+"""Of each kind: the best of the simulation, with `ALWAYS` and the baseline in the last ones' place where they are not
+among them."""
+ALWAYS = {"prefetch": "none", "eviction": "auto"}
+LEAD = 0.02
+"""An entrant must be faster than the baseline by more than this share, in every round, to take its place."""
 _NO_RIVALS = ("auto", WHOLE_LAYER, "look-ahead")
 """What `auto` is to become; a baseline; and what runs layers of the model itself, so that nobody else can listen."""
 
@@ -66,7 +73,7 @@ class Entrant:
     simulated_seconds: float
     """A token, on the virtual clock."""
     measured_seconds: tuple[float, ...] = ()
-    """A token, the median of every turn; empty: it was not among the finalists."""
+    """A token, the median of every turn, by rounds; empty: it was not among the finalists."""
     asking_seconds: float = 0.0
     """One question to the predictor."""
     recall: float | None = None
@@ -79,6 +86,11 @@ class Entrant:
         """A token, as measured, or else as simulated."""
         return median(self.measured_seconds) if self.measured_seconds else self.simulated_seconds
 
+    def beats(self, baseline: Entrant) -> bool:
+        """Whether it was faster by more than `LEAD` in every round."""
+        rounds = zip(self.measured_seconds, baseline.measured_seconds, strict=True)
+        return all(own < (1 - LEAD) * other for own, other in rounds)
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"seconds": self.seconds}
 
@@ -89,13 +101,28 @@ class Tournament:
 
     kind: str
     """`prefetch` or `eviction`: the setting."""
+    baseline: str
+    """Who serves without a tournament."""
     entrants: tuple[Entrant, ...]
-    refused: Mapping[str, str]
-    """Who could not take part, and why."""
+    refused: Mapping[str, Refused]
+    """Who could not take part."""
 
     @property
     def winner(self) -> Entrant:
         return self.entrants[0]
+
+    @property
+    def stays(self) -> bool:
+        """Whether the baseline has kept its place."""
+        return self.winner.name == self.baseline
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "baseline": self.baseline,
+            "winner": self.winner.name,
+            "entrants": [entrant.as_json() for entrant in self.entrants],
+            "refused": {name: refused.why for name, refused in self.refused.items()},
+        }
 
 
 class _Listener(StepObserver):
@@ -147,12 +174,12 @@ def _kept(answer: Prediction) -> Prediction:
     return answer._replace(experts=tuple(answer.experts))
 
 
-def predictors_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[dict[str, Predictor], dict[str, str]]:
+def predictors_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[dict[str, Predictor], dict[str, Refused]]:
     """(the predictors that can take part, why the others cannot)."""
     engine: Engine = model.offload  # type: ignore[assignment]
     depth = engine.config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
     place, found = Path(spec.config.name_or_path), dict[str, Predictor]()
-    refused: dict[str, str] = {}
+    refused: dict[str, Refused] = {}
     try:
         rules = scoring_rules(model, spec)
     except SmoeError:
@@ -166,11 +193,17 @@ def predictors_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[dict[str, Pr
             subject = Subject(model, spec, rules, engine.config.prefetch_what, depth, corrections, fitted)
             predictor = PREDICTORS[name](subject)
         except (SmoeError, KeyError, OSError) as error:
-            refused[name] = str(error)
+            refused[name] = refused_by(error)
             continue
         if predictor is not None:
             found[name] = predictor
     return found, refused
+
+
+def serving_prefetch(model: PreTrainedModel, spec: ModelSpec) -> str:
+    """What the `prefetch` auto stands for where no tournament was held."""
+    engine: Engine = model.offload  # type: ignore[assignment]
+    return predictor_name(spec, replace(engine.config, prefetch="auto"), model.device)
 
 
 @torch.no_grad()
@@ -202,16 +235,18 @@ def hold(
     found = []
     if "eviction" in kinds:
         entrants = [_evict(engine, listener, settings, times) for settings in evictions.values()]
-        found.append(
-            _finish(model, "eviction", entrants, absent, ids, tick, lambda name: _by_eviction(engine, evictions[name]))
-        )
+        turns = _Turns(model, ids, tick, lambda name: _by_eviction(engine, evictions[name]))
+        found.append(_finish("eviction", "auto", entrants, absent, turns))
     if "prefetch" in kinds:
-        entrants = [_guess(engine, listener, name, predictors.get(name), times) for name in ("none", *predictors)]
-        found.append(
-            _finish(
-                model, "prefetch", entrants, refused, ids, tick, lambda name: _by_predictor(engine, predictors, name)
+        usual = serving_prefetch(model, spec)
+        if usual not in ("none", *predictors):
+            refused[usual] = Refused(
+                f"`prefetch` {usual}, which auto is here, runs layers of its own: nobody else hears"
             )
-        )
+            usual = "none"
+        entrants = [_guess(engine, listener, name, predictors.get(name), times) for name in ("none", *predictors)]
+        turns = _Turns(model, ids, tick, lambda name: _by_predictor(engine, predictors, name))
+        found.append(_finish("prefetch", usual, entrants, refused, turns))
     return found
 
 
@@ -229,13 +264,7 @@ def _check(engine: Engine, tokens: int) -> None:
             allowed="less than all experts",
         )
     if tokens < LEAST_TOKENS:
-        raise ConfigError(
-            f"the text has {tokens} tokens, and at least {LEAST_TOKENS} are needed; give a longer one with `text`, or "
-            "a longer `context_tokens`",
-            setting="text",
-            given=tokens,
-            allowed=f"at least {LEAST_TOKENS} tokens",
-        )
+        raise ConfigError.too_few_tokens("text", tokens, LEAST_TOKENS, "for a tournament")
 
 
 def _evict(engine: Engine, listener: _Listener, settings: EvictionSettings, times: StepTimes) -> Entrant:
@@ -281,35 +310,47 @@ def _by_eviction(engine: Engine, settings: EvictionSettings) -> None:
     engine.executor.start_anew(engine.fresh_eviction())
 
 
+class _Turns(NamedTuple):
+    """How finalists are run."""
+
+    model: PreTrainedModel
+    ids: Sequence[int]
+    tick: Tick
+    set_up: Callable[[str], None]
+    """Lets the engine go on with somebody."""
+
+
 def _finish(
-    model: PreTrainedModel,
-    kind: str,
-    entrants: Sequence[Entrant],
-    refused: Mapping[str, str],
-    ids: Sequence[int],
-    tick: Tick,
-    set_up: Callable[[str], None],
+    kind: str, baseline: str, entrants: Sequence[Entrant], refused: Mapping[str, Refused], turns: _Turns
 ) -> Tournament:
     """Run the finalists of a simulation in turns; the winner stays in the engine."""
     ranked = sorted(entrants, key=lambda entrant: entrant.simulated_seconds)
-    finalists = finalists_of(ranked, BASELINES[kind])
+    finalists = finalists_of(ranked, {ALWAYS[kind], baseline})
     rest = [entrant for entrant in ranked if entrant not in finalists]
-    turns: dict[str, list[float]] = {entrant.name: [] for entrant in finalists}
+    took: dict[str, list[float]] = {entrant.name: [] for entrant in finalists}
     for number in range(ROUNDS):
-        for entrant in finalists:
-            set_up(entrant.name)
-            turns[entrant.name].append(_turn(model, ids, number, tick))
-    measured = [replace(entrant, measured_seconds=tuple(turns[entrant.name])) for entrant in finalists]
-    measured.sort(key=lambda entrant: entrant.seconds)
-    set_up(measured[0].name)
-    return Tournament(kind, (*measured, *rest), refused)
+        for entrant in finalists if number % 2 == 0 else finalists[::-1]:  # a drift of the machine falls on all
+            turns.set_up(entrant.name)
+            took[entrant.name].append(_turn(turns.model, turns.ids, number, turns.tick))
+    measured = [replace(entrant, measured_seconds=tuple(took[entrant.name])) for entrant in finalists]
+    placed = placed_of(measured, baseline)
+    turns.set_up(placed[0].name)
+    return Tournament(kind, baseline, (*placed, *rest), refused)
 
 
-def finalists_of(ranked: Sequence[Entrant], baseline: str) -> list[Entrant]:
-    """Who runs, of entrants with the best of the simulation first: never without the `baseline`."""
-    first = list(ranked[:FINALISTS])
-    beyond = [entrant for entrant in ranked[FINALISTS:] if entrant.name == baseline]
-    return [*first[: FINALISTS - len(beyond)], *beyond]
+def finalists_of(ranked: Sequence[Entrant], always: Container[str]) -> list[Entrant]:
+    """Who runs, of entrants with the best of the simulation first: `always` some."""
+    others = [entrant.name for entrant in ranked if entrant.name not in always]
+    first = others[: FINALISTS - (len(ranked) - len(others))]
+    return [entrant for entrant in ranked if entrant.name in always or entrant.name in first]
+
+
+def placed_of(finalists: Sequence[Entrant], baseline: str) -> list[Entrant]:
+    """The winner, then the others by their times: the fastest of those who beat the baseline, or else the baseline."""
+    fastest = sorted(finalists, key=lambda entrant: entrant.seconds)
+    usual = next(entrant for entrant in fastest if entrant.name == baseline)
+    winner = next((entrant for entrant in fastest if entrant.beats(usual)), usual)
+    return [winner, *(entrant for entrant in fastest if entrant is not winner)]
 
 
 def _turn(model: PreTrainedModel, ids: Sequence[int], number: int, tick: Tick) -> float:

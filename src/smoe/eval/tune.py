@@ -190,12 +190,7 @@ def measure_times(
             allowed=f"at least {turn_tokens()}",
         )
     if len(ids) < turn_tokens():
-        raise ConfigError(
-            f"the text has {len(ids)} tokens, and at least {turn_tokens()} are needed to measure on; give a longer one "
-            "with `text`",
-            setting="text",
-            allowed=f"text of at least {turn_tokens()} tokens",
-        )
+        raise ConfigError.too_few_tokens("text", len(ids), turn_tokens(), "to measure on")
     rounds = [[_turn(model, alpha, ids, number, tick) for alpha in alphas] for number in range(_ROUNDS)]
     rate = middle_rate([timing.bytes_per_second for timings in rounds for timing in timings])
     return Tuning(circumstances, list(alphas), rounds, rate)

@@ -98,12 +98,7 @@ def tune_predictor(
     """
     paths = joined([paths_of(path, layers, tokens, "trace") for path in traces])
     if len(paths.chosen) < LEAST_TOKENS:
-        raise ConfigError(
-            f"{len(paths.chosen)} tokens are too few to fit a predictor on; give traces of {LEAST_TOKENS} or more",
-            setting="trace",
-            given=str(traces[0]),
-            allowed=f"at least {LEAST_TOKENS} tokens",
-        )
+        raise ConfigError.too_few_tokens("trace", len(paths.chosen), LEAST_TOKENS, "to fit a predictor on")
     judged_on = {path.stem: paths_of(path, layers, _JUDGED_TOKENS, "held_out") for path in held_out}
     training = None
     if name == EXPERT_MLP:

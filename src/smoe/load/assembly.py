@@ -37,7 +37,7 @@ from smoe.policy.balance import Costs
 from smoe.policy.budget import Ledger
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.plan import HOST
-from smoe.policy.prediction import Predictor
+from smoe.policy.prediction import ASKED, Predictor
 from smoe.policy.prices import PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget, nats_of_perplexity
 from smoe.policy.residency import SlotTable
@@ -322,6 +322,8 @@ def _predictors(
     subject = Subject(model, spec, rules, config.prefetch_what, depth, learned.corrections, learned.fitted)
     found: dict[Phase, Predictor] = {Phase.PREFILL: subject.next_gate}
     decode = PREDICTORS[predictor_name(spec, config, device)](subject)
+    if decode is not None and config.prefetch_asked is not None:
+        decode.asked = ASKED[config.prefetch_asked]
     return found if decode is None else found | {Phase.DECODE: decode}
 
 

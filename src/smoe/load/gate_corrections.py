@@ -62,8 +62,8 @@ def corrections_of(folder: Path, spec: ModelSpec, depth: int) -> LearnedCorrecti
         return _of_pairs(*learned(CORRECTED_GATES, _FORMAT, folder), spec, depth)
     except NotLearnedError as error:
         raise ConfigError(
-            f"`prefetch` {CORRECTED_GATES}: {error}; run smoe tune on it with `predictor` {CORRECTED_GATES} and some "
-            "of your `text`, once",
+            f"`prefetch` {CORRECTED_GATES}: {error}; run smoe tune on the model with `predictor` "
+            f"{CORRECTED_GATES} and some of your `text`, once",
             setting="prefetch",
             given=CORRECTED_GATES,
             allowed="for a model whose corrections have been learned",

@@ -46,7 +46,7 @@ def next_use_of(folder: Path, experts: Mapping[int, int]) -> tuple[NextUse, str]
         return _estimate(*learned(_KIND, _FORMAT, folder), experts)
     except NotLearnedError as error:
         raise ConfigError(
-            f"`eviction` is '{LEARNED}', but {error}; run smoe record, then smoe tune with `eviction` {LEARNED}, "
+            f"`eviction` {LEARNED}: {error}; run smoe record, then smoe tune on the model with `eviction` {LEARNED}, "
             "the trace as `cache` and the `memory` that it is for, once",
             setting="eviction",
             given=LEARNED,

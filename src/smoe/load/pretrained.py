@@ -107,7 +107,7 @@ def load(
         experts = checkpoint.experts(spec)
     by_form = {EXACT: experts} if spec.low is None else {EXACT: experts, LOW: checkpoint.experts(spec.low)}
     stores = {form: open_store(checkpoint, spec, of, device) for form, of in by_form.items()}
-    won = with_winners(config, checkpoint.place, spec, device)
+    won = with_winners(config, checkpoint.place, spec, device, share_beside(spec, config, device, stores[EXACT]))
     config, learned = won.config, won.learned
     ledger, reason = make_ledger(spec, config, device, stores[EXACT], learned.nbytes)
     if on_ledger is not None:
@@ -194,6 +194,13 @@ def make_ledger(
     budget = min(less_margin(free), full_bytes(demand))
     whole = ", and the whole model fits" if budget == full_bytes(demand) else ""
     return allocate(budget, demand), f"{source} less a margin{whole}"
+
+
+def share_beside(
+    spec: ModelSpec, config: EngineConfig, device: torch.device, store: ExpertStore | None
+) -> Callable[[int], float]:
+    """Says which share of the experts is resident beside so many learned bytes; saying it raises `BudgetError`."""
+    return lambda learned_bytes: make_ledger(spec, config, device, store, learned_bytes)[0].resident_share
 
 
 def demand_of(spec: ModelSpec, config: EngineConfig, device: torch.device, store: ExpertStore) -> Demand:

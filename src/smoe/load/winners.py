@@ -1,12 +1,15 @@
-"""Which prefetch and which eviction won a model's tournament on this machine, in the user's cache.
+"""Which prefetch and which eviction won a model's tournaments on this machine, in the user's cache.
 
 `smoe tune --prefetch auto` and `--eviction auto` hold one (`eval/tournament.py`) and keep the winner; from then on
-`auto` is the winner where this machine serves that model.
+`auto` is the winner where this machine serves that model with about as many of its experts resident. Winners of
+several sizes are kept, and the nearest one counts. Where what `auto` was before has kept its place, the winner is
+`auto`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +26,9 @@ from smoe.models.spec import ModelSpec
 from smoe.policy.registry import ONLINE_EVICTION, PREFETCH
 from smoe.user_cache import keep, kept, of_model
 
-_FORMAT = 2
+_FORMAT = 3
+NEAR = 1 / 3
+"""So far, as a share of it, other sizes may lie from the one that a winner was found at."""
 _log = logging.getLogger(__name__)
 
 CHOICES = {"prefetch": PREFETCH, "eviction": tuple(ONLINE_EVICTION)}
@@ -35,6 +40,7 @@ class Winner:
     """Who won, against whom, where."""
 
     name: str
+    """`auto`: what it stood for has kept its place."""
     seconds: float
     """A token."""
     second: str
@@ -50,26 +56,67 @@ class Winner:
             f"{1e3 * self.seconds:.1f} ms a token ({self.second} {1e3 * self.second_seconds:.1f})"
         )
 
+    def distance(self, resident_share: float) -> float:
+        """How far a size is from that of the tournament, as a share of it."""
+        return abs(resident_share / self.resident_share - 1)
 
-def winners_of(folder: Path, machine: str) -> dict[str, Winner]:
-    """By setting, those of the tournaments of the model in `folder` on such a machine."""
+
+def winners_of(folder: Path, machine: str) -> dict[str, list[Winner]]:
+    """By setting, those of the tournaments of the model in `folder` on such a machine, of any size."""
     stored = kept(of_model("winners", folder), _FORMAT) or {}
-    found = {}
-    for setting, choices in CHOICES.items():
-        try:
-            winner = Winner(**stored[setting])
-        except (KeyError, TypeError):
-            continue
-        if winner.name in choices and winner.machine == machine:
-            found[setting] = winner
-    return found
+    by_setting = {setting: _winners(stored, setting) for setting in CHOICES}
+    of_machine = {
+        setting: [winner for winner in found if winner.machine == machine] for setting, found in by_setting.items()
+    }
+    return {setting: found for setting, found in of_machine.items() if found}
 
 
 def remember(folder: Path, setting: str, winner: Winner) -> Path:
-    """Keep a winner beside those of the other settings; returns where. Raises `OSError`."""
+    """Keep a winner beside those of other settings, machines and sizes (in whole per cent); returns where.
+
+    Raises `OSError`.
+    """
     path = of_model("winners", folder)
     stored: dict[str, Any] = kept(path, _FORMAT) or {}
-    return keep(path, {"format": _FORMAT} | stored | {setting: vars(winner)})
+    others = [each for each in _entries(stored, setting) if _place(each) != _place(vars(winner))]
+    return keep(path, {"format": _FORMAT} | stored | {setting: [*others, vars(winner)]})
+
+
+def forget(folder: Path, settings: Sequence[str]) -> dict[str, list[Winner]]:
+    """Drop the winners of `settings`, of all machines and sizes; returns those that there were. Raises `OSError`."""
+    path = of_model("winners", folder)
+    stored: dict[str, Any] = kept(path, _FORMAT) or {}
+    left = {setting: stored[setting] for setting in stored if setting not in settings}
+    if left:
+        keep(path, {"format": _FORMAT} | left)
+    else:
+        path.unlink(missing_ok=True)
+    return {setting: _winners(stored, setting) for setting in settings}
+
+
+def _winners(stored: dict[str, Any], setting: str) -> list[Winner]:
+    """What a file holds of one setting; what this version does not understand is left out."""
+    found = []
+    for each in _entries(stored, setting):
+        try:
+            winner = Winner(**each)
+            if winner.name in CHOICES[setting] and winner.resident_share > 0:
+                found.append(winner)
+        except TypeError:
+            continue
+    return found
+
+
+def _entries(stored: dict[str, Any], setting: str) -> list[dict[str, Any]]:
+    """As they stand in the file."""
+    found = stored.get(setting)
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+
+def _place(entry: dict[str, Any]) -> tuple[Any, str]:
+    """Of two of the same place only the later one is kept."""
+    share = entry.get("resident_share")
+    return entry.get("machine"), f"{share:.0%}" if isinstance(share, float) else ""
 
 
 class Decided(NamedTuple):
@@ -81,29 +128,49 @@ class Decided(NamedTuple):
     """Why, by setting."""
 
 
-def with_winners(config: EngineConfig, place: Path, spec: ModelSpec, device: torch.device) -> Decided:
+def with_winners(
+    config: EngineConfig, place: Path, spec: ModelSpec, device: torch.device, share_beside: Callable[[int], float]
+) -> Decided:
     """The configuration with every `auto` that a tournament has decided; `place` holds the model.
 
-    A prefetch that won is still on trial where it runs: what does not pay there is off by itself. A winner whose
-    learned file is gone, or belongs to other weights, decides nothing. Raises `ConfigError` where what the user asks
-    for by name has not been learned.
+    `share_beside` says which share of the experts is resident beside so many learned bytes; it is asked where there are
+    winners. A prefetch that won is still on trial where it runs: what does not pay there is off by itself. A winner
+    whose learned file is gone, or belongs to other weights, or that won with far more or fewer experts resident,
+    decides nothing. Raises `ConfigError` where what the user asks for by name has not been learned.
     """
     decided = Decided(config, *learned_of(config, place, spec))
-    for setting, found in winners_of(place, where(config, device)).items():
-        if getattr(config, setting) != "auto" or found.name == "auto":
-            continue
-        changed: dict[str, Any] = {setting: found.name}
-        if setting == "prefetch" and config.prefetch_trial is None:
-            changed["prefetch_trial"] = True
-        with_it = replace(decided.config, **changed)
-        try:
-            learned, reasons = learned_of(with_it, place, spec)
-        except ConfigError as error:
-            _log.warning("`%s` auto: %s won the tournament, but is not used: %s", setting, found.name, error)
-            continue
-        because = f"{found}; {reasons[setting]}" if setting in reasons else str(found)
-        decided = Decided(with_it, learned, decided.reasons | reasons | {setting: because})
+    held = winners_of(place, where(config, device))
+    asked = {setting: found for setting, found in held.items() if getattr(config, setting) == "auto"}
+    share = share_beside(decided.learned.nbytes) if asked else 0.0
+    for setting, winners in asked.items():
+        nearest = min(winners, key=lambda winner: winner.distance(share))
+        if nearest.distance(share) > NEAR:
+            why = _too_far(setting, nearest, share)
+            decided = decided._replace(reasons=decided.reasons | {setting: why})
+        elif nearest.name != "auto":
+            decided = _decided_by(decided, setting, nearest, place, spec)
     return decided
+
+
+def _decided_by(decided: Decided, setting: str, winner: Winner, place: Path, spec: ModelSpec) -> Decided:
+    changed: dict[str, Any] = {setting: winner.name}
+    if setting == "prefetch" and decided.config.prefetch_trial is None:
+        changed["prefetch_trial"] = True
+    with_it = replace(decided.config, **changed)
+    try:
+        learned, reasons = learned_of(with_it, place, spec)
+    except ConfigError as error:
+        _log.warning("`%s` auto: %s won the tournament, but is not used: %s", setting, winner.name, error)
+        return decided
+    because = f"{winner}; {reasons[setting]}" if setting in reasons else str(winner)
+    return Decided(with_it, learned, decided.reasons | reasons | {setting: because})
+
+
+def _too_far(setting: str, nearest: Winner, share: float) -> str:
+    return (
+        f"as without a tournament: the nearest one was held with {nearest.resident_share:.0%} of the experts resident, "
+        f"and there are {share:.0%}; smoe tune with `{setting}` auto and this `memory` holds one"
+    )
 
 
 def where(config: EngineConfig, device: torch.device) -> str:

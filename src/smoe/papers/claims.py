@@ -20,6 +20,8 @@ class Claim:
     """(least, most), as the paper gives it."""
     ours: tuple[float, float]
     remark: str = ""
+    case: str = ""
+    """Under which it was looked at, where there are several."""
 
     @property
     def verdict(self) -> str:
@@ -40,6 +42,7 @@ class Claim:
             "ours": list(self.ours),
             "verdict": self.verdict,
             "remark": self.remark,
+            "case": self.case,
         }
 
 
@@ -60,6 +63,15 @@ class Setting:
 
     def as_json(self) -> dict[str, Any]:
         return vars(self) | {"end_to_end_seconds": self.end_to_end_seconds}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one setting of a sweep gives, with every system."""
+
+    settings: list[Setting]
+    figures: dict[str, float]
+    """What a paper's claims are about beside times and bytes, by names of its own."""
 
 
 @dataclass(frozen=True)

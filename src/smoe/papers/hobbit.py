@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from smoe.expert import LOW
 from smoe.memory.emulation import read_profile
-from smoe.papers.claims import Claim, Reproduction, Setting, span
+from smoe.papers.cells import Cells
+from smoe.papers.claims import Cell, Claim, Reproduction, Setting, span
 from smoe.papers.geometry import MIXTRAL, PHI_MOE, Geometry, step_times
 from smoe.policy.importance import Thresholds, least_unimportance
 from smoe.policy.registry import EvictionSettings, make_eviction_for
@@ -98,21 +99,21 @@ RUNS = {
 SETTINGS = [(model, machine) for model in MODELS for machine in MACHINES]
 
 
-def reproduce(tick: Callable[[int], None]) -> Reproduction:
-    """Simulate all settings; `tick` hears of every one that is done."""
-    done = sweep(_systems, SETTINGS, tick)
-    settings = [setting for systems, _ in done for setting in systems]
-    return Reproduction("hobbit", tuple(settings), tuple(_claims(settings, [of for _, of in done])), _REMARKS)
+def reproduce(tick: Callable[[int], None], cells: Cells | None = None) -> Reproduction:
+    """Simulate all settings but those that `cells` has; `tick` hears of every one that is done."""
+    done = sweep(_systems, SETTINGS, tick, keeping=cells)
+    settings = [setting for cell in done for setting in cell.settings]
+    return Reproduction("hobbit", tuple(settings), tuple(_claims(settings, [cell.figures for cell in done])), _REMARKS)
 
 
-def _systems(setting: tuple[Geometry, Machine]) -> tuple[list[Setting], dict[str, float]]:
-    """(all systems in one setting, what the evictions' misses cost there)."""
+def _systems(setting: tuple[Geometry, Machine]) -> Cell:
+    """All systems in one setting, and what the evictions' misses cost there."""
     model, machine = setting
     trace = synthesise(Shape(model.experts, model.top_k, model.layers, NEW_TOKENS, PROMPT_TOKENS), with_scores=True)
     switches = switches_of(trace)
     runs = {name: run for name, run in RUNS.items() if not (run.by_cpu and machine.name == "jetson-agx-orin")}
     systems = [_simulated(model, machine, name, run, trace, switches) for name, run in runs.items()]
-    return systems, _penalties(model, machine, trace, switches)
+    return Cell(systems, _penalties(model, machine, trace, switches))
 
 
 def switches_of(trace: Sequence[Routing]) -> Switches:

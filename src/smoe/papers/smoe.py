@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from smoe.memory.emulation import read_profile
-from smoe.papers.claims import Claim, Reproduction, Setting, span
+from smoe.papers.cells import Cells
+from smoe.papers.claims import Cell, Claim, Reproduction, Setting, span
 from smoe.papers.geometry import DEEPSEEK_16B, QWEN2_57B, XVERSE, Geometry, step_times
 from smoe.policy.prediction import Moment
 from smoe.policy.registry import make_eviction
@@ -93,21 +94,22 @@ class _Done(NamedTuple):
 SETTINGS = [(machine, batch) for machine in MACHINES for batch in BATCHES]
 
 
-def reproduce(tick: Callable[[int], None]) -> Reproduction:
-    """Simulate all settings; `tick` hears of every one that is done."""
+def reproduce(tick: Callable[[int], None], cells: Cells | None = None) -> Reproduction:
+    """Simulate all settings but those that `cells` has; `tick` hears of every one that is done."""
     done: dict[int, dict[str, dict[str, _Done]]] = {batch: {} for batch in BATCHES}
-    for (machine, batch), rows in zip(SETTINGS, sweep(_systems, SETTINGS, tick), strict=True):
-        done[batch][machine.name] = rows
+    for (machine, batch), cell in zip(SETTINGS, sweep(_systems, SETTINGS, tick, keeping=cells), strict=True):
+        done[batch][machine.name] = {each.system: _Done(each, cell.figures[each.system]) for each in cell.settings}
     settings = [each.setting for of in done.values() for rows in of.values() for each in rows.values()]
     return Reproduction("smoe", tuple(settings), tuple(_claims(done)), _REMARKS)
 
 
-def _systems(setting: tuple[Machine, int]) -> dict[str, _Done]:
-    """All of them in one setting."""
+def _systems(setting: tuple[Machine, int]) -> Cell:
+    """All of them in one setting, and their cache ratios."""
     machine, batch = setting
     trace = _trace(machine.model, batch)
     where = f"{machine.name}, batch {batch}"
-    return {name: _simulated(machine, where, name, run, trace) for name, run in (BASELINES | STEPS).items()}
+    done = [_simulated(machine, where, name, run, trace) for name, run in (BASELINES | STEPS).items()]
+    return Cell([each.setting for each in done], {each.setting.system: each.cache_ratio for each in done})
 
 
 def _trace(model: Geometry, batch: int) -> list[Routing]:

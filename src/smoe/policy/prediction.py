@@ -2,6 +2,8 @@
 
     one layer        | router | resident experts | wait for loads | missing experts |
     it is asked             ^ ROUTED             ^ RESIDENTS_DONE
+                            | BESIDE: the answer is taken when it is there ............... |
+                                | FIRST_DONE: the same, from the first expert on ......... |
 
 Arrays are the engine's own (torch tensors there, nothing in a simulator), so this module need not know them.
 """
@@ -24,6 +26,16 @@ class Moment(Enum):
     """As soon as the layer's own router has spoken."""
     RESIDENTS_DONE = "residents done"
     """Once the layer's resident experts have been computed and others are waited for."""
+    BESIDE = "beside the experts"
+    """As soon as the layer's own router has spoken, while its experts are waited for and computed; what it names begins
+    to load once it has answered. Only what looks at no part of the model, whose modules are the computing thread's."""
+    FIRST_DONE = "beside the experts, loads behind the first"
+    """The same, but what it names begins to load when the first of the experts is done (DuoServe-MoE, section 5.3)."""
+
+
+ASKED = {"before": Moment.ROUTED, "beside": Moment.BESIDE, "first-expert": Moment.FIRST_DONE}
+"""When predictors that see nothing but what routers have said are asked, by the setting `prefetch_asked`."""
+ON_A_THREAD = (Moment.BESIDE, Moment.FIRST_DONE)
 
 
 class Sight(NamedTuple):

@@ -91,6 +91,9 @@ FITTED_PREFETCH = ("popularity", "affinity", "activation-matrix", EXPERT_MLP)
 """Predictors that see the history of routing alone, and have to be fitted on a trace of the model first: how often a
 layer chooses an expert; what followed the experts of the layer before; the most similar past sequence; a network."""
 
+HISTORY_PREFETCH = ("previous-token", *FITTED_PREFETCH)
+"""All that see nothing but what routers have said: any thread may ask them."""
+
 PREFETCH = (
     "auto",
     "none",
@@ -99,8 +102,7 @@ PREFETCH = (
     "stacked-gates",
     "corrected-gates",
     WHOLE_LAYER,
-    "previous-token",
-    *FITTED_PREFETCH,
+    *HISTORY_PREFETCH,
 )
 """Predictors for later layers in decode: nothing; the next layer's router applied to this layer's input; its attention
 and router run ahead on what the resident experts have given; the routers of several layers at once on this layer's

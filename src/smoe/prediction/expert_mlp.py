@@ -9,7 +9,7 @@ i of E experts is (i + 1) / E, so that padding, 0, is nobody's; of the affinity 
 chosen are given; p and a are multiples of what chance would give. The six hidden widths halve from 2048 to 64, the
 seventh layer gives the scores.
 
-Asked as soon as the router has spoken, on the computing thread: its loads can begin only when it has answered.
+Asked as soon as the router has spoken, on the computing thread or on one of its own (`prefetch_asked`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.load.assembly import predictor_name
-from smoe.load.pretrained import choose_device, make_ledger, open_if_here
+from smoe.load.pretrained import choose_device, make_ledger, open_if_here, share_beside
 from smoe.load.winners import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at
@@ -118,6 +118,11 @@ class Forecast:
     outlook: Outlook | None
     """By simulation; None without a rate at which experts come in."""
 
+    @property
+    def moved(self) -> str:
+        """What the bytes of a token's missing experts are called where they go."""
+        return moved_per_token(self.is_emulated)
+
     def as_json(self) -> dict[str, Any]:
         """What `smoe plan --json` prints."""
         spec, ledger, floor = self.spec, self.ledger, self.chosen.uniform.floor
@@ -159,7 +164,7 @@ class Forecast:
                 "source": self.rates.source,
             },
             "remarks": self.remarks,
-            "simulated": None if self.outlook is None else self.outlook.as_json(),
+            "forecast": None if self.outlook is None else self.outlook.as_json(),
         }
 
 
@@ -219,7 +224,8 @@ def _survey(model: str, config: EngineConfig, revision: str | None) -> _Survey:
     spec = read_spec(model, config, revision)
     store = open_if_here(model, spec, device, revision)
     checkpoint = described_checkpoint(model, revision)
-    config, learned_bytes, decided, unlearned = _decided(config, checkpoint, spec, device)
+    beside = share_beside(spec, config, device, store)
+    config, learned_bytes, decided, unlearned = _decided(config, checkpoint, spec, device, beside)
     ledger, reason = make_ledger(spec, config, device, store, learned_bytes)
     is_direct, is_emulated = reads_past_cache(config, spec, ledger, device), profile is not None
     files = files_of(checkpoint, spec, device) if is_direct and profile is None else None
@@ -229,21 +235,28 @@ def _survey(model: str, config: EngineConfig, revision: str | None) -> _Survey:
         guess = functools.partial(predictor_name, device=device)
         pace = functools.partial(pace_for, checkpoint, device, is_direct, is_emulated)
         subject = Subject(model, checkpoint, spec, config, machine, dense_bytes_read(spec), guess, pace, unlearned)
-        if pace(spec.precision) != UNKNOWN:
+        known = pace(spec.precision)
+        if known != UNKNOWN:
             decided = [*decided, "layers, experts and loads take what they took in earlier runs of this model"]
+        if known.skew is not None:
+            decided = [*decided, "routing is drawn as skewed as theirs was"]
     is_estimate = store is None and spec.precision == "auto"
     return _Survey(spec, ledger, reason, rates, device, is_emulated, is_estimate, decided, subject)
 
 
 def _decided(
-    config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, device: torch.device
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    device: torch.device,
+    share_beside: Callable[[int], float],
 ) -> tuple[EngineConfig, int, list[str], tuple[str, ...]]:
     """(the configuration as a run would have it, the bytes of what was learned for it, what decided, what is
     missing)."""
     if not checkpoint.has_weights():
         return config, 0, [], ()
     try:
-        decided = with_winners(config, checkpoint.place, spec, device)
+        decided = with_winners(config, checkpoint.place, spec, device, share_beside)
     except ConfigError as error:
         return config, 0, [], (f"{error}; simulated all the same",)
     because = [f"`{name}` {getattr(decided.config, name)}, {why}" for name, why in decided.reasons.items()]
@@ -336,10 +349,16 @@ def dense_bytes_read(spec: ModelSpec) -> int:
     return spec.weights_bytes - (embedding.weight.numel() * spec.dtype.itemsize if stored is None else stored.nbytes)
 
 
+def moved_per_token(is_emulated: bool) -> str:
+    """Beside an emulated device experts wait in RAM: nothing is read from a disk."""
+    return "loaded per token" if is_emulated else "read per token"
+
+
 def _remarks(rates: Rates, is_emulated: bool) -> list[str]:
     remarks = [
         SAYS,
-        "read per token: from typical texts (experts repeat as in recorded texts) to every expert equally likely",
+        f"{moved_per_token(is_emulated)}: from typical texts (experts repeat as in recorded texts) to every expert "
+        "equally likely",
     ]
     figures = f"rates from {rates.source}"
     if is_emulated:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,18 +16,24 @@ from smoe.load.assembly import predictor_name
 from smoe.load.known import known_of
 from smoe.machine.disk_rates import measure_reads
 from smoe.machine.measure import quick_rates
+from smoe.metrics import Counters
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
+from smoe.policy.registry import LEARNED, make_eviction_for
+from smoe.policy.residency import PoolSize
 from smoe.report.forecast import dense_bytes_read
 from smoe.report.machine_for import READING_SECONDS, machine_for, pace_for
-from smoe.report.on_clock import Scene, Simulated, settled, simulate, work_of
-from smoe.report.pace import LEAST_STEPS, Pace, measured_pace, remember
+from smoe.report.on_clock import MOST_LAYERS, Scene, Simulated, settled, simulate, work_of
+from smoe.report.pace import LEAST_STEPS, UNKNOWN, Pace, measured_pace, remember
 from smoe.runtime.engine import Engine
-from smoe.simulator.synthetic import TYPICAL
+from smoe.simulator.skewness import skew_of
+from smoe.simulator.synthetic import TYPICAL, Shape
 
 _LONGEST_PROMPT = 512
 """That is simulated; beyond it a prompt's time grows with its length."""
+_LONGEST_LOOK = 64
+"""Decode steps of a trace that is compared with a run."""
 _CPU = torch.device("cpu")
 
 
@@ -42,9 +49,9 @@ class Foretold(NamedTuple):
 def look_back(model: PreTrainedModel, generation: Generation, place: Path) -> Foretold | None:
     """Foretell a run that has just ended, then learn from it for the next one.
 
-    `place` holds the model. Takes half a second, and one more to look at a disk that no run has shown. None for what is
-    not foretold: several sequences, a device other than the CPU, a run of fewer than `LEAST_STEPS` steps or interrupted
-    before them.
+    `place` holds the model. Takes a second or two, and one more to look at a disk that no run has shown. None for what
+    is not foretold: several sequences, a device other than the CPU, a run of fewer than `LEAST_STEPS` steps or
+    interrupted before them.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     steps = generation.decode_counters.forward_passes
@@ -56,10 +63,33 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path) -> Fo
     run = _simulated(engine, spec, place, pace, generation.prompt_tokens, is_direct)
     if run is None:
         return None
-    shown = measured_pace(generation.decode_counters, len(spec.sites))
+    shown = shown_by(engine, generation.decode_counters, generation.prompt_tokens)
     with suppress(OSError):  # nothing depends on it
         remember(place, spec.precision, is_direct, replace(shown, prompt=pace.prompt * _prompt_ratio(generation, run)))
     return Foretold(run.seconds_per_token, run.ttft_seconds, pace.layer is not None)
+
+
+def shown_by(engine: Engine, decode: Counters, prompt_tokens: int) -> Pace:
+    """What was counted in decode steps of one sequence says of the pieces, and of the routing; nothing where these are
+    too few."""
+    pace = measured_pace(decode, len(engine.store.layers), engine.store.expert_bytes)
+    return pace if pace == UNKNOWN else replace(pace, skew=_skew_shown(engine, decode, prompt_tokens))
+
+
+def _skew_shown(engine: Engine, decode: Counters, prompt_tokens: int) -> float | None:
+    """None where what was wanted did not hang on the routers alone, or what stayed not on what was wanted."""
+    config, ledger, of_layers = engine.config, engine.ledger, engine.store.layers
+    if config.alpha > 0 or config.has_low or config.prices_answers or config.eviction == LEARNED:
+        return None
+    layers = min(len(of_layers), MOST_LAYERS)
+    experts = max(layer.experts for layer in of_layers.values())
+    steps, tokens = min(decode.forward_passes, _LONGEST_LOOK), min(prompt_tokens, _LONGEST_PROMPT)
+    shape = Shape(experts, ledger.demand.top_k, layers, steps, tokens)
+    slots = max(shape.top_k, round(ledger.cache_slots * layers / len(of_layers)))
+    wanted = dict.fromkeys(range(layers), experts)
+    eviction = partial(make_eviction_for, engine.eviction_settings, [PoolSize(slots, 0)], wanted)
+    found_there = (decode.decode_hits - decode.prefetches_used) / decode.decode_uses
+    return skew_of(found_there, shape, TYPICAL, slots, ledger.pools[0].staging, eviction)
 
 
 def _simulated(

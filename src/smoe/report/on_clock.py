@@ -16,16 +16,17 @@ from functools import cache
 from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH, STACKED_GATES
 from smoe.config import EngineConfig
 from smoe.expert import LOW
+from smoe.memory.disk import CHUNK_BYTES
 from smoe.memory.emulation import DeviceProfile
 from smoe.models.spec import ModelSpec
 from smoe.policy.answering import Answering
 from smoe.policy.budget import Ledger
-from smoe.policy.prediction import Moment, Prediction, Predictor
+from smoe.policy.prediction import ASKED, Moment, Prediction, Predictor
 from smoe.policy.prices import PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget, nats_of_perplexity
 from smoe.policy.registry import WHOLE_LAYER, make_eviction_for
 from smoe.policy.residency import PoolSize
-from smoe.report.pace import UNKNOWN, Pace, crowded
+from smoe.report.pace import ALONE, UNKNOWN, Pace, crowded
 from smoe.routing import Phase, Routing
 from smoe.runtime.rerouting import substitution_of
 from smoe.simulator.foresight import Foresight, Recorded
@@ -56,6 +57,8 @@ _RECALL = {
 }
 """How often each predictor names an expert that the next layer wants: on the embedded model and unseen stories
 (docs/log.md), the look-ahead as SMoE has it (section VI-C)."""
+_IN_CHUNKS = 1.2
+"""How much longer an expert that is prefetched takes from a disk than one read at once (`memory/disk.py`)."""
 _LEAST_READING = 0.05
 """Share of the time beyond which reads are felt by those who compute."""
 _HOST_TIER_SHARE = 0.8
@@ -165,6 +168,8 @@ def times_for(
         deciding=_DECIDING_SECONDS if machine.has_link else 0.0,
         asking=machine.device_expert_seconds,
         low_load=load(work.low_bytes) if work.low_bytes else 0.0,
+        in_chunks=1.0 if machine.has_link or work.expert_bytes <= CHUNK_BYTES else _IN_CHUNKS,
+        alone=1.0 if machine.has_link else ALONE,
     )
 
 
@@ -190,7 +195,8 @@ class Simulated:
     prefill_parts: dict[str, float]
     """What a prompt's seconds would go to, one after the other: they overlap."""
     pieces: dict[str, float]
-    """Seconds of one load, one expert of one token, one layer beside its experts, and of deciding in one layer."""
+    """Seconds of one load, one expert of one token in the mean, one layer beside its experts, and of deciding in one
+    layer."""
     hit_ratio: float
     prefetches: bool
 
@@ -240,6 +246,8 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
     work, config = scene.work, scene.config
     times = times_for(scene.machine, work, config.host_memory_bytes, scene.faster_reads, scene.pace)
     layers = min(work.layers, MOST_LAYERS)
+    if scene.pace.skew is not None:
+        habits = replace(habits, skew=scene.pace.skew * habits.skew)
     trace = _trace(Shape(work.experts, work.top_k, layers, _WARM_UP + _STEPS, scene.prompt_tokens), habits)
     timed, before = _served(scene, times, layers, trace)
     reading = (timed.link_seconds - before.link_seconds) / sum(timed.step_seconds[_WARM_UP:])
@@ -249,12 +257,20 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
     scale = work.layers / layers
     seconds = scale * sum(timed.step_seconds[_WARM_UP:]) / _STEPS
     uses, loads = timed.uses - before.uses, timed.loads - before.loads
+    by_device = uses - timed.computed_by_host * _STEPS / (_STEPS + _WARM_UP)
+    alone = timed.computed_alone - before.computed_alone
+    weighed = by_device + (times.alone - 1) * alone
     return Simulated(
         seconds,
         scale * timed.prefill_seconds,
-        _parts(scene, times, seconds, scale * (uses - timed.computed_by_host * _STEPS / (_STEPS + _WARM_UP)) / _STEPS),
+        _parts(scene, times, seconds, scale * weighed / _STEPS),
         _prefill_parts(scene, times, trace[:layers], scale),
-        {"load": times.load, "expert": times.expert(1), "layer": times.layer(1), "deciding": times.deciding},
+        {
+            "load": times.load,
+            "expert": times.expert(1) * (weighed / by_device if by_device > 0 else 1.0),
+            "layer": times.layer(1),
+            "deciding": times.deciding,
+        },
         1 - loads / uses if uses else 1.0,
         scene.predictor != "none",
     )
@@ -274,12 +290,8 @@ def _served(scene: Scene, times: StepTimes, layers: int, trace: list[Routing]) -
 
 def _in_a_crowd(times: StepTimes, reading: float) -> StepTimes:
     """Decode steps beside reads for such a share of the time; a prompt's few large products suffer less."""
-    of_experts, of_layers = crowded(reading)
-    return replace(
-        times,
-        expert=lambda rows: times.expert(rows) * (of_experts if rows == 1 else 1.0),
-        layer=lambda tokens: times.layer(tokens) * (of_layers if tokens == 1 else 1.0),
-    )
+    slower = crowded(reading)
+    return replace(times, layer=lambda tokens: times.layer(tokens) * (slower if tokens == 1 else 1.0))
 
 
 @cache
@@ -319,7 +331,9 @@ def _predictor(scene: Scene, trace: list[Routing]) -> Predictor | None:
         return Recorded([[Prediction(coming.layer, range(coming.experts))] for coming in [*trace[1:], trace[0]]])
     depth = (config.prefetch_depth or DEFAULT_PREFETCH_DEPTH) if name in (STACKED_GATES, CORRECTED_GATES) else 1
     asked = Moment.RESIDENTS_DONE if name == "look-ahead" else Moment.ROUTED
-    predictor = Foresight(trace, _RECALL[name], asked, depth=depth)
+    if config.prefetch_asked is not None:
+        asked = ASKED[config.prefetch_asked]
+    predictor = Foresight(trace, _RECALL[name], asked, depth=depth, errs_nearby=trace[0].scores is not None)
     predictor.alpha = config.alpha if config.prefetch_what == "top-score" else 0.0
     if trace[0].weights is not None:
         predictor.thresholds = substitution_of(config).switches.thresholds

@@ -29,6 +29,9 @@ class Pace:
     expert: float | None = None
     load: float | None = None
     """An expert, while all threads read."""
+    skew: float | None = None
+    """How many times as much the model's routers like some experts more than others as typical ones do
+    (`simulator/skewness.py`)."""
     prompt: float = 1.0
     """What a prompt's computing took, over what was foretold without this."""
 
@@ -45,27 +48,29 @@ def _between(before: float | None, now: float) -> float:
     return now if before is None else (before * now) ** 0.5
 
 
-def crowded(reading: float) -> tuple[float, float]:
-    """(how many times longer an expert takes, and the rest of a layer) on a CPU that reads experts for such a share of
-    the time: the reading threads want the same cores and the same memory, and what comes late is computed alone.
-
-    On two cores, three models in bf16 and int4 from disk (docs/log.md): from half of the time on 1.6 to 1.9 times and
-    1.5 to 1.8 times.
-    """
-    full = min(1.0, 2 * reading)
-    return 1 + 0.8 * full, 1 + 0.6 * full
+ALONE = 2.1
+"""How many times longer an expert takes a CPU that had to be waited for than one computed in one piece with others, of
+three models in bf16 and int4 on two cores (docs/log.md): the helping thread has gone to sleep, the product is short."""
 
 
-def measured_pace(decode: Counters, layers: int) -> Pace:
-    """Of so many layers with experts, by what was counted in decode steps; nothing where these are too few."""
-    passes = decode.forward_passes
-    if passes < LEAST_STEPS or not decode.decode_uses:
+def crowded(reading: float) -> float:
+    """How many times longer a layer beside its experts takes on a CPU that reads experts for such a share of the time:
+    the reading threads want the same cores and the same memory (docs/log.md)."""
+    return 1 + 0.6 * min(1.0, reading)
+
+
+def measured_pace(decode: Counters, layers: int, expert_bytes: int) -> Pace:
+    """Of so many layers with experts of so many bytes, by what was counted in decode steps; nothing where these are too
+    few."""
+    passes, uses = decode.forward_passes, decode.decode_uses
+    if passes < LEAST_STEPS or not uses:
         return UNKNOWN
-    loads = decode.loads + decode.prefetches
-    of_experts, of_layers = crowded(decode.read_busy_seconds / decode.forward_seconds)
+    loads = min(float(decode.loads + decode.prefetches), decode.bytes_read / expert_bytes)  # some were taken back
+    of_layers = crowded(decode.read_busy_seconds / decode.forward_seconds)
+    alone = uses - decode.decode_hits
     return Pace(
         layer=(decode.dense_seconds + decode.plan_seconds) / (passes * layers * of_layers),
-        expert=decode.compute_seconds / (decode.decode_uses * of_experts),
+        expert=decode.compute_seconds / (uses + (ALONE - 1) * alone),
         load=decode.read_busy_seconds / loads if loads >= _LEAST_LOADS else None,
     )
 

@@ -68,7 +68,7 @@ class RunReport:
     """The time per token that misses were answered for; None: none was asked for."""
     process: ProcessMemory | None
     """The whole process line by line; None where the budget is a GPU's memory or the system does not say."""
-    foretold: Foretold | None = None
+    forecast: Foretold | None = None
     """What was expected of this run; None where nothing was."""
     workers: list[dict[str, Any]] | None = None
     """Of a cluster, what each worker has done; None without one."""
@@ -112,7 +112,7 @@ class RunReport:
             "memory_budget_bytes": self.memory_budget_bytes,
             "process_peak_bytes": self.process_peak_bytes,
             "process": self.process.as_json() if self.process else None,
-            "foretold": None if self.foretold is None else self.foretold._asdict(),
+            "forecast": None if self.forecast is None else self.forecast._asdict(),
             "floor_seconds_per_token": self.floor.overlapped_seconds if self.floor else None,
             "floor_serial_seconds_per_token": self.floor.serial_seconds if self.floor else None,
             "floor_share": self.floor_share,

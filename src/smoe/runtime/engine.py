@@ -216,7 +216,7 @@ class Engine:
             return
         self._is_closed = True
         if self._process == os.getpid():
-            self.executor.compute.close()
+            self.executor.close()
         self._held.release()
         self.executor.arrivals.forget()
 

@@ -6,6 +6,7 @@ One layer in decode, time to the right; the CPU's line is there only beside a de
     reading threads   | load a ........ | load b ........ |  prefetch ...
     the CPU           | compute c ............ |
     computing thread  | plan | resident experts | look ahead | wait | a | wait | b | c | sum
+    asking thread            | predict ... |  (where a predictor is asked beside the experts: `asking.py`)
 
 The sum runs in ascending expert order whatever the order of arrival, so a result never depends on residency (grade E1,
 and E0 on a CPU).
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -32,7 +33,7 @@ from smoe.policy.importance import Thresholds, scaled
 from smoe.policy.plan import DEVICE, LayerPlan
 from smoe.policy.plan_prefetch import has_prefetch_slots, plan_prefetch, plan_upgrades
 from smoe.policy.planner import layer_shares
-from smoe.policy.prediction import Moment, Predictor, Sight
+from smoe.policy.prediction import ON_A_THREAD, Moment, Prediction, Predictor, Sight
 from smoe.policy.residency import SlotTable
 from smoe.policy.rows import last_rows, real_rows
 from smoe.policy.step import Decision, decide
@@ -40,6 +41,7 @@ from smoe.policy.substitution import Selection
 from smoe.policy.trial import Shadow, Trial
 from smoe.routing import Phase, Routing
 from smoe.runtime.answer_costs import Answerer
+from smoe.runtime.asking import Asking
 from smoe.runtime.layer import LayerCompute
 from smoe.runtime.observer import StepObserver
 from smoe.runtime.rerouting import EXACTLY, Scored, Substitution, with_substitutes
@@ -89,6 +91,7 @@ class LayerExecutor:
         """Of the last layers, what each still waited for when its resident experts were done, and when that was."""
         self._layer_shares = layer_shares(self.table, list(compute.store.layers))
         self._experts = len(compute.store.keys())
+        self._asking = Asking()
 
     @property
     def device(self) -> torch.device:
@@ -205,7 +208,10 @@ class LayerExecutor:
             return self.compute.prefill(plan, hidden, top_k_weights)
         if self.compute.spinning_pool is not None:
             self.compute.spinning_pool.expect_readers(not self._is_all_here)
-        output = self.compute.decode(plan, hidden, top_k_weights, partial(self._look_ahead, plan, hidden, real))
+        on_look = partial(self._look_for_answer, plan) if self._asking.is_open else None
+        look_ahead = partial(self._look_ahead, plan, hidden, real)
+        output = self.compute.decode(plan, hidden, top_k_weights, look_ahead, on_look)
+        self._take_answer(plan, waits=True)  # the next router is heard by a predictor that nobody else uses
         self._measure_shadow()
         return output
 
@@ -239,9 +245,15 @@ class LayerExecutor:
 
     def recover(self) -> None:
         """After an error anywhere in a pass: nothing is under way, and the tables agree."""
+        self._asking.drain()
         self.compute.recover()
         self._awaited.clear()
         self.arrivals.recover()
+
+    def close(self) -> None:
+        """End the helpers."""
+        self._asking.close()
+        self.compute.close()
 
     # -- planning -----------------------------------------------------------------------------------------------------
 
@@ -267,11 +279,15 @@ class LayerExecutor:
         return decision
 
     def _prefetch(self, phase: Phase, sight: Sight, plan: LayerPlan) -> None:
-        """Ask the predictor, where this is its moment."""
+        """Ask the predictor, where this is its moment, or have it asked beside the experts."""
         predictor = self._predictors.get(phase)
-        moment = Moment.ROUTED if sight.partial is None else Moment.RESIDENTS_DONE
-        if predictor is None or predictor.asked is not moment or not self._has_room(phase, plan):
+        moments = (Moment.ROUTED, *ON_A_THREAD) if sight.partial is None else (Moment.RESIDENTS_DONE,)
+        if predictor is None or predictor.asked not in moments or not self._has_room(phase, plan):
             return
+        if predictor.asked in ON_A_THREAD:
+            self._asking.begin(predictor, sight)
+            return
+        moment = predictor.asked
         began, is_single = time.perf_counter(), sight.hidden.shape[0] == 1
         with threads(1) if is_single else nullcontext():  # a second would wait for a core that readers use
             predictions = predictor.predict(sight)
@@ -280,13 +296,29 @@ class LayerExecutor:
             pacing.look_ahead(began, sight.hidden.shape[0])
         elif phase is Phase.DECODE:
             pacing.ask_gate(began)
-        planning = pacing.begin_planning()
         if phase is Phase.PREFILL:  # which takes them in ascending order
             predictions = [named._replace(experts=sorted(named.experts)) for named in predictions]
+        self._bring(predictions, plan)
+
+    def _bring(self, predictions: Iterable[Prediction], plan: LayerPlan) -> None:
+        planning = self.compute.pacing.begin_planning()
         if self._balancer is not None:
             predictions = self._balancer.guess(predictions)
         self.arrivals.prefetch(plan_prefetch(predictions, self.table, plan))
-        pacing.end_planning(planning)
+        self.compute.pacing.end_planning(planning)
+
+    def _look_for_answer(self, plan: LayerPlan, computed: int) -> None:
+        if computed or self._predictors[Phase.DECODE].asked is Moment.BESIDE:
+            self._take_answer(plan, waits=False)
+
+    def _take_answer(self, plan: LayerPlan, waits: bool) -> None:
+        """Begin to load what a predictor that was asked beside the experts has named, once it has."""
+        asked = self.now()
+        predictions = self._asking.take(waits)
+        if predictions is None:
+            return
+        self._bring(predictions, plan)
+        self.counters.look_ahead_seconds += self.now() - asked
 
     def _upgrade(self, decision: Decision) -> None:
         """Begin to bring in experts themselves that low copies serve: where they ask for it, or while nothing else is

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeAlias
 
 import torch
 
-from smoe.compute.decode_experts import decode_experts, proven_kernel, routes_on_device
+from smoe.compute.decode_experts import DecodeExperts, decode_experts, proven_kernel, routes_on_device
 from smoe.compute.expert_math import ExpertMath
 from smoe.compute.row_groups import Filling, Shape, proven_filling
 from smoe.compute.thread_pool import ThreadPool
@@ -36,6 +36,9 @@ _HANDED_OVER = 4
 """Experts of a prompt that a unit beside the device has been given and has not given back."""
 OnResidentsDone: TypeAlias = Callable[[Callable[[], torch.Tensor]], None]
 """Called when the resident experts are done and others are not, with what gives their output so far [T, H]."""
+OnLook: TypeAlias = Callable[[int], None]
+"""Called with the number of experts done, whenever there is time to look at something else: when the first is done,
+which is computed by itself, when others are, and when one that was waited for has come."""
 
 
 class LayerCompute:
@@ -165,7 +168,12 @@ class LayerCompute:
         return token.total()
 
     def decode(
-        self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor, on_residents_done: OnResidentsDone
+        self,
+        plan: LayerPlan,
+        hidden: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        on_residents_done: OnResidentsDone,
+        on_look: OnLook | None = None,
     ) -> torch.Tensor:
         """Few tokens: in the plan's order, outputs kept apart, summed at the end in ascending expert order."""
         if not plan.serves:
@@ -173,7 +181,7 @@ class LayerCompute:
         counters = self.arrivals.counters
         started, before = self._now(), counters.elsewhere_seconds
         from_unit = self._start_beside(plan, hidden, top_k_weights.shape[1])
-        total = self._few_tokens(plan, hidden, top_k_weights, from_unit, on_residents_done)
+        total = self._few_tokens(plan, hidden, top_k_weights, from_unit, on_residents_done, on_look)
         counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
         return total
 
@@ -198,6 +206,7 @@ class LayerCompute:
         top_k_weights: torch.Tensor,
         from_unit: dict[ExpertKey, Future[torch.Tensor]],
         on_residents_done: OnResidentsDone,
+        on_look: OnLook | None,
     ) -> torch.Tensor:
         """[T, H] through all their experts -> [T, H]."""
         serves = plan.serves
@@ -213,14 +222,12 @@ class LayerCompute:
         here = next((n for n, serve in enumerate(serves) if serve.waits), len(serves))
         if any(load.after for load in plan.loads):
             here = min(here, 1)  # slots are so few that a load waits for the first expert computed
-        weights = [self.arrivals.ready(serve.key) for serve in serves[:here]]
-        began = time.perf_counter()
-        tokens.compute(0, weights)
-        self.pacing.compute_experts(began, [len(serve.routes) for serve in serves[:here]])
-        planning = self.pacing.begin_planning()
-        for computed, serve in enumerate(serves[:here], start=1):
-            self.arrivals.served(serve, computed)
-        self.pacing.end_planning(planning)
+        alone = here if on_look is None else min(here, 1)
+        for begin, end in ((0, alone), (alone, here)):
+            if begin < end:
+                self._residents(tokens, serves, begin, end)
+                if on_look is not None:
+                    on_look(end)
         if here < len(serves):
             on_residents_done(lambda: tokens.partial(here))
         for n, serve in enumerate(serves[here:], start=here):
@@ -228,11 +235,26 @@ class LayerCompute:
                 tokens.put(n, self._from_unit(from_unit, serve))
                 continue
             weights = [self.arrivals.weights_of(serve)]
+            if on_look is not None:
+                on_look(n)
             began = time.perf_counter()
             tokens.compute(n, weights)
             self.pacing.compute_experts(began, [len(serve.routes)])
             self.arrivals.served(serve, n + 1)
+            if on_look is not None:
+                on_look(n + 1)
         return tokens.total()
+
+    def _residents(self, tokens: DecodeExperts, serves: Sequence[Serve], begin: int, end: int) -> None:
+        """Those of the plan's serves from number `begin` to `end`, which are here, in one piece."""
+        weights = [self.arrivals.ready(serve.key) for serve in serves[begin:end]]
+        began = time.perf_counter()
+        tokens.compute(begin, weights)
+        self.pacing.compute_experts(began, [len(serve.routes) for serve in serves[begin:end]])
+        planning = self.pacing.begin_planning()
+        for computed, serve in enumerate(serves[begin:end], start=begin + 1):
+            self.arrivals.served(serve, computed)
+        self.pacing.end_planning(planning)
 
     def _is_short(self, plan: LayerPlan, hidden: torch.Tensor) -> bool:
         """Whether a prompt's tokens are so few that they go through all experts at once, which are all here."""

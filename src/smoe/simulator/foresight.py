@@ -4,7 +4,9 @@ one that repeats what another has said."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from smoe.policy.importance import ALL_IMPORTANT, graded
 from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
@@ -31,7 +33,9 @@ class Recorded(Predictor):
 class Foresight(Predictor):
     """Says what the next `depth` layers of a trace will choose. Hears the trace from its beginning, step by step.
 
-    With a `recall` below 1 every expert is named with that probability, and another one in its place else. With
+    With a `recall` below 1 every expert is named with that probability, and another one in its place else: any other,
+    or, `errs_nearby`, as a router errs that sees its input blurred, who ranks just behind in the place of who ranks
+    just before; the trace must then have scores. With
     `thresholds` below 1 it knows importance, too: the trace must then have weights; with an `alpha` above 0 it names
     top-score experts alone: the trace must then have scores.
     """
@@ -43,6 +47,7 @@ class Foresight(Predictor):
         asked: Moment = Moment.ROUTED,
         seed: int = 0,
         depth: int = 1,
+        errs_nearby: bool = False,
     ) -> None:
         assert 0.0 <= recall <= 1.0 and depth >= 1, (recall, depth)
         self.asked = asked
@@ -51,6 +56,7 @@ class Foresight(Predictor):
         self._depth = depth
         self._chance = random.Random(seed)
         self._next = 0
+        self._blurred = _blurred(trace, recall, seed) if errs_nearby and recall < 1 else None
 
     def observe(self, routing: Routing) -> None:
         assert self._trace[self._next] is routing or self._trace[self._next] == routing, "another trace"
@@ -63,11 +69,11 @@ class Foresight(Predictor):
             coming = self._trace[number]
             if coming.phase is not Phase.DECODE or coming.layer <= layer:
                 break
-            found.append(self._named(coming))
+            found.append(self._named(coming, number))
             layer = coming.layer
         return found
 
-    def _named(self, coming: Routing) -> Prediction:
+    def _named(self, coming: Routing, number: int) -> Prediction:
         experts = sorted({expert for row in coming.top_k_index for expert in row} - {coming.experts})
         others = sorted(set(range(coming.experts)) - set(experts))
         if self.alpha > 0:  # who is substituted when missing is not worth a load
@@ -79,9 +85,46 @@ class Foresight(Predictor):
             routing, skip = graded(coming, self.thresholds)
             low = frozenset(routing.low)
         named: dict[int, bool] = {}
-        for expert in experts:
-            is_right = self._chance.random() < self._recall or not others
-            guess = expert if is_right else self._chance.choice(others)
+        for expert, guess in self._guesses(experts, others, number):
             if expert not in skip:
                 named.setdefault(guess, expert in low)
         return Prediction(coming.layer, list(named), frozenset(expert for expert, is_low in named.items() if is_low))
+
+    def _guesses(self, experts: list[int], others: list[int], number: int) -> Iterator[tuple[int, int]]:
+        """(an expert that is wanted, who is named for it), for the routing of that number."""
+        if self._blurred is not None:
+            scores = self._trace[number].scores
+            assert scores is not None, "asked for"
+            yield from zip(sorted(experts, key=lambda expert: -scores[0][expert]), self._blurred[number], strict=False)
+            return
+        for expert in experts:
+            is_right = self._chance.random() < self._recall or not others
+            yield expert, expert if is_right else self._chance.choice(others)
+
+
+_HALVINGS = 12
+
+
+def _blurred(trace: Sequence[Routing], recall: float, seed: int) -> dict[int, list[int]]:
+    """By the numbers of decode steps' routings, as many experts as are chosen by logits with noise, highest first: with
+    so much noise that this share of them is right."""
+    numbers = [number for number, routing in enumerate(trace) if routing.phase is Phase.DECODE]
+    scores = [routing.scores for routing in map(trace.__getitem__, numbers) if routing.scores is not None]
+    assert len(scores) == len(numbers), "a trace with scores"
+    if not numbers:
+        return {}
+    logits = np.log(np.maximum(np.array([of_step[0] for of_step in scores]), np.finfo(float).tiny))  # [steps * L, E]
+    chosen = np.array([trace[number].top_k_index[0] for number in numbers])
+    is_chosen = np.zeros(logits.shape, bool)
+    np.put_along_axis(is_chosen, chosen, True, 1)
+    noise = np.random.default_rng(seed).normal(size=logits.shape)
+
+    def guessed(amount: float) -> np.ndarray:
+        return np.argsort(-(logits + amount * noise), axis=1)[:, : chosen.shape[1]]
+
+    low, high = 0.0, 8 * float(logits.std() + 1e-9)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        is_better = np.take_along_axis(is_chosen, guessed(middle), 1).mean() > recall
+        low, high = (middle, high) if is_better else (low, middle)
+    return dict(zip(numbers, guessed(high).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Many simulations beside each other: a process for each core, results in order."""
+"""Many simulations beside each other: a process for each core, results in order; what was kept is not made again."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context, parent_process
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 Setting = TypeVar("Setting")
 Result = TypeVar("Result")
+Kept = TypeVar("Kept")
+
+
+class Keeping(Protocol[Kept]):
+    """Where results outlive an interrupt."""
+
+    def find(self, setting: object) -> Kept | None:
+        """The result of a setting, if it was kept."""
+
+    def keep(self, setting: object, result: Kept) -> None:
+        """Whole or not at all; where nothing can be kept, nothing happens."""
 
 
 def sweep(
@@ -19,28 +31,54 @@ def sweep(
     settings: Sequence[Setting],
     tick: Callable[[int], None],
     processes: int | None = None,
+    keeping: Keeping[Result] | None = None,
 ) -> list[Result]:
     """What `simulate`, a function of a module, makes of every setting; `tick` hears of each that is done.
 
-    `processes`: so many at most, with 1 none but this one; None: one for each core. The first exception of a
-    simulation, or an interrupt, ends them all.
+    `processes`: so many at most, with 1 none but this one; None: one for each core. Results are kept by `keeping` as
+    they come, and those that it has are not made again. The first exception of a simulation, or an interrupt, ends them
+    all.
     """
-    most, found = min(len(settings), processes or os.cpu_count() or 1), []
-    if most == 1:
-        for setting in settings:
-            found.append(simulate(setting))
+    found = {} if keeping is None else _kept(keeping, settings, tick)
+    missing = [number for number in range(len(settings)) if number not in found]
+    most = min(len(missing), processes or os.cpu_count() or 1)
+    if most <= 1:
+        for number in missing:
+            found[number] = simulate(settings[number])
+            if keeping is not None:
+                keeping.keep(settings[number], found[number])
             tick(1)
-        return found
+        return [found[number] for number in range(len(settings))]
     spawn = get_context("spawn")  # a fork would copy threads of the libraries
     with ProcessPoolExecutor(most, spawn, initializer=_follow_parent) as pool:
         try:
-            for result in pool.map(simulate, settings):
-                found.append(result)
+            futures = {number: pool.submit(simulate, settings[number]) for number in missing}
+            for number, future in futures.items():
+                if keeping is not None:  # as soon as it is done, though earlier ones are not
+                    future.add_done_callback(partial(_keep, keeping, settings[number]))
+            for number, future in futures.items():
+                found[number] = future.result()
                 tick(1)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    return [found[number] for number in range(len(settings))]
+
+
+def _kept(keeping: Keeping[Result], settings: Sequence[Setting], tick: Callable[[int], None]) -> dict[int, Result]:
+    """By the numbers of their settings."""
+    found = {}
+    for number, setting in enumerate(settings):
+        result = keeping.find(setting)
+        if result is not None:
+            found[number] = result
+            tick(1)
     return found
+
+
+def _keep(keeping: Keeping[Result], setting: Setting, done: Future[Result]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        keeping.keep(setting, done.result())
 
 
 def _follow_parent() -> None:

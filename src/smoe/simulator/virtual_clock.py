@@ -15,7 +15,7 @@ says what the routers said.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -28,7 +28,7 @@ from smoe.policy.plan import DEVICE, LayerPlan, Load, Reason
 from smoe.policy.plan_prefetch import has_prefetch_slots, plan_prefetch
 from smoe.policy.plan_progress import Progress
 from smoe.policy.planner import layer_share
-from smoe.policy.prediction import Moment, Predictor, Sight
+from smoe.policy.prediction import ON_A_THREAD, Moment, Prediction, Predictor, Sight
 from smoe.policy.residency import PoolSize, SlotTable
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide
 from smoe.routing import Phase, Routing
@@ -52,6 +52,12 @@ class StepTimes:
     """A predictor, every time that it is asked."""
     low_load: float = 0.0
     """Of a low copy, where there are such."""
+    in_chunks: float = 1.0
+    """How many times longer a load takes that nobody waited for when it was asked for: in chunks, between which others
+    pass."""
+    alone: float = 1.0
+    """How many times longer an expert of a decode step takes that had to be waited for: those that are resident are
+    computed in one piece, these one by one."""
 
 
 @dataclass
@@ -67,6 +73,8 @@ class Timed:
     prefetches: int = 0
     """Of the decode steps."""
     prefetches_used: int = 0
+    computed_alone: int = 0
+    """Of the uses, those on the device that came after its residents."""
     link_seconds: float = 0.0
     """In which the link was at work, prompts included: the sum of all loads that have begun."""
 
@@ -78,8 +86,10 @@ class Timed:
 class _Link:
     """One load after the other, on a clock that only moves on."""
 
-    def __init__(self, seconds: float, low_seconds: float) -> None:
+    def __init__(self, seconds: float, low_seconds: float, in_chunks: float) -> None:
         self._seconds = {EXACT: seconds, LOW: low_seconds}
+        self._in_chunks = in_chunks
+        self._chunked: set[ExpertKey] = set()
         self._free = 0.0
         self.busy_seconds = 0.0
         self._waiting: deque[tuple[ExpertKey, float]] = deque()
@@ -88,7 +98,12 @@ class _Link:
 
     def submit(self, key: ExpertKey, now: float, is_waited_for: bool) -> None:
         self._run(now)
-        (self._waiting if is_waited_for else self._expected).append((key, now))
+        if is_waited_for:
+            self._chunked.discard(key)
+            self._waiting.append((key, now))
+        else:
+            self._chunked.add(key)
+            self._expected.append((key, now))
 
     def ended(self, now: float) -> list[ExpertKey]:
         """What is there now and was not taken before."""
@@ -136,7 +151,7 @@ class _Link:
         if begins >= before:
             return False
         queue.popleft()
-        seconds = self._seconds[key[2]]
+        seconds = self._seconds[key[2]] * (self._in_chunks if key in self._chunked else 1.0)
         self.busy_seconds += seconds
         self._free = self._ends[key] = begins + seconds
         return True
@@ -175,8 +190,10 @@ class VirtualClock:
         self._predictor = predictor
         self._answering = answering
         self._waits_for_all = waits_for_all
-        self._link = _Link(times.load, times.low_load)
+        self._link = _Link(times.load, times.low_load, times.in_chunks)
         self._now = 0.0
+        self._answer_at: tuple[Iterable[Prediction], float] | None = None
+        """Of a predictor that is asked beside the experts, and when it has answered."""
         self._progress = Progress(self._table, eviction, self._begin)
         self._last_layer: float = inf
         """Of the decode step before; infinity: a new step begins in any case."""
@@ -214,7 +231,10 @@ class VirtualClock:
             result.loads += len(plan.loads)
             result.computed_by_host += sum(serve.unit != DEVICE for serve in plan.serves)
             self._ask(Moment.ROUTED, plan)
+            for moment in ON_A_THREAD:
+                self._ask(moment, plan)
         self._compute(plan, is_decode)
+        self._take_answer(plan, waits=True)
         if not is_decode:
             result.prefill_seconds += self._now - began
         elif goes_on:
@@ -259,7 +279,26 @@ class VirtualClock:
         if self._predictor is None or self._predictor.asked is not moment or not has_prefetch_slots(self._table, plan):
             return
         predictions = self._predictor.predict(Sight(plan.layer, None))
+        if moment in ON_A_THREAD:
+            self._answer_at = predictions, self._now + self._times.asking
+            return
         self._now += self._times.asking
+        self._bring(predictions, plan)
+
+    def _look_for_answer(self, plan: LayerPlan, computed: int) -> None:
+        assert self._predictor is not None or self._answer_at is None
+        if self._predictor is not None and (computed or self._predictor.asked is Moment.BESIDE):
+            self._take_answer(plan, waits=False)
+
+    def _take_answer(self, plan: LayerPlan, waits: bool) -> None:
+        """What was asked beside the experts, once it is there."""
+        if self._answer_at is None or not (waits or self._answer_at[1] <= self._now):
+            return
+        (predictions, there), self._answer_at = self._answer_at, None
+        self._now = max(self._now, there)
+        self._bring(predictions, plan)
+
+    def _bring(self, predictions: Iterable[Prediction], plan: LayerPlan) -> None:
         loads = plan_prefetch(predictions, self._table, plan)
         self.result.prefetches += len(loads)
         self._progress.prefetch(loads)
@@ -283,8 +322,14 @@ class VirtualClock:
             if serve.key not in self._table.ready:
                 self._now = max(self._now, self._link.wait(serve.key, self._now))
                 self._progress.arrive(serve.key)
-            self._now += times.expert(len(serve.routes))
+            if computed > here:
+                self._look_for_answer(plan, computed - 1)
+            is_alone = is_decode and computed > here
+            self._now += times.expert(len(serve.routes)) * (times.alone if is_alone else 1.0)
+            self.result.computed_alone += is_alone
             self._progress.served(serve, computed)
+            if computed == 1 or computed >= here:  # residents after the first are computed in one piece
+                self._look_for_answer(plan, computed)
 
 
 def replay_on_clock(

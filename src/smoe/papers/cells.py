@@ -1,0 +1,65 @@
+"""Finished cells of a paper's sweep, in the user's cache: an interrupted simulation goes on from them.
+
+A cell is a file, whole or not there, named by a checksum of its setting. It lies in a folder named by the paper and by
+everything else that decides: the code and the profiles of this smoe, its version, Python's and NumPy's. Cells of
+another smoe are dropped when the first one is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+import shutil
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+import smoe
+from smoe.papers.claims import Cell, Setting
+from smoe.user_cache import cache_folder, keep, kept
+
+_FORMAT = 1
+
+
+class Cells:
+    """Of one paper's sweep."""
+
+    def __init__(self, paper: str, *, is_fresh: bool = False) -> None:
+        """`is_fresh`: those that are there are not asked, but written anew."""
+        self._paper, self._is_fresh = paper, is_fresh
+        self._folder = cache_folder() / "simulated" / f"{paper}-{_decided_by()}"
+
+    def find(self, setting: object) -> Cell | None:
+        """What this smoe has simulated of a setting."""
+        stored = None if self._is_fresh else kept(self._path(setting), _FORMAT)
+        try:
+            if stored is None:
+                return None
+            return Cell([Setting(**each) for each in stored["settings"]], dict(stored["figures"]))
+        except (KeyError, TypeError, ValueError):
+            return None  # of no form that this version writes
+
+    def keep(self, setting: object, cell: Cell) -> None:
+        """Whole or not at all; where the folder cannot be written, nothing is kept."""
+        with suppress(OSError):
+            if not self._folder.exists():
+                for other in self._folder.parent.glob(f"{self._paper}-*"):
+                    shutil.rmtree(other, ignore_errors=True)
+            keep(self._path(setting), {"format": _FORMAT} | asdict(cell))
+
+    def _path(self, setting: object) -> Path:
+        return self._folder / f"{hashlib.sha256(repr(setting).encode()).hexdigest()[:16]}.json"
+
+
+@functools.cache
+def _decided_by() -> str:
+    """A checksum of what decides beside the setting."""
+    versions = (smoe.__version__, platform.python_version(), platform.machine(), np.__version__)
+    digest, package = hashlib.sha256(repr(versions).encode()), Path(smoe.__file__).parent
+    for path in sorted([*package.rglob("*.py"), *(package / "profiles").glob("*.json")]):
+        digest.update(f"{path.relative_to(package)}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,57 @@
+"""What a run has shown, from the engine that made it.
+
+Would catch prefetches that are taken for a cache's own hits, a run with substitutes that teaches how routers choose,
+another cache simulated than the run had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from smoe import from_pretrained
+from smoe.metrics import Counters
+from smoe.report.hindsight import shown_by
+from smoe.report.pace import UNKNOWN
+from smoe.runtime.engine import Engine
+
+PROMPT, STEPS = 8, 20
+
+
+def decoded(**switches: Any) -> tuple[Engine, Counters]:
+    """The embedded model's engine, and what was counted in decode steps of one sequence."""
+    model = from_pretrained("demo", context_tokens=64, resident_share=0.25, **switches)
+    engine: Engine = model.offload  # type: ignore[assignment]
+    with engine, torch.no_grad():
+        cache = engine.new_cache(1)
+        rows = torch.arange(5, 5 + PROMPT + STEPS)[None] * 7
+        model(input_ids=rows[:, :PROMPT], past_key_values=cache, use_cache=True)
+        before = engine.stats()
+        for n in range(PROMPT, PROMPT + STEPS):
+            model(input_ids=rows[:, n : n + 1], past_key_values=cache, use_cache=True)
+        return engine, engine.stats() - before
+
+
+def test_a_run_shows_how_skewed_its_routing_is() -> None:
+    engine, counted = decoded()
+    shown = shown_by(engine, counted, PROMPT)
+    assert shown.skew is not None
+    a_third = counted.decode_uses // 3
+    fewer = shown_by(engine, replace(counted, decode_hits=counted.decode_hits - a_third), PROMPT).skew
+    assert fewer is not None and 1.2 * fewer < shown.skew, "who hits less has favourites less"
+    guessed = replace(counted, prefetches_used=counted.prefetches_used + a_third)
+    assert shown_by(engine, guessed, PROMPT).skew == fewer, "a guess is no hit of the cache"
+
+
+@pytest.mark.parametrize("switches", [{"alpha": 0.5}, {"eviction": "score", "alpha": 0.1}])
+def test_where_substitutes_answer_misses_hits_say_nothing(switches: dict[str, Any]) -> None:
+    shown = shown_by(*decoded(**switches), PROMPT)
+    assert shown.skew is None and shown.layer is not None
+
+
+def test_a_short_run_shows_nothing() -> None:
+    engine, counted = decoded()
+    assert shown_by(engine, replace(counted, forward_passes=15), PROMPT) == UNKNOWN
