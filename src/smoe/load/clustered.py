@@ -81,8 +81,8 @@ def cluster_of(
     if len(came) < config.cluster_workers:
         reasons = "; ".join(f"{member.name}: {member.why}" for member in cluster.members if member.why)
         raise ClusterError(
-            f"{len(came)} of {config.cluster_workers} workers of the cluster {main.name!r} came to {main.address} within "
-            f"{config.cluster_timeout_seconds:g} s{f' ({reasons})' if reasons else ''}; start them (smoe cluster up, "
+            f"{len(came)} of {config.cluster_workers} workers of the cluster {main.name!r} came to {main.address} "
+            f"within {config.cluster_timeout_seconds:g} s{f' ({reasons})' if reasons else ''}; start them (smoe cluster up, "
             "smoe cluster join), or wait longer (`cluster_timeout_seconds`)",
             setting="cluster_workers",
             given=config.cluster_workers,
