@@ -82,8 +82,8 @@ def cluster_of(
         reasons = "; ".join(f"{member.name}: {member.why}" for member in cluster.members if member.why)
         raise ClusterError(
             f"{len(came)} of {config.cluster_workers} workers of the cluster {main.name!r} came to {main.address} "
-            f"within {config.cluster_timeout_seconds:g} s{f' ({reasons})' if reasons else ''}; start them (smoe cluster up, "
-            "smoe cluster join), or wait longer (`cluster_timeout_seconds`)",
+            f"within {config.cluster_timeout_seconds:g} s{f' ({reasons})' if reasons else ''}; start them (smoe "
+            "cluster up, smoe cluster join), or wait longer (`cluster_timeout_seconds`)",
             setting="cluster_workers",
             given=config.cluster_workers,
             allowed=f"{len(came)} now",
