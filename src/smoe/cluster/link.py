@@ -86,8 +86,8 @@ class Request:
 
     number: int
     wanted: Sequence[Wanted]
-    hidden: torch.Tensor
-    """[T, H] on the CPU."""
+    hidden: Fetched
+    """[T, H]"""
     futures: list[Future[torch.Tensor]]
     first: int | None
     """The unit that the plan names."""
@@ -167,7 +167,7 @@ class Link:
     def submit(self, unit: int, wanted: Sequence[Wanted], hidden: Fetched) -> list[Future[torch.Tensor]]:
         """Ask a worker; the results come as from a `ComputeUnit`."""
         futures: list[Future[torch.Tensor]] = [Future() for _ in wanted]
-        request = Request(next(self._numbers), wanted, hidden.wait(), futures, unit)
+        request = Request(next(self._numbers), wanted, hidden, futures, unit)
         self._bell.put(lambda: self._begin(request))
         return futures
 
@@ -263,7 +263,9 @@ class Link:
             self._became(member, State.READY)
             return
         number = next(self._numbers)
-        self._begin(Request(number, proof.wanted, proof.hidden, [], member.unit, Trial(member, proof.expected, proofs)))
+        self._begin(
+            Request(number, proof.wanted, Fetched(proof.hidden), [], member.unit, Trial(member, proof.expected, proofs))
+        )
 
     def _answered(self, member: Member, frame: Frame) -> None:
         member.heard = time.monotonic()
@@ -339,7 +341,7 @@ class Link:
         due = now + (1 + ahead) * member.deadline(request.wanted, loads)
         request.asked[member.unit] = (now, due, loads)
         member.requests += 1
-        hidden, wanted = _only(request.hidden, request.wanted)
+        hidden, wanted = _only(request.hidden.wait(), request.wanted)
         return self._send_to(member, frames.work(request.number, wanted, hidden))
 
     def _rescue_it(self, request: Request) -> None:
@@ -348,9 +350,7 @@ class Link:
             return
         request.asked[-1] = (time.monotonic(), float("inf"), 0)
         self.rescued += len(request.wanted)
-        for mine, theirs in zip(
-            self._rescue.submit(request.wanted, Fetched(request.hidden)), request.futures, strict=True
-        ):
+        for mine, theirs in zip(self._rescue.submit(request.wanted, request.hidden), request.futures, strict=True):
             mine.add_done_callback(partial(_take_over, theirs))
         del self._requests[request.number]
 

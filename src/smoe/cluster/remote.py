@@ -67,6 +67,7 @@ class Cluster:
         self._dtype = dtype
         self._unit = FIRST_WORKER
         self._lock = threading.Lock()
+        self._is_closed = False
         self.link: Link | None = None
 
     def open(self, arithmetic: str) -> None:
@@ -103,6 +104,8 @@ class Cluster:
         link, self.link = self.link, None
         if link is not None:
             link.close()
+        if not self._is_closed:
+            self._is_closed = True
             self._alone.close()
 
     # -- for the executor ---------------------------------------------------------------------------------------------

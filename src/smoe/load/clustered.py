@@ -34,6 +34,14 @@ def check_zmq() -> None:
         ) from error
 
 
+def check_cluster(name: str) -> None:
+    """Raise `ClusterError` where there is no such cluster, or `ConfigError` without pyzmq: before anything is read."""
+    check_zmq()
+    from smoe.cluster.identity import read_main
+
+    read_main(name)
+
+
 def cluster_of(
     model: PreTrainedModel,
     spec: ModelSpec,
@@ -50,7 +58,6 @@ def cluster_of(
 
     Raises `ClusterError` where the cluster is unknown, its address taken, or too few workers came.
     """
-    check_zmq()
     from smoe.cluster.identity import read_main
     from smoe.cluster.remote import Cluster
     from smoe.errors import ClusterError
@@ -75,6 +82,7 @@ def cluster_of(
         main, alone, spec.dtype, asked, method, config.balance_order, lambda: slot_bytes * seconds_per_byte()
     )
     made.callback(cluster.close)
+    cluster.units.update(compute.units)
     compute.others, compute.units = cluster, cluster.units
     cluster.open(compute.arithmetic)
     came = cluster.wait(config.cluster_workers, config.cluster_timeout_seconds)

@@ -17,6 +17,7 @@ from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble
+from smoe.load.clustered import check_cluster
 from smoe.load.known import known_of
 from smoe.load.tiers import reads_directly
 from smoe.load.winners import with_winners
@@ -96,6 +97,8 @@ def load(
         )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if config.cluster is not None:
+        check_cluster(config.cluster)
     spec = read_spec(model, config, revision)
     checkpoint = local_checkpoint(model)
     experts = None if checkpoint is None else checkpoint.experts(spec)  # a damaged file first, not its sizes
