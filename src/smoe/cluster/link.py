@@ -15,20 +15,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from smoe.cluster import frames
+from smoe.cluster.door import Doorkeeper, Keys, user_of
 from smoe.cluster.doorbell import Doorbell
 from smoe.cluster.frames import Frame, FrameError, Kind
 from smoe.cluster.members import Member, State
+from smoe.cluster.requests import Proof, Request, Trial, only_used, resolve, take_over
 from smoe.compute.unit import ComputeUnit, Wanted
 from smoe.errors import ClusterError
 from smoe.memory.streams import Fetched
@@ -40,65 +40,6 @@ _SILENCE_SECONDS = 1.0
 """Without a word from a worker after which it is out."""
 
 _log = logging.getLogger(__name__)
-
-
-class Doorkeeper(Protocol):
-    """Decides who belongs to the cluster. Called by the link's thread."""
-
-    def may_knock(self, key: str) -> bool:
-        """Whether somebody with this public key may speak at all."""
-
-    def knocked(self, key: str, said: dict[str, Any]) -> Member | str:
-        """A HELLO: a new member that is to be proven, or why it is refused."""
-
-    def welcome(self) -> dict[str, Any]:
-        """What a new member is told."""
-
-    def proof(self, member: Member) -> Sequence[Proof]:
-        """What it is to compute before it is believed."""
-
-    def tick(self) -> None:
-        """Some time has passed."""
-
-
-@dataclass
-class Proof:
-    """A request whose answer is known."""
-
-    wanted: Sequence[Wanted]
-    hidden: torch.Tensor
-    expected: torch.Tensor
-    """[n, H]"""
-
-
-class Trial(NamedTuple):
-    """A proof under way."""
-
-    member: Member
-    expected: torch.Tensor
-    others: Iterator[Proof]
-    """Still to come."""
-
-
-@dataclass
-class Request:
-    """Experts asked for, and who has been asked."""
-
-    number: int
-    wanted: Sequence[Wanted]
-    hidden: Fetched
-    """[T, H]"""
-    futures: list[Future[torch.Tensor]]
-    first: int | None
-    """The unit that the plan names."""
-    trial: Trial | None = None
-    """Whose proof it is: nobody else is asked."""
-    asked: dict[int, tuple[float, float, int]] = field(default_factory=dict)
-    """By unit: when it was sent, when the answer is due, loads that it takes."""
-
-    @property
-    def rows(self) -> int:
-        return sum(len(each.tokens) for each in self.wanted)
 
 
 class Link:
@@ -133,7 +74,7 @@ class Link:
         self._context = zmq.Context()
         self._guard = ThreadAuthenticator(self._context)
         self._guard.start()
-        self._guard.configure_curve_callback("*", _Keys(doorkeeper))
+        self._guard.configure_curve_callback("*", Keys(doorkeeper))
         self._router = self._context.socket(zmq.ROUTER)
         self._monitor: Any = None
         try:
@@ -227,7 +168,7 @@ class Link:
         self._see_to_deadlines(time.monotonic())
 
     def _hear(self, parts: list[Any]) -> None:
-        route, key = parts[0].bytes, _user(parts[-1])
+        route, key = parts[0].bytes, user_of(parts[-1])
         member = self._by_route.get(route)
         try:
             frame = frames.parse([part.buffer for part in parts[1:]])
@@ -291,7 +232,7 @@ class Link:
             return
         counts = [len(each.tokens) for each in request.wanted]
         for future, rows in zip(request.futures, done.rows.split(counts), strict=True):
-            _resolve(future, rows)
+            resolve(future, rows)
 
     def _proven(self, trial: Trial, rows: torch.Tensor) -> None:
         if torch.equal(rows, trial.expected):
@@ -341,7 +282,7 @@ class Link:
         due = now + (1 + ahead) * member.deadline(request.wanted, loads)
         request.asked[member.unit] = (now, due, loads)
         member.requests += 1
-        hidden, wanted = _only(request.hidden.wait(), request.wanted)
+        hidden, wanted = only_used(request.hidden.wait(), request.wanted)
         return self._send_to(member, frames.work(request.number, wanted, hidden))
 
     def _rescue_it(self, request: Request) -> None:
@@ -351,7 +292,7 @@ class Link:
         request.asked[-1] = (time.monotonic(), float("inf"), 0)
         self.rescued += len(request.wanted)
         for mine, theirs in zip(self._rescue.submit(request.wanted, request.hidden), request.futures, strict=True):
-            mine.add_done_callback(partial(_take_over, theirs))
+            mine.add_done_callback(partial(take_over, theirs))
         del self._requests[request.number]
 
     def _see_to_deadlines(self, now: float) -> None:
@@ -421,46 +362,3 @@ class Link:
             _log.info("cannot reach %r: %s", route, error)
             return False
         return True
-
-
-class _Keys:
-    """What ZeroMQ's authenticator asks."""
-
-    def __init__(self, doorkeeper: Doorkeeper) -> None:
-        self._doorkeeper = doorkeeper
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client with this key may connect."""
-        del domain
-        return self._doorkeeper.may_knock(key.decode())
-
-
-def _user(part: Any) -> str:
-    """The public key that a message came with, as the authenticator has put it."""
-    with suppress(zmq.ZMQError):
-        return str(part.get("User-Id"))
-    return ""
-
-
-def _only(hidden: torch.Tensor, wanted: Sequence[Wanted]) -> tuple[torch.Tensor, Sequence[Wanted]]:
-    """The rows that are used, each once, and where they are then."""
-    used = sorted({token for each in wanted for token in each.tokens})
-    if len(used) == hidden.shape[0]:
-        return hidden, wanted
-    place = {token: n for n, token in enumerate(used)}
-    return hidden[used], [Wanted(each.key, [place[token] for token in each.tokens]) for each in wanted]
-
-
-def _take_over(future: Future[torch.Tensor], result: Future[torch.Tensor]) -> None:
-    if result.cancelled():
-        future.cancel()
-    elif result.exception() is not None:
-        with suppress(InvalidStateError):
-            future.set_exception(result.exception())
-    else:
-        _resolve(future, result.result())
-
-
-def _resolve(future: Future[torch.Tensor], rows: torch.Tensor) -> None:
-    with suppress(InvalidStateError):  # cancelled, or somebody was faster
-        future.set_result(rows)

@@ -20,8 +20,9 @@ import torch
 
 from smoe import __version__
 from smoe.cluster.identity import Main, keep_main, keep_status, read_main
-from smoe.cluster.link import Link, Proof
+from smoe.cluster.link import Link
 from smoe.cluster.members import Member
+from smoe.cluster.requests import Proof
 from smoe.compute.experts_alone import ExpertsAlone
 from smoe.compute.unit import ComputeUnit, Wanted
 from smoe.errors import ClusterError

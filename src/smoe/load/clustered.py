@@ -1,24 +1,45 @@
-"""The cluster behind an engine, where the settings name one."""
+"""The cluster behind an engine, where the settings name one, and the experts in main's own hands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import torch
 from transformers import PreTrainedModel
 
+from smoe.compute.expert_math import ExpertMath
+from smoe.compute.experts_alone import ExpertsAlone
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.expert import EXACT
 from smoe.load.experts_math import experts_math
+from smoe.load.tiers import host_sizes, reads_directly, size_of
+from smoe.machine.available_memory import free_device_bytes
 from smoe.memory.store import ExpertStore
 from smoe.models.spec import ModelSpec
-from smoe.policy.budget import Demand
+from smoe.policy.budget import Demand, SlotClass
 from smoe.runtime.layer import LayerCompute
 
 if TYPE_CHECKING:
     from smoe.cluster.remote import Cluster
+
+
+def experts_alone(
+    store: ExpertStore,
+    math: Mapping[int, ExpertMath],
+    classes: Sequence[SlotClass],
+    memory_bytes: int,
+    config: EngineConfig,
+) -> ExpertsAlone:
+    """With as many slots as the memory holds, and the few that it takes to work at least; `classes`: of the experts'
+    own copies."""
+    sizes = host_sizes(classes, memory_bytes, config.io_threads)
+    free, _ = free_device_bytes(torch.device("cpu"))
+    is_direct = reads_directly(config, store.total_bytes, free - sum(slots * each for slots, each in sizes))
+    threads = config.threads or torch.get_num_threads()
+    return ExpertsAlone(store, math, sizes, size_of(classes), is_direct, threads)
 
 
 def check_zmq() -> None:
@@ -61,7 +82,6 @@ def cluster_of(
     from smoe.cluster.identity import read_main
     from smoe.cluster.remote import Cluster
     from smoe.errors import ClusterError
-    from smoe.load.worker_experts import experts_alone
 
     assert config.cluster is not None
     main, store = read_main(config.cluster), stores[EXACT]

@@ -1,45 +1,24 @@
-"""A model's files opened for a worker of a cluster, and for main's own hands: its experts, and nothing else of it."""
+"""A model's files opened for a worker of a cluster: its experts, and nothing else of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from smoe.cluster.worker import Served
-from smoe.compute.expert_math import ExpertMath
-from smoe.compute.experts_alone import ExpertsAlone
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError, UnsupportedModelError
+from smoe.load.clustered import experts_alone
 from smoe.load.experts_math import experts_math
 from smoe.load.pretrained import demand_of, open_store
-from smoe.load.tiers import host_sizes, reads_directly, size_of
-from smoe.machine.available_memory import free_device_bytes
-from smoe.memory.store import ExpertStore
+from smoe.load.tiers import host_sizes
 from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.read_spec import read_spec
 from smoe.models.weight_samples import checksum
-from smoe.policy.budget import SlotClass
 from smoe.units import format_bytes
 
 _CPU = torch.device("cpu")
-
-
-def experts_alone(
-    store: ExpertStore,
-    math: Mapping[int, ExpertMath],
-    classes: Sequence[SlotClass],
-    memory_bytes: int,
-    config: EngineConfig,
-) -> ExpertsAlone:
-    """With as many slots as the memory holds, and the few that it takes to work at least; `classes`: of the experts'
-    own copies."""
-    sizes = host_sizes(classes, memory_bytes, config.io_threads)
-    free, _ = free_device_bytes(_CPU)
-    is_direct = reads_directly(config, store.total_bytes, free - sum(slots * each for slots, each in sizes))
-    threads = config.threads or torch.get_num_threads()
-    return ExpertsAlone(store, math, sizes, size_of(classes), is_direct, threads)
 
 
 def open_experts(model: str | Path, memory_bytes: int, config: EngineConfig) -> Served:
