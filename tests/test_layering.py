@@ -29,6 +29,7 @@ ORDER = (
     "models",
     "packing",
     "compute",
+    "cluster",
     "fastpath",
     "prediction",
     "runtime",

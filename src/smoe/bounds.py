@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from smoe.policy.balance import BALANCE, BALANCE_ORDER
+from smoe.policy.placement import PLACEMENT
 from smoe.policy.planner import PREFILL_KEEP
 from smoe.policy.prediction import ASKED
 from smoe.policy.registry import (
@@ -57,6 +58,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "prefetch_what": PREFETCH_WHAT,
     "balance": BALANCE,
     "balance_order": BALANCE_ORDER,
+    "placement": PLACEMENT,
     "prefill_keep": PREFILL_KEEP,
     "dense_precision": DENSE_PRECISION,
     "precision": PRECISION,
@@ -80,6 +82,7 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "score_window": (0, None),
     "recent_costs": (1, None),
     "emulated_expert_bytes": (1, None),
+    "cluster_workers": (0, 1000),
 }
 """The least and the most of the settings that are counted."""
 NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -91,6 +94,7 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "skip_threshold": ("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
     "max_perplexity_increase": ("a number above 0 and at most 1 (0.01 is 1 %)", lambda value: 0 < value <= 1),
     "tpot_seconds": ("a number of seconds above 0", lambda value: 0 < value < math.inf),
+    "cluster_timeout_seconds": ("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
     "turn_timeout_seconds": ("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
     "cache_weights": ("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
     "precision_shares": (

@@ -11,6 +11,7 @@ from smoe.bounds import (
     BF16,
     CHOICES,
     DEFAULT_LOW_SHARE,
+    EMULATED,
     LIMITS,
     NUMBERS,
     OWNERS,
@@ -101,6 +102,14 @@ class EngineConfig:
     a layer's result has grade E2."""
     balance_order: str = "score"
     """Which of them are loaded first."""
+    cluster: str | None = None
+    """The name of a cluster of machines whose workers compute experts that are missing here (`smoe cluster`)."""
+    placement: str | None = None
+    """For a cluster: who computes which of them; None: finish."""
+    cluster_workers: int = 1
+    """For a cluster: how many must be there before the first token; more may come later."""
+    cluster_timeout_seconds: float = 15.0
+    """For a cluster: how long they are waited for."""
     recent_costs: int = RECENT
     """Measured loads and CPU computations that the balancer's costs are the means of (the papers' p)."""
     prefill_balance: bool = True
@@ -246,6 +255,7 @@ class EngineConfig:
             )
         self._check_activations()
         self._check_low()
+        self._check_cluster()
         if self.device == "cpu" and self.balance not in ("auto", "none"):
             raise ConfigError(
                 f"`balance` {self.balance} (an option, or part of a preset) needs a device beside the CPU: use "
@@ -262,6 +272,27 @@ class EngineConfig:
                 setting="eviction",
                 given=self.eviction,
                 allowed=allowed,
+            )
+
+    def _check_cluster(self) -> None:
+        """What is for a cluster needs one; who shares misses out is one alone."""
+        if self.cluster is None:
+            if self.placement is not None:
+                raise ConfigError.idle("placement", self.placement, "`cluster`")
+            return
+        others = {
+            "balance": self.balance not in ("auto", "none"),
+            "reproducible": self.reproducible and self.alpha > 0,
+            "device": self.device == EMULATED,
+            "max_perplexity_increase": self.prices_answers,
+        }
+        for name in (name for name, is_given in others.items() if is_given):
+            raise ConfigError(
+                f"with a `cluster` its workers compute what is missing, which does not go with `{name}` "
+                f"{getattr(self, name)}: leave one of the two out",
+                setting=name,
+                given=getattr(self, name),
+                allowed="only without `cluster`",
             )
 
     def _check_low(self) -> None:

@@ -11,6 +11,7 @@
     |-- TransferError          reading an expert failed while generating
     |-- DiskSpaceError         not enough free disk for what was asked
     |-- TraceError             a routing trace cannot be read or written
+    |-- ClusterError           a cluster is unknown, nobody came, or a worker was refused
     |-- EngineStateError       closed, forked, used with a foreign cache, or asked for what a live model cannot do
     |-- EngineBusyError        another request is running, and waiting for it has a bound
     `-- GenerationCancelledError  the running request was cancelled, or its engine closed
@@ -112,6 +113,10 @@ class DiskSpaceError(SmoeError, OSError):
 
 class TraceError(SmoeError, ValueError):
     """A routing trace is none, of another version, not whole, or without what is asked of it; or cannot be written."""
+
+
+class ClusterError(SmoeError, ValueError):
+    """A cluster is unknown or damaged, an invitation is none, or no worker came; workers that fail raise nothing."""
 
 
 class EngineStateError(SmoeError, RuntimeError):

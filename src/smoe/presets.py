@@ -42,6 +42,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "prefetch_asked": "first-expert",
         "prefetch_trial": False,
     },
+    "od-moe": {"placement": "round-robin", "eviction": "lru", "prefetch": "next-gate", "prefetch_trial": False},
     "hobbit": {
         "eviction": "multidimensional",
         "prefetch": "stacked-gates",
@@ -59,6 +60,7 @@ far as our own parts make them up.
 `duoserve` (DuoServe-MoE): the slots of one token's choice, a prompt that streams through two, in decode what a network
 guesses beside the experts, once it is trained on the user's own traces. `accelerate`, `moesys`: its baselines (section
 6.1), experts on demand, or all of the next layer's ahead.
+`od-moe` (OD-MoE): a cluster whose main machine keeps no experts; groups of workers take turns at the layers.
 `hobbit` (arXiv 2411.01433): its shares where the model has a profile, else the thresholds that it has for Mixtral."""
 LOW_COPIES = (
     "low_precision",
@@ -113,7 +115,7 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
         given = dict.fromkeys(("low_threshold", "skip_threshold"), 1.0) | given
     elif thresholds:
         given = {"precision_shares": None} | given
-    return replace(EngineConfig(**PRESETS[preset]), **given)
+    return EngineConfig(**(PRESETS[preset] | given))
 
 
 def without_low_copies(config: EngineConfig) -> EngineConfig:

@@ -10,7 +10,22 @@ from typing import Annotated
 import typer
 
 from smoe import __version__
-from smoe.cli import bench, chat, doctor, eval, generate, pack, plan, record, replay, simulate, trace_plot, tune, verify
+from smoe.cli import (
+    bench,
+    chat,
+    cluster,
+    doctor,
+    eval,
+    generate,
+    pack,
+    plan,
+    record,
+    replay,
+    simulate,
+    trace_plot,
+    tune,
+    verify,
+)
 from smoe.cli.console import complain, print_json_error
 from smoe.cli.interrupts import listening
 from smoe.cli.spread import with_options
@@ -59,6 +74,7 @@ _trace.command(name="plot", help=_paragraphs(trace_plot.command.__doc__), epilog
     with_options(trace_plot.command)
 )
 app.add_typer(_trace, name="trace")
+app.add_typer(cluster.app, name="cluster")
 
 
 def _show_version(is_wanted: bool) -> None:

@@ -126,6 +126,13 @@ class EngineOptions:
             rich_help_panel=_ENGINE,
         ),
     ] = None
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="The name of a cluster (smoe cluster up) whose workers compute what is missing here.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
     profile: Annotated[
         str | None,
         typer.Option(
@@ -293,6 +300,7 @@ _AS_GIVEN = (
     "prefetch",
     "kernels",
     "balance",
+    "cluster",
     "profile",
     "alpha",
     "low_precision",

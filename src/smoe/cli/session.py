@@ -37,6 +37,8 @@ def loaded(
     def start(ledger: Ledger) -> None:
         if not all(prompt.strip() for prompt in prompts):  # what they become hangs on the tokenizer
             encode(tokenizer_of(model, revision), prompts)
+        if config.cluster is not None:
+            note(f"waiting for {config.cluster_workers} workers of the cluster {config.cluster}, once the rest is here")
         watch.start(ledger)
 
     try:
@@ -52,6 +54,9 @@ def loaded(
             value = in_words(getattr(engine.config, name))
             _log.info("%s %s, %s", name, value, why)
             note(f"{name.replace('_', ' ')} {value}, {why}")
+        if engine.executor.compute.others is not None:
+            came = [each["name"] for each in engine.executor.compute.others.described() if each["state"] == "ready"]
+            note(f"workers: {', '.join(came) or 'none yet'}")
         yield ready
     finally:
         engine.close()

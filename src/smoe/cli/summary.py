@@ -30,6 +30,7 @@ def _rows(report: RunReport) -> list[tuple[str, str]]:
         ("per token", _per_token(report)),
         ("forecast", _forecast(report)),
         ("experts", _experts(report)),
+        ("workers", _workers(report)),
         ("lossy", _lossy(report)),
         ("arithmetic", _arithmetic(report)),
         ("test bench", _bench(report)),
@@ -84,6 +85,17 @@ def _experts(report: RunReport) -> str:
     if report.hit_ratio is None or report.bytes_read_per_token is None:
         return ""
     return f"{report.hit_ratio:.1%} were in memory, {format_bytes(report.bytes_read_per_token)} read per token"
+
+
+def _workers(report: RunReport) -> str:
+    """Of a cluster: how many, and what they have computed."""
+    if report.workers is None:
+        return ""
+    done = ", ".join(
+        f"{each['name']} {each['experts_computed']}" + (f" ({each['why']})" if each["why"] else "")
+        for each in report.workers
+    )
+    return f"experts computed: {done}" if done else "nobody came"
 
 
 def _lossy(report: RunReport) -> str:

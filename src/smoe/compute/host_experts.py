@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 import torch
 
 from smoe.compute.expert_math import ExpertMath, Weights
-from smoe.compute.unit import ComputeUnit
+from smoe.compute.unit import ComputeUnit, Wanted
 from smoe.expert import EXACT, ExpertKey
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.memory.host import HostTier
@@ -25,7 +25,8 @@ from smoe.memory.pacing import Pacing
 from smoe.memory.store import ExpertStore
 from smoe.memory.streams import Fetched
 from smoe.policy.balance import FLAT, Balance, Costs, RecentCosts
-from smoe.routing import Phase
+from smoe.policy.prediction import Prediction
+from smoe.routing import Phase, Routing
 
 
 class HostExperts:
@@ -68,16 +69,22 @@ class HostExperts:
             math.compute_by(pool, None)
         return True
 
-    def submit(self, key: ExpertKey, hidden: Fetched, tokens: Sequence[int]) -> Future[torch.Tensor]:
-        """Compute an expert for some rows of hidden [T, H]; the result [n, H] is on the CPU.
+    def submit(self, wanted: Sequence[Wanted], hidden: Fetched) -> list[Future[torch.Tensor]]:
+        """Compute experts for some rows of hidden [T, H]; the result of each [n, H] is on the CPU.
 
-        Never blocks: what is still on its way from the device is waited for by the CPU's thread. Reading the expert
+        Never blocks: what is still on its way from the device is waited for by the CPU's thread. Reading an expert
         from disk, where that is needed, comes first; if it fails, `Future.result()` raises the error.
         """
-        future = self._worker.submit(self._compute, key, hidden, tokens)
-        self._under_way.add(future)
-        future.add_done_callback(self._under_way.discard)
-        return future
+        futures = [self._worker.submit(self._compute, key, hidden, tokens) for key, tokens in wanted]
+        for future in futures:
+            self._under_way.add(future)
+            future.add_done_callback(self._under_way.discard)
+        return futures
+
+    def bring(self, key: ExpertKey) -> None:
+        """Have an expert in the host tier, read from disk where it is not there; by a reading thread."""
+        with self._held(key):
+            pass
 
     def measured(self) -> Iterator[tuple[float, int]]:
         """(seconds, rows) of every expert computed since the last call."""
@@ -160,11 +167,18 @@ class Balancer:
         self._recent = RecentCosts(recent)
         self._own_bytes = own_bytes
 
-    def balance(self, phase: Phase, under_way: float) -> Balance | None:
+    def begin_pass(self) -> None:
+        """The CPU is always there."""
+
+    def balance(self, routing: Routing, under_way: float) -> Balance | None:
         """For one layer, with so many loads under way; None where the device computes everything."""
-        if not self._pacing.is_paced or (phase is Phase.PREFILL and not self.shares_prompts):
+        if not self._pacing.is_paced or (routing.phase is Phase.PREFILL and not self.shares_prompts):
             return None
         return Balance(self._method, self._order, self.costs(under_way))
+
+    def guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
+        """All of it is for the device."""
+        return predictions
 
     def costs(self, under_way: float) -> Costs:
         """As last measured, with so many loads under way."""

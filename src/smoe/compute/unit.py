@@ -1,15 +1,25 @@
-"""What computes experts beside the device: the CPU, or one day another machine."""
+"""What computes experts beside the device: the CPU, or another machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from smoe.expert import ExpertKey
 from smoe.memory.streams import Fetched
+from smoe.policy.balance import Sharing
+from smoe.policy.prediction import Prediction
+from smoe.routing import Routing
+
+
+class Wanted(NamedTuple):
+    """An expert, and the rows of hidden that go through it."""
+
+    key: ExpertKey
+    tokens: Sequence[int]
 
 
 class ComputeUnit(Protocol):
@@ -18,8 +28,8 @@ class ComputeUnit(Protocol):
     busy_seconds: float
     """Time spent computing."""
 
-    def submit(self, key: ExpertKey, hidden: Fetched, tokens: Sequence[int]) -> Future[torch.Tensor]:
-        """Compute an expert for some rows of hidden [T, H]; the result [n, H] is on the CPU.
+    def submit(self, wanted: Sequence[Wanted], hidden: Fetched) -> list[Future[torch.Tensor]]:
+        """Compute experts for some rows of hidden [T, H]; the result of each [n, H] is on the CPU.
 
         Never blocks; what fails raises at `Future.result()`.
         """
@@ -35,3 +45,27 @@ class ComputeUnit(Protocol):
 
     def close(self) -> None:
         """Stop its threads; any number of times."""
+
+
+class Others(Protocol):
+    """The machines that units are on."""
+
+    def described(self) -> list[dict[str, Any]]:
+        """What each has done, for people and programs."""
+
+    def close(self) -> None:
+        """Let them go; any number of times."""
+
+
+class Sharer(Protocol):
+    """Says how a layer's misses are shared out between loads and units. Belongs to the computing thread."""
+
+    def begin_pass(self) -> None:
+        """A forward pass begins: which units there are may change now, and not before the next one."""
+
+    def balance(self, routing: Routing, under_way: float) -> Sharing | None:
+        """For one layer, with so many loads under way; None where the device computes everything."""
+
+    def guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
+        """What later layers are expected to want: of it what is to be brought in here. The rest, if any, units have
+        been told of."""

@@ -10,15 +10,15 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.bounds import DEFAULT_PREFETCH_DEPTH, EMULATED
-from smoe.compute.expert_math import ExpertMath
 from smoe.compute.host_experts import Balancer, HostExperts
-from smoe.compute.quantised_math import QuantisedMath, Tile
-from smoe.compute.unit import ComputeUnit
+from smoe.compute.unit import ComputeUnit, Sharer
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.expert import EXACT, LOW
 from smoe.load.calibration import calibrate
 from smoe.load.choose_kernel import choose_arithmetic
+from smoe.load.clustered import cluster_of
+from smoe.load.experts_math import experts_math
 from smoe.load.known import Known
 from smoe.load.learned import Learned
 from smoe.load.selftest import check_experts
@@ -27,7 +27,6 @@ from smoe.memory.arena import Arena
 from smoe.memory.emulation import Emulation
 from smoe.memory.link import Link
 from smoe.memory.pacing import Pacing
-from smoe.memory.quantised_store import QuantisedStore
 from smoe.memory.reading_threads import Transfers
 from smoe.memory.store import ExpertStore, LayerExperts
 from smoe.models.experts import ExpertsSite
@@ -66,6 +65,8 @@ class Budget(NamedTuple):
     known: Known
     """What was measured of the model before, and put into settings that nobody gave."""
     learned: Learned
+    weights: str = ""
+    """The checkpoint's checksum, where a cluster's workers must have the same."""
 
 
 def assemble(
@@ -99,10 +100,16 @@ def assemble(
         _prove(model, spec, LayerExecutor(compute=compute), checkpoint)
         leaves_little = choose_arithmetic(model, spec, config, compute, _host_threads(pacing))
         balancer = _balancer(config, tiers, compute.units.get(HOST), pacing, ledger.demand.slot_bytes)
+        sharer: Sharer | None = balancer
+        if config.cluster is not None:
+            rate = LoadRate(transfers, tiers.link)
+            sharer = cluster_of(
+                model, spec, config, stores, compute, ledger.demand, budget.weights, rate.seconds_per_byte, made
+            )
         executor = LayerExecutor(
             compute=compute,
             predictors=predictors,
-            balancer=balancer,
+            balancer=sharer,
             trial=Trial() if _is_on_trial(config) else None,
             upgrades=config.upgrade,
         )
@@ -166,7 +173,7 @@ def _compute(
     math = {
         (layer, form): each
         for form, of in stores.items()
-        for layer, each in _math(model, spec, of, config.activations).items()
+        for layer, each in experts_math(model, spec, of, config.activations).items()
     }
     arrivals = Arrivals(
         stores=stores,
@@ -179,25 +186,6 @@ def _compute(
     )
     host_experts = _host_experts(model, spec, config, store, tiers, arena.device, pacing)
     return LayerCompute(store, arrivals, arena, math, {} if host_experts is None else {HOST: host_experts}, pacing)
-
-
-def _math(model: PreTrainedModel, spec: ModelSpec, store: ExpertStore, activations: str) -> dict[int, ExpertMath]:
-    """Every layer's formulas, by the block that they stand in for."""
-    modules = dict(model.named_modules())
-    if not isinstance(store, QuantisedStore):
-        return {site.layer: ExpertMath(modules[site.name], site.parts, spec.dtype) for site in spec.sites}
-    tile = Tile(spec.dtype)
-    return {
-        site.layer: QuantisedMath(
-            modules[site.name],
-            store.layers[site.layer].parts,
-            spec.dtype,
-            store.matrices(site.layer),
-            tile,
-            activations,
-        )
-        for site in spec.sites
-    }
 
 
 def _prove(
@@ -234,7 +222,7 @@ def _host_experts(
     if _balance(config, tiers) == "none":
         return None
     assert tiers.host is not None, "refused before loading"
-    math = _math(model, spec, store, config.activations)
+    math = experts_math(model, spec, store, config.activations)
     if device.type != "cpu" and not all(layer.is_movable for layer in math.values()):
         raise ConfigError(
             f"`balance` {_balance(config, tiers)}: this family's experts end in a norm that only the device has; use "

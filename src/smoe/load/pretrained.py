@@ -17,6 +17,7 @@ from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble
+from smoe.load.clustered import check_cluster
 from smoe.load.known import known_of
 from smoe.load.tiers import reads_directly
 from smoe.load.winners import with_winners
@@ -32,6 +33,7 @@ from smoe.models.checkpoint import Checkpoint, described_checkpoint, local_check
 from smoe.models.packed import contents_in_dtype
 from smoe.models.read_spec import read_spec, spec_of_whole
 from smoe.models.spec import ModelSpec
+from smoe.models.weight_samples import checksum
 from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes
 from smoe.presets import configure
 from smoe.runtime.lifetime import collect_dropped
@@ -95,6 +97,8 @@ def load(
         )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if config.cluster is not None:
+        check_cluster(config.cluster)
     spec = read_spec(model, config, revision)
     checkpoint = local_checkpoint(model)
     experts = None if checkpoint is None else checkpoint.experts(spec)  # a damaged file first, not its sizes
@@ -125,7 +129,9 @@ def load(
             pacing = Emulation(
                 profile, config.dilation, layer_bytes, stores[EXACT].expert_bytes, config.emulated_expert_bytes
             )
-        budget = Budget(ledger, reason, known._replace(config=config, reasons=won.reasons | known.reasons), learned)
+        known = known._replace(config=config, reasons=won.reasons | known.reasons)
+        weights = "" if config.cluster is None else checksum(checkpoint.place)
+        budget = Budget(ledger, reason, known, learned, weights)
         return assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
     except BaseException:
         arena.close()
@@ -205,6 +211,8 @@ def demand_of(spec: ModelSpec, config: EngineConfig, device: torch.device, store
     # A thread needs two buffers where a demand load passes inside a prefetch; on a GPU they are host memory.
     has_host_tier = device.type != "cpu" or config.device == EMULATED
     buffers = 0 if has_host_tier else 2 * config.io_threads * store.staging_buffer_bytes
+    if config.cluster is not None:  # what main computes itself where its workers fail
+        buffers += (2 * config.io_threads + 1) * sum(set(store.slot_bytes.values()))
     return spec.demand(config, store.slot_bytes, buffers)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from smoe.config import EngineConfig
+from smoe.expert import ExpertKey
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
@@ -55,7 +56,7 @@ def make_tiers(
         filler = Filler(stores, reader)
         return Tiers(SlotMover(filler, reader, arena), filler)
     budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
-    sizes = _host_sizes(classes, budget, config.io_threads)
+    sizes = host_sizes(classes, budget, config.io_threads)
     nbytes = sum(slots * each for slots, each in sizes)
     is_direct = reads_directly(config, total_bytes, free - nbytes)
     reader = DiskReader(is_direct)
@@ -63,17 +64,22 @@ def make_tiers(
     registry = None if pacing.is_emulated else CudaRegistry(arena.device)
     if registry is not None and on_host_tier is not None:
         on_host_tier(nbytes)
-    size_of = {(layer, each.form): n for n, each in enumerate(classes) for layer in each.layers}
-    host = HostTier(sizes, lambda key: size_of[key[0], key[2]], lambda key: key in table.ready, registry, is_direct)
+    host = HostTier(sizes, size_of(classes), lambda key: key in table.ready, registry, is_direct)
     link: Link = EmulatedLink(pacing) if isinstance(pacing, Emulation) else CudaLink(CudaStreams(arena.device))
     return Tiers(HostMover(filler, reader, host, arena, link), filler, host, link)
 
 
-def _host_sizes(classes: Sequence[SlotClass], budget: int, io_threads: int) -> list[tuple[int, int]]:
+def host_sizes(classes: Sequence[SlotClass], budget: int, io_threads: int) -> list[tuple[int, int]]:
     """(slots, bytes of each) of the host tier by class: all experts, or as large a part of each class."""
     whole = sum(each.experts * each.slot_bytes for each in classes)
     least = 2 * io_threads + 1  # a demand load inside a prefetch on every reading thread, and the CPU's own
     return [(min(each.experts, max(least, budget * each.experts // whole)), each.slot_bytes) for each in classes]
+
+
+def size_of(classes: Sequence[SlotClass]) -> Callable[[ExpertKey], int]:
+    """Of a copy, the number of its class."""
+    found = {(layer, each.form): n for n, each in enumerate(classes) for layer in each.layers}
+    return lambda key: found[key[0], key[2]]
 
 
 def reads_directly(config: EngineConfig, total_bytes: int, spare_bytes: float) -> bool:

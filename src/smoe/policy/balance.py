@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from smoe.expert import ExpertKey
 from smoe.policy.plan import HOST, Serve
@@ -113,6 +113,21 @@ BALANCE_ORDER = ("score", "tokens")
 version), or of the most tokens, the CPU's time growing with them (first version)."""
 
 
+class Sharing(Protocol):
+    """How one layer's misses are shared out between loading and the units that compute beside the device."""
+
+    def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
+        """Of a decode step: (to be loaded, most important first; to be computed elsewhere, with the unit of each)."""
+
+    def split_prompt(self, missing: Sequence[Serve], ahead: int) -> dict[ExpertKey, int]:
+        """Of a prompt's experts those that are computed elsewhere, and by which unit; `ahead` loads come in any
+        case."""
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether nothing is to be loaded here."""
+
+
 class Balance(NamedTuple):
     """One layer's balancing: how, in which order, and at what costs."""
 
@@ -122,12 +137,12 @@ class Balance(NamedTuple):
 
     def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
         """(to be loaded, most important first; to be computed by the CPU)."""
-        ranked = sorted(missing, key=lambda serve: _importance(serve, routing, self.order))
+        ranked = sorted(missing, key=lambda serve: importance(serve, routing, self.order))
         tokens = [len(serve.routes) if self.order == "tokens" else 1 for serve in ranked]
         loaded = BALANCERS[self.method]([self.costs.host * count for count in tokens], self.costs)
         return ranked[:loaded], [serve._replace(unit=HOST) for serve in ranked[loaded:]]
 
-    def split_prompt(self, missing: Sequence[Serve], ahead: int) -> set[ExpertKey]:
+    def split_prompt(self, missing: Sequence[Serve], ahead: int) -> dict[ExpertKey, int]:
         """Of a prompt's experts those that the CPU computes: of the fewest tokens, and as many as shorten the layer.
 
         `ahead` loads come in any case. The best split, whatever the method: only the CPU's time grows with the tokens
@@ -137,11 +152,17 @@ class Balance(NamedTuple):
         host = [max(self.costs.host, self.costs.token * len(serve.routes)) for serve in ranked]
         under_way = self.costs.under_way + ahead * self.costs.load
         loaded = optimal(host, self.costs._replace(under_way=under_way))
-        return {serve.key for serve in ranked[loaded:]}
+        return {serve.key: HOST for serve in ranked[loaded:]}
+
+    @property
+    def takes_all(self) -> bool:
+        """Never: what stays of a prompt is loaded."""
+        return False
 
 
-def _importance(serve: Serve, routing: Routing, order: str) -> tuple[float, ...]:
-    """Ascending: the most important first. Without scores the place among a token's choices stands for them."""
+def importance(serve: Serve, routing: Routing, order: str) -> tuple[float, ...]:
+    """A missing expert's place in one of `BALANCE_ORDER`, ascending: the most important first. Without scores the place
+    among a token's choices stands for them."""
     _, expert, _ = serve.key
     width = len(routing.top_k_index[0])
     if routing.scores is not None:

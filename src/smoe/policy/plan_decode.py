@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from smoe.errors import BudgetError
 from smoe.expert import EXACT, LOW, ExpertKey
 from smoe.policy.answering import Assigned
-from smoe.policy.balance import Balance
+from smoe.policy.balance import Sharing
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan, Load, Promotion, Reason, Serve
 from smoe.policy.residency import SlotTable
@@ -20,7 +20,7 @@ def plan_decode(
     routes: dict[ExpertKey, tuple[int, ...]],
     residency: SlotTable,
     eviction: Eviction,
-    balance: Balance | Assigned | None,
+    balance: Sharing | Assigned | None,
 ) -> LayerPlan:
     """Resident copies first, then those under way, then the missing ones in the order of their loads."""
     ready_slots, inflight, staged = residency.ready, residency.inflight, residency.staged

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from smoe.errors import BudgetError
 from smoe.expert import EXACT, ExpertKey
-from smoe.policy.balance import Balance
+from smoe.policy.balance import Sharing
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import DEVICE, HOST, LayerPlan, Load, Promotion, Reason, Serve
+from smoe.policy.plan import DEVICE, LayerPlan, Load, Promotion, Reason, Serve
 from smoe.policy.residency import SlotTable
 from smoe.policy.rows import last_rows
 from smoe.routing import Routing
@@ -26,22 +26,23 @@ def plan_prefill(
     residency: SlotTable,
     eviction: Eviction,
     layer_share: int,
-    balance: Balance | None,
+    balance: Sharing | None,
     keep: str,
 ) -> LayerPlan:
     """`layer_share`: cache slots for the layer's own copies; low copies have the same share of theirs."""
     layer, ready, inflight = routing.layer, residency.ready, residency.inflight
     forms = sorted({key[2] for key in routes})
     staying = _Staying(set(), {})
-    for form in forms:
+    takes_all = balance is not None and balance.takes_all
+    for form in forms if not takes_all else ():
         staying.add(_staying(routing, routes, form, residency, eviction.of(form), layer_share, keep))
     missing = [key for key in routes if key not in ready and key not in inflight]
     serves = [Serve(key, positions, key not in ready) for key, positions in routes.items()]
     if balance is not None:
         own = {key for key in missing if key[2] == EXACT}
-        serves = _share_with_host(serves, {key for key in own if not staying.has(key)}, len(own), balance)
-    on_host = {serve.key for serve in serves if serve.unit != DEVICE}
-    loaded = [key for key in missing if key not in on_host]
+        serves = _share_out(serves, {key for key in own if not staying.has(key)}, len(own), balance)
+    elsewhere = {serve.key for serve in serves if serve.unit != DEVICE}
+    loaded = [key for key in missing if key not in elsewhere]
     promotions = _promotions(serves, residency, staying)
     passing = [key for key in routes if key not in staying.free and (key in residency.staged or key in loaded)]
     loads: dict[ExpertKey, Load] = {}
@@ -145,11 +146,11 @@ def _pairs(
     return instead
 
 
-def _share_with_host(serves: list[Serve], passing: Container[ExpertKey], missing: int, balance: Balance) -> list[Serve]:
-    """The CPU computes some of the experts that would only pass through; what stays has to be loaded anyway."""
+def _share_out(serves: list[Serve], passing: Container[ExpertKey], missing: int, balance: Sharing) -> list[Serve]:
+    """Others compute some of the experts that would only pass through; what stays has to be loaded anyway."""
     candidates = [serve for serve in serves if serve.key in passing]
-    on_host = balance.split_prompt(candidates, missing - len(candidates))
-    return [serve._replace(unit=HOST) if serve.key in on_host else serve for serve in serves]
+    units = balance.split_prompt(candidates, missing - len(candidates))
+    return [serve._replace(unit=units.get(serve.key, serve.unit)) for serve in serves]
 
 
 def _staging_order(

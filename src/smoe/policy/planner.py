@@ -25,7 +25,7 @@ from collections.abc import Container, Sequence
 
 from smoe.expert import EXACT, LOW, ExpertKey
 from smoe.policy.answering import Assigned
-from smoe.policy.balance import Balance
+from smoe.policy.balance import Sharing
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan
 from smoe.policy.plan_decode import plan_decode
@@ -47,7 +47,7 @@ def plan_layer(
     residency: SlotTable,
     eviction: Eviction,
     layer_share: int,
-    balance: Balance | Assigned | None = None,
+    balance: Sharing | Assigned | None = None,
     prefill_keep: str = "last-uses",
     low_use: str = "asked",
 ) -> LayerPlan:

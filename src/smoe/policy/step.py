@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from smoe.policy.answering import Answered
-from smoe.policy.balance import Balance
+from smoe.policy.balance import Sharing
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.importance import ALL_IMPORTANT, Thresholds, graded, without
 from smoe.policy.plan import LayerPlan
@@ -66,7 +66,7 @@ def decide(
     eviction: Eviction,
     layer_share: int,
     switches: Switches,
-    balance: Callable[[], Balance | None] | None = None,
+    balance: Callable[[], Sharing | None] | None = None,
     drop_stale: Callable[[Routing], None] | None = None,
     answer: Callable[[Routing, SlotTable], Answered] | None = None,
 ) -> Decision:

@@ -70,6 +70,8 @@ class RunReport:
     """The whole process line by line; None where the budget is a GPU's memory or the system does not say."""
     forecast: Foretold | None = None
     """What was expected of this run; None where nothing was."""
+    workers: list[dict[str, Any]] | None = None
+    """Of a cluster, what each worker has done; None without one."""
 
     @property
     def floor_share(self) -> float | None:
@@ -124,6 +126,7 @@ class RunReport:
             "routes": self.routes,
             "low_copies": self.low_copies,
             "emulated": self.bench,
+            "workers": self.workers,
             "was_interrupted": generation.was_interrupted,
             "notes": generation.notes,
             "sequences": [
@@ -169,6 +172,7 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         routes=route_shares(decode),
         low_copies=low_copy_shares(engine.config, decode, low_bytes),
         process=process,
+        workers=None if engine.executor.compute.others is None else engine.executor.compute.others.described(),
     )
 
 

@@ -97,7 +97,7 @@ class Engine:
         self._caches: list[weakref.ref[RowCache]] = []
         self._dense_bytes = dense_bytes
         self._peak_cache_bytes = 0
-        helpers = [each for each in (executor.compute.thread_pool, executor.compute.spinning_pool) if each is not None]
+        helpers = executor.compute.helpers
         self._held = Held(self, transfers, arena, helpers)
 
     # -- for users ----------------------------------------------------------------------------------------------------
@@ -186,8 +186,7 @@ class Engine:
     @property
     def arithmetic(self) -> str:
         """What multiplies few rows, one of `KERNELS`: torch, native (its bits by our kernels) or own-order (E1)."""
-        pool = self.executor.compute.spinning_pool
-        return "torch" if pool is None else "native" if pool.own_order is None else "own-order"
+        return self.executor.compute.arithmetic
 
     def cancel(self) -> bool:
         """End the running request, from any thread: at its next layer it raises `GenerationCancelledError`. Requests
@@ -281,7 +280,7 @@ class Engine:
             self._phase = Phase.DECODE if tokens == 1 else Phase.PREFILL
             self._sequences = rows
             self._note_silent(tokens, padding, cache)
-            self.pacing.begin_pass()
+            self.executor.begin_pass()
             started = self.now()
             try:
                 self._turns.check()

@@ -23,25 +23,24 @@ from types import MappingProxyType
 
 import torch
 
-from smoe.compute.host_experts import Balancer
-from smoe.expert import LOW
+from smoe.compute.unit import Sharer
 from smoe.kernels.threads import threads
 from smoe.memory.reading_threads import Ticket
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.importance import Thresholds, scaled
-from smoe.policy.plan import DEVICE, LayerPlan
+from smoe.policy.plan import LayerPlan
 from smoe.policy.plan_prefetch import has_prefetch_slots, plan_prefetch, plan_upgrades
 from smoe.policy.planner import layer_shares
 from smoe.policy.prediction import ON_A_THREAD, Moment, Prediction, Predictor, Sight
 from smoe.policy.residency import SlotTable
 from smoe.policy.rows import last_rows, real_rows
 from smoe.policy.step import Decision, decide
-from smoe.policy.substitution import Selection
 from smoe.policy.trial import Shadow, Trial
 from smoe.routing import Phase, Routing
 from smoe.runtime.answer_costs import Answerer
 from smoe.runtime.asking import Asking
+from smoe.runtime.counting import count_decision, count_selection
 from smoe.runtime.layer import LayerCompute
 from smoe.runtime.observer import StepObserver
 from smoe.runtime.rerouting import EXACTLY, Scored, Substitution, with_substitutes
@@ -64,7 +63,7 @@ class LayerExecutor:
         compute: LayerCompute,
         predictors: Mapping[Phase, Predictor] = MappingProxyType({}),
         substitution: Substitution = EXACTLY,
-        balancer: Balancer | None = None,
+        balancer: Sharer | None = None,
         trial: Trial | None = None,
         upgrades: bool = False,
     ) -> None:
@@ -237,6 +236,12 @@ class LayerExecutor:
             predictor.overhear(routing, hidden)
         return routing
 
+    def begin_pass(self) -> None:
+        """A forward pass begins."""
+        self.compute.pacing.begin_pass()
+        if self._balancer is not None:
+            self._balancer.begin_pass()
+
     def recover(self) -> None:
         """After an error anywhere in a pass: nothing is under way, and the tables agree."""
         self._asking.drain()
@@ -260,13 +265,14 @@ class LayerExecutor:
             self.arrivals.eviction,
             self._layer_shares[routing.layer],
             self.substitution.switches,
-            None if balancer is None else lambda: balancer.balance(routing.phase, self.arrivals.running),
+            None if balancer is None else lambda: balancer.balance(routing, self.arrivals.running),
             self.arrivals.drop_stale,
             None if answerer is None else lambda routing, table: answerer.answer(routing, table, self.arrivals.running),
         )
+        counters, table = self.counters, self.table
         if decision.selection is not None:
-            self._count_selection(decision.selection, routing)
-        self._count(decision, routing)
+            count_selection(counters, decision.selection, routing, table, answerer is not None)
+        count_decision(counters, decision, routing, table.has_low)
         for observer in self.observers:
             observer.planned(routing, decision)
         self.arrivals.adopt(decision.plan)
@@ -296,6 +302,8 @@ class LayerExecutor:
 
     def _bring(self, predictions: Iterable[Prediction], plan: LayerPlan) -> None:
         planning = self.compute.pacing.begin_planning()
+        if self._balancer is not None:
+            predictions = self._balancer.guess(predictions)
         self.arrivals.prefetch(plan_prefetch(predictions, self.table, plan))
         self.compute.pacing.end_planning(planning)
 
@@ -363,31 +371,3 @@ class LayerExecutor:
             tickets, residents_done = self._awaited.popleft()
             seconds = max(ticket.ended for ticket in tickets) - residents_done
             self.shadow.note_wait(len(tickets), max(0.0, seconds))
-
-    def _count_selection(self, selection: Selection, routing: Routing) -> None:
-        counters, none = self.counters, routing.experts
-        counters.routes += sum(expert != none for row in routing.top_k_index for expert in row)
-        counters.low_score += selection.low_score
-        counters.low_score_missing += selection.low_score_missing
-        counters.top_score_missing += selection.top_score_missing
-        by_others = [entry for entry in selection.replacements if entry.substitute is not None]
-        counters.substituted += len(selection.replacements if self.answerer is None else by_others)
-        counters.prefetches_top_score += sum(
-            key[0] == routing.layer and key[1] in selection.top for key in self.table.staged
-        )
-
-    def _count(self, decision: Decision, routing: Routing) -> None:
-        counters, plan = self.counters, decision.plan
-        counters.loads += len(plan.loads)
-        if self.table.has_low and routing.phase is Phase.DECODE:
-            counters.low_served += sum(serve.key[2] == LOW for serve in plan.serves)
-            counters.low_loads += sum(load.key[2] == LOW for load in plan.loads)
-        if routing.phase is Phase.DECODE:
-            counters.skipped += decision.skipped
-            counters.decode_uses += len(plan.serves)
-            counters.decode_hits += plan.hits
-            counters.host_computed += sum(serve.unit != DEVICE for serve in plan.serves)
-        else:
-            counters.prefill_uses += len(plan.serves)
-            counters.prefill_hits += plan.hits
-            counters.prefill_host_computed += sum(serve.unit != DEVICE for serve in plan.serves)

@@ -18,7 +18,7 @@ from smoe.compute.decode_experts import DecodeExperts, decode_experts, proven_ke
 from smoe.compute.expert_math import ExpertMath
 from smoe.compute.row_groups import Filling, Shape, proven_filling
 from smoe.compute.thread_pool import ThreadPool
-from smoe.compute.unit import ComputeUnit
+from smoe.compute.unit import ComputeUnit, Others, Wanted
 from smoe.expert import EXACT, ExpertKey
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.spinning_pool import SpinningPool
@@ -28,11 +28,12 @@ from smoe.memory.store import ExpertStore
 from smoe.memory.streams import Fetched
 from smoe.policy.plan import DEVICE, LayerPlan, Serve
 from smoe.runtime.arrivals import Arrivals
+from smoe.runtime.lifetime import Helpers
 
 _SHORT_PROMPT = 64
 """Tokens of a prompt that may go through a layer's experts in one piece: all outputs are kept apart until the end."""
 _HANDED_OVER = 4
-"""Experts of a prompt that the CPU has been given and has not given back."""
+"""Experts of a prompt that a unit beside the device has been given and has not given back."""
 OnResidentsDone: TypeAlias = Callable[[Callable[[], torch.Tensor]], None]
 """Called when the resident experts are done and others are not, with what gives their output so far [T, H]."""
 OnLook: TypeAlias = Callable[[int], None]
@@ -59,6 +60,8 @@ class LayerCompute:
         self.spinning_pool: SpinningPool | None = None
         """What multiplies single rows by our kernel (`compute_by`)."""
         self.units = units
+        self.others: Others | None = None
+        """Whom the units on other machines belong to."""
         self.pacing = pacing
         self.store = store
         self.arrivals = arrivals
@@ -88,11 +91,21 @@ class LayerCompute:
         for unit in self.units.values():
             unit.drain()
 
+    @property
+    def arithmetic(self) -> str:
+        """What multiplies few rows, one of `KERNELS`: torch, native (its bits by our kernels) or own-order (E1)."""
+        pool = self.spinning_pool
+        return "torch" if pool is None else "native" if pool.own_order is None else "own-order"
+
+    @property
+    def helpers(self) -> list[Helpers]:
+        """What has threads of its own, units aside."""
+        return [each for each in (self.thread_pool, self.spinning_pool, self.others) if each is not None]
+
     def close(self) -> None:
-        """End the helpers."""
-        for helpers in (self.thread_pool, self.spinning_pool, *self.units.values()):
-            if helpers is not None:
-                helpers.close()
+        """End the helpers and the units."""
+        for each in (*self.helpers, *self.units.values()):
+            each.close()
 
     def math_of(self, key: ExpertKey) -> ExpertMath:
         """What computes a copy."""
@@ -174,14 +187,17 @@ class LayerCompute:
 
     def _start_beside(self, plan: LayerPlan, hidden: torch.Tensor, width: int) -> dict[ExpertKey, Future[torch.Tensor]]:
         """What is computed beside the device begins now."""
-        given = [serve for serve in plan.serves if serve.unit != DEVICE] if self.units else ()
+        given: dict[int, list[Wanted]] = {}
+        for serve in plan.serves if self.units else ():
+            if serve.unit != DEVICE:
+                given.setdefault(serve.unit, []).append(_wanted(serve, width))
         if not given:
             return {}
         rows = Fetched(hidden)  # once for all of them, and nobody waits for it here: the device gets its work next
-        return {
-            serve.key: self.units[serve.unit].submit(serve.key, rows, [route // width for route in serve.routes])
-            for serve in given
-        }
+        found: dict[ExpertKey, Future[torch.Tensor]] = {}
+        for unit, wanted in given.items():
+            found |= zip((each.key for each in wanted), self.units[unit].submit(wanted, rows), strict=True)
+        return found
 
     def _few_tokens(
         self,
@@ -249,12 +265,11 @@ class LayerCompute:
     def _hand_over(
         self, serves: deque[Serve], from_unit: dict[ExpertKey, Future[torch.Tensor]], hidden: Fetched | None, width: int
     ) -> None:
-        """A prompt's experts go to the CPU a few at a time: what they give is in nobody's workspace."""
-        while serves and len(from_unit) < _HANDED_OVER:
+        """A prompt's experts go to the other units a few at a time: what they give is in nobody's workspace."""
+        while serves and len(from_unit) < _HANDED_OVER * len(self.units):
             assert hidden is not None
             serve = serves.popleft()
-            tokens = [route // width for route in serve.routes]
-            from_unit[serve.key] = self.units[serve.unit].submit(serve.key, hidden, tokens)
+            (from_unit[serve.key],) = self.units[serve.unit].submit([_wanted(serve, width)], hidden)
 
     def _from_unit(self, from_unit: dict[ExpertKey, Future[torch.Tensor]], serve: Serve) -> torch.Tensor:
         started = self._now()
@@ -290,3 +305,7 @@ class LayerCompute:
             self.arrivals.served(serve, computed)
         counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
         return total
+
+
+def _wanted(serve: Serve, width: int) -> Wanted:
+    return Wanted(serve.key, [route // width for route in serve.routes])

@@ -1,0 +1,317 @@
+"""`smoe cluster`: several machines serve one model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from smoe.bounds import MOST_THREADS
+from smoe.cli.options import Debug, Json, Model
+from smoe.errors import ClusterError, ConfigError
+from smoe.units import parse_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from smoe.cluster.identity import Main, Worker
+
+MOST_LOCAL = 64
+DEFAULT_NAME = "local"
+_LEAST_RUN_SECONDS = 5.0
+"""A worker that ends sooner than this is not started again."""
+
+Name = Annotated[str, typer.Option("--name", help="The cluster's name.")]
+Memory = Annotated[str, typer.Option("--worker-memory", help="For experts, of every worker; e.g. 512MiB.")]
+Threads = Annotated[int | None, typer.Option(help="Computing threads of a worker.", min=1, max=MOST_THREADS)]
+Precision = Annotated[str, typer.Option(help="The experts as main has them: auto, or a pack's int8, int4, int2.")]
+
+app = typer.Typer(
+    help="Several machines serve one model: start workers, invite others, see who is there.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="""On one machine:
+
+smoe cluster up demo --local 2 --worker-memory 64MiB
+
+smoe generate demo --cluster local --memory 24MiB -p "Once upon a time"
+
+With others: smoe cluster invite --name home --address 192.168.1.5 here, and
+what it prints there. The main machine is whoever runs smoe generate --cluster.
+""",
+)
+
+
+@app.command()
+def up(
+    model: Model = "demo",
+    local: Annotated[int, typer.Option(help="Workers on this machine.", min=1, max=MOST_LOCAL)] = 2,
+    worker_memory: Memory = "512MiB",
+    name: Name = DEFAULT_NAME,
+    threads: Threads = None,
+    precision: Precision = "auto",
+    debug: Debug = False,
+) -> None:
+    """Start workers on this machine, and keep them running until Ctrl-C.
+
+    The cluster is made where there is none of that name; it listens on the loopback interface only, unless an address
+    was named (smoe cluster invite). Workers wait for a main machine: smoe generate --cluster NAME.
+    """
+    from smoe.cli.console import note
+    from smoe.load.clustered import check_zmq
+
+    check_zmq()
+    _check(model, worker_memory, precision)
+    main, workers = _local_workers(name, local)
+    given = ["--worker-memory", worker_memory, "--precision", precision]
+    given += [] if threads is None else ["--threads", str(threads)]
+    lines = [[sys.executable, "-m", "smoe", "cluster", "work", model, "--name", each, *given] for each in workers]
+    note(f"{local} workers wait for a main at {main.address}; in another terminal:")
+    note(f"smoe generate {model} --cluster {main.name} --set cluster_workers={local} -p ...")
+    _keep_running(lines)
+
+
+@app.command()
+def invite(
+    name: Name = "home",
+    address: Annotated[
+        str | None, typer.Option(help="This machine's address in your network, HOST or tcp://HOST:PORT.")
+    ] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Print a line that lets one other machine join, once, within ten minutes.
+
+    Who joins is let in when the main machine runs (smoe generate --cluster NAME), also if it runs already.
+    """
+    from dataclasses import replace
+
+    from smoe.cli.console import note, output, print_json
+    from smoe.load.clustered import check_zmq
+
+    check_zmq()
+    from smoe.cluster.identity import INVITATION_SECONDS, checked_address, invitation, keep_main, new_main, read_main
+
+    try:
+        main = read_main(name)
+    except ClusterError:
+        if address is None:
+            raise ConfigError(
+                f"there is no cluster {name!r} yet; give the address that it is to listen at: --address HOST",
+                setting="address",
+                given=None,
+                allowed="this machine's address in your network",
+            ) from None
+        main = new_main(name, address)
+    if address is not None:
+        main = replace(main, address=checked_address(address))
+    main, line = invitation(main)
+    keep_main(main)
+    if json:
+        print_json({"cluster": main.name, "address": main.address, "invitation": line, "seconds": INVITATION_SECONDS})
+        return
+    note(
+        f"good once, for {INVITATION_SECONDS // 60} minutes; main will listen at {main.address}. On the other machine:"
+    )
+    output().print(
+        f"smoe cluster join '{line}' MODEL --worker-memory 4GiB", soft_wrap=True, markup=False, highlight=False
+    )
+
+
+@app.command()
+def join(
+    invitation: Annotated[
+        str, typer.Argument(help="The line of smoe cluster invite, in quotes; or NAME, once joined.")
+    ],
+    model: Model = "demo",
+    worker_memory: Memory = "512MiB",
+    worker: Annotated[str | None, typer.Option(help="What this worker is called. \\[default: the host's name]")] = None,
+    threads: Threads = None,
+    precision: Precision = "auto",
+    debug: Debug = False,
+) -> None:
+    """Be a worker of another machine's cluster, until Ctrl-C. The same model must lie here, too."""
+    from smoe.load.clustered import check_zmq
+
+    check_zmq()
+    import socket
+
+    from smoe.cluster.identity import accepted, keep_worker, read_worker
+
+    if invitation.startswith("smoe:"):
+        host = "".join(c for c in socket.gethostname() if c.isalnum() or c in "._-").lstrip("._-")
+        me = accepted(invitation, worker or host or "worker")
+        keep_worker(me)
+    else:
+        me = read_worker(invitation)
+    _work(me, model, worker_memory, threads, precision)
+
+
+@app.command(hidden=True)
+def work(
+    model: Model = "demo",
+    name: Name = DEFAULT_NAME,
+    worker_memory: Memory = "512MiB",
+    threads: Threads = None,
+    precision: Precision = "auto",
+) -> None:
+    """One of the workers of `smoe cluster up`."""
+    from smoe.cluster.identity import read_worker
+
+    _work(read_worker(name), model, worker_memory, threads, precision)
+
+
+@app.command()
+def status(
+    name: Name = DEFAULT_NAME,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on showing it, until Ctrl-C.")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show the workers of a cluster: who is there, what each has computed, how long it takes."""
+    from smoe.load.clustered import check_zmq
+
+    check_zmq()
+    from rich.live import Live
+
+    from smoe.cli.console import output, print_json
+    from smoe.cluster.identity import read_main
+
+    main = read_main(name)
+    if json:
+        print_json(_said(main))
+        return
+    if not watch:
+        output().print(_table(main))
+        return
+    with Live(_table(main), console=output(), auto_refresh=False) as live:
+        while True:
+            time.sleep(0.5)
+            live.update(_table(main), refresh=True)
+
+
+def _check(model: str, worker_memory: str, precision: str) -> None:
+    """What a worker would be refused for, before any is started."""
+    from smoe.load.worker_experts import open_experts
+    from smoe.presets import configure
+
+    open_experts(model, parse_bytes(worker_memory, "worker_memory"), configure(precision=precision)).alone.close()
+
+
+def _local_workers(name: str, count: int) -> tuple[Main, list[str]]:
+    """The cluster, and the names under which each worker keeps what it is."""
+    from smoe.cluster.identity import KeyPair, Worker, keep_main, keep_worker, new_main, read_main
+
+    try:
+        main = read_main(name)
+    except ClusterError:
+        main = new_main(name)
+    names = []
+    for n in range(1, count + 1):
+        me = Worker(f"{name}-{n}", f"{name}-{n}", main.address, main.keys.public, KeyPair.new())
+        main = main.with_worker(me.name, me.keys.public)
+        keep_worker(me)
+        names.append(me.cluster)
+    keep_main(main)
+    return main, names
+
+
+def _keep_running(lines: list[list[str]]) -> None:
+    """Start the workers, start again who ends, and end them all with us."""
+    from smoe.cli.console import warn
+
+    running: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
+
+    def start(n: int) -> None:
+        running[n] = subprocess.Popen(lines[n], stdin=subprocess.DEVNULL), time.monotonic()
+
+    try:
+        for n in range(len(lines)):
+            start(n)
+        while running:
+            time.sleep(0.2)
+            for n, (process, since) in list(running.items()):
+                code = process.poll()
+                if code is None:
+                    continue
+                if time.monotonic() - since < _LEAST_RUN_SECONDS:
+                    warn(f"worker {n + 1} ended at once (exit code {code}) and is not started again")
+                    del running[n]
+                    continue
+                warn(f"worker {n + 1} ended (exit code {code}); it is started again")
+                start(n)
+        raise ClusterError("no worker is left; what each said is above")
+    finally:
+        for process, _ in running.values():
+            process.terminate()
+        for process, _ in running.values():
+            process.wait()
+
+
+def _work(me: Worker, model: str, worker_memory: str, threads: int | None, precision: str) -> None:
+    """Be a worker until Ctrl-C, SIGTERM, or main refuses us."""
+    from dataclasses import replace
+
+    import torch
+
+    from smoe.cli.console import note
+    from smoe.cluster.identity import keep_worker
+    from smoe.cluster.worker import WorkerProcess
+    from smoe.load.worker_experts import open_experts
+    from smoe.presets import configure
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    opened = open_experts(model, parse_bytes(worker_memory, "worker_memory"), configure(precision=precision))
+    note(f"worker {me.name}: {opened.alone.slots} experts fit; main is to be at {me.address}")
+
+    def changed(words: str) -> None:
+        note(f"worker {me.name}: {words}")
+        if me.code is not None:
+            keep_worker(replace(me, code=None))
+
+    process = WorkerProcess(me, opened, changed)
+    try:
+        process.serve()
+    except KeyboardInterrupt:
+        note(f"worker {me.name}: ended")
+    finally:
+        opened.alone.close()
+
+
+def _said(main: Main) -> dict[str, Any]:
+    """What main has said last, and whether it still runs."""
+    import psutil
+
+    from smoe.cluster.identity import read_status
+
+    stored = read_status(main.name)
+    is_running = stored is not None and time.time() - stored["at"] < 3 and psutil.pid_exists(stored["process"])
+    return {
+        "cluster": main.name,
+        "address": main.address,
+        "is_running": is_running,
+        "known": sorted(main.workers),
+        "workers": stored["workers"] if stored is not None else [],
+    }
+
+
+def _table(main: Main) -> Table:
+    from rich.table import Table
+
+    said = _said(main)
+    state = "main runs" if said["is_running"] else "no main runs; the last one had"
+    table = Table(title=f"cluster {main.name} at {main.address}: {state}", title_justify="left", box=None)
+    for head in ("worker", "state", "fit", "computed", "late", "a load", "an expert", "there and back"):
+        table.add_column(head, justify="left" if head in ("worker", "state") else "right")
+    for each in said["workers"]:
+        state = each["state"] + (f" ({each['why']})" if each["why"] else "")
+        times = (
+            f"{1e3 * each[key]:.2f} ms" for key in ("seconds_per_load", "seconds_per_expert", "seconds_there_and_back")
+        )
+        counts = (str(each[key]) for key in ("slots", "experts_computed", "deadlines_missed"))
+        table.add_row(each["name"], state, *counts, *times)
+    return table

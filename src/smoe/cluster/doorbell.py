@@ -1,0 +1,43 @@
+"""Wakes a thread that waits for sockets when another thread has something for it."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Doorbell(Generic[T]):
+    """A queue with a file descriptor that becomes readable. Any thread may put; one takes."""
+
+    def __init__(self) -> None:
+        self._mine, self._theirs = socket.socketpair()
+        self._mine.setblocking(False)
+        self._theirs.setblocking(False)
+        self._waiting: deque[T] = deque()
+
+    def fileno(self) -> int:
+        return self._mine.fileno()
+
+    def put(self, what: T) -> None:
+        """Leave something, and ring; after `close` it is forgotten."""
+        self._waiting.append(what)
+        with suppress(OSError):  # full: it has been rung often enough
+            self._theirs.send(b"!")
+
+    def take(self) -> list[T]:
+        """All that was left since the last time, in its order."""
+        with suppress(OSError):
+            while self._mine.recv(4096):
+                pass
+        found = []
+        while self._waiting:
+            found.append(self._waiting.popleft())
+        return found
+
+    def close(self) -> None:
+        self._mine.close()
+        self._theirs.close()

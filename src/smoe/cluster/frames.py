@@ -1,0 +1,228 @@
+"""What main and workers say to each other: fixed binary frames, one ZeroMQ message of a few parts each.
+
+    header (20 bytes)    "SMOE" | version u8 | kind u8 | dtype u8 | - | request u64 | rows u32
+    talk                 header | JSON object                          HELLO, WELCOME, REFUSED
+    work                 header | asks u32 [n, 3] | tokens u32 [t] | hidden [rows, H]
+    done                 header | times f64 [2] | rows [sum, H]
+    failed               header | text
+    fetch                header | experts u32 [n, 2]
+    beat, leave          header
+
+Nothing is unpickled or evaluated. Lengths are checked against each other before anything is made of them; whoever sends
+what does not fit is believed no more.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from smoe.compute.unit import Wanted
+from smoe.expert import EXACT, ExpertKey
+
+VERSION = 1
+MOST_BYTES = 1 << 30
+"""Of a message; a longer one is not received."""
+_MOST_TALK = 1 << 16
+_HEADER = struct.Struct("<4sBBBxQI")
+_MAGIC = b"SMOE"
+_WHOLE = np.dtype("<u4")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1
+    """A worker says what it is and has."""
+    WELCOME = 2
+    """It belongs to the cluster now, or is asked for a proof first."""
+    REFUSED = 3
+    """It does not, and why."""
+    WORK = 4
+    """Compute experts for these rows."""
+    DONE = 5
+    """What they gave."""
+    FAILED = 6
+    """The request could not be served."""
+    FETCH = 7
+    """Have these experts in memory soon."""
+    BEAT = 8
+    """The worker is alive; from main: say so."""
+    LEAVE = 9
+    """The sender goes."""
+
+
+class FrameError(Exception):
+    """A message that is none of ours, or contradicts itself."""
+
+
+class Frame(NamedTuple):
+    """Any message, its parts not looked at."""
+
+    kind: Kind
+    request: int
+    rows: int
+    dtype: torch.dtype
+    body: Sequence[Any]
+    """The parts after the header: `bytes` or memory views."""
+
+
+class Work(NamedTuple):
+    """Experts and the rows that go through them."""
+
+    wanted: Sequence[Wanted]
+    hidden: torch.Tensor
+    """[rows, H]"""
+
+
+class Done(NamedTuple):
+    """What a worker has computed."""
+
+    seconds: float
+    """From the request's arrival to its last result, at the worker."""
+    computing: float
+    """Of them, arithmetic; the others went to loads and to waiting."""
+    rows: torch.Tensor
+    """[n, H], expert after expert in the order asked for."""
+
+
+def parse(parts: Sequence[Any]) -> Frame:
+    """A message as it came; raises `FrameError`."""
+    if not parts or len(parts) > 4 or len(memoryview(parts[0])) != _HEADER.size:
+        raise FrameError("no header")
+    magic, version, kind, dtype, request, rows = _HEADER.unpack(bytes(parts[0]))
+    if magic != _MAGIC or version != VERSION:
+        raise FrameError(f"magic {magic!r}, version {version}")
+    if kind not in set(Kind) or dtype >= len(_DTYPES):
+        raise FrameError(f"kind {kind}, dtype {dtype}")
+    return Frame(Kind(kind), request, rows, _DTYPES[dtype], parts[1:])
+
+
+def talk(kind: Kind, said: dict[str, Any], request: int = 0) -> list[Any]:
+    """A message of words."""
+    return [_header(kind, request), json.dumps(said).encode()]
+
+
+def said(frame: Frame) -> dict[str, Any]:
+    """The words of a message; raises `FrameError`."""
+    if len(frame.body) != 1 or len(memoryview(frame.body[0])) > _MOST_TALK:
+        raise FrameError("no words")
+    try:
+        found = json.loads(bytes(frame.body[0]))
+    except (ValueError, RecursionError) as error:
+        raise FrameError("no JSON") from error
+    if not isinstance(found, dict):
+        raise FrameError("no object")
+    return found
+
+
+def work(request: int, wanted: Sequence[Wanted], hidden: torch.Tensor) -> list[Any]:
+    """`hidden` [rows, H] once, whatever the number of experts."""
+    asks = np.array([(layer, expert, len(tokens)) for (layer, expert, _), tokens in wanted], _WHOLE)
+    tokens = np.concatenate([np.asarray(each.tokens, _WHOLE) for each in wanted])
+    return [
+        _header(Kind.WORK, request, hidden.shape[0], hidden.dtype),
+        asks.tobytes(),
+        tokens.tobytes(),
+        _bytes_of(hidden),
+    ]
+
+
+def parse_work(frame: Frame, experts: Mapping[int, int], hidden: int) -> Work:
+    """For a model whose layers have so many `experts`, and rows of so many numbers; raises `FrameError`."""
+    asks_part, tokens_part, rows_part = _parts(frame, 3)
+    asks, tokens = _whole_numbers(asks_part, 3), _whole_numbers(tokens_part, 1)[:, 0]
+    if len(memoryview(rows_part)) != frame.rows * hidden * frame.dtype.itemsize:
+        raise FrameError("rows of another size")
+    if not len(asks) or int(asks[:, 2].sum()) != len(tokens) or (len(tokens) and int(tokens.max()) >= frame.rows):
+        raise FrameError("tokens that are not there")
+    wanted, begin = [], 0
+    for layer, expert, count in asks.tolist():
+        if expert >= experts.get(layer, 0) or not count:
+            raise FrameError(f"expert {expert} of layer {layer}")
+        wanted.append(Wanted((layer, expert, EXACT), tokens[begin : begin + count].tolist()))
+        begin += count
+    return Work(wanted, _rows_of(rows_part, frame.dtype, hidden))
+
+
+def done(request: int, seconds: float, computing: float, rows: Sequence[torch.Tensor]) -> list[Any]:
+    """`rows`: [n, H] of every expert asked for, in order."""
+    together = torch.cat(list(rows))
+    times = np.array([seconds, computing]).tobytes()
+    return [_header(Kind.DONE, request, together.shape[0], together.dtype), times, _bytes_of(together)]
+
+
+def parse_done(frame: Frame, rows: int, hidden: int, dtype: torch.dtype) -> Done:
+    """The answer to a request for so many rows; raises `FrameError`."""
+    times_part, rows_part = _parts(frame, 2)
+    if frame.rows != rows or frame.dtype is not dtype or len(memoryview(times_part)) != 16:
+        raise FrameError("an answer of another shape")
+    if len(memoryview(rows_part)) != rows * hidden * dtype.itemsize:
+        raise FrameError("rows of another size")
+    seconds, computing = np.frombuffer(times_part, np.float64).tolist()
+    if not 0 <= computing <= seconds < 1e6:  # NaN too
+        raise FrameError("times that cannot be")
+    return Done(seconds, computing, _rows_of(rows_part, dtype, hidden))
+
+
+def fetch(keys: Sequence[ExpertKey]) -> list[Any]:
+    """Ask for experts to be brought into memory."""
+    return [_header(Kind.FETCH, 0), np.array([key[:2] for key in keys], _WHOLE).tobytes()]
+
+
+def parse_fetch(frame: Frame, experts: Mapping[int, int]) -> list[ExpertKey]:
+    """The experts asked for; raises `FrameError` where there is no such one."""
+    (part,) = _parts(frame, 1)
+    found = _whole_numbers(part, 2).tolist()
+    if any(expert >= experts.get(layer, 0) for layer, expert in found):
+        raise FrameError("experts that are not there")
+    return [(layer, expert, EXACT) for layer, expert in found]
+
+
+def alone(kind: Kind) -> list[Any]:
+    """A message without a body."""
+    return [_header(kind, 0)]
+
+
+def failed(request: int, why: str) -> list[Any]:
+    """A request could not be served."""
+    return [_header(Kind.FAILED, request), why.encode()[:_MOST_TALK]]
+
+
+def text_of(frame: Frame) -> str:
+    """The words of a failure, as far as they are printable."""
+    (part,) = _parts(frame, 1)
+    return "".join(c for c in bytes(part)[:2000].decode("utf8", "replace") if c.isprintable())
+
+
+def _header(kind: Kind, request: int, rows: int = 0, dtype: torch.dtype = torch.bfloat16) -> bytes:
+    return _HEADER.pack(_MAGIC, VERSION, kind, _DTYPES.index(dtype), request, rows)
+
+
+def _parts(frame: Frame, count: int) -> Sequence[Any]:
+    if len(frame.body) != count:
+        raise FrameError(f"{len(frame.body)} parts")
+    return frame.body
+
+
+def _whole_numbers(part: Any, columns: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    if len(memoryview(part)) % (4 * columns):
+        raise FrameError("a table cut short")
+    return np.frombuffer(part, _WHOLE).reshape(-1, columns)
+
+
+def _bytes_of(rows: torch.Tensor) -> memoryview:
+    numbers: Any = rows.contiguous().view(torch.uint8).numpy()
+    return memoryview(numbers).cast("B")
+
+
+def _rows_of(part: Any, dtype: torch.dtype, hidden: int) -> torch.Tensor:
+    numbers = np.frombuffer(part, np.uint8).copy()  # aligned, and ours to write
+    return torch.from_numpy(numbers).view(dtype).view(-1, hidden)

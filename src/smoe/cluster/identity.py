@@ -1,0 +1,248 @@
+"""Who belongs to a cluster: keys, the address that main listens at, workers that are let in, invitations.
+
+    clusters/NAME/main.json        main's: its key pair, address, workers by name with their keys, invitations
+    clusters/NAME/worker.json      a worker's: its name and key pair, main's address and key
+
+In the user's configuration folder, readable by the user alone. An invitation is one line for the other machine: the
+address, main's key and a code that is good once, for ten minutes. Main keeps the code's checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import sys
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+import zmq
+
+from smoe.errors import ClusterError
+from smoe.whole_file import whole_file
+
+_FORMAT = 1
+DEFAULT_PORT = 5717
+INVITATION_SECONDS = 600
+_PLACE = "XDG_CONFIG_HOME"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_KEY = re.compile(r"[!-~]{40}")
+_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9.-]+):([0-9]{1,5})")
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """Of CURVE (Curve25519), in Z85."""
+
+    public: str
+    secret: str
+
+    @classmethod
+    def new(cls) -> KeyPair:
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode(), secret.decode())
+
+
+@dataclass(frozen=True)
+class Main:
+    """What the main machine knows of its cluster."""
+
+    name: str
+    address: str
+    """What it listens at, as `tcp://127.0.0.1:5717`."""
+    keys: KeyPair
+    workers: dict[str, str] = field(default_factory=dict)
+    """Public keys of those who are let in, by name."""
+    invitations: dict[str, float] = field(default_factory=dict)
+    """Until when, in seconds since 1970, by the code's checksum."""
+
+    def with_worker(self, name: str, key: str) -> Main:
+        """A worker more; one of that name that there was is let in no longer."""
+        return replace(self, workers=self.workers | {name: key})
+
+    def invited(self, code: str, now: float | None = None) -> Main | None:
+        """Without the invitation, where the code is of one that is still good; else None."""
+        now, digest = time.time() if now is None else now, _digest(code)
+        until = self.invitations.get(digest)
+        if until is None or until < now:
+            return None
+        return replace(self, invitations={each: end for each, end in self.invitations.items() if each != digest})
+
+    def expects_someone(self, now: float | None = None) -> bool:
+        """Whether an invitation is still good."""
+        now = time.time() if now is None else now
+        return any(until >= now for until in self.invitations.values())
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a worker knows of the cluster that it belongs to."""
+
+    cluster: str
+    name: str
+    address: str
+    main_key: str
+    keys: KeyPair
+    code: str | None = None
+    """Of the invitation, until it has been let in."""
+
+
+def clusters_folder() -> Path:
+    """Where clusters are kept; it need not exist."""
+    if os.environ.get(_PLACE):
+        return Path(os.environ[_PLACE]) / "smoe" / "clusters"
+    if sys.platform == "win32":
+        return Path(os.environ.get("APPDATA", str(Path.home()))) / "smoe" / "clusters"
+    return Path.home() / ".config" / "smoe" / "clusters"
+
+
+def checked_name(name: str, setting: str = "cluster") -> str:
+    """The name of a cluster or worker; raises `ClusterError` for what would be no file's name."""
+    if not _NAME.fullmatch(name):
+        raise ClusterError(
+            f"`{setting}` is {name!r:.80}; a name has letters, digits, '.', '_' and '-', and begins with one of the "
+            "first two",
+            setting=setting,
+            given=name,
+            allowed="letters, digits, '.', '_', '-'",
+        )
+    return name
+
+
+def checked_address(address: str) -> str:
+    """`tcp://HOST:PORT`; a host alone has the usual port. Raises `ClusterError`; wildcards must be spelt out."""
+    full = address if address.startswith("tcp://") else f"tcp://{address}"
+    if not re.search(r":[0-9]+$", full):
+        full += f":{DEFAULT_PORT}"
+    found = _ADDRESS.fullmatch(full)
+    if found is None or not 0 < int(found[2]) < 65536:
+        raise ClusterError(
+            f"`address` is {address!r:.80}; it must be the machine's own address, as 192.168.1.5 or "
+            f"tcp://192.168.1.5:{DEFAULT_PORT} (0.0.0.0 listens on all)",
+            setting="address",
+            given=address,
+            allowed="HOST or tcp://HOST:PORT",
+        )
+    return full
+
+
+def new_main(name: str, address: str = "127.0.0.1") -> Main:
+    """A cluster that nobody belongs to yet."""
+    return Main(checked_name(name), checked_address(address), KeyPair.new())
+
+
+def read_main(name: str) -> Main:
+    """The cluster of this name whose main machine this is. Raises `ClusterError`."""
+    path = _path(name, "main")
+    stored = _read(path)
+    if stored is None:
+        known = sorted(each.parent.name for each in clusters_folder().glob("*/main.json"))
+        here = f"; there are: {', '.join(known)}" if known else ""
+        raise ClusterError(
+            f"there is no cluster {name!r} on this machine{here}; start one with smoe cluster up",
+            setting="cluster",
+            given=name,
+            allowed=", ".join(known) or "none yet",
+        )
+    try:
+        return Main(name, stored["address"], KeyPair(**stored["keys"]), stored["workers"], stored["invitations"])
+    except (KeyError, TypeError) as error:
+        raise ClusterError(f"{path} is damaged ({error}); delete its folder and start the cluster anew") from error
+
+
+def keep_main(main: Main) -> Path:
+    """Write it, whole or not at all; returns where. Raises `OSError`."""
+    live = {code: until for code, until in main.invitations.items() if until >= time.time()}
+    return _keep(_path(main.name, "main"), asdict(replace(main, invitations=live)))
+
+
+def read_worker(name: str) -> Worker:
+    """What this machine is in the cluster of this name, as a worker. Raises `ClusterError`."""
+    path = _path(name, "worker")
+    stored = _read(path)
+    if stored is None:
+        raise ClusterError(
+            f"this machine is no worker of a cluster {name!r}; run smoe cluster join with the line that smoe cluster "
+            "invite prints on the main machine",
+            setting="cluster",
+            given=name,
+            allowed="a cluster that was joined",
+        )
+    try:
+        return Worker(**(stored | {"keys": KeyPair(**stored["keys"])}))
+    except (KeyError, TypeError) as error:
+        raise ClusterError(f"{path} is damaged ({error}); delete its folder and join anew") from error
+
+
+def keep_worker(worker: Worker) -> Path:
+    """Write it, whole or not at all; returns where. Raises `OSError`."""
+    return _keep(_path(worker.cluster, "worker"), asdict(worker))
+
+
+def keep_status(name: str, workers: list[dict[str, Any]]) -> Path:
+    """Say who is there, now; returns where. Raises `OSError`."""
+    return _keep(_path(name, "status"), {"at": time.time(), "process": os.getpid(), "workers": workers})
+
+
+def read_status(name: str) -> dict[str, Any] | None:
+    """What main has said last: `at` (seconds since 1970), `process`, `workers`; None where it never ran."""
+    return _read(_path(name, "status"))
+
+
+def invitation(main: Main, now: float | None = None) -> tuple[Main, str]:
+    """(main, who expects somebody now; the line for the other machine)."""
+    code, now = secrets.token_urlsafe(18), time.time() if now is None else now
+    expecting = replace(main, invitations=main.invitations | {_digest(code): now + INVITATION_SECONDS})
+    parts = urlsplit(main.address)
+    return expecting, f"smoe://{parts.netloc}/{main.name}?{urlencode({'key': main.keys.public, 'code': code})}"
+
+
+def accepted(line: str, worker_name: str) -> Worker:
+    """A new worker, from an invitation's line. Raises `ClusterError`."""
+    parts = urlsplit(line.strip())
+    given = parse_qs(parts.query)
+    key, code, cluster = given.get("key", [""])[0], given.get("code", [""])[0], parts.path.strip("/")
+    if parts.scheme != "smoe" or not _KEY.fullmatch(key) or not code:
+        raise ClusterError(
+            f"{line!r:.80} is no invitation; give the whole line that smoe cluster invite prints, in quotes",
+            setting="invitation",
+            given=line[:80],
+            allowed="smoe://HOST:PORT/NAME?key=...&code=...",
+        )
+    address = checked_address(f"tcp://{parts.netloc}")
+    return Worker(checked_name(cluster), checked_name(worker_name, "name"), address, key, KeyPair.new(), code)
+
+
+def _digest(code: str) -> str:
+    return hashlib.sha256(code.encode()).hexdigest()
+
+
+def _path(name: str, role: str) -> Path:
+    return clusters_folder() / checked_name(name) / f"{role}.json"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """None where there is none."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ClusterError(f"{path} cannot be read ({error}); delete its folder and start anew") from error
+    if not isinstance(stored, dict) or stored.pop("format", None) != _FORMAT:
+        raise ClusterError(f"{path} is of another version of smoe; delete its folder and start anew")
+    return stored
+
+
+def _keep(path: Path, content: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with whole_file(path) as file:
+        if os.name == "posix":
+            os.fchmod(file.fileno(), 0o600)
+        file.write((json.dumps({"format": _FORMAT} | content, indent=2) + "\n").encode())
+    return path

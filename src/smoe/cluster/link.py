@@ -1,0 +1,364 @@
+"""Main's end of all connections: one thread that sends requests, hears answers and sees to deadlines.
+
+    computing thread --submit--> [link] --WORK--> worker ... DONE --> futures
+                                   | deadline missed, disconnected, nonsense: the next worker is asked as well;
+                                   ` nobody left: main computes it itself (`rescue`)
+
+The first answer wins, whoever gave it; later ones are dropped. Keys decide who may speak: a stranger only where
+somebody is invited, and no more than the words of a HELLO.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from smoe.cluster import frames
+from smoe.cluster.door import Doorkeeper, Keys, user_of
+from smoe.cluster.doorbell import Doorbell
+from smoe.cluster.frames import Frame, FrameError, Kind
+from smoe.cluster.members import Member, State
+from smoe.cluster.requests import Proof, Request, Trial, only_used, resolve, take_over
+from smoe.compute.unit import ComputeUnit, Wanted
+from smoe.errors import ClusterError
+from smoe.memory.streams import Fetched
+
+_TICK_SECONDS = 0.01
+"""How often deadlines are looked at while something is asked for."""
+_BEAT_SECONDS = 0.5
+_SILENCE_SECONDS = 1.0
+"""Without a word from a worker after which it is out."""
+
+_log = logging.getLogger(__name__)
+
+
+class Link:
+    """The thread and its sockets. `close` ends it; requests that are under way then are cancelled."""
+
+    def __init__(
+        self,
+        address: str,
+        public: str,
+        secret: str,
+        doorkeeper: Doorkeeper,
+        rescue: ComputeUnit | None,
+        hidden: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """`hidden`: numbers in a row, of `dtype`. Raises `ClusterError` where the address cannot be listened at."""
+        self.members: dict[int, Member] = {}
+        """All that ever were, by unit."""
+        self._doorkeeper = doorkeeper
+        self._rescue = rescue
+        self._hidden, self._dtype = hidden, dtype
+        self._requests: dict[int, Request] = {}
+        self._numbers = itertools.count(1)
+        self._bell: Doorbell[Callable[[], object]] = Doorbell()
+        self._by_route: dict[bytes, Member] = {}
+        self._is_ending = False
+        self._beaten = 0.0
+        self.rescued = 0
+        """Experts that main had to compute itself."""
+        self.changed = threading.Condition()
+        """Notified when a member's state changes."""
+        self._context = zmq.Context()
+        self._guard = ThreadAuthenticator(self._context)
+        self._guard.start()
+        self._guard.configure_curve_callback("*", Keys(doorkeeper))
+        self._router = self._context.socket(zmq.ROUTER)
+        self._monitor: Any = None
+        try:
+            self._listen(address, public, secret)
+        except zmq.ZMQError as error:
+            self._shut()
+            raise ClusterError(
+                f"cannot listen at {address} ({error}); another smoe may be main of this cluster, or the address is "
+                "not this machine's: end the other one, or choose another address",
+                setting="address",
+                given=address,
+                allowed="an address of this machine that is free",
+            ) from error
+        self._thread = threading.Thread(target=self._run, name="smoe-cluster", daemon=True)
+        self._thread.start()
+
+    def _listen(self, address: str, public: str, secret: str) -> None:
+        router = self._router
+        router.curve_server = True
+        router.curve_publickey, router.curve_secretkey = public.encode(), secret.encode()
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to who has gone fails, and says so
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        router.setsockopt(zmq.MAXMSGSIZE, frames.MOST_BYTES)
+        router.setsockopt(zmq.IPV6, 1 if "[" in address else 0)
+        router.bind(address)
+        self._monitor = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    # -- for other threads --------------------------------------------------------------------------------------------
+
+    def submit(self, unit: int, wanted: Sequence[Wanted], hidden: Fetched) -> list[Future[torch.Tensor]]:
+        """Ask a worker; the results come as from a `ComputeUnit`."""
+        futures: list[Future[torch.Tensor]] = [Future() for _ in wanted]
+        request = Request(next(self._numbers), wanted, hidden, futures, unit)
+        self._bell.put(lambda: self._begin(request))
+        return futures
+
+    def fetch(self, unit: int, keys: Sequence[Any]) -> None:
+        """Have a worker bring experts in."""
+        self._bell.put(lambda: self._send_to(self.members[unit], frames.fetch(keys)))
+
+    def forget(self, futures: Sequence[Future[torch.Tensor]]) -> None:
+        """Nobody waits for these any more."""
+        for future in futures:
+            future.cancel()
+
+    def close(self) -> None:
+        """Say good-bye, end the thread, close the sockets. Idempotent."""
+        if self._is_ending:
+            return
+        self._is_ending = True
+        self._bell.put(lambda: None)
+        self._thread.join()
+        self._shut()
+
+    def _shut(self) -> None:
+        if self._monitor is not None:
+            self._router.disable_monitor()
+            self._monitor.close(linger=0)
+        self._router.close(linger=100)
+        self._guard.stop()
+        self._context.term()
+        self._bell.close()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for each in (self._router, self._monitor, self._bell.fileno()):
+            poller.register(each, zmq.POLLIN)
+        while not self._is_ending:
+            poller.poll(int(1000 * (_TICK_SECONDS if self._requests else 10 * _TICK_SECONDS)))
+            try:
+                self._turn()
+            except Exception:  # a request must not wait for ever for a thread that has ended
+                _log.exception("the link has failed; what is under way is computed here")
+        for member in self.members.values():
+            if member.state is not State.OUT:
+                self._send_to(member, frames.alone(Kind.LEAVE))
+        for request in self._requests.values():
+            self.forget(request.futures)
+
+    def _turn(self) -> None:
+        for begin in self._bell.take():
+            begin()
+        while self._router.poll(0):
+            self._hear(self._router.recv_multipart(copy=False))
+        while self._monitor.poll(0):
+            self._monitor.recv_multipart()
+            self._beaten = 0.0  # somebody has gone: who does not take a beat is out
+        self._see_to_deadlines(time.monotonic())
+
+    def _hear(self, parts: list[Any]) -> None:
+        route, key = parts[0].bytes, user_of(parts[-1])
+        member = self._by_route.get(route)
+        try:
+            frame = frames.parse([part.buffer for part in parts[1:]])
+            if frame.kind is Kind.HELLO:
+                self._knocked(route, key, frames.said(frame))
+            elif member is not None and member.key == key and member.state is not State.OUT:
+                self._answered(member, frame)
+        except FrameError as error:
+            _log.warning("%s sent what cannot be: %s", member.name if member else "a stranger", error)
+            if member is not None:
+                self._out(member, f"sent what cannot be: {error}")
+
+    def _knocked(self, route: bytes, key: str, said: dict[str, Any]) -> None:
+        known = self._by_route.get(route)
+        if known is not None and known.state is not State.OUT and known.key == key:
+            return  # it was not heard yet that it is in
+        found = self._doorkeeper.knocked(key, said)
+        if isinstance(found, str):
+            self._send(route, frames.talk(Kind.REFUSED, {"why": found}))
+            return
+        for other in self.members.values():
+            if other.key == key and other.state is not State.OUT:
+                self._out(other, "came back anew")
+        found.route, found.heard = route, time.monotonic()
+        self.members[found.unit] = self._by_route[route] = found
+        self._send(route, frames.talk(Kind.WELCOME, self._doorkeeper.welcome()))
+        self._try_next(found, iter(self._doorkeeper.proof(found)))
+
+    def _try_next(self, member: Member, proofs: Iterator[Proof]) -> None:
+        """One proof after the other, so that what they take says something."""
+        proof = next(proofs, None)
+        if proof is None:
+            self._became(member, State.READY)
+            return
+        number = next(self._numbers)
+        self._begin(
+            Request(number, proof.wanted, Fetched(proof.hidden), [], member.unit, Trial(member, proof.expected, proofs))
+        )
+
+    def _answered(self, member: Member, frame: Frame) -> None:
+        member.heard = time.monotonic()
+        if frame.kind is Kind.LEAVE:
+            self._out(member, "left")
+        elif frame.kind in (Kind.DONE, Kind.FAILED):
+            request = self._requests.get(frame.request)
+            if member.state is State.SUSPECT:
+                self._became(member, State.READY)
+            if request is None or member.unit not in request.asked:
+                return  # somebody else was faster
+            if frame.kind is Kind.FAILED:
+                self._failed(request, member, frames.text_of(frame))
+            else:
+                self._done(request, member, frames.parse_done(frame, request.rows, self._hidden, self._dtype))
+
+    def _done(self, request: Request, member: Member, done: frames.Done) -> None:
+        del self._requests[request.number]
+        sent, _, loads = request.asked[member.unit]
+        member.note(request.wanted, loads, time.monotonic() - sent, done.seconds, done.computing)
+        if request.trial is not None:
+            self._proven(request.trial, done.rows)
+            return
+        counts = [len(each.tokens) for each in request.wanted]
+        for future, rows in zip(request.futures, done.rows.split(counts), strict=True):
+            resolve(future, rows)
+
+    def _proven(self, trial: Trial, rows: torch.Tensor) -> None:
+        if torch.equal(rows, trial.expected):
+            self._try_next(trial.member, trial.others)
+            return
+        far = (rows.float() - trial.expected.float()).abs().max().item()
+        why = f"its arithmetic gives other bits than main's (by {far:.2g}), so results would depend on who computes"
+        self._send(trial.member.route, frames.talk(Kind.REFUSED, {"why": why}))
+        self._out(trial.member, why)
+
+    def _failed(self, request: Request, member: Member, why: str) -> None:
+        _log.warning("worker %s could not serve a request: %s", member.name, why)
+        if request.trial is not None:
+            self._out(member, why)
+            return
+        self._ask_next(request)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, request: Request) -> None:
+        self._requests[request.number] = request
+        self._ask_next(request)
+
+    def _ask_next(self, request: Request) -> None:
+        """Ask the unit that the plan names, then whoever is left and least asked, then ourselves."""
+        if request.futures and all(future.done() for future in request.futures):
+            self._requests.pop(request.number, None)  # forgotten meanwhile
+            return
+        if request.trial is not None:
+            self._ask(request, request.trial.member)
+            return
+        first = None if request.first is None else self.members.get(request.first)
+        others = sorted(
+            (each for each in self.members.values() if each is not first), key=lambda each: self._open(each)
+        )
+        for member in [*([first] if first is not None else []), *others]:
+            if member.is_here and member.unit not in request.asked and self._ask(request, member):
+                return
+        self._rescue_it(request)
+
+    def _open(self, member: Member) -> int:
+        return sum(member.unit in request.asked for request in self._requests.values())
+
+    def _ask(self, request: Request, member: Member) -> bool:
+        loads, now = member.will_hold(each.key for each in request.wanted), time.monotonic()
+        ahead = self._open(member)  # it computes one request after the other
+        due = now + (1 + ahead) * member.deadline(request.wanted, loads)
+        request.asked[member.unit] = (now, due, loads)
+        member.requests += 1
+        hidden, wanted = only_used(request.hidden.wait(), request.wanted)
+        return self._send_to(member, frames.work(request.number, wanted, hidden))
+
+    def _rescue_it(self, request: Request) -> None:
+        """Nobody is left to ask: main computes it, unless somebody who is late answers first."""
+        if self._rescue is None or -1 in request.asked:
+            return
+        request.asked[-1] = (time.monotonic(), float("inf"), 0)
+        self.rescued += len(request.wanted)
+        for mine, theirs in zip(self._rescue.submit(request.wanted, request.hidden), request.futures, strict=True):
+            mine.add_done_callback(partial(take_over, theirs))
+        del self._requests[request.number]
+
+    def _see_to_deadlines(self, now: float) -> None:
+        for request in list(self._requests.values()):
+            if request.futures and all(future.done() for future in request.futures):
+                del self._requests[request.number]
+                continue
+            late = [self.members[unit] for unit, (_, due, _) in request.asked.items() if unit >= 0 and due < now]
+            if request.asked and len(late) == len(request.asked):
+                for member in late:
+                    self._missed(member)
+                if request.trial is not None:
+                    self._out(request.trial.member, "did not give its proof in time")
+                elif request.number in self._requests:
+                    self._ask_next(request)
+        if now - self._beaten > _BEAT_SECONDS:
+            self._beaten = now
+            self._doorkeeper.tick()
+            for member in list(self.members.values()):
+                if member.state is State.OUT:
+                    continue
+                if now - member.heard > _SILENCE_SECONDS:
+                    self._out(member, f"said nothing for {_SILENCE_SECONDS:g} s")
+                    continue
+                self._send_to(member, frames.alone(Kind.BEAT))
+                if member.state is State.SUSPECT and not self._open(member):
+                    self._became(member, State.READY)  # what it was late with was lost
+
+    def _missed(self, member: Member) -> None:
+        member.missed += 1
+        if member.state is State.READY:
+            self._became(member, State.SUSPECT)
+
+    # -- members ------------------------------------------------------------------------------------------------------
+
+    def _became(self, member: Member, state: State, why: str = "") -> None:
+        member.state, member.why = state, why
+        _log.info("worker %s: %s%s", member.name, state.value, f" ({why})" if why else "")
+        with self.changed:
+            self.changed.notify_all()
+
+    def _out(self, member: Member, why: str) -> None:
+        if member.state is State.OUT:
+            return
+        self._became(member, State.OUT, why)
+        self._by_route.pop(member.route, None)
+        for request in list(self._requests.values()):
+            if request.trial is not None and request.trial.member is member:
+                del self._requests[request.number]
+            elif member.unit in request.asked and request.number in self._requests:
+                open_to = [unit for unit in request.asked if unit < 0 or self.members[unit].state is not State.OUT]
+                if not open_to:
+                    self._ask_next(request)
+
+    def _send_to(self, member: Member, parts: list[Any]) -> bool:
+        if member.state is State.OUT:
+            return False
+        if self._send(member.route, parts):
+            return True
+        self._out(member, "has gone")
+        return False
+
+    def _send(self, route: bytes, parts: list[Any]) -> bool:
+        try:
+            self._router.send_multipart([route, *parts], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:  # EHOSTUNREACH: gone; EAGAIN: it takes nothing any more
+            _log.info("cannot reach %r: %s", route, error)
+            return False
+        return True

@@ -1,0 +1,119 @@
+"""The workers of a cluster as main knows them: who is there, what each holds, how long it takes.
+
+    HELLO -> PROVING --bits equal--> READY --a deadline missed--> SUSPECT --an answer--> READY
+                |                      |                             |
+                `--other bits--------> OUT <--disconnected, silent, or a second miss
+
+What a worker holds is worked out, not asked: it keeps what it used last, in as many slots as it has. Where that is
+wrong, a time is foretold wrongly and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from smoe.compute.unit import Wanted
+from smoe.expert import ExpertKey
+from smoe.policy.balance import FLAT
+from smoe.policy.placement import WorkerView
+
+_WEIGHT = 0.2
+"""Of the last measurement in a moving average."""
+_LEAST_DEADLINE, _MOST_DEADLINE = 0.05, 30.0
+_DEADLINE_FACTOR = 4.0
+_UNKNOWN_SECONDS = 5.0
+"""Allowed for a request while nothing has been measured."""
+
+
+class State(Enum):
+    """Where a worker stands."""
+
+    PROVING = "is being tried"
+    READY = "ready"
+    SUSPECT = "late"
+    OUT = "out"
+
+
+@dataclass
+class Member:
+    """One worker. The link's thread changes its state and its times, the computing thread what it holds."""
+
+    unit: int
+    """Its number in plans."""
+    name: str
+    key: str
+    """Its public key."""
+    route: bytes
+    """Where ZeroMQ finds it."""
+    slots: int
+    state: State = State.PROVING
+    heard: float = 0.0
+    """When it last said something."""
+    why: str = ""
+    """What put it out."""
+    load: float = 0.0
+    """Moving averages, seconds: of an expert brought in,"""
+    expert: float = 0.0
+    """of one computed for few rows,"""
+    row: float = 0.0
+    """of each of many rows,"""
+    hop: float = 0.0
+    """of there and back, for few rows."""
+    experts: int = 0
+    """Computed so far."""
+    requests: int = 0
+    missed: int = 0
+    """Deadlines."""
+    has_answered: bool = False
+    _holds: OrderedDict[ExpertKey, None] = field(default_factory=OrderedDict)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it may be asked: nothing speaks against it."""
+        return self.state is State.READY
+
+    def view(self) -> WorkerView:
+        """As plans see it."""
+        return WorkerView(self.unit, self._holds, self.load, self.expert, self.row, self.hop)
+
+    def will_hold(self, keys: Iterable[ExpertKey]) -> int:
+        """It is asked for these; returns how many of them it has to bring in."""
+        missing = 0
+        for key in keys:
+            if key in self._holds:
+                self._holds.move_to_end(key)
+                continue
+            missing += 1
+            if len(self._holds) >= self.slots:
+                self._holds.popitem(last=False)
+            self._holds[key] = None
+        return missing
+
+    def deadline(self, wanted: Iterable[Wanted], loads: int) -> float:
+        """Seconds that a request may take before somebody else is asked as well."""
+        if not self.has_answered:
+            return _UNKNOWN_SECONDS
+        computing = sum(max(self.expert, len(each.tokens) * self.row) for each in wanted)
+        expected = self.hop + loads * self.load + computing
+        return min(_MOST_DEADLINE, max(_LEAST_DEADLINE, _DEADLINE_FACTOR * expected))
+
+    def note(self, wanted: Iterable[Wanted], loads: int, whole: float, there: float, computing: float) -> None:
+        """A request has been answered `whole` seconds after it was sent; `there` of them it was at the worker."""
+        rows = [len(each.tokens) for each in wanted]
+        self.experts += len(rows)
+        if max(rows) > FLAT:
+            self.row = self._mean(self.row, computing / sum(rows))
+        else:
+            self.expert = self._mean(self.expert, computing / len(rows))
+            hop = max(0.0, whole - there)
+            self.hop = hop if hop < self.hop else self._mean(self.hop, hop)  # what is queued before it is no distance
+        if loads:
+            self.load = self._mean(self.load, max(0.0, there - computing) / loads)
+        self.row = self.row or self.expert / FLAT
+        self.has_answered = True
+
+    def _mean(self, before: float, now: float) -> float:
+        return now if before == 0.0 else (1 - _WEIGHT) * before + _WEIGHT * now

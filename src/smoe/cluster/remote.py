@@ -1,0 +1,255 @@
+"""The cluster as the engine sees it: units that compute experts elsewhere, and who of them gets what.
+
+Membership changes between forward passes: who has proven itself is planned with from the next one on. Who fails within
+one is stood in for by the link.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import torch
+
+from smoe import __version__
+from smoe.cluster.identity import Main, keep_main, keep_status, read_main
+from smoe.cluster.link import Link
+from smoe.cluster.members import Member
+from smoe.cluster.requests import Proof
+from smoe.compute.experts_alone import ExpertsAlone
+from smoe.compute.unit import ComputeUnit, Wanted
+from smoe.errors import ClusterError
+from smoe.expert import EXACT, ExpertKey
+from smoe.memory.streams import Fetched
+from smoe.policy.placement import Placement, group
+from smoe.policy.plan import FIRST_WORKER
+from smoe.policy.prediction import Prediction
+from smoe.routing import Routing
+
+_PROOF_ROWS = (1, 2, 5, 40)
+
+_log = logging.getLogger(__name__)
+
+
+class Cluster:
+    """Main's workers: `Sharer` for the executor, `Doorkeeper` for the link. `close` lets them go."""
+
+    def __init__(
+        self,
+        main: Main,
+        alone: ExpertsAlone,
+        dtype: torch.dtype,
+        asked: dict[str, Any],
+        method: str,
+        order: str,
+        here_load: Callable[[], float],
+    ) -> None:
+        """`alone`: the experts in main's own hands, for proofs and for when nobody is left; `asked`: what a worker must
+        have said of its model; `here_load`: seconds to load one expert here. `method` is one of `PLACEMENT`, `order`
+        one of `BALANCE_ORDER`. Raises `ClusterError` where the address is taken."""
+        self.main = main
+        self.units: dict[int, ComputeUnit] = {}
+        """By the number in plans; only ever grows."""
+        self._alone = alone
+        self._asked = asked
+        self._method, self._order = method, order
+        self._here_load = here_load
+        self._arithmetic = "torch"
+        self._layers = {layer: turn for turn, layer in enumerate(sorted(alone.store.layers))}
+        self._proofs = list[Proof]()
+        self._ready: list[Member] = []
+        self._dtype = dtype
+        self._unit = FIRST_WORKER
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self.link: Link | None = None
+
+    def open(self, arithmetic: str) -> None:
+        """Let workers in, which are to compute by this one of `KERNELS`, as main does."""
+        self._arithmetic = arithmetic
+        if not self._alone.compute_by(arithmetic):
+            raise ClusterError(f"main's own experts cannot be computed by `kernels` {arithmetic}; please report this")
+        self._proofs = list(self._make_proofs())
+        hidden = self._alone.hidden
+        keys, rescue = self.main.keys, self._alone.experts
+        self.link = Link(self.main.address, keys.public, keys.secret, self, rescue, hidden, self._dtype)
+
+    def wait(self, workers: int, seconds: float) -> list[Member]:
+        """The workers that are ready, once there are so many, or the time is up."""
+        assert self.link is not None
+        until = time.monotonic() + seconds
+        with self.link.changed:
+            while len(self._here()) < workers and (left := until - time.monotonic()) > 0:
+                self.link.changed.wait(left)
+        self.begin_pass()
+        return list(self._ready)
+
+    @property
+    def members(self) -> list[Member]:
+        """All that ever came."""
+        return [] if self.link is None else list(self.link.members.values())
+
+    def described(self) -> list[dict[str, Any]]:
+        """Of every worker what people and programs want to know; times in seconds."""
+        return [_described(member) for member in self.members]
+
+    def close(self) -> None:
+        """Say good-bye to the workers and give back what main kept for itself. Idempotent."""
+        link, self.link = self.link, None
+        if link is not None:
+            link.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._alone.close()
+
+    # -- for the executor ---------------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Plan with those who are ready now."""
+        self._ready = self._here()
+        for member in self._ready:
+            if member.unit not in self.units:
+                assert self.link is not None
+                self.units[member.unit] = RemoteUnit(member.unit, self.link)
+
+    def balance(self, routing: Routing, under_way: float) -> Placement | None:
+        """For one layer, with so many loads under way here; None where nobody is there."""
+        if not self._ready:
+            return None
+        load = inf if self._method == "round-robin" else self._here_load()
+        views = [member.view() for member in self._ready if member.is_here] or [self._ready[0].view()]
+        turn = self._layers[routing.layer]
+        waits = under_way * load if under_way else 0.0
+        return Placement(self._method, self._order, views, load, waits, turn)
+
+    def guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
+        """By turns, those whose turn it will be are told; else main brings in what it can."""
+        if self._method != "round-robin" or not self._ready:
+            return predictions
+        assert self.link is not None
+        units = [member.unit for member in self._ready]
+        for named in predictions:
+            experts = sorted(named.experts)
+            turn = group(self._layers[named.layer], len(experts), units)
+            for n, unit in enumerate(turn):
+                keys: list[ExpertKey] = [(named.layer, expert, EXACT) for expert in experts[n :: len(turn)]]
+                if keys:
+                    self.link.fetch(unit, keys)
+        return ()
+
+    def _here(self) -> list[Member]:
+        return sorted((member for member in self.members if member.is_here), key=lambda member: member.name)
+
+    # -- for the link's thread ----------------------------------------------------------------------------------------
+
+    def may_knock(self, key: str) -> bool:
+        """Workers that are known, and anybody where somebody is invited."""
+        if key not in self.main.workers.values():
+            self._read_again()  # somebody may have been invited since
+        return key in self.main.workers.values() or self.main.expects_someone()
+
+    def tick(self) -> None:
+        """Say in the cluster's folder who is there, for `smoe cluster status`."""
+        with suppress(OSError):
+            keep_status(self.main.name, self.described())
+
+    def _read_again(self) -> None:
+        with self._lock, suppress(ClusterError):
+            self.main = replace(read_main(self.main.name), address=self.main.address)
+
+    def knocked(self, key: str, said: dict[str, Any]) -> Member | str:
+        """A new member that is to be proven, or why it is refused."""
+        name, slots, code = said.get("name"), said.get("slots"), said.get("code")
+        if not isinstance(name, str) or not 0 < len(name) < 64 or not isinstance(slots, int) or slots < 1:
+            return "its greeting is not whole"
+        if key not in self.main.workers.values():
+            found = self.main.invited(code) if isinstance(code, str) else None
+            if found is None:
+                return "its invitation is not, or no longer, good; ask for another (smoe cluster invite)"
+            with self._lock:
+                self.main = found.with_worker(name, key)
+                keep_main(self.main)
+        for what, mine in {"smoe": __version__, **self._asked}.items():
+            if said.get(what) != mine:
+                return f"its {what} is {str(said.get(what))[:80]}, main has {mine}"
+        with self._lock:
+            self._unit += 1
+            return Member(self._unit - 1, name, key, b"", slots)
+
+    def welcome(self) -> dict[str, Any]:
+        """What computes few rows."""
+        return {"arithmetic": self._arithmetic}
+
+    def proof(self, member: Member) -> Sequence[Proof]:
+        """The same for all."""
+        del member
+        return self._proofs
+
+    def _make_proofs(self) -> Iterator[Proof]:
+        """An expert of every kind, with few rows and with many, as main computes it itself."""
+        of_kind = {math.kind: layer for layer, math in reversed(list(self._alone.math.items()))}
+        generator = torch.Generator().manual_seed(0)
+        for layer in of_kind.values():
+            last = self._alone.store.layers[layer].experts - 1
+            for rows in _PROOF_ROWS:
+                hidden = torch.randn(rows, self._alone.math[layer].hidden, generator=generator).to(self._dtype)
+                wanted = [Wanted((layer, expert, EXACT), range(rows)) for expert in sorted({0, last})]
+                results = self._alone.experts.submit(wanted, Fetched(hidden))
+                yield Proof(wanted, hidden, torch.cat([result.result() for result in results]))
+
+
+class RemoteUnit:
+    """One worker as a `ComputeUnit`."""
+
+    def __init__(self, unit: int, link: Link) -> None:
+        self.busy_seconds = 0.0
+        """Not counted: the time is another machine's."""
+        self._unit = unit
+        self._link = link
+        self._under_way: set[Future[torch.Tensor]] = set()
+
+    def submit(self, wanted: Sequence[Wanted], hidden: Fetched) -> list[Future[torch.Tensor]]:
+        """Ask the worker; where it fails others are asked, main itself last."""
+        futures = self._link.submit(self._unit, wanted, hidden)
+        self._under_way.update(futures)
+        for future in futures:
+            future.add_done_callback(self._under_way.discard)
+        return futures
+
+    def measured(self) -> Iterator[tuple[float, int]]:
+        """Nothing: members keep their own times."""
+        return iter(())
+
+    def drain(self) -> None:
+        """Nobody waits for what is under way any more; what comes of it is dropped."""
+        self._link.forget(list(self._under_way))
+
+    def start_anew(self) -> None:
+        """As `drain`."""
+        self.drain()
+
+    def close(self) -> None:
+        """As `drain`: the connections are the cluster's."""
+        self.drain()
+
+
+def _described(member: Member) -> dict[str, Any]:
+    return {
+        "name": member.name,
+        "state": member.state.value,
+        "why": member.why,
+        "slots": member.slots,
+        "experts_computed": member.experts,
+        "requests": member.requests,
+        "deadlines_missed": member.missed,
+        "seconds_per_load": member.load,
+        "seconds_per_expert": member.expert,
+        "seconds_there_and_back": member.hop,
+    }

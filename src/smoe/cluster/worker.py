@@ -1,0 +1,209 @@
+"""A worker: computes the experts that main asks for, as long as anybody is there to ask.
+
+    connected --HELLO until answered--> WELCOME: serves --nothing heard of main for a while--> HELLO again
+                                        REFUSED: ends, and says why
+
+One thread talks; computing and reading have threads of their own, which ring when they have something to send. A
+worker is a pure function of (expert, rows): it may be asked twice, or by another main later.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import zmq
+
+from smoe import __version__
+from smoe.cluster import frames
+from smoe.cluster.doorbell import Doorbell
+from smoe.cluster.frames import Frame, FrameError, Kind
+from smoe.cluster.identity import Worker
+from smoe.compute.experts_alone import ExpertsAlone
+from smoe.errors import ClusterError
+from smoe.expert import ExpertKey
+from smoe.machine.measure import describe_machine
+from smoe.memory.streams import Fetched
+
+BEAT_SECONDS = 0.1
+_HELLO_SECONDS = 0.5
+_SILENCE_SECONDS = 3.0
+"""Without a word from main after which it is taken to have gone."""
+_MOST_AHEAD = 64
+"""Experts asked for ahead that have not been begun; what is asked for beyond them is forgotten."""
+
+_log = logging.getLogger(__name__)
+
+
+class Served(NamedTuple):
+    """A model's experts, and what main must have the same of."""
+
+    alone: ExpertsAlone
+    weights: str
+    """The checkpoint's checksum."""
+    precision: str
+    dtype: torch.dtype
+
+
+class WorkerProcess:
+    """The talking thread of a worker."""
+
+    def __init__(self, me: Worker, served: Served, on_change: Callable[[str], None] = lambda _: None) -> None:
+        """`on_change` hears, in words, when it is let in, or main is gone."""
+        self._me = me
+        self._served = served
+        self._on_change = on_change
+        self._experts = {layer: held.experts for layer, held in served.alone.store.layers.items()}
+        self._hidden = served.alone.hidden
+        self._bell: Doorbell[list[Any]] = Doorbell()
+        self._ahead = ThreadPoolExecutor(1, "smoe-ahead")
+        self._waiting_ahead = 0
+        self._arithmetic: str | None = None
+        self._heard = self._said = 0.0
+        self._is_in = False
+        self._is_ending = False
+
+    def end(self) -> None:
+        """From any thread: `serve` returns soon."""
+        self._is_ending = True
+        self._bell.put([])
+
+    def serve(self) -> None:
+        """Until `end`. Raises `ClusterError` where main refuses us."""
+        context = zmq.Context()
+        try:
+            with context.socket(zmq.DEALER) as dealer:
+                self._connect(dealer)
+                poller = zmq.Poller()
+                poller.register(dealer, zmq.POLLIN)
+                poller.register(self._bell.fileno(), zmq.POLLIN)
+                while not self._is_ending:
+                    poller.poll(int(1000 * BEAT_SECONDS))
+                    self._turn(dealer)
+                self._send(dealer, frames.alone(Kind.LEAVE))
+                dealer.close(linger=200)
+        finally:
+            context.term()
+            self._ahead.shutdown(cancel_futures=True)
+            self._bell.close()
+
+    def _connect(self, dealer: zmq.Socket[bytes]) -> None:
+        dealer.curve_serverkey = self._me.main_key.encode()
+        dealer.curve_publickey, dealer.curve_secretkey = self._me.keys.public.encode(), self._me.keys.secret.encode()
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a main that is not there
+        dealer.setsockopt(zmq.MAXMSGSIZE, frames.MOST_BYTES)
+        dealer.setsockopt(zmq.RECONNECT_IVL, 100)
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        dealer.connect(self._me.address)
+
+    def _turn(self, dealer: zmq.Socket[bytes]) -> None:
+        """Hear what there is to hear, say what there is to say."""
+        while dealer.poll(0):
+            self._hear(dealer, dealer.recv_multipart(copy=False))
+        for parts in self._bell.take():
+            if parts:
+                self._send(dealer, parts)
+        now = time.monotonic()
+        if self._is_in and now - self._heard > _SILENCE_SECONDS:
+            self._is_in = False
+            self._on_change("main has gone; waiting for it")
+        if not self._is_in and now - self._said > _HELLO_SECONDS:
+            self._said = now
+            self._send(dealer, frames.talk(Kind.HELLO, self._hello()))
+        elif self._is_in and now - self._said > BEAT_SECONDS:
+            self._said = now
+            self._send(dealer, frames.alone(Kind.BEAT))
+
+    def _hello(self) -> dict[str, Any]:
+        served = self._served
+        return {
+            "smoe": __version__,
+            "name": self._me.name,
+            "code": self._me.code,
+            "weights": served.weights,
+            "precision": served.precision,
+            "dtype": str(served.dtype),
+            "slots": served.alone.slots,
+            "processor": describe_machine()["processor"],
+            "threads": torch.get_num_threads(),
+            "arithmetic": self._arithmetic,
+        }
+
+    def _send(self, dealer: zmq.Socket[bytes], parts: list[Any]) -> None:
+        with suppress(zmq.Again):  # main is not there; whoever waits asks somebody else
+            dealer.send_multipart(parts, zmq.NOBLOCK, copy=False)
+
+    def _hear(self, dealer: zmq.Socket[bytes], parts: list[Any]) -> None:
+        try:
+            self._answer(dealer, frames.parse([part.buffer for part in parts]))
+        except FrameError as error:
+            _log.warning("main sent what cannot be: %s", error)
+
+    def _answer(self, dealer: zmq.Socket[bytes], frame: Frame) -> None:
+        self._heard = time.monotonic()
+        if frame.kind is Kind.WELCOME:
+            self._welcomed(frames.said(frame))
+        elif frame.kind is Kind.REFUSED:
+            raise ClusterError(f"main refuses this worker: {frames.said(frame).get('why', 'it does not say why')}")
+        elif frame.kind is Kind.LEAVE:
+            self._heard = 0.0
+        elif frame.kind is Kind.WORK:
+            try:
+                self._work(frame)
+            except FrameError as error:
+                self._send(dealer, frames.failed(frame.request, f"the request cannot be: {error}"))
+        elif frame.kind is Kind.FETCH:
+            for key in frames.parse_fetch(frame, self._experts):
+                self._fetch(key)
+
+    def _welcomed(self, said: dict[str, Any]) -> None:
+        arithmetic = said.get("arithmetic")
+        if self._arithmetic is None:
+            if not isinstance(arithmetic, str) or not self._served.alone.compute_by(arithmetic):
+                raise ClusterError(f"main computes by `kernels` {arithmetic}, which this machine cannot")
+            self._arithmetic = arithmetic
+        elif arithmetic != self._arithmetic:
+            raise ClusterError(
+                f"main computes by `kernels` {arithmetic}, this worker already by {self._arithmetic}; start it again"
+            )
+        self._is_in = True
+        self._on_change("belongs to the cluster")
+
+    def _work(self, frame: Frame) -> None:
+        began, alone = time.perf_counter(), self._served.alone
+        asked = frames.parse_work(frame, self._experts, self._hidden)
+        futures = alone.experts.submit(asked.wanted, Fetched(asked.hidden))
+
+        def over(_: Future[torch.Tensor]) -> None:  # one thread computes, in the order asked: these were the last
+            computing = sum(seconds for seconds, _ in alone.experts.measured())
+            self._bell.put(_outcome(frame.request, futures, began, computing))
+
+        futures[-1].add_done_callback(over)
+
+    def _fetch(self, key: ExpertKey) -> None:
+        if self._waiting_ahead >= _MOST_AHEAD:
+            return
+        self._waiting_ahead += 1
+        self._ahead.submit(partial(self._served.alone.experts.bring, key)).add_done_callback(self._fetched)
+
+    def _fetched(self, future: Future[None]) -> None:
+        self._waiting_ahead -= 1
+        if not future.cancelled() and future.exception() is not None:
+            _log.warning("an expert could not be read ahead: %s", future.exception())
+
+
+def _outcome(request: int, futures: list[Future[torch.Tensor]], began: float, computing: float) -> list[Any]:
+    """What is sent when all experts of a request are done."""
+    seconds = time.perf_counter() - began
+    try:
+        return frames.done(request, seconds, min(computing, seconds), [future.result() for future in futures])
+    except Exception as error:
+        _log.warning("request %d failed: %s", request, error)
+        return frames.failed(request, f"{type(error).__name__}: {error}")

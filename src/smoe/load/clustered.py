@@ -1,0 +1,119 @@
+"""The cluster behind an engine, where the settings name one, and the experts in main's own hands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from smoe.compute.expert_math import ExpertMath
+from smoe.compute.experts_alone import ExpertsAlone
+from smoe.config import EngineConfig
+from smoe.errors import ConfigError
+from smoe.expert import EXACT
+from smoe.load.experts_math import experts_math
+from smoe.load.tiers import host_sizes, reads_directly, size_of
+from smoe.machine.available_memory import free_device_bytes
+from smoe.memory.store import ExpertStore
+from smoe.models.spec import ModelSpec
+from smoe.policy.budget import Demand, SlotClass
+from smoe.runtime.layer import LayerCompute
+
+if TYPE_CHECKING:
+    from smoe.cluster.remote import Cluster
+
+
+def experts_alone(
+    store: ExpertStore,
+    math: Mapping[int, ExpertMath],
+    classes: Sequence[SlotClass],
+    memory_bytes: int,
+    config: EngineConfig,
+) -> ExpertsAlone:
+    """With as many slots as the memory holds, and the few that it takes to work at least; `classes`: of the experts'
+    own copies."""
+    sizes = host_sizes(classes, memory_bytes, config.io_threads)
+    free, _ = free_device_bytes(torch.device("cpu"))
+    is_direct = reads_directly(config, store.total_bytes, free - sum(slots * each for slots, each in sizes))
+    threads = config.threads or torch.get_num_threads()
+    return ExpertsAlone(store, math, sizes, size_of(classes), is_direct, threads)
+
+
+def check_zmq() -> None:
+    """Raise `ConfigError` where the library that machines talk by is not installed."""
+    try:
+        import zmq  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "a cluster needs pyzmq, which is not installed; run: pip install 'smoe[cluster]'",
+            setting="cluster",
+            given="a cluster",
+            allowed="none without pyzmq",
+        ) from error
+
+
+def check_cluster(name: str) -> None:
+    """Raise `ClusterError` where there is no such cluster, or `ConfigError` without pyzmq: before anything is read."""
+    check_zmq()
+    from smoe.cluster.identity import read_main
+
+    read_main(name)
+
+
+def cluster_of(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    config: EngineConfig,
+    stores: Mapping[int, ExpertStore],
+    compute: LayerCompute,
+    demand: Demand,
+    weights: str,
+    seconds_per_byte: Callable[[], float],
+    made: ExitStack,
+) -> Cluster:
+    """Listening, with whoever came in time; `weights`: the checkpoint's checksum; `made` closes it where what follows
+    fails.
+
+    Raises `ClusterError` where the cluster is unknown, its address taken, or too few workers came.
+    """
+    from smoe.cluster.identity import read_main
+    from smoe.cluster.remote import Cluster
+    from smoe.errors import ClusterError
+
+    assert config.cluster is not None
+    main, store = read_main(config.cluster), stores[EXACT]
+    math = experts_math(model, spec, store, config.activations)
+    if not all(layer.is_movable for layer in math.values()):
+        raise ConfigError(
+            "this family's experts end in a norm that only the main machine has; it cannot be served by a `cluster`",
+            setting="cluster",
+            given=config.cluster,
+            allowed="none for this model",
+        )
+    own = [each for each in demand.all_classes if each.form == EXACT]
+    alone = experts_alone(store, math, own, 0, config)
+    asked = {"weights": weights, "precision": spec.precision, "dtype": str(spec.dtype)}
+    slot_bytes = max(store.slot_bytes.values())
+    method = config.placement or "finish"
+    cluster = Cluster(
+        main, alone, spec.dtype, asked, method, config.balance_order, lambda: slot_bytes * seconds_per_byte()
+    )
+    made.callback(cluster.close)
+    cluster.units.update(compute.units)
+    compute.others, compute.units = cluster, cluster.units
+    cluster.open(compute.arithmetic)
+    came = cluster.wait(config.cluster_workers, config.cluster_timeout_seconds)
+    if len(came) < config.cluster_workers:
+        reasons = "; ".join(f"{member.name}: {member.why}" for member in cluster.members if member.why)
+        raise ClusterError(
+            f"{len(came)} of {config.cluster_workers} workers of the cluster {main.name!r} came to {main.address} "
+            f"within {config.cluster_timeout_seconds:g} s{f' ({reasons})' if reasons else ''}; start them (smoe "
+            "cluster up, smoe cluster join), or wait longer (`cluster_timeout_seconds`)",
+            setting="cluster_workers",
+            given=config.cluster_workers,
+            allowed=f"{len(came)} now",
+        )
+    return cluster

@@ -1,0 +1,32 @@
+"""The arithmetic of a model's experts: of their own type, or quantised."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from smoe.compute.expert_math import ExpertMath
+from smoe.compute.quantised_math import QuantisedMath, Tile
+from smoe.memory.quantised_store import QuantisedStore
+from smoe.memory.store import ExpertStore
+from smoe.models.spec import ModelSpec
+
+
+def experts_math(
+    model: PreTrainedModel, spec: ModelSpec, store: ExpertStore, activations: str
+) -> dict[int, ExpertMath]:
+    """Every layer's formulas, by the block that they stand in for in `model`, which may be an empty shell."""
+    modules = dict(model.named_modules())
+    if not isinstance(store, QuantisedStore):
+        return {site.layer: ExpertMath(modules[site.name], site.parts, spec.dtype) for site in spec.sites}
+    tile = Tile(spec.dtype)
+    return {
+        site.layer: QuantisedMath(
+            modules[site.name],
+            store.layers[site.layer].parts,
+            spec.dtype,
+            store.matrices(site.layer),
+            tile,
+            activations,
+        )
+        for site in spec.sites
+    }

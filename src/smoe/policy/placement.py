@@ -1,0 +1,118 @@
+"""Which worker of a cluster computes which of the missing experts, and which the main machine loads itself.
+
+Experts are stateless, so wherever one is computed the result is the same; a placement decides time alone. Two rules:
+*finish*, ours: the most important first, each where it will be done earliest, so that who holds it is preferred; and
+*round-robin* (OD-MoE, section 3.1): workers form groups of as many as a token chooses, layers take turns at the groups,
+and the main machine loads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from math import inf
+from typing import NamedTuple
+
+from smoe.expert import EXACT, ExpertKey
+from smoe.policy.balance import importance
+from smoe.policy.plan import Serve
+from smoe.routing import Routing
+
+PLACEMENT = ("finish", "round-robin")
+"""Where each expert is done earliest; or by turns, as the paper has it."""
+
+
+class WorkerView(NamedTuple):
+    """A worker, as it is known when a layer is planned. Times in seconds."""
+
+    unit: int
+    """Its number in plans (`Serve.unit`)."""
+    holds: Container[ExpertKey]
+    """The experts in its memory, as far as is known."""
+    load: float
+    """To bring in one expert."""
+    expert: float
+    """To compute one expert for few rows."""
+    row: float
+    """To compute each of many rows."""
+    hop: float
+    """There and back."""
+
+
+class Placement(NamedTuple):
+    """How the misses of one layer are shared out."""
+
+    method: str
+    """One of `PLACEMENT`."""
+    order: str
+    """Which experts are the most important (`EngineConfig.balance_order`)."""
+    workers: Sequence[WorkerView]
+    """In the order of their numbers; empty: everything is loaded here."""
+    here_load: float
+    """Seconds to load one expert here; infinite: none is."""
+    here_under_way: float
+    """Seconds that loads here still take before another can begin."""
+    turn: int
+    """Which layer this is, counted over those with experts."""
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether nothing is to be loaded here."""
+        return bool(self.workers) and self.here_load == inf
+
+    def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
+        """(to be loaded here, most important first; to be computed by workers)."""
+        if not self.workers:
+            return list(missing), []
+        ranked = sorted(missing, key=lambda serve: importance(serve, routing, self.order))
+        units = self.units(ranked)
+        given = [serve._replace(unit=units[serve.key]) for serve in ranked if serve.key in units]
+        return [serve for serve in ranked if serve.key not in units], given
+
+    def split_prompt(self, missing: Sequence[Serve], ahead: int) -> dict[ExpertKey, int]:
+        """Of a prompt's experts those that workers compute, and which; `ahead` loads come here in any case. Those of
+        the most tokens are placed first."""
+        ranked = sorted(missing, key=lambda serve: (-len(serve.routes), serve.key))
+        return self._replace(here_under_way=self.here_under_way + ahead * _finite(self.here_load)).units(ranked)
+
+    def units(self, ranked: Sequence[Serve]) -> dict[ExpertKey, int]:
+        """Who computes each, but for those that are loaded here."""
+        if not self.workers:
+            return {}
+        return self._by_turns(ranked) if self.method == "round-robin" else self._by_finish(ranked)
+
+    def _by_turns(self, ranked: Sequence[Serve]) -> dict[ExpertKey, int]:
+        ascending = sorted(serve.key for serve in ranked if serve.key[2] == EXACT)
+        members = group(self.turn, len(ascending), [view.unit for view in self.workers])
+        return {key: members[n % len(members)] for n, key in enumerate(ascending)}
+
+    def _by_finish(self, ranked: Sequence[Serve]) -> dict[ExpertKey, int]:
+        """Greedy: each in its turn to whoever is done with it first, what was given before included."""
+        done = [view.hop for view in self.workers]
+        here, found = self.here_under_way, dict[ExpertKey, int]()
+        for serve in ranked:
+            rows = len(serve.routes)
+            ends = [
+                end + (0.0 if serve.key in view.holds else view.load) + max(view.expert, rows * view.row)
+                for end, view in zip(done, self.workers, strict=True)
+            ]
+            best = min(range(len(ends)), key=ends.__getitem__)
+            if serve.key[2] != EXACT or here + self.here_load < ends[best]:
+                here += _finite(self.here_load)
+                continue
+            done[best] = ends[best]
+            found[serve.key] = self.workers[best].unit
+        return found
+
+
+def group(turn: int, size: int, workers: Sequence[int]) -> list[int]:
+    """The workers whose turn it is: as many groups of `size` as there are, one after the other; what is left over is
+    spare. All of them where they are too few for one group."""
+    groups = len(workers) // size if size else 0
+    if groups == 0:
+        return list(workers)
+    begin = turn % groups * size
+    return list(workers[begin : begin + size])
+
+
+def _finite(seconds: float) -> float:
+    return 0.0 if seconds == inf else seconds

@@ -1,0 +1,145 @@
+"""`smoe cluster` as a user has it: real processes, killed and frozen for real.
+
+Would catch workers that outlive `up`, a main that waits for ever for a worker that was killed, a text that is another
+one because of it, a port that the neighbours can reach.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("zmq")
+
+import smoe
+from smoe.cluster.identity import keep_main, new_main, read_main
+
+LINE = [sys.executable, "-m", "smoe"]
+SIZE = ["--memory", "2700KiB", "--context", "128", "--threads", "1"]
+
+Up = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of a cluster `local` of the test's own."""
+    import socket
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        found: int = free.getsockname()[1]
+    keep_main(new_main("local", f"127.0.0.1:{found}"))
+    return found
+
+
+@pytest.fixture
+def up(port: int, tmp_path: Path) -> Iterator[Up]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(model: Path, count: int) -> subprocess.Popen[bytes]:
+        options = ["--local", str(count), "--worker-memory", "512KiB", "--threads", "1"]
+        environment = {**os.environ, "PYTHONPATH": str(Path(smoe.__file__).parents[1])}
+        log = (tmp_path / "up.log").open("wb")
+        started.append(
+            subprocess.Popen([*LINE, "cluster", "up", str(model), *options], env=environment, stdout=log, stderr=log)
+        )
+        log.close()
+        return started[-1]
+
+    yield start
+    for process in started:
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        for child in children:
+            child.send_signal(signal.SIGCONT)
+        process.terminate()
+        process.wait(30)
+        assert not [child for child in children if child.is_running() and child.status() != "zombie"]
+
+
+def workers_of(process: subprocess.Popen[bytes], count: int) -> list[psutil.Process]:
+    """The worker processes, once all are there."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        found = psutil.Process(process.pid).children()
+        if len(found) >= count:
+            return found
+        time.sleep(0.05)
+    raise AssertionError("no workers came")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_workers_that_are_killed_and_frozen_change_no_word(run: Any, checkpoint: Path, up: Up, port: int) -> None:
+    request = ["-p", "Once upon a time", "--max-new-tokens", "40", "--json"]
+    alone = run("generate", checkpoint, *SIZE, *request).json
+    process = up(checkpoint, 3)
+    with_cluster = ["--cluster", "local", "--preset", "od-moe"]
+    waits = ["--set", "cluster_workers=3", "--set", "cluster_timeout_seconds=90"]
+    whole = run("generate", checkpoint, *SIZE, *with_cluster, *waits, *request).json
+    assert whole["token_ids"] == alone["token_ids"]
+    assert sum(each["experts_computed"] > 0 for each in whole["workers"]) == 3
+    listening = [each.laddr for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port]
+    assert all(address.ip == "127.0.0.1" for address in listening)
+
+    killed, frozen, _ = workers_of(process, 3)
+    environment = {**os.environ, "PYTHONPATH": str(Path(smoe.__file__).parents[1])}
+    line = [*LINE, "generate", str(checkpoint), *SIZE, *with_cluster, *waits]
+    line += request
+    main = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    until = time.monotonic() + 60
+    while time.monotonic() < until and main.poll() is None:
+        said = run("cluster", "status", "--json").json
+        if said["is_running"] and any(each["experts_computed"] > 40 for each in said["workers"]):
+            break
+        time.sleep(0.02)
+    killed.kill()
+    frozen.send_signal(signal.SIGSTOP)
+    out, err = main.communicate(timeout=120)
+    assert main.returncode == 0, err.decode()
+    assert json.loads(out)["token_ids"] == alone["token_ids"]
+
+
+def test_an_invitation_is_printed_for_an_address(run: Any, port: int) -> None:
+    refused = run("cluster", "invite")
+    assert refused.code == 2 and "--address" in refused.err
+    ran = run("cluster", "invite", "--address", "192.0.2.7", "--json").json
+    assert ran["invitation"].startswith("smoe://192.0.2.7:5717/home?")
+    assert read_main("home").expects_someone()
+    shown = run("cluster", "invite")
+    assert shown.code == 0 and "smoe cluster join 'smoe://192.0.2.7:5717/home?" in shown.out
+
+
+def test_status_of_a_cluster_that_never_ran(run: Any, port: int) -> None:
+    assert run("cluster", "status", "--json").json == {
+        "cluster": "local",
+        "address": f"tcp://127.0.0.1:{port}",
+        "is_running": False,
+        "known": [],
+        "workers": [],
+    }
+    shown = run("cluster", "status")
+    assert shown.code == 0 and "no main runs" in shown.out
+    unknown = run("cluster", "status", "--name", "nowhere")
+    assert unknown.code == 2 and "there are: local" in unknown.err
+
+
+def test_bad_input_is_refused_at_once(run: Any, checkpoint: Path, port: int) -> None:
+    small = run("cluster", "up", checkpoint, "--worker-memory", "1KiB")
+    assert small.code == 2 and "needs" in small.err
+    line = run("cluster", "join", "smoe://nonsense", checkpoint)
+    assert line.code == 2 and "no invitation" in line.err
+    never = run("cluster", "join", "local", checkpoint)
+    assert never.code == 2 and "no worker of a cluster" in never.err
+    nobody = run("generate", checkpoint, *SIZE, "--cluster", "local", "--set", "cluster_timeout_seconds=0.2", "-p", "x")
+    assert nobody.code == 2 and "0 of 1 workers" in nobody.err

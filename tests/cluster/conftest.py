@@ -1,0 +1,73 @@
+"""Clusters in one process: main and workers are threads, the sockets are real."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("zmq")
+
+from smoe.cluster.identity import Main, Worker, accepted, invitation, keep_main, new_main
+from smoe.cluster.worker import WorkerProcess
+from smoe.load.worker_experts import open_experts
+from smoe.presets import configure
+
+Start = Callable[..., list[WorkerProcess]]
+
+
+@pytest.fixture(autouse=True)
+def own_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's clusters are not seen."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+@pytest.fixture
+def main(own_clusters: None) -> Main:
+    """A cluster on this machine, that nobody belongs to yet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    made = new_main("test", f"127.0.0.1:{port}")
+    keep_main(made)
+    return made
+
+
+@pytest.fixture
+def start(main: Main) -> Iterator[Start]:
+    """`start(model, count, kind=WorkerProcess, **switches)`: invited workers, each on a thread of its own."""
+    running: list[tuple[WorkerProcess, threading.Thread]] = []
+    opened: list[Any] = []
+
+    def begin(model: Path, count: int, kind: type[WorkerProcess] = WorkerProcess, **switches: Any) -> list[Any]:
+        started = []
+        for _ in range(count):
+            served = open_experts(model, 1 << 20, configure(threads=1, **switches))
+            opened.append(served)
+            worker = kind(member(f"w{len(running)}"), served)
+            thread = threading.Thread(target=worker.serve, daemon=True)
+            thread.start()
+            running.append((worker, thread))
+            started.append(worker)
+        return started
+
+    yield begin
+    for worker, _ in running:
+        worker.end()
+    for _, thread in running:
+        thread.join(10)
+    for served in opened:
+        served.alone.close()
+
+
+def member(name: str) -> Worker:
+    """An invited worker of the cluster `test`."""
+    from smoe.cluster.identity import read_main
+
+    expecting, line = invitation(read_main("test"))
+    keep_main(expecting)
+    return accepted(line, name)

@@ -1,0 +1,97 @@
+"""What is sent is what comes; what is no message of ours is refused. Would catch an answer taken for another's, memory
+taken by a length that a stranger named, a token index beyond the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smoe.cluster import frames
+from smoe.cluster.frames import FrameError, Kind
+from smoe.compute.unit import Wanted
+from smoe.expert import EXACT
+
+EXPERTS = {0: 8, 1: 8, 3: 16}
+HIDDEN = 12
+
+
+def sent(parts: list[Any]) -> frames.Frame:
+    return frames.parse([bytes(part) for part in parts])
+
+
+@given(
+    asks=st.lists(
+        st.tuples(st.sampled_from([0, 1, 3]), st.integers(0, 7), st.lists(st.integers(0, 4), min_size=1, max_size=6)),
+        min_size=1,
+        max_size=5,
+    ),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_work_comes_as_it_was_sent(asks: list[tuple[int, int, list[int]]], dtype: torch.dtype) -> None:
+    wanted = [Wanted((layer, expert, EXACT), tokens) for layer, expert, tokens in asks]
+    hidden = torch.randn(5, HIDDEN).to(dtype)
+    frame = sent(frames.work(7, wanted, hidden))
+    found = frames.parse_work(frame, EXPERTS, HIDDEN)
+    assert frame.request == 7
+    assert found.wanted == wanted
+    assert torch.equal(found.hidden, hidden)
+
+
+def test_answers_and_words_come_as_they_were_sent() -> None:
+    rows = [torch.randn(2, HIDDEN).bfloat16(), torch.randn(1, HIDDEN).bfloat16()]
+    found = frames.parse_done(sent(frames.done(9, 0.5, 0.25, rows)), 3, HIDDEN, torch.bfloat16)
+    assert torch.equal(found.rows, torch.cat(rows))
+    assert (found.seconds, found.computing) == (0.5, 0.25)
+    assert frames.said(sent(frames.talk(Kind.HELLO, {"name": "ä"}))) == {"name": "ä"}
+    assert frames.parse_fetch(sent(frames.fetch([(3, 9, EXACT)])), EXPERTS) == [(3, 9, EXACT)]
+    assert frames.text_of(sent(frames.failed(3, "bad\x1b[31m"))) == "bad[31m", "nothing that steers a terminal"
+    assert sent(frames.alone(Kind.BEAT)).kind is Kind.BEAT
+
+
+@given(parts=st.lists(st.binary(max_size=64), max_size=5))
+def test_noise_is_refused(parts: list[bytes]) -> None:
+    with pytest.raises(FrameError):
+        frames.parse(parts)
+
+
+@given(data=st.data())
+def test_a_message_with_any_part_changed_is_refused_or_well_formed(data: st.DataObject) -> None:
+    wanted = [Wanted((0, 3, EXACT), [0, 2]), Wanted((3, 15, EXACT), [1])]
+    parts = [bytes(part) for part in frames.work(1, wanted, torch.zeros(3, HIDDEN))]
+    which = data.draw(st.integers(0, len(parts) - 1))
+    parts[which] = data.draw(st.binary(max_size=len(parts[which]) + 8))
+    try:
+        found = frames.parse_work(frames.parse(parts), EXPERTS, HIDDEN)
+    except FrameError:
+        return
+    assert all(0 <= key[1] < EXPERTS[key[0]] for key, _ in found.wanted)
+    assert all(token < len(found.hidden) for _, tokens in found.wanted for token in tokens)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parts: parts[:-1],
+        lambda parts: [*parts, b""],
+        lambda parts: [parts[0], parts[1], parts[2], parts[3][:-2]],
+        lambda parts: [b"XMOE" + parts[0][4:], *parts[1:]],
+        lambda parts: [parts[0][:4] + b"\x02" + parts[0][5:], *parts[1:]],
+    ],
+    ids=["part missing", "part too many", "rows cut short", "other magic", "other version"],
+)
+def test_what_contradicts_itself_is_refused(change: Any) -> None:
+    parts = [bytes(part) for part in frames.work(1, [Wanted((0, 1, EXACT), [0])], torch.zeros(1, HIDDEN))]
+    with pytest.raises(FrameError):
+        frames.parse_work(frames.parse(change(parts)), EXPERTS, HIDDEN)
+
+
+@pytest.mark.parametrize("seconds, computing", [(float("nan"), 0.0), (1.0, 2.0), (-1.0, -1.0), (float("inf"), 0.0)])
+def test_times_that_cannot_be_are_refused(seconds: float, computing: float) -> None:
+    frame = sent(frames.done(1, seconds, computing, [torch.zeros(1, HIDDEN)]))
+    with pytest.raises(FrameError):
+        frames.parse_done(frame, 1, HIDDEN, torch.float32)

@@ -1,0 +1,101 @@
+"""Names, addresses, invitations, files. Would catch an invitation that is good twice or after its time, a secret that
+others can read, a name that leaves the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import replace
+
+import pytest
+
+from smoe.cluster.identity import (
+    INVITATION_SECONDS,
+    accepted,
+    checked_address,
+    checked_name,
+    clusters_folder,
+    invitation,
+    keep_main,
+    keep_worker,
+    new_main,
+    read_main,
+    read_worker,
+)
+from smoe.errors import ClusterError
+
+
+def test_an_invitation_is_good_once_and_for_ten_minutes() -> None:
+    main, line = invitation(new_main("home"), now=1000.0)
+    worker = accepted(line, "shelf")
+    assert (worker.cluster, worker.address, worker.main_key) == ("home", main.address, main.keys.public)
+    assert worker.code is not None
+    assert main.expects_someone(1000.0 + INVITATION_SECONDS)
+    assert main.invited(worker.code, 1001.0 + INVITATION_SECONDS) is None, "too late"
+    assert main.invited("another", 1001.0) is None
+    after = main.invited(worker.code, 1001.0)
+    assert after is not None
+    assert after.invited(worker.code, 1001.0) is None, "used"
+    assert worker.code not in str(main), "main keeps a checksum"
+
+
+def test_what_is_kept_comes_back_and_is_the_users_alone() -> None:
+    main, line = invitation(new_main("home", "127.0.0.1:6000"))
+    path = keep_main(main.with_worker("shelf", "k" * 40))
+    assert read_main("home") == replace(main, workers={"shelf": "k" * 40})
+    worker = accepted(line, "shelf")
+    keep_worker(worker)
+    assert read_worker("home") == worker
+    if os.name == "posix":
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert path.is_relative_to(clusters_folder())
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "-x", "ü", "x" * 64, "a b"])
+def test_a_name_is_a_files_name(name: str) -> None:
+    with pytest.raises(ClusterError, match="`cluster` is"):
+        checked_name(name)
+
+
+@pytest.mark.parametrize(
+    "given, full",
+    [
+        ("127.0.0.1", "tcp://127.0.0.1:5717"),
+        ("shelf.local:7000", "tcp://shelf.local:7000"),
+        ("tcp://[::1]:7000", "tcp://[::1]:7000"),
+    ],
+)
+def test_an_address_gets_the_usual_port(given: str, full: str) -> None:
+    assert checked_address(given) == full
+
+
+@pytest.mark.parametrize("given", ["", "*", "ipc:///x", "tcp://*:5717", "host:0", "host:70000", "a b", "tcp://host:x"])
+def test_what_is_no_address_is_refused(given: str) -> None:
+    with pytest.raises(ClusterError, match="`address` is"):
+        checked_address(given)
+
+
+@pytest.mark.parametrize(
+    "line", ["", "home", "smoe://x/y", "smoe://h:1/n?key=short&code=c", "http://h:1/n?key=k&code=c"]
+)
+def test_what_is_no_invitation_is_refused(line: str) -> None:
+    with pytest.raises(ClusterError, match="no invitation"):
+        accepted(line, "w")
+
+
+def test_what_is_not_there_or_damaged_is_said() -> None:
+    with pytest.raises(ClusterError, match="smoe cluster up"):
+        read_main("nowhere")
+    path = keep_main(new_main("home"))
+    with pytest.raises(ClusterError, match="there are: home"):
+        read_main("nowhere")
+    with pytest.raises(ClusterError, match="smoe cluster join"):
+        read_worker("home")
+    path.write_text('{"format": 1}', encoding="utf8")
+    with pytest.raises(ClusterError, match="damaged"):
+        read_main("home")
+    path.write_text('{"format": 99}', encoding="utf8")
+    with pytest.raises(ClusterError, match="another version"):
+        read_main("home")

@@ -1,0 +1,247 @@
+"""A model served by a cluster gives the bits of the unmodified library, whoever computes and whatever happens.
+
+Would catch: rows that go to the wrong expert or come back in another order, a sum whose order depends on who answered
+first, a prompt whose experts are both loaded here and computed there, a worker with another model that is believed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from smoe.cluster.frames import Frame, Kind
+from smoe.cluster.identity import Main, keep_main, read_main
+from smoe.cluster.remote import Cluster
+from smoe.cluster.worker import WorkerProcess
+from smoe.errors import ClusterError, ConfigError
+from tests import oracle
+
+Open = Callable[..., PreTrainedModel]
+Start = Callable[..., list[Any]]
+BY_TURNS: dict[str, Any] = {"placement": "round-robin", "prefetch": "next-gate", "eviction": "lru"}
+
+
+def cluster_of(model: PreTrainedModel) -> Cluster:
+    others = model.offload.executor.compute.others
+    assert isinstance(others, Cluster)
+    return others
+
+
+def everything_there(model: PreTrainedModel) -> None:
+    """From now on nothing is loaded here: workers are nearer than any disk."""
+    cluster_of(model)._here_load = lambda: 1e9
+
+
+@pytest.mark.parametrize("switches", [{}, BY_TURNS], ids=["finish", "by turns"])
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_a_cluster_is_exact(
+    dtype: torch.dtype, workers: int, switches: dict[str, Any], toy: Callable[..., Path], start: Start, open_model: Open
+) -> None:
+    folder = toy("qwen3_moe", dtype=dtype)
+    start(folder, workers)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=workers, **switches)
+    everything_there(model)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    stats = model.offload.stats()
+    assert stats.host_computed == stats.decode_uses - stats.decode_hits > 0
+    assert stats.prefill_host_computed > 0
+    if switches:
+        assert stats.loads == 0, "main keeps no experts"
+    assert {member.name for member in cluster_of(model).members if member.experts} == {
+        f"w{n}" for n in range(workers)
+    }, "all have worked"
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral"])
+def test_other_families_are_exact(family: str, toy: Callable[..., Path], start: Start, open_model: Open) -> None:
+    folder = toy(family, dtype=torch.bfloat16)
+    start(folder, 2)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=2, **BY_TURNS)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+
+
+def test_a_batch_is_exact(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    prompt = torch.cat([oracle.PROMPT, oracle.PROMPT.flip(1), oracle.PROMPT.roll(5, 1), oracle.PROMPT.roll(9, 1)])
+    start(folder, 2)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=2, max_sequences=4, **BY_TURNS)
+    alone = oracle.greedy(oracle.reference(folder), prompt, 8)
+    oracle.assert_same_steps(oracle.greedy(model, prompt, 8), alone)
+
+
+class Unreliable(WorkerProcess):
+    """Serves its proofs, then does to every n-th request what `fault` says."""
+
+    fault = "silent"
+    every = 3
+    served = 0
+
+    def _answer(self, dealer: Any, frame: Frame) -> None:
+        if frame.kind is Kind.WORK and self.is_proven:
+            self.served += 1
+            if self.served % self.every == 0:
+                self.fail(dealer, frame)
+                return
+        super()._answer(dealer, frame)
+
+    @property
+    def is_proven(self) -> bool:
+        return self.proofs_left <= 0
+
+    proofs_left = 4
+
+    def _work(self, frame: Frame) -> None:
+        self.proofs_left -= 1
+        super()._work(frame)
+
+    def fail(self, dealer: Any, frame: Frame) -> None:
+        if self.fault == "garbage":
+            self._send(dealer, [b"garbage", b"more"])
+        elif self.fault == "other rows":
+            self._send(dealer, [_done_header(frame), bytes(16), b"1234"])
+        elif self.fault == "error":
+            from smoe.cluster import frames
+
+            self._send(dealer, frames.failed(frame.request, "no disk"))
+        elif self.fault == "slow":
+            time.sleep(0.2)
+            super()._answer(dealer, frame)
+        elif self.fault == "gone":
+            dealer.disconnect(self._me.address)
+            self._is_ending = True
+
+
+def _done_header(frame: Frame) -> bytes:
+    from smoe.cluster import frames
+
+    return bytes(frames.done(frame.request, 0.0, 0.0, [torch.zeros(1, 1)])[0])
+
+
+@pytest.mark.parametrize("fault", ["silent", "slow", "garbage", "other rows", "error", "gone"])
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "beside another"])
+def test_faults_change_no_bit(
+    fault: str, others: int, toy: Callable[..., Path], start: Start, open_model: Open
+) -> None:
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    kind = type("Faulty", (Unreliable,), {"fault": fault, "every": 8 if fault == "slow" else 5})
+    start(folder, 1, kind)
+    start(folder, others)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=1 + others, **BY_TURNS)
+    ours = oracle.greedy(model, new_tokens=12)
+    theirs = oracle.reference_steps(folder)
+    assert torch.equal(ours.prefill, theirs.prefill)
+    assert all(torch.equal(a, b) for a, b in zip(ours.logits, theirs.logits, strict=False))
+    members = {member.name: member for member in cluster_of(model).members}
+    if fault in ("garbage", "other rows", "gone"):
+        assert members["w0"].why
+    if fault in ("silent", "slow"):
+        assert members["w0"].missed
+    if others == 0:
+        link = cluster_of(model).link
+        assert link is not None and link.rescued > 0, "main went on alone"
+
+
+def test_workers_come_and_go_between_tokens(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    (first,) = start(folder, 1)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=1, **BY_TURNS)
+    alone = oracle.greedy(oracle.reference(folder), new_tokens=8)
+    oracle.assert_same_steps(oracle.greedy(model, new_tokens=8), alone)
+    start(folder, 1)
+    assert len(cluster_of(model).wait(2, 10)) == 2
+    oracle.assert_same_steps(oracle.greedy(model, new_tokens=8), alone)
+    first.end()
+    until = time.monotonic() + 10
+    while cluster_of(model).members[0].is_here and time.monotonic() < until:
+        time.sleep(0.02)
+    oracle.assert_same_steps(oracle.greedy(model, new_tokens=8), alone)
+    assert [member.why for member in cluster_of(model).members] == ["left", ""]
+
+
+def test_another_model_is_refused_by_name(toy: Callable[..., Path], main: Main, open_model: Open) -> None:
+    import threading
+
+    from smoe.load.worker_experts import open_experts
+    from smoe.presets import configure
+    from tests.cluster.conftest import member
+
+    folder, other = toy("qwen3_moe", dtype=torch.bfloat16), toy("mixtral", dtype=torch.bfloat16)
+    served = open_experts(other, 1 << 20, configure(threads=1))
+    said: list[str] = []
+
+    def serve() -> None:
+        try:
+            WorkerProcess(member("other"), served).serve()
+        except ClusterError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises(ClusterError, match="0 of 1 workers"):
+        open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=2.0)
+    thread.join(10)
+    served.alone.close()
+    assert len(said) == 1 and "its weights" in said[0]
+
+
+def test_other_bits_are_refused(
+    toy: Callable[..., Path], start: Start, open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker whose arithmetic is off by one bit in one number."""
+    from smoe.cluster import frames
+
+    original = frames.done
+
+    def off(request: int, seconds: float, computing: float, rows: Any) -> Any:
+        rows = [row.clone() for row in rows]
+        rows[0].view(torch.int16)[0, 0] ^= 1
+        return original(request, seconds, computing, rows)
+
+    monkeypatch.setattr(frames, "done", off)
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    with pytest.raises(ClusterError, match="other bits"):
+        open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=3.0) if _started(start, folder) else None
+
+
+def _started(start: Start, folder: Path) -> bool:
+    class Refused(WorkerProcess):
+        def serve(self) -> None:
+            with contextlib.suppress(ClusterError):
+                super().serve()
+
+    start(folder, 1, Refused)
+    return True
+
+
+def test_a_stranger_is_not_let_in(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    start(folder, 1)
+    main = read_main("test")
+    keep_main(Main(main.name, main.address, main.keys))  # all invitations are withdrawn
+    with pytest.raises(ClusterError, match="0 of 1 workers"):
+        open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=1.5)
+
+
+def test_one_main_at_a_time(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    start(folder, 1)
+    open_model(folder, "minimum", cluster="test")
+    with pytest.raises(ClusterError, match="cannot listen"):
+        open_model(folder, "minimum", cluster="test")
+
+
+def test_settings_that_do_not_go_together(toy: Callable[..., Path], open_model: Open) -> None:
+    with pytest.raises(ConfigError, match="belongs to `cluster`"):
+        open_model(toy("qwen3_moe"), "minimum", placement="finish")
+    with pytest.raises(ConfigError, match="does not go with `balance`"):
+        open_model(toy("qwen3_moe"), "minimum", cluster="test", balance="host", device="emulated")
+    with pytest.raises(ClusterError, match="there is no cluster 'none'"):
+        open_model(toy("qwen3_moe"), "minimum", cluster="none")

@@ -1,0 +1,91 @@
+"""Who computes which missing expert. Would catch experts that nobody, or two, compute; a holder passed over; a layer
+whose loads all go to one worker.
+"""
+
+from __future__ import annotations
+
+import itertools
+from math import inf
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smoe.expert import EXACT, ExpertKey
+from smoe.policy.placement import Placement, WorkerView, group
+from smoe.policy.plan import Serve
+from smoe.routing import Phase, Routing
+
+
+def serves(*experts: int, rows: int = 1) -> list[Serve]:
+    return [Serve((0, expert, EXACT), tuple(range(rows)), True) for expert in experts]
+
+
+def view(unit: int, *holds: int, load: float = 10.0, expert: float = 1.0, hop: float = 0.1) -> WorkerView:
+    keys: set[ExpertKey] = {(0, each, EXACT) for each in holds}
+    return WorkerView(unit, keys, load, expert, 0.1, hop)
+
+
+def placement(*workers: WorkerView, method: str = "finish", here: float = inf, turn: int = 0) -> Placement:
+    return Placement(method, "tokens", workers, here, 0.0, turn)
+
+
+ROUTING = Routing(0, Phase.DECODE, 64, [list(range(8))], None)
+
+
+@given(
+    experts=st.lists(st.integers(0, 63), min_size=1, max_size=8, unique=True),
+    holds=st.lists(st.sets(st.integers(0, 63)), min_size=1, max_size=5),
+    method=st.sampled_from(["finish", "round-robin"]),
+    here=st.sampled_from([inf, 0.5, 20.0]),
+    turn=st.integers(0, 40),
+)
+def test_every_expert_is_computed_once(
+    experts: list[int], holds: list[set[int]], method: str, here: float, turn: int
+) -> None:
+    workers = [view(2 + n, *held) for n, held in enumerate(holds)]
+    loaded, given_away = placement(*workers, method=method, here=here, turn=turn).split(serves(*experts), ROUTING)
+    assert sorted(serve.key[1] for serve in loaded + given_away) == sorted(experts)
+    assert {serve.unit for serve in given_away} <= {each.unit for each in workers}
+    assert not loaded or (method == "finish" and here < inf)
+
+
+def test_whoever_holds_it_computes_it() -> None:
+    units = placement(view(2, 5), view(3, 7), view(4)).units(serves(5, 7, 9))
+    assert units == {(0, 5, EXACT): 2, (0, 7, EXACT): 3, (0, 9, EXACT): 4}
+
+
+def test_the_rule_is_as_good_as_the_best_where_all_are_alike() -> None:
+    """Brute force over all assignments of four loads to three workers."""
+    workers = [view(2 + n, load=10.0 + n) for n in range(3)]
+    wanted = serves(1, 2, 3, 4)
+
+    def ends(units: tuple[int, ...]) -> float:
+        return max(w.hop + units.count(w.unit) * (w.load + w.expert) for w in workers)
+
+    best = min(ends(units) for units in itertools.product((2, 3, 4), repeat=4))
+    found = placement(*workers).units(wanted)
+    assert ends(tuple(found[serve.key] for serve in wanted)) == best
+
+
+def test_main_loads_what_workers_would_bring_later() -> None:
+    units = placement(view(2, load=10.0), here=4.0).units(serves(1, 2, 3, 4))
+    assert len(units) == 1, "three loads here take as long as one there"
+
+
+def test_many_rows_count() -> None:
+    fast, slow = view(2, 1, expert=0.5), view(3, 1, expert=0.5)._replace(row=1.0)
+    assert placement(slow, fast).units(serves(1, rows=100)) == {(0, 1, EXACT): 2}
+
+
+def test_groups_take_turns_and_the_rest_is_spare() -> None:
+    units = list(range(2, 10))
+    assert [group(turn, 2, units) for turn in range(5)] == [[2, 3], [4, 5], [6, 7], [8, 9], [2, 3]]
+    assert [group(turn, 3, units) for turn in range(3)] == [[2, 3, 4], [5, 6, 7], [2, 3, 4]]
+    assert group(1, 3, units[:2]) == units[:2], "too few for a group: all"
+
+
+def test_by_turns_nothing_is_loaded_here() -> None:
+    found = placement(*(view(unit) for unit in range(2, 6)), method="round-robin", turn=1)
+    assert found.takes_all
+    assert found.units(serves(9, 4)) == {(0, 4, EXACT): 4, (0, 9, EXACT): 5}
+    assert found.split_prompt(serves(9, 4), 3) == found.units(serves(9, 4))
