@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from smoe.bounds import MOST_THREADS
+from smoe.bounds import MOST_THREADS, PRECISION
 from smoe.cli.options import Debug, Json, Model
 from smoe.errors import ClusterError, ConfigError
 from smoe.units import parse_bytes
@@ -27,7 +27,7 @@ _LEAST_RUN_SECONDS = 5.0
 Name = Annotated[str, typer.Option("--name", help="The cluster's name.")]
 Memory = Annotated[str, typer.Option("--worker-memory", help="For experts, of every worker; e.g. 512MiB.")]
 Threads = Annotated[int | None, typer.Option(help="Computing threads of a worker.", min=1, max=MOST_THREADS)]
-Precision = Annotated[str, typer.Option(help="The experts as main has them: auto, or a pack's int8, int4, int2.")]
+Precision = Annotated[str, typer.Option(help=f"The experts as main has them: {', '.join(PRECISION)}.")]
 
 app = typer.Typer(
     help="Several machines serve one model: start workers, invite others, see who is there.",
