@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ pytest.importorskip("zmq")
 
 from smoe.cluster.identity import Main, Worker, accepted, invitation, keep_main, new_main
 from smoe.cluster.worker import WorkerProcess
+from smoe.errors import ClusterError
 from smoe.load.worker_experts import open_experts
 from smoe.presets import configure
 
@@ -49,7 +52,7 @@ def start(main: Main) -> Iterator[Start]:
             served = open_experts(model, 1 << 20, configure(threads=1, **switches))
             opened.append(served)
             worker = kind(member(f"w{len(running)}"), served)
-            thread = threading.Thread(target=worker.serve, daemon=True)
+            thread = threading.Thread(target=partial(served_or_refused, worker), daemon=True)
             thread.start()
             running.append((worker, thread))
             started.append(worker)
@@ -62,6 +65,12 @@ def start(main: Main) -> Iterator[Start]:
         thread.join(10)
     for served in opened:
         served.alone.close()
+
+
+def served_or_refused(worker: WorkerProcess) -> None:
+    """A worker that main refuses ends; a process would say why."""
+    with suppress(ClusterError):
+        worker.serve()
 
 
 def member(name: str) -> Worker:

@@ -6,7 +6,6 @@ first, a prompt whose experts are both loaded here and computed there, a worker 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 
 from smoe.cluster.frames import Frame, Kind
 from smoe.cluster.identity import Main, keep_main, read_main
-from smoe.cluster.remote import Cluster
+from smoe.cluster.remote import _PROOF_ROWS, Cluster
 from smoe.cluster.worker import WorkerProcess
 from smoe.errors import ClusterError, ConfigError
 from tests import oracle
@@ -96,7 +95,7 @@ class Unreliable(WorkerProcess):
     def is_proven(self) -> bool:
         return self.proofs_left <= 0
 
-    proofs_left = 4
+    proofs_left = len(_PROOF_ROWS)
 
     def _work(self, frame: Frame) -> None:
         self.proofs_left -= 1
@@ -139,11 +138,11 @@ def test_faults_change_no_bit(
     theirs = oracle.reference_steps(folder)
     assert torch.equal(ours.prefill, theirs.prefill)
     assert all(torch.equal(a, b) for a, b in zip(ours.logits, theirs.logits, strict=False))
-    members = {member.name: member for member in cluster_of(model).members}
+    faulty = [member for member in cluster_of(model).members if member.name == "w0"]
     if fault in ("garbage", "other rows", "gone"):
-        assert members["w0"].why
+        assert any(member.why for member in faulty)
     if fault in ("silent", "slow"):
-        assert members["w0"].missed
+        assert any(member.missed for member in faulty)
     if others == 0:
         link = cluster_of(model).link
         assert link is not None and link.rescued > 0, "main went on alone"
@@ -207,18 +206,9 @@ def test_other_bits_are_refused(
 
     monkeypatch.setattr(frames, "done", off)
     folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    start(folder, 1)
     with pytest.raises(ClusterError, match="other bits"):
-        open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=3.0) if _started(start, folder) else None
-
-
-def _started(start: Start, folder: Path) -> bool:
-    class Refused(WorkerProcess):
-        def serve(self) -> None:
-            with contextlib.suppress(ClusterError):
-                super().serve()
-
-    start(folder, 1, Refused)
-    return True
+        open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=3.0)
 
 
 def test_a_stranger_is_not_let_in(toy: Callable[..., Path], start: Start, open_model: Open) -> None:

@@ -7,6 +7,7 @@ another eviction than the one that won; a learned eviction that takes part witho
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -173,7 +174,8 @@ def test_the_prefetch_that_serves_by_itself_is_the_baseline(
     monkeypatch.setattr(tournament, "_turn", lambda *_: 1.0)
     model = open_model(toy("qwen2_moe"), "half", prefetch="none")
     (found,) = hold(model, read_spec(str(toy("qwen2_moe")), model.offload.config), IDS, ["prefetch"], lambda _: None)
-    assert (found.baseline, found.winner.name, found.stays) == (baseline, baseline, True)
+    assert (found.baseline, found.winner.name, found.serves) == (baseline, baseline, usual)
+    assert found.stays == (baseline == usual), "who was not judged does not serve"
     assert {"none", baseline} <= {entrant.name for entrant in found.entrants if entrant.measured_seconds}
     assert ("look-ahead" in found.refused) == (usual == "look-ahead")
 
@@ -338,7 +340,8 @@ def test_what_cannot_be_read_is_no_winner(tmp_path: Path) -> None:
         whole.replace("lfu", "gone"),
         whole.replace('"format": 3', '"format": 9'),
         whole.replace('"name"', '"nobody"'),
-        whole.replace("[", "{").replace("]", "}"),
+        json.dumps({"format": 3, "eviction": json.loads(whole)["eviction"][0]}),
+        whole.replace('"resident_share": 0', '"resident_share": "half", "was": 0'),
     ):
         path.write_text(damaged)
         assert winners_of(tmp_path, where(configure(), CPU)) == {}

@@ -7,14 +7,17 @@ another cache simulated than the run had.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from smoe import from_pretrained
+from smoe.config import EngineConfig
 from smoe.metrics import Counters
-from smoe.report.hindsight import shown_by
+from smoe.report.hindsight import look_back, shown_by
 from smoe.report.pace import UNKNOWN
 from smoe.runtime.engine import Engine
 
@@ -50,6 +53,14 @@ def test_a_run_shows_how_skewed_its_routing_is() -> None:
 def test_where_substitutes_answer_misses_hits_say_nothing(switches: dict[str, Any]) -> None:
     shown = shown_by(*decoded(**switches), PROMPT)
     assert shown.skew is None and shown.layer is not None
+
+
+def test_a_run_whose_experts_others_computed_teaches_nothing(tmp_path: Path) -> None:
+    config = EngineConfig(cluster="home")
+    engine = SimpleNamespace(pacing=SimpleNamespace(is_emulated=False), config=config)
+    model: Any = SimpleNamespace(offload=engine, device=torch.device("cpu"))
+    generation: Any = SimpleNamespace(answers=["one"], decode_counters=Counters(forward_passes=99))
+    assert look_back(model, generation, tmp_path) is None
 
 
 def test_a_short_run_shows_nothing() -> None:

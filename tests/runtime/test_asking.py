@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from smoe.kernels.threads import threads
 from smoe.policy.plan import Load, Reason, Serve
 from smoe.policy.prediction import ASKED, Moment, Prediction, Predictor, Sight
 from smoe.routing import Phase, Routing
@@ -79,6 +80,20 @@ def test_its_thread_begins_with_the_first_question_and_ends_when_closed() -> Non
     assert engine_threads() == before
 
 
+def test_a_question_takes_no_cores_from_threads_that_come_later() -> None:
+    """Torch's number of threads is that of every new thread, whoever set it last."""
+    with threads(2):
+        asking, slow, found = Asking(), Slow(), list[int]()
+        slow.may.set()
+        asking.begin(slow, SIGHT)
+        asking.take(waits=True)
+        later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        asking.close()
+    assert found == [2]
+
+
 @pytest.mark.parametrize("budget", ["full", "half", "minimum"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
@@ -94,9 +109,9 @@ def test_bits_are_those_of_the_unmodified_model(
         assert model.offload.stats().prefetches > 0
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("cores", [1, 2])
 def test_several_rows_with_own_kernels_have_the_same_bits(
-    threads: int, toy: Callable[..., Path], open_model: Open
+    cores: int, toy: Callable[..., Path], open_model: Open
 ) -> None:
     """The first expert is computed by itself, the others in one piece."""
     folder = toy("qwen3_moe", dtype=torch.bfloat16, hidden_size=256, moe_intermediate_size=64)
@@ -105,7 +120,7 @@ def test_several_rows_with_own_kernels_have_the_same_bits(
     before = torch.get_num_threads()
     try:
         for asked in ASKED:
-            switches = {"prefetch": "previous-token", "max_sequences": 2, "threads": threads}
+            switches = {"prefetch": "previous-token", "max_sequences": 2, "threads": cores}
             model = open_model(folder, "half", prefetch_asked=asked, **switches)
             found.append(oracle.greedy(model, prompt, 8))
     finally:

@@ -11,6 +11,7 @@ import typer
 
 from smoe.bounds import MOST_THREADS, PRECISION
 from smoe.cli.options import Debug, Json, Model
+from smoe.cli.spread import with_options
 from smoe.errors import ClusterError, ConfigError
 from smoe.units import parse_bytes
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 MOST_LOCAL = 64
 DEFAULT_NAME = "local"
+_ENDING_SECONDS = 10.0
+"""For a worker to end in order."""
 _LEAST_RUN_SECONDS = 5.0
 """A worker that ends sooner than this is not started again."""
 
@@ -45,7 +48,6 @@ what it prints there. The main machine is whoever runs smoe generate --cluster.
 )
 
 
-@app.command()
 def up(
     model: Model = "demo",
     local: Annotated[int, typer.Option(help="Workers on this machine.", min=1, max=MOST_LOCAL)] = 2,
@@ -74,7 +76,6 @@ def up(
     _keep_running(lines)
 
 
-@app.command()
 def invite(
     name: Name = "home",
     address: Annotated[
@@ -93,18 +94,19 @@ def invite(
     from smoe.load.clustered import check_zmq
 
     check_zmq()
-    from smoe.cluster.identity import INVITATION_SECONDS, checked_address, invitation, keep_main, new_main, read_main
+    from smoe.cluster import identity
+    from smoe.cluster.identity import INVITATION_SECONDS, checked_address, invitation, keep_main, new_main
 
-    try:
-        main = read_main(name)
-    except ClusterError:
+    if name in identity.clusters():
+        main = identity.read_main(name)
+    else:
         if address is None:
             raise ConfigError(
                 f"there is no cluster {name!r} yet; give the address that it is to listen at: --address HOST",
                 setting="address",
                 given=None,
                 allowed="this machine's address in your network",
-            ) from None
+            )
         main = new_main(name, address)
     if address is not None:
         main = replace(main, address=checked_address(address))
@@ -121,7 +123,6 @@ def invite(
     )
 
 
-@app.command()
 def join(
     invitation: Annotated[
         str, typer.Argument(help="The line of smoe cluster invite, in quotes; or NAME, once joined.")
@@ -139,18 +140,16 @@ def join(
     check_zmq()
     import socket
 
-    from smoe.cluster.identity import accepted, keep_worker, read_worker
+    from smoe.cluster.identity import accepted, read_worker
 
     if invitation.startswith("smoe:"):
-        host = "".join(c for c in socket.gethostname() if c.isalnum() or c in "._-").lstrip("._-")
-        me = accepted(invitation, worker or host or "worker")
-        keep_worker(me)
+        host = "".join(c for c in socket.gethostname() if c.isascii() and (c.isalnum() or c in "._-")).lstrip("._-")
+        me = accepted(invitation, worker or host[:63] or "worker")
     else:
         me = read_worker(invitation)
     _work(me, model, worker_memory, threads, precision)
 
 
-@app.command(hidden=True)
 def work(
     model: Model = "demo",
     name: Name = DEFAULT_NAME,
@@ -164,7 +163,6 @@ def work(
     _work(read_worker(name), model, worker_memory, threads, precision)
 
 
-@app.command()
 def status(
     name: Name = DEFAULT_NAME,
     watch: Annotated[bool, typer.Option("--watch", help="Go on showing it, until Ctrl-C.")] = False,
@@ -203,12 +201,9 @@ def _check(model: str, worker_memory: str, precision: str) -> None:
 
 def _local_workers(name: str, count: int) -> tuple[Main, list[str]]:
     """The cluster, and the names under which each worker keeps what it is."""
-    from smoe.cluster.identity import KeyPair, Worker, keep_main, keep_worker, new_main, read_main
+    from smoe.cluster.identity import KeyPair, Worker, clusters, keep_main, keep_worker, new_main, read_main
 
-    try:
-        main = read_main(name)
-    except ClusterError:
-        main = new_main(name)
+    main = read_main(name) if name in clusters() else new_main(name)
     names = []
     for n in range(1, count + 1):
         me = Worker(f"{name}-{n}", f"{name}-{n}", main.address, main.keys.public, KeyPair.new())
@@ -248,7 +243,10 @@ def _keep_running(lines: list[list[str]]) -> None:
         for process, _ in running.values():
             process.terminate()
         for process, _ in running.values():
-            process.wait()
+            try:
+                process.wait(_ENDING_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def _work(me: Worker, model: str, worker_memory: str, threads: int | None, precision: str) -> None:
@@ -277,7 +275,7 @@ def _work(me: Worker, model: str, worker_memory: str, threads: int | None, preci
     try:
         process.serve()
     except KeyboardInterrupt:
-        note(f"worker {me.name}: ended")
+        raise KeyboardInterrupt(f"worker {me.name} has ended") from None
     finally:
         opened.alone.close()
 
@@ -300,11 +298,12 @@ def _said(main: Main) -> dict[str, Any]:
 
 
 def _table(main: Main) -> Table:
+    from rich.markup import escape
     from rich.table import Table
 
     said = _said(main)
     state = "main runs" if said["is_running"] else "no main runs; the last one had"
-    table = Table(title=f"cluster {main.name} at {main.address}: {state}", title_justify="left", box=None)
+    table = Table(title=f"cluster {main.name} at {escape(main.address)}: {state}", title_justify="left", box=None)
     for head in ("worker", "state", "fit", "computed", "late", "a load", "an expert", "there and back"):
         table.add_column(head, justify="left" if head in ("worker", "state") else "right")
     for each in said["workers"]:
@@ -313,5 +312,10 @@ def _table(main: Main) -> Table:
             f"{1e3 * each[key]:.2f} ms" for key in ("seconds_per_load", "seconds_per_expert", "seconds_there_and_back")
         )
         counts = (str(each[key]) for key in ("slots", "experts_computed", "deadlines_missed"))
-        table.add_row(each["name"], state, *counts, *times)
+        table.add_row(escape(each["name"]), escape(state), *counts, *times)
     return table
+
+
+for _command in (up, invite, join, status):
+    app.command(help=_command.__doc__)(with_options(_command))
+app.command(hidden=True)(with_options(work))

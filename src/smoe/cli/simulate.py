@@ -40,6 +40,7 @@ def command(
     simulated by this smoe is not simulated again.
     """
     from smoe.cli.console import note, print_json, progress
+    from smoe.cli.keeping import Keeping
 
     if paper not in PAPERS:
         raise ConfigError.no_choice("paper", paper, PAPERS)
@@ -50,12 +51,14 @@ def command(
     known = sum(cells.find(setting) is not None for setting in evaluation.SETTINGS)
     if known:
         note(f"{known} of {count} settings were simulated before; --fresh simulates them anew")
+    how = "the same command, without --fresh, goes on" if fresh else "the same command goes on"
+    words = f"interrupted; {how} from the settings that are done" if Keeping().can_keep else "interrupted"
     try:
         with progress("simulate", "settings") as bars:
             task = bars.add_task(paper, total=count, amount="", skipped=known)
             found = evaluation.reproduce(lambda done: bars.update(task, advance=done), cells)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; the same command goes on from the settings that are done") from None
+        raise KeyboardInterrupt(words) from None
     if json:
         print_json(found.as_json())
     else:

@@ -78,7 +78,10 @@ def forget_winners(model: str, engine: EngineOptions, as_json: bool) -> None:
     from smoe.load.winners import CHOICES, forget
     from smoe.models.files import fetch
 
-    named = [kind for kind in CHOICES if getattr(engine, kind) == "auto"]
+    named = [kind for kind in CHOICES if getattr(engine, kind) is not None]
+    for kind in named:
+        if getattr(engine, kind) != "auto":
+            raise ConfigError.no_choice(kind, getattr(engine, kind), ["auto"])
     dropped = forget(fetch(model, engine.revision), named or [*CHOICES])
     if as_json:
         print_json({"model": model, "forgotten": {kind: [vars(won) for won in of] for kind, of in dropped.items()}})
@@ -133,7 +136,7 @@ def _interrupted_in_words() -> Iterator[None]:
 
 
 def _won(found: Tournament, share: float, source: str, machine: str) -> Winner:
-    """As it is remembered; a baseline that has kept its place as `auto`, so that nothing is decided."""
+    """As it is remembered; who serves without a tournament as `auto`, so that nothing is decided."""
     from smoe.load.winners import Winner
 
     first, second = found.winner, found.entrants[min(1, len(found.entrants) - 1)]
@@ -170,7 +173,7 @@ def _verdict(found: Tournament) -> str:
 
     usual = next(entrant for entrant in found.entrants if entrant.name == found.baseline)
     rule = f"more than {LEAD:.0%} faster in each of {ROUNDS} rounds"
-    if not found.stays:
+    if found.winner.name != found.baseline:
         won = found.winner
         return f"{won.name} takes the place of {usual.name}: {rule}, {_less(won, usual):.1%} at the median"
     rival = min(found.entrants, key=lambda entrant: entrant.seconds if entrant.measured_seconds else float("inf"))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 import zmq
 
+from smoe.cluster import frames
 from smoe.cluster.members import Member
 from smoe.cluster.requests import Proof
+
+_MOST_WAITING = 64
+"""Messages of a worker that are received before they are looked at."""
+_log = logging.getLogger(__name__)
 
 
 class Doorkeeper(Protocol):
@@ -40,7 +46,23 @@ class Keys:
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether a client with this key may connect."""
         del domain
-        return self._doorkeeper.may_knock(key.decode())
+        try:
+            return self._doorkeeper.may_knock(key.decode())
+        except Exception:  # would end the thread that all connections wait for
+            _log.exception("who may connect could not be decided")
+            return False
+
+
+def listen(router: zmq.Socket[bytes], address: str, public: str, secret: str) -> None:
+    """Take encrypted connections at an address; raises `zmq.ZMQError` where it cannot be had."""
+    router.curve_server = True
+    router.curve_publickey, router.curve_secretkey = public.encode(), secret.encode()
+    router.setsockopt(zmq.LINGER, 0)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to who has gone fails, and says so
+    router.setsockopt(zmq.RCVHWM, _MOST_WAITING)
+    router.setsockopt(zmq.MAXMSGSIZE, frames.MOST_BYTES)
+    router.setsockopt(zmq.IPV6, 1 if "[" in address else 0)
+    router.bind(address)
 
 
 def user_of(part: Any) -> str:

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 import zmq
 
 from smoe.errors import ClusterError
-from smoe.whole_file import whole_file
+from smoe.whole_file import partial_of, whole_file
 
 _FORMAT = 1
 DEFAULT_PORT = 5717
@@ -101,9 +101,14 @@ def clusters_folder() -> Path:
     return Path.home() / ".config" / "smoe" / "clusters"
 
 
+def is_name(name: str) -> bool:
+    """Whether a cluster or worker may be called so."""
+    return _NAME.fullmatch(name) is not None
+
+
 def checked_name(name: str, setting: str = "cluster") -> str:
     """The name of a cluster or worker; raises `ClusterError` for what would be no file's name."""
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise ClusterError(
             f"`{setting}` is {name!r:.80}; a name has letters, digits, '.', '_' and '-', and begins with one of the "
             "first two",
@@ -123,7 +128,7 @@ def checked_address(address: str) -> str:
     if found is None or not 0 < int(found[2]) < 65536:
         raise ClusterError(
             f"`address` is {address!r:.80}; it must be the machine's own address, as 192.168.1.5 or "
-            f"tcp://192.168.1.5:{DEFAULT_PORT} (0.0.0.0 listens on all)",
+            f"tcp://192.168.1.5:{DEFAULT_PORT}",
             setting="address",
             given=address,
             allowed="HOST or tcp://HOST:PORT",
@@ -136,12 +141,17 @@ def new_main(name: str, address: str = "127.0.0.1") -> Main:
     return Main(checked_name(name), checked_address(address), KeyPair.new())
 
 
+def clusters() -> list[str]:
+    """The names of those whose main machine this is."""
+    return sorted(each.parent.name for each in clusters_folder().glob("*/main.json"))
+
+
 def read_main(name: str) -> Main:
     """The cluster of this name whose main machine this is. Raises `ClusterError`."""
     path = _path(name, "main")
     stored = _read(path)
     if stored is None:
-        known = sorted(each.parent.name for each in clusters_folder().glob("*/main.json"))
+        known = clusters()
         here = f"; there are: {', '.join(known)}" if known else ""
         raise ClusterError(
             f"there is no cluster {name!r} on this machine{here}; start one with smoe cluster up",
@@ -186,7 +196,12 @@ def keep_worker(worker: Worker) -> Path:
 
 def keep_status(name: str, workers: list[dict[str, Any]]) -> Path:
     """Say who is there, now; returns where. Raises `OSError`."""
-    return _keep(_path(name, "status"), {"at": time.time(), "process": os.getpid(), "workers": workers})
+    path = _path(name, "status")
+    content = {"format": _FORMAT, "at": time.time(), "process": os.getpid(), "workers": workers}
+    partial = partial_of(path)
+    partial.write_text(json.dumps(content), encoding="utf8")  # not forced to the disk, which experts are read from
+    partial.replace(path)
+    return path
 
 
 def read_status(name: str) -> dict[str, Any] | None:
@@ -196,6 +211,13 @@ def read_status(name: str) -> dict[str, Any] | None:
 
 def invitation(main: Main, now: float | None = None) -> tuple[Main, str]:
     """(main, who expects somebody now; the line for the other machine)."""
+    if re.search(r"//(0\.0\.0\.0|\[::\]):", main.address):
+        raise ClusterError(
+            f"{main.address} is no address that another machine could connect to; name this machine's own one",
+            setting="address",
+            given=main.address,
+            allowed="this machine's address in your network",
+        )
     code, now = secrets.token_urlsafe(18), time.time() if now is None else now
     expecting = replace(main, invitations=main.invitations | {_digest(code): now + INVITATION_SECONDS})
     parts = urlsplit(main.address)

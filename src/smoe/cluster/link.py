@@ -15,7 +15,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from smoe.cluster import frames
-from smoe.cluster.door import Doorkeeper, Keys, user_of
+from smoe.cluster.door import Doorkeeper, Keys, listen, user_of
 from smoe.cluster.doorbell import Doorbell
 from smoe.cluster.frames import Frame, FrameError, Kind
 from smoe.cluster.members import Member, State
@@ -38,6 +39,10 @@ _TICK_SECONDS = 0.01
 _BEAT_SECONDS = 0.5
 _SILENCE_SECONDS = 1.0
 """Without a word from a worker after which it is out."""
+PROOF_SECONDS = 30.0
+"""For a proof: a worker compiles its kernels first."""
+MOST_STRIKES = 2
+"""Times that a worker may be late without having answered between."""
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +83,8 @@ class Link:
         self._router = self._context.socket(zmq.ROUTER)
         self._monitor: Any = None
         try:
-            self._listen(address, public, secret)
+            listen(self._router, address, public, secret)
+            self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         except zmq.ZMQError as error:
             self._shut()
             raise ClusterError(
@@ -91,30 +97,21 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="smoe-cluster", daemon=True)
         self._thread.start()
 
-    def _listen(self, address: str, public: str, secret: str) -> None:
-        router = self._router
-        router.curve_server = True
-        router.curve_publickey, router.curve_secretkey = public.encode(), secret.encode()
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to who has gone fails, and says so
-        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        router.setsockopt(zmq.MAXMSGSIZE, frames.MOST_BYTES)
-        router.setsockopt(zmq.IPV6, 1 if "[" in address else 0)
-        router.bind(address)
-        self._monitor = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-
     # -- for other threads --------------------------------------------------------------------------------------------
 
     def submit(self, unit: int, wanted: Sequence[Wanted], hidden: Fetched) -> list[Future[torch.Tensor]]:
         """Ask a worker; the results come as from a `ComputeUnit`."""
         futures: list[Future[torch.Tensor]] = [Future() for _ in wanted]
+        if self._is_ending:
+            self.forget(futures)
+            return futures
         request = Request(next(self._numbers), wanted, hidden, futures, unit)
         self._bell.put(lambda: self._begin(request))
         return futures
 
     def fetch(self, unit: int, keys: Sequence[Any]) -> None:
         """Have a worker bring experts in."""
-        self._bell.put(lambda: self._send_to(self.members[unit], frames.fetch(keys)))
+        self._bell.put(lambda: self._send_to(self.members.get(unit), frames.fetch(keys)))
 
     def forget(self, futures: Sequence[Future[torch.Tensor]]) -> None:
         """Nobody waits for these any more."""
@@ -146,14 +143,16 @@ class Link:
         for each in (self._router, self._monitor, self._bell.fileno()):
             poller.register(each, zmq.POLLIN)
         while not self._is_ending:
-            poller.poll(int(1000 * (_TICK_SECONDS if self._requests else 10 * _TICK_SECONDS)))
             try:
+                poller.poll(int(1000 * (_TICK_SECONDS if self._requests else 10 * _TICK_SECONDS)))
                 self._turn()
             except Exception:  # a request must not wait for ever for a thread that has ended
                 _log.exception("the link has failed; what is under way is computed here")
         for member in self.members.values():
             if member.state is not State.OUT:
                 self._send_to(member, frames.alone(Kind.LEAVE))
+        for begin in self._bell.take():
+            begin()
         for request in self._requests.values():
             self.forget(request.futures)
 
@@ -179,7 +178,9 @@ class Link:
         except FrameError as error:
             _log.warning("%s sent what cannot be: %s", member.name if member else "a stranger", error)
             if member is not None:
-                self._out(member, f"sent what cannot be: {error}")
+                why = f"sent what cannot be: {error}"
+                self._send(route, frames.talk(Kind.REFUSED, {"why": why}))
+                self._out(member, why)
 
     def _knocked(self, route: bytes, key: str, said: dict[str, Any]) -> None:
         known = self._by_route.get(route)
@@ -192,10 +193,18 @@ class Link:
         for other in self.members.values():
             if other.key == key and other.state is not State.OUT:
                 self._out(other, "came back anew")
+        self._drop_former(found.name)
         found.route, found.heard = route, time.monotonic()
         self.members[found.unit] = self._by_route[route] = found
         self._send(route, frames.talk(Kind.WELCOME, self._doorkeeper.welcome()))
         self._try_next(found, iter(self._doorkeeper.proof(found)))
+
+    def _drop_former(self, name: str) -> None:
+        """Of a worker that comes again and again only the last time is kept."""
+        asked = {unit for request in self._requests.values() for unit in request.asked}
+        for unit, member in list(self.members.items()):
+            if member.name == name and member.state is State.OUT and unit not in asked:
+                del self.members[unit]
 
     def _try_next(self, member: Member, proofs: Iterator[Proof]) -> None:
         """One proof after the other, so that what they take says something."""
@@ -214,6 +223,7 @@ class Link:
             self._out(member, "left")
         elif frame.kind in (Kind.DONE, Kind.FAILED):
             request = self._requests.get(frame.request)
+            member.strikes = 0
             if member.state is State.SUSPECT:
                 self._became(member, State.READY)
             if request is None or member.unit not in request.asked:
@@ -257,6 +267,16 @@ class Link:
         self._ask_next(request)
 
     def _ask_next(self, request: Request) -> None:
+        """Ask somebody more; where that cannot be, whoever waits is told."""
+        try:
+            self._ask_someone(request)
+        except Exception as error:
+            self._requests.pop(request.number, None)
+            for future in request.futures:
+                with suppress(InvalidStateError):
+                    future.set_exception(error)
+
+    def _ask_someone(self, request: Request) -> None:
         """Ask the unit that the plan names, then whoever is left and least asked, then ourselves."""
         if request.futures and all(future.done() for future in request.futures):
             self._requests.pop(request.number, None)  # forgotten meanwhile
@@ -264,7 +284,7 @@ class Link:
         if request.trial is not None:
             self._ask(request, request.trial.member)
             return
-        first = None if request.first is None else self.members.get(request.first)
+        first = self.members.get(request.first)
         others = sorted(
             (each for each in self.members.values() if each is not first), key=lambda each: self._open(each)
         )
@@ -278,8 +298,10 @@ class Link:
 
     def _ask(self, request: Request, member: Member) -> bool:
         loads, now = member.will_hold(each.key for each in request.wanted), time.monotonic()
-        ahead = self._open(member)  # it computes one request after the other
-        due = now + (1 + ahead) * member.deadline(request.wanted, loads)
+        before = [each.asked[member.unit][1] for each in self._requests.values() if member.unit in each.asked]
+        due = max([now, *before]) + member.deadline(request.wanted, loads)  # it computes one after the other
+        if request.trial is not None:
+            due = now + PROOF_SECONDS
         request.asked[member.unit] = (now, due, loads)
         member.requests += 1
         hidden, wanted = only_used(request.hidden.wait(), request.wanted)
@@ -287,13 +309,14 @@ class Link:
 
     def _rescue_it(self, request: Request) -> None:
         """Nobody is left to ask: main computes it, unless somebody who is late answers first."""
-        if self._rescue is None or -1 in request.asked:
+        if -1 in request.asked:
             return
-        request.asked[-1] = (time.monotonic(), float("inf"), 0)
+        if self._rescue is None:
+            raise ClusterError("no worker of the cluster is left")
         self.rescued += len(request.wanted)
         for mine, theirs in zip(self._rescue.submit(request.wanted, request.hidden), request.futures, strict=True):
             mine.add_done_callback(partial(take_over, theirs))
-        del self._requests[request.number]
+        request.asked[-1] = (time.monotonic(), float("inf"), 0)
 
     def _see_to_deadlines(self, now: float) -> None:
         for request in list(self._requests.values()):
@@ -301,7 +324,7 @@ class Link:
                 del self._requests[request.number]
                 continue
             late = [self.members[unit] for unit, (_, due, _) in request.asked.items() if unit >= 0 and due < now]
-            if request.asked and len(late) == len(request.asked):
+            if len(late) == len(request.asked):
                 for member in late:
                     self._missed(member)
                 if request.trial is not None:
@@ -314,7 +337,7 @@ class Link:
             for member in list(self.members.values()):
                 if member.state is State.OUT:
                     continue
-                if now - member.heard > _SILENCE_SECONDS:
+                if member.state is not State.PROVING and now - member.heard > _SILENCE_SECONDS:
                     self._out(member, f"said nothing for {_SILENCE_SECONDS:g} s")
                     continue
                 self._send_to(member, frames.alone(Kind.BEAT))
@@ -324,7 +347,10 @@ class Link:
     def _missed(self, member: Member) -> None:
         member.missed += 1
         if member.state is State.READY:
+            member.strikes += 1
             self._became(member, State.SUSPECT)
+            if member.strikes > MOST_STRIKES:
+                self._out(member, f"was late {member.strikes} times in a row")
 
     # -- members ------------------------------------------------------------------------------------------------------
 
@@ -337,6 +363,7 @@ class Link:
     def _out(self, member: Member, why: str) -> None:
         if member.state is State.OUT:
             return
+        self._send(member.route, frames.alone(Kind.LEAVE))  # so that it may greet us anew
         self._became(member, State.OUT, why)
         self._by_route.pop(member.route, None)
         for request in list(self._requests.values()):
@@ -347,8 +374,8 @@ class Link:
                 if not open_to:
                     self._ask_next(request)
 
-    def _send_to(self, member: Member, parts: list[Any]) -> bool:
-        if member.state is State.OUT:
+    def _send_to(self, member: Member | None, parts: list[Any]) -> bool:
+        if member is None or member.state is State.OUT:
             return False
         if self._send(member.route, parts):
             return True

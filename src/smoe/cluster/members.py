@@ -2,7 +2,7 @@
 
     HELLO -> PROVING --bits equal--> READY --a deadline missed--> SUSPECT --an answer--> READY
                 |                      |                             |
-                `--other bits--------> OUT <--disconnected, silent, or a second miss
+                `--other bits--------> OUT <--disconnected, silent, or late several times in a row
 
 What a worker holds is worked out, not asked: it keeps what it used last, in as many slots as it has. Where that is
 wrong, a time is foretold wrongly and nothing else.
@@ -67,6 +67,8 @@ class Member:
     requests: int = 0
     missed: int = 0
     """Deadlines."""
+    strikes: int = 0
+    """Of them, since the last answer."""
     has_answered: bool = False
     _holds: OrderedDict[ExpertKey, None] = field(default_factory=OrderedDict)
 

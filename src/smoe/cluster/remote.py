@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from smoe import __version__
-from smoe.cluster.identity import Main, keep_main, keep_status, read_main
+from smoe.cluster.identity import Main, is_name, keep_main, keep_status, read_main
 from smoe.cluster.link import Link
-from smoe.cluster.members import Member
+from smoe.cluster.members import Member, State
 from smoe.cluster.requests import Proof
 from smoe.compute.experts_alone import ExpertsAlone
 from smoe.compute.unit import ComputeUnit, Wanted
@@ -33,7 +33,8 @@ from smoe.policy.plan import FIRST_WORKER
 from smoe.policy.prediction import Prediction
 from smoe.routing import Routing
 
-_PROOF_ROWS = (1, 2, 5, 40)
+_PROOF_ROWS = (1, 2, 3, 5, 8, 9, 33, 300)
+"""Where kernels, or what they share out over threads, may change from one machine to another."""
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Cluster:
         one of `BALANCE_ORDER`. Raises `ClusterError` where the address is taken."""
         self.main = main
         self.units: dict[int, ComputeUnit] = {}
-        """By the number in plans; only ever grows."""
+        """By the number in plans."""
         self._alone = alone
         self._asked = asked
         self._method, self._order = method, order
@@ -114,6 +115,8 @@ class Cluster:
     def begin_pass(self) -> None:
         """Plan with those who are ready now."""
         self._ready = self._here()
+        for unit in [unit for unit in self.units if unit >= FIRST_WORKER and self._is_out(unit)]:
+            del self.units[unit]
         for member in self._ready:
             if member.unit not in self.units:
                 assert self.link is not None
@@ -144,6 +147,10 @@ class Cluster:
                     self.link.fetch(unit, keys)
         return ()
 
+    def _is_out(self, unit: int) -> bool:
+        member = None if self.link is None else self.link.members.get(unit)
+        return member is None or member.state is State.OUT
+
     def _here(self) -> list[Member]:
         return sorted((member for member in self.members if member.is_here), key=lambda member: member.name)
 
@@ -167,21 +174,31 @@ class Cluster:
     def knocked(self, key: str, said: dict[str, Any]) -> Member | str:
         """A new member that is to be proven, or why it is refused."""
         name, slots, code = said.get("name"), said.get("slots"), said.get("code")
-        if not isinstance(name, str) or not 0 < len(name) < 64 or not isinstance(slots, int) or slots < 1:
+        if not isinstance(name, str) or not is_name(name) or type(slots) is not int or slots < 1:
             return "its greeting is not whole"
-        if key not in self.main.workers.values():
-            found = self.main.invited(code) if isinstance(code, str) else None
-            if found is None:
-                return "its invitation is not, or no longer, good; ask for another (smoe cluster invite)"
-            with self._lock:
-                self.main = found.with_worker(name, key)
-                keep_main(self.main)
         for what, mine in {"smoe": __version__, **self._asked}.items():
             if said.get(what) != mine:
-                return f"its {what} is {str(said.get(what))[:80]}, main has {mine}"
+                return f"its {what} is {str(said.get(what))[:80]!r}, main has {mine!r}"
+        known = next((each for each, its_key in self.main.workers.items() if its_key == key), None)
+        if known is None:
+            why = self._let_in(name, key, code)
+            if why:
+                return why
+        self._unit += 1
+        return Member(self._unit - 1, known or name, key, b"", slots)
+
+    def _let_in(self, name: str, key: str, code: object) -> str:
+        """Take an invitation; why not, where it is not good."""
+        if name in self.main.workers:
+            return f"there is a worker {name!r} already; join by another name (--worker)"
+        self._read_again()
+        found = self.main.invited(code) if isinstance(code, str) else None
+        if found is None:
+            return "its invitation is not, or no longer, good; ask for another (smoe cluster invite)"
         with self._lock:
-            self._unit += 1
-            return Member(self._unit - 1, name, key, b"", slots)
+            self.main = found.with_worker(name, key)
+            keep_main(self.main)
+        return ""
 
     def welcome(self) -> dict[str, Any]:
         """What computes few rows."""

@@ -43,7 +43,7 @@ class Request:
     hidden: Fetched
     """[T, H]"""
     futures: list[Future[torch.Tensor]]
-    first: int | None
+    first: int
     """The unit that the plan names."""
     trial: Trial | None = None
     """Whose proof it is: nobody else is asked."""

@@ -66,6 +66,8 @@ class WorkerProcess:
         self._waiting_ahead = 0
         self._arithmetic: str | None = None
         self._heard = self._said = 0.0
+        self._ended = 0.0
+        """When the last request was done: what waits for it before is not its own time."""
         self._is_in = False
         self._is_ending = False
 
@@ -97,6 +99,7 @@ class WorkerProcess:
         dealer.curve_serverkey = self._me.main_key.encode()
         dealer.curve_publickey, dealer.curve_secretkey = self._me.keys.public.encode(), self._me.keys.secret.encode()
         dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.IPV6, 1 if "[" in self._me.address else 0)
         dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a main that is not there
         dealer.setsockopt(zmq.MAXMSGSIZE, frames.MOST_BYTES)
         dealer.setsockopt(zmq.RECONNECT_IVL, 100)
@@ -183,7 +186,8 @@ class WorkerProcess:
 
         def over(_: Future[torch.Tensor]) -> None:  # one thread computes, in the order asked: these were the last
             computing = sum(seconds for seconds, _ in alone.experts.measured())
-            self._bell.put(_outcome(frame.request, futures, began, computing))
+            self._bell.put(_outcome(frame.request, futures, max(began, self._ended), computing))
+            self._ended = time.perf_counter()
 
         futures[-1].add_done_callback(over)
 

@@ -102,6 +102,8 @@ class Tournament:
     kind: str
     """`prefetch` or `eviction`: the setting."""
     baseline: str
+    """Whom the others have to beat: who serves without a tournament, or, where that one cannot take part, nobody."""
+    serves: str
     """Who serves without a tournament."""
     entrants: tuple[Entrant, ...]
     refused: Mapping[str, Refused]
@@ -113,8 +115,8 @@ class Tournament:
 
     @property
     def stays(self) -> bool:
-        """Whether the baseline has kept its place."""
-        return self.winner.name == self.baseline
+        """Whether who serves without a tournament has won it, so that nothing is decided."""
+        return self.winner.name == self.serves
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -236,9 +238,9 @@ def hold(
     if "eviction" in kinds:
         entrants = [_evict(engine, listener, settings, times) for settings in evictions.values()]
         turns = _Turns(model, ids, tick, lambda name: _by_eviction(engine, evictions[name]))
-        found.append(_finish("eviction", "auto", entrants, absent, turns))
+        found.append(_finish("eviction", "auto", "auto", entrants, absent, turns))
     if "prefetch" in kinds:
-        usual = serving_prefetch(model, spec)
+        serves = usual = serving_prefetch(model, spec)
         if usual not in ("none", *predictors):
             refused[usual] = Refused(
                 f"`prefetch` {usual}, which auto is here, runs layers of its own: nobody else hears"
@@ -246,7 +248,7 @@ def hold(
             usual = "none"
         entrants = [_guess(engine, listener, name, predictors.get(name), times) for name in ("none", *predictors)]
         turns = _Turns(model, ids, tick, lambda name: _by_predictor(engine, predictors, name))
-        found.append(_finish("prefetch", usual, entrants, refused, turns))
+        found.append(_finish("prefetch", usual, serves, entrants, refused, turns))
     return found
 
 
@@ -321,7 +323,12 @@ class _Turns(NamedTuple):
 
 
 def _finish(
-    kind: str, baseline: str, entrants: Sequence[Entrant], refused: Mapping[str, Refused], turns: _Turns
+    kind: str,
+    baseline: str,
+    serves: str,
+    entrants: Sequence[Entrant],
+    refused: Mapping[str, Refused],
+    turns: _Turns,
 ) -> Tournament:
     """Run the finalists of a simulation in turns; the winner stays in the engine."""
     ranked = sorted(entrants, key=lambda entrant: entrant.simulated_seconds)
@@ -335,7 +342,7 @@ def _finish(
     measured = [replace(entrant, measured_seconds=tuple(took[entrant.name])) for entrant in finalists]
     placed = placed_of(measured, baseline)
     turns.set_up(placed[0].name)
-    return Tournament(kind, baseline, (*placed, *rest), refused)
+    return Tournament(kind, baseline, serves, (*placed, *rest), refused)
 
 
 def finalists_of(ranked: Sequence[Entrant], always: Container[str]) -> list[Entrant]:

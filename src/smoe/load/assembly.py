@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 
 from smoe.bounds import DEFAULT_PREFETCH_DEPTH, EMULATED
 from smoe.compute.host_experts import Balancer, HostExperts
-from smoe.compute.unit import ComputeUnit, Sharer
+from smoe.compute.unit import ComputeUnit
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.expert import EXACT, LOW
 from smoe.load.calibration import calibrate
 from smoe.load.choose_kernel import choose_arithmetic
-from smoe.load.clustered import cluster_of
+from smoe.load.clustered import Asked, cluster_of
 from smoe.load.experts_math import experts_math
 from smoe.load.known import Known
 from smoe.load.learned import Learned
@@ -100,16 +100,12 @@ def assemble(
         _prove(model, spec, LayerExecutor(compute=compute), checkpoint)
         leaves_little = choose_arithmetic(model, spec, config, compute, _host_threads(pacing))
         balancer = _balancer(config, tiers, compute.units.get(HOST), pacing, ledger.demand.slot_bytes)
-        sharer: Sharer | None = balancer
-        if config.cluster is not None:
-            rate = LoadRate(transfers, tiers.link)
-            sharer = cluster_of(
-                model, spec, config, stores, compute, ledger.demand, budget.weights, rate.seconds_per_byte, made
-            )
+        asked = Asked(budget.weights, LoadRate(transfers, tiers.link).seconds_per_byte, ledger.demand)
+        others = None if config.cluster is None else cluster_of(model, spec, config, store, compute, asked, made)
         executor = LayerExecutor(
             compute=compute,
             predictors=predictors,
-            balancer=sharer,
+            balancer=others or balancer,
             trial=Trial() if _is_on_trial(config) else None,
             upgrades=config.upgrade,
         )

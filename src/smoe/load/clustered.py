@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -55,6 +55,16 @@ def check_zmq() -> None:
         ) from error
 
 
+class Asked(NamedTuple):
+    """What a cluster is told of the engine."""
+
+    weights: str
+    """The checkpoint's checksum, which workers must have, too."""
+    seconds_per_byte: Callable[[], float]
+    """Of recent loads here."""
+    demand: Demand
+
+
 def check_cluster(name: str) -> None:
     """Raise `ClusterError` where there is no such cluster, or `ConfigError` without pyzmq: before anything is read."""
     check_zmq()
@@ -67,15 +77,12 @@ def cluster_of(
     model: PreTrainedModel,
     spec: ModelSpec,
     config: EngineConfig,
-    stores: Mapping[int, ExpertStore],
+    store: ExpertStore,
     compute: LayerCompute,
-    demand: Demand,
-    weights: str,
-    seconds_per_byte: Callable[[], float],
+    asked: Asked,
     made: ExitStack,
 ) -> Cluster:
-    """Listening, with whoever came in time; `weights`: the checkpoint's checksum; `made` closes it where what follows
-    fails.
+    """Listening, with whoever came in time; `made` closes it where what follows fails.
 
     Raises `ClusterError` where the cluster is unknown, its address taken, or too few workers came.
     """
@@ -84,7 +91,7 @@ def cluster_of(
     from smoe.errors import ClusterError
 
     assert config.cluster is not None
-    main, store = read_main(config.cluster), stores[EXACT]
+    main = read_main(config.cluster)
     math = experts_math(model, spec, store, config.activations)
     if not all(layer.is_movable for layer in math.values()):
         raise ConfigError(
@@ -93,13 +100,13 @@ def cluster_of(
             given=config.cluster,
             allowed="none for this model",
         )
-    own = [each for each in demand.all_classes if each.form == EXACT]
+    own = [each for each in asked.demand.all_classes if each.form == EXACT]
     alone = experts_alone(store, math, own, 0, config)
-    asked = {"weights": weights, "precision": spec.precision, "dtype": str(spec.dtype)}
+    same = {"weights": asked.weights, "precision": spec.precision, "dtype": str(spec.dtype)}
     slot_bytes = max(store.slot_bytes.values())
     method = config.placement or "finish"
     cluster = Cluster(
-        main, alone, spec.dtype, asked, method, config.balance_order, lambda: slot_bytes * seconds_per_byte()
+        main, alone, spec.dtype, same, method, config.balance_order, lambda: slot_bytes * asked.seconds_per_byte()
     )
     made.callback(cluster.close)
     cluster.units.update(compute.units)

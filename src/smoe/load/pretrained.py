@@ -25,7 +25,7 @@ from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.process_memory import note_start
 from smoe.memory.arena import Arena, forget_peak
 from smoe.memory.dtypes import SAFETENSORS
-from smoe.memory.emulation import Emulation, read_emulated
+from smoe.memory.emulation import DeviceProfile, Emulation, read_emulated
 from smoe.memory.pacing import Pacing
 from smoe.memory.quantised_store import QuantisedStore, is_quantised
 from smoe.memory.store import ExpertStore, LayerExperts
@@ -87,14 +87,8 @@ def load(
     note_start()
     device = choose_device(config)
     profile = read_emulated(config.profile) if config.device == EMULATED else None
-    if device.type == "cpu" and profile is None and config.balance not in ("auto", "none"):
-        raise ConfigError(
-            f"`balance` {config.balance} (an option, or part of a preset) needs a device beside the CPU; this machine "
-            "computes on its CPU: use another preset, or `device` emulated as a test bench",
-            setting="balance",
-            given=config.balance,
-            allowed="auto or none on a CPU",
-        )
+    if device.type == "cpu" and profile is None:
+        _check_balance(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if config.cluster is not None:
@@ -123,12 +117,7 @@ def load(
         arena.touch()  # slower than the disk, and free beside the loading of the other weights
         loaded = checkpoint.load_dense(spec, device)
         arena.wait_touched(_TOUCH_SECONDS)
-        pacing = Pacing()
-        if profile is not None:
-            layer_bytes = ledger.demand.weights_bytes / len(spec.sites)
-            pacing = Emulation(
-                profile, config.dilation, layer_bytes, stores[EXACT].expert_bytes, config.emulated_expert_bytes
-            )
+        pacing = Pacing() if profile is None else _emulation(profile, config, spec, ledger, stores[EXACT])
         known = known._replace(config=config, reasons=won.reasons | known.reasons)
         weights = "" if config.cluster is None else checksum(checkpoint.place)
         budget = Budget(ledger, reason, known, learned, weights)
@@ -136,6 +125,25 @@ def load(
     except BaseException:
         arena.close()
         raise
+
+
+def _check_balance(config: EngineConfig) -> None:
+    """Raise `ConfigError` where the CPU is to compute beside itself."""
+    if config.balance not in ("auto", "none"):
+        raise ConfigError(
+            f"`balance` {config.balance} (an option, or part of a preset) needs a device beside the CPU; this machine "
+            "computes on its CPU: use another preset, or `device` emulated as a test bench",
+            setting="balance",
+            given=config.balance,
+            allowed="auto or none on a CPU",
+        )
+
+
+def _emulation(
+    profile: DeviceProfile, config: EngineConfig, spec: ModelSpec, ledger: Ledger, store: ExpertStore
+) -> Emulation:
+    layer_bytes = ledger.demand.weights_bytes / len(spec.sites)
+    return Emulation(profile, config.dilation, layer_bytes, store.expert_bytes, config.emulated_expert_bytes)
 
 
 def _settled_reads(
@@ -211,7 +219,7 @@ def demand_of(spec: ModelSpec, config: EngineConfig, device: torch.device, store
     # A thread needs two buffers where a demand load passes inside a prefetch; on a GPU they are host memory.
     has_host_tier = device.type != "cpu" or config.device == EMULATED
     buffers = 0 if has_host_tier else 2 * config.io_threads * store.staging_buffer_bytes
-    if config.cluster is not None:  # what main computes itself where its workers fail
+    if config.cluster is not None and not has_host_tier:  # what main computes itself where its workers fail
         buffers += (2 * config.io_threads + 1) * sum(set(store.slot_bytes.values()))
     return spec.demand(config, store.slot_bytes, buffers)
 

@@ -63,7 +63,7 @@ class Winner:
 
 def winners_of(folder: Path, machine: str) -> dict[str, list[Winner]]:
     """By setting, those of the tournaments of the model in `folder` on such a machine, of any size."""
-    stored = kept(of_model("winners", folder), _FORMAT) or {}
+    stored = _stored(of_model("winners", folder))
     by_setting = {setting: _winners(stored, setting) for setting in CHOICES}
     of_machine = {
         setting: [winner for winner in found if winner.machine == machine] for setting, found in by_setting.items()
@@ -77,7 +77,7 @@ def remember(folder: Path, setting: str, winner: Winner) -> Path:
     Raises `OSError`.
     """
     path = of_model("winners", folder)
-    stored: dict[str, Any] = kept(path, _FORMAT) or {}
+    stored = _stored(path)
     others = [each for each in _entries(stored, setting) if _place(each) != _place(vars(winner))]
     return keep(path, {"format": _FORMAT} | stored | {setting: [*others, vars(winner)]})
 
@@ -85,13 +85,21 @@ def remember(folder: Path, setting: str, winner: Winner) -> Path:
 def forget(folder: Path, settings: Sequence[str]) -> dict[str, list[Winner]]:
     """Drop the winners of `settings`, of all machines and sizes; returns those that there were. Raises `OSError`."""
     path = of_model("winners", folder)
-    stored: dict[str, Any] = kept(path, _FORMAT) or {}
+    stored = _stored(path)
     left = {setting: stored[setting] for setting in stored if setting not in settings}
     if left:
         keep(path, {"format": _FORMAT} | left)
     else:
         path.unlink(missing_ok=True)
     return {setting: _winners(stored, setting) for setting in settings}
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing where it is of another smoe, which is said."""
+    stored = kept(path, _FORMAT)
+    if stored is None and path.exists():
+        _log.warning("%s is of another smoe, or damaged: hold the tournament of this model again", path)
+    return stored or {}
 
 
 def _winners(stored: dict[str, Any], setting: str) -> list[Winner]:

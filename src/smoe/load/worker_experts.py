@@ -37,5 +37,5 @@ def open_experts(model: str | Path, memory_bytes: int, config: EngineConfig) -> 
     math = experts_math(spec.shell, spec, store, config.activations)
     if not all(layer.is_movable for layer in math.values()):
         raise UnsupportedModelError("this family's experts end in a norm that only the main machine has")
-    alone = experts_alone(store, math, classes, memory_bytes, config)
-    return Served(alone, checksum(checkpoint.place), spec.precision, spec.dtype)
+    weights = checksum(checkpoint.place)
+    return Served(experts_alone(store, math, classes, memory_bytes, config), weights, spec.precision, spec.dtype)

@@ -2,7 +2,7 @@
 
 A cell is a file, whole or not there, named by a checksum of its setting. It lies in a folder named by the paper and by
 everything else that decides: the code and the profiles of this smoe, its version, Python's and NumPy's. Cells of
-another smoe are dropped when the first one is kept.
+another smoe are dropped when the first one is kept, if nobody has written any for a week.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import hashlib
 import platform
 import shutil
+import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from smoe.papers.claims import Cell, Setting
 from smoe.user_cache import cache_folder, keep, kept
 
 _FORMAT = 1
+_OLD_SECONDS = 7 * 24 * 3600.0
 
 
 class Cells:
@@ -47,7 +49,8 @@ class Cells:
         with suppress(OSError):
             if not self._folder.exists():
                 for other in self._folder.parent.glob(f"{self._paper}-*"):
-                    shutil.rmtree(other, ignore_errors=True)
+                    if time.time() - other.stat().st_mtime > _OLD_SECONDS:
+                        shutil.rmtree(other, ignore_errors=True)
             keep(self._path(setting), {"format": _FORMAT} | asdict(cell))
 
     def _path(self, setting: object) -> Path:

@@ -50,12 +50,13 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path) -> Fo
     """Foretell a run that has just ended, then learn from it for the next one.
 
     `place` holds the model. Takes a second or two, and one more to look at a disk that no run has shown. None for what
-    is not foretold: several sequences, a device other than the CPU, a run of fewer than `LEAST_STEPS` steps or
-    interrupted before them.
+    is not foretold: several sequences, a cluster, a device other than the CPU, a run of fewer than `LEAST_STEPS` steps
+    or interrupted before them.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     steps = generation.decode_counters.forward_passes
-    if model.device.type != "cpu" or engine.pacing.is_emulated or len(generation.answers) > 1 or steps < LEAST_STEPS:
+    is_elsewhere = model.device.type != "cpu" or engine.pacing.is_emulated or engine.config.cluster is not None
+    if is_elsewhere or len(generation.answers) > 1 or steps < LEAST_STEPS:
         return None
     spec = read_spec(str(place), engine.config)
     is_direct = engine.config.direct_io == "on"  # settled when the model was loaded
@@ -66,7 +67,8 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path) -> Fo
     shown = shown_by(engine, generation.decode_counters, generation.prompt_tokens)
     with suppress(OSError):  # nothing depends on it
         remember(place, spec.precision, is_direct, replace(shown, prompt=pace.prompt * _prompt_ratio(generation, run)))
-    return Foretold(run.seconds_per_token, run.ttft_seconds, pace.layer is not None)
+    longer = max(1.0, generation.prompt_tokens / _LONGEST_PROMPT)  # than what is simulated: in so many pieces
+    return Foretold(run.seconds_per_token, run.ttft_seconds * longer, pace.layer is not None)
 
 
 def shown_by(engine: Engine, decode: Counters, prompt_tokens: int) -> Pace:
@@ -118,6 +120,8 @@ def _simulated(
 
 
 def _prompt_ratio(generation: Generation, run: Simulated) -> float:
-    """Measured over foretold, of a prompt's computing."""
+    """Measured over foretold, of a prompt's computing; 1 of prompts longer than those that are simulated."""
+    if generation.prompt_tokens > _LONGEST_PROMPT:
+        return 1.0
     of_prompt = generation.counters - generation.decode_counters
     return (of_prompt.compute_seconds + of_prompt.dense_seconds) / run.prefill_parts["computing"]

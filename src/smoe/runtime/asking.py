@@ -25,7 +25,8 @@ class Asking:
     """One question at a time. All but the answering belongs to the computing thread."""
 
     def __init__(self) -> None:
-        self._worker = ThreadPoolExecutor(1, "smoe-asking", _begin)  # its thread begins with the first question
+        self._worker = ThreadPoolExecutor(1, "smoe-asking")  # its thread begins with the first question
+        self._has_begun = False
         self._answer: Future[Sequence[Prediction]] | None = None
 
     @property
@@ -36,6 +37,10 @@ class Asking:
     def begin(self, predictor: Predictor, sight: Sight) -> None:
         """Ask. Nobody may tell the predictor anything until the answer has been taken."""
         assert self._answer is None, "one question at a time"
+        if not self._has_begun:
+            self._has_begun, count = True, torch.get_num_threads()
+            self._worker.submit(_begin).result()
+            torch.set_num_threads(count)  # threads that are yet to come take what was set last
         self._answer = self._worker.submit(_ask, predictor, sight)
 
     def take(self, waits: bool) -> Sequence[Prediction] | None:

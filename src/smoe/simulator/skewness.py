@@ -17,22 +17,30 @@ from smoe.simulator.synthetic import Habits, Shape, synthesise
 LEAST, MOST = 0.25, 4.0
 """Times the usual skew, between which it is looked for."""
 _HALVINGS = 6
+_TELLING = 0.02
+"""By less than this a hit ratio may differ from that of either end by chance."""
 
 
 def skew_of(
     hit_ratio: float, shape: Shape, habits: Habits, slots: int, staging_slots: int, eviction: Callable[[], Eviction]
 ) -> float | None:
     """How many times the skew of `habits` a trace of `shape` has in whose decode steps a cache of `slots` hits so
-    often; None where the cache holds everything, or nothing ever was missing, so that hits tell nothing.
+    often; None where hits tell nothing: the cache holds everything, or so little that all skews hit alike, or no skew
+    between `LEAST` and `MOST` hits so often.
 
-    Between `LEAST` and `MOST`. Some tenths of a second: O(tokens x layers x experts) for each of six traces.
+    Some tenths of a second: O(tokens x layers x experts) for each of eight traces.
     """
-    if slots >= shape.layers * shape.experts or hit_ratio >= 1.0:
+    if slots >= shape.layers * shape.experts:
+        return None
+
+    def hits(skew: float) -> float:
+        trace = synthesise(shape, replace(habits, skew=skew * habits.skew), with_scores=True)
+        return replay(trace, slots, staging_slots, eviction()).hit_ratio
+
+    if not hits(LEAST) + _TELLING < hit_ratio < hits(MOST) - _TELLING:
         return None
     low, high = LEAST, MOST
     for _ in range(_HALVINGS):
         middle = (low * high) ** 0.5
-        trace = synthesise(shape, replace(habits, skew=middle * habits.skew), with_scores=True)
-        is_below = replay(trace, slots, staging_slots, eviction()).hit_ratio < hit_ratio
-        low, high = (middle, high) if is_below else (low, middle)
+        low, high = (middle, high) if hits(middle) < hit_ratio else (low, middle)
     return float((low * high) ** 0.5)
