@@ -98,13 +98,17 @@ def test_threads_have_an_upper_bound(name: str, most: int) -> None:
 
 def test_only_settings_with_such_a_default_can_be_left_out() -> None:
     for field in fields(EngineConfig):
-        if field.default is None or field.name in ("device", "profile"):
+        if field.default is None or field.name in ("device", "profile", "cluster"):
             continue
         with pytest.raises(ConfigError, match=field.name):
             EngineConfig(**{field.name: None})
 
 
-@pytest.mark.parametrize("name", sorted({field.name for field in fields(EngineConfig)} - {"device", "profile"}))
+NAMES = {"device", "profile", "cluster"}
+"""Settings that can be what machines, files and people are called."""
+
+
+@pytest.mark.parametrize("name", sorted({field.name for field in fields(EngineConfig)} - NAMES))
 def test_what_is_allowed_can_be_said_of_every_setting(name: str) -> None:
     assert module.allowed_of(name)
     with pytest.raises(ConfigError) as error:

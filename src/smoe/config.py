@@ -275,10 +275,8 @@ class EngineConfig:
             )
 
     def _check_cluster(self) -> None:
-        """What is for a cluster needs one; who shares misses out is one alone."""
+        """Who shares misses out is one alone."""
         if self.cluster is None:
-            if self.placement is not None:
-                raise ConfigError.idle("placement", self.placement, "`cluster`")
             return
         others = {
             "balance": self.balance not in ("auto", "none"),

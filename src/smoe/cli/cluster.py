@@ -292,6 +292,7 @@ def _said(main: Main) -> dict[str, Any]:
         "cluster": main.name,
         "address": main.address,
         "is_running": is_running,
+        "process": stored["process"] if stored is not None and is_running else None,
         "known": sorted(main.workers),
         "workers": stored["workers"] if stored is not None else [],
     }

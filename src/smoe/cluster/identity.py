@@ -194,10 +194,10 @@ def keep_worker(worker: Worker) -> Path:
     return _keep(_path(worker.cluster, "worker"), asdict(worker))
 
 
-def keep_status(name: str, workers: list[dict[str, Any]]) -> Path:
-    """Say who is there, now; returns where. Raises `OSError`."""
+def keep_status(name: str, workers: list[dict[str, Any]], is_over: bool = False) -> Path:
+    """Say who is there, now, or was when main ended; returns where. Raises `OSError`."""
     path = _path(name, "status")
-    content = {"format": _FORMAT, "at": time.time(), "process": os.getpid(), "workers": workers}
+    content = {"format": _FORMAT, "at": 0 if is_over else time.time(), "process": os.getpid(), "workers": workers}
     partial = partial_of(path)
     partial.write_text(json.dumps(content), encoding="utf8")  # not forced to the disk, which experts are read from
     partial.replace(path)
@@ -205,7 +205,8 @@ def keep_status(name: str, workers: list[dict[str, Any]]) -> Path:
 
 
 def read_status(name: str) -> dict[str, Any] | None:
-    """What main has said last: `at` (seconds since 1970), `process`, `workers`; None where it never ran."""
+    """What main has said last: `at` (seconds since 1970; 0: it has ended), `process`, `workers`; None where it never
+    ran."""
     return _read(_path(name, "status"))
 
 

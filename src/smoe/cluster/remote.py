@@ -103,9 +103,12 @@ class Cluster:
 
     def close(self) -> None:
         """Say good-bye to the workers and give back what main kept for itself. Idempotent."""
-        link, self.link = self.link, None
+        link, done = self.link, self.described()
+        self.link = None
         if link is not None:
             link.close()
+            with suppress(OSError):
+                keep_status(self.main.name, done, is_over=True)
         if not self._is_closed:
             self._is_closed = True
             self._alone.close()
@@ -190,7 +193,7 @@ class Cluster:
     def _let_in(self, name: str, key: str, code: object) -> str:
         """Take an invitation; why not, where it is not good."""
         if name in self.main.workers:
-            return f"there is a worker {name!r} already; join by another name (--worker)"
+            return f"there is a worker {name!r} already; join by another name (`worker`)"
         self._read_again()
         found = self.main.invited(code) if isinstance(code, str) else None
         if found is None:

@@ -65,12 +65,17 @@ class Asked(NamedTuple):
     demand: Demand
 
 
-def check_cluster(name: str) -> None:
-    """Raise `ClusterError` where there is no such cluster, or `ConfigError` without pyzmq: before anything is read."""
+def check_cluster(config: EngineConfig) -> None:
+    """Before anything is read: raise `ClusterError` where there is no such cluster, `ConfigError` without pyzmq, or for
+    what is of a cluster where none is named."""
+    if config.cluster is None:
+        if config.placement is not None:
+            raise ConfigError.idle("placement", config.placement, "`cluster`")
+        return
     check_zmq()
     from smoe.cluster.identity import read_main
 
-    read_main(name)
+    read_main(config.cluster)
 
 
 def cluster_of(

@@ -91,8 +91,7 @@ def load(
         _check_balance(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    if config.cluster is not None:
-        check_cluster(config.cluster)
+    check_cluster(config)
     spec = read_spec(model, config, revision)
     checkpoint = local_checkpoint(model)
     experts = None if checkpoint is None else checkpoint.experts(spec)  # a damaged file first, not its sizes

@@ -216,6 +216,14 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
 
 def _survey(model: str, config: EngineConfig, revision: str | None) -> _Survey:
     device = choose_device(config)
+    if config.cluster is not None or config.placement is not None:
+        raise ConfigError(
+            "a cluster is not simulated, so there is no plan with one; leave out `cluster`, `placement` and `preset` "
+            "od-moe",
+            setting="cluster",
+            given=config.cluster,
+            allowed="none in a plan",
+        )
     profile = read_profile(config.profile) if config.device == EMULATED else None
     if profile is not None and profile.device_memory_bytes is not None and config.resident_share is None:
         config = replace(config, memory_bytes=config.memory_bytes or less_margin(int(profile.device_memory_bytes)))

@@ -17,8 +17,10 @@ from smoe.simulator.synthetic import Habits, Shape, synthesise
 LEAST, MOST = 0.25, 4.0
 """Times the usual skew, between which it is looked for."""
 _HALVINGS = 6
-_TELLING = 0.02
-"""By less than this a hit ratio may differ from that of either end by chance."""
+_CHANCE = 0.02
+"""By so much two traces of the same habits differ."""
+_TELLING = 0.1
+"""Hit ratios of the two ends lie at least so far apart: else chance decides what is between them."""
 
 
 def skew_of(
@@ -30,14 +32,15 @@ def skew_of(
 
     Some tenths of a second: O(tokens x layers x experts) for each of eight traces.
     """
-    if slots >= shape.layers * shape.experts:
+    if slots >= shape.layers * shape.experts or hit_ratio >= 1.0:
         return None
 
     def hits(skew: float) -> float:
         trace = synthesise(shape, replace(habits, skew=skew * habits.skew), with_scores=True)
         return replay(trace, slots, staging_slots, eviction()).hit_ratio
 
-    if not hits(LEAST) + _TELLING < hit_ratio < hits(MOST) - _TELLING:
+    least, most = hits(LEAST), hits(MOST)
+    if most - least < _TELLING or not least - _CHANCE <= hit_ratio <= most + _CHANCE:
         return None
     low, high = LEAST, MOST
     for _ in range(_HALVINGS):
