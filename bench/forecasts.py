@@ -114,14 +114,19 @@ def main() -> None:
                 _teach(rows)
             for row in rows:
                 _round(row, more, number)
-    told = [row for row in rows if "forecast" in row]
-    summary = {name: summarised(told, name) for name in ("forecast", "taught") if all(name in row for row in told)}
-    _print(rows, summary)
-    about = {"smoe": __version__, "machine": describe_machine(), "bars": BARS}
-    result = about | {"settings": more, "rows": rows, "errors": summary}
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf8")
+            result = _result(rows, more)
+            if options.out:  # what is there survives an interrupt of the next round
+                options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf8")
+    _print(rows, result["errors"])
     print(json.dumps(result))
+
+
+def _result(rows: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
+    """What has been found so far."""
+    told = [row for row in rows if "forecast" in row]
+    errors = {name: summarised(told, name) for name in ("forecast", "taught") if all(name in row for row in told)}
+    about = {"smoe": __version__, "machine": describe_machine(), "bars": BARS}
+    return about | {"settings": more, "rows": rows, "errors": errors}
 
 
 @contextmanager
