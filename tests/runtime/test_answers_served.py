@@ -80,9 +80,9 @@ def test_a_route_that_is_left_out_leaves_the_others_their_weights(folder: Path, 
     compute = model.offload.executor.compute
     decode = compute.decode
 
-    def heard(plan, hidden, weights, then):  # type: ignore[no-untyped-def]
+    def heard(plan, hidden, weights, *asked):  # type: ignore[no-untyped-def]
         seen.append(([route for serve in plan.serves for route in serve.routes], weights.clone()))
-        return decode(plan, hidden, weights, then)
+        return decode(plan, hidden, weights, *asked)
 
     compute.decode = heard  # type: ignore[method-assign]
     oracle.greedy(model)

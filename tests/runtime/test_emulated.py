@@ -165,8 +165,8 @@ def test_with_all_experts_the_look_ahead_is_the_truth(family: str, toy: Callable
     predictor, said = executor._predictors[Phase.DECODE], {}
     original = executor.compute.decode
 
-    def decode(plan: Any, hidden: torch.Tensor, weights: torch.Tensor, look_ahead: Any) -> torch.Tensor:
-        output = original(plan, hidden, weights, look_ahead)
+    def decode(plan: Any, hidden: torch.Tensor, weights: torch.Tensor, *asked: Any) -> torch.Tensor:
+        output = original(plan, hidden, weights, *asked)
         peeks = predictor.peeks
         predicted = predictor.predict(Sight(plan.layer, hidden, output.clone()))
         if predictor.peeks > peeks:  # else the next gate was asked, which only guesses

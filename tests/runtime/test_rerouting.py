@@ -115,9 +115,9 @@ def test_the_weights_are_the_rules_own(switches: dict[str, Any], toy: Callable[.
     given, seen = [], 0
     original = engine.executor.compute.decode
 
-    def watched(plan: Any, hidden: torch.Tensor, weights: torch.Tensor, look_ahead: Any) -> torch.Tensor:
+    def watched(plan: Any, hidden: torch.Tensor, weights: torch.Tensor, *asked: Any) -> torch.Tensor:
         given.append(({s.key[1]: s.routes for s in plan.serves}, weights))
-        return original(plan, hidden, weights, look_ahead)
+        return original(plan, hidden, weights, *asked)
 
     engine.executor.compute.decode = watched
     with engine.recording() as trace:
