@@ -102,12 +102,9 @@ def assemble(
         balancer = _balancer(config, tiers, compute.units.get(HOST), pacing, ledger.demand.slot_bytes)
         asked = Asked(budget.weights, LoadRate(transfers, tiers.link).seconds_per_byte, ledger.demand)
         others = None if config.cluster is None else cluster_of(model, spec, config, store, compute, asked, made)
+        trial = Trial() if _is_on_trial(config) else None
         executor = LayerExecutor(
-            compute=compute,
-            predictors=predictors,
-            balancer=others or balancer,
-            trial=Trial() if _is_on_trial(config) else None,
-            upgrades=config.upgrade,
+            compute=compute, predictors=predictors, balancer=others or balancer, trial=trial, upgrades=config.upgrade
         )
         engine = Engine(
             config=config,
