@@ -25,15 +25,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from smoe import __version__
 from smoe.cli.settings import settings_of
 from smoe.errors import SmoeError
-from smoe.machine.measure import describe_machine, profile_path
+from smoe.machine.measure import describe_machine, describe_versions, profile_path
 from smoe.models.checkpoint import described_checkpoint
 from smoe.policy.trial import TURN, TURNS
 from smoe.presets import configure
@@ -125,7 +125,8 @@ def _result(rows: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
     """What has been found so far."""
     told = [row for row in rows if "forecast" in row]
     errors = {name: summarised(told, name) for name in ("forecast", "taught") if all(name in row for row in told)}
-    about = {"smoe": __version__, "machine": describe_machine(), "bars": BARS}
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    about = {"date": date, "machine": describe_machine(), "versions": describe_versions(), "bars": BARS}
     return about | {"settings": more, "rows": rows, "errors": errors}
 
 

@@ -56,7 +56,7 @@ class Link:
         public: str,
         secret: str,
         doorkeeper: Doorkeeper,
-        rescue: ComputeUnit | None,
+        rescue: ComputeUnit,
         hidden: int,
         dtype: torch.dtype,
     ) -> None:
@@ -311,8 +311,6 @@ class Link:
         """Nobody is left to ask: main computes it, unless somebody who is late answers first."""
         if -1 in request.asked:
             return
-        if self._rescue is None:
-            raise ClusterError("no worker of the cluster is left")
         self.rescued += len(request.wanted)
         for mine, theirs in zip(self._rescue.submit(request.wanted, request.hidden), request.futures, strict=True):
             mine.add_done_callback(partial(take_over, theirs))
