@@ -50,7 +50,9 @@ def test_a_cluster_is_exact(
     everything_there(model)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     stats = model.offload.stats()
-    assert stats.host_computed == stats.decode_uses - stats.decode_hits > 0
+    not_there = stats.decode_uses - stats.decode_hits - stats.host_computed
+    assert 0 <= not_there <= stats.loads, "what is not computed there was being prefetched when it was asked for"
+    assert stats.host_computed > stats.decode_uses // 2
     assert stats.prefill_host_computed > 0
     if switches:
         assert stats.loads == 0, "main keeps no experts"
