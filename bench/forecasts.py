@@ -3,6 +3,8 @@
     python -m bench.forecasts MODEL ... --resident 13%,25%,50% [--presets exact,lru,smoe] [--precisions auto,int4]
         [--rounds 3] [--set NAME=VALUE ...] [--out FILE.json]
 
+An --out of the same cells that is there already goes on: rounds that it has are not run again.
+
 Every cell is a model, a size of the cache, a preset and a precision; what needs a pack or prices that are not there is
 left out and named. Every cell is foretold and then run in a fresh process, the cells one after the other and the rounds
 one after the other, so that a drift of the machine falls on all. *Forecast* is made before the cell has run; *taught*
@@ -108,8 +110,9 @@ def main() -> None:
     options = _parse()
     more = settings_of(options.set)
     rows: list[dict[str, Any]] = [cell._asdict() for cell in _cells(options)]
+    done = _taken_up(rows, options.out, more)
     with _own_cache():
-        for number in range(options.rounds):
+        for number in range(done, options.rounds):
             if number == 1:
                 _teach(rows)
             for row in rows:
@@ -119,6 +122,29 @@ def main() -> None:
                 options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf8")
     _print(rows, result["errors"])
     print(json.dumps(result))
+
+
+def _taken_up(rows: list[dict[str, Any]], out: Path | None, more: dict[str, Any]) -> int:
+    """How many rounds an earlier result at `out` has of the same cells, all of which are put into `rows`."""
+    if out is None or not out.exists():
+        return 0
+    before = json.loads(out.read_text(encoding="utf8"))
+    by_name = {_key(row): row for row in before["rows"]}
+    if (
+        set(by_name) != {_key(row) for row in rows}
+        or before["settings"] != more
+        or before["machine"] != describe_machine()
+        or before["versions"] != describe_versions()
+    ):
+        raise SystemExit(f"{out} is of other cells, settings, versions or another machine; name another file")
+    for row in rows:
+        row |= by_name[_key(row)] | {"model": row["model"]}
+    return min((len(row["rounds"]) for row in rows if "rounds" in row), default=0)
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Of a cell, wherever its model lies."""
+    return Path(row["model"]).name, row["resident"], row["preset"], row["precision"]
 
 
 def _result(rows: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
