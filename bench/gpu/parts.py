@@ -25,7 +25,8 @@ from bench.gpu.link import link_rates
 from bench.widen import widen
 from smoe.benchmark.ablation import DEVICE_ABLATIONS, PROMPT_TOKENS, TIMED_TOKENS, WARM_TOKENS, ablate
 from smoe.config import EngineConfig
-from smoe.load.pretrained import choose_device, demand_of, load, open_store
+from smoe.load.ledger import demand_of, open_store
+from smoe.load.pretrained import choose_device, load
 from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.files import fetch
 from smoe.models.read_spec import read_spec

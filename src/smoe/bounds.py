@@ -19,6 +19,7 @@ from smoe.policy.registry import (
     POOLS,
     PREFETCH,
     PREFETCH_WHAT,
+    SHADOW,
     are_cache_weights,
 )
 
@@ -32,6 +33,11 @@ DEFAULT_PREFETCH_DEPTH = 2
 MOST_CORRECTED_LAYERS = 4
 """Layers ahead that corrections are learned for."""
 DEFAULT_LOW_SHARE = 0.15
+DEFAULT_SHADOW = "int4"
+"""The precision of a shadow."""
+DEPARTURE = ("at-once", "late")
+"""When a shadow begins the next token: from its own guess as soon as it is done, or once the model has chosen it."""
+MOST_SHADOW_SPARES = 64
 EMULATED = "emulated"
 """The device that is emulated on the CPU (`memory/emulation.py`)."""
 STACKED_GATES = "stacked-gates"
@@ -63,6 +69,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dense_precision": DENSE_PRECISION,
     "precision": PRECISION,
     "low_precision": LOW_PRECISION,
+    "shadow": PRECISION[1:],
+    "shadow_departure": DEPARTURE,
     "activations": ACTIVATIONS,
     "direct_io": DIRECT_IO,
     "kernels": KERNELS,
@@ -83,6 +91,7 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "recent_costs": (1, None),
     "emulated_expert_bytes": (1, None),
     "cluster_workers": (0, 1000),
+    "shadow_spares": (0, MOST_SHADOW_SPARES),
 }
 """The least and the most of the settings that are counted."""
 NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -107,6 +116,9 @@ OWNERS = (
     ("emulated_expert_bytes", "device", (EMULATED,)),
     ("prefetch_depth", "prefetch", (STACKED_GATES, CORRECTED_GATES)),
     ("prefetch_asked", "prefetch", HISTORY_PREFETCH),
+    ("shadow", "prefetch", (SHADOW,)),
+    ("shadow_departure", "prefetch", (SHADOW,)),
+    ("shadow_spares", "prefetch", (SHADOW,)),
     ("cache_weights", "eviction", (MULTIDIMENSIONAL,)),
     ("cache_records", "eviction", (MULTIDIMENSIONAL,)),
 )

@@ -11,6 +11,7 @@ from smoe.bounds import (
     BF16,
     CHOICES,
     DEFAULT_LOW_SHARE,
+    DEFAULT_SHADOW,
     EMULATED,
     LIMITS,
     NUMBERS,
@@ -26,6 +27,7 @@ from smoe.policy.registry import (
     ORDERLESS_EVICTION,
     SCORED_EVICTION,
     SCORED_PREFETCH,
+    SHADOW,
     EvictionSettings,
 )
 from smoe.units import format_bytes
@@ -97,6 +99,14 @@ class EngineConfig:
     """For the prefetch `stacked-gates` or `corrected-gates`: how many layers ahead is looked at most for experts to
     bring in (HOBBIT's p); None: `DEFAULT_PREFETCH_DEPTH`. A layer is looked at where those before it have all that is
     predicted for them."""
+    shadow: str | None = None
+    """For the prefetch `shadow`: the precision of the copy that runs ahead, from the file that `smoe pack --precision`
+    wrote; None: int4."""
+    shadow_departure: str | None = None
+    """For the prefetch `shadow`: whether it begins the next token from its own guess (at-once, the default), or once
+    the model has chosen it (late: OD-MoE, section 3.2)."""
+    shadow_spares: int | None = None
+    """For the prefetch `shadow`: experts of a layer that it names beside those that it has chosen; None: none."""
     balance: str = "none"
     """Which missing experts the CPU computes, on a machine with a device beside it (SMoE's CPU-load balancer); such
     a layer's result has grade E2."""
@@ -256,6 +266,7 @@ class EngineConfig:
         self._check_activations()
         self._check_low()
         self._check_cluster()
+        self._check_shadow()
         if self.device == "cpu" and self.balance not in ("auto", "none"):
             raise ConfigError(
                 f"`balance` {self.balance} (an option, or part of a preset) needs a device beside the CPU: use "
@@ -291,6 +302,18 @@ class EngineConfig:
                 setting=name,
                 given=getattr(self, name),
                 allowed="only without `cluster`",
+            )
+
+    def _check_shadow(self) -> None:
+        """It has fewer bits than the model."""
+        fewer = PRECISION[PRECISION.index(self.precision) + 1 :]
+        if self.prefetch == SHADOW and (self.shadow or DEFAULT_SHADOW) not in fewer:
+            raise ConfigError(
+                f"`shadow` {self.shadow or DEFAULT_SHADOW} is no lower than `precision` {self.precision}; choose one "
+                f"of: {', '.join(fewer) or 'none is'}",
+                setting="shadow",
+                given=self.shadow,
+                allowed=", ".join(fewer),
             )
 
     def _check_low(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from smoe.config import DEFAULT_ALPHA, EngineConfig
 from smoe.cpu_isa import max_cpu_isa
 from smoe.errors import ConfigError
-from smoe.policy.registry import EXPERT_MLP, HISTORY_PREFETCH, WHOLE_LAYER
+from smoe.policy.registry import EXPERT_MLP, HISTORY_PREFETCH, SHADOW, WHOLE_LAYER
 
 PRESETS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -42,7 +42,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "prefetch_asked": "first-expert",
         "prefetch_trial": False,
     },
-    "od-moe": {"placement": "round-robin", "eviction": "lru", "prefetch": "next-gate", "prefetch_trial": False},
+    "od-moe": {
+        "placement": "round-robin",
+        "eviction": "lru",
+        "prefetch": SHADOW,
+        "shadow": "int8",
+        "shadow_departure": "late",
+        "prefetch_trial": False,
+    },
     "hobbit": {
         "eviction": "multidimensional",
         "prefetch": "stacked-gates",
@@ -60,7 +67,8 @@ far as our own parts make them up.
 `duoserve` (DuoServe-MoE): the slots of one token's choice, a prompt that streams through two, in decode what a network
 guesses beside the experts, once it is trained on the user's own traces. `accelerate`, `moesys`: its baselines (section
 6.1), experts on demand, or all of the next layer's ahead.
-`od-moe` (OD-MoE): a cluster whose main machine keeps no experts; groups of workers take turns at the layers.
+`od-moe` (OD-MoE): a cluster whose main machine keeps no experts; groups of workers take turns at the layers, and are
+told ahead what a shadow in int8 says.
 `hobbit` (arXiv 2411.01433): its shares where the model has a profile, else the thresholds that it has for Mixtral."""
 LOW_COPIES = (
     "low_precision",
@@ -100,6 +108,8 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
         given = {"max_perplexity_increase": None} | given  # the preset's
     if "prefetch" in given and given["prefetch"] not in HISTORY_PREFETCH:
         given = {"prefetch_asked": None} | given  # the preset's
+    if given.get("prefetch", SHADOW) != SHADOW:
+        given = {"shadow": None, "shadow_departure": None} | given
     if "alpha" in given:
         given = {"alpha_as_priced": False} | given
     thresholds = [name for name in ("low_threshold", "skip_threshold") if name in given]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ pytest.importorskip("zmq")
 
 import smoe
 from smoe.cluster.identity import keep_main, new_main, read_main
+from tests.packs import pack_folder
 
 LINE = [sys.executable, "-m", "smoe"]
 SIZE = ["--memory", "2700KiB", "--context", "128", "--threads", "1"]
@@ -80,13 +82,18 @@ def workers_of(process: subprocess.Popen[bytes], count: int) -> list[psutil.Proc
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
-def test_workers_that_are_killed_and_frozen_change_no_word(run: Any, checkpoint: Path, up: Up, port: int) -> None:
+def test_workers_that_are_killed_and_frozen_change_no_word(
+    run: Any, checkpoint: Path, up: Up, port: int, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    pack_folder(model, precision="int8")
+    size = ["--memory", "8MiB", *SIZE[2:]]
     request = ["-p", "Once upon a time", "--max-new-tokens", "40", "--json"]
-    alone = run("generate", checkpoint, *SIZE, *request).json
-    process = up(checkpoint, 3)
+    alone = run("generate", model, *size, *request).json
+    process = up(model, 3)
     with_cluster = ["--cluster", "local", "--preset", "od-moe"]
     waits = ["--set", "cluster_workers=3", "--set", "cluster_timeout_seconds=90"]
-    whole = run("generate", checkpoint, *SIZE, *with_cluster, *waits, *request).json
+    whole = run("generate", model, *size, *with_cluster, *waits, *request).json
     assert whole["token_ids"] == alone["token_ids"]
     assert sum(each["experts_computed"] > 0 for each in whole["workers"]) == 3
     listening = [each.laddr for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port]
@@ -94,7 +101,7 @@ def test_workers_that_are_killed_and_frozen_change_no_word(run: Any, checkpoint:
 
     killed, frozen, _ = workers_of(process, 3)
     environment = {**os.environ, "PYTHONPATH": str(Path(smoe.__file__).parents[1])}
-    line = [*LINE, "generate", str(checkpoint), *SIZE, *with_cluster, *waits]
+    line = [*LINE, "generate", str(model), *size, *with_cluster, *waits]
     line += request
     main = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     until = time.monotonic() + 60

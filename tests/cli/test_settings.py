@@ -36,6 +36,9 @@ GIVEN = {
     "preload": ("off", False),
     "recent_costs": ("4", 4),
     "score_window": ("8", 8),
+    "shadow": ("int3", "int3"),
+    "shadow_departure": ("late", "late"),
+    "shadow_spares": ("2", 2),
     "share_substitutes": ("false", False),
     "substitute_weights": ("inherited", "inherited"),
     "substitutes": ("drop", "drop"),
@@ -57,6 +60,7 @@ def test_values_have_their_type(name: str) -> None:
     assert settings_of([f"{name.replace('_', '-')}={text}"]) == {name: value}
     device = "emulated" if name in ("dilation", "emulated_expert_bytes") else None
     prefetch = {"prefetch_depth": "stacked-gates", "prefetch_asked": "previous-token"}.get(name)
+    prefetch = "shadow" if name.startswith("shadow") else prefetch
     eviction = "multidimensional" if name.startswith("cache_") else None
     config = EngineOptions(settings=[f"{name}={text}"], device=device, prefetch=prefetch, eviction=eviction).config()
     assert getattr(config, name) == value

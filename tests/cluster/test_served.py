@@ -20,7 +20,9 @@ from smoe.cluster.identity import Main, keep_main, read_main
 from smoe.cluster.remote import _PROOF_ROWS, Cluster
 from smoe.cluster.worker import WorkerProcess
 from smoe.errors import ClusterError, ConfigError
+from smoe.policy.placement import PLACEMENT
 from tests import oracle
+from tests.packs import pack_folder
 
 Open = Callable[..., PreTrainedModel]
 Start = Callable[..., list[Any]]
@@ -59,6 +61,26 @@ def test_a_cluster_is_exact(
     assert {member.name for member in cluster_of(model).members if member.experts} == {
         f"w{n}" for n in range(workers)
     }, "all have worked"
+
+
+@pytest.mark.parametrize("placement", PLACEMENT)
+def test_what_a_shadow_expects_is_brought_in_before_it_is_asked_for(
+    placement: str, toy: Callable[..., Path], start: Start, open_model: Open
+) -> None:
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    pack_folder(folder, precision="int4")
+    workers = start(folder, 3)
+    fetched: list[Any] = []
+    for worker in workers:
+        bring = worker._served.alone.experts.bring
+        worker._served.alone.experts.bring = lambda key, bring=bring: (fetched.append(key), bring(key))
+    switches = {"prefetch": "shadow", "shadow_spares": 1, "prefetch_trial": False, "eviction": "lru"}
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=3, placement=placement, **switches)
+    everything_there(model)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    stats = model.offload.stats()
+    assert len(fetched) > 10 and {key[0] for key in fetched} >= {1, 2, 3}, "of all layers that others come before"
+    assert stats.host_computed > stats.decode_uses // 2
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral"])

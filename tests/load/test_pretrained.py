@@ -50,7 +50,7 @@ def test_by_default_the_whole_model_fits(toy: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("free", [0, 2**20, 300 * 2**20])
 def test_no_free_memory_is_a_budget_error(free: int, toy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretrained, "free_device_bytes", lambda _: (free, "a test"))
+    monkeypatch.setattr("smoe.load.ledger.free_device_bytes", lambda _: (free, "a test"))
     context = pytest.raises(BudgetError) if free < 2**28 else None
     if context is not None:
         with context:

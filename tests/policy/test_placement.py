@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smoe.expert import EXACT, ExpertKey
-from smoe.policy.placement import Placement, WorkerView, group
+from smoe.policy.placement import Placement, WorkerView, by_turns, group
 from smoe.policy.plan import Serve
 from smoe.routing import Phase, Routing
 
@@ -89,3 +89,23 @@ def test_by_turns_nothing_is_loaded_here() -> None:
     assert found.takes_all
     assert found.units(serves(9, 4)) == {(0, 4, EXACT): 4, (0, 9, EXACT): 5}
     assert found.split_prompt(serves(9, 4), 3) == found.units(serves(9, 4))
+
+
+def test_a_group_keeps_what_its_workers_have_been_told_of() -> None:
+    """One expert that was not expected moves nobody else's."""
+    keys: list[ExpertKey] = [(0, expert, EXACT) for expert in (1, 6, 9)]
+    told = [view(2, 1), view(3, 5), view(4, 9), view(5), view(6), view(7)]
+    assert by_turns(keys, 3, 0, told) == {keys[0]: 2, keys[1]: 3, keys[2]: 4}
+    shifted = [view(2, 9), view(3, 1), view(4), view(5), view(6), view(7)]
+    assert by_turns(keys, 3, 0, shifted) == {keys[0]: 3, keys[1]: 4, keys[2]: 2}
+    greedy = [view(2, 1, 6, 9), view(3), view(4)]
+    assert sorted(by_turns(keys, 3, 0, greedy).values()) == [2, 3, 4], "no more to anybody than is fair"
+
+
+def test_spares_are_for_those_that_belong_to_no_group() -> None:
+    keys: list[ExpertKey] = [(0, expert, EXACT) for expert in (4, 2, 7)]
+    workers = [view(2), view(3), view(4)]
+    assert by_turns(keys, 2, 0, workers) == {keys[1]: 2, keys[0]: 3, keys[2]: 4}
+    held = [view(2, 4), view(3), view(4, 7)]
+    assert by_turns([keys[0], keys[2]], 2, 0, held) == {keys[0]: 2, keys[2]: 4}, "what the spare worker has it keeps"
+    assert by_turns(keys, 2, 0, workers[:2]) == {keys[1]: 2, keys[0]: 3, keys[2]: 2}, "nobody is over"

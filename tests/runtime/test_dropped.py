@@ -20,11 +20,13 @@ from smoe import from_pretrained
 from smoe.policy.plan import Load, Reason
 from smoe.runtime.lifetime import collect_dropped
 from tests import oracle
+from tests.packs import pack_folder
 from tests.threads import engine_threads
 
 Toy = Callable[..., Path]
 SWITCHES: dict[str, dict[str, Any]] = {
     "plain": {},
+    "shadow": {"prefetch": "shadow"},
     "prefetch": {"prefetch": "next-gate", "eviction": "score"},
     "asked beside": {"prefetch": "previous-token", "prefetch_asked": "beside"},
     "own kernels": {"threads": 2, "kernels": "native"},
@@ -45,14 +47,16 @@ def wait_for_threads(before: set[threading.Thread]) -> set[threading.Thread]:
 def test_a_dropped_model_gives_memory_and_threads_back(
     switches: str, toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever threads it has: readers, a pool, a thread_pool, the CPU's experts, a predictor's."""
+    """Whatever threads it has: readers, a pool, a thread_pool, the CPU's experts, a predictor's, a shadow's."""
     if switches == "thread_pool":
         monkeypatch.setattr("smoe.load.choose_kernel.MIN_EXPERT_BYTES", 0)
         monkeypatch.setattr("smoe.load.choose_kernel._seconds", lambda compute, *_: 1.0 - bool(compute.thread_pool))
     before, threads = engine_threads(), torch.get_num_threads()
     try:
-        wide = {"hidden_size": 256, "moe_intermediate_size": 64}
-        model = oracle.open_model(toy("qwen3_moe", dtype=torch.bfloat16, **wide), "half", **SWITCHES[switches])
+        folder = toy("qwen3_moe", dtype=torch.bfloat16, hidden_size=256, moe_intermediate_size=64)
+        if switches == "shadow":
+            pack_folder(folder, precision="int4")
+        model = oracle.open_model(folder, "half", **SWITCHES[switches])
         model.generate(oracle.PROMPT, max_new_tokens=6, min_new_tokens=6, do_sample=False)
         gone = [weakref.ref(each) for each in (model, model.offload, model.offload._arena._map)]
         if switches == "thread_pool":

@@ -139,7 +139,8 @@ def test_positions_that_not_both_have_are_refused(folder: Path, open_model: Open
     text, _, _ = run
     with open_shadow(folder, open_model, "int2") as shadow:
         shadow.read(PROMPT)
-        for begin, end in ((0, len(PROMPT) + 1), (-1, 2), (3, 2)):
+        gap = len(PROMPT) + 1
+        for begin, end in ((0, text.cache.length + 1), (gap, gap + 1), (-1, 2), (3, 2)):
             with pytest.raises(ValueError, match="cannot take over positions"):
                 shadow.text.cache.take_over(text.cache, begin, end)
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from smoe.bounds import DEFAULT_PREFETCH_DEPTH, allowed_of
+from smoe.bounds import DEFAULT_PREFETCH_DEPTH, DEFAULT_SHADOW, DEPARTURE, allowed_of
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.units import parse_bytes
@@ -44,6 +44,9 @@ SETTABLE: dict[str, str] = {
     "preload": "Read every expert in the background as soon as the model is loaded.",
     "recent_costs": "Measured loads and computations that the balancer's costs are the means of.",
     "score_window": "With --eviction score: steps over which scores are averaged.",
+    "shadow": "With --prefetch shadow: the precision of the copy that runs ahead.",
+    "shadow_departure": "With --prefetch shadow: begin the next token by its own guess, or late.",
+    "shadow_spares": "With --prefetch shadow: experts of a layer named beside those it chose.",
     "share_substitutes": "In a batch, prefer substitutes that serve several of its sequences.",
     "substitute_weights": "What a substitute weighs: by its own score, or what the missing one would.",
     "substitutes": "What becomes of a missing low-score expert with --alpha.",
@@ -61,6 +64,9 @@ _LEFT_OUT = {
     "prefetch_depth": str(DEFAULT_PREFETCH_DEPTH),
     "prefetch_trial": "true with --prefetch auto, else false",
     "preload": "true where the budget holds every expert",
+    "shadow": DEFAULT_SHADOW,
+    "shadow_departure": DEPARTURE[0],
+    "shadow_spares": "0",
     "tpot_seconds": "no bound",
     "turn_timeout_seconds": "as long as it takes",
 }

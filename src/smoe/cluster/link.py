@@ -32,6 +32,7 @@ from smoe.cluster.members import Member, State
 from smoe.cluster.requests import Proof, Request, Trial, only_used, resolve, take_over
 from smoe.compute.unit import ComputeUnit, Wanted
 from smoe.errors import ClusterError
+from smoe.expert import ExpertKey
 from smoe.memory.streams import Fetched
 
 _TICK_SECONDS = 0.01
@@ -109,9 +110,9 @@ class Link:
         self._bell.put(lambda: self._begin(request))
         return futures
 
-    def fetch(self, unit: int, keys: Sequence[Any]) -> None:
-        """Have a worker bring experts in."""
-        self._bell.put(lambda: self._send_to(self.members.get(unit), frames.fetch(keys)))
+    def fetch(self, unit: int, keys: Sequence[ExpertKey]) -> None:
+        """Have a worker bring experts in that it does not hold."""
+        self._bell.put(lambda: self._fetch(self.members.get(unit), keys))
 
     def forget(self, futures: Sequence[Future[torch.Tensor]]) -> None:
         """Nobody waits for these any more."""
@@ -297,15 +298,21 @@ class Link:
         return sum(member.unit in request.asked for request in self._requests.values())
 
     def _ask(self, request: Request, member: Member) -> bool:
-        loads, now = member.will_hold(each.key for each in request.wanted), time.monotonic()
+        keys, now = [each.key for each in request.wanted], time.monotonic()
+        loads, coming = member.will_hold(keys), member.take_coming(keys)
         before = [each.asked[member.unit][1] for each in self._requests.values() if member.unit in each.asked]
-        due = max([now, *before]) + member.deadline(request.wanted, loads)  # it computes one after the other
+        due = max([now, *before]) + member.deadline(request.wanted, loads + coming)  # it computes one after the other
         if request.trial is not None:
             due = now + PROOF_SECONDS
-        request.asked[member.unit] = (now, due, loads)
+        request.asked[member.unit] = (now, due, 0 if coming else loads)
         member.requests += 1
         hidden, wanted = only_used(request.hidden.wait(), request.wanted)
         return self._send_to(member, frames.work(request.number, wanted, hidden))
+
+    def _fetch(self, member: Member | None, keys: Sequence[ExpertKey]) -> None:
+        missing = [] if member is None else member.will_bring(keys)
+        if missing:
+            self._send_to(member, frames.fetch(missing))
 
     def _rescue_it(self, request: Request) -> None:
         """Nobody is left to ask: main computes it, unless somebody who is late answers first."""

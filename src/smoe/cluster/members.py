@@ -71,6 +71,8 @@ class Member:
     """Of them, since the last answer."""
     has_answered: bool = False
     _holds: OrderedDict[ExpertKey, None] = field(default_factory=OrderedDict)
+    _coming: set[ExpertKey] = field(default_factory=set)
+    """Told of ahead and not asked for yet: nobody knows whether they are there."""
 
     @property
     def is_here(self) -> bool:
@@ -93,6 +95,19 @@ class Member:
                 self._holds.popitem(last=False)
             self._holds[key] = None
         return missing
+
+    def will_bring(self, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
+        """It is told of these ahead; returns those that it has to bring in."""
+        missing = [key for key in keys if key not in self._holds]
+        self.will_hold(missing)
+        self._coming.update(missing)
+        return missing
+
+    def take_coming(self, keys: Iterable[ExpertKey]) -> int:
+        """These are asked for now; returns how many loads may still be under way before they are done."""
+        coming = len(self._coming & self._holds.keys())
+        self._coming.difference_update(keys)
+        return coming
 
     def deadline(self, wanted: Iterable[Wanted], loads: int) -> float:
         """Seconds that a request may take before somebody else is asked as well."""

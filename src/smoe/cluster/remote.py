@@ -23,13 +23,14 @@ from smoe.cluster.identity import Main, is_name, keep_main, keep_status, read_ma
 from smoe.cluster.link import Link
 from smoe.cluster.members import Member, State
 from smoe.cluster.requests import Proof
+from smoe.cluster.told import Told
 from smoe.compute.experts_alone import ExpertsAlone
 from smoe.compute.unit import ComputeUnit, Wanted
 from smoe.errors import ClusterError
 from smoe.expert import EXACT, ExpertKey
 from smoe.memory.streams import Fetched
-from smoe.policy.placement import Placement, group
-from smoe.policy.plan import FIRST_WORKER
+from smoe.policy.placement import Placement, by_turns
+from smoe.policy.plan import FIRST_WORKER, Serve
 from smoe.policy.prediction import Prediction
 from smoe.routing import Routing
 
@@ -51,10 +52,13 @@ class Cluster:
         method: str,
         order: str,
         here_load: Callable[[], float],
+        is_at_hand: Callable[[ExpertKey], bool],
+        spares: int = 0,
     ) -> None:
         """`alone`: the experts in main's own hands, for proofs and for when nobody is left; `asked`: what a worker must
-        have said of its model; `here_load`: seconds to load one expert here. `method` is one of `PLACEMENT`, `order`
-        one of `BALANCE_ORDER`. Raises `ClusterError` where the address is taken."""
+        have said of its model; `here_load`: seconds to load one expert here; `is_at_hand`: whether main has it, or is
+        loading it; `spares`: experts that predictions name beside as many as a layer chooses. `method` is one of
+        `PLACEMENT`, `order` one of `BALANCE_ORDER`. Raises `ClusterError` where the address is taken."""
         self.main = main
         self.units: dict[int, ComputeUnit] = {}
         """By the number in plans."""
@@ -62,6 +66,9 @@ class Cluster:
         self._asked = asked
         self._method, self._order = method, order
         self._here_load = here_load
+        self._spares = spares
+        self.is_at_hand = is_at_hand
+        self._told = Told()
         self._arithmetic = "torch"
         self._layers = {layer: turn for turn, layer in enumerate(sorted(alone.store.layers))}
         self._proofs = list[Proof]()
@@ -118,6 +125,7 @@ class Cluster:
     def begin_pass(self) -> None:
         """Plan with those who are ready now."""
         self._ready = self._here()
+        self._told.begin_token()
         for unit in [unit for unit in self.units if unit >= FIRST_WORKER and self._is_out(unit)]:
             del self.units[unit]
         for member in self._ready:
@@ -127,6 +135,7 @@ class Cluster:
 
     def balance(self, routing: Routing, under_way: float) -> Placement | None:
         """For one layer, with so many loads under way here; None where nobody is there."""
+        self._told.ask(routing.layer)
         if not self._ready:
             return None
         load = inf if self._method == "round-robin" else self._here_load()
@@ -136,19 +145,37 @@ class Cluster:
         return Placement(self._method, self._order, views, load, waits, turn)
 
     def guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
-        """By turns, those whose turn it will be are told; else main brings in what it can."""
-        if self._method != "round-robin" or not self._ready:
+        """Workers are told of what they will be asked for, as far as they have room for it; main brings in what it is
+        to load itself, of the nearest layers."""
+        if not self._ready:
             return predictions
+        return [here for named in predictions if (here := self._tell(named)).experts]
+
+    def _tell(self, named: Prediction) -> Prediction:
+        """Tell workers of one layer's experts; returns what is left for main."""
         assert self.link is not None
-        units = [member.unit for member in self._ready]
-        for named in predictions:
-            experts = sorted(named.experts)
-            turn = group(self._layers[named.layer], len(experts), units)
-            for n, unit in enumerate(turn):
-                keys: list[ExpertKey] = [(named.layer, expert, EXACT) for expert in experts[n :: len(turn)]]
-                if keys:
-                    self.link.fetch(unit, keys)
-        return ()
+        views = [member.view() for member in self._ready]
+        slots = {member.unit: member.slots for member in self._ready}
+        size, turn = len(named.experts) - self._spares, self._layers[named.layer]
+        if self._method == "round-robin":
+            keys: list[ExpertKey] = [(named.layer, expert, EXACT) for expert in named.experts]
+            units, here = by_turns(keys, size, turn, views), list[int]()
+            fresh = set(self._told.new(named.layer, named.is_next, named.experts))
+            units = {key: unit for key, unit in units.items() if key in fresh}
+        else:
+            missing = [
+                key
+                for key in self._told.new(named.layer, named.is_next, named.experts)
+                if key[1] not in named.low and not self.is_at_hand(key) and not any(key in view.holds for view in views)
+            ]
+            busy = [view._replace(hop=view.hop + view.load * self._told.outstanding(view.unit)) for view in views]
+            asked = [Serve(key, (0,), True) for key in missing]
+            units = Placement(self._method, self._order, busy, self._here_load(), 0.0, turn).units(asked)
+            here = [expert for expert in named.experts if expert in named.low]
+            here += [key[1] for key in missing if key not in units]
+        for unit, told in self._told.tell(named.is_next, units, slots).items():
+            self.link.fetch(unit, told)
+        return named._replace(experts=here)
 
     def _is_out(self, unit: int) -> bool:
         member = None if self.link is None else self.link.members.get(unit)

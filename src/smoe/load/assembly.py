@@ -67,6 +67,8 @@ class Budget(NamedTuple):
     learned: Learned
     weights: str = ""
     """The checkpoint's checksum, where a cluster's workers must have the same."""
+    shadow: Predictor | None = None
+    """What says what a copy that runs ahead does, where the prefetch asks for one."""
 
 
 def assemble(
@@ -312,7 +314,8 @@ def _predictors(
     """A prefill always starts the next layer's reads early: nearly all are needed, so guessing is cheap and right."""
     config, learned = budget.known.config, budget.learned
     depth = config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
-    subject = Subject(model, spec, rules, config.prefetch_what, depth, learned.corrections, learned.fitted)
+    what = config.prefetch_what
+    subject = Subject(model, spec, rules, what, depth, learned.corrections, learned.fitted, budget.shadow)
     found: dict[Phase, Predictor] = {Phase.PREFILL: subject.next_gate}
     decode = PREDICTORS[predictor_name(spec, config, device)](subject)
     if decode is not None and config.prefetch_asked is not None:

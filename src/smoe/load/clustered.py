@@ -111,7 +111,15 @@ def cluster_of(
     slot_bytes = max(store.slot_bytes.values())
     method = config.placement or "finish"
     cluster = Cluster(
-        main, alone, spec.dtype, same, method, config.balance_order, lambda: slot_bytes * asked.seconds_per_byte()
+        main,
+        alone,
+        spec.dtype,
+        same,
+        method,
+        config.balance_order,
+        lambda: slot_bytes * asked.seconds_per_byte(),
+        compute.arrivals.table.is_at_hand,
+        config.shadow_spares or 0,
     )
     made.callback(cluster.close)
     cluster.units.update(compute.units)

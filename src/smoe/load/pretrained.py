@@ -4,7 +4,7 @@ work is refused before anything large is read. The engine is put together of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,28 +19,25 @@ from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble
 from smoe.load.clustered import check_cluster
 from smoe.load.known import known_of
+from smoe.load.ledger import make_ledger, open_store, share_beside
+from smoe.load.shadow import planned_shadow
 from smoe.load.tiers import reads_directly
 from smoe.load.winners import with_winners
-from smoe.machine.available_memory import free_device_bytes, less_margin
+from smoe.machine.available_memory import free_device_bytes
 from smoe.machine.process_memory import note_start
 from smoe.memory.arena import Arena, forget_peak
-from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.emulation import DeviceProfile, Emulation, read_emulated
 from smoe.memory.pacing import Pacing
-from smoe.memory.quantised_store import QuantisedStore, is_quantised
-from smoe.memory.store import ExpertStore, LayerExperts
-from smoe.models.checkpoint import Checkpoint, described_checkpoint, local_checkpoint, whole_checkpoint
-from smoe.models.packed import contents_in_dtype
+from smoe.memory.store import ExpertStore
+from smoe.models.checkpoint import local_checkpoint, whole_checkpoint
 from smoe.models.read_spec import read_spec, spec_of_whole
 from smoe.models.spec import ModelSpec
 from smoe.models.weight_samples import checksum
-from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes
+from smoe.policy.budget import Ledger, allocate
 from smoe.presets import configure
 from smoe.runtime.lifetime import collect_dropped
 from smoe.units import parse_bytes, parse_share
 
-_CUDA_ALIGNMENT = 256
-"""What torch's own allocator gives on a GPU; its matrix kernels are slow, or choose others, at odd addresses."""
 _TOUCH_SECONDS = 2.0
 """How long loading waits for the slots' memory; the rest is backed while the model already runs."""
 
@@ -105,7 +102,10 @@ def load(
     stores = {form: open_store(checkpoint, spec, of, device) for form, of in by_form.items()}
     won = with_winners(config, checkpoint.place, spec, device, share_beside(spec, config, device, stores[EXACT]))
     config, learned = won.config, won.learned
-    ledger, reason = make_ledger(spec, config, device, stores[EXACT], learned.nbytes)
+    shadow = planned_shadow(checkpoint, spec, config, device)
+    ledger, reason = make_ledger(
+        spec, config, device, stores[EXACT], learned.nbytes, 0 if shadow is None else shadow.nbytes
+    )
     if on_ledger is not None:
         on_ledger(ledger)
     known = known_of(config, checkpoint.place, ledger.resident_share)
@@ -119,7 +119,7 @@ def load(
         pacing = Pacing() if profile is None else _emulation(profile, config, spec, ledger, stores[EXACT])
         known = known._replace(config=config, reasons=won.reasons | known.reasons)
         weights = "" if config.cluster is None else checksum(checkpoint.place)
-        budget = Budget(ledger, reason, known, learned, weights)
+        budget = Budget(ledger, reason, known, learned, weights, None if shadow is None else shadow.open(loaded))
         return assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
     except BaseException:
         arena.close()
@@ -154,73 +154,6 @@ def _settled_reads(
     spare = free_device_bytes(device)[0] - ledger.budget_bytes
     is_direct = reads_directly(config, sum(store.total_bytes for store in stores), spare)
     return replace(config, direct_io="on" if is_direct else "off")
-
-
-def open_store(
-    checkpoint: Checkpoint, spec: ModelSpec, experts: Mapping[int, LayerExperts], device: torch.device
-) -> ExpertStore:
-    """The experts' places on disk: the packed file where there is one for this dtype, else the checkpoint itself."""
-    if is_quantised(experts):
-        return QuantisedStore(experts, SAFETENSORS[spec.dtype])
-    alignment = _CUDA_ALIGNMENT if device.type == "cuda" else None
-    dtype = SAFETENSORS[spec.dtype]
-    packed = checkpoint.packed(contents_in_dtype(spec.sites, dtype))
-    return ExpertStore(experts if packed is None else packed.layers, dtype, alignment)
-
-
-def open_if_here(
-    model: str | Path, spec: ModelSpec, device: torch.device, revision: str | None = None
-) -> ExpertStore | None:
-    """The places of a model's experts where its weights are here; nothing is downloaded, and headers alone are read.
-
-    None where there is the configuration alone, and of a `precision`: the size of its slots is known without its pack,
-    which may have to be written yet.
-    """
-    checkpoint = described_checkpoint(model, revision)
-    if spec.precision != "auto" or not checkpoint.has_weights():
-        return None
-    return open_store(checkpoint, spec, checkpoint.experts(spec), device)
-
-
-def make_ledger(
-    spec: ModelSpec,
-    config: EngineConfig,
-    device: torch.device,
-    store: ExpertStore | None = None,
-    learned_bytes: int = 0,
-) -> tuple[Ledger, str]:
-    """The budget divided, and where its size comes from; `learned_bytes`: of what was learned of the model.
-
-    Raises `BudgetError`.
-    """
-    demand = spec.demand(config) if store is None else demand_of(spec, config, device, store)
-    demand = replace(demand, learned_bytes=learned_bytes)
-    if config.memory_bytes is not None:
-        return allocate(config.memory_bytes, demand), "as asked"
-    if config.resident_share is not None:
-        budget = budget_for_share(config.resident_share, demand)
-        return allocate(budget, demand), f"for {100 * config.resident_share:.3g}% of the experts"
-    free, source = free_device_bytes(device)
-    budget = min(less_margin(free), full_bytes(demand))
-    whole = ", and the whole model fits" if budget == full_bytes(demand) else ""
-    return allocate(budget, demand), f"{source} less a margin{whole}"
-
-
-def share_beside(
-    spec: ModelSpec, config: EngineConfig, device: torch.device, store: ExpertStore | None
-) -> Callable[[int], float]:
-    """Says which share of the experts is resident beside so many learned bytes; saying it raises `BudgetError`."""
-    return lambda learned_bytes: make_ledger(spec, config, device, store, learned_bytes)[0].resident_share
-
-
-def demand_of(spec: ModelSpec, config: EngineConfig, device: torch.device, store: ExpertStore) -> Demand:
-    """What a model whose files are here asks of the budget."""
-    # A thread needs two buffers where a demand load passes inside a prefetch; on a GPU they are host memory.
-    has_host_tier = device.type != "cpu" or config.device == EMULATED
-    buffers = 0 if has_host_tier else 2 * config.io_threads * store.staging_buffer_bytes
-    if config.cluster is not None and not has_host_tier:  # what main computes itself where its workers fail
-        buffers += (2 * config.io_threads + 1) * sum(set(store.slot_bytes.values()))
-    return spec.demand(config, store.slot_bytes, buffers)
 
 
 def choose_device(config: EngineConfig) -> torch.device:

@@ -11,7 +11,7 @@ from smoe.config import EngineConfig
 from smoe.errors import BudgetError, UnsupportedModelError
 from smoe.load.clustered import experts_alone
 from smoe.load.experts_math import experts_math
-from smoe.load.pretrained import demand_of, open_store
+from smoe.load.ledger import demand_of, open_store
 from smoe.load.tiers import host_sizes
 from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.read_spec import read_spec

@@ -75,24 +75,27 @@ class RowCache(DynamicCache):
         self.length = length
 
     def take_over(self, other: RowCache, begin: int, end: int) -> None:
-        """Positions `begin` to `end` of every row become those that `other` has, a cache of a copy of this model.
+        """Positions `begin` to `end` of every row become those that `other` has, a cache of a copy of this model; this
+        one has them all then, however few it had.
 
         Raises `EngineStateError` for recurrent layers, whose state has no positions, and `ValueError` for positions
-        that not both have.
+        that `other` does not have, for which there is no room, or before which some would be missing.
         """
         self.check_kept()
         other.check_kept()
         if not (self.can_rewind and other.can_rewind):
             raise EngineStateError("layers with a recurrent state have no positions that another cache could take over")
-        if self.rows != other.rows or not 0 <= begin <= end <= min(self.length, other.length):
+        has_place = begin <= self.length and end <= self.capacity_tokens
+        if self.rows != other.rows or not (0 <= begin <= end <= other.length and has_place):
             raise ValueError(
                 f"a cache of {self.rows} rows of {self.length} tokens cannot take over positions {begin} to {end} of "
                 f"one of {other.rows} rows of {other.length}"
             )
         for mine, theirs in zip(self.layers, other.layers, strict=True):
-            if mine._store is not None and theirs._store is not None:
-                for to, source in zip(mine._store, theirs._store, strict=True):
+            if theirs._store is not None:
+                for to, source in zip(mine._reserved(theirs._store), theirs._store, strict=True):
                     to[:, :, begin:end] = source[:, :, begin:end]
+        self.length = max(self.length, end)
 
     @property
     def can_rewind(self) -> bool:
@@ -145,16 +148,19 @@ class _Storage:
         """Write [rows, heads, q, d] at the owner's positions; returns the storages and the end position."""
         owner = self._owner
         owner.check_kept()  # retired in the middle of a pass, it would begin anew with zeros
-        if self._store is None:
-            self._store = tuple(  # type: ignore[assignment]
-                torch.zeros(t.shape[0], t.shape[1], owner.capacity_tokens, t.shape[3], dtype=t.dtype, device=t.device)
-                for t in (keys, values)
-            )
-        assert self._store is not None
+        stored_keys, stored_values = self._reserved((keys, values))
         start, end = owner.length, owner.length + keys.shape[-2]
-        self._store[0][:, :, start:end] = keys
-        self._store[1][:, :, start:end] = values
-        return self._store[0], self._store[1], end
+        stored_keys[:, :, start:end] = keys
+        stored_values[:, :, start:end] = values
+        return stored_keys, stored_values, end
+
+    def _reserved(self, like: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The storages, for keys and values of such shapes but for the positions."""
+        if self._store is None:
+            room = self._owner.capacity_tokens
+            keys, values = (t.new_zeros(t.shape[0], t.shape[1], room, t.shape[3]) for t in like)
+            self._store = keys, values
+        return self._store
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Beam search: row b continues what row beam_idx[b] has written."""

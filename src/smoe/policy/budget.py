@@ -107,6 +107,9 @@ class Demand:
     """What a predictor keeps of weights: a second copy of the routers, or corrected ones."""
     learned_bytes: int = 0
     """What was learned of the model: a fitted predictor, an estimate of next uses."""
+    shadow_bytes: int = 0
+    """Of a copy in fewer bits that runs ahead: its experts, activations and KV cache; it has the model's other weights.
+    """
     low: tuple[SlotClass, ...] = ()
     """Where low copies go; empty: there are none."""
     low_share: float = 0.0
@@ -156,6 +159,7 @@ class Demand:
         others = {
             "predictor": self.predictor_bytes,
             "learned": self.learned_bytes,
+            "shadow": self.shadow_bytes,
             "read buffers": self.read_buffer_bytes,
         }
         return entries | {name: count for name, count in others.items() if count}

@@ -81,9 +81,8 @@ class Placement(NamedTuple):
         return self._by_turns(ranked) if self.method == "round-robin" else self._by_finish(ranked)
 
     def _by_turns(self, ranked: Sequence[Serve]) -> dict[ExpertKey, int]:
-        ascending = sorted(serve.key for serve in ranked if serve.key[2] == EXACT)
-        members = group(self.turn, len(ascending), [view.unit for view in self.workers])
-        return {key: members[n % len(members)] for n, key in enumerate(ascending)}
+        keys = [serve.key for serve in ranked if serve.key[2] == EXACT]
+        return by_turns(keys, len(keys), self.turn, self.workers)
 
     def _by_finish(self, ranked: Sequence[Serve]) -> dict[ExpertKey, int]:
         """Greedy: each in its turn to whoever is done with it first, what was given before included."""
@@ -102,6 +101,31 @@ class Placement(NamedTuple):
             done[best] = ends[best]
             found[serve.key] = self.workers[best].unit
         return found
+
+
+def by_turns(keys: Sequence[ExpertKey], size: int, turn: int, workers: Sequence[WorkerView]) -> dict[ExpertKey, int]:
+    """Who of the group whose turn it is computes which of a layer's experts, of which a token chooses `size`.
+
+    Whoever holds one, or has been told of it, keeps it; the others are dealt out in ascending order, no more to anybody
+    than is fair. Of more experts than a token chooses, the last are spares: for the workers that belong to no group,
+    who keep what they hold, too.
+    """
+    units = [view.unit for view in workers]
+    members = group(turn, size, units)
+    idle = units[len(units) // size * size :] if 0 < size <= len(units) else []
+    holds = {view.unit: view.holds for view in workers}
+    dealt, found = dict.fromkeys(units, 0), dict[ExpertKey, int]()
+    for ours, whose in ((keys[:size], members), (keys[size:], idle or members)):
+        fair = dealt[whose[0]] - (-len(ours) // len(whose))
+        for key in sorted(ours):
+            holder = next((unit for unit in [*whose, *idle] if key in holds[unit] and dealt[unit] < fair), None)
+            if holder is not None:
+                found[key] = holder
+                dealt[holder] += 1
+        for key in sorted(key for key in ours if key not in found):
+            found[key] = min(whose, key=lambda unit: (dealt[unit], whose.index(unit)))
+            dealt[found[key]] += 1
+    return found
 
 
 def group(turn: int, size: int, workers: Sequence[int]) -> list[int]:

@@ -23,6 +23,8 @@ def plan_prefetch(predictions: Iterable[Prediction], residency: SlotTable, curre
     `current`.
     """
     for prediction in predictions:
+        if prediction.is_next:
+            break  # a staging slot is given up once its layer has gone by
         missing = _missing(prediction, residency)
         if missing:
             slots = {
@@ -75,7 +77,7 @@ def plan_upgrades(
 
 def _missing(prediction: Prediction, residency: SlotTable) -> list[ExpertKey]:
     """The copies that are predicted to be wanted and are neither here nor under way."""
-    layer, experts, low = prediction
+    layer, experts, low, _ = prediction
     missing = [key for key in ((layer, expert, EXACT) for expert in experts) if not residency.is_at_hand(key)]
     if not low:
         return missing

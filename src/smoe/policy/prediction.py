@@ -58,6 +58,8 @@ class Prediction(NamedTuple):
     """Best first."""
     low: Container[int] = frozenset()
     """Of these, those whose predicted importance asks for no more than a low copy."""
+    is_next: bool = False
+    """Whether it is of the token after the one under way, whose own layers come first."""
 
 
 class Predictor(ABC):
@@ -68,9 +70,16 @@ class Predictor(ABC):
     """The substitution threshold that the layers are served with."""
     thresholds: Thresholds = ALL_IMPORTANT
     """What their missing experts of little importance come as."""
+    helpers: Sequence[Any] = ()
+    """What is to be closed with the engine: threads that hold neither it nor its model."""
 
     def install(self) -> None:
         """Listen to the model, once the engine has taken the experts' place in it."""
+
+    def begin(self, ids: Any, cache: Any) -> None:
+        """A forward pass begins: its tokens [rows, new positions], None where their embeddings were given, and the
+        cache that holds those before them, None where there is none."""
+        del ids, cache
 
     def observe(self, routing: Routing) -> None:
         """Hear what a router has chosen, before anything is replaced: every layer of every step, in order."""
@@ -82,7 +91,8 @@ class Predictor(ABC):
 
     @abstractmethod
     def predict(self, sight: Sight) -> Iterable[Prediction]:
-        """The experts of later layers, the nearest layer first; empty where there is nothing to say.
+        """The experts of later layers, the nearest layer first and those of the next token last; empty where there is
+        nothing to say.
 
         Read once and at once, and only as far as the nearer layers miss nothing: what is further on may be worked out
         when it is asked for.

@@ -91,6 +91,9 @@ FITTED_PREFETCH = ("popularity", "affinity", "activation-matrix", EXPERT_MLP)
 """Predictors that see the history of routing alone, and have to be fitted on a trace of the model first: how often a
 layer chooses an expert; what followed the experts of the layer before; the most similar past sequence; a network."""
 
+SHADOW = "shadow"
+"""The prefetch by a copy of the model in fewer bits that decodes beside it (OD-MoE)."""
+
 HISTORY_PREFETCH = ("previous-token", *FITTED_PREFETCH)
 """All that see nothing but what routers have said: any thread may ask them."""
 
@@ -102,14 +105,15 @@ PREFETCH = (
     "stacked-gates",
     "corrected-gates",
     WHOLE_LAYER,
+    SHADOW,
     *HISTORY_PREFETCH,
 )
 """Predictors for later layers in decode: nothing; the next layer's router applied to this layer's input; its attention
 and router run ahead on what the resident experts have given; the routers of several layers at once on this layer's
-input; the same with a correction learned from text; every expert of the next layer; what the layer chose for the token
-before; the fitted ones; auto: what pays."""
+input; the same with a correction learned from text; every expert of the next layer; a copy in fewer bits that runs
+ahead; what the layer chose for the token before; the fitted ones; auto: what pays."""
 
-SCORED_PREFETCH = ("stacked-gates", "corrected-gates")
+SCORED_PREFETCH = ("stacked-gates", "corrected-gates", SHADOW)
 """Of these, the ones that need to know how routers come from logits to a choice."""
 
 PREFETCH_WHAT = ("top-score", "chosen")

@@ -14,7 +14,7 @@ from smoe.models.router_matrix import matrices_of
 from smoe.models.scoring import ScoringRule
 from smoe.models.spec import ModelSpec
 from smoe.policy.prediction import Predictor
-from smoe.policy.registry import FITTED_PREFETCH
+from smoe.policy.registry import FITTED_PREFETCH, SHADOW
 from smoe.prediction.activation_path import RoutedLayer
 from smoe.prediction.corrected_gates import CorrectedGates
 from smoe.prediction.correction import Correction
@@ -43,6 +43,8 @@ class Subject:
     """What has been learned for the prefetch `corrected-gates`, by the layer asked at and the layer asked for."""
     fitted: Fitted | None = None
     """What was fitted on traces of the model, where the predictor asked for is such a one."""
+    shadow: Predictor | None = None
+    """What says what a copy in fewer bits does, where it is the predictor asked for."""
 
     @property
     def routed_layers(self) -> tuple[RoutedLayer, ...]:
@@ -93,12 +95,25 @@ def _fitted(subject: Subject) -> Predictor:
     return subject.fitted.predictor()
 
 
+def _shadow(subject: Subject) -> Predictor:
+    """Raises `ConfigError` where there is none, which a loaded model has been asked before."""
+    if subject.shadow is None:
+        raise ConfigError(
+            f"`prefetch` {SHADOW}: this model was loaded without a shadow",
+            setting="prefetch",
+            given=SHADOW,
+            allowed="for a model that was loaded with it",
+        )
+    return subject.shadow
+
+
 PREDICTORS: dict[str, Callable[[Subject], Predictor | None]] = {
     "none": lambda subject: None,
     "next-gate": lambda subject: subject.next_gate,
     "look-ahead": _look_ahead,
     "stacked-gates": _stacked_gates,
     "corrected-gates": _corrected_gates,
+    SHADOW: _shadow,
     "whole-layer": lambda subject: WholeLayer(subject.spec.sites),
     "previous-token": lambda subject: PreviousToken(subject.routed_layers),
     **dict.fromkeys(FITTED_PREFETCH, _fitted),

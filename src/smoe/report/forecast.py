@@ -21,7 +21,8 @@ from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.load.assembly import predictor_name
-from smoe.load.pretrained import choose_device, make_ledger, open_if_here, share_beside
+from smoe.load.ledger import make_ledger, open_if_here, share_beside
+from smoe.load.pretrained import choose_device
 from smoe.load.winners import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at
@@ -36,6 +37,7 @@ from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
 from smoe.models.workspace import reserved_kernel_bytes
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_bytes
+from smoe.policy.registry import SHADOW
 from smoe.report.machine_for import files_of, machine_for, pace_for, rates_for, reads_past_cache
 from smoe.report.outlook import Case, Outlook, Subject, outlook_of
 from smoe.report.pace import UNKNOWN
@@ -223,6 +225,14 @@ def _survey(model: str, config: EngineConfig, revision: str | None) -> _Survey:
             setting="cluster",
             given=config.cluster,
             allowed="none in a plan",
+        )
+    if config.prefetch == SHADOW:
+        raise ConfigError(
+            f"`prefetch` {SHADOW}: what a copy that runs ahead takes is not simulated, so there is no plan with one; "
+            "leave it out",
+            setting="prefetch",
+            given=SHADOW,
+            allowed="other predictors in a plan",
         )
     profile = read_profile(config.profile) if config.device == EMULATED else None
     if profile is not None and profile.device_memory_bytes is not None and config.resident_share is None:

@@ -20,7 +20,7 @@ from smoe.metrics import Counters
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
-from smoe.policy.registry import LEARNED, make_eviction_for
+from smoe.policy.registry import LEARNED, SHADOW, make_eviction_for
 from smoe.policy.residency import PoolSize
 from smoe.report.forecast import dense_bytes_read
 from smoe.report.machine_for import READING_SECONDS, machine_for, pace_for
@@ -50,12 +50,13 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path) -> Fo
     """Foretell a run that has just ended, then learn from it for the next one.
 
     `place` holds the model. Takes a second or two, and one more to look at a disk that no run has shown. None for what
-    is not foretold: several sequences, a cluster, a device other than the CPU, a run of fewer than `LEAST_STEPS` steps
-    or interrupted before them.
+    is not foretold: several sequences, a cluster, a shadow, a device other than the CPU, a run of fewer than
+    `LEAST_STEPS` steps or interrupted before them.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     steps = generation.decode_counters.forward_passes
     is_elsewhere = model.device.type != "cpu" or engine.pacing.is_emulated or engine.config.cluster is not None
+    is_elsewhere = is_elsewhere or engine.config.prefetch == SHADOW  # which computes beside the model
     if is_elsewhere or len(generation.answers) > 1 or steps < LEAST_STEPS:
         return None
     spec = read_spec(str(place), engine.config)

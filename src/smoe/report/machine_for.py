@@ -8,7 +8,7 @@ import torch
 
 from smoe.config import EngineConfig
 from smoe.errors import SmoeError
-from smoe.load.pretrained import open_store
+from smoe.load.ledger import open_store
 from smoe.load.tiers import reads_directly
 from smoe.machine.available_memory import free_device_bytes
 from smoe.machine.disk_rates import measure_reads, measure_small_disk

@@ -97,8 +97,7 @@ class Engine:
         self._caches: list[weakref.ref[RowCache]] = []
         self._dense_bytes = dense_bytes
         self._peak_cache_bytes = 0
-        helpers = executor.compute.helpers
-        self._held = Held(self, transfers, arena, helpers)
+        self._held = Held(self, transfers, arena, executor.helpers)
 
     # -- for users ----------------------------------------------------------------------------------------------------
 
@@ -264,23 +263,23 @@ class Engine:
                     self._shut_down()
 
     @contextmanager
-    def forward_pass(
-        self, tokens: int, rows: int, padding: torch.Tensor | None, cache: RowCache | None
-    ) -> Iterator[None]:
-        """Around one forward pass of the model, within a turn: `tokens` new positions in each of `rows` sequences.
+    def forward_pass(self, given: torch.Tensor, padding: torch.Tensor | None, cache: RowCache | None) -> Iterator[None]:
+        """Around one forward pass of the model, within a turn, over `given`: token ids [rows, new positions], or their
+        embeddings [rows, new positions, H].
 
         `padding` [rows, tokens] is True where a position is padding; such rows are computed by no expert. Raises
         `GenerationCancelledError` where the turn was cancelled, here or from `run_experts`.
         """
         self._refuse_in_pass("the model")
         self._is_in_pass = True
+        rows, tokens = given.shape[:2]
         try:
             if cache is not None:
                 cache.begin(tokens, rows)
             self._phase = Phase.DECODE if tokens == 1 else Phase.PREFILL
             self._sequences = rows
             self._note_silent(tokens, padding, cache)
-            self.executor.begin_pass()
+            self.executor.begin_pass(given if given.dim() == 2 else None, cache)
             started = self.now()
             try:
                 self._turns.check()
@@ -369,7 +368,7 @@ class Engine:
         if self._arena.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._arena.device))
         demand = self.ledger.demand
-        of_predictors = demand.predictor_bytes + demand.learned_bytes
+        of_predictors = demand.predictor_bytes + demand.learned_bytes + demand.shadow_bytes
         fixed = self._dense_bytes + self._arena.nbytes + demand.workspace_bytes + of_predictors
         return fixed + self._peak_cache_bytes
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from smoe.compute.unit import Sharer
 from smoe.kernels.threads import threads
 from smoe.memory.reading_threads import Ticket
 from smoe.metrics import Counters
+from smoe.models.kv_cache import RowCache
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.importance import Thresholds, scaled
 from smoe.policy.plan import LayerPlan
@@ -95,6 +97,11 @@ class LayerExecutor:
     @property
     def device(self) -> torch.device:
         return self.compute.device
+
+    @property
+    def helpers(self) -> list[Any]:
+        """Threads that end with the engine, and hold nothing of it."""
+        return [*self.compute.helpers, *(helper for predictor in self._hearing for helper in predictor.helpers)]
 
     @property
     def counters(self) -> Counters:
@@ -236,11 +243,14 @@ class LayerExecutor:
             predictor.overhear(routing, hidden)
         return routing
 
-    def begin_pass(self) -> None:
-        """A forward pass begins."""
+    def begin_pass(self, ids: torch.Tensor | None, cache: RowCache | None) -> None:
+        """A forward pass begins, over these tokens [rows, new positions] behind those in the cache."""
         self.compute.pacing.begin_pass()
         if self._balancer is not None:
             self._balancer.begin_pass()
+        if self.trial is None or self.trial.is_on:
+            for predictor in self._hearing:
+                predictor.begin(ids, cache)
 
     def recover(self) -> None:
         """After an error anywhere in a pass: nothing is under way, and the tables agree."""

@@ -94,10 +94,9 @@ def _model_forward(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]
         given = kwargs.get("inputs_embeds") if given is None else given
         if given is None:
             return original(**kwargs)  # the library says what is missing
-        rows, tokens = given.shape[:2]
         with engine.turn():  # before a cache is made: whoever has the turn has the budget
-            cache = _our_cache(kwargs, engine, model, rows)
-            with engine.forward_pass(tokens, rows, _padding(kwargs.get("attention_mask"), tokens), cache):
+            cache = _our_cache(kwargs, engine, model, given.shape[0])
+            with engine.forward_pass(given, _padding(kwargs.get("attention_mask"), given.shape[1]), cache):
                 return original(**kwargs)
 
     return forward

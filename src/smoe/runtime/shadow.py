@@ -87,6 +87,8 @@ class Shadow(StepObserver):
         self._aligned = 0
         """Positions whose keys and values are the model's, or were to be."""
         self._decoded = 0
+        self._source: RowCache | None = None
+        """What `follow` aligns with."""
         self._said: list[Expected] | None = None
         """What is said of the token under way; None in a prompt."""
 
@@ -110,6 +112,24 @@ class Shadow(StepObserver):
         self.text.take([given])
         self._decoded += 1
         return self._said
+
+    def follow(self, token: int, position: int, cache: RowCache, said: list[Expected]) -> None:
+        """Decode the token at a position of the text in `cache`, the model's, and add what is expected of each layer
+        to `said` as it is known.
+
+        Keys and values of the positions before it become the model's, as far as it has them; of a text other than the
+        last one all of them. Raises `EngineStateError` where they cannot.
+        """
+        if self._source is not cache:
+            self._source, self._aligned = cache, 0
+            self.text.cache = self.text.engine.new_cache()
+        mine, known = self.text.cache, min(position, cache.length)
+        mine.rewind(min(mine.length, position))
+        self._aligned = min(self._aligned, mine.length)
+        mine.take_over(cache, self._aligned, known)
+        self._aligned = known
+        self._said = said
+        self.text.take([token])
 
     def routed(self, heard: Routed) -> None:
         if self._said is not None:

@@ -1,0 +1,93 @@
+"""The slots that a model's experts get on this machine, before they are made: where its experts lie, what it asks of
+the budget, and how that is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from smoe.bounds import EMULATED
+from smoe.config import EngineConfig
+from smoe.machine.available_memory import free_device_bytes, less_margin
+from smoe.memory.dtypes import SAFETENSORS
+from smoe.memory.quantised_store import QuantisedStore, is_quantised
+from smoe.memory.store import ExpertStore, LayerExperts
+from smoe.models.checkpoint import Checkpoint, described_checkpoint
+from smoe.models.packed import contents_in_dtype
+from smoe.models.spec import ModelSpec
+from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes
+
+_CUDA_ALIGNMENT = 256
+"""What torch's own allocator gives on a GPU; its matrix kernels are slow, or choose others, at odd addresses."""
+
+
+def open_store(
+    checkpoint: Checkpoint, spec: ModelSpec, experts: Mapping[int, LayerExperts], device: torch.device
+) -> ExpertStore:
+    """The experts' places on disk: the packed file where there is one for this dtype, else the checkpoint itself."""
+    if is_quantised(experts):
+        return QuantisedStore(experts, SAFETENSORS[spec.dtype])
+    alignment = _CUDA_ALIGNMENT if device.type == "cuda" else None
+    dtype = SAFETENSORS[spec.dtype]
+    packed = checkpoint.packed(contents_in_dtype(spec.sites, dtype))
+    return ExpertStore(experts if packed is None else packed.layers, dtype, alignment)
+
+
+def open_if_here(
+    model: str | Path, spec: ModelSpec, device: torch.device, revision: str | None = None
+) -> ExpertStore | None:
+    """The places of a model's experts where its weights are here; nothing is downloaded, and headers alone are read.
+
+    None where there is the configuration alone, and of a `precision`: the size of its slots is known without its pack,
+    which may have to be written yet.
+    """
+    checkpoint = described_checkpoint(model, revision)
+    if spec.precision != "auto" or not checkpoint.has_weights():
+        return None
+    return open_store(checkpoint, spec, checkpoint.experts(spec), device)
+
+
+def make_ledger(
+    spec: ModelSpec,
+    config: EngineConfig,
+    device: torch.device,
+    store: ExpertStore | None = None,
+    learned_bytes: int = 0,
+    shadow_bytes: int = 0,
+) -> tuple[Ledger, str]:
+    """The budget divided, and where its size comes from; `learned_bytes`: of what was learned of the model;
+    `shadow_bytes`: of a copy of it that runs ahead.
+
+    Raises `BudgetError`.
+    """
+    demand = spec.demand(config) if store is None else demand_of(spec, config, device, store)
+    demand = replace(demand, learned_bytes=learned_bytes, shadow_bytes=shadow_bytes)
+    if config.memory_bytes is not None:
+        return allocate(config.memory_bytes, demand), "as asked"
+    if config.resident_share is not None:
+        budget = budget_for_share(config.resident_share, demand)
+        return allocate(budget, demand), f"for {100 * config.resident_share:.3g}% of the experts"
+    free, source = free_device_bytes(device)
+    budget = min(less_margin(free), full_bytes(demand))
+    whole = ", and the whole model fits" if budget == full_bytes(demand) else ""
+    return allocate(budget, demand), f"{source} less a margin{whole}"
+
+
+def share_beside(
+    spec: ModelSpec, config: EngineConfig, device: torch.device, store: ExpertStore | None
+) -> Callable[[int], float]:
+    """Says which share of the experts is resident beside so many learned bytes; saying it raises `BudgetError`."""
+    return lambda learned_bytes: make_ledger(spec, config, device, store, learned_bytes)[0].resident_share
+
+
+def demand_of(spec: ModelSpec, config: EngineConfig, device: torch.device, store: ExpertStore) -> Demand:
+    """What a model whose files are here asks of the budget."""
+    # A thread needs two buffers where a demand load passes inside a prefetch; on a GPU they are host memory.
+    has_host_tier = device.type != "cpu" or config.device == EMULATED
+    buffers = 0 if has_host_tier else 2 * config.io_threads * store.staging_buffer_bytes
+    if config.cluster is not None and not has_host_tier:  # what main computes itself where its workers fail
+        buffers += (2 * config.io_threads + 1) * sum(set(store.slot_bytes.values()))
+    return spec.demand(config, store.slot_bytes, buffers)

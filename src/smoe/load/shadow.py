@@ -1,0 +1,122 @@
+"""A second engine behind a copy of the model in fewer bits, which runs ahead of the first (`prefetch` shadow).
+
+It reads its experts from the file that `smoe pack --precision` wrote, all of them stay in memory, and the other weights
+are the model's own: the same memory, unless the file keeps them quantised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from smoe.bounds import DEFAULT_SHADOW, DEPARTURE, EMULATED
+from smoe.config import EngineConfig
+from smoe.errors import ConfigError, UnsupportedModelError
+from smoe.expert import EXACT
+from smoe.kernels.threads import threads
+from smoe.load.assembly import Budget, assemble, scoring_rules
+from smoe.load.known import Known
+from smoe.load.learned import Learned
+from smoe.load.ledger import demand_of, open_store
+from smoe.memory.arena import Arena
+from smoe.memory.pacing import Pacing
+from smoe.memory.store import ExpertStore
+from smoe.models.checkpoint import Checkpoint
+from smoe.models.read_spec import read_spec
+from smoe.models.spec import ModelSpec
+from smoe.models.twin import share_weights
+from smoe.policy.budget import Ledger, allocate, full_bytes
+from smoe.policy.registry import SHADOW
+from smoe.runtime.running_ahead import RunningAhead, ShadowRouting
+from smoe.runtime.seam import hear_routers
+from smoe.runtime.shadow import Shadow
+
+_THREADS = 1
+"""It computes on: the model wants the others."""
+
+
+class PlannedShadow(NamedTuple):
+    """What it takes, before anything large is read."""
+
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    config: EngineConfig
+    ledger: Ledger
+    store: ExpertStore
+    device: torch.device
+    departure: str
+    spares: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory, beside the model."""
+        return self.ledger.budget_bytes - (self.ledger.demand.weights_bytes if self._shares_weights else 0)
+
+    @property
+    def _shares_weights(self) -> bool:
+        return not self.spec.dense
+
+    def open(self, model: PreTrainedModel) -> ShadowRouting:
+        """Beside `model`, whose weights are there and which nobody has put an engine behind yet."""
+        with threads(_THREADS):
+            shadow = self.checkpoint.load_dense(self.spec, self.device)
+            if self._shares_weights:
+                share_weights(shadow, model)
+            arena = Arena(self.ledger.sizes, self.device, huge_pages=False)
+            try:
+                budget = Budget(self.ledger, "of a shadow", Known(self.config, {}), Learned())
+                stores, experts = {EXACT: self.store}, {EXACT: self.checkpoint.experts(self.spec)}
+                assemble(shadow, self.spec, self.config, budget, stores, arena, experts, Pacing())
+            except BaseException:
+                arena.close()
+                raise
+        engine = shadow.offload
+        unheard = {layer: path for layer, path in engine.anatomy.routers.items() if layer not in engine.rules}
+        hear_routers(shadow, engine, unheard)
+        heard = Shadow(shadow, scoring_rules(shadow, self.spec), self.spares)
+        engine.executor.observers.append(heard)
+        return ShadowRouting(RunningAhead(heard, self.departure))
+
+
+def planned_shadow(
+    checkpoint: Checkpoint, spec: ModelSpec, config: EngineConfig, device: torch.device
+) -> PlannedShadow | None:
+    """The shadow that a configuration asks for, None where it asks for none; headers alone are read.
+
+    Raises `ConfigError` where there is no such copy, and `UnsupportedModelError` for a family that cannot be aligned.
+    """
+    if config.prefetch != SHADOW:
+        return None
+    if config.device == EMULATED:
+        raise ConfigError(
+            f"`prefetch` {SHADOW} computes on this CPU, whose times the `device` {EMULATED} does not act; use another "
+            "of the two",
+            setting="prefetch",
+            given=SHADOW,
+            allowed=f"other predictors on the device {EMULATED}",
+        )
+    if spec.anatomy.state_bytes_per_sequence:
+        raise UnsupportedModelError(
+            f"`prefetch` {SHADOW}: this family has layers with a recurrent state, which cannot be told what it should "
+            "be at a position; use another `prefetch`"
+        )
+    own = replace(
+        EngineConfig(precision=config.shadow or DEFAULT_SHADOW, prefetch="none", eviction="lru", preload=True),
+        context_tokens=spec.context_tokens,
+        prefill_tokens=1,
+        io_threads=1,
+        dtype=config.dtype,
+        device=config.device,
+        kernels=config.kernels,
+        activations=config.activations,
+        direct_io="off",
+    )
+    its = read_spec(checkpoint.place, own)
+    store = open_store(checkpoint, its, checkpoint.experts(its), device)
+    demand = demand_of(its, own, device, store)
+    ledger = allocate(full_bytes(demand), demand)
+    departure, spares = config.shadow_departure or DEPARTURE[0], config.shadow_spares or 0
+    return PlannedShadow(checkpoint, its, own, ledger, store, device, departure, spares)

@@ -1,0 +1,256 @@
+"""A shadow that runs ahead on its own thread: what it says when, and that the text does not depend on it.
+
+Would catch: experts of another token or text, a guess that is kept though the model chose otherwise, a thread that goes
+on after the end, a shadow whose failure ends the model's text.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from smoe.errors import ConfigError, GenerationCancelledError, UnsupportedModelError
+from smoe.load.assembly import scoring_rules
+from smoe.models.kv_cache import RowCache
+from smoe.models.read_spec import read_spec
+from smoe.runtime.running_ahead import RunningAhead, ShadowRouting
+from smoe.runtime.shadow import Alignment, Expected, Greedy, Shadow, shadowing
+from tests import oracle, zoo
+from tests.packs import pack_folder
+
+Open = Callable[..., PreTrainedModel]
+PROMPT = oracle.PROMPT[0].tolist()
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = zoo.save("mixtral", tmp_path_factory.mktemp("packed"))
+    pack_folder(folder, precision="int2")
+    return folder
+
+
+@pytest.fixture
+def text(folder: Path, open_model: Open) -> Greedy:
+    """The model, which has read the prompt."""
+    text = Greedy(open_model(folder, "half"))
+    text.read(PROMPT)
+    return text
+
+
+@pytest.fixture
+def shadow(folder: Path, open_model: Open) -> Iterator[Shadow]:
+    model = open_model(folder, "full", precision="int2", max_sequences=2)
+    with shadowing(model, scoring_rules(model, read_spec(folder, model.offload.config)), spares=0) as shadow:
+        yield shadow
+
+
+def replayed(shadow: Shadow, tokens: list[int], cache: RowCache) -> list[list[Expected]]:
+    """What it says of each token where it is told every one, by itself and in order."""
+    shadow.read(PROMPT)
+    return [list(shadow.step(Alignment(1, 1), token, cache)) for token in tokens]
+
+
+@pytest.mark.parametrize("departure", ["late", "at-once"])
+def test_it_says_what_it_says_when_told_every_token(departure: str, text: Greedy, shadow: Shadow) -> None:
+    ahead = RunningAhead(shadow, departure)
+    said, guessed, tokens, further = [], [], [], 0
+    for _ in range(STEPS):
+        tokens.append(text.next_token)
+        ahead.begin(tokens[-1], text.cache)
+        assert ahead.wait(60)
+        now, after = ahead.said()
+        said.append(now)
+        guessed.append(after)
+        text.take(tokens[-1:])
+        further += shadow.text.cache.length == text.cache.length + 1
+    found = replayed(shadow, tokens, text.cache)
+    assert [[each.layer for each in layers] for layers in said] == [[each.layer for each in layers] for layers in found]
+    if departure == "late":
+        assert said == found and not any(guessed) and not further
+    else:
+        assert further == STEPS, "one token further than the model"
+        assert all(len(layers) == len(found[0]) for layers in guessed)
+    ahead.close()
+
+
+def test_a_guess_that_the_model_did_not_choose_is_taken_back(text: Greedy, shadow: Shadow) -> None:
+    ahead = RunningAhead(shadow, "at-once")
+    first = text.next_token
+    ahead.begin(first, text.cache)
+    assert ahead.wait(60)
+    guess = shadow.text.next_token
+    text.take([first])
+    other = (guess + 1) % 50
+    ahead.begin(other, text.cache)
+    assert ahead.wait(60)
+    now, _ = ahead.said()
+    assert now == replayed(shadow, [first, other], text.cache)[1]
+    ahead.close()
+
+
+def test_another_text_and_one_that_was_taken_back_are_followed(text: Greedy, shadow: Shadow) -> None:
+    ahead = RunningAhead(shadow, "late")
+    for _ in range(3):
+        ahead.begin(text.next_token, text.cache)
+        assert ahead.wait(60)
+        text.take([text.next_token])
+    text.cache.rewind(len(PROMPT))
+    ahead.begin(7, text.cache)
+    assert ahead.wait(60)
+    now, _ = ahead.said()
+    assert now == replayed(shadow, [7], text.cache)[0]
+    text.read(PROMPT[::-1])
+    ahead.begin(7, text.cache)
+    assert ahead.wait(60)
+    now, _ = ahead.said()
+    shadow.read(PROMPT[::-1])
+    assert now == list(shadow.step(Alignment(1, 1), 7, text.cache))
+    ahead.close()
+
+
+def test_a_cache_that_was_given_up_is_no_end(text: Greedy, shadow: Shadow) -> None:
+    ahead, gone = RunningAhead(shadow, "late"), text.cache
+    gone.retire()
+    ahead.begin(3, gone)
+    assert ahead.wait(60) and ahead.said() == ([], [])
+    text.read(PROMPT)
+    ahead.begin(3, text.cache)
+    assert ahead.wait(60) and ahead.said()[0]
+    ahead.close()
+
+
+class Scripted:
+    """In a shadow's place: says one layer, and then waits to be cancelled or let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.cancelled = threading.Event()
+        self.followed: list[int] = []
+        engine = SimpleNamespace(cancel=self.cancelled.set, close=lambda: None)
+        self.text = SimpleNamespace(engine=engine, next_token=11)
+
+    def follow(self, token: int, position: int, cache: RowCache, said: list[Expected]) -> None:
+        if token < 0:
+            raise ZeroDivisionError("gone")
+        self.followed.append(token)
+        said.append(Expected(0, (token,), (1.0,)))
+        while not self.go.wait(0.005):
+            if self.cancelled.is_set():
+                self.cancelled.clear()
+                raise GenerationCancelledError("cancelled")
+
+
+class Cache:
+    """In a cache's place."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.capacity_tokens = length, 100
+
+
+def cache_of(length: int) -> Any:
+    return Cache(length)
+
+
+def until(is_so: Callable[[], bool]) -> bool:
+    pause = threading.Event()
+    return any(is_so() or pause.wait(0.005) for _ in range(2000))
+
+
+def test_what_is_of_no_use_any_more_is_cancelled() -> None:
+    shadow: Any = Scripted()
+    ahead, cache = RunningAhead(shadow, "late"), cache_of(5)
+    ahead.begin(1, cache)
+    assert until(lambda: shadow.followed == [1])
+    assert until(lambda: [each.experts for each in ahead.said()[0]] == [(1,)]), "as soon as it is known"
+    ahead.begin(2, cache)
+    assert until(lambda: shadow.followed == [1, 2])
+    assert until(lambda: [each.experts for each in ahead.said()[0]] == [(2,)])
+    ahead.pause()
+    assert ahead.wait(10) and ahead.said() == ([], [])
+    ahead.close()
+    ahead.close()
+
+
+def test_a_right_guess_goes_on() -> None:
+    shadow: Any = Scripted()
+    shadow.go.set()
+    ahead, cache = RunningAhead(shadow, "at-once"), cache_of(5)
+    ahead.begin(1, cache)
+    assert ahead.wait(10) and shadow.followed == [1, 11]
+    cache.length, after = 6, ahead.said()[1]
+    ahead.begin(11, cache)
+    assert after and ahead.said()[0] == after, "without decoding it again"
+    assert ahead.wait(10) and shadow.followed == [1, 11, 11]
+    ahead.close()
+
+
+def test_its_failure_is_said_once_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    shadow: Any = Scripted()
+    ahead = RunningAhead(shadow, "late")
+    with caplog.at_level(logging.WARNING):
+        ahead.begin(-1, cache_of(5))
+        assert until(lambda: "the shadow has failed" in caplog.text)
+        ahead.begin(4, cache_of(6))
+        ahead.begin(5, cache_of(7))
+    assert ahead.said() == ([], []) and caplog.text.count("has failed") == 1
+    ahead.close()
+
+
+def test_batches_and_prompts_are_not_followed() -> None:
+    shadow: Any = Scripted()
+    ahead, cache = RunningAhead(shadow, "late"), cache_of(5)
+    predictor = ShadowRouting(ahead)
+    for ids in (None, torch.zeros(1, 2, dtype=torch.long), torch.zeros(2, 1, dtype=torch.long)):
+        predictor.begin(ids, cache)
+    predictor.begin(torch.zeros(1, 1, dtype=torch.long), None)
+    assert not shadow.followed
+    predictor.begin(torch.full((1, 1), 3), cache)
+    assert until(lambda: shadow.followed == [3])
+    ahead.close()
+
+
+@pytest.mark.parametrize("departure", ["late", "at-once"])
+@pytest.mark.parametrize("budget", ["half", "minimum"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_bits_are_those_of_the_unmodified_model(
+    family: str, budget: str, departure: str, toy: Callable[..., Path], open_model: Open
+) -> None:
+    folder = toy(family, dtype=torch.bfloat16)
+    pack_folder(folder, precision="int4")
+    model = open_model(folder, budget, prefetch="shadow", shadow_departure=departure)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    model.offload.executor.table.check()
+    if budget == "half":
+        assert model.offload.stats().prefetches > 0
+    ledger = model.offload.ledger
+    assert ledger.entries()["shadow"] > 0 and model.offload.peak_memory_bytes() <= ledger.budget_bytes
+
+
+def test_it_shares_the_models_other_weights(folder: Path, open_model: Open) -> None:
+    model = open_model(folder, "half", prefetch="shadow", shadow="int2")
+    (ahead,) = model.offload.executor.helpers[-1:]
+    theirs = {name: weight.data_ptr() for name, weight in model.named_parameters() if weight.numel()}
+    its = {name: weight.data_ptr() for name, weight in ahead._shadow.text.model.named_parameters() if weight.numel()}
+    assert its == theirs
+
+
+def test_what_it_cannot_follow_is_refused(toy: Callable[..., Path], folder: Path, open_model: Open) -> None:
+    with pytest.raises(UnsupportedModelError, match="recurrent state"):
+        open_model(toy("lfm2_moe"), "half", prefetch="shadow")
+    with pytest.raises(ConfigError, match=r"int4.*run smoe pack"):
+        open_model(folder, "half", prefetch="shadow")
+    with pytest.raises(ConfigError, match="`shadow` int4 is no lower than `precision` int4"):
+        open_model(folder, "half", prefetch="shadow", precision="int4")
+    with pytest.raises(ConfigError, match="emulated"):
+        open_model(folder, "half", prefetch="shadow", shadow="int2", device="emulated")
+    with pytest.raises(ConfigError, match="`shadow_spares` belongs to `prefetch` shadow"):
+        open_model(folder, "half", shadow_spares=1)
