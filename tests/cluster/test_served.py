@@ -6,6 +6,7 @@ first, a prompt whose experts are both loaded here and computed there, a worker 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +16,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from smoe.cluster import frames
 from smoe.cluster.frames import Frame, Kind
 from smoe.cluster.identity import Main, keep_main, read_main
 from smoe.cluster.remote import _PROOF_ROWS, Cluster
 from smoe.cluster.worker import WorkerProcess
+from smoe.compute.unit import Wanted
 from smoe.errors import ClusterError, ConfigError
+from smoe.expert import EXACT
+from smoe.kernels.isa import widest
+from smoe.load.worker_experts import open_experts
+from smoe.presets import configure
 from tests import oracle
+from tests.cluster.conftest import member
 
 Open = Callable[..., PreTrainedModel]
 Start = Callable[..., list[Any]]
@@ -109,8 +117,6 @@ class Unreliable(WorkerProcess):
         elif self.fault == "other rows":
             self._send(dealer, [_done_header(frame), bytes(16), b"1234"])
         elif self.fault == "error":
-            from smoe.cluster import frames
-
             self._send(dealer, frames.failed(frame.request, "no disk"))
         elif self.fault == "slow":
             time.sleep(0.2)
@@ -121,8 +127,6 @@ class Unreliable(WorkerProcess):
 
 
 def _done_header(frame: Frame) -> bytes:
-    from smoe.cluster import frames
-
     return bytes(frames.done(frame.request, 0.0, 0.0, [torch.zeros(1, 1)])[0])
 
 
@@ -167,13 +171,55 @@ def test_workers_come_and_go_between_tokens(toy: Callable[..., Path], start: Sta
     assert [member.why for member in cluster_of(model).members] == ["left", ""]
 
 
+@pytest.mark.skipif(widest() is None, reason="needs llvmlite and AVX2")
+def test_a_worker_serves_mains_of_other_kernels(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
+    """One after the other; and what computed for the one before is over."""
+    folder = toy("qwen3_moe", dtype=torch.bfloat16, hidden_size=256, head_dim=64, moe_intermediate_size=64)
+    (worker,) = start(folder, 1)
+    pool: Any = None
+    for kernels in ("torch", "own-order", "torch"):
+        alone = open_model(folder, "minimum", kernels=kernels)
+        model = open_model(folder, "minimum", kernels=kernels, cluster="test", **BY_TURNS)
+        pool = worker._served.alone.experts._pool or pool
+        oracle.assert_same_steps(oracle.greedy(model), oracle.greedy(alone))
+        assert sum(member.experts for member in cluster_of(model).members) > 0
+        model.offload.close()
+    assert pool.own_order is not None and pool._is_closed
+    assert worker._served.alone.experts._pool is None
+
+
+def test_what_an_earlier_main_asked_for_is_not_sent_to_the_next(
+    toy: Callable[..., Path], main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expert that was being computed when the next main let the worker in."""
+    served = open_experts(toy("qwen3_moe", dtype=torch.bfloat16), 1 << 20, configure(threads=1))
+    worker, experts = WorkerProcess(member("w"), served), served.alone.experts
+    worker._welcomed({"arithmetic": "torch"})
+    computing, begun, goes_on = experts._compute, threading.Event(), threading.Event()
+
+    def slowly(*args: Any) -> torch.Tensor:
+        begun.set()
+        goes_on.wait(10)
+        return computing(*args)
+
+    monkeypatch.setattr(experts, "_compute", slowly)
+    hidden = torch.ones(1, served.alone.hidden, dtype=torch.bfloat16)
+    worker._work(frames.parse(frames.work(7, [Wanted((0, 0, EXACT), [0]), Wanted((0, 1, EXACT), [0])], hidden)))
+    assert begun.wait(10)
+    threading.Timer(0.05, goes_on.set).start()
+    worker._welcomed({"arithmetic": "torch"})
+    assert worker._bell.take() == []
+    worker._work(frames.parse(frames.work(8, [Wanted((0, 1, EXACT), [0])], hidden)))
+    experts.drain()
+    until = time.monotonic() + 10
+    while not (sent := worker._bell.take()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert [frames.parse(parts).request for parts in sent] == [8]
+    worker._ahead.shutdown()
+    served.alone.close()
+
+
 def test_another_model_is_refused_by_name(toy: Callable[..., Path], main: Main, open_model: Open) -> None:
-    import threading
-
-    from smoe.load.worker_experts import open_experts
-    from smoe.presets import configure
-    from tests.cluster.conftest import member
-
     folder, other = toy("qwen3_moe", dtype=torch.bfloat16), toy("mixtral", dtype=torch.bfloat16)
     served = open_experts(other, 1 << 20, configure(threads=1))
     said: list[str] = []
@@ -197,8 +243,6 @@ def test_other_bits_are_refused(
     toy: Callable[..., Path], start: Start, open_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker whose arithmetic is off by one bit in one number."""
-    from smoe.cluster import frames
-
     original = frames.done
 
     def off(request: int, seconds: float, computing: float, rows: Any) -> Any:

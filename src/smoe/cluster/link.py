@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +68,7 @@ class Link:
         self._rescue = rescue
         self._hidden, self._dtype = hidden, dtype
         self._requests: dict[int, Request] = {}
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(secrets.randbits(62))  # what a worker still sends an earlier main is none
         self._bell: Doorbell[Callable[[], object]] = Doorbell()
         self._by_route: dict[bytes, Member] = {}
         self._is_ending = False

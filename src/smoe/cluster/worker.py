@@ -4,7 +4,8 @@
                                         REFUSED: ends, and says why
 
 One thread talks; computing and reading have threads of their own, which ring when they have something to send. A
-worker is a pure function of (expert, rows): it may be asked twice, or by another main later.
+worker is a pure function of (expert, rows): it may be asked twice. With every WELCOME it begins anew: what an earlier
+main asked for is forgotten, and few rows are multiplied as this one does.
 """
 
 from __future__ import annotations
@@ -63,8 +64,11 @@ class WorkerProcess:
         self._hidden = served.alone.hidden
         self._bell: Doorbell[list[Any]] = Doorbell()
         self._ahead = ThreadPoolExecutor(1, "smoe-ahead")
-        self._waiting_ahead = 0
+        self._coming = set[Future[None]]()
+        """Asked for ahead, and not there yet."""
         self._arithmetic: str | None = None
+        """By which few rows are multiplied: None until a main has said it."""
+        self._welcomes = 0
         self._heard = self._said = 0.0
         self._ended = 0.0
         """When the last request was done: what waits for it before is not its own time."""
@@ -167,24 +171,30 @@ class WorkerProcess:
                 self._fetch(key)
 
     def _welcomed(self, said: dict[str, Any]) -> None:
-        arithmetic = said.get("arithmetic")
-        if self._arithmetic is None:
-            if not isinstance(arithmetic, str) or not self._served.alone.compute_by(arithmetic):
+        self._forget()
+        arithmetic, alone = said.get("arithmetic"), self._served.alone
+        if arithmetic != self._arithmetic:
+            if not isinstance(arithmetic, str) or not alone.compute_by(arithmetic):
                 raise ClusterError(f"main computes by `kernels` {arithmetic}, which this machine cannot")
             self._arithmetic = arithmetic
-        elif arithmetic != self._arithmetic:
-            raise ClusterError(
-                f"main computes by `kernels` {arithmetic}, this worker already by {self._arithmetic}; start it again"
-            )
         self._is_in = True
         self._on_change("belongs to the cluster")
 
+    def _forget(self) -> None:
+        """Whoever asked for what is under way has gone."""
+        self._welcomes += 1
+        for future in list(self._coming):
+            future.cancel()
+        self._served.alone.experts.start_anew()
+
     def _work(self, frame: Frame) -> None:
-        began, alone = time.perf_counter(), self._served.alone
+        began, alone, welcome = time.perf_counter(), self._served.alone, self._welcomes
         asked = frames.parse_work(frame, self._experts, self._hidden)
         futures = alone.experts.submit(asked.wanted, Fetched(asked.hidden))
 
         def over(_: Future[torch.Tensor]) -> None:  # one thread computes, in the order asked: these were the last
+            if welcome != self._welcomes:
+                return
             computing = sum(seconds for seconds, _ in alone.experts.measured())
             self._bell.put(_outcome(frame.request, futures, max(began, self._ended), computing))
             self._ended = time.perf_counter()
@@ -192,13 +202,14 @@ class WorkerProcess:
         futures[-1].add_done_callback(over)
 
     def _fetch(self, key: ExpertKey) -> None:
-        if self._waiting_ahead >= _MOST_AHEAD:
+        if len(self._coming) >= _MOST_AHEAD:
             return
-        self._waiting_ahead += 1
-        self._ahead.submit(partial(self._served.alone.experts.bring, key)).add_done_callback(self._fetched)
+        future = self._ahead.submit(partial(self._served.alone.experts.bring, key))
+        self._coming.add(future)
+        future.add_done_callback(self._fetched)
 
     def _fetched(self, future: Future[None]) -> None:
-        self._waiting_ahead -= 1
+        self._coming.discard(future)
         if not future.cancelled() and future.exception() is not None:
             _log.warning("an expert could not be read ahead: %s", future.exception())
 

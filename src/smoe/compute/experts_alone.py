@@ -49,9 +49,9 @@ class ExpertsAlone:
 
     def compute_by(self, arithmetic: str) -> bool:
         """From now on few rows are multiplied by one of `KERNELS` that the main machine has found best; False where
-        that is not to be had here. Before anything is asked for."""
+        that is not to be had here. While nothing is under way; what computed before is ended."""
         if arithmetic == "torch":
-            return True
+            return self.experts.multiply_by(None)
         return self.experts.multiply_by(SpinningPool(self._threads, in_own_order=arithmetic == "own-order"))
 
     def close(self) -> None:

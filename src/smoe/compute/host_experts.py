@@ -54,12 +54,20 @@ class HostExperts:
         self._under_way: set[Future[torch.Tensor]] = set()
         self._worker = ThreadPoolExecutor(1, "smoe-host-experts", _begin, (threads,))  # must not hold us
 
-    def multiply_by(self, pool: SpinningPool) -> bool:
-        """From now on single rows are multiplied by our kernel; False where its bits are not the library's.
+    def multiply_by(self, pool: SpinningPool | None) -> bool:
+        """From now on single rows are multiplied by our kernel, or (None) by the library, as they are where the
+        kernel's bits are not the library's: then False.
 
-        Compared on an expert of every shape, before anything is submitted. The pool is closed with this, used or not.
+        Compared on an expert of every shape, while nothing is under way. The pool is closed with this, or when another
+        takes its place, used or not.
         """
-        self._pool = pool
+        former, self._pool = self._pool, pool
+        for math in self._math.values():
+            math.compute_by(None, None)
+        if former is not None:
+            former.close()
+        if pool is None:
+            return True
         shapes = {math.kind: layer for layer, math in self._math.items()}
         for layer in shapes.values():
             with self._held((layer, 0, EXACT)) as weights:
