@@ -138,6 +138,10 @@ def test_status_of_a_cluster_that_never_ran(run: Any, port: int) -> None:
 def test_bad_input_is_refused_at_once(run: Any, checkpoint: Path, port: int) -> None:
     small = run("cluster", "up", checkpoint, "--worker-memory", "1KiB")
     assert small.code == 2 and "needs" in small.err
+    both = run("cluster", "up", checkpoint, "--worker-memory", "1MiB", "--slots", "1")
+    assert both.code == 2 and "--worker-memory 1MiB and --slots 1 both say" in " ".join(both.err.split())
+    none = run("cluster", "up", checkpoint, "--slots", "0")
+    assert none.code == 2 and "0 is not in the range" in " ".join(none.err.split())
     line = run("cluster", "join", "smoe://nonsense", checkpoint)
     assert line.code == 2 and "no invitation" in line.err
     never = run("cluster", "join", "local", checkpoint)

@@ -42,14 +42,18 @@ def main(own_clusters: None) -> Main:
 
 @pytest.fixture
 def start(main: Main) -> Iterator[Start]:
-    """`start(model, count, kind=WorkerProcess, **switches)`: invited workers, each on a thread of its own."""
+    """`start(model, count, kind=WorkerProcess, slots=None, **switches)`: invited workers, each on a thread of its
+    own, with 1 MiB each, or with so many slots."""
     running: list[tuple[WorkerProcess, threading.Thread]] = []
     opened: list[Any] = []
 
-    def begin(model: Path, count: int, kind: type[WorkerProcess] = WorkerProcess, **switches: Any) -> list[Any]:
+    def begin(
+        model: Path, count: int, kind: type[WorkerProcess] = WorkerProcess, slots: int | None = None, **switches: Any
+    ) -> list[Any]:
         started = []
         for _ in range(count):
-            served = open_experts(model, 1 << 20, configure(threads=1, **switches))
+            config = configure(**({"threads": 1} | switches))
+            served = open_experts(model, 1 << 20 if slots is None else None, config, slots)
             opened.append(served)
             worker = kind(member(f"w{len(running)}"), served)
             thread = threading.Thread(target=partial(served_or_refused, worker), daemon=True)

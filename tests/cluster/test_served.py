@@ -17,15 +17,17 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.cluster import frames
-from smoe.cluster.frames import Frame, Kind
+from smoe.cluster.frames import Frame, Kind, Times
 from smoe.cluster.identity import Main, keep_main, read_main
 from smoe.cluster.remote import _PROOF_ROWS, Cluster
 from smoe.cluster.worker import WorkerProcess
+from smoe.compute.expert_math import ExpertMath
 from smoe.compute.unit import Wanted
 from smoe.errors import ClusterError, ConfigError
-from smoe.expert import EXACT
+from smoe.expert import EXACT, ExpertKey
 from smoe.kernels.isa import widest
 from smoe.load.worker_experts import open_experts
+from smoe.memory.streams import Fetched
 from smoe.presets import configure
 from tests import oracle
 from tests.cluster.conftest import member
@@ -115,7 +117,7 @@ class Unreliable(WorkerProcess):
         if self.fault == "garbage":
             self._send(dealer, [b"garbage", b"more"])
         elif self.fault == "other rows":
-            self._send(dealer, [_done_header(frame), bytes(16), b"1234"])
+            self._send(dealer, [_done_header(frame), bytes(32), b"1234"])
         elif self.fault == "error":
             self._send(dealer, frames.failed(frame.request, "no disk"))
         elif self.fault == "slow":
@@ -127,7 +129,7 @@ class Unreliable(WorkerProcess):
 
 
 def _done_header(frame: Frame) -> bytes:
-    return bytes(frames.done(frame.request, 0.0, 0.0, [torch.zeros(1, 1)])[0])
+    return bytes(frames.done(frame.request, Times(0.0, 0.0), [torch.zeros(1, 1)])[0])
 
 
 @pytest.mark.parametrize("fault", ["silent", "slow", "garbage", "other rows", "error", "gone"])
@@ -219,6 +221,98 @@ def test_what_an_earlier_main_asked_for_is_not_sent_to_the_next(
     served.alone.close()
 
 
+def test_a_worker_reads_an_expert_while_it_computes_another(
+    toy: Callable[..., Path], main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt's experts come in requests of their own."""
+    served = open_experts(toy("qwen3_moe", dtype=torch.bfloat16), None, configure(threads=1), slots=2)
+    experts, (first, second) = served.alone.experts, [(0, 0, EXACT), (0, 1, EXACT)]
+    fill, forward, is_read = experts._filler.fill, ExpertMath.forward, threading.Event()
+
+    def filled(key: ExpertKey, *args: Any) -> int:
+        came = fill(key, *args)
+        if key == second:
+            is_read.set()
+        return came
+
+    overlapped = []
+
+    def computed(*args: Any) -> torch.Tensor:
+        overlapped.append(is_read.wait(10))
+        return forward(*args)
+
+    monkeypatch.setattr(experts._filler, "fill", filled)
+    monkeypatch.setattr(ExpertMath, "forward", computed)
+    hidden = Fetched(torch.ones(1, served.alone.hidden, dtype=torch.bfloat16))
+    asked = [experts.submit([Wanted(key, [0])], hidden) for key in (first, second)]
+    assert all(future.result(20).shape == hidden.wait().shape for (future,) in asked)
+    assert overlapped == [True, True]
+    assert len(list(experts.reads())) == 2
+    served.alone.close()
+
+
+def test_what_is_here_is_computed_while_the_rest_is_read(
+    toy: Callable[..., Path], main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the answers are in the order asked for."""
+    served = open_experts(toy("qwen3_moe", dtype=torch.bfloat16), None, configure(threads=1), slots=2)
+    experts, computed = served.alone.experts, list[ExpertKey]()
+    hidden = Fetched(torch.randn(1, served.alone.hidden).bfloat16())
+    keys: list[ExpertKey] = [(0, expert, EXACT) for expert in range(4)]
+    alone = [experts.submit([Wanted(key, [0])], hidden)[0].result(10) for key in keys]  # the last two are kept
+    computing = experts._compute
+
+    def noted(key: ExpertKey, *args: Any) -> torch.Tensor:
+        computed.append(key)
+        return computing(key, *args)
+
+    monkeypatch.setattr(experts, "_compute", noted)
+    together = [future.result(10) for future in experts.submit([Wanted(key, [0]) for key in keys], hidden)]
+    assert all(map(torch.equal, together, alone))
+    assert computed == [*keys[2:], *keys[:2]]
+    served.alone.close()
+
+
+def test_what_nobody_waits_for_leaves_its_slot(
+    toy: Callable[..., Path], main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that are forgotten while their experts are read, or hold a slot; others get the slots."""
+    served = open_experts(toy("qwen3_moe", dtype=torch.bfloat16), None, configure(threads=1), slots=2)
+    experts, forward = served.alone.experts, ExpertMath.forward
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slowly(*args: Any) -> torch.Tensor:
+        begun.set()
+        goes_on.wait(10)
+        return forward(*args)
+
+    hidden = Fetched(torch.ones(1, served.alone.hidden, dtype=torch.bfloat16))
+    monkeypatch.setattr(ExpertMath, "forward", slowly)
+    dropped = experts.submit([Wanted((0, expert, EXACT), [0]) for expert in range(8)], hidden)
+    assert begun.wait(10)
+    threading.Timer(0.05, goes_on.set).start()
+    experts.drain()
+    assert sum(future.cancelled() for future in dropped) == 7
+    again = experts.submit([Wanted((1, expert, EXACT), [0]) for expert in range(8)], hidden)
+    assert all(future.result(10) is not None for future in again)
+    experts.drain()
+    assert not served.alone._host._leased
+    served.alone.close()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_workers_without_a_cache_are_exact(
+    slots: int, toy: Callable[..., Path], start: Start, open_model: Open
+) -> None:
+    """OD-MoE's: an expert is forgotten for the next; with two slots while the next one comes."""
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    workers = start(folder, 2, slots=slots)
+    assert all(worker._served.alone.slots == slots for worker in workers)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=2, **BY_TURNS)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    assert all(member.experts for member in cluster_of(model).members)
+
+
 def test_another_model_is_refused_by_name(toy: Callable[..., Path], main: Main, open_model: Open) -> None:
     folder, other = toy("qwen3_moe", dtype=torch.bfloat16), toy("mixtral", dtype=torch.bfloat16)
     served = open_experts(other, 1 << 20, configure(threads=1))
@@ -245,10 +339,10 @@ def test_other_bits_are_refused(
     """A worker whose arithmetic is off by one bit in one number."""
     original = frames.done
 
-    def off(request: int, seconds: float, computing: float, rows: Any) -> Any:
+    def off(request: int, times: Times, rows: Any) -> Any:
         rows = [row.clone() for row in rows]
         rows[0].view(torch.int16)[0, 0] ^= 1
-        return original(request, seconds, computing, rows)
+        return original(request, times, rows)
 
     monkeypatch.setattr(frames, "done", off)
     folder = toy("qwen3_moe", dtype=torch.bfloat16)

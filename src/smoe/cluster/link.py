@@ -111,8 +111,10 @@ class Link:
         return futures
 
     def fetch(self, unit: int, keys: Sequence[Any]) -> None:
-        """Have a worker bring experts in."""
-        self._bell.put(lambda: self._send_to(self.members.get(unit), frames.fetch(keys)))
+        """Have a worker bring experts in, as many of them as it has room for."""
+        member = self.members.get(unit)
+        if member is not None:
+            self._bell.put(lambda: self._send_to(member, frames.fetch(keys[: member.slots])))
 
     def forget(self, futures: Sequence[Future[torch.Tensor]]) -> None:
         """Nobody waits for these any more."""
@@ -236,8 +238,8 @@ class Link:
 
     def _done(self, request: Request, member: Member, done: frames.Done) -> None:
         del self._requests[request.number]
-        sent, _, loads = request.asked[member.unit]
-        member.note(request.wanted, loads, time.monotonic() - sent, done.seconds, done.computing)
+        sent, _ = request.asked[member.unit]
+        member.note(request.wanted, time.monotonic() - sent, done.times)
         if request.trial is not None:
             self._proven(request.trial, done.rows)
             return
@@ -303,7 +305,7 @@ class Link:
         due = max([now, *before]) + member.deadline(request.wanted, loads)  # it computes one after the other
         if request.trial is not None:
             due = now + PROOF_SECONDS
-        request.asked[member.unit] = (now, due, loads)
+        request.asked[member.unit] = (now, due)
         member.requests += 1
         hidden, wanted = only_used(request.hidden.wait(), request.wanted)
         return self._send_to(member, frames.work(request.number, wanted, hidden))
@@ -315,14 +317,14 @@ class Link:
         self.rescued += len(request.wanted)
         for mine, theirs in zip(self._rescue.submit(request.wanted, request.hidden), request.futures, strict=True):
             mine.add_done_callback(partial(take_over, theirs))
-        request.asked[-1] = (time.monotonic(), float("inf"), 0)
+        request.asked[-1] = (time.monotonic(), float("inf"))
 
     def _see_to_deadlines(self, now: float) -> None:
         for request in list(self._requests.values()):
             if request.futures and all(future.done() for future in request.futures):
                 del self._requests[request.number]
                 continue
-            late = [self.members[unit] for unit, (_, due, _) in request.asked.items() if unit >= 0 and due < now]
+            late = [self.members[unit] for unit, (_, due) in request.asked.items() if unit >= 0 and due < now]
             if len(late) == len(request.asked):
                 for member in late:
                     self._missed(member)

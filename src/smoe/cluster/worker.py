@@ -10,6 +10,7 @@ main asked for is forgotten, and few rows are multiplied as this one does.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ import zmq
 from smoe import __version__
 from smoe.cluster import frames
 from smoe.cluster.doorbell import Doorbell
-from smoe.cluster.frames import Frame, FrameError, Kind
+from smoe.cluster.frames import Frame, FrameError, Kind, Times
 from smoe.cluster.identity import Worker
 from smoe.compute.experts_alone import ExpertsAlone
 from smoe.errors import ClusterError
@@ -192,14 +193,19 @@ class WorkerProcess:
         asked = frames.parse_work(frame, self._experts, self._hidden)
         futures = alone.experts.submit(asked.wanted, Fetched(asked.hidden))
 
-        def over(_: Future[torch.Tensor]) -> None:  # one thread computes, in the order asked: these were the last
-            if welcome != self._welcomes:
+        done = itertools.count(1)
+
+        def over(_: Future[torch.Tensor]) -> None:  # one thread computes, request after request
+            if next(done) < len(futures) or welcome != self._welcomes:
                 return
-            computing = sum(seconds for seconds, _ in alone.experts.measured())
-            self._bell.put(_outcome(frame.request, futures, max(began, self._ended), computing))
+            whole = time.perf_counter() - max(began, self._ended)
+            computing, reads = sum(seconds for seconds, _ in alone.experts.measured()), list(alone.experts.reads())
+            times = Times(whole, min(computing, whole), sum(reads), len(reads))
+            self._bell.put(_outcome(frame.request, futures, times))
             self._ended = time.perf_counter()
 
-        futures[-1].add_done_callback(over)
+        for future in futures:
+            future.add_done_callback(over)
 
     def _fetch(self, key: ExpertKey) -> None:
         if len(self._coming) >= _MOST_AHEAD:
@@ -214,11 +220,10 @@ class WorkerProcess:
             _log.warning("an expert could not be read ahead: %s", future.exception())
 
 
-def _outcome(request: int, futures: list[Future[torch.Tensor]], began: float, computing: float) -> list[Any]:
+def _outcome(request: int, futures: list[Future[torch.Tensor]], times: Times) -> list[Any]:
     """What is sent when all experts of a request are done."""
-    seconds = time.perf_counter() - began
     try:
-        return frames.done(request, seconds, min(computing, seconds), [future.result() for future in futures])
+        return frames.done(request, times, [future.result() for future in futures])
     except Exception as error:
         _log.warning("request %d failed: %s", request, error)
         return frames.failed(request, f"{type(error).__name__}: {error}")

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.compute.expert_math import ExpertMath
-from smoe.compute.experts_alone import ExpertsAlone
+from smoe.compute.experts_alone import LEAST_SLOTS, ExpertsAlone
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.expert import EXACT
@@ -30,12 +30,10 @@ def experts_alone(
     store: ExpertStore,
     math: Mapping[int, ExpertMath],
     classes: Sequence[SlotClass],
-    memory_bytes: int,
+    sizes: Sequence[tuple[int, int]],
     config: EngineConfig,
 ) -> ExpertsAlone:
-    """With as many slots as the memory holds, and the few that it takes to work at least; `classes`: of the experts'
-    own copies."""
-    sizes = host_sizes(classes, memory_bytes, config.io_threads)
+    """`classes`: of the experts' own copies; `sizes`: (slots, bytes of each) of each class."""
     free, _ = free_device_bytes(torch.device("cpu"))
     is_direct = reads_directly(config, store.total_bytes, free - sum(slots * each for slots, each in sizes))
     threads = config.threads or torch.get_num_threads()
@@ -106,7 +104,7 @@ def cluster_of(
             allowed="none for this model",
         )
     own = [each for each in asked.demand.all_classes if each.form == EXACT]
-    alone = experts_alone(store, math, own, 0, config)
+    alone = experts_alone(store, math, own, host_sizes(own, 0, LEAST_SLOTS), config)
     same = {"weights": asked.weights, "precision": spec.precision, "dtype": str(spec.dtype)}
     slot_bytes = max(store.slot_bytes.values())
     method = config.placement or "finish"

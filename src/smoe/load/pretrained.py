@@ -17,6 +17,7 @@ from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble
+from smoe.compute.experts_alone import LEAST_SLOTS
 from smoe.load.clustered import check_cluster
 from smoe.load.known import known_of
 from smoe.load.tiers import reads_directly
@@ -219,7 +220,7 @@ def demand_of(spec: ModelSpec, config: EngineConfig, device: torch.device, store
     has_host_tier = device.type != "cpu" or config.device == EMULATED
     buffers = 0 if has_host_tier else 2 * config.io_threads * store.staging_buffer_bytes
     if config.cluster is not None and not has_host_tier:  # what main computes itself where its workers fail
-        buffers += (2 * config.io_threads + 1) * sum(set(store.slot_bytes.values()))
+        buffers += LEAST_SLOTS * sum(set(store.slot_bytes.values())) + store.staging_buffer_bytes
     return spec.demand(config, store.slot_bytes, buffers)
 
 
