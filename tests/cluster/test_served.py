@@ -6,6 +6,7 @@ first, a prompt whose experts are both loaded here and computed there, a worker 
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -120,6 +121,11 @@ class Unreliable(WorkerProcess):
             self._send(dealer, [_done_header(frame), bytes(32), b"1234"])
         elif self.fault == "error":
             self._send(dealer, frames.failed(frame.request, "no disk"))
+        elif self.fault == "lie":
+            alone, asked = self._served.alone, frames.parse_work(frame, self._experts, self._hidden)
+            rows = [future.result().clone() for future in alone.experts.submit(asked.wanted, Fetched(asked.hidden))]
+            rows[-1].view(torch.int16)[0, 0] ^= 1
+            self._send(dealer, frames.done(frame.request, Times(1e-3, 1e-4), rows))
         elif self.fault == "slow":
             time.sleep(0.2)
             super()._answer(dealer, frame)
@@ -154,6 +160,36 @@ def test_faults_change_no_bit(
     if others == 0:
         link = cluster_of(model).link
         assert link is not None and link.rescued > 0, "main went on alone"
+
+
+def test_a_worker_that_lies_after_its_proof_is_found_out(
+    toy: Callable[..., Path], start: Start, open_model: Open
+) -> None:
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    (liar,) = start(folder, 1, type("Liar", (Unreliable,), {"fault": "lie", "every": 1}))
+    start(folder, 1)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=2, cluster_verify=1.0, **BY_TURNS)
+    cluster = cluster_of(model)
+    assert set(read_main("test").workers) == {"w0", "w1"}
+    oracle.greedy(model, new_tokens=12)
+    model.offload.close()
+    (doubt,) = cluster.doubts
+    assert re.search(r"worker w0 returned other bits than main's for expert \d of layer \d .* is let in no longer", doubt)
+    assert "may be wrong, so have it written again" in doubt
+    assert set(read_main("test").workers) == {"w1"}
+    assert isinstance(cluster.knocked(liar._me.keys.public, liar._hello() | {"code": None}), str)
+
+
+def test_an_honest_worker_is_not_accused(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
+    """Of what it has computed a part is recomputed, of prompts and of tokens; nothing is another number for it."""
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    start(folder, 2)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=2, cluster_verify=1.0, **BY_TURNS)
+    cluster = cluster_of(model)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    members = cluster.members
+    model.offload.close()
+    assert cluster.doubts == [] and all(member.checked > 0 and not member.why for member in members)
 
 
 def test_workers_come_and_go_between_tokens(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
@@ -371,6 +407,8 @@ def test_one_main_at_a_time(toy: Callable[..., Path], start: Start, open_model: 
 def test_settings_that_do_not_go_together(toy: Callable[..., Path], open_model: Open) -> None:
     with pytest.raises(ConfigError, match="belongs to `cluster`"):
         open_model(toy("qwen3_moe"), "minimum", placement="finish")
+    with pytest.raises(ConfigError, match="`cluster_verify` belongs to `cluster`"):
+        open_model(toy("qwen3_moe"), "minimum", cluster_verify=0.5)
     with pytest.raises(ConfigError, match="does not go with `balance`"):
         open_model(toy("qwen3_moe"), "minimum", cluster="test", balance="host", device="emulated")
     with pytest.raises(ClusterError, match="there is no cluster 'none'"):

@@ -11,7 +11,7 @@ import psutil
 import transformers
 from transformers import PreTrainedModel
 
-from smoe.cli.console import Patience, note
+from smoe.cli.console import Patience, note, warn
 from smoe.cli.settings import in_words
 from smoe.config import EngineConfig
 from smoe.generation.generate import encode
@@ -60,6 +60,8 @@ def loaded(
         yield ready
     finally:
         engine.close()
+        for doubt in engine.executor.compute.others.doubts if engine.executor.compute.others is not None else ():
+            warn(doubt)
 
 
 def describe(ledger: Ledger, reason: str) -> str:

@@ -65,6 +65,10 @@ class Main:
         """A worker more; one of that name that there was is let in no longer."""
         return replace(self, workers=self.workers | {name: key})
 
+    def without_worker(self, key: str) -> Main:
+        """Whoever has this key is let in no longer."""
+        return replace(self, workers={name: its_key for name, its_key in self.workers.items() if its_key != key})
+
     def invited(self, code: str, now: float | None = None) -> Main | None:
         """Without the invitation, where the code is of one that is still good; else None."""
         now, digest = time.time() if now is None else now, _digest(code)

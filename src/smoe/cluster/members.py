@@ -65,6 +65,8 @@ class Member:
     """of there and back, for few rows."""
     experts: int = 0
     """Computed so far."""
+    checked: int = 0
+    """Of them, recomputed by main."""
     requests: int = 0
     missed: int = 0
     """Deadlines."""

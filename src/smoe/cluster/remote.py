@@ -51,9 +51,11 @@ class Cluster:
         method: str,
         order: str,
         here_load: Callable[[], float],
+        verify: float = 0.0,
     ) -> None:
         """`alone`: the experts in main's own hands, for proofs and for when nobody is left; `asked`: what a worker must
-        have said of its model; `here_load`: seconds to load one expert here. `method` is one of `PLACEMENT`, `order`
+        have said of its model; `here_load`: seconds to load one expert here; `verify`: the share of what workers return
+        that is recomputed here. `method` is one of `PLACEMENT`, `order`
         one of `BALANCE_ORDER`. Raises `ClusterError` where the address is taken."""
         self.main = main
         self.units: dict[int, ComputeUnit] = {}
@@ -62,6 +64,9 @@ class Cluster:
         self._asked = asked
         self._method, self._order = method, order
         self._here_load = here_load
+        self._verify = verify
+        self.doubts: list[str] = []
+        """Why what was computed so far may be wrong, in words for the user; empty: nothing speaks against it."""
         self._arithmetic = "torch"
         self._layers = {layer: turn for turn, layer in enumerate(sorted(alone.store.layers))}
         self._proofs = list[Proof]()
@@ -80,7 +85,7 @@ class Cluster:
         self._proofs = list(self._make_proofs())
         hidden = self._alone.hidden
         keys, rescue = self.main.keys, self._alone.experts
-        self.link = Link(self.main.address, keys.public, keys.secret, self, rescue, hidden, self._dtype)
+        self.link = Link(self.main.address, keys.public, keys.secret, self, rescue, hidden, self._dtype, self._verify)
 
     def wait(self, workers: int, seconds: float) -> list[Member]:
         """The workers that are ready, once there are so many, or the time is up."""
@@ -103,12 +108,11 @@ class Cluster:
 
     def close(self) -> None:
         """Say good-bye to the workers and give back what main kept for itself. Idempotent."""
-        link, done = self.link, self.described()
-        self.link = None
+        link, self.link = self.link, None
         if link is not None:
             link.close()
             with suppress(OSError):
-                keep_status(self.main.name, done, is_over=True)
+                keep_status(self.main.name, [_described(each) for each in link.members.values()], is_over=True)
         if not self._is_closed:
             self._is_closed = True
             self._alone.close()
@@ -212,6 +216,22 @@ class Cluster:
         del member
         return self._proofs
 
+    def doubt(self, member: Member, why: str) -> None:
+        """It is let in no longer, and the user is told."""
+        with self._lock:
+            with suppress(ClusterError):
+                self.main = replace(read_main(self.main.name), address=self.main.address)
+            self.main = self.main.without_worker(member.key)
+            with suppress(OSError):
+                keep_main(self.main)
+        self.doubts.append(
+            f"worker {member.name} {why}, and is let in no longer. {member.checked} of the {member.experts} experts "
+            "that it has computed were recomputed here: what was written while it was there may be wrong, so have it "
+            "written again. Find out why (another program on it, its memory, its owner) before you invite it anew "
+            "(smoe cluster invite)"
+        )
+        _log.error("%s", self.doubts[-1])
+
     def _make_proofs(self) -> Iterator[Proof]:
         """An expert of every kind, with few rows and with many, as main computes it itself."""
         of_kind = {math.kind: layer for layer, math in reversed(list(self._alone.math.items()))}
@@ -267,6 +287,7 @@ def _described(member: Member) -> dict[str, Any]:
         "why": member.why,
         "slots": member.slots,
         "experts_computed": member.experts,
+        "experts_recomputed": member.checked,
         "requests": member.requests,
         "deadlines_missed": member.missed,
         "seconds_per_load": member.load,

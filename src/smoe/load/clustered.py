@@ -69,6 +69,8 @@ def check_cluster(config: EngineConfig) -> None:
     if config.cluster is None:
         if config.placement is not None:
             raise ConfigError.idle("placement", config.placement, "`cluster`")
+        if config.cluster_verify:
+            raise ConfigError.idle("cluster_verify", config.cluster_verify, "`cluster`")
         return
     check_zmq()
     from smoe.cluster.identity import read_main
@@ -109,7 +111,14 @@ def cluster_of(
     slot_bytes = max(store.slot_bytes.values())
     method = config.placement or "finish"
     cluster = Cluster(
-        main, alone, spec.dtype, same, method, config.balance_order, lambda: slot_bytes * asked.seconds_per_byte()
+        main,
+        alone,
+        spec.dtype,
+        same,
+        method,
+        config.balance_order,
+        lambda: slot_bytes * asked.seconds_per_byte(),
+        config.cluster_verify,
     )
     made.callback(cluster.close)
     cluster.units.update(compute.units)
