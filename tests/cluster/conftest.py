@@ -32,12 +32,25 @@ def own_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def main(own_clusters: None) -> Main:
     """A cluster on this machine, that nobody belongs to yet."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    made = new_main("test", f"127.0.0.1:{port}")
+    made = new_main("test", f"127.0.0.1:{a_free_port()}")
     keep_main(made)
     return made
+
+
+def a_free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        found: int = free.getsockname()[1]
+    return found
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as made:
+            made.bind(("::1", 0))
+        return True
+    except OSError:
+        return False
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.cluster import frames
+from smoe.cluster.address import checked_address
 from smoe.cluster.frames import Frame, Kind, Times
 from smoe.cluster.identity import Main, keep_main, read_main
 from smoe.cluster.remote import _PROOF_ROWS, Cluster
@@ -31,7 +33,7 @@ from smoe.load.worker_experts import open_experts
 from smoe.memory.streams import Fetched
 from smoe.presets import configure
 from tests import oracle
-from tests.cluster.conftest import member
+from tests.cluster.conftest import has_ipv6, member
 
 Open = Callable[..., PreTrainedModel]
 Start = Callable[..., list[Any]]
@@ -160,6 +162,20 @@ def test_faults_change_no_bit(
     if others == 0:
         link = cluster_of(model).link
         assert link is not None and link.rescued > 0, "main went on alone"
+
+
+@pytest.mark.parametrize("host", ["localhost", "[::1]"])
+def test_workers_come_by_a_name_and_by_ipv6(
+    host: str, toy: Callable[..., Path], main: Main, start: Start, open_model: Open
+) -> None:
+    if host == "[::1]" and not has_ipv6():
+        pytest.skip("no IPv6 here")
+    keep_main(replace(main, address=checked_address(f"{host}:{main.address.rpartition(':')[2]}")))
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    start(folder, 1)
+    model = open_model(folder, "minimum", cluster="test", **BY_TURNS)
+    oracle.assert_same_steps(oracle.greedy(model, new_tokens=2), oracle.greedy(oracle.reference(folder), new_tokens=2))
+    assert all(member.experts for member in cluster_of(model).members)
 
 
 def test_a_worker_that_lies_after_its_proof_is_found_out(

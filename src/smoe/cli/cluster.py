@@ -83,7 +83,7 @@ def up(
     given = ["--precision", precision, *room.as_given]
     given += [] if threads is None else ["--threads", str(threads)]
     lines = [[sys.executable, "-m", "smoe", "cluster", "work", model, "--name", each, *given] for each in workers]
-    note(f"{local} workers wait for a main at {main.address}; in another terminal:")
+    note(f"{local} workers wait for a main at {main.address}, which opens it when it runs; in another terminal:")
     note(f"smoe generate {model} --cluster {main.name} --set cluster_workers={local} -p ...")
     _keep_running(lines)
 
@@ -92,6 +92,12 @@ def invite(
     name: Name = "home",
     address: Annotated[
         str | None, typer.Option(help="This machine's address in your network, HOST or tcp://HOST:PORT.")
+    ] = None,
+    every_interface: Annotated[
+        bool | None,
+        typer.Option(
+            "--every-interface/--one-interface", help="Listen at all of this machine's interfaces, or at that address."
+        ),
     ] = None,
     json: Json = False,
     debug: Debug = False,
@@ -107,7 +113,8 @@ def invite(
 
     check_zmq()
     from smoe.cluster import identity
-    from smoe.cluster.identity import INVITATION_SECONDS, checked_address, invitation, keep_main, new_main
+    from smoe.cluster.address import checked_address, reach_of
+    from smoe.cluster.identity import INVITATION_SECONDS, invitation, keep_main, new_main
 
     if name in identity.clusters():
         main = identity.read_main(name)
@@ -122,13 +129,16 @@ def invite(
         main = new_main(name, address)
     if address is not None:
         main = replace(main, address=checked_address(address))
+    if every_interface is not None:
+        main = replace(main, everywhere=every_interface)
+    reach = reach_of(main.address, main.everywhere)
     main, line = invitation(main)
     keep_main(main)
     if json:
         print_json({"cluster": main.name, "address": main.address, "invitation": line, "seconds": INVITATION_SECONDS})
         return
     note(
-        f"good once, for {INVITATION_SECONDS // 60} minutes; main will listen at {main.address}. On the other machine:"
+        f"good once, for {INVITATION_SECONDS // 60} minutes; main will listen at {reach}. On the other machine:"
     )
     output().print(
         f"smoe cluster join '{line}' MODEL --worker-memory 4GiB", soft_wrap=True, markup=False, highlight=False

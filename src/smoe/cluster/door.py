@@ -11,6 +11,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from smoe.cluster import frames
+from smoe.cluster.address import Endpoint
 from smoe.cluster.members import Member
 from smoe.cluster.requests import Proof
 from smoe.errors import ClusterError
@@ -61,7 +62,7 @@ class Keys:
 class Door:
     """Main's sockets: machines come through `router`, `monitor` tells when one has gone. `close` shuts both."""
 
-    def __init__(self, address: str, public: str, secret: str, doorkeeper: Doorkeeper) -> None:
+    def __init__(self, address: Endpoint, public: str, secret: str, doorkeeper: Doorkeeper) -> None:
         """Raises `ClusterError` where the address cannot be listened at."""
         self._context = zmq.Context()
         self._guard = ThreadAuthenticator(self._context)
@@ -75,10 +76,10 @@ class Door:
         except zmq.ZMQError as error:
             self.close()
             raise ClusterError(
-                f"cannot listen at {address} ({error}); another smoe may be main of this cluster, or the address is "
-                "not this machine's: end the other one, or choose another address",
+                f"cannot listen at {address.address} ({error}); another smoe may be main of this cluster, or the "
+                "address is not this machine's: end the other one, or choose another address",
                 setting="address",
-                given=address,
+                given=address.address,
                 allowed="an address of this machine that is free",
             ) from error
 
@@ -91,7 +92,7 @@ class Door:
         self._context.term()
 
 
-def _listen(router: zmq.Socket[bytes], address: str, public: str, secret: str) -> None:
+def _listen(router: zmq.Socket[bytes], address: Endpoint, public: str, secret: str) -> None:
     """Take encrypted connections at an address; raises `zmq.ZMQError` where it cannot be had."""
     router.curve_server = True
     router.curve_publickey, router.curve_secretkey = public.encode(), secret.encode()
@@ -99,8 +100,8 @@ def _listen(router: zmq.Socket[bytes], address: str, public: str, secret: str) -
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to who has gone fails, and says so
     router.setsockopt(zmq.RCVHWM, _MOST_WAITING)
     router.setsockopt(zmq.MAXMSGSIZE, frames.MOST_BYTES)
-    router.setsockopt(zmq.IPV6, 1 if "[" in address else 0)
-    router.bind(address)
+    router.setsockopt(zmq.IPV6, int(address.is_ipv6))
+    router.bind(address.address)
 
 
 def user_of(part: Any) -> str:

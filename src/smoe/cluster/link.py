@@ -25,6 +25,7 @@ import torch
 import zmq
 
 from smoe.cluster import frames
+from smoe.cluster.address import Endpoint
 from smoe.cluster.door import Door, Doorkeeper, user_of
 from smoe.cluster.doorbell import Doorbell
 from smoe.cluster.frames import Frame, FrameError, Kind
@@ -55,7 +56,7 @@ class Link:
 
     def __init__(
         self,
-        address: str,
+        address: Endpoint,
         public: str,
         secret: str,
         doorkeeper: Doorkeeper,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from smoe import __version__
+from smoe.cluster.address import to_listen_at
 from smoe.cluster.identity import Main, is_name, keep_main, keep_status, read_main
 from smoe.cluster.link import Link
 from smoe.cluster.members import Member, State
@@ -85,7 +86,8 @@ class Cluster:
         self._proofs = list(self._make_proofs())
         hidden = self._alone.hidden
         keys, rescue = self.main.keys, self._alone.experts
-        self.link = Link(self.main.address, keys.public, keys.secret, self, rescue, hidden, self._dtype, self._verify)
+        at = to_listen_at(self.main.address, self.main.everywhere)
+        self.link = Link(at, keys.public, keys.secret, self, rescue, hidden, self._dtype, self._verify)
 
     def wait(self, workers: int, seconds: float) -> list[Member]:
         """The workers that are ready, once there are so many, or the time is up."""

@@ -24,6 +24,7 @@ import zmq
 
 from smoe import __version__
 from smoe.cluster import frames
+from smoe.cluster.address import to_connect_to
 from smoe.cluster.doorbell import Doorbell
 from smoe.cluster.frames import Frame, FrameError, Kind, Times
 from smoe.cluster.identity import Worker
@@ -104,12 +105,13 @@ class WorkerProcess:
         dealer.curve_serverkey = self._me.main_key.encode()
         dealer.curve_publickey, dealer.curve_secretkey = self._me.keys.public.encode(), self._me.keys.secret.encode()
         dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.IPV6, 1 if "[" in self._me.address else 0)
+        at = to_connect_to(self._me.address)
+        dealer.setsockopt(zmq.IPV6, int(at.is_ipv6))
         dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a main that is not there
         dealer.setsockopt(zmq.MAXMSGSIZE, frames.MOST_BYTES)
         dealer.setsockopt(zmq.RECONNECT_IVL, 100)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        dealer.connect(self._me.address)
+        dealer.connect(at.address)
 
     def _turn(self, dealer: zmq.Socket[bytes]) -> None:
         """Hear what there is to hear, say what there is to say."""
