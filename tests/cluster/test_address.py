@@ -114,7 +114,7 @@ def test_it_listens_where_it_says(given: str, everywhere: bool, seen: set[str]) 
     port, keys, nobody = a_free_port(), KeyPair.new(), Nobody()
     at = to_listen_at(checked_address(f"[{given}]:{port}" if ":" in given else f"{given}:{port}"), everywhere)
     doorkeeper: Any = nobody
-    door = Door(at, keys.public, keys.secret, doorkeeper)
+    door = Door(at, keys.public, keys.secret, doorkeeper, 1 << 20)
     found = {each.laddr.ip for each in psutil.Process().net_connections("tcp") if each.laddr.port == port}
     door.close()
     assert found and found <= seen

@@ -107,3 +107,23 @@ def test_times_that_cannot_be_are_refused(times: Any) -> None:
     frame = sent(frames.done(1, Times(*times), [torch.zeros(1, HIDDEN)]))
     with pytest.raises(FrameError):
         frames.parse_done(frame, 1, HIDDEN, torch.float32)
+
+
+@given(rows=st.integers(1, 4000), hidden=st.sampled_from([1, 64, 4096]), experts=st.integers(1, 8))
+def test_a_part_is_as_long_as_planned_at_most(rows: int, hidden: int, experts: int) -> None:
+    """Whatever the experts that the rows are shared out to."""
+    experts = min(experts, rows)
+    planned = frames.Rows(hidden, torch.bfloat16, rows)
+    counts = [rows - experts + 1, *[1] * (experts - 1)]
+    wanted = [Wanted((0, n % 8, EXACT), range(count)) for n, count in enumerate(counts)]
+    sent_parts = frames.work(1, wanted, torch.zeros(max(counts), hidden, dtype=torch.bfloat16))
+    came_parts = frames.done(1, Times(0.0, 0.0), [torch.zeros(count, hidden, dtype=torch.bfloat16) for count in counts])
+    words = frames.failed(1, "x" * 10**6)
+    longest = max(len(memoryview(part)) for part in [*sent_parts, *came_parts, *words])
+    assert longest < planned.part_bytes <= max(2 * rows * max(hidden, 8), 1 << 16) + 1024
+
+
+def test_no_part_is_longer_than_any_may_be() -> None:
+    planned = frames.Rows(16384, torch.float32, 10**6)
+    assert planned.part_bytes == frames.MOST_BYTES and planned.fitting.part_bytes <= frames.MOST_BYTES
+    assert 0 < planned.fitting.most < 10**6

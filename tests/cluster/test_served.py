@@ -124,7 +124,7 @@ class Unreliable(WorkerProcess):
         elif self.fault == "error":
             self._send(dealer, frames.failed(frame.request, "no disk"))
         elif self.fault == "lie":
-            alone, asked = self._served.alone, frames.parse_work(frame, self._experts, self._hidden)
+            alone, asked = self._served.alone, frames.parse_work(frame, self._experts, self._rows.numbers)
             rows = [future.result().clone() for future in alone.experts.submit(asked.wanted, Fetched(asked.hidden))]
             rows[-1].view(torch.int16)[0, 0] ^= 1
             self._send(dealer, frames.done(frame.request, Times(1e-3, 1e-4), rows))
@@ -176,6 +176,33 @@ def test_workers_come_by_a_name_and_by_ipv6(
     model = open_model(folder, "minimum", cluster="test", **BY_TURNS)
     oracle.assert_same_steps(oracle.greedy(model, new_tokens=2), oracle.greedy(oracle.reference(folder), new_tokens=2))
     assert all(member.experts for member in cluster_of(model).members)
+
+
+def test_a_worker_makes_room_for_a_main_of_longer_prompts(
+    toy: Callable[..., Path], start: Start, open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be cut off from main by the first of them."""
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    monkeypatch.setattr("smoe.cluster.worker.PLANNED_ROWS", 8)
+    monkeypatch.setattr("smoe.cluster.frames._MOST_TALK", 700)
+    (worker,) = start(folder, 1)
+    assert worker._rows.part_bytes < 24 * worker._rows.numbers * 2
+    model = open_model(folder, "minimum", cluster="test", **BY_TURNS)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    assert worker._rows == cluster_of(model)._rows and worker._rows.most == 2 * max(_PROOF_ROWS)
+    link = cluster_of(model).link
+    assert link is not None and link.rescued == 0
+
+
+def test_what_is_longer_than_planned_is_computed_here(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    start(folder, 1)
+    model = open_model(folder, "minimum", cluster="test", **BY_TURNS)
+    link = cluster_of(model).link
+    assert link is not None
+    link._rows = link._rows._replace(most=2)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    assert link.rescued > 0 and not any(member.why for member in cluster_of(model).members)
 
 
 def test_a_worker_that_lies_after_its_proof_is_found_out(

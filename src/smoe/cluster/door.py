@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from smoe.cluster import frames
 from smoe.cluster.address import Endpoint
 from smoe.cluster.members import Member
 from smoe.cluster.requests import Proof
@@ -62,8 +61,8 @@ class Keys:
 class Door:
     """Main's sockets: machines come through `router`, `monitor` tells when one has gone. `close` shuts both."""
 
-    def __init__(self, address: Endpoint, public: str, secret: str, doorkeeper: Doorkeeper) -> None:
-        """Raises `ClusterError` where the address cannot be listened at."""
+    def __init__(self, address: Endpoint, public: str, secret: str, doorkeeper: Doorkeeper, part_bytes: int) -> None:
+        """Whoever sends a part of a message longer than `part_bytes` is cut off. Raises `ClusterError` where the address cannot be listened at."""
         self._context = zmq.Context()
         self._guard = ThreadAuthenticator(self._context)
         self._guard.start()
@@ -71,7 +70,7 @@ class Door:
         self.router = self._context.socket(zmq.ROUTER)
         self.monitor: Any = None
         try:
-            _listen(self.router, address, public, secret)
+            _listen(self.router, address, public, secret, part_bytes)
             self.monitor = self.router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         except zmq.ZMQError as error:
             self.close()
@@ -92,14 +91,14 @@ class Door:
         self._context.term()
 
 
-def _listen(router: zmq.Socket[bytes], address: Endpoint, public: str, secret: str) -> None:
+def _listen(router: zmq.Socket[bytes], address: Endpoint, public: str, secret: str, part_bytes: int) -> None:
     """Take encrypted connections at an address; raises `zmq.ZMQError` where it cannot be had."""
     router.curve_server = True
     router.curve_publickey, router.curve_secretkey = public.encode(), secret.encode()
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to who has gone fails, and says so
     router.setsockopt(zmq.RCVHWM, _MOST_WAITING)
-    router.setsockopt(zmq.MAXMSGSIZE, frames.MOST_BYTES)
+    router.setsockopt(zmq.MAXMSGSIZE, part_bytes)
     router.setsockopt(zmq.IPV6, int(address.is_ipv6))
     router.bind(address.address)
 

@@ -28,8 +28,12 @@ from smoe.expert import EXACT, ExpertKey
 
 VERSION = 2
 MOST_BYTES = 1 << 30
-"""Of a message; a longer one is not received."""
+"""Of a part of a message, whatever the model; a longer one is not received."""
 _MOST_TALK = 1 << 16
+_OVERHEAD = 1 << 10
+"""What encryption adds to a part, and more."""
+_ASK_BYTES = 16
+"""A row of a request in the tables beside the rows: an expert has one at least."""
 _HEADER = struct.Struct("<4sBBBxQI")
 _MAGIC = b"SMOE"
 _WHOLE = np.dtype("<u4")
@@ -61,6 +65,28 @@ class Kind(IntEnum):
 
 class FrameError(Exception):
     """A message that is none of ours, or contradicts itself."""
+
+
+class Rows(NamedTuple):
+    """What goes to workers, hidden states, and comes back, outputs of experts."""
+
+    numbers: int
+    """In a row (H)."""
+    dtype: torch.dtype
+    most: int
+    """Rows of one request, in either direction."""
+
+    @property
+    def part_bytes(self) -> int:
+        """The longest part of any message for this model; a longer one is not received."""
+        row_bytes = max(self.numbers * self.dtype.itemsize, _ASK_BYTES)
+        return min(MOST_BYTES, max(_MOST_TALK, self.most * row_bytes) + _OVERHEAD)
+
+    @property
+    def fitting(self) -> Rows:
+        """With no more rows than a message may have."""
+        row_bytes = max(self.numbers * self.dtype.itemsize, _ASK_BYTES)
+        return self._replace(most=min(self.most, (MOST_BYTES - _OVERHEAD) // row_bytes))
 
 
 class Frame(NamedTuple):

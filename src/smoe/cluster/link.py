@@ -28,7 +28,7 @@ from smoe.cluster import frames
 from smoe.cluster.address import Endpoint
 from smoe.cluster.door import Door, Doorkeeper, user_of
 from smoe.cluster.doorbell import Doorbell
-from smoe.cluster.frames import Frame, FrameError, Kind
+from smoe.cluster.frames import Frame, FrameError, Kind, Rows
 from smoe.cluster.members import Member, State
 from smoe.cluster.requests import Proof, Request, Trial, only_used, resolve, take_over
 from smoe.cluster.spot_checks import SpotChecks
@@ -61,18 +61,17 @@ class Link:
         secret: str,
         doorkeeper: Doorkeeper,
         rescue: ComputeUnit,
-        hidden: int,
-        dtype: torch.dtype,
+        rows: Rows,
         verify: float = 0.0,
     ) -> None:
-        """`hidden`: numbers in a row, of `dtype`; `verify`: the share of answers that is recomputed. Raises `ClusterError` where the address cannot be listened at."""
+        """`verify`: the share of answers that is recomputed. Raises `ClusterError` where the address cannot be listened at."""
         self.members: dict[int, Member] = {}
         """All that ever were, by unit."""
         self._doorkeeper = doorkeeper
-        self._door = Door(address, public, secret, doorkeeper)
+        self._door = Door(address, public, secret, doorkeeper, rows.part_bytes)
         self._router, self._monitor = self._door.router, self._door.monitor
         self._rescue = rescue
-        self._hidden, self._dtype = hidden, dtype
+        self._rows = rows
         self._requests: dict[int, Request] = {}
         self._numbers = itertools.count(secrets.randbits(62))  # what a worker still sends an earlier main is none
         self._bell: Doorbell[Callable[[], object]] = Doorbell()
@@ -217,7 +216,7 @@ class Link:
             if frame.kind is Kind.FAILED:
                 self._failed(request, member, frames.text_of(frame))
             else:
-                self._done(request, member, frames.parse_done(frame, request.rows, self._hidden, self._dtype))
+                self._done(request, member, frames.parse_done(frame, request.rows, *self._rows[:2]))
 
     def _done(self, request: Request, member: Member, done: frames.Done) -> None:
         del self._requests[request.number]
@@ -279,6 +278,9 @@ class Link:
             return
         if request.trial is not None:
             self._ask(request, request.trial.member)
+            return
+        if request.rows > self._rows.most:
+            self._rescue_it(request)  # more than was planned for: nobody could receive it
             return
         first = self.members.get(request.first)
         others = sorted(

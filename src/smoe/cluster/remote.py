@@ -20,6 +20,7 @@ import torch
 
 from smoe import __version__
 from smoe.cluster.address import to_listen_at
+from smoe.cluster.frames import Rows
 from smoe.cluster.identity import Main, is_name, keep_main, keep_status, read_main
 from smoe.cluster.link import Link
 from smoe.cluster.members import Member, State
@@ -47,14 +48,14 @@ class Cluster:
         self,
         main: Main,
         alone: ExpertsAlone,
-        dtype: torch.dtype,
+        rows: Rows,
         asked: dict[str, Any],
         method: str,
         order: str,
         here_load: Callable[[], float],
         verify: float = 0.0,
     ) -> None:
-        """`alone`: the experts in main's own hands, for proofs and for when nobody is left; `asked`: what a worker must
+        """`alone`: the experts in main's own hands, for proofs and for when nobody is left; `rows`: what is sent; `asked`: what a worker must
         have said of its model; `here_load`: seconds to load one expert here; `verify`: the share of what workers return
         that is recomputed here. `method` is one of `PLACEMENT`, `order`
         one of `BALANCE_ORDER`. Raises `ClusterError` where the address is taken."""
@@ -72,7 +73,8 @@ class Cluster:
         self._layers = {layer: turn for turn, layer in enumerate(sorted(alone.store.layers))}
         self._proofs = list[Proof]()
         self._ready: list[Member] = []
-        self._dtype = dtype
+        most = max(rows.most, 2 * max(_PROOF_ROWS))  # of two experts at once
+        self._rows = rows._replace(most=most).fitting
         self._unit = FIRST_WORKER
         self._lock = threading.Lock()
         self._is_closed = False
@@ -84,10 +86,9 @@ class Cluster:
         if not self._alone.compute_by(arithmetic):
             raise ClusterError(f"main's own experts cannot be computed by `kernels` {arithmetic}; please report this")
         self._proofs = list(self._make_proofs())
-        hidden = self._alone.hidden
         keys, rescue = self.main.keys, self._alone.experts
         at = to_listen_at(self.main.address, self.main.everywhere)
-        self.link = Link(at, keys.public, keys.secret, self, rescue, hidden, self._dtype, self._verify)
+        self.link = Link(at, keys.public, keys.secret, self, rescue, self._rows, self._verify)
 
     def wait(self, workers: int, seconds: float) -> list[Member]:
         """The workers that are ready, once there are so many, or the time is up."""
@@ -210,8 +211,8 @@ class Cluster:
         return ""
 
     def welcome(self) -> dict[str, Any]:
-        """What computes few rows."""
-        return {"arithmetic": self._arithmetic}
+        """What computes few rows, and how many come at most."""
+        return {"arithmetic": self._arithmetic, "rows": self._rows.most}
 
     def proof(self, member: Member) -> Sequence[Proof]:
         """The same for all."""
@@ -241,7 +242,7 @@ class Cluster:
         for layer in of_kind.values():
             last = self._alone.store.layers[layer].experts - 1
             for rows in _PROOF_ROWS:
-                hidden = torch.randn(rows, self._alone.math[layer].hidden, generator=generator).to(self._dtype)
+                hidden = torch.randn(rows, self._alone.math[layer].hidden, generator=generator).to(self._rows.dtype)
                 wanted = [Wanted((layer, expert, EXACT), range(rows)) for expert in sorted({0, last})]
                 results = self._alone.experts.submit(wanted, Fetched(hidden))
                 yield Proof(wanted, hidden, torch.cat([result.result() for result in results]))

@@ -26,9 +26,10 @@ from smoe import __version__
 from smoe.cluster import frames
 from smoe.cluster.address import to_connect_to
 from smoe.cluster.doorbell import Doorbell
-from smoe.cluster.frames import Frame, FrameError, Kind, Times
+from smoe.cluster.frames import Frame, FrameError, Kind, Rows, Times
 from smoe.cluster.identity import Worker
 from smoe.compute.experts_alone import ExpertsAlone
+from smoe.config import EngineConfig
 from smoe.errors import ClusterError
 from smoe.expert import ExpertKey
 from smoe.machine.measure import describe_machine
@@ -38,6 +39,8 @@ BEAT_SECONDS = 0.1
 _HELLO_SECONDS = 0.5
 _SILENCE_SECONDS = 3.0
 """Without a word from main after which it is taken to have gone."""
+PLANNED_ROWS = EngineConfig.prefill_tokens
+"""Rows of a request that messages may be long enough for, unless main says that it sends more."""
 _MOST_AHEAD = 64
 """Experts asked for ahead that have not been begun; what is asked for beyond them is forgotten."""
 
@@ -63,7 +66,7 @@ class WorkerProcess:
         self._served = served
         self._on_change = on_change
         self._experts = {layer: held.experts for layer, held in served.alone.store.layers.items()}
-        self._hidden = served.alone.hidden
+        self._rows = Rows(served.alone.hidden, served.dtype, PLANNED_ROWS).fitting
         self._bell: Doorbell[list[Any]] = Doorbell()
         self._ahead = ThreadPoolExecutor(1, "smoe-ahead")
         self._coming = set[Future[None]]()
@@ -108,10 +111,11 @@ class WorkerProcess:
         at = to_connect_to(self._me.address)
         dealer.setsockopt(zmq.IPV6, int(at.is_ipv6))
         dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a main that is not there
-        dealer.setsockopt(zmq.MAXMSGSIZE, frames.MOST_BYTES)
+        dealer.setsockopt(zmq.MAXMSGSIZE, self._rows.part_bytes)
         dealer.setsockopt(zmq.RECONNECT_IVL, 100)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         dealer.connect(at.address)
+        self._address = at.address
 
     def _turn(self, dealer: zmq.Socket[bytes]) -> None:
         """Hear what there is to hear, say what there is to say."""
@@ -159,7 +163,13 @@ class WorkerProcess:
     def _answer(self, dealer: zmq.Socket[bytes], frame: Frame) -> None:
         self._heard = time.monotonic()
         if frame.kind is Kind.WELCOME:
-            self._welcomed(frames.said(frame))
+            said = frames.said(frame)
+            if self._must_make_room(said):
+                dealer.disconnect(self._address)
+                self._connect(dealer)
+                self._said = 0.0
+                return
+            self._welcomed(said)
         elif frame.kind is Kind.REFUSED:
             raise ClusterError(f"main refuses this worker: {frames.said(frame).get('why', 'it does not say why')}")
         elif frame.kind is Kind.LEAVE:
@@ -172,6 +182,14 @@ class WorkerProcess:
         elif frame.kind is Kind.FETCH:
             for key in frames.parse_fetch(frame, self._experts):
                 self._fetch(key)
+
+    def _must_make_room(self, said: dict[str, Any]) -> bool:
+        """Whether main sends longer messages than this connection receives."""
+        most = said.get("rows")
+        if type(most) is not int or most <= self._rows.most:
+            return False
+        before, self._rows = self._rows, self._rows._replace(most=most).fitting
+        return self._rows.part_bytes > before.part_bytes
 
     def _welcomed(self, said: dict[str, Any]) -> None:
         self._forget()
@@ -192,7 +210,7 @@ class WorkerProcess:
 
     def _work(self, frame: Frame) -> None:
         began, alone, welcome = time.perf_counter(), self._served.alone, self._welcomes
-        asked = frames.parse_work(frame, self._experts, self._hidden)
+        asked = frames.parse_work(frame, self._experts, self._rows.numbers)
         futures = alone.experts.submit(asked.wanted, Fetched(asked.hidden))
 
         done = itertools.count(1)

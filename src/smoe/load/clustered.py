@@ -91,6 +91,7 @@ def cluster_of(
 
     Raises `ClusterError` where the cluster is unknown, its address taken, or too few workers came.
     """
+    from smoe.cluster.frames import Rows
     from smoe.cluster.identity import read_main
     from smoe.cluster.remote import Cluster
     from smoe.errors import ClusterError
@@ -113,7 +114,7 @@ def cluster_of(
     cluster = Cluster(
         main,
         alone,
-        spec.dtype,
+        Rows(alone.hidden, spec.dtype, _most_rows(spec, config)),
         same,
         method,
         config.balance_order,
@@ -136,3 +137,10 @@ def cluster_of(
             allowed=f"{len(came)} now",
         )
     return cluster
+
+
+def _most_rows(spec: ModelSpec, config: EngineConfig) -> int:
+    """Of one request to a worker: a piece of a prompt through one expert, or every sequence's token through all that it
+    chooses."""
+    piece = min(config.prefill_tokens, spec.context_tokens * config.max_sequences)
+    return max(piece, config.max_sequences * max(spec.anatomy.top_k.values()))
