@@ -104,6 +104,7 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_perplexity_increase": ("a number above 0 and at most 1 (0.01 is 1 %)", lambda value: 0 < value <= 1),
     "tpot_seconds": ("a number of seconds above 0", lambda value: 0 < value < math.inf),
     "cluster_timeout_seconds": ("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
+    "cluster_verify": ("a number from 0 (none) to 1 (all), as 1/64", lambda value: 0 <= value <= 1),
     "turn_timeout_seconds": ("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
     "cache_weights": ("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
     "precision_shares": (

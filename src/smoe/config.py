@@ -120,6 +120,9 @@ class EngineConfig:
     """For a cluster: how many must be there before the first token; more may come later."""
     cluster_timeout_seconds: float = 15.0
     """For a cluster: how long they are waited for."""
+    cluster_verify: float = 0.0
+    """For a cluster: the share of the experts that workers compute which is recomputed here, when there is time; a
+    worker whose bits differ is put out."""
     recent_costs: int = RECENT
     """Measured loads and CPU computations that the balancer's costs are the means of (the papers' p)."""
     prefill_balance: bool = True

@@ -120,11 +120,17 @@ def test_workers_that_are_killed_and_frozen_change_no_word(
 def test_an_invitation_is_printed_for_an_address(run: Any, port: int) -> None:
     refused = run("cluster", "invite")
     assert refused.code == 2 and "--address" in refused.err
+    everyone = run("cluster", "invite", "--address", "0.0.0.0")
+    assert everyone.code == 2 and "--every-interface" in everyone.err
     ran = run("cluster", "invite", "--address", "192.0.2.7", "--json").json
     assert ran["invitation"].startswith("smoe://192.0.2.7:5717/home?")
     assert read_main("home").expects_someone()
     shown = run("cluster", "invite")
     assert shown.code == 0 and "smoe cluster join 'smoe://192.0.2.7:5717/home?" in shown.out
+    assert "open to every machine that reaches this address" in " ".join(shown.err.split())
+    wide = run("cluster", "invite", "--every-interface")
+    assert "tcp://*:5717, open to every machine" in " ".join(wide.err.split()) and read_main("home").everywhere
+    assert "smoe://192.0.2.7:5717/home?" in wide.out
 
 
 def test_status_of_a_cluster_that_never_ran(run: Any, port: int) -> None:
@@ -145,9 +151,15 @@ def test_status_of_a_cluster_that_never_ran(run: Any, port: int) -> None:
 def test_bad_input_is_refused_at_once(run: Any, checkpoint: Path, port: int) -> None:
     small = run("cluster", "up", checkpoint, "--worker-memory", "1KiB")
     assert small.code == 2 and "needs" in small.err
+    both = run("cluster", "up", checkpoint, "--worker-memory", "1MiB", "--slots", "1")
+    assert both.code == 2 and "--worker-memory 1MiB and --slots 1 both say" in " ".join(both.err.split())
+    none = run("cluster", "up", checkpoint, "--slots", "0")
+    assert none.code == 2 and "0 is not in the range" in " ".join(none.err.split())
     line = run("cluster", "join", "smoe://nonsense", checkpoint)
     assert line.code == 2 and "no invitation" in line.err
     never = run("cluster", "join", "local", checkpoint)
     assert never.code == 2 and "no worker of a cluster" in never.err
     nobody = run("generate", checkpoint, *SIZE, "--cluster", "local", "--set", "cluster_timeout_seconds=0.2", "-p", "x")
     assert nobody.code == 2 and "0 of 1 workers" in nobody.err
+    said = " ".join(nobody.err.split())
+    assert f"listening at tcp://127.0.0.1:{port}, open to this machine alone; let in: 0 known workers" in said

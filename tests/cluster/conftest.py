@@ -32,24 +32,41 @@ def own_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def main(own_clusters: None) -> Main:
     """A cluster on this machine, that nobody belongs to yet."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    made = new_main("test", f"127.0.0.1:{port}")
+    made = new_main("test", f"127.0.0.1:{a_free_port()}")
     keep_main(made)
     return made
 
 
+def a_free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        found: int = free.getsockname()[1]
+    return found
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as made:
+            made.bind(("::1", 0))
+        return True
+    except OSError:
+        return False
+
+
 @pytest.fixture
 def start(main: Main) -> Iterator[Start]:
-    """`start(model, count, kind=WorkerProcess, **switches)`: invited workers, each on a thread of its own."""
+    """`start(model, count, kind=WorkerProcess, slots=None, **switches)`: invited workers, each on a thread of its
+    own, with 1 MiB each, or with so many slots."""
     running: list[tuple[WorkerProcess, threading.Thread]] = []
     opened: list[Any] = []
 
-    def begin(model: Path, count: int, kind: type[WorkerProcess] = WorkerProcess, **switches: Any) -> list[Any]:
+    def begin(
+        model: Path, count: int, kind: type[WorkerProcess] = WorkerProcess, slots: int | None = None, **switches: Any
+    ) -> list[Any]:
         started = []
         for _ in range(count):
-            served = open_experts(model, 1 << 20, configure(threads=1, **switches))
+            config = configure(**({"threads": 1} | switches))
+            served = open_experts(model, 1 << 20 if slots is None else None, config, slots)
             opened.append(served)
             worker = kind(member(f"w{len(running)}"), served)
             thread = threading.Thread(target=partial(served_or_refused, worker), daemon=True)

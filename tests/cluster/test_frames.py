@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smoe.cluster import frames
-from smoe.cluster.frames import FrameError, Kind
+from smoe.cluster.frames import FrameError, Kind, Times
 from smoe.compute.unit import Wanted
 from smoe.expert import EXACT
 
@@ -44,9 +44,9 @@ def test_work_comes_as_it_was_sent(asks: list[tuple[int, int, list[int]]], dtype
 
 def test_answers_and_words_come_as_they_were_sent() -> None:
     rows = [torch.randn(2, HIDDEN).bfloat16(), torch.randn(1, HIDDEN).bfloat16()]
-    found = frames.parse_done(sent(frames.done(9, 0.5, 0.25, rows)), 3, HIDDEN, torch.bfloat16)
+    found = frames.parse_done(sent(frames.done(9, Times(0.5, 0.25, 0.75, 2), rows)), 3, HIDDEN, torch.bfloat16)
     assert torch.equal(found.rows, torch.cat(rows))
-    assert (found.seconds, found.computing) == (0.5, 0.25)
+    assert found.times == Times(0.5, 0.25, 0.75, 2)
     assert frames.said(sent(frames.talk(Kind.HELLO, {"name": "ä"}))) == {"name": "ä"}
     assert frames.parse_fetch(sent(frames.fetch([(3, 9, EXACT)])), EXPERTS) == [(3, 9, EXACT)]
     assert frames.text_of(sent(frames.failed(3, "bad\x1b[31m"))) == "bad[31m", "nothing that steers a terminal"
@@ -80,7 +80,7 @@ def test_a_message_with_any_part_changed_is_refused_or_well_formed(data: st.Data
         lambda parts: [*parts, b""],
         lambda parts: [parts[0], parts[1], parts[2], parts[3][:-2]],
         lambda parts: [b"XMOE" + parts[0][4:], *parts[1:]],
-        lambda parts: [parts[0][:4] + b"\x02" + parts[0][5:], *parts[1:]],
+        lambda parts: [parts[0][:4] + bytes([frames.VERSION + 1]) + parts[0][5:], *parts[1:]],
     ],
     ids=["part missing", "part too many", "rows cut short", "other magic", "other version"],
 )
@@ -90,8 +90,40 @@ def test_what_contradicts_itself_is_refused(change: Any) -> None:
         frames.parse_work(frames.parse(change(parts)), EXPERTS, HIDDEN)
 
 
-@pytest.mark.parametrize("seconds, computing", [(float("nan"), 0.0), (1.0, 2.0), (-1.0, -1.0), (float("inf"), 0.0)])
-def test_times_that_cannot_be_are_refused(seconds: float, computing: float) -> None:
-    frame = sent(frames.done(1, seconds, computing, [torch.zeros(1, HIDDEN)]))
+@pytest.mark.parametrize(
+    "times",
+    [
+        (float("nan"), 0.0),
+        (1.0, 2.0),
+        (-1.0, -1.0),
+        (float("inf"), 0.0),
+        (1.0, 1.0, float("nan"), 1),
+        (1.0, 1.0, -1.0, 1),
+        (1.0, 1.0, 1.0, float("nan")),
+        (1.0, 1.0, 1.0, 2),
+    ],
+)
+def test_times_that_cannot_be_are_refused(times: Any) -> None:
+    frame = sent(frames.done(1, Times(*times), [torch.zeros(1, HIDDEN)]))
     with pytest.raises(FrameError):
         frames.parse_done(frame, 1, HIDDEN, torch.float32)
+
+
+@given(rows=st.integers(1, 4000), hidden=st.sampled_from([1, 64, 4096]), experts=st.integers(1, 8))
+def test_a_part_is_as_long_as_planned_at_most(rows: int, hidden: int, experts: int) -> None:
+    """Whatever the experts that the rows are shared out to."""
+    experts = min(experts, rows)
+    planned = frames.Rows(hidden, torch.bfloat16, rows)
+    counts = [rows - experts + 1, *[1] * (experts - 1)]
+    wanted = [Wanted((0, n % 8, EXACT), range(count)) for n, count in enumerate(counts)]
+    sent_parts = frames.work(1, wanted, torch.zeros(max(counts), hidden, dtype=torch.bfloat16))
+    came_parts = frames.done(1, Times(0.0, 0.0), [torch.zeros(count, hidden, dtype=torch.bfloat16) for count in counts])
+    words = frames.failed(1, "x" * 10**6)
+    longest = max(len(memoryview(part)) for part in [*sent_parts, *came_parts, *words])
+    assert longest < planned.part_bytes <= max(2 * rows * max(hidden, 8), 1 << 16) + 1024
+
+
+def test_no_part_is_longer_than_any_may_be() -> None:
+    planned = frames.Rows(16384, torch.float32, 10**6)
+    assert planned.part_bytes == frames.MOST_BYTES and planned.fitting.part_bytes <= frames.MOST_BYTES
+    assert 0 < planned.fitting.most < 10**6

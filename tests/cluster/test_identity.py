@@ -13,7 +13,6 @@ import pytest
 from smoe.cluster.identity import (
     INVITATION_SECONDS,
     accepted,
-    checked_address,
     checked_name,
     clusters_folder,
     invitation,
@@ -51,6 +50,23 @@ def test_what_is_kept_comes_back_and_is_the_users_alone() -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert path.is_relative_to(clusters_folder())
+    keep_main(replace(main, everywhere=True))
+    assert read_main("home").everywhere
+
+
+def test_an_invitation_names_an_address_that_can_be_reached() -> None:
+    _, line = invitation(new_main("home", "fd00::5"))
+    assert accepted(line, "shelf").address == "tcp://[fd00::5]:5717"
+    with pytest.raises(ClusterError, match="every interface"):
+        invitation(replace(new_main("home"), address="tcp://0.0.0.0:5717"))
+
+
+def test_who_may_come_is_said() -> None:
+    main = new_main("home").with_worker("shelf", "k" * 40)
+    assert main.who_may_come() == "1 known worker by their keys, nobody else"
+    expecting, _ = invitation(main, now=1000.0)
+    assert "whoever has an invitation" in expecting.who_may_come(1001.0)
+    assert "nobody else" in expecting.who_may_come(1001.0 + INVITATION_SECONDS)
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "-x", "ü", "x" * 64, "a b"])
@@ -60,25 +76,15 @@ def test_a_name_is_a_files_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given, full",
+    "line",
     [
-        ("127.0.0.1", "tcp://127.0.0.1:5717"),
-        ("shelf.local:7000", "tcp://shelf.local:7000"),
-        ("tcp://[::1]:7000", "tcp://[::1]:7000"),
+        "",
+        "home",
+        "smoe://x/y",
+        "smoe://h:1/n?key=short&code=c",
+        "http://h:1/n?key=k&code=c",
+        "smoe://[::1/n?key=k&code=c",
     ],
-)
-def test_an_address_gets_the_usual_port(given: str, full: str) -> None:
-    assert checked_address(given) == full
-
-
-@pytest.mark.parametrize("given", ["", "*", "ipc:///x", "tcp://*:5717", "host:0", "host:70000", "a b", "tcp://host:x"])
-def test_what_is_no_address_is_refused(given: str) -> None:
-    with pytest.raises(ClusterError, match="`address` is"):
-        checked_address(given)
-
-
-@pytest.mark.parametrize(
-    "line", ["", "home", "smoe://x/y", "smoe://h:1/n?key=short&code=c", "http://h:1/n?key=k&code=c"]
 )
 def test_what_is_no_invitation_is_refused(line: str) -> None:
     with pytest.raises(ClusterError, match="no invitation"):

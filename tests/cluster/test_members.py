@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smoe.cluster.frames import Times
 from smoe.cluster.members import Member
 from smoe.compute.unit import Wanted
 from smoe.expert import EXACT, ExpertKey
@@ -42,20 +43,30 @@ def test_it_holds_what_was_used_last(slots: int, asked: list[list[int]]) -> None
 def test_a_deadline_is_several_times_what_is_usual() -> None:
     found, wanted = member(), [Wanted(key(1), [0]), Wanted(key(2), [0])]
     assert found.deadline(wanted, 0) > 1, "nothing is known yet"
-    found.note(wanted, 2, whole=0.50, there=0.46, computing=0.06)
+    found.note(wanted, 0.50, Times(0.46, 0.06, 0.40, 2))
     assert found.expert == pytest.approx(0.03)
     assert found.load == pytest.approx(0.2)
     assert found.hop == pytest.approx(0.04)
     assert found.deadline(wanted, 2) == pytest.approx(4 * 0.50)
     assert found.deadline(wanted, 0) == pytest.approx(4 * 0.10)
-    found.note(wanted, 0, whole=0.001, there=0.0005, computing=0.0004)
+    found.note(wanted, 0.001, Times(0.0005, 0.0004))
     assert 0.05 <= found.deadline(wanted, 0) < 0.4, "it learns, and is never asked to be faster than a network"
 
 
 def test_many_rows_teach_the_time_of_a_row_alone() -> None:
     found = member()
-    found.note([Wanted(key(1), [0])], 0, 0.02, 0.01, 0.008)
-    found.note([Wanted(key(1), range(100))], 0, 0.5, 0.4, 0.3)
+    found.note([Wanted(key(1), [0])], 0.02, Times(0.01, 0.008))
+    found.note([Wanted(key(1), range(100))], 0.5, Times(0.4, 0.3))
     assert found.expert == pytest.approx(0.008)
     assert found.row < 0.008
     assert found.deadline([Wanted(key(1), range(1000))], 0) > found.deadline([Wanted(key(1), [0])], 0)
+
+
+def test_a_load_that_nobody_waited_for_takes_its_time_all_the_same() -> None:
+    """Experts of a prompt are read while others are computed; the next token's is not."""
+    found, wanted = member(), [Wanted(key(1), [0])]
+    found.note(wanted, 0.31, Times(0.30, 0.30, loading=0.28, loads=1))
+    assert found.load == pytest.approx(0.28)
+    assert found.deadline(wanted, 1) > 4 * 0.58
+    found.note(wanted, 0.31, Times(0.30, 0.30))
+    assert found.load == pytest.approx(0.28), "nothing was read: it had been told ahead"

@@ -6,8 +6,11 @@ first, a prompt whose experts are both loaded here and computed there, a worker 
 
 from __future__ import annotations
 
+import re
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,23 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from smoe.cluster.frames import Frame, Kind
+from smoe.cluster import frames
+from smoe.cluster.address import checked_address
+from smoe.cluster.frames import Frame, Kind, Times
 from smoe.cluster.identity import Main, keep_main, read_main
 from smoe.cluster.remote import _PROOF_ROWS, Cluster
 from smoe.cluster.worker import WorkerProcess
+from smoe.compute.expert_math import ExpertMath
+from smoe.compute.unit import Wanted
 from smoe.errors import ClusterError, ConfigError
+from smoe.expert import EXACT, ExpertKey
+from smoe.kernels.isa import widest
+from smoe.load.worker_experts import open_experts
+from smoe.memory.streams import Fetched
 from smoe.policy.placement import PLACEMENT
+from smoe.presets import configure
 from tests import oracle
+from tests.cluster.conftest import has_ipv6, member
 from tests.packs import pack_folder
 
 Open = Callable[..., PreTrainedModel]
@@ -129,11 +142,14 @@ class Unreliable(WorkerProcess):
         if self.fault == "garbage":
             self._send(dealer, [b"garbage", b"more"])
         elif self.fault == "other rows":
-            self._send(dealer, [_done_header(frame), bytes(16), b"1234"])
+            self._send(dealer, [_done_header(frame), bytes(32), b"1234"])
         elif self.fault == "error":
-            from smoe.cluster import frames
-
             self._send(dealer, frames.failed(frame.request, "no disk"))
+        elif self.fault == "lie":
+            alone, asked = self._served.alone, frames.parse_work(frame, self._experts, self._rows.numbers)
+            rows = [future.result().clone() for future in alone.experts.submit(asked.wanted, Fetched(asked.hidden))]
+            rows[-1].view(torch.int16)[0, 0] ^= 1
+            self._send(dealer, frames.done(frame.request, Times(1e-3, 1e-4), rows))
         elif self.fault == "slow":
             time.sleep(0.2)
             super()._answer(dealer, frame)
@@ -143,9 +159,7 @@ class Unreliable(WorkerProcess):
 
 
 def _done_header(frame: Frame) -> bytes:
-    from smoe.cluster import frames
-
-    return bytes(frames.done(frame.request, 0.0, 0.0, [torch.zeros(1, 1)])[0])
+    return bytes(frames.done(frame.request, Times(0.0, 0.0), [torch.zeros(1, 1)])[0])
 
 
 @pytest.mark.parametrize("fault", ["silent", "slow", "garbage", "other rows", "error", "gone"])
@@ -172,6 +186,79 @@ def test_faults_change_no_bit(
         assert link is not None and link.rescued > 0, "main went on alone"
 
 
+@pytest.mark.parametrize("host", ["localhost", "[::1]"])
+def test_workers_come_by_a_name_and_by_ipv6(
+    host: str, toy: Callable[..., Path], main: Main, start: Start, open_model: Open
+) -> None:
+    if host == "[::1]" and not has_ipv6():
+        pytest.skip("no IPv6 here")
+    keep_main(replace(main, address=checked_address(f"{host}:{main.address.rpartition(':')[2]}")))
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    start(folder, 1)
+    model = open_model(folder, "minimum", cluster="test", **BY_TURNS)
+    oracle.assert_same_steps(oracle.greedy(model, new_tokens=2), oracle.greedy(oracle.reference(folder), new_tokens=2))
+    assert all(member.experts for member in cluster_of(model).members)
+
+
+def test_a_worker_makes_room_for_a_main_of_longer_prompts(
+    toy: Callable[..., Path], start: Start, open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be cut off from main by the first of them."""
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    monkeypatch.setattr("smoe.cluster.worker.PLANNED_ROWS", 8)
+    monkeypatch.setattr("smoe.cluster.frames._MOST_TALK", 700)
+    (worker,) = start(folder, 1)
+    assert worker._rows.part_bytes < 24 * worker._rows.numbers * 2
+    model = open_model(folder, "minimum", cluster="test", **BY_TURNS)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    assert worker._rows == cluster_of(model)._rows and worker._rows.most == 2 * max(_PROOF_ROWS)
+    link = cluster_of(model).link
+    assert link is not None and link.rescued == 0
+
+
+def test_what_is_longer_than_planned_is_computed_here(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    start(folder, 1)
+    model = open_model(folder, "minimum", cluster="test", **BY_TURNS)
+    link = cluster_of(model).link
+    assert link is not None
+    link._rows = link._rows._replace(most=2)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    assert link.rescued > 0 and not any(member.why for member in cluster_of(model).members)
+
+
+def test_a_worker_that_lies_after_its_proof_is_found_out(
+    toy: Callable[..., Path], start: Start, open_model: Open
+) -> None:
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    (liar,) = start(folder, 1, type("Liar", (Unreliable,), {"fault": "lie", "every": 1}))
+    start(folder, 1)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=2, cluster_verify=1.0, **BY_TURNS)
+    cluster = cluster_of(model)
+    assert set(read_main("test").workers) == {"w0", "w1"}
+    oracle.greedy(model, new_tokens=12)
+    model.offload.close()
+    (doubt,) = cluster.doubts
+    assert re.search(
+        r"worker w0 returned other bits than main's for expert \d of layer \d .* is let in no longer", doubt
+    )
+    assert "may be wrong, so have it written again" in doubt
+    assert set(read_main("test").workers) == {"w1"}
+    assert isinstance(cluster.knocked(liar._me.keys.public, liar._hello() | {"code": None}), str)
+
+
+def test_an_honest_worker_is_not_accused(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
+    """Of what it has computed a part is recomputed, of prompts and of tokens; nothing is another number for it."""
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    start(folder, 2)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=2, cluster_verify=1.0, **BY_TURNS)
+    cluster = cluster_of(model)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    members = cluster.members
+    model.offload.close()
+    assert cluster.doubts == [] and all(member.checked > 0 and not member.why for member in members)
+
+
 def test_workers_come_and_go_between_tokens(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
     folder = toy("qwen3_moe", dtype=torch.bfloat16)
     (first,) = start(folder, 1)
@@ -189,13 +276,147 @@ def test_workers_come_and_go_between_tokens(toy: Callable[..., Path], start: Sta
     assert [member.why for member in cluster_of(model).members] == ["left", ""]
 
 
+@pytest.mark.skipif(widest() is None, reason="needs llvmlite and AVX2")
+def test_a_worker_serves_mains_of_other_kernels(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
+    """One after the other; and what computed for the one before is over."""
+    folder = toy("qwen3_moe", dtype=torch.bfloat16, hidden_size=256, head_dim=64, moe_intermediate_size=64)
+    (worker,) = start(folder, 1)
+    pool: Any = None
+    for kernels in ("torch", "own-order", "torch"):
+        alone = open_model(folder, "minimum", kernels=kernels)
+        model = open_model(folder, "minimum", kernels=kernels, cluster="test", **BY_TURNS)
+        pool = worker._served.alone.experts._pool or pool
+        oracle.assert_same_steps(oracle.greedy(model), oracle.greedy(alone))
+        assert sum(member.experts for member in cluster_of(model).members) > 0
+        model.offload.close()
+    assert pool.own_order is not None and pool._is_closed
+    assert worker._served.alone.experts._pool is None
+
+
+def test_what_an_earlier_main_asked_for_is_not_sent_to_the_next(
+    toy: Callable[..., Path], main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expert that was being computed when the next main let the worker in."""
+    served = open_experts(toy("qwen3_moe", dtype=torch.bfloat16), 1 << 20, configure(threads=1))
+    worker, experts = WorkerProcess(member("w"), served), served.alone.experts
+    worker._welcomed({"arithmetic": "torch"})
+    computing, begun, goes_on = experts._compute, threading.Event(), threading.Event()
+
+    def slowly(*args: Any) -> torch.Tensor:
+        begun.set()
+        goes_on.wait(10)
+        return computing(*args)
+
+    monkeypatch.setattr(experts, "_compute", slowly)
+    hidden = torch.ones(1, served.alone.hidden, dtype=torch.bfloat16)
+    worker._work(frames.parse(frames.work(7, [Wanted((0, 0, EXACT), [0]), Wanted((0, 1, EXACT), [0])], hidden)))
+    assert begun.wait(10)
+    threading.Timer(0.05, goes_on.set).start()
+    worker._welcomed({"arithmetic": "torch"})
+    assert worker._bell.take() == []
+    worker._work(frames.parse(frames.work(8, [Wanted((0, 1, EXACT), [0])], hidden)))
+    experts.drain()
+    until = time.monotonic() + 10
+    while not (sent := worker._bell.take()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert [frames.parse(parts).request for parts in sent] == [8]
+    worker._ahead.shutdown()
+    served.alone.close()
+
+
+def test_a_worker_reads_an_expert_while_it_computes_another(
+    toy: Callable[..., Path], main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt's experts come in requests of their own."""
+    served = open_experts(toy("qwen3_moe", dtype=torch.bfloat16), None, configure(threads=1), slots=2)
+    experts, (first, second) = served.alone.experts, [(0, 0, EXACT), (0, 1, EXACT)]
+    fill, forward, is_read = experts._filler.fill, ExpertMath.forward, threading.Event()
+
+    def filled(key: ExpertKey, *args: Any) -> int:
+        came = fill(key, *args)
+        if key == second:
+            is_read.set()
+        return came
+
+    overlapped = []
+
+    def computed(*args: Any) -> torch.Tensor:
+        overlapped.append(is_read.wait(10))
+        return forward(*args)
+
+    monkeypatch.setattr(experts._filler, "fill", filled)
+    monkeypatch.setattr(ExpertMath, "forward", computed)
+    hidden = Fetched(torch.ones(1, served.alone.hidden, dtype=torch.bfloat16))
+    asked = [experts.submit([Wanted(key, [0])], hidden) for key in (first, second)]
+    assert all(future.result(20).shape == hidden.wait().shape for (future,) in asked)
+    assert overlapped == [True, True]
+    assert len(list(experts.reads())) == 2
+    served.alone.close()
+
+
+def test_what_is_here_is_computed_while_the_rest_is_read(
+    toy: Callable[..., Path], main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the answers are in the order asked for."""
+    served = open_experts(toy("qwen3_moe", dtype=torch.bfloat16), None, configure(threads=1), slots=2)
+    experts, computed = served.alone.experts, list[ExpertKey]()
+    hidden = Fetched(torch.randn(1, served.alone.hidden).bfloat16())
+    keys: list[ExpertKey] = [(0, expert, EXACT) for expert in range(4)]
+    alone = [experts.submit([Wanted(key, [0])], hidden)[0].result(10) for key in keys]  # the last two are kept
+    computing = experts._compute
+
+    def noted(key: ExpertKey, *args: Any) -> torch.Tensor:
+        computed.append(key)
+        return computing(key, *args)
+
+    monkeypatch.setattr(experts, "_compute", noted)
+    together = [future.result(10) for future in experts.submit([Wanted(key, [0]) for key in keys], hidden)]
+    assert all(map(torch.equal, together, alone))
+    assert computed == [*keys[2:], *keys[:2]]
+    served.alone.close()
+
+
+def test_what_nobody_waits_for_leaves_its_slot(
+    toy: Callable[..., Path], main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that are forgotten while their experts are read, or hold a slot; others get the slots."""
+    served = open_experts(toy("qwen3_moe", dtype=torch.bfloat16), None, configure(threads=1), slots=2)
+    experts, forward = served.alone.experts, ExpertMath.forward
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slowly(*args: Any) -> torch.Tensor:
+        begun.set()
+        goes_on.wait(10)
+        return forward(*args)
+
+    hidden = Fetched(torch.ones(1, served.alone.hidden, dtype=torch.bfloat16))
+    monkeypatch.setattr(ExpertMath, "forward", slowly)
+    dropped = experts.submit([Wanted((0, expert, EXACT), [0]) for expert in range(8)], hidden)
+    assert begun.wait(10)
+    threading.Timer(0.05, goes_on.set).start()
+    experts.drain()
+    assert sum(future.cancelled() for future in dropped) == 7
+    again = experts.submit([Wanted((1, expert, EXACT), [0]) for expert in range(8)], hidden)
+    assert all(future.result(10) is not None for future in again)
+    experts.drain()
+    assert not served.alone._host._leased
+    served.alone.close()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_workers_without_a_cache_are_exact(
+    slots: int, toy: Callable[..., Path], start: Start, open_model: Open
+) -> None:
+    """OD-MoE's: an expert is forgotten for the next; with two slots while the next one comes."""
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    workers = start(folder, 2, slots=slots)
+    assert all(worker._served.alone.slots == slots for worker in workers)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=2, **BY_TURNS)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    assert all(member.experts for member in cluster_of(model).members)
+
+
 def test_another_model_is_refused_by_name(toy: Callable[..., Path], main: Main, open_model: Open) -> None:
-    import threading
-
-    from smoe.load.worker_experts import open_experts
-    from smoe.presets import configure
-    from tests.cluster.conftest import member
-
     folder, other = toy("qwen3_moe", dtype=torch.bfloat16), toy("mixtral", dtype=torch.bfloat16)
     served = open_experts(other, 1 << 20, configure(threads=1))
     said: list[str] = []
@@ -219,14 +440,12 @@ def test_other_bits_are_refused(
     toy: Callable[..., Path], start: Start, open_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker whose arithmetic is off by one bit in one number."""
-    from smoe.cluster import frames
-
     original = frames.done
 
-    def off(request: int, seconds: float, computing: float, rows: Any) -> Any:
+    def off(request: int, times: Times, rows: Any) -> Any:
         rows = [row.clone() for row in rows]
         rows[0].view(torch.int16)[0, 0] ^= 1
-        return original(request, seconds, computing, rows)
+        return original(request, times, rows)
 
     monkeypatch.setattr(frames, "done", off)
     folder = toy("qwen3_moe", dtype=torch.bfloat16)
@@ -255,6 +474,8 @@ def test_one_main_at_a_time(toy: Callable[..., Path], start: Start, open_model: 
 def test_settings_that_do_not_go_together(toy: Callable[..., Path], open_model: Open) -> None:
     with pytest.raises(ConfigError, match="belongs to `cluster`"):
         open_model(toy("qwen3_moe"), "minimum", placement="finish")
+    with pytest.raises(ConfigError, match="`cluster_verify` belongs to `cluster`"):
+        open_model(toy("qwen3_moe"), "minimum", cluster_verify=0.5)
     with pytest.raises(ConfigError, match="does not go with `balance`"):
         open_model(toy("qwen3_moe"), "minimum", cluster="test", balance="host", device="emulated")
     with pytest.raises(ClusterError, match="there is no cluster 'none'"):

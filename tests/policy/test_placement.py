@@ -60,11 +60,17 @@ def test_the_rule_is_as_good_as_the_best_where_all_are_alike() -> None:
     wanted = serves(1, 2, 3, 4)
 
     def ends(units: tuple[int, ...]) -> float:
-        return max(w.hop + units.count(w.unit) * (w.load + w.expert) for w in workers)
+        return max(w.hop + units.count(w.unit) * w.load + w.expert for w in workers)
 
     best = min(ends(units) for units in itertools.product((2, 3, 4), repeat=4))
     found = placement(*workers).units(wanted)
     assert ends(tuple(found[serve.key] for serve in wanted)) == best
+
+
+def test_a_worker_reads_while_it_computes() -> None:
+    """Two of 10 to read and 8 to compute take 28, and not 36: less than who reads in 30."""
+    ahead, slow = view(2, load=10.0, expert=8.0, hop=0.0), view(3, load=30.0, expert=0.0, hop=0.0)
+    assert placement(ahead, slow).units(serves(1, 2)) == {(0, 1, EXACT): 2, (0, 2, EXACT): 2}
 
 
 def test_main_loads_what_workers_would_bring_later() -> None:

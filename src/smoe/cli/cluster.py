@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -13,7 +13,7 @@ from smoe.bounds import MOST_THREADS, PRECISION
 from smoe.cli.options import Debug, Json, Model
 from smoe.cli.spread import with_options
 from smoe.errors import ClusterError, ConfigError
-from smoe.units import parse_bytes
+from smoe.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,13 +22,23 @@ if TYPE_CHECKING:
 
 MOST_LOCAL = 64
 DEFAULT_NAME = "local"
+DEFAULT_WORKER_MEMORY = "512MiB"
 _ENDING_SECONDS = 10.0
 """For a worker to end in order."""
 _LEAST_RUN_SECONDS = 5.0
 """A worker that ends sooner than this is not started again."""
 
 Name = Annotated[str, typer.Option("--name", help="The cluster's name.")]
-Memory = Annotated[str, typer.Option("--worker-memory", help="For experts, of every worker; e.g. 512MiB.")]
+Memory = Annotated[
+    str | None,
+    typer.Option("--worker-memory", help="For experts, of every worker.", show_default=DEFAULT_WORKER_MEMORY),
+]
+Slots = Annotated[
+    int | None,
+    typer.Option(
+        help="Instead: room for so many experts; 1: no cache, 2: none but for the one that is read meanwhile.", min=1
+    ),
+]
 Threads = Annotated[int | None, typer.Option(help="Computing threads of a worker.", min=1, max=MOST_THREADS)]
 Precision = Annotated[str, typer.Option(help=f"The experts as main has them: {', '.join(PRECISION)}.")]
 
@@ -51,7 +61,8 @@ what it prints there. The main machine is whoever runs smoe generate --cluster.
 def up(
     model: Model = "demo",
     local: Annotated[int, typer.Option(help="Workers on this machine.", min=1, max=MOST_LOCAL)] = 2,
-    worker_memory: Memory = "512MiB",
+    worker_memory: Memory = None,
+    slots: Slots = None,
     name: Name = DEFAULT_NAME,
     threads: Threads = None,
     precision: Precision = "auto",
@@ -66,12 +77,13 @@ def up(
     from smoe.load.clustered import check_zmq
 
     check_zmq()
-    _check(model, worker_memory, precision)
+    room = _room(worker_memory, slots)
+    _check(model, room, precision)
     main, workers = _local_workers(name, local)
-    given = ["--worker-memory", worker_memory, "--precision", precision]
+    given = ["--precision", precision, *room.as_given]
     given += [] if threads is None else ["--threads", str(threads)]
     lines = [[sys.executable, "-m", "smoe", "cluster", "work", model, "--name", each, *given] for each in workers]
-    note(f"{local} workers wait for a main at {main.address}; in another terminal:")
+    note(f"{local} workers wait for a main at {main.address}, which opens it when it runs; in another terminal:")
     note(f"smoe generate {model} --cluster {main.name} --set cluster_workers={local} -p ...")
     _keep_running(lines)
 
@@ -80,6 +92,12 @@ def invite(
     name: Name = "home",
     address: Annotated[
         str | None, typer.Option(help="This machine's address in your network, HOST or tcp://HOST:PORT.")
+    ] = None,
+    every_interface: Annotated[
+        bool | None,
+        typer.Option(
+            "--every-interface/--one-interface", help="Listen at all of this machine's interfaces, or at that address."
+        ),
     ] = None,
     json: Json = False,
     debug: Debug = False,
@@ -95,7 +113,8 @@ def invite(
 
     check_zmq()
     from smoe.cluster import identity
-    from smoe.cluster.identity import INVITATION_SECONDS, checked_address, invitation, keep_main, new_main
+    from smoe.cluster.address import checked_address, reach_of
+    from smoe.cluster.identity import INVITATION_SECONDS, invitation, keep_main, new_main
 
     if name in identity.clusters():
         main = identity.read_main(name)
@@ -110,14 +129,15 @@ def invite(
         main = new_main(name, address)
     if address is not None:
         main = replace(main, address=checked_address(address))
+    if every_interface is not None:
+        main = replace(main, everywhere=every_interface)
+    reach = reach_of(main.address, main.everywhere)
     main, line = invitation(main)
     keep_main(main)
     if json:
         print_json({"cluster": main.name, "address": main.address, "invitation": line, "seconds": INVITATION_SECONDS})
         return
-    note(
-        f"good once, for {INVITATION_SECONDS // 60} minutes; main will listen at {main.address}. On the other machine:"
-    )
+    note(f"good once, for {INVITATION_SECONDS // 60} minutes; main will listen at {reach}. On the other machine:")
     output().print(
         f"smoe cluster join '{line}' MODEL --worker-memory 4GiB", soft_wrap=True, markup=False, highlight=False
     )
@@ -128,7 +148,8 @@ def join(
         str, typer.Argument(help="The line of smoe cluster invite, in quotes; or NAME, once joined.")
     ],
     model: Model = "demo",
-    worker_memory: Memory = "512MiB",
+    worker_memory: Memory = None,
+    slots: Slots = None,
     worker: Annotated[str | None, typer.Option(help="What this worker is called. \\[default: the host's name]")] = None,
     threads: Threads = None,
     precision: Precision = "auto",
@@ -147,20 +168,21 @@ def join(
         me = accepted(invitation, worker or host[:63] or "worker")
     else:
         me = read_worker(invitation)
-    _work(me, model, worker_memory, threads, precision)
+    _work(me, model, _room(worker_memory, slots), threads, precision)
 
 
 def work(
     model: Model = "demo",
     name: Name = DEFAULT_NAME,
-    worker_memory: Memory = "512MiB",
+    worker_memory: Memory = None,
+    slots: Slots = None,
     threads: Threads = None,
     precision: Precision = "auto",
 ) -> None:
     """One of the workers of `smoe cluster up`."""
     from smoe.cluster.identity import read_worker
 
-    _work(read_worker(name), model, worker_memory, threads, precision)
+    _work(read_worker(name), model, _room(worker_memory, slots), threads, precision)
 
 
 def status(
@@ -191,12 +213,38 @@ def status(
             live.update(_table(main), refresh=True)
 
 
-def _check(model: str, worker_memory: str, precision: str) -> None:
+class _Room(NamedTuple):
+    """How much a worker may hold: so many bytes of experts, or so many of them."""
+
+    memory_bytes: int | None
+    slots: int | None
+
+    @property
+    def as_given(self) -> list[str]:
+        """As a command line says it."""
+        return ["--worker-memory", str(self.memory_bytes)] if self.slots is None else ["--slots", str(self.slots)]
+
+
+def _room(worker_memory: str | None, slots: int | None) -> _Room:
+    if slots is None:
+        return _Room(parse_bytes(worker_memory or DEFAULT_WORKER_MEMORY, "worker_memory"), None)
+    if worker_memory is not None:
+        raise ConfigError(
+            f"`worker_memory` {worker_memory} and `slots` {slots} both say how many experts a worker holds; leave one "
+            "of the two out",
+            setting="slots",
+            given=slots,
+            allowed="only without `worker_memory`",
+        )
+    return _Room(None, slots)
+
+
+def _check(model: str, room: _Room, precision: str) -> None:
     """What a worker would be refused for, before any is started."""
     from smoe.load.worker_experts import open_experts
     from smoe.presets import configure
 
-    open_experts(model, parse_bytes(worker_memory, "worker_memory"), configure(precision=precision)).alone.close()
+    open_experts(model, room.memory_bytes, configure(precision=precision), room.slots).alone.close()
 
 
 def _local_workers(name: str, count: int) -> tuple[Main, list[str]]:
@@ -249,7 +297,7 @@ def _keep_running(lines: list[list[str]]) -> None:
                 process.kill()
 
 
-def _work(me: Worker, model: str, worker_memory: str, threads: int | None, precision: str) -> None:
+def _work(me: Worker, model: str, room: _Room, threads: int | None, precision: str) -> None:
     """Be a worker until Ctrl-C, SIGTERM, or main refuses us."""
     from dataclasses import replace
 
@@ -263,8 +311,9 @@ def _work(me: Worker, model: str, worker_memory: str, threads: int | None, preci
 
     if threads is not None:
         torch.set_num_threads(threads)
-    opened = open_experts(model, parse_bytes(worker_memory, "worker_memory"), configure(precision=precision))
-    note(f"worker {me.name}: {opened.alone.slots} experts fit; main is to be at {me.address}")
+    opened = open_experts(model, room.memory_bytes, configure(precision=precision), room.slots)
+    held = f"{opened.alone.slots} experts fit, in {format_bytes(opened.alone.nbytes)}"
+    note(f"worker {me.name}: {held}; main is to be at {me.address}")
 
     def changed(words: str) -> None:
         note(f"worker {me.name}: {words}")

@@ -11,7 +11,7 @@ import psutil
 import transformers
 from transformers import PreTrainedModel
 
-from smoe.cli.console import Patience, note
+from smoe.cli.console import Patience, note, warn
 from smoe.cli.settings import in_words
 from smoe.config import EngineConfig
 from smoe.generation.generate import encode
@@ -38,6 +38,7 @@ def loaded(
         if not all(prompt.strip() for prompt in prompts):  # what they become hangs on the tokenizer
             encode(tokenizer_of(model, revision), prompts)
         if config.cluster is not None:
+            note(_open_to(config.cluster))
             note(f"waiting for {config.cluster_workers} workers of the cluster {config.cluster}, once the rest is here")
         watch.start(ledger)
 
@@ -60,6 +61,17 @@ def loaded(
         yield ready
     finally:
         engine.close()
+        for doubt in engine.executor.compute.others.doubts if engine.executor.compute.others is not None else ():
+            warn(doubt)
+
+
+def _open_to(cluster: str) -> str:
+    """What a main is about to open, and to whom."""
+    from smoe.cluster.address import reach_of
+    from smoe.cluster.identity import read_main
+
+    main = read_main(cluster)
+    return f"listening at {reach_of(main.address, main.everywhere)}; let in: {main.who_may_come()}"
 
 
 def describe(ledger: Ledger, reason: str) -> str:

@@ -26,6 +26,7 @@ SETTABLE: dict[str, str] = {
     "cache_records": "With --eviction multidimensional: count uses in this sequence, or all.",
     "cache_weights": "With --eviction multidimensional: lru, lfu, lhu, fld: 0.4,0.3,0.2,0.1.",
     "cluster_timeout_seconds": "With --cluster: how long workers are waited for.",
+    "cluster_verify": "With --cluster: the share of workers' results recomputed here, as 1/64.",
     "cluster_workers": "With --cluster: how many workers must be there before the first token.",
     "dense_precision": "Quantised weights beside the experts: kept as stored, or in --dtype.",
     "dilation": "With --device emulated: how much slower than reported it really runs.",
@@ -128,8 +129,11 @@ def value_of(name: str, kind: str, text: str) -> Any:
             return tuple(float(part) for part in text.split(","))
         if "int" in kind:
             return int(text)
-        return float(text) if "float" in kind else text
-    except (ValueError, KeyError):
+        if "float" in kind:
+            above, is_fraction, below = text.partition("/")
+            return float(above) / float(below) if is_fraction else float(above)
+        return text
+    except (ValueError, KeyError, ZeroDivisionError):
         raise ConfigError.out_of_bounds(name, text, allowed_of(name)) from None
 
 

@@ -1,4 +1,4 @@
-"""Who may speak to main: what the connections ask, and whom they ask."""
+"""Main's door: where it listens, and who may speak: what the connections ask, and whom they ask."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
-from smoe.cluster import frames
+from smoe.cluster.address import Endpoint
 from smoe.cluster.members import Member
 from smoe.cluster.requests import Proof
+from smoe.errors import ClusterError
 
 _MOST_WAITING = 64
 """Messages of a worker that are received before they are looked at."""
@@ -33,6 +35,9 @@ class Doorkeeper(Protocol):
     def proof(self, member: Member) -> Sequence[Proof]:
         """What it is to compute before it is believed."""
 
+    def doubt(self, member: Member, why: str) -> None:
+        """What a member has computed cannot be believed: it belongs to the cluster no longer."""
+
     def tick(self) -> None:
         """Some time has passed."""
 
@@ -53,16 +58,49 @@ class Keys:
             return False
 
 
-def listen(router: zmq.Socket[bytes], address: str, public: str, secret: str) -> None:
+class Door:
+    """Main's sockets: machines come through `router`, `monitor` tells when one has gone. `close` shuts both."""
+
+    def __init__(self, address: Endpoint, public: str, secret: str, doorkeeper: Doorkeeper, part_bytes: int) -> None:
+        """Whoever sends a part of a message longer than `part_bytes` is cut off. Raises `ClusterError` where the address cannot be listened at."""
+        self._context = zmq.Context()
+        self._guard = ThreadAuthenticator(self._context)
+        self._guard.start()
+        self._guard.configure_curve_callback("*", Keys(doorkeeper))
+        self.router = self._context.socket(zmq.ROUTER)
+        self.monitor: Any = None
+        try:
+            _listen(self.router, address, public, secret, part_bytes)
+            self.monitor = self.router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ClusterError(
+                f"cannot listen at {address.address} ({error}); another smoe may be main of this cluster, or the "
+                "address is not this machine's: end the other one, or choose another address",
+                setting="address",
+                given=address.address,
+                allowed="an address of this machine that is free",
+            ) from error
+
+    def close(self) -> None:
+        if self.monitor is not None:
+            self.router.disable_monitor()
+            self.monitor.close(linger=0)
+        self.router.close(linger=100)
+        self._guard.stop()
+        self._context.term()
+
+
+def _listen(router: zmq.Socket[bytes], address: Endpoint, public: str, secret: str, part_bytes: int) -> None:
     """Take encrypted connections at an address; raises `zmq.ZMQError` where it cannot be had."""
     router.curve_server = True
     router.curve_publickey, router.curve_secretkey = public.encode(), secret.encode()
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to who has gone fails, and says so
     router.setsockopt(zmq.RCVHWM, _MOST_WAITING)
-    router.setsockopt(zmq.MAXMSGSIZE, frames.MOST_BYTES)
-    router.setsockopt(zmq.IPV6, 1 if "[" in address else 0)
-    router.bind(address)
+    router.setsockopt(zmq.MAXMSGSIZE, part_bytes)
+    router.setsockopt(zmq.IPV6, int(address.is_ipv6))
+    router.bind(address.address)
 
 
 def user_of(part: Any) -> str:

@@ -3,7 +3,7 @@
     header (20 bytes)    "SMOE" | version u8 | kind u8 | dtype u8 | - | request u64 | rows u32
     talk                 header | JSON object                          HELLO, WELCOME, REFUSED
     work                 header | asks u32 [n, 3] | tokens u32 [t] | hidden [rows, H]
-    done                 header | times f64 [2] | rows [sum, H]
+    done                 header | times f64 [4] | rows [sum, H]
     failed               header | text
     fetch                header | experts u32 [n, 2]
     beat, leave          header
@@ -26,10 +26,14 @@ import torch
 from smoe.compute.unit import Wanted
 from smoe.expert import EXACT, ExpertKey
 
-VERSION = 1
+VERSION = 2
 MOST_BYTES = 1 << 30
-"""Of a message; a longer one is not received."""
+"""Of a part of a message, whatever the model; a longer one is not received."""
 _MOST_TALK = 1 << 16
+_OVERHEAD = 1 << 10
+"""What encryption adds to a part, and more."""
+_ASK_BYTES = 16
+"""A row of a request in the tables beside the rows: an expert has one at least."""
 _HEADER = struct.Struct("<4sBBBxQI")
 _MAGIC = b"SMOE"
 _WHOLE = np.dtype("<u4")
@@ -63,6 +67,28 @@ class FrameError(Exception):
     """A message that is none of ours, or contradicts itself."""
 
 
+class Rows(NamedTuple):
+    """What goes to workers, hidden states, and comes back, outputs of experts."""
+
+    numbers: int
+    """In a row (H)."""
+    dtype: torch.dtype
+    most: int
+    """Rows of one request, in either direction."""
+
+    @property
+    def part_bytes(self) -> int:
+        """The longest part of any message for this model; a longer one is not received."""
+        row_bytes = max(self.numbers * self.dtype.itemsize, _ASK_BYTES)
+        return min(MOST_BYTES, max(_MOST_TALK, self.most * row_bytes) + _OVERHEAD)
+
+    @property
+    def fitting(self) -> Rows:
+        """With no more rows than a message may have."""
+        row_bytes = max(self.numbers * self.dtype.itemsize, _ASK_BYTES)
+        return self._replace(most=min(self.most, (MOST_BYTES - _OVERHEAD) // row_bytes))
+
+
 class Frame(NamedTuple):
     """Any message, its parts not looked at."""
 
@@ -82,13 +108,23 @@ class Work(NamedTuple):
     """[rows, H]"""
 
 
+class Times(NamedTuple):
+    """What a request took at the worker, in seconds."""
+
+    whole: float
+    """From its arrival, or the end of the one before it, to its last result."""
+    computing: float
+    """Of them, arithmetic."""
+    loading: float = 0.0
+    """Experts brought in for it: beside others that were computed, so nobody need have waited as long."""
+    loads: int = 0
+    """How many these were."""
+
+
 class Done(NamedTuple):
     """What a worker has computed."""
 
-    seconds: float
-    """From the request's arrival to its last result, at the worker."""
-    computing: float
-    """Of them, arithmetic; the others went to loads and to waiting."""
+    times: Times
     rows: torch.Tensor
     """[n, H], expert after expert in the order asked for."""
 
@@ -152,24 +188,24 @@ def parse_work(frame: Frame, experts: Mapping[int, int], hidden: int) -> Work:
     return Work(wanted, _rows_of(rows_part, frame.dtype, hidden))
 
 
-def done(request: int, seconds: float, computing: float, rows: Sequence[torch.Tensor]) -> list[Any]:
+def done(request: int, times: Times, rows: Sequence[torch.Tensor]) -> list[Any]:
     """`rows`: [n, H] of every expert asked for, in order."""
     together = torch.cat(list(rows))
-    times = np.array([seconds, computing]).tobytes()
-    return [_header(Kind.DONE, request, together.shape[0], together.dtype), times, _bytes_of(together)]
+    header = _header(Kind.DONE, request, together.shape[0], together.dtype)
+    return [header, np.array(times, np.float64).tobytes(), _bytes_of(together)]
 
 
 def parse_done(frame: Frame, rows: int, hidden: int, dtype: torch.dtype) -> Done:
     """The answer to a request for so many rows; raises `FrameError`."""
     times_part, rows_part = _parts(frame, 2)
-    if frame.rows != rows or frame.dtype is not dtype or len(memoryview(times_part)) != 16:
+    if frame.rows != rows or frame.dtype is not dtype or len(memoryview(times_part)) != 32:
         raise FrameError("an answer of another shape")
     if len(memoryview(rows_part)) != rows * hidden * dtype.itemsize:
         raise FrameError("rows of another size")
-    seconds, computing = np.frombuffer(times_part, np.float64).tolist()
-    if not 0 <= computing <= seconds < 1e6:  # NaN too
+    whole, computing, loading, loads = np.frombuffer(times_part, np.float64).tolist()
+    if not (0 <= computing <= whole < 1e6 and 0 <= loading < 1e6 and 0 <= loads <= rows):  # NaN too
         raise FrameError("times that cannot be")
-    return Done(seconds, computing, _rows_of(rows_part, dtype, hidden))
+    return Done(Times(whole, computing, loading, int(loads)), _rows_of(rows_part, dtype, hidden))
 
 
 def fetch(keys: Sequence[ExpertKey]) -> list[Any]:

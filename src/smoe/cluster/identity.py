@@ -23,16 +23,15 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 import zmq
 
+from smoe.cluster.address import checked_address
 from smoe.errors import ClusterError
 from smoe.whole_file import partial_of, whole_file
 
 _FORMAT = 1
-DEFAULT_PORT = 5717
 INVITATION_SECONDS = 600
 _PLACE = "XDG_CONFIG_HOME"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _KEY = re.compile(r"[!-~]{40}")
-_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9.-]+):([0-9]{1,5})")
 
 
 @dataclass(frozen=True)
@@ -54,16 +53,22 @@ class Main:
 
     name: str
     address: str
-    """What it listens at, as `tcp://127.0.0.1:5717`."""
+    """Where workers connect to, as `tcp://127.0.0.1:5717`."""
     keys: KeyPair
     workers: dict[str, str] = field(default_factory=dict)
     """Public keys of those who are let in, by name."""
     invitations: dict[str, float] = field(default_factory=dict)
     """Until when, in seconds since 1970, by the code's checksum."""
+    everywhere: bool = False
+    """It listens at all of the machine's interfaces, not at that address alone."""
 
     def with_worker(self, name: str, key: str) -> Main:
         """A worker more; one of that name that there was is let in no longer."""
         return replace(self, workers=self.workers | {name: key})
+
+    def without_worker(self, key: str) -> Main:
+        """Whoever has this key is let in no longer."""
+        return replace(self, workers={name: its_key for name, its_key in self.workers.items() if its_key != key})
 
     def invited(self, code: str, now: float | None = None) -> Main | None:
         """Without the invitation, where the code is of one that is still good; else None."""
@@ -72,6 +77,13 @@ class Main:
         if until is None or until < now:
             return None
         return replace(self, invitations={each: end for each, end in self.invitations.items() if each != digest})
+
+    def who_may_come(self, now: float | None = None) -> str:
+        """In words: whose connections are taken."""
+        known = f"{len(self.workers)} known worker{'' if len(self.workers) == 1 else 's'}"
+        if not self.expects_someone(now):
+            return f"{known} by their keys, nobody else"
+        return f"{known} by their keys, and for some minutes whoever has an invitation"
 
     def expects_someone(self, now: float | None = None) -> bool:
         """Whether an invitation is still good."""
@@ -119,26 +131,9 @@ def checked_name(name: str, setting: str = "cluster") -> str:
     return name
 
 
-def checked_address(address: str) -> str:
-    """`tcp://HOST:PORT`; a host alone has the usual port. Raises `ClusterError`; wildcards must be spelt out."""
-    full = address if address.startswith("tcp://") else f"tcp://{address}"
-    if not re.search(r":[0-9]+$", full):
-        full += f":{DEFAULT_PORT}"
-    found = _ADDRESS.fullmatch(full)
-    if found is None or not 0 < int(found[2]) < 65536:
-        raise ClusterError(
-            f"`address` is {address!r:.80}; it must be the machine's own address, as 192.168.1.5 or "
-            f"tcp://192.168.1.5:{DEFAULT_PORT}",
-            setting="address",
-            given=address,
-            allowed="HOST or tcp://HOST:PORT",
-        )
-    return full
-
-
-def new_main(name: str, address: str = "127.0.0.1") -> Main:
+def new_main(name: str, address: str = "127.0.0.1", everywhere: bool = False) -> Main:
     """A cluster that nobody belongs to yet."""
-    return Main(checked_name(name), checked_address(address), KeyPair.new())
+    return Main(checked_name(name), checked_address(address), KeyPair.new(), everywhere=everywhere)
 
 
 def clusters() -> list[str]:
@@ -160,7 +155,8 @@ def read_main(name: str) -> Main:
             allowed=", ".join(known) or "none yet",
         )
     try:
-        return Main(name, stored["address"], KeyPair(**stored["keys"]), stored["workers"], stored["invitations"])
+        keys, everywhere = KeyPair(**stored["keys"]), stored.get("everywhere", False)
+        return Main(name, stored["address"], keys, stored["workers"], stored["invitations"], everywhere)
     except (KeyError, TypeError) as error:
         raise ClusterError(f"{path} is damaged ({error}); delete its folder and start the cluster anew") from error
 
@@ -212,13 +208,7 @@ def read_status(name: str) -> dict[str, Any] | None:
 
 def invitation(main: Main, now: float | None = None) -> tuple[Main, str]:
     """(main, who expects somebody now; the line for the other machine)."""
-    if re.search(r"//(0\.0\.0\.0|\[::\]):", main.address):
-        raise ClusterError(
-            f"{main.address} is no address that another machine could connect to; name this machine's own one",
-            setting="address",
-            given=main.address,
-            allowed="this machine's address in your network",
-        )
+    checked_address(main.address)
     code, now = secrets.token_urlsafe(18), time.time() if now is None else now
     expecting = replace(main, invitations=main.invitations | {_digest(code): now + INVITATION_SECONDS})
     parts = urlsplit(main.address)
@@ -227,7 +217,10 @@ def invitation(main: Main, now: float | None = None) -> tuple[Main, str]:
 
 def accepted(line: str, worker_name: str) -> Worker:
     """A new worker, from an invitation's line. Raises `ClusterError`."""
-    parts = urlsplit(line.strip())
+    try:
+        parts = urlsplit(line.strip())
+    except ValueError:  # half an IPv6 address
+        parts = urlsplit("")
     given = parse_qs(parts.query)
     key, code, cluster = given.get("key", [""])[0], given.get("code", [""])[0], parts.path.strip("/")
     if parts.scheme != "smoe" or not _KEY.fullmatch(key) or not code:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,16 +23,16 @@ from typing import Any
 
 import torch
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from smoe.cluster import frames
-from smoe.cluster.door import Doorkeeper, Keys, listen, user_of
+from smoe.cluster.address import Endpoint
+from smoe.cluster.door import Door, Doorkeeper, user_of
 from smoe.cluster.doorbell import Doorbell
-from smoe.cluster.frames import Frame, FrameError, Kind
+from smoe.cluster.frames import Frame, FrameError, Kind, Rows
 from smoe.cluster.members import Member, State
 from smoe.cluster.requests import Proof, Request, Trial, only_used, resolve, take_over
+from smoe.cluster.spot_checks import SpotChecks
 from smoe.compute.unit import ComputeUnit, Wanted
-from smoe.errors import ClusterError
 from smoe.expert import ExpertKey
 from smoe.memory.streams import Fetched
 
@@ -44,6 +45,8 @@ PROOF_SECONDS = 30.0
 """For a proof: a worker compiles its kernels first."""
 MOST_STRIKES = 2
 """Times that a worker may be late without having answered between."""
+_CHECKING_SECONDS = 2.0
+"""For answers that are still to be recomputed when main ends."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,23 +56,26 @@ class Link:
 
     def __init__(
         self,
-        address: str,
+        address: Endpoint,
         public: str,
         secret: str,
         doorkeeper: Doorkeeper,
         rescue: ComputeUnit,
-        hidden: int,
-        dtype: torch.dtype,
+        rows: Rows,
+        verify: float = 0.0,
     ) -> None:
-        """`hidden`: numbers in a row, of `dtype`. Raises `ClusterError` where the address cannot be listened at."""
+        """`verify`: the share of answers that is recomputed. Raises `ClusterError` where the address cannot be listened at."""
         self.members: dict[int, Member] = {}
         """All that ever were, by unit."""
         self._doorkeeper = doorkeeper
+        self._door = Door(address, public, secret, doorkeeper, rows.part_bytes)
+        self._router, self._monitor = self._door.router, self._door.monitor
         self._rescue = rescue
-        self._hidden, self._dtype = hidden, dtype
+        self._rows = rows
         self._requests: dict[int, Request] = {}
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(secrets.randbits(62))  # what a worker still sends an earlier main is none
         self._bell: Doorbell[Callable[[], object]] = Doorbell()
+        self._spot_checks = SpotChecks(verify, rescue, lambda: self._bell.put(lambda: None), self._differs)
         self._by_route: dict[bytes, Member] = {}
         self._is_ending = False
         self._beaten = 0.0
@@ -77,24 +83,6 @@ class Link:
         """Experts that main had to compute itself."""
         self.changed = threading.Condition()
         """Notified when a member's state changes."""
-        self._context = zmq.Context()
-        self._guard = ThreadAuthenticator(self._context)
-        self._guard.start()
-        self._guard.configure_curve_callback("*", Keys(doorkeeper))
-        self._router = self._context.socket(zmq.ROUTER)
-        self._monitor: Any = None
-        try:
-            listen(self._router, address, public, secret)
-            self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        except zmq.ZMQError as error:
-            self._shut()
-            raise ClusterError(
-                f"cannot listen at {address} ({error}); another smoe may be main of this cluster, or the address is "
-                "not this machine's: end the other one, or choose another address",
-                setting="address",
-                given=address,
-                allowed="an address of this machine that is free",
-            ) from error
         self._thread = threading.Thread(target=self._run, name="smoe-cluster", daemon=True)
         self._thread.start()
 
@@ -126,15 +114,8 @@ class Link:
         self._is_ending = True
         self._bell.put(lambda: None)
         self._thread.join()
-        self._shut()
-
-    def _shut(self) -> None:
-        if self._monitor is not None:
-            self._router.disable_monitor()
-            self._monitor.close(linger=0)
-        self._router.close(linger=100)
-        self._guard.stop()
-        self._context.term()
+        self._spot_checks.finish(_CHECKING_SECONDS)
+        self._door.close()
         self._bell.close()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -166,6 +147,7 @@ class Link:
             self._monitor.recv_multipart()
             self._beaten = 0.0  # somebody has gone: who does not take a beat is out
         self._see_to_deadlines(time.monotonic())
+        self._spot_checks.go_on(any(-1 in request.asked for request in self._requests.values()))
 
     def _hear(self, parts: list[Any]) -> None:
         route, key = parts[0].bytes, user_of(parts[-1])
@@ -232,17 +214,18 @@ class Link:
             if frame.kind is Kind.FAILED:
                 self._failed(request, member, frames.text_of(frame))
             else:
-                self._done(request, member, frames.parse_done(frame, request.rows, self._hidden, self._dtype))
+                self._done(request, member, frames.parse_done(frame, request.rows, *self._rows[:2]))
 
     def _done(self, request: Request, member: Member, done: frames.Done) -> None:
         del self._requests[request.number]
-        sent, _, loads = request.asked[member.unit]
-        member.note(request.wanted, loads, time.monotonic() - sent, done.seconds, done.computing)
+        sent, _ = request.asked[member.unit]
+        member.note(request.wanted, time.monotonic() - sent, done.times)
         if request.trial is not None:
             self._proven(request.trial, done.rows)
             return
-        counts = [len(each.tokens) for each in request.wanted]
-        for future, rows in zip(request.futures, done.rows.split(counts), strict=True):
+        came = done.rows.split([len(each.tokens) for each in request.wanted])
+        self._spot_checks.note(member, request, came)
+        for future, rows in zip(request.futures, came, strict=True):
             resolve(future, rows)
 
     def _proven(self, trial: Trial, rows: torch.Tensor) -> None:
@@ -253,6 +236,15 @@ class Link:
         why = f"its arithmetic gives other bits than main's (by {far:.2g}), so results would depend on who computes"
         self._send(trial.member.route, frames.talk(Kind.REFUSED, {"why": why}))
         self._out(trial.member, why)
+
+    def _differs(self, member: Member, key: ExpertKey, far: float) -> None:
+        """A worker that has proven itself has returned other bits than main's."""
+        why = f"returned other bits than main's for expert {key[1]} of layer {key[0]} (by {far:.2g})"
+        self._doorkeeper.doubt(member, why)
+        for each in [each for each in self.members.values() if each.key == member.key]:
+            self._send_to(each, frames.talk(Kind.REFUSED, {"why": f"it {why}"}))
+            self._out(each, why)
+        member.why = why
 
     def _failed(self, request: Request, member: Member, why: str) -> None:
         _log.warning("worker %s could not serve a request: %s", member.name, why)
@@ -285,6 +277,9 @@ class Link:
         if request.trial is not None:
             self._ask(request, request.trial.member)
             return
+        if request.rows > self._rows.most:
+            self._rescue_it(request)  # more than was planned for: nobody could receive it
+            return
         first = self.members.get(request.first)
         others = sorted(
             (each for each in self.members.values() if each is not first), key=lambda each: self._open(each)
@@ -304,7 +299,7 @@ class Link:
         due = max([now, *before]) + member.deadline(request.wanted, loads + coming)  # it computes one after the other
         if request.trial is not None:
             due = now + PROOF_SECONDS
-        request.asked[member.unit] = (now, due, 0 if coming else loads)
+        request.asked[member.unit] = (now, due)
         member.requests += 1
         hidden, wanted = only_used(request.hidden.wait(), request.wanted)
         return self._send_to(member, frames.work(request.number, wanted, hidden))
@@ -321,14 +316,14 @@ class Link:
         self.rescued += len(request.wanted)
         for mine, theirs in zip(self._rescue.submit(request.wanted, request.hidden), request.futures, strict=True):
             mine.add_done_callback(partial(take_over, theirs))
-        request.asked[-1] = (time.monotonic(), float("inf"), 0)
+        request.asked[-1] = (time.monotonic(), float("inf"))
 
     def _see_to_deadlines(self, now: float) -> None:
         for request in list(self._requests.values()):
             if request.futures and all(future.done() for future in request.futures):
                 del self._requests[request.number]
                 continue
-            late = [self.members[unit] for unit, (_, due, _) in request.asked.items() if unit >= 0 and due < now]
+            late = [self.members[unit] for unit, (_, due) in request.asked.items() if unit >= 0 and due < now]
             if len(late) == len(request.asked):
                 for member in late:
                     self._missed(member)

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from smoe.cluster.frames import Times
 from smoe.compute.unit import Wanted
 from smoe.expert import ExpertKey
 from smoe.policy.balance import FLAT
@@ -64,6 +65,8 @@ class Member:
     """of there and back, for few rows."""
     experts: int = 0
     """Computed so far."""
+    checked: int = 0
+    """Of them, recomputed by main."""
     requests: int = 0
     missed: int = 0
     """Deadlines."""
@@ -117,18 +120,18 @@ class Member:
         expected = self.hop + loads * self.load + computing
         return min(_MOST_DEADLINE, max(_LEAST_DEADLINE, _DEADLINE_FACTOR * expected))
 
-    def note(self, wanted: Iterable[Wanted], loads: int, whole: float, there: float, computing: float) -> None:
-        """A request has been answered `whole` seconds after it was sent; `there` of them it was at the worker."""
-        rows = [len(each.tokens) for each in wanted]
+    def note(self, wanted: Iterable[Wanted], whole: float, times: Times) -> None:
+        """A request has been answered `whole` seconds after it was sent; `times` are the worker's."""
+        rows, computing = [len(each.tokens) for each in wanted], times.computing
         self.experts += len(rows)
         if max(rows) > FLAT:
             self.row = self._mean(self.row, computing / sum(rows))
         else:
             self.expert = self._mean(self.expert, computing / len(rows))
-            hop = max(0.0, whole - there)
+            hop = max(0.0, whole - times.whole)
             self.hop = hop if hop < self.hop else self._mean(self.hop, hop)  # what is queued before it is no distance
-        if loads:
-            self.load = self._mean(self.load, max(0.0, there - computing) / loads)
+        if times.loads:
+            self.load = self._mean(self.load, times.loading / times.loads)
         self.row = self.row or self.expert / FLAT
         self.has_answered = True
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from smoe import __version__
+from smoe.cluster.address import to_listen_at
+from smoe.cluster.frames import Rows
 from smoe.cluster.identity import Main, is_name, keep_main, keep_status, read_main
 from smoe.cluster.link import Link
 from smoe.cluster.members import Member, State
@@ -47,18 +49,20 @@ class Cluster:
         self,
         main: Main,
         alone: ExpertsAlone,
-        dtype: torch.dtype,
+        rows: Rows,
         asked: dict[str, Any],
         method: str,
         order: str,
         here_load: Callable[[], float],
         is_at_hand: Callable[[ExpertKey], bool],
         spares: int = 0,
+        verify: float = 0.0,
     ) -> None:
-        """`alone`: the experts in main's own hands, for proofs and for when nobody is left; `asked`: what a worker must
-        have said of its model; `here_load`: seconds to load one expert here; `is_at_hand`: whether main has it, or is
-        loading it; `spares`: experts that predictions name beside as many as a layer chooses. `method` is one of
-        `PLACEMENT`, `order` one of `BALANCE_ORDER`. Raises `ClusterError` where the address is taken."""
+        """`alone`: the experts in main's own hands, for proofs and for when nobody is left; `rows`: what is sent;
+        `asked`: what a worker must have said of its model; `here_load`: seconds to load one expert here; `is_at_hand`:
+        whether main has it, or is loading it; `spares`: experts that predictions name beside as many as a layer
+        chooses; `verify`: the share of what workers return that is recomputed here. `method` is one of `PLACEMENT`,
+        `order` one of `BALANCE_ORDER`. Raises `ClusterError` where the address is taken."""
         self.main = main
         self.units: dict[int, ComputeUnit] = {}
         """By the number in plans."""
@@ -69,11 +73,15 @@ class Cluster:
         self._spares = spares
         self.is_at_hand = is_at_hand
         self._told = Told()
+        self._verify = verify
+        self.doubts: list[str] = []
+        """Why what was computed so far may be wrong, in words for the user; empty: nothing speaks against it."""
         self._arithmetic = "torch"
         self._layers = {layer: turn for turn, layer in enumerate(sorted(alone.store.layers))}
         self._proofs = list[Proof]()
         self._ready: list[Member] = []
-        self._dtype = dtype
+        most = max(rows.most, 2 * max(_PROOF_ROWS))  # of two experts at once
+        self._rows = rows._replace(most=most).fitting
         self._unit = FIRST_WORKER
         self._lock = threading.Lock()
         self._is_closed = False
@@ -85,9 +93,9 @@ class Cluster:
         if not self._alone.compute_by(arithmetic):
             raise ClusterError(f"main's own experts cannot be computed by `kernels` {arithmetic}; please report this")
         self._proofs = list(self._make_proofs())
-        hidden = self._alone.hidden
         keys, rescue = self.main.keys, self._alone.experts
-        self.link = Link(self.main.address, keys.public, keys.secret, self, rescue, hidden, self._dtype)
+        at = to_listen_at(self.main.address, self.main.everywhere)
+        self.link = Link(at, keys.public, keys.secret, self, rescue, self._rows, self._verify)
 
     def wait(self, workers: int, seconds: float) -> list[Member]:
         """The workers that are ready, once there are so many, or the time is up."""
@@ -110,12 +118,11 @@ class Cluster:
 
     def close(self) -> None:
         """Say good-bye to the workers and give back what main kept for itself. Idempotent."""
-        link, done = self.link, self.described()
-        self.link = None
+        link, self.link = self.link, None
         if link is not None:
             link.close()
             with suppress(OSError):
-                keep_status(self.main.name, done, is_over=True)
+                keep_status(self.main.name, [_described(each) for each in link.members.values()], is_over=True)
         if not self._is_closed:
             self._is_closed = True
             self._alone.close()
@@ -231,13 +238,29 @@ class Cluster:
         return ""
 
     def welcome(self) -> dict[str, Any]:
-        """What computes few rows."""
-        return {"arithmetic": self._arithmetic}
+        """What computes few rows, and how many come at most."""
+        return {"arithmetic": self._arithmetic, "rows": self._rows.most}
 
     def proof(self, member: Member) -> Sequence[Proof]:
         """The same for all."""
         del member
         return self._proofs
+
+    def doubt(self, member: Member, why: str) -> None:
+        """It is let in no longer, and the user is told."""
+        with self._lock:
+            with suppress(ClusterError):
+                self.main = replace(read_main(self.main.name), address=self.main.address)
+            self.main = self.main.without_worker(member.key)
+            with suppress(OSError):
+                keep_main(self.main)
+        self.doubts.append(
+            f"worker {member.name} {why}, and is let in no longer. {member.checked} of the {member.experts} experts "
+            "that it has computed were recomputed here: what was written while it was there may be wrong, so have it "
+            "written again. Find out why (another program on it, its memory, its owner) before you invite it anew "
+            "(smoe cluster invite)"
+        )
+        _log.error("%s", self.doubts[-1])
 
     def _make_proofs(self) -> Iterator[Proof]:
         """An expert of every kind, with few rows and with many, as main computes it itself."""
@@ -246,7 +269,7 @@ class Cluster:
         for layer in of_kind.values():
             last = self._alone.store.layers[layer].experts - 1
             for rows in _PROOF_ROWS:
-                hidden = torch.randn(rows, self._alone.math[layer].hidden, generator=generator).to(self._dtype)
+                hidden = torch.randn(rows, self._alone.math[layer].hidden, generator=generator).to(self._rows.dtype)
                 wanted = [Wanted((layer, expert, EXACT), range(rows)) for expert in sorted({0, last})]
                 results = self._alone.experts.submit(wanted, Fetched(hidden))
                 yield Proof(wanted, hidden, torch.cat([result.result() for result in results]))
@@ -294,6 +317,7 @@ def _described(member: Member) -> dict[str, Any]:
         "why": member.why,
         "slots": member.slots,
         "experts_computed": member.experts,
+        "experts_recomputed": member.checked,
         "requests": member.requests,
         "deadlines_missed": member.missed,
         "seconds_per_load": member.load,

@@ -47,8 +47,8 @@ class Request:
     """The unit that the plan names."""
     trial: Trial | None = None
     """Whose proof it is: nobody else is asked."""
-    asked: dict[int, tuple[float, float, int]] = field(default_factory=dict)
-    """By unit: when it was sent, when the answer is due, loads that it takes."""
+    asked: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """By unit: when it was sent, when the answer is due."""
 
     @property
     def rows(self) -> int:

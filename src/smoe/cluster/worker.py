@@ -4,11 +4,13 @@
                                         REFUSED: ends, and says why
 
 One thread talks; computing and reading have threads of their own, which ring when they have something to send. A
-worker is a pure function of (expert, rows): it may be asked twice, or by another main later.
+worker is a pure function of (expert, rows): it may be asked twice. With every WELCOME it begins anew: what an earlier
+main asked for is forgotten, and few rows are multiplied as this one does.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -22,10 +24,12 @@ import zmq
 
 from smoe import __version__
 from smoe.cluster import frames
+from smoe.cluster.address import to_connect_to
 from smoe.cluster.doorbell import Doorbell
-from smoe.cluster.frames import Frame, FrameError, Kind
+from smoe.cluster.frames import Frame, FrameError, Kind, Rows, Times
 from smoe.cluster.identity import Worker
 from smoe.compute.experts_alone import ExpertsAlone
+from smoe.config import EngineConfig
 from smoe.errors import ClusterError
 from smoe.expert import ExpertKey
 from smoe.machine.measure import describe_machine
@@ -35,6 +39,8 @@ BEAT_SECONDS = 0.1
 _HELLO_SECONDS = 0.5
 _SILENCE_SECONDS = 3.0
 """Without a word from main after which it is taken to have gone."""
+PLANNED_ROWS = EngineConfig.prefill_tokens
+"""Rows of a request that messages may be long enough for, unless main says that it sends more."""
 _MOST_AHEAD = 64
 """Experts asked for ahead that have not been begun; what is asked for beyond them is forgotten."""
 
@@ -60,11 +66,14 @@ class WorkerProcess:
         self._served = served
         self._on_change = on_change
         self._experts = {layer: held.experts for layer, held in served.alone.store.layers.items()}
-        self._hidden = served.alone.hidden
+        self._rows = Rows(served.alone.hidden, served.dtype, PLANNED_ROWS).fitting
         self._bell: Doorbell[list[Any]] = Doorbell()
         self._ahead = ThreadPoolExecutor(1, "smoe-ahead")
-        self._waiting_ahead = 0
+        self._coming = set[Future[None]]()
+        """Asked for ahead, and not there yet."""
         self._arithmetic: str | None = None
+        """By which few rows are multiplied: None until a main has said it."""
+        self._welcomes = 0
         self._heard = self._said = 0.0
         self._ended = 0.0
         """When the last request was done: what waits for it before is not its own time."""
@@ -99,12 +108,14 @@ class WorkerProcess:
         dealer.curve_serverkey = self._me.main_key.encode()
         dealer.curve_publickey, dealer.curve_secretkey = self._me.keys.public.encode(), self._me.keys.secret.encode()
         dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.IPV6, 1 if "[" in self._me.address else 0)
+        at = to_connect_to(self._me.address)
+        dealer.setsockopt(zmq.IPV6, int(at.is_ipv6))
         dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a main that is not there
-        dealer.setsockopt(zmq.MAXMSGSIZE, frames.MOST_BYTES)
+        dealer.setsockopt(zmq.MAXMSGSIZE, self._rows.part_bytes)
         dealer.setsockopt(zmq.RECONNECT_IVL, 100)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        dealer.connect(self._me.address)
+        dealer.connect(at.address)
+        self._address = at.address
 
     def _turn(self, dealer: zmq.Socket[bytes]) -> None:
         """Hear what there is to hear, say what there is to say."""
@@ -152,7 +163,13 @@ class WorkerProcess:
     def _answer(self, dealer: zmq.Socket[bytes], frame: Frame) -> None:
         self._heard = time.monotonic()
         if frame.kind is Kind.WELCOME:
-            self._welcomed(frames.said(frame))
+            said = frames.said(frame)
+            if self._must_make_room(said):
+                dealer.disconnect(self._address)
+                self._connect(dealer)
+                self._said = 0.0
+                return
+            self._welcomed(said)
         elif frame.kind is Kind.REFUSED:
             raise ClusterError(f"main refuses this worker: {frames.said(frame).get('why', 'it does not say why')}")
         elif frame.kind is Kind.LEAVE:
@@ -166,48 +183,67 @@ class WorkerProcess:
             for key in frames.parse_fetch(frame, self._experts):
                 self._fetch(key)
 
+    def _must_make_room(self, said: dict[str, Any]) -> bool:
+        """Whether main sends longer messages than this connection receives."""
+        most = said.get("rows")
+        if type(most) is not int or most <= self._rows.most:
+            return False
+        before, self._rows = self._rows, self._rows._replace(most=most).fitting
+        return self._rows.part_bytes > before.part_bytes
+
     def _welcomed(self, said: dict[str, Any]) -> None:
-        arithmetic = said.get("arithmetic")
-        if self._arithmetic is None:
-            if not isinstance(arithmetic, str) or not self._served.alone.compute_by(arithmetic):
+        self._forget()
+        arithmetic, alone = said.get("arithmetic"), self._served.alone
+        if arithmetic != self._arithmetic:
+            if not isinstance(arithmetic, str) or not alone.compute_by(arithmetic):
                 raise ClusterError(f"main computes by `kernels` {arithmetic}, which this machine cannot")
             self._arithmetic = arithmetic
-        elif arithmetic != self._arithmetic:
-            raise ClusterError(
-                f"main computes by `kernels` {arithmetic}, this worker already by {self._arithmetic}; start it again"
-            )
         self._is_in = True
         self._on_change("belongs to the cluster")
 
+    def _forget(self) -> None:
+        """Whoever asked for what is under way has gone."""
+        self._welcomes += 1
+        for future in list(self._coming):
+            future.cancel()
+        self._served.alone.experts.start_anew()
+
     def _work(self, frame: Frame) -> None:
-        began, alone = time.perf_counter(), self._served.alone
-        asked = frames.parse_work(frame, self._experts, self._hidden)
+        began, alone, welcome = time.perf_counter(), self._served.alone, self._welcomes
+        asked = frames.parse_work(frame, self._experts, self._rows.numbers)
         futures = alone.experts.submit(asked.wanted, Fetched(asked.hidden))
 
-        def over(_: Future[torch.Tensor]) -> None:  # one thread computes, in the order asked: these were the last
-            computing = sum(seconds for seconds, _ in alone.experts.measured())
-            self._bell.put(_outcome(frame.request, futures, max(began, self._ended), computing))
+        done = itertools.count(1)
+
+        def over(_: Future[torch.Tensor]) -> None:  # one thread computes, request after request
+            if next(done) < len(futures) or welcome != self._welcomes:
+                return
+            whole = time.perf_counter() - max(began, self._ended)
+            computing, reads = sum(seconds for seconds, _ in alone.experts.measured()), list(alone.experts.reads())
+            times = Times(whole, min(computing, whole), sum(reads), len(reads))
+            self._bell.put(_outcome(frame.request, futures, times))
             self._ended = time.perf_counter()
 
-        futures[-1].add_done_callback(over)
+        for future in futures:
+            future.add_done_callback(over)
 
     def _fetch(self, key: ExpertKey) -> None:
-        if self._waiting_ahead >= _MOST_AHEAD:
+        if len(self._coming) >= _MOST_AHEAD:
             return
-        self._waiting_ahead += 1
-        self._ahead.submit(partial(self._served.alone.experts.bring, key)).add_done_callback(self._fetched)
+        future = self._ahead.submit(partial(self._served.alone.experts.bring, key))
+        self._coming.add(future)
+        future.add_done_callback(self._fetched)
 
     def _fetched(self, future: Future[None]) -> None:
-        self._waiting_ahead -= 1
+        self._coming.discard(future)
         if not future.cancelled() and future.exception() is not None:
             _log.warning("an expert could not be read ahead: %s", future.exception())
 
 
-def _outcome(request: int, futures: list[Future[torch.Tensor]], began: float, computing: float) -> list[Any]:
+def _outcome(request: int, futures: list[Future[torch.Tensor]], times: Times) -> list[Any]:
     """What is sent when all experts of a request are done."""
-    seconds = time.perf_counter() - began
     try:
-        return frames.done(request, seconds, min(computing, seconds), [future.result() for future in futures])
+        return frames.done(request, times, [future.result() for future in futures])
     except Exception as error:
         _log.warning("request %d failed: %s", request, error)
         return frames.failed(request, f"{type(error).__name__}: {error}")

@@ -18,6 +18,9 @@ from smoe.memory.movers import Filler
 from smoe.memory.pacing import Pacing
 from smoe.memory.store import ExpertStore
 
+LEAST_SLOTS = 2
+"""With which an expert is read while another is computed. One will do: then both take turns."""
+
 
 class ExpertsAlone:
     """Experts that can be asked for by name. `close` frees slots, files and threads."""
@@ -40,7 +43,12 @@ class ExpertsAlone:
         self._host = HostTier(sizes, size_of, lambda _: False, huge_pages=is_direct)
         self._threads = threads
         filler = Filler({EXACT: store}, self._reader)
-        self.experts = HostExperts(self._host, filler, store, math, threads, Pacing())
+        self.experts = HostExperts(self._host, filler, store, math, threads, Pacing(), reads_beside=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slots."""
+        return self._host.arena.nbytes
 
     @property
     def hidden(self) -> int:
@@ -49,9 +57,9 @@ class ExpertsAlone:
 
     def compute_by(self, arithmetic: str) -> bool:
         """From now on few rows are multiplied by one of `KERNELS` that the main machine has found best; False where
-        that is not to be had here. Before anything is asked for."""
+        that is not to be had here. While nothing is under way; what computed before is ended."""
         if arithmetic == "torch":
-            return True
+            return self.experts.multiply_by(None)
         return self.experts.multiply_by(SpinningPool(self._threads, in_own_order=arithmetic == "own-order"))
 
     def close(self) -> None:

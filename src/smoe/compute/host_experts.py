@@ -1,7 +1,12 @@
 """Experts that the CPU computes where they lie, in the host tier, while the device and the link do something else.
 
-One thread of its own; the bits are those of a CPU, so beside another device a layer computed by both has grade E2, and
-on an emulated device, which is this CPU, E0 and E1 stay.
+One thread of its own, and where experts are read beside (`experts_alone.py`), one more:
+
+    reading      | a ........ | b ........ |  wait for a slot  | d ........ |
+    computing                 | a ............. | b ............. | c ...
+
+The bits are those of a CPU, so beside another device a layer computed by both has grade E2, and on an emulated device,
+which is this CPU, E0 and E1 stay.
 """
 
 from __future__ import annotations
@@ -11,6 +16,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +25,7 @@ from smoe.compute.expert_math import ExpertMath, Weights
 from smoe.compute.unit import ComputeUnit, Wanted
 from smoe.expert import EXACT, ExpertKey
 from smoe.kernels.spinning_pool import SpinningPool
-from smoe.memory.host import HostTier
+from smoe.memory.host import HostTier, Lease
 from smoe.memory.link import Link
 from smoe.memory.movers import Filler
 from smoe.memory.pacing import Pacing
@@ -27,6 +34,14 @@ from smoe.memory.streams import Fetched
 from smoe.policy.balance import FLAT, Balance, Costs, RecentCosts
 from smoe.policy.prediction import Prediction
 from smoe.routing import Phase, Routing
+
+
+class _There(NamedTuple):
+    """An expert in the host tier, until its lease is given back."""
+
+    lease: Lease
+    seconds: float | None
+    """What reading it took; None: it was there."""
 
 
 class HostExperts:
@@ -40,26 +55,39 @@ class HostExperts:
         math: Mapping[int, ExpertMath],
         threads: int,
         pacing: Pacing,
+        reads_beside: bool = False,
     ) -> None:
+        """`reads_beside`: experts that are missing are read in the order asked for, while others are computed; each
+        keeps its slot from then on until it is computed, so there is as much reading ahead as there are slots."""
         self._host = host
         self._filler = filler
         self._store = store
         self._math = math
         self._pacing = pacing
         self._timed: deque[tuple[float, int]] = deque(maxlen=64)
+        self._read: deque[float] = deque(maxlen=64)
         self.busy_seconds = 0.0
         """Time spent computing."""
         self._pool: SpinningPool | None = None
         """What multiplies single rows; None: the library."""
         self._under_way: set[Future[torch.Tensor]] = set()
         self._worker = ThreadPoolExecutor(1, "smoe-host-experts", _begin, (threads,))  # must not hold us
+        self._reader = ThreadPoolExecutor(1, "smoe-host-reads") if reads_beside else None
 
-    def multiply_by(self, pool: SpinningPool) -> bool:
-        """From now on single rows are multiplied by our kernel; False where its bits are not the library's.
+    def multiply_by(self, pool: SpinningPool | None) -> bool:
+        """From now on single rows are multiplied by our kernel, or (None) by the library, as they are where the
+        kernel's bits are not the library's: then False.
 
-        Compared on an expert of every shape, before anything is submitted. The pool is closed with this, used or not.
+        Compared on an expert of every shape, while nothing is under way. The pool is closed with this, or when another
+        takes its place, used or not.
         """
-        self._pool = pool
+        former, self._pool = self._pool, pool
+        for math in self._math.values():
+            math.compute_by(None, None)
+        if former is not None:
+            former.close()
+        if pool is None:
+            return True
         shapes = {math.kind: layer for layer, math in self._math.items()}
         for layer in shapes.values():
             with self._held((layer, 0, EXACT)) as weights:
@@ -75,21 +103,30 @@ class HostExperts:
         Never blocks: what is still on its way from the device is waited for by the CPU's thread. Reading an expert
         from disk, where that is needed, comes first; if it fails, `Future.result()` raises the error.
         """
-        futures = [self._worker.submit(self._compute, key, hidden, tokens) for key, tokens in wanted]
-        for future in futures:
-            self._under_way.add(future)
-            future.add_done_callback(self._under_way.discard)
-        return futures
+        if self._reader is None:
+            return [self._submit(each, None, hidden) for each in wanted]
+        futures = dict[int, Future[torch.Tensor]]()
+        for n in sorted(
+            range(len(wanted)), key=lambda n: not self._host.has(wanted[n].key)
+        ):  # those that are here first
+            coming = self._reader.submit(self._bring, wanted[n].key)
+            futures[n] = self._submit(wanted[n], coming, hidden)
+            futures[n].add_done_callback(partial(self._forget, coming))
+        return [futures[n] for n in range(len(wanted))]
 
     def bring(self, key: ExpertKey) -> None:
         """Have an expert in the host tier, read from disk where it is not there; by a reading thread."""
-        with self._held(key):
-            pass
+        self._host.give_back(self._bring(key).lease)
 
     def measured(self) -> Iterator[tuple[float, int]]:
         """(seconds, rows) of every expert computed since the last call."""
         while self._timed:
             yield self._timed.popleft()
+
+    def reads(self) -> Iterator[float]:
+        """Seconds of every read for an expert computed since the last call."""
+        while self._read:
+            yield self._read.popleft()
 
     def drain(self) -> None:
         """Forget what has not begun and wait for what has."""
@@ -102,15 +139,26 @@ class HostExperts:
         """Nothing under way, nothing counted."""
         self.drain()
         self._timed.clear()
+        self._read.clear()
         self.busy_seconds = 0.0
 
     def close(self) -> None:
         self._worker.shutdown(cancel_futures=True)
+        if self._reader is not None:
+            self._reader.shutdown(cancel_futures=True)
         if self._pool is not None:
             self._pool.close()
 
-    def _compute(self, key: ExpertKey, hidden: Fetched, tokens: Sequence[int]) -> torch.Tensor:
-        with self._held(key) as weights:
+    def _submit(self, wanted: Wanted, coming: Future[_There] | None, hidden: Fetched) -> Future[torch.Tensor]:
+        future = self._worker.submit(self._compute, wanted.key, coming, hidden, wanted.tokens)
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return future
+
+    def _compute(
+        self, key: ExpertKey, coming: Future[_There] | None, hidden: Fetched, tokens: Sequence[int]
+    ) -> torch.Tensor:
+        with self._held(key, coming) as weights:
             x = hidden.wait()[list(tokens)]
             began = time.perf_counter()
             with self._pacing.computing_on_host(x.shape[0]):
@@ -121,18 +169,41 @@ class HostExperts:
             return out.pin_memory() if hidden.is_from_device else out
 
     @contextmanager
-    def _held(self, key: ExpertKey) -> Iterator[Weights]:
-        """An expert's weights in the host tier, read from disk where they are not there; kept until the end."""
-        layer, expert, _ = key  # always the model's own copy: a low one is brought to the device
-        lease = self._host.lease(key)
+    def _held(self, key: ExpertKey, coming: Future[_There] | None = None) -> Iterator[Weights]:
+        """An expert's weights in the host tier, kept until the end; where nobody reads it, it is read here."""
+        there = self._bring(key) if coming is None else coming.result()
+        if there.seconds is not None:
+            self._read.append(there.seconds)
         try:
-            if not lease.is_hit:
-                self._filler.fill(key, self._host.arena.buffer(lease.slot), None)
-                self._host.note_filled(lease)
+            layer, expert, _ = key
             parts = self._store.placement(layer, expert).parts
-            yield self._math[layer].bind(self._host.arena, lease.slot, parts)
+            yield self._math[layer].bind(self._host.arena, there.lease.slot, parts)
         finally:
+            self._host.give_back(there.lease)
+
+    def _bring(self, key: ExpertKey) -> _There:
+        """An expert in the host tier, read from disk where it is not there; the lease is the caller's to give back.
+        Always the model's own copy: a low one is brought to the device."""
+        lease = self._host.lease(key)
+        if lease.is_hit:
+            return _There(lease, None)
+        try:
+            began = time.perf_counter()
+            self._filler.fill(key, self._host.arena.buffer(lease.slot), None)
+            self._host.note_filled(lease)
+            return _There(lease, time.perf_counter() - began)
+        except BaseException:
             self._host.give_back(lease)
+            raise
+
+    def _forget(self, coming: Future[_There], computed: Future[torch.Tensor]) -> None:
+        """What will not be computed leaves its slot, once it is there."""
+        if computed.cancelled() and not coming.cancel():
+            coming.add_done_callback(self._give_back)
+
+    def _give_back(self, came: Future[_There]) -> None:
+        if came.exception() is None:
+            self._host.give_back(came.result().lease)
 
 
 def _begin(threads: int) -> None:

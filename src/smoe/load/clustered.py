@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.compute.expert_math import ExpertMath
-from smoe.compute.experts_alone import ExpertsAlone
+from smoe.compute.experts_alone import LEAST_SLOTS, ExpertsAlone
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.expert import EXACT
@@ -30,12 +30,10 @@ def experts_alone(
     store: ExpertStore,
     math: Mapping[int, ExpertMath],
     classes: Sequence[SlotClass],
-    memory_bytes: int,
+    sizes: Sequence[tuple[int, int]],
     config: EngineConfig,
 ) -> ExpertsAlone:
-    """With as many slots as the memory holds, and the few that it takes to work at least; `classes`: of the experts'
-    own copies."""
-    sizes = host_sizes(classes, memory_bytes, config.io_threads)
+    """`classes`: of the experts' own copies; `sizes`: (slots, bytes of each) of each class."""
     free, _ = free_device_bytes(torch.device("cpu"))
     is_direct = reads_directly(config, store.total_bytes, free - sum(slots * each for slots, each in sizes))
     threads = config.threads or torch.get_num_threads()
@@ -71,6 +69,8 @@ def check_cluster(config: EngineConfig) -> None:
     if config.cluster is None:
         if config.placement is not None:
             raise ConfigError.idle("placement", config.placement, "`cluster`")
+        if config.cluster_verify:
+            raise ConfigError.idle("cluster_verify", config.cluster_verify, "`cluster`")
         return
     check_zmq()
     from smoe.cluster.identity import read_main
@@ -91,6 +91,7 @@ def cluster_of(
 
     Raises `ClusterError` where the cluster is unknown, its address taken, or too few workers came.
     """
+    from smoe.cluster.frames import Rows
     from smoe.cluster.identity import read_main
     from smoe.cluster.remote import Cluster
     from smoe.errors import ClusterError
@@ -106,20 +107,21 @@ def cluster_of(
             allowed="none for this model",
         )
     own = [each for each in asked.demand.all_classes if each.form == EXACT]
-    alone = experts_alone(store, math, own, 0, config)
+    alone = experts_alone(store, math, own, host_sizes(own, 0, LEAST_SLOTS), config)
     same = {"weights": asked.weights, "precision": spec.precision, "dtype": str(spec.dtype)}
     slot_bytes = max(store.slot_bytes.values())
     method = config.placement or "finish"
     cluster = Cluster(
         main,
         alone,
-        spec.dtype,
+        Rows(alone.hidden, spec.dtype, _most_rows(spec, config)),
         same,
         method,
         config.balance_order,
         lambda: slot_bytes * asked.seconds_per_byte(),
         compute.arrivals.table.is_at_hand,
         config.shadow_spares or 0,
+        config.cluster_verify,
     )
     made.callback(cluster.close)
     cluster.units.update(compute.units)
@@ -137,3 +139,10 @@ def cluster_of(
             allowed=f"{len(came)} now",
         )
     return cluster
+
+
+def _most_rows(spec: ModelSpec, config: EngineConfig) -> int:
+    """Of one request to a worker: a piece of a prompt through one expert, or every sequence's token through all that it
+    chooses."""
+    piece = min(config.prefill_tokens, spec.context_tokens * config.max_sequences)
+    return max(piece, config.max_sequences * max(spec.anatomy.top_k.values()))

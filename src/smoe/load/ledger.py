@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from smoe.bounds import EMULATED
+from smoe.compute.experts_alone import LEAST_SLOTS
 from smoe.config import EngineConfig
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.memory.dtypes import SAFETENSORS
@@ -89,5 +90,5 @@ def demand_of(spec: ModelSpec, config: EngineConfig, device: torch.device, store
     has_host_tier = device.type != "cpu" or config.device == EMULATED
     buffers = 0 if has_host_tier else 2 * config.io_threads * store.staging_buffer_bytes
     if config.cluster is not None and not has_host_tier:  # what main computes itself where its workers fail
-        buffers += (2 * config.io_threads + 1) * sum(set(store.slot_bytes.values()))
+        buffers += LEAST_SLOTS * sum(set(store.slot_bytes.values())) + store.staging_buffer_bytes
     return spec.demand(config, store.slot_bytes, buffers)

@@ -56,7 +56,8 @@ def make_tiers(
         filler = Filler(stores, reader)
         return Tiers(SlotMover(filler, reader, arena), filler)
     budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
-    sizes = host_sizes(classes, budget, config.io_threads)
+    least = 2 * config.io_threads + 1  # a demand load inside a prefetch on every reading thread, and the CPU's own
+    sizes = host_sizes(classes, budget, least)
     nbytes = sum(slots * each for slots, each in sizes)
     is_direct = reads_directly(config, total_bytes, free - nbytes)
     reader = DiskReader(is_direct)
@@ -69,10 +70,9 @@ def make_tiers(
     return Tiers(HostMover(filler, reader, host, arena, link), filler, host, link)
 
 
-def host_sizes(classes: Sequence[SlotClass], budget: int, io_threads: int) -> list[tuple[int, int]]:
-    """(slots, bytes of each) of the host tier by class: all experts, or as large a part of each class."""
+def host_sizes(classes: Sequence[SlotClass], budget: int, least: int) -> list[tuple[int, int]]:
+    """(slots, bytes of each) of the host tier by class: all experts, or as large a part of each class, but `least`."""
     whole = sum(each.experts * each.slot_bytes for each in classes)
-    least = 2 * io_threads + 1  # a demand load inside a prefetch on every reading thread, and the CPU's own
     return [(min(each.experts, max(least, budget * each.experts // whole)), each.slot_bytes) for each in classes]
 
 

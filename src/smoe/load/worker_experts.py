@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from smoe.cluster.worker import Served
+from smoe.compute.experts_alone import LEAST_SLOTS
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError, UnsupportedModelError
 from smoe.load.clustered import experts_alone
@@ -21,21 +22,26 @@ from smoe.units import format_bytes
 _CPU = torch.device("cpu")
 
 
-def open_experts(model: str | Path, memory_bytes: int, config: EngineConfig) -> Served:
-    """For a worker: nothing but experts is read. Raises `ModelError`, `ConfigError`, and `BudgetError` where the memory
-    holds fewer than it takes to work."""
+def open_experts(model: str | Path, memory_bytes: int | None, config: EngineConfig, slots: int | None = None) -> Served:
+    """For a worker: nothing but experts is read. It has room for as many experts as the memory holds, or for `slots` of
+    every size (one of the two is None). Raises `ModelError`, `ConfigError`, and `BudgetError` where the memory holds
+    fewer than it takes to read one while another is computed."""
     spec = read_spec(model, config)
     checkpoint = whole_checkpoint(model, None)
     store = open_store(checkpoint, spec, checkpoint.experts(spec), _CPU)
     classes = demand_of(spec, config, _CPU, store).all_classes
-    least = sum(slots * each for slots, each in host_sizes(classes, 0, config.io_threads))
-    if memory_bytes < least:
+    least = sum(number * each for number, each in host_sizes(classes, 0, LEAST_SLOTS))
+    if memory_bytes is not None and memory_bytes < least:
         raise BudgetError(
             f"a worker of this model needs {format_bytes(least)} for experts at least, {format_bytes(memory_bytes)} "
-            "were given; give it more, or fewer reading threads (`io_threads` 1)"
+            "were given; give it more, or room for a single one (`slots` 1)",
+            setting="worker_memory",
+            given=memory_bytes,
+            allowed=f"at least {least} bytes",
         )
     math = experts_math(spec.shell, spec, store, config.activations)
     if not all(layer.is_movable for layer in math.values()):
         raise UnsupportedModelError("this family's experts end in a norm that only the main machine has")
+    sizes = host_sizes(classes, memory_bytes or 0, LEAST_SLOTS if slots is None else slots)
     weights = checksum(checkpoint.place)
-    return Served(experts_alone(store, math, classes, memory_bytes, config), weights, spec.precision, spec.dtype)
+    return Served(experts_alone(store, math, classes, sizes, config), weights, spec.precision, spec.dtype)

@@ -75,6 +75,11 @@ class HostTier:
                     return Lease(key, slot, False)
                 self._lock.wait()
 
+    def has(self, key: ExpertKey) -> bool:
+        """Whether the expert is there, or being filled in, just now."""
+        with self._lock:
+            return key in self._slots
+
     def note_filled(self, lease: Lease) -> None:
         """The expert is in the slot of a lease that was no hit."""
         with self._lock:

@@ -85,20 +85,25 @@ class Placement(NamedTuple):
         return by_turns(keys, len(keys), self.turn, self.workers)
 
     def _by_finish(self, ranked: Sequence[Serve]) -> dict[ExpertKey, int]:
-        """Greedy: each in its turn to whoever is done with it first, what was given before included."""
-        done = [view.hop for view in self.workers]
+        """Greedy: each in its turn to whoever is done with it first, what was given before included. A worker reads one
+        while it computes another."""
+        read, done = [view.hop for view in self.workers], [view.hop for view in self.workers]
         here, found = self.here_under_way, dict[ExpertKey, int]()
         for serve in ranked:
             rows = len(serve.routes)
+            there = [
+                end if serve.key in view.holds else end + view.load
+                for end, view in zip(read, self.workers, strict=True)
+            ]
             ends = [
-                end + (0.0 if serve.key in view.holds else view.load) + max(view.expert, rows * view.row)
-                for end, view in zip(done, self.workers, strict=True)
+                max(end, ready) + max(view.expert, rows * view.row)
+                for end, ready, view in zip(done, there, self.workers, strict=True)
             ]
             best = min(range(len(ends)), key=ends.__getitem__)
             if serve.key[2] != EXACT or here + self.here_load < ends[best]:
                 here += _finite(self.here_load)
                 continue
-            done[best] = ends[best]
+            read[best], done[best] = there[best], ends[best]
             found[serve.key] = self.workers[best].unit
         return found
 

@@ -262,15 +262,6 @@ class LayerCompute:
             return False
         return not plan.loads and not any(serve.waits or serve.unit != DEVICE for serve in plan.serves)
 
-    def _hand_over(
-        self, serves: deque[Serve], from_unit: dict[ExpertKey, Future[torch.Tensor]], hidden: Fetched | None, width: int
-    ) -> None:
-        """A prompt's experts go to the other units a few at a time: what they give is in nobody's workspace."""
-        while serves and len(from_unit) < _HANDED_OVER * len(self.units):
-            assert hidden is not None
-            serve = serves.popleft()
-            (from_unit[serve.key],) = self.units[serve.unit].submit([_wanted(serve, width)], hidden)
-
     def _from_unit(self, from_unit: dict[ExpertKey, Future[torch.Tensor]], serve: Serve) -> torch.Tensor:
         started = self._now()
         result = from_unit.pop(serve.key).result()
@@ -286,25 +277,45 @@ class LayerCompute:
         given = routes_on_device([serve.routes for serve in plan.serves], width, self._arena.device)
         counters = self.arrivals.counters
         started, before = self._now(), counters.elsewhere_seconds
-        beside = deque(serve for serve in plan.serves if serve.unit != DEVICE)
-        rows = Fetched(hidden) if beside else None
-        from_unit: dict[ExpertKey, Future[torch.Tensor]] = {}
+        beside = [serve for serve in plan.serves if serve.unit != DEVICE]
+        handed_over = _HandedOver(beside, self.units, Fetched(hidden), width) if beside else None
         for computed, serve in enumerate(plan.serves, start=1):
-            self._hand_over(beside, from_unit, rows, width)
             weights = None if serve.unit != DEVICE else self.arrivals.weights_of(serve)
             route, tokens = given[computed - 1]
             began = time.perf_counter()
-            y = (
-                self._from_unit(from_unit, serve)
-                if weights is None
-                else self.math_of(serve.key).forward(hidden[tokens], weights)
-            )
+            if weights is not None:
+                y = self.math_of(serve.key).forward(hidden[tokens], weights)
+            else:
+                assert handed_over is not None
+                y = self._from_unit(handed_over.under_way, serve)
+                handed_over.go_on(serve.unit)
             total.index_add_(0, tokens, (y * flat_weights[route]).to(hidden.dtype))
             if weights is not None:
                 self.pacing.compute_experts(began, [len(serve.routes)])
             self.arrivals.served(serve, computed)
         counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
         return total
+
+
+class _HandedOver:
+    """A prompt's experts at other units: each has a few at a time, as what they give is in nobody's workspace."""
+
+    def __init__(self, serves: Sequence[Serve], units: Mapping[int, ComputeUnit], hidden: Fetched, width: int) -> None:
+        self.under_way: dict[ExpertKey, Future[torch.Tensor]] = {}
+        self._units = units
+        self._hidden, self._width = hidden, width
+        self._waiting: dict[int, deque[Serve]] = {}
+        for serve in serves:
+            self._waiting.setdefault(serve.unit, deque()).append(serve)
+        for _ in range(_HANDED_OVER):
+            for unit in self._waiting:
+                self.go_on(unit)
+
+    def go_on(self, unit: int) -> None:
+        """The unit gets one more."""
+        if self._waiting[unit]:
+            serve = self._waiting[unit].popleft()
+            (self.under_way[serve.key],) = self._units[unit].submit([_wanted(serve, self._width)], self._hidden)
 
 
 def _wanted(serve: Serve, width: int) -> Wanted:

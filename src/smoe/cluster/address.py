@@ -1,0 +1,115 @@
+"""Where main listens and workers connect: `tcp://HOST:PORT`, HOST an IPv4 or [IPv6] address of the machine, or a name.
+
+A name stands for its IPv4 address where it has one, else for its IPv6 address, at both ends. An address that stands for
+every interface is none that anybody could connect to; to listen at all of them has a switch of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import NamedTuple
+
+from smoe.errors import ClusterError
+
+DEFAULT_PORT = 5717
+_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?\.?")
+_WITH_PORT = re.compile(r"(\[[^\]]*\]|[^:\[\]]*):([0-9]{1,5})")
+
+
+class Endpoint(NamedTuple):
+    """What sockets take, and which kind of addresses they are to use."""
+
+    address: str
+    is_ipv6: bool
+
+
+def checked_address(given: str) -> str:
+    """`tcp://HOST:PORT` of one machine's own address; a host alone has the usual port. Raises `ClusterError`."""
+    text = given.removeprefix("tcp://")
+    bare = _ip(text)
+    found = None if bare is not None else _WITH_PORT.fullmatch(text)
+    host, port = (found[1], int(found[2])) if found is not None else (text, DEFAULT_PORT)
+    ip = _ip(host)
+    if host == "*" or (ip is not None and _is_wildcard(ip)):
+        raise _refused(given, "stands for every interface of a machine, so nobody could connect to it")
+    if ip is not None and (ip.is_multicast or str(ip) == "255.255.255.255"):
+        raise _refused(given, "is no single machine's")
+    if isinstance(ip, IPv6Address) and ip.scope_id is not None:
+        raise _refused(given, "is good on its own link alone, and its zone (%) on one machine alone")
+    if not 0 < port < 65536 or (ip is None and not _NAME.fullmatch(host)):
+        raise _refused(given, "is none")
+    return f"tcp://{_in_url(ip) if ip is not None else host}:{port}"
+
+
+def to_listen_at(address: str, everywhere: bool) -> Endpoint:
+    """Where main's socket is bound. Raises `ClusterError` for a name that is nobody's, or stands for all interfaces."""
+    host, port = _parts(checked_address(address))
+    if everywhere:
+        return Endpoint(f"tcp://*:{port}", True)  # both kinds, where the machine has both
+    ip = _ip(host) or _resolved(host)
+    if _is_wildcard(ip):
+        raise _refused(address, f"is known here as {ip}, which stands for every interface")
+    return Endpoint(f"tcp://{_in_url(ip)}:{port}", ip.version == 6)
+
+
+def to_connect_to(address: str) -> Endpoint:
+    """Where a worker's socket connects, which looks a name up again whenever the connection is lost. Raises
+    `ClusterError` for a name that is nobody's."""
+    host, port = _parts(address)
+    ip = _ip(host)
+    return Endpoint(f"tcp://{host if ip is None else _in_url(ip)}:{port}", (ip or _resolved(host)).version == 6)
+
+
+def reach_of(address: str, everywhere: bool) -> str:
+    """In words: where main listens, and from where it can be reached. Raises `ClusterError` as `to_listen_at`."""
+    bound, _ = to_listen_at(address, everywhere)
+    if everywhere:
+        return f"{bound}, open to every machine that reaches this one by any interface; they are told {address}"
+    ip = _ip(_parts(bound)[0])
+    assert ip is not None
+    if ip.is_loopback:
+        return f"{bound}, open to this machine alone"
+    return f"{bound}, open to every machine that reaches this address" + (" (a public one)" if ip.is_global else "")
+
+
+def _parts(address: str) -> tuple[str, int]:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
+def _ip(host: str) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(host[1:-1] if host[:1] + host[-1:] == "[]" else host)
+    except ValueError:
+        return None
+
+
+def _in_url(ip: IPv4Address | IPv6Address) -> str:
+    return f"[{ip}]" if ip.version == 6 else str(ip)
+
+
+def _is_wildcard(ip: IPv4Address | IPv6Address) -> bool:
+    inner = ip.ipv4_mapped if isinstance(ip, IPv6Address) else None
+    return (inner or ip).is_unspecified
+
+
+def _resolved(name: str) -> IPv4Address | IPv6Address:
+    """What a name stands for here."""
+    try:
+        found = [ip_address(str(each[4][0]).partition("%")[0]) for each in socket.getaddrinfo(name, None)]
+    except (OSError, UnicodeError) as error:
+        raise _refused(name, f"is a name that this machine cannot look up ({error})") from error
+    return min(found, key=lambda ip: ip.version)
+
+
+def _refused(given: str, why: str) -> ClusterError:
+    return ClusterError(
+        f"`address` is {given!r:.80}, which {why}; give the main machine's own address, as 192.168.1.5, "
+        f"tcp://192.168.1.5:{DEFAULT_PORT} or [fd00::5], or its name (to listen at all interfaces: `every_interface` "
+        "beside it)",
+        setting="address",
+        given=given,
+        allowed="HOST or tcp://HOST:PORT, HOST an address of one machine, or a name",
+    )
