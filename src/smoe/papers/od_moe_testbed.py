@@ -64,7 +64,7 @@ class Testbed:
 
     def worker(self, gives_up: bool = False) -> WorkerTimes:
         chunk = self.load * CHUNK_BYTES / MIXTRAL.expert_bytes(BITS) if gives_up else None
-        return WorkerTimes(self.load, self.expert, 1, chunk)
+        return WorkerTimes(self.load, self.expert, chunk=chunk)
 
     def shadow(self, token_period: int = 1, kv_period: int = 1, is_early: bool = False, since: bool = True) -> ShadowTimes:
         return ShadowTimes(self.shadow_layer, token_period, kv_period, KV_BYTES, since, is_early)

@@ -10,12 +10,12 @@ One layer, time to the right; main's port carries one message after the other in
 
 Who computes what is decided by the product's own `Placement` and `group`, from what workers hold. A prediction that
 was right has its load behind it when rows arrive; one that was wrong, or came late, makes the layer wait for a load.
-What main computes itself, faults, and several sequences are not simulated.
+Faults and several sequences are not simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.placement import Placement, WorkerView, group
-from smoe.policy.plan import FIRST_WORKER, Serve
+from smoe.policy.plan import DEVICE, FIRST_WORKER, Serve
 from smoe.routing import Phase, Routing
 from smoe.simulator.cluster_shadow import ShadowTimes, SimulatedShadow
 from smoe.simulator.cluster_worker import SimulatedWorker, WorkerTimes
@@ -81,6 +81,11 @@ class ClusterSetting:
     the same group's, as in the product, and where groups do not divide the layers some come too soon (`TURNS`)."""
     shadow: ShadowTimes | None = None
     """None: what is named is known in advance, as far ahead as slots allow."""
+    main_names: bool = False
+    """Without a shadow: main itself names a layer's experts, when the router of the layer before has spoken."""
+    here: WorkerTimes | None = None
+    """What main computes itself, by `finish`: the experts in its own slots, and those that are done here first. None:
+    nothing."""
 
 
 @dataclass
@@ -121,6 +126,8 @@ class _Decoding:
             unit: SimulatedWorker(self._events, times)
             for unit, times in zip(self._units, setting.workers, strict=True)
         }
+        if setting.here is not None:
+            self._workers[DEVICE] = SimulatedWorker(self._events, setting.here)
         self._run = ClusterRun()
         self._awaited = 0
         self._layer_began = self._token_began = 0.0
@@ -132,8 +139,12 @@ class _Decoding:
                 self._events, setting.shadow, self._layers, is_right, self._says, self._unsays
             )
 
+    @property
+    def _knows_ahead(self) -> bool:
+        return self._shadow is None and not self._setting.main_names
+
     def begin(self) -> None:
-        if self._shadow is None:
+        if self._knows_ahead:
             for number in range(min(2, len(self._tokens))):
                 self._name_token(number)
         self._begin_token(0)
@@ -189,7 +200,7 @@ class _Decoding:
 
     def _begin_token(self, number: int) -> None:
         self._token_began = self._events.now
-        if self._shadow is None and 0 < number < len(self._tokens) - 1:
+        if self._knows_ahead and 0 < number < len(self._tokens) - 1:
             self._name_token(number + 1)
         if self._shadow is not None:
             self._tell_shadow(number)
@@ -214,48 +225,77 @@ class _Decoding:
     def _routed(self, number: int, layer: int) -> None:
         """The router has spoken: rows go out, and who was told ahead hears what it is to be."""
         step, chosen = number * self._layers + layer, self._tokens[number].chosen[layer]
-        turn, wire = self._turn(step, len(chosen)), self._setting.wire
+        turn = self._turn(step, len(chosen))
         shares = self._placed(step, layer, chosen, turn)
         self._awaited = len(shares)
-        for unit in [*shares, *(unit for unit in turn if unit not in shares)]:
+        by_turns = self._setting.placement == TURNS  # else who is not asked is not told: a guess that is past is nothing
+        for unit in [*shares, *(unit for unit in (turn if by_turns else self._units) if unit not in shares)]:
             keys = shares.get(unit, [])
-            end = self._up.use(wire.seconds(self._setting.row_bytes if keys else _NAMES_BYTES))
-            answer = partial(self._answered, number, layer, len(keys))
-            self._events.at(end + wire.delay, partial(self._workers[unit].ask, step, keys, answer))
+            arrives = partial(self._workers[unit].ask, step, keys, partial(self._answered, number, layer, unit, len(keys)))
+            if unit == DEVICE or not (keys or by_turns):
+                arrives()
+            else:
+                self._main_sends(unit, self._setting.row_bytes if keys else _NAMES_BYTES, arrives)
         if self._kv_due and self._setting.shadow is not None:  # after the first rows: nobody waits for it
-            self._up.use(wire.seconds(self._setting.shadow.kv_message_bytes))
+            self._up.use(self._setting.wire.seconds(self._setting.shadow.kv_message_bytes))
             self._kv_due = False
+        if self._setting.main_names and layer + 1 < self._layers:
+            self._name_layer(number, layer + 1)
+
+    def _name_layer(self, number: int, layer: int) -> None:
+        """By main, after the rows."""
+        named = self._tokens[number].named
+        for step, unit, keys in self._shared_out(number, layer, named[layer] if named else ()):
+            self._main_sends(unit, _NAMES_BYTES, partial(self._workers[unit].name, step, keys))
+
+    def _main_sends(self, unit: int, nbytes: float, arrives: Callable[[], None]) -> None:
+        wire = self._setting.wire
+        self._events.at(self._up.use(wire.seconds(nbytes)) + self._delay(unit), arrives)
+
+    def _delay(self, unit: int) -> float:
+        return self._setting.wire.delay + self._workers[unit].times.away
 
     def _placed(self, step: int, layer: int, chosen: Sequence[int], turn: Sequence[int]) -> dict[int, list[ExpertKey]]:
-        """Who computes which experts, by the product's own rules; by turns, who holds one of the group keeps it."""
-        units = turn if self._setting.placement == TURNS else self._units
-        holds = {unit: self._workers[unit].holds(step) for unit in units}
-        held = set[ExpertKey]().union(*holds.values())
+        """Who computes which experts, by the product's own rules."""
         serves = [Serve((layer, expert, EXACT), (place,), True) for place, expert in enumerate(chosen)]
-        serves.sort(key=lambda serve: (serve.key not in held, serve.key))
-        method = "finish" if self._setting.placement == TURNS else self._setting.placement
-        views = [self._view(unit, holds[unit]) for unit in units]
-        placement = Placement(method, "score", views, inf, 0.0, layer)
-        if self._setting.placement == "finish":  # by importance, which is the place among a token's choices here
-            routing = Routing(layer, Phase.DECODE, max(chosen) + 1, (tuple(chosen),))
-            found = {serve.key: serve.unit for serve in placement.split(serves, routing)[1]}
-        else:
-            found = placement.units(serves)
-        shares: dict[int, list[ExpertKey]] = {}
-        for key, unit in found.items():
-            shares.setdefault(unit, []).append(key)
-        return shares
+        method = self._setting.placement
+        if method == "finish":
+            return self._by_finish(step, layer, serves)
+        holds = {unit: self._workers[unit].holds(step) for unit in turn}
+        if method == TURNS:  # of the group, who holds one keeps it
+            held = set[ExpertKey]().union(*holds.values())
+            serves.sort(key=lambda serve: (serve.key not in held, serve.key))
+            views = [self._view(unit, holds[unit]) for unit in turn]
+            return _by_unit(Placement("finish", "score", views, inf, 0.0, layer).units(serves))
+        views = [self._view(unit, ()) for unit in self._units]
+        return _by_unit(Placement(method, "score", views, inf, 0.0, layer).units(serves))
+
+    def _by_finish(self, step: int, layer: int, serves: Sequence[Serve]) -> dict[int, list[ExpertKey]]:
+        """What main holds it computes; of the others each goes where it is done first. The most important come first:
+        by their places among a token's choices here."""
+        here = self._setting.here
+        own = set() if here is None else self._workers[DEVICE].holds(step)
+        views = [self._view(unit, self._workers[unit].holds(step)) for unit in self._units]
+        placement = Placement("finish", "score", views, inf if here is None else here.load, 0.0, layer)
+        chosen = tuple(expert for (_, expert, _), *_ in serves)
+        routing = Routing(layer, Phase.DECODE, max(chosen) + 1, (chosen,))
+        loads, given = placement.split([serve for serve in serves if serve.key not in own], routing)
+        shares = _by_unit({serve.key: serve.unit for serve in given})
+        mine = [serve.key for serve in serves if serve.key in own] + [serve.key for serve in loads]
+        return shares | {DEVICE: mine} if mine else shares
 
     def _view(self, unit: int, holds: Container[ExpertKey]) -> WorkerView:
         times, wire = self._workers[unit].times, self._setting.wire
-        hop = 2 * (wire.seconds(self._setting.row_bytes) + wire.delay)
+        hop = 2 * (wire.seconds(self._setting.row_bytes) + self._delay(unit))
         return WorkerView(unit, holds, times.load, times.expert, times.expert, hop)
 
-    def _answered(self, number: int, layer: int, experts: int) -> None:
-        """A worker is done; its rows are on their way."""
-        self._events.at(
-            self._events.now + self._setting.wire.delay, partial(self._arrives, number, layer, experts)
-        )
+    def _answered(self, number: int, layer: int, unit: int, experts: int) -> None:
+        """One is done; a worker's rows are on their way."""
+        if unit == DEVICE:
+            self._arrived(number, layer)
+            return
+        arrives = partial(self._arrives, number, layer, experts)
+        self._events.at(self._events.now + self._delay(unit), arrives)
 
     def _arrives(self, number: int, layer: int, experts: int) -> None:
         end = self._down.use(self._setting.wire.seconds(experts * self._setting.row_bytes))
@@ -272,3 +312,10 @@ class _Decoding:
         self._run.token_seconds.append(self._events.now - self._token_began)
         if number + 1 < len(self._tokens):
             self._begin_token(number + 1)
+
+
+def _by_unit(units: Mapping[ExpertKey, int]) -> dict[int, list[ExpertKey]]:
+    shares: dict[int, list[ExpertKey]] = {}
+    for key, unit in units.items():
+        shares.setdefault(unit, []).append(key)
+    return shares

@@ -25,6 +25,8 @@ class WorkerTimes:
     expert: float
     """To compute one for a row."""
     slots: int = 1
+    away: float = 0.0
+    """One way, beside the wire's own delay."""
     chunk: float | None = None
     """Of a load that proves wrong the rest is not brought in, but for the chunk under way; None: all of it is."""
 
