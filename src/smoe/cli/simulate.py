@@ -18,6 +18,8 @@ EPILOG = """Examples:
 
 smoe simulate --paper duoserve
 
+smoe simulate --paper od-moe
+
 smoe simulate --paper hobbit --json
 
 Nothing is measured here: routing is synthetic, devices are profiles.

@@ -93,8 +93,9 @@ def _settings() -> list[_Case]:
 
 def _table_2() -> list[_Case]:
     told = recall_of(PRINTED, 1, 1)
-    lengths = [_Case("table 2", f"od-moe ({old}, {new})", told, new, old) for old in TTFT_MS for new in (64, NEW_TOKENS)]
-    return [*lengths, _Case("table 2", "the cluster, no loads", changed=(("load", 0.0),), new_tokens=NEW_TOKENS)]
+    lengths = [(old, new) for old in TTFT_MS for new in (64, NEW_TOKENS)]
+    found = [_Case("table 2", f"od-moe ({old}, {new})", told, new, old) for old, new in lengths]
+    return [*found, _Case("table 2", "the cluster, no loads", new_tokens=NEW_TOKENS, changed=(("load", 0.0),))]
 
 
 def _figure_8() -> list[_Case]:
@@ -109,9 +110,9 @@ def _figure_8() -> list[_Case]:
 
 def _figure_9() -> list[_Case]:
     return [
-        _Case(f"figure 9, {TEXTS[source]}", f"T{each[0]} KV{each[1]}", recall_of(source, *each), NEW_TOKENS, periods=each)
+        _Case(f"figure 9, {TEXTS[source]}", f"T{t} KV{kv}", recall_of(source, t, kv), NEW_TOKENS, periods=(t, kv))
         for source, known in PERIODS.items()
-        for each in product(known, known)
+        for t, kv in product(known, known)
     ]
 
 
@@ -178,7 +179,7 @@ def _beyond() -> list[_Case]:
         ("int8, early, no spares, run on", early | five),
     ]
     return [
-        _Case(_beyond_name(source), system, _ahead_or_told(source, more), NEW_TOKENS, 128, is_ours=True)._replace(**more)
+        _Case(_beyond_name(source), system, _recall_beyond(source, more), NEW_TOKENS, 128, is_ours=True, **more)
         for source in (WITNESS, PRINTED)
         for system, more in steps
     ]
@@ -188,7 +189,7 @@ def _beyond_name(source: str) -> str:
     return f"beyond the paper, {TEXTS[source]}"
 
 
-def _ahead_or_told(source: str, more: Mapping[str, Any]) -> Recall:
+def _recall_beyond(source: str, more: Mapping[str, Any]) -> Recall:
     """The witness's; its misses as the paper's model would have them, where that is asked for."""
     found = (WITNESS_AHEAD if more.get("is_early") else WITNESS_TOLD)[more.get("precision", "int8")]
     if source == WITNESS:
@@ -356,7 +357,8 @@ def _remarks() -> tuple[str, ...]:
         f"the paper prints recalls of T1 KV1 ({100 * RECALL[1, 1]:.2f} %) and T0 KV0 (some {100 * RECALL[0, 0]:.0f} %) "
         "alone: between them ours, stretched over these two; periods of 2, 8 and 32 were not recorded",
         f"with every guess right and in time a layer takes {bound:.1f} ms of {GROUPS} groups' loads, all resident "
-        f"{resident:.1f}: {100 * resident / max(bound, resident):.0f} % at most; a wrong guess is a load of {load:.1f} ms",
+        f"{resident:.1f}: {100 * resident / max(bound, resident):.0f} % at most; a wrong guess is a load of "
+        f"{load:.1f} ms",
         f"keys and values of a token take {kv:.1f} ms of main's port: they pay where they save {100 * even:.2f} points "
         "of recall; an RTX 3080 has the same PCIe, and computes an expert in "
         f"{1e3 * rtx_3080_expert_seconds() - expert:.2f} ms more, which moves nothing",

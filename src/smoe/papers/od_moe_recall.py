@@ -1,4 +1,4 @@
-"""How often OD-MoE's shadow is right: as the paper prints it, and as ours was (`smoe eval --recall`, docs/papers/od-moe.md).
+"""How often OD-MoE's shadow is right: as the paper prints it, and as ours was (`smoe eval --recall`).
 
 The paper prints two figures of its int8 shadow, told everything after each token and told nothing. What lies between is
 in pictures alone, so it is put where our own recordings have it: misses on the straight line, logarithms on both axes,
@@ -68,8 +68,10 @@ WITNESS_TOLD = {
 def recall_of(source: str, token_period: int, kv_period: int) -> Recall:
     """Of the int8 shadow at these periods. Raises KeyError where nothing was recorded."""
     periods = token_period, kv_period
+    if source == PRINTED and periods == (0, 0):
+        return Recall(_UNALIGNED)
     if source == PRINTED:
-        return Recall(_UNALIGNED) if periods == (0, 0) else Recall((1 - as_printed(1 - _EMBEDDED_INT8[periods], EMBEDDED),))
+        return Recall((1 - as_printed(1 - _EMBEDDED_INT8[periods], EMBEDDED),))
     if source == EMBEDDED:
         return Recall((_EMBEDDED_INT8[periods],))
     experts, whole = _WITNESS_INT8[periods]
@@ -92,7 +94,9 @@ def named_tokens(recall: Recall | None, count: int, spares: int = 0, is_random: 
     `recall` None: nothing. `is_random`: any experts whatever. The same draws in every call: what is right at some
     recall is right at a higher one, too.
     """
-    return [_token(random.Random(f"token {number}"), number / count, recall, spares, is_random) for number in range(count)]
+    return [
+        _token(random.Random(f"token {number}"), number / count, recall, spares, is_random) for number in range(count)
+    ]
 
 
 def _token(chance: random.Random, at: float, recall: Recall | None, spares: int, is_random: bool) -> DecodedToken:

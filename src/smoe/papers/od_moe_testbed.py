@@ -4,10 +4,10 @@
 | --- | --- | --- |
 | an expert, loaded | 29.4 ms | 705 MB in FP32 over the RTX 3090's PCIe 4.0, our profile of it (data sheets): 24 GB/s |
 | an expert, computed for a row | 0.92 ms | the same profile: its bytes at 800 GB/s, and the launches |
-| main's part of a layer | 4.55 ms | what the paper prints of Transformers on the same GPUs, 4.89 tokens/s with everything resident, less the two experts |
+| main's part of a layer | 4.55 ms | Transformers on the same GPUs, all resident: 4.89 tokens/s, less two experts |
 | the port | 1 Gbit/s | the paper |
 | one way | 0.1 ms | assumed, of a LAN |
-| a message | 0.1 ms | what our own hop over an emulated line of 1 Gbit/s took beyond the wire, 0.4 ms there and back to two workers, a quarter each |
+| a message | 0.1 ms | assumed: our own hop on an emulated 1 Gbit/s takes 0.4 ms beyond the wire, four messages |
 | a layer of the shadow | 2.5 ms | assumed |
 | 16 KB a row, 8 KB of keys and values a layer | | the paper |
 
@@ -66,10 +66,14 @@ class Testbed:
         chunk = self.load * CHUNK_BYTES / MIXTRAL.expert_bytes(BITS) if gives_up else None
         return WorkerTimes(self.load, self.expert, chunk=chunk)
 
-    def shadow(self, token_period: int = 1, kv_period: int = 1, is_early: bool = False, since: bool = True) -> ShadowTimes:
+    def shadow(
+        self, token_period: int = 1, kv_period: int = 1, is_early: bool = False, since: bool = True
+    ) -> ShadowTimes:
         return ShadowTimes(self.shadow_layer, token_period, kv_period, KV_BYTES, since, is_early)
 
-    def cluster(self, groups: int, group_size: int, shadow: ShadowTimes | None, is_ours: bool = False) -> ClusterSetting:
+    def cluster(
+        self, groups: int, group_size: int, shadow: ShadowTimes | None, is_ours: bool = False
+    ) -> ClusterSetting:
         """`is_ours`: wrong loads are given up."""
         workers = [self.worker(is_ours)] * (groups * group_size)
         return ClusterSetting(self.layer, self.wire, ROW_BYTES, workers, group_size=group_size, shadow=shadow)

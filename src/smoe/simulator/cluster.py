@@ -183,7 +183,9 @@ class _Decoding:
         wire = self._setting.wire
         self._events.at(self._shadow_up.use(wire.seconds(_NAMES_BYTES)) + wire.delay, arrives)
 
-    def _shared_out(self, number: int, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, int, list[ExpertKey]]]:
+    def _shared_out(
+        self, number: int, layer: int, experts: Sequence[int]
+    ) -> Iterator[tuple[int, int, list[ExpertKey]]]:
         """(step, worker, what it is told to expect), as the product does (`Cluster.guess`)."""
         ascending, step = sorted(experts), number * self._layers + layer
         turn = self._turn(step, len(ascending))
@@ -228,10 +230,11 @@ class _Decoding:
         turn = self._turn(step, len(chosen))
         shares = self._placed(step, layer, chosen, turn)
         self._awaited = len(shares)
-        by_turns = self._setting.placement == TURNS  # else who is not asked is not told: a guess that is past is nothing
+        by_turns = self._setting.placement == TURNS  # else a guess that is past protects nothing, and nobody is told
         for unit in [*shares, *(unit for unit in (turn if by_turns else self._units) if unit not in shares)]:
             keys = shares.get(unit, [])
-            arrives = partial(self._workers[unit].ask, step, keys, partial(self._answered, number, layer, unit, len(keys)))
+            answer = partial(self._answered, number, layer, unit, len(keys))
+            arrives = partial(self._workers[unit].ask, step, keys, answer)
             if unit == DEVICE or not (keys or by_turns):
                 arrives()
             else:
