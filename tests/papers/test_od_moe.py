@@ -13,7 +13,7 @@ from smoe.papers.claims import Reproduction, Setting
 from smoe.papers.geometry import MIXTRAL
 from smoe.papers.od_moe import CASES, SETTINGS, knee
 from smoe.papers.od_moe_recall import EMBEDDED, PRINTED, WITNESS, Recall, as_printed, named_tokens, recall_of
-from smoe.papers.od_moe_testbed import ALL_RESIDENT, memory_bytes, testbed
+from smoe.papers.od_moe_testbed import ALL_RESIDENT, memory_bytes, ten_machines
 from smoe.simulator.cluster import DecodedToken
 from tests.papers.shorter import reproduced
 
@@ -32,7 +32,7 @@ def test_every_setting_has_a_name_of_its_own(found: Reproduction) -> None:
 
 
 def test_nothing_is_faster_than_its_loads(found: Reproduction) -> None:
-    base, by_name = testbed(), {(case.name, case.system): case for case in SETTINGS}
+    base, by_name = ten_machines(), {(case.name, case.system): case for case in SETTINGS}
     for each in found.settings:
         case = by_name[each.name, each.system]
         if "no loads" not in each.system and not case.changed:
@@ -42,7 +42,7 @@ def test_nothing_is_faster_than_its_loads(found: Reproduction) -> None:
 
 def test_the_first_token_is_serial_where_the_paper_is_asked(found: Reproduction) -> None:
     """32 times a load, main's part, and two rows of a token there and back: by its own figures, messages apart."""
-    base = testbed()
+    base = ten_machines()
     for length in (16, 128):
         row = 2 * length * 16384 / 125e6
         least = MIXTRAL.layers * (base.load + base.layer + 2 * row + base.expert)
@@ -56,7 +56,7 @@ def test_without_loads_the_cluster_is_about_all_resident(found: Reproduction) ->
 
 
 def test_nobody_named_is_a_load_in_every_layer(found: Reproduction) -> None:
-    base = testbed()
+    base = ten_machines()
     on_demand = rows(found)["figure 8", "case 6"].seconds_per_token
     free = rows(found)["table 2", "the cluster, no loads"].seconds_per_token
     assert on_demand == pytest.approx(free + MIXTRAL.layers * base.load, rel=0.01)
@@ -68,7 +68,7 @@ def test_memory_is_the_papers() -> None:
 
 
 def test_the_knee_is_where_the_number_of_groups_has_it() -> None:
-    measured, printed, by_groups = knee(testbed())
+    measured, printed, by_groups = knee(ten_machines())
     assert measured == pytest.approx(by_groups, rel=0.001) and printed < 0.6 * measured
 
 

@@ -110,10 +110,16 @@ def _print_claims(of_case: list[Claim], what: str) -> None:
     for head in ("", what, "paper", "here", ""):
         claims.add_column(head, no_wrap=head != what)
     for claim in of_case:
-        claims.add_row(claim.where, claim.what, _times(claim.paper), _times(claim.ours), claim.verdict)
+        places = 4 if claim.within is not None and _hardly_differs(claim.ours) else 2
+        claims.add_row(claim.where, claim.what, _times(claim.paper), _times(claim.ours, places), claim.verdict)
     output().print(claims)
 
 
-def _times(span: tuple[float, float]) -> str:
-    low, high = (f"{value:.2f}" for value in span)
+def _hardly_differs(ours: tuple[float, float]) -> bool:
+    """From once, where a figure says which of two is better."""
+    return any(0 < abs(value - 1) < 0.01 for value in ours)
+
+
+def _times(span: tuple[float, float], places: int = 2) -> str:
+    low, high = (f"{value:.{places}f}" for value in span)
     return low if low == high else f"{low} - {high}"

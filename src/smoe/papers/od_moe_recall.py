@@ -80,9 +80,7 @@ def recall_of(source: str, token_period: int, kv_period: int) -> Recall:
 
 def as_printed(miss: float, source: str) -> float:
     """A share of misses that we recorded, where the paper's model would have it."""
-    told, alone = (
-        1 - (_EMBEDDED_INT8[at] if source == EMBEDDED else _WITNESS_INT8[at][0]) for at in ((1, 1), (0, 0))
-    )
+    told, alone = (1 - (_EMBEDDED_INT8[at] if source == EMBEDDED else _WITNESS_INT8[at][0]) for at in ((1, 1), (0, 0)))
     paper_told, paper_alone = 1 - RECALL[1, 1], 1 - RECALL[0, 0]
     slope = log(paper_alone / paper_told) / log(alone / told)
     return paper_told * (miss / told) ** slope

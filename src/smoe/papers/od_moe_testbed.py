@@ -11,7 +11,7 @@
 | a layer of the shadow | 2.5 ms | assumed |
 | 16 KB a row, 8 KB of keys and values a layer | | the paper |
 
-The last four are the weak ones; `Testbed` says what follows of others.
+The last four are the weak ones; `Machines` says what follows of others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CHUNK_BYTES = 16e6
 
 
 @dataclass(frozen=True)
-class Testbed:
+class Machines:
     """Times in seconds."""
 
     load: float
@@ -100,12 +100,12 @@ class Testbed:
 
 
 @cache
-def testbed() -> Testbed:
+def ten_machines() -> Machines:
     """As the table has it."""
     profile, nbytes = read_profile("rtx-3090"), MIXTRAL.expert_bytes(BITS)
     expert = profile.expert_seconds(nbytes, 1)
     layer = 1 / ALL_RESIDENT / MIXTRAL.layers - MIXTRAL.top_k * expert
-    return Testbed(profile.link_seconds(nbytes), expert, layer)
+    return Machines(profile.link_seconds(nbytes), expert, layer)
 
 
 def rtx_3080_expert_seconds() -> float:

@@ -123,8 +123,7 @@ class _Decoding:
         self._up, self._down, self._shadow_up = (Line(self._events) for _ in range(3))
         self._units = range(FIRST_WORKER, FIRST_WORKER + len(setting.workers))
         self._workers = {
-            unit: SimulatedWorker(self._events, times)
-            for unit, times in zip(self._units, setting.workers, strict=True)
+            unit: SimulatedWorker(self._events, times) for unit, times in zip(self._units, setting.workers, strict=True)
         }
         if setting.here is not None:
             self._workers[DEVICE] = SimulatedWorker(self._events, setting.here)

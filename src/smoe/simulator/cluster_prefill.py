@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 
 from smoe.simulator.cluster import Wire
 from smoe.simulator.events import Events, Line
