@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from smoe.expert import EXACT
 from smoe.simulator.cluster import TURNS, ClusterSetting, DecodedToken, Wire, decode
 from smoe.simulator.cluster_shadow import ShadowTimes
-from smoe.simulator.cluster_worker import WorkerTimes
+from smoe.simulator.cluster_worker import SimulatedWorker, WorkerTimes
+from smoe.simulator.events import Events
 
 LAYER, LOAD, EXPERT, MESSAGE, DELAY = 1.0, 4.0, 0.5, 0.5, 0.5
 ROW = 25.0
@@ -86,10 +88,11 @@ def test_the_knee_of_equation_1_is_at_as_many_layers_as_there_are_groups() -> No
 
 
 def test_a_wrong_guess_costs_a_load() -> None:
-    right, wrong = known(*CHOSEN), token(*CHOSEN, named=[*CHOSEN[:2], [4, 6], *CHOSEN[3:]])
+    right, wrong = known(*CHOSEN), token(*CHOSEN, named=[*CHOSEN[:2], [5, 6], *CHOSEN[3:]])
     run = decode(cluster(8, AT_ONCE), [right, right, wrong, right])
     every = 8 * (LAYER + EXPERT)
-    assert run.token_seconds[1:] == [every, every + LOAD, every] and run.late_loads == 1
+    assert run.token_seconds[1:] == [every, every + LOAD, every]
+    assert run.late_loads == 1, "5 stays where it is, 4 comes in the place of 6"
 
 
 @pytest.mark.parametrize(("chunk", "begins"), [(None, LOAD), (0.75, 1.5)])
@@ -152,6 +155,26 @@ def test_an_early_shadow_has_the_next_token_loaded_when_it_begins() -> None:
     wrong = right._replace(own_is_right=False, astray=[[7]])
     assert seconds(setting, known([0]), wrong) == [first, 0.25 + LOAD + EXPERT], "as late as if it had waited"
     assert seconds(replace(setting, shadow=replace(shadow, is_early=False)), known([0]), right) == [first] * 2
+
+
+def test_what_is_expected_for_a_later_token_is_not_held_yet() -> None:
+    """Expert 1 is with the second worker, and the first expects it for the token after."""
+    tokens = [token([1, 2], named=[[0, 1, 2]]), token([1, 3], named=[[1, 3, 4]])]
+    setting = cluster(3, AT_ONCE, group_size=3, shadow=ShadowTimes(0.25, is_early=True))
+    run = decode(setting, tokens)
+    assert run.late_loads == 0 and run.token_seconds[0] == 0.25 + LOAD + EXPERT
+
+
+def test_what_was_named_is_forgotten_once_main_has_asked_for_something_else() -> None:
+    events = Events()
+    worker = SimulatedWorker(events, WorkerTimes(LOAD, EXPERT))
+    answers: list[float] = []
+    for step, named, asked in ((0, 1, 1), (1, 2, 3)):
+        worker.name(step, [(step, named, EXACT)])
+        worker.ask(step, [(step, asked, EXACT)], lambda: answers.append(events.now))
+    worker.name(1, [(1, 4, EXACT)])
+    events.run()
+    assert answers == [LOAD + EXPERT, 2 * (LOAD + EXPERT)] and len(worker.loads) == 2
 
 
 def test_by_finish_who_holds_an_expert_or_loads_faster_computes_it() -> None:

@@ -83,7 +83,7 @@ def as_printed(miss: float, source: str) -> float:
     told, alone = (1 - (_EMBEDDED_INT8[at] if source == EMBEDDED else _WITNESS_INT8[at][0]) for at in ((1, 1), (0, 0)))
     paper_told, paper_alone = 1 - RECALL[1, 1], 1 - RECALL[0, 0]
     slope = log(paper_alone / paper_told) / log(alone / told)
-    return paper_told * (miss / told) ** slope
+    return paper_told * exp(slope * log(miss / told))
 
 
 def named_tokens(recall: Recall | None, count: int, spares: int = 0, is_random: bool = False) -> list[DecodedToken]:
