@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from smoe.papers import duoserve
+from smoe.papers import duoserve, od_moe
 
 
 def test_claims_stand_beside_ours(run, monkeypatch):
@@ -15,6 +15,20 @@ def test_claims_stand_beside_ours(run, monkeypatch):
     assert max(map(len, lines)) <= 80 and {"duoserve's claims, as profiled"} <= set(lines)
     assert sum(line.split()[:1] == ["duoserve"] for line in lines) == len(duoserve.SETTINGS), "one line each"
     assert sum("reads each layer once" in line for line in shown.err.splitlines()) == 1, "a remark is said once"
+
+
+def test_a_paper_may_claim_figures(run, monkeypatch):
+    from smoe.simulator import sweep
+
+    monkeypatch.setattr(od_moe, "NEW_TOKENS", 2)
+    monkeypatch.setattr(sweep.os, "cpu_count", lambda: 1)
+    said = run("simulate", "--paper", "od-moe", "--json").json
+    assert said["paper"] == "od-moe" and len(said["settings"]) == len(od_moe.SETTINGS)
+    (memory,) = [claim for claim in said["claims"] if claim["what"].startswith("GB")]
+    assert memory["within"] == memory["ours"] == [60, 60] and memory["verdict"] == "holds"
+    shown = run("simulate", "--paper", "od-moe")
+    assert shown.code == 0 and "24 GB/s" in shown.err and max(map(len, shown.out.splitlines())) <= 80
+    assert "how many times better" not in shown.out, "figures all of them"
 
 
 def test_what_was_simulated_is_said_and_simulated_anew_where_asked(run, monkeypatch):
@@ -35,4 +49,4 @@ def test_what_was_simulated_is_said_and_simulated_anew_where_asked(run, monkeypa
 
 def test_other_papers_are_refused(run):
     ran = run("simulate", "--paper", "attention", "--json")
-    assert ran.code == 2 and "choose one of: smoe, hobbit, duoserve" in ran.err
+    assert ran.code == 2 and "choose one of: smoe, hobbit, duoserve, od-moe" in ran.err

@@ -18,11 +18,13 @@ EPILOG = """Examples:
 
 smoe simulate --paper duoserve
 
+smoe simulate --paper od-moe
+
 smoe simulate --paper hobbit --json
 
 Nothing is measured here: routing is synthetic, devices are profiles.
 """
-PAPERS = ("smoe", "hobbit", "duoserve")
+PAPERS = ("smoe", "hobbit", "duoserve", "od-moe")
 
 
 def command(
@@ -34,7 +36,8 @@ def command(
     """Simulate what a paper measured, on the devices that it names, and set its claims beside what comes out.
 
     The engine's own plans run on a virtual clock. Claims are relative: how many times better one system is than
-    another; a claim holds where the least gain here is nine tenths of the paper's least.
+    another; a claim holds where the least gain here is nine tenths of the paper's least. Some are figures (od-moe): one
+    holds where it lies near enough, by the bar that was set for it.
 
     Every setting that is done is kept in the user's cache folder: what is interrupted goes on from there, and what was
     simulated by this smoe is not simulated again.
@@ -46,7 +49,7 @@ def command(
         raise ConfigError.no_choice("paper", paper, PAPERS)
     from smoe.papers.cells import Cells
 
-    evaluation, cells = import_module(f"smoe.papers.{paper}"), Cells(paper, is_fresh=fresh)
+    evaluation, cells = import_module(f"smoe.papers.{paper.replace('-', '_')}"), Cells(paper, is_fresh=fresh)
     count = len(evaluation.SETTINGS)
     known = sum(cells.find(setting) is not None for setting in evaluation.SETTINGS)
     if known:
@@ -88,26 +91,35 @@ def _print(found: Reproduction) -> None:
         output().print(settings)
     for case in dict.fromkeys(claim.case for claim in found.claims):
         output().print(f"\n[bold]{found.paper}'s claims{f', {case}' if case else ''}[/bold]")
-        _print_claims([claim for claim in found.claims if claim.case == case])
+        of_case = [claim for claim in found.claims if claim.case == case]
+        for is_figure, head in ((False, "how many times better"), (True, "what")):
+            if rows_of := [claim for claim in of_case if (claim.within is not None) == is_figure]:
+                _print_claims(rows_of, head)
     for remark in dict.fromkeys(f"{claim.where}: {claim.remark}" for claim in found.claims if claim.remark):
         note(remark)
     for remark in found.remarks:
         note(remark)
 
 
-def _print_claims(of_case: list[Claim]) -> None:
+def _print_claims(of_case: list[Claim], what: str) -> None:
     from rich.table import Table
 
     from smoe.cli.console import output
 
     claims = Table(box=None, header_style="dim", pad_edge=False)
-    for head in ("", "how many times better", "paper", "here", ""):
-        claims.add_column(head, no_wrap=head != "how many times better")
+    for head in ("", what, "paper", "here", ""):
+        claims.add_column(head, no_wrap=head != what)
     for claim in of_case:
-        claims.add_row(claim.where, claim.what, _times(claim.paper), _times(claim.ours), claim.verdict)
+        places = 4 if claim.within is not None and _hardly_differs(claim.ours) else 2
+        claims.add_row(claim.where, claim.what, _times(claim.paper), _times(claim.ours, places), claim.verdict)
     output().print(claims)
 
 
-def _times(span: tuple[float, float]) -> str:
-    low, high = (f"{value:.2f}" for value in span)
+def _hardly_differs(ours: tuple[float, float]) -> bool:
+    """From once, where a figure says which of two is better."""
+    return any(0 < abs(value - 1) < 0.01 for value in ours)
+
+
+def _times(span: tuple[float, float], places: int = 2) -> str:
+    low, high = (f"{value:.{places}f}" for value in span)
     return low if low == high else f"{low} - {high}"

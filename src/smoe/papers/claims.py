@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 NEAR = 0.9
@@ -11,7 +12,7 @@ NEAR = 0.9
 
 @dataclass(frozen=True)
 class Claim:
-    """How many times better one system is than another, in the paper and here."""
+    """How many times better one system is than another, in the paper and here; or, with `within`, any figure."""
 
     where: str
     """Figure or table of the paper."""
@@ -22,10 +23,17 @@ class Claim:
     remark: str = ""
     case: str = ""
     """Under which it was looked at, where there are several."""
+    within: tuple[float, float | None] | None = None
+    """(least, most) that a figure may be to hold; None for the most: there is none."""
 
     @property
     def verdict(self) -> str:
-        """In words: of the ranges, what the least figures gain is compared."""
+        """In words: of the ranges, what the least figures gain is compared; with `within`, whether they lie there."""
+        if self.within is not None:
+            least, most = self.within[0], inf if self.within[1] is None else self.within[1]
+            if least <= self.ours[0] and self.ours[1] <= most:
+                return "holds"
+            return "holds in part" if self.ours[1] >= least and self.ours[0] <= most else "does not hold"
         gain = self.paper[0] - 1.0
         bound = 1.0 + (NEAR * gain if gain > 0 else gain)
         if self.ours[0] >= bound:
@@ -43,6 +51,7 @@ class Claim:
             "verdict": self.verdict,
             "remark": self.remark,
             "case": self.case,
+            "within": None if self.within is None else list(self.within),
         }
 
 

@@ -1,0 +1,323 @@
+"""A cluster that decodes on a clock of its own: a main machine, workers that compute the experts, perhaps a shadow.
+
+One layer, time to the right; main's port carries one message after the other in each direction:
+
+    main      | its part | rows to the first | to the second |       ...       | next layer
+    port up              | message           | message       |
+    worker a             named ahead: load ......... | compute |
+    worker b             named ahead: load ............. | wait .. | compute |
+    port down                                                  | message | message |
+
+Who computes what is decided by the product's own `Placement` and `group`, from what workers hold. A prediction that
+was right has its load behind it when rows arrive; one that was wrong, or came late, makes the layer wait for a load.
+Faults and several sequences are not simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from typing import NamedTuple
+
+from smoe.expert import EXACT, ExpertKey
+from smoe.policy.placement import Placement, WorkerView, group
+from smoe.policy.plan import DEVICE, FIRST_WORKER, Serve
+from smoe.routing import Phase, Routing
+from smoe.simulator.cluster_shadow import ShadowTimes, SimulatedShadow
+from smoe.simulator.cluster_worker import SimulatedWorker, WorkerTimes
+from smoe.simulator.events import Events, Line
+
+TURNS = "turns"
+"""OD-MoE's placement: layers take turns at groups of workers, and within a group who holds an expert computes it."""
+_NAMES_BYTES = 64
+"""Of a message that names experts, or a token."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A port, and the way from there."""
+
+    bytes_per_second: float
+    delay: float = 0.0
+    """One way, seconds."""
+    message: float = 0.0
+    """For which every message holds the port beside its bytes, seconds."""
+
+    def seconds(self, nbytes: float) -> float:
+        return self.message + nbytes / self.bytes_per_second
+
+
+class DecodedToken(NamedTuple):
+    """What the routers chose for one token, and what was named ahead."""
+
+    chosen: Sequence[Sequence[int]]
+    """[L][K]"""
+    named: Sequence[Sequence[int]] | None = None
+    """[L][K, or more with spares]; None: nobody names any."""
+    own_is_right: bool = True
+    """Whether the shadow's own token is this one,"""
+    astray: Sequence[Sequence[int]] | None = None
+    """and what it names where it is not."""
+
+
+@dataclass(frozen=True)
+class ClusterSetting:
+    """A cluster and how it works. Times in seconds."""
+
+    layer: float
+    """Main's part of a layer: everything but the experts."""
+    wire: Wire
+    row_bytes: float
+    """Of a hidden state; one goes to each worker that computes, one comes back for each expert."""
+    workers: Sequence[WorkerTimes]
+    placement: str = TURNS
+    """That, or one of `PLACEMENT`."""
+    group_size: int = 2
+    """Workers of a group (`TURNS`): as many as a token chooses, and spares."""
+    turns_run_on: bool = False
+    """From token to token, so that each group has all the turns of the others to load; else a layer's turn is always
+    the same group's, as in the product, and where groups do not divide the layers some come too soon (`TURNS`)."""
+    shadow: ShadowTimes | None = None
+    """None: what is named is known in advance, as far ahead as slots allow."""
+    main_names: bool = False
+    """Without a shadow: main itself names a layer's experts, when the router of the layer before has spoken."""
+    here: WorkerTimes | None = None
+    """What main computes itself, by `finish`: the experts in its own slots, and those that are done here first. None:
+    nothing."""
+
+
+@dataclass
+class ClusterRun:
+    """What became of the tokens."""
+
+    token_seconds: list[float] = field(default_factory=list)
+    layers: list[tuple[float, float]] = field(default_factory=list)
+    """(begin, end) of each, main's part and experts."""
+    loads: int = 0
+    late_loads: int = 0
+    """Begun when main had asked for the expert: not named, named wrongly, or not in time."""
+    busy: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """(begin, end) of all that each part did: main's ports, the shadow's, every worker's link and arithmetic."""
+    most_held: int = 0
+    """Experts in a worker's slots at one time."""
+
+    @property
+    def seconds_per_token(self) -> float:
+        return sum(self.token_seconds) / len(self.token_seconds)
+
+
+def decode(setting: ClusterSetting, tokens: Sequence[DecodedToken]) -> ClusterRun:
+    """Decode these tokens; all have the same number of layers."""
+    run = _Decoding(setting, tokens)
+    run.begin()
+    return run.finished()
+
+
+class _Decoding:
+    def __init__(self, setting: ClusterSetting, tokens: Sequence[DecodedToken]) -> None:
+        self._setting, self._tokens = setting, tokens
+        self._layers = len(tokens[0].chosen)
+        self._events = Events()
+        self._up, self._down, self._shadow_up = (Line(self._events) for _ in range(3))
+        self._units = range(FIRST_WORKER, FIRST_WORKER + len(setting.workers))
+        self._workers = {
+            unit: SimulatedWorker(self._events, times) for unit, times in zip(self._units, setting.workers, strict=True)
+        }
+        if setting.here is not None:
+            self._workers[DEVICE] = SimulatedWorker(self._events, setting.here)
+        self._run = ClusterRun()
+        self._awaited = 0
+        self._layer_began = self._token_began = 0.0
+        self._kv_due = False
+        self._shadow: SimulatedShadow | None = None
+        if setting.shadow is not None:
+            is_right = [token.own_is_right for token in tokens]
+            self._shadow = SimulatedShadow(
+                self._events, setting.shadow, self._layers, is_right, self._says, self._unsays
+            )
+
+    @property
+    def _knows_ahead(self) -> bool:
+        return self._shadow is None and not self._setting.main_names
+
+    def begin(self) -> None:
+        if self._knows_ahead:
+            for number in range(min(2, len(self._tokens))):
+                self._name_token(number)
+        self._begin_token(0)
+        self._events.run()
+
+    def finished(self) -> ClusterRun:
+        run = self._run
+        run.busy = {"up": self._up.spans, "down": self._down.spans, "shadow's": self._shadow_up.spans}
+        for unit, worker in self._workers.items():
+            run.busy[f"link of {unit}"], run.busy[f"experts of {unit}"] = worker.loads, worker.computing
+            run.loads += len(worker.loads)
+            run.late_loads += worker.asked_loads
+            run.most_held = max(run.most_held, worker.most_held)
+        return run
+
+    # -- who is told ahead --------------------------------------------------------------------------------------------
+
+    def _name_token(self, number: int) -> None:
+        """At no cost: what is known in advance."""
+        named = self._tokens[number].named
+        for layer, experts in enumerate(named or ()):
+            for step, unit, keys in self._shared_out(number, layer, experts):
+                self._workers[unit].name(step, keys)
+
+    def _says(self, number: int, layer: int, is_right: bool) -> None:
+        token = self._tokens[number]
+        named = token.named if is_right else token.astray
+        for step, unit, keys in self._shared_out(number, layer, named[layer] if named else ()):
+            self._shadow_sends(partial(self._workers[unit].name, step, keys))
+
+    def _unsays(self, number: int) -> None:
+        for worker in self._workers.values():
+            self._shadow_sends(partial(worker.unname, number * self._layers))
+
+    def _shadow_sends(self, arrives: partial[None]) -> None:
+        wire = self._setting.wire
+        self._events.at(self._shadow_up.use(wire.seconds(_NAMES_BYTES)) + wire.delay, arrives)
+
+    def _shared_out(
+        self, number: int, layer: int, experts: Sequence[int]
+    ) -> Iterator[tuple[int, int, list[ExpertKey]]]:
+        """(step, worker, what it is told to expect), as the product does (`Cluster.guess`)."""
+        ascending, step = sorted(experts), number * self._layers + layer
+        turn = self._turn(step, len(ascending))
+        for n, unit in enumerate(turn):
+            if ascending[n :: len(turn)]:
+                yield step, unit, [(layer, expert, EXACT) for expert in ascending[n :: len(turn)]]
+
+    def _turn(self, step: int, experts: int) -> list[int]:
+        setting = self._setting
+        turn = step if setting.turns_run_on else step % self._layers
+        return group(turn, setting.group_size if setting.placement == TURNS else experts, self._units)
+
+    # -- main ---------------------------------------------------------------------------------------------------------
+
+    def _begin_token(self, number: int) -> None:
+        self._token_began = self._events.now
+        if self._knows_ahead and 0 < number < len(self._tokens) - 1:
+            self._name_token(number + 1)
+        if self._shadow is not None:
+            self._tell_shadow(number)
+        self._begin_layer(number, 0)
+
+    def _tell_shadow(self, number: int) -> None:
+        shadow, times, wire = self._shadow, self._setting.shadow, self._setting.wire
+        assert shadow is not None and times is not None
+        nbytes = float(_NAMES_BYTES)
+        self._kv_due = times.is_early and times.kv_is_due(number)
+        if times.kv_is_due(number) and not times.is_early:
+            nbytes += times.kv_message_bytes
+        if times.is_early or times.is_told(number):
+            self._events.at(self._up.use(wire.seconds(nbytes)) + wire.delay, partial(shadow.tell, number))
+        else:
+            shadow.tell(number)  # it goes on by itself, and begins with main
+
+    def _begin_layer(self, number: int, layer: int) -> None:
+        self._layer_began = self._events.now
+        self._events.at(self._events.now + self._setting.layer, partial(self._routed, number, layer))
+
+    def _routed(self, number: int, layer: int) -> None:
+        """The router has spoken: rows go out, and who was told ahead hears what it is to be."""
+        step, chosen = number * self._layers + layer, self._tokens[number].chosen[layer]
+        turn = self._turn(step, len(chosen))
+        shares = self._placed(step, layer, chosen, turn)
+        self._awaited = len(shares)
+        by_turns = self._setting.placement == TURNS  # else a guess that is past protects nothing, and nobody is told
+        for unit in [*shares, *(unit for unit in (turn if by_turns else self._units) if unit not in shares)]:
+            keys = shares.get(unit, [])
+            answer = partial(self._answered, number, layer, unit, len(keys))
+            arrives = partial(self._workers[unit].ask, step, keys, answer)
+            if unit == DEVICE or not (keys or by_turns):
+                arrives()
+            else:
+                self._main_sends(unit, self._setting.row_bytes if keys else _NAMES_BYTES, arrives)
+        if self._kv_due and self._setting.shadow is not None:  # after the first rows: nobody waits for it
+            self._up.use(self._setting.wire.seconds(self._setting.shadow.kv_message_bytes))
+            self._kv_due = False
+        if self._setting.main_names and layer + 1 < self._layers:
+            self._name_layer(number, layer + 1)
+
+    def _name_layer(self, number: int, layer: int) -> None:
+        """By main, after the rows."""
+        named = self._tokens[number].named
+        for step, unit, keys in self._shared_out(number, layer, named[layer] if named else ()):
+            self._main_sends(unit, _NAMES_BYTES, partial(self._workers[unit].name, step, keys))
+
+    def _main_sends(self, unit: int, nbytes: float, arrives: Callable[[], None]) -> None:
+        wire = self._setting.wire
+        self._events.at(self._up.use(wire.seconds(nbytes)) + self._delay(unit), arrives)
+
+    def _delay(self, unit: int) -> float:
+        return self._setting.wire.delay + self._workers[unit].times.away
+
+    def _placed(self, step: int, layer: int, chosen: Sequence[int], turn: Sequence[int]) -> dict[int, list[ExpertKey]]:
+        """Who computes which experts, by the product's own rules."""
+        serves = [Serve((layer, expert, EXACT), (place,), True) for place, expert in enumerate(chosen)]
+        method = self._setting.placement
+        if method == "finish":
+            return self._by_finish(step, layer, serves)
+        holds = {unit: self._workers[unit].holds(step) for unit in turn}
+        if method == TURNS:  # of the group, who holds one keeps it
+            held = set[ExpertKey]().union(*holds.values())
+            serves.sort(key=lambda serve: (serve.key not in held, serve.key))
+            views = [self._view(unit, holds[unit]) for unit in turn]
+            return _by_unit(Placement("finish", "score", views, inf, 0.0, layer).units(serves))
+        views = [self._view(unit, ()) for unit in self._units]
+        return _by_unit(Placement(method, "score", views, inf, 0.0, layer).units(serves))
+
+    def _by_finish(self, step: int, layer: int, serves: Sequence[Serve]) -> dict[int, list[ExpertKey]]:
+        """What main holds it computes; of the others each goes where it is done first. The most important come first:
+        by their places among a token's choices here."""
+        here = self._setting.here
+        own = set() if here is None else self._workers[DEVICE].holds(step)
+        views = [self._view(unit, self._workers[unit].holds(step)) for unit in self._units]
+        placement = Placement("finish", "score", views, inf if here is None else here.load, 0.0, layer)
+        chosen = tuple(expert for (_, expert, _), *_ in serves)
+        routing = Routing(layer, Phase.DECODE, max(chosen) + 1, (chosen,))
+        loads, given = placement.split([serve for serve in serves if serve.key not in own], routing)
+        shares = _by_unit({serve.key: serve.unit for serve in given})
+        mine = [serve.key for serve in serves if serve.key in own] + [serve.key for serve in loads]
+        return shares | {DEVICE: mine} if mine else shares
+
+    def _view(self, unit: int, holds: Container[ExpertKey]) -> WorkerView:
+        times, wire = self._workers[unit].times, self._setting.wire
+        hop = 2 * (wire.seconds(self._setting.row_bytes) + self._delay(unit))
+        return WorkerView(unit, holds, times.load, times.expert, times.expert, hop)
+
+    def _answered(self, number: int, layer: int, unit: int, experts: int) -> None:
+        """One is done; a worker's rows are on their way."""
+        if unit == DEVICE:
+            self._arrived(number, layer)
+            return
+        arrives = partial(self._arrives, number, layer, experts)
+        self._events.at(self._events.now + self._delay(unit), arrives)
+
+    def _arrives(self, number: int, layer: int, experts: int) -> None:
+        end = self._down.use(self._setting.wire.seconds(experts * self._setting.row_bytes))
+        self._events.at(end, partial(self._arrived, number, layer))
+
+    def _arrived(self, number: int, layer: int) -> None:
+        self._awaited -= 1
+        if self._awaited:
+            return
+        self._run.layers.append((self._layer_began, self._events.now))
+        if layer + 1 < self._layers:
+            self._begin_layer(number, layer + 1)
+            return
+        self._run.token_seconds.append(self._events.now - self._token_began)
+        if number + 1 < len(self._tokens):
+            self._begin_token(number + 1)
+
+
+def _by_unit(units: Mapping[ExpertKey, int]) -> dict[int, list[ExpertKey]]:
+    shares: dict[int, list[ExpertKey]] = {}
+    for key, unit in units.items():
+        shares.setdefault(unit, []).append(key)
+    return shares

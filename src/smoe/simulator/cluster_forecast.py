@@ -1,0 +1,82 @@
+"""How long a token will take on a cluster of our own, from pieces that were measured of it.
+
+Of each worker what main keeps (`Member`: seconds for a load, an expert, there and back), of main its part of a layer;
+who computes what, and who holds what, is then simulated on a recorded run of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from smoe.routing import Phase, Routing
+from smoe.simulator.cluster import ClusterRun, ClusterSetting, DecodedToken, Wire, decode
+from smoe.simulator.cluster_worker import WorkerTimes
+
+
+@dataclass(frozen=True)
+class MeasuredWorker:
+    """Seconds, but for the slots."""
+
+    load: float
+    expert: float
+    hop: float
+    """There and back, for few rows."""
+    slots: int
+
+
+@dataclass(frozen=True)
+class MeasuredMain:
+    """Seconds, but for the slots."""
+
+    layer: float
+    """All but the experts."""
+    message: float = 0.0
+    """To send or take in one, which others wait for."""
+    load: float = 0.0
+    expert: float = 0.0
+    slots: int = 0
+    """Of experts that it keeps and computes itself; 0: it computes none, as with `round-robin`."""
+
+
+def foretell(
+    trace: Sequence[Routing],
+    main: MeasuredMain,
+    workers: Sequence[MeasuredWorker],
+    placement: str,
+    named: Sequence[Sequence[int]] | None = None,
+) -> ClusterRun:
+    """The decode steps of a recorded run of one sequence on this cluster, from empty slots on.
+
+    `placement`: one of `PLACEMENT`. `named`: for each routing of these steps the experts that main's predictor named
+    beforehand, of which workers are told with `round-robin`; None: none.
+    """
+    tokens = decoded_tokens(trace, named)
+    here = WorkerTimes(main.load, main.expert, main.slots) if main.slots and placement == "finish" else None
+    setting = ClusterSetting(
+        main.layer,
+        Wire(inf, 0.0, main.message),
+        0.0,
+        [WorkerTimes(each.load, each.expert, each.slots, each.hop / 2) for each in workers],
+        placement,
+        main_names=True,
+        here=here,
+    )
+    return decode(setting, tokens)
+
+
+def decoded_tokens(trace: Sequence[Routing], named: Sequence[Sequence[int]] | None = None) -> list[DecodedToken]:
+    """Of a trace the decode steps of one sequence; each must have all layers, in their order."""
+    steps: list[list[Sequence[int]]] = []
+    guesses: list[list[Sequence[int]]] = []
+    before = inf
+    for number, routing in enumerate(each for each in trace if each.phase is Phase.DECODE):
+        assert len(routing.top_k_index) == 1, "one sequence"
+        if routing.layer <= before:
+            steps.append([])
+            guesses.append([])
+        before = routing.layer
+        steps[-1].append([expert for expert in routing.top_k_index[0] if expert != routing.experts])
+        guesses[-1].append(() if named is None else named[number])
+    return [DecodedToken(chosen, guess) for chosen, guess in zip(steps, guesses, strict=True)]

@@ -1,0 +1,111 @@
+"""The shadow of a simulated cluster: a smaller copy of the model that runs ahead and says which experts come.
+
+    main      | token n ......................................... | token n + 1 ...........
+    late                    a token and its keys and values travel |----> S S S S S S
+    early     S S S S S S (n + 1, from its own token) S S            right: goes on; wrong: |-> S S S S S S
+
+*Late* is the paper's: it begins a token when main has told it what is due (token, keys and values); where nothing is
+due, with main. *Early*, ours: it begins the next token from its own as soon as it is free, one token ahead at most,
+and begins again where main's turns out to be another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from smoe.simulator.events import Events
+
+
+@dataclass(frozen=True)
+class ShadowTimes:
+    """What the shadow takes, and how often it is set right."""
+
+    layer: float
+    """Seconds."""
+    token_period: int = 1
+    """After how many tokens it is told main's token; 0: never."""
+    kv_period: int = 1
+    """The same of keys and values."""
+    kv_bytes: float = 0.0
+    """Of one position, all layers."""
+    kv_since: bool = True
+    """Those of all positions since the last time; else of the newest alone."""
+    is_early: bool = False
+    """Keys and values then follow when the port is free, and are not waited for."""
+
+    def is_told(self, token: int) -> bool:
+        """Whether it waits for main before this token."""
+        return _is_due(self.token_period, token) or self.kv_is_due(token)
+
+    def kv_is_due(self, token: int) -> bool:
+        return _is_due(self.kv_period, token)
+
+    @property
+    def kv_message_bytes(self) -> float:
+        return self.kv_bytes * (self.kv_period if self.kv_since else 1)
+
+
+def _is_due(period: int, token: int) -> bool:
+    return period > 0 and token % period == 0
+
+
+class SimulatedShadow:
+    """`says` hears (token, layer, whether its own token was right) when a layer is done; `unsays` that what it said of
+    a token was nothing."""
+
+    def __init__(
+        self,
+        events: Events,
+        times: ShadowTimes,
+        layers: int,
+        own_is_right: Sequence[bool],
+        says: Callable[[int, int, bool], None],
+        unsays: Callable[[int], None],
+    ) -> None:
+        """`own_is_right`: of every token whether its own is main's."""
+        self.passes: list[tuple[float, int, int]] = []
+        """(when, token, layer) of every layer begun."""
+        self._events, self._times, self._layers = events, times, layers
+        self._own_is_right, self._says, self._unsays = own_is_right, says, unsays
+        self._told = -1
+        """The last token that it may begin with main's word."""
+        self._next = 0
+        self._attempt = 0
+        self._under_way: int | None = None
+        self._is_right = True
+
+    def tell(self, token: int) -> None:
+        """Main has come to this token, and what was due has arrived."""
+        self._told = token
+        begun = self._next - 1
+        if begun == token and token > 0 and not self._own_is_right[token]:
+            self._unsays(token)
+            self._next, self._under_way = token, None
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._under_way is not None:
+            return
+        ahead = 1 if self._times.is_early else 0
+        if self._next <= self._told + ahead and self._next < len(self._own_is_right):
+            self._under_way = token = self._next
+            self._is_right = token <= self._told or self._own_is_right[token]
+            self._next += 1
+            self._attempt += 1
+            self._layer(self._attempt, token, 0)
+
+    def _layer(self, attempt: int, token: int, layer: int) -> None:
+        self.passes.append((self._events.now, token, layer))
+        self._events.at(self._events.now + self._times.layer, partial(self._done, attempt, token, layer))
+
+    def _done(self, attempt: int, token: int, layer: int) -> None:
+        if attempt != self._attempt or self._under_way is None:
+            return  # it has begun again
+        self._says(token, layer, self._is_right)
+        if layer + 1 < self._layers:
+            self._layer(attempt, token, layer + 1)
+        else:
+            self._under_way = None
+            self._go_on()
