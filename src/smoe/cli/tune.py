@@ -111,7 +111,8 @@ def command(
     With --prefetch auto, --eviction auto, or both: a tournament of all predictors, or evictions, on a text. It is read
     once; every entrant is simulated at the times that this machine took, and the best ones are run in turns, with no
     prefetch, or the eviction auto, beside them. What has to be learned first takes part where it was. What serves
-    without a tournament wins ties: another takes its place where it was more than 2 % faster in each of three rounds.
+    without a tournament wins ties: another takes its place where it was more than 2 % faster in three rounds,
+    or in three more of up to seven than it was not.
     The winner is remembered for this model and machine; --prefetch auto and --eviction auto, the defaults, are the
     winner then where about as many experts are resident (within a third). With both, predictors are judged beside the
     eviction that won. --forget drops what has won.

@@ -169,17 +169,22 @@ def _print(found: Tournament, model: str) -> None:
 
 def _verdict(found: Tournament) -> str:
     """Why the winner has won."""
-    from smoe.eval.tournament import LEAD, ROUNDS
+    from smoe.eval.tournament import LEAD
 
     usual = next(entrant for entrant in found.entrants if entrant.name == found.baseline)
-    rule = f"more than {LEAD:.0%} faster in each of {ROUNDS} rounds"
+
+    def rounds(entrant: Entrant) -> str:
+        return f"more than {LEAD:.0%} faster in {entrant.won(usual)} of {len(entrant.measured_seconds)} rounds"
+
     if found.winner.name != found.baseline:
         won = found.winner
-        return f"{won.name} takes the place of {usual.name}: {rule}, {_less(won, usual):.1%} at the median"
+        return f"{won.name} takes the place of {usual.name}: {rounds(won)}, {_less(won, usual):.1%} at the median"
     rival = min(found.entrants, key=lambda entrant: entrant.seconds if entrant.measured_seconds else float("inf"))
     if rival.name == usual.name:
         return f"{usual.name} stays: nobody was faster"
-    return f"{usual.name} stays: {rival.name} was {_less(rival, usual):.1%} faster at the median, but not {rule}"
+    return (
+        f"{usual.name} stays: {rival.name} was {_less(rival, usual):.1%} faster at the median, but {rounds(rival)} only"
+    )
 
 
 def _less(entrant: Entrant, usual: Entrant) -> float:

@@ -40,7 +40,7 @@ from smoe.load.gate_corrections import corrections_of
 from smoe.metrics import Counters
 from smoe.models.spec import ModelSpec
 from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
-from smoe.policy.registry import FITTED_PREFETCH, PREFETCH, WHOLE_LAYER, EvictionSettings
+from smoe.policy.registry import FITTED_PREFETCH, PREFETCH, SHADOW, WHOLE_LAYER, EvictionSettings
 from smoe.policy.step import Decision
 from smoe.prediction.registry import PREDICTORS, Subject
 from smoe.routing import Phase, Routing
@@ -51,16 +51,20 @@ from smoe.simulator.virtual_clock import StepTimes
 
 LEAST_TOKENS = 96
 """Fewer say little: a third of them only fills the cache (`WARM_SHARE`)."""
-TURN_WARM, TURN_TIMED, ROUNDS = 16, 32, 3
-"""Tokens of a turn that are not timed, those that are, and turns of each finalist."""
+TURN_WARM, TURN_TIMED = 16, 32
+"""Tokens of a turn that are not timed, and those that are."""
+ROUNDS, MOST_ROUNDS = 3, 7
+"""Rounds by which an entrant must lead to take the baseline's place, and turns of each finalist at most: more than the
+first where the fastest has not won all of these."""
 FINALISTS = 3
 """Of each kind: the best of the simulation, with `ALWAYS` and the baseline in the last ones' place where they are not
 among them."""
 ALWAYS = {"prefetch": "none", "eviction": "auto"}
 LEAD = 0.02
-"""An entrant must be faster than the baseline by more than this share, in every round, to take its place."""
-_NO_RIVALS = ("auto", WHOLE_LAYER, "look-ahead")
-"""What `auto` is to become; a baseline; and what runs layers of the model itself, so that nobody else can listen."""
+"""A round is an entrant's where it was faster than the baseline by more than this share."""
+_NO_RIVALS = ("auto", WHOLE_LAYER, "look-ahead", SHADOW)
+"""What `auto` is to become; a baseline; what runs layers of the model itself, so that nobody else can listen; and what
+takes memory that the others have for experts."""
 
 Tick = Callable[[int], None]
 
@@ -87,9 +91,13 @@ class Entrant:
         return median(self.measured_seconds) if self.measured_seconds else self.simulated_seconds
 
     def beats(self, baseline: Entrant) -> bool:
-        """Whether it was faster by more than `LEAD` in every round."""
+        """Whether `ROUNDS` rounds more were its own than were not: with so many all of them."""
+        return 2 * self.won(baseline) - len(self.measured_seconds) >= ROUNDS
+
+    def won(self, baseline: Entrant) -> int:
+        """Rounds in which it was faster by more than `LEAD`."""
         rounds = zip(self.measured_seconds, baseline.measured_seconds, strict=True)
-        return all(own < (1 - LEAD) * other for own, other in rounds)
+        return sum(own < (1 - LEAD) * other for own, other in rounds)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"seconds": self.seconds}
@@ -254,7 +262,7 @@ def hold(
 
 def tokens_of(length: int, kinds: Sequence[str]) -> int:
     """Tokens that `hold` runs, at most."""
-    return length + len(kinds) * FINALISTS * ROUNDS * (TURN_WARM + TURN_TIMED)
+    return length + len(kinds) * FINALISTS * MOST_ROUNDS * (TURN_WARM + TURN_TIMED)
 
 
 def _check(engine: Engine, tokens: int) -> None:
@@ -335,11 +343,15 @@ def _finish(
     finalists = finalists_of(ranked, {ALWAYS[kind], baseline})
     rest = [entrant for entrant in ranked if entrant not in finalists]
     took: dict[str, list[float]] = {entrant.name: [] for entrant in finalists}
-    for number in range(ROUNDS):
+    measured = list(finalists)
+    for number in range(MOST_ROUNDS):
+        if number >= ROUNDS and is_decided(measured, baseline):
+            turns.tick((MOST_ROUNDS - number) * len(finalists) * (TURN_WARM + TURN_TIMED))
+            break
         for entrant in finalists if number % 2 == 0 else finalists[::-1]:  # a drift of the machine falls on all
             turns.set_up(entrant.name)
             took[entrant.name].append(_turn(turns.model, turns.ids, number, turns.tick))
-    measured = [replace(entrant, measured_seconds=tuple(took[entrant.name])) for entrant in finalists]
+        measured = [replace(entrant, measured_seconds=tuple(took[entrant.name])) for entrant in finalists]
     placed = placed_of(measured, baseline)
     turns.set_up(placed[0].name)
     return Tournament(kind, baseline, serves, (*placed, *rest), refused)
@@ -350,6 +362,13 @@ def finalists_of(ranked: Sequence[Entrant], always: Container[str]) -> list[Entr
     others = [entrant.name for entrant in ranked if entrant.name not in always]
     first = others[: FINALISTS - (len(ranked) - len(others))]
     return [entrant for entrant in ranked if entrant.name in always or entrant.name in first]
+
+
+def is_decided(finalists: Sequence[Entrant], baseline: str) -> bool:
+    """Whether the fastest so far has won, be it as the baseline."""
+    fastest = min(finalists, key=lambda entrant: entrant.seconds)
+    usual = next(entrant for entrant in finalists if entrant.name == baseline)
+    return fastest is usual or fastest.beats(usual)
 
 
 def placed_of(finalists: Sequence[Entrant], baseline: str) -> list[Entrant]:
