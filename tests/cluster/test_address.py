@@ -1,5 +1,5 @@
-"""Where main listens. Would catch a wildcard in disguise, an IPv6 address cut at its last colon, a name that is looked up in
-one way by main and in another by its workers, a socket that other machines reach unasked.
+"""Where main listens. Would catch a wildcard in disguise, an IPv6 address cut at its last colon, a name that main and
+its workers look up in different ways, a socket that other machines reach unasked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("zmq")
 
-from smoe.cluster import address
 from smoe.cluster.address import Endpoint, checked_address, reach_of, to_connect_to, to_listen_at
 from smoe.cluster.door import Door
 from smoe.cluster.identity import KeyPair
@@ -42,7 +41,7 @@ def test_an_address_gets_the_usual_port(given: str, full: str) -> None:
     ["", "ipc:///x", "host:0", "host:70000", "a b", "tcp://host:x", "[::1", "[::1]:", "-x", "127.1", "0", "10.0.0.300"],
 )
 def test_what_is_no_address_is_refused(given: str) -> None:
-    with pytest.raises(ClusterError, match="`address` is .* which is none; give the main machine's own address"):
+    with pytest.raises(ClusterError, match=r"`address` is .* which is none; give the main machine's own address"):
         checked_address(given)
 
 
@@ -50,7 +49,7 @@ def test_what_is_no_address_is_refused(given: str) -> None:
     "given", ["*", "tcp://*:5717", "0.0.0.0", "0.0.0.0:5717", "::", "[::]:5717", "0:0::0", "::ffff:0.0.0.0"]
 )
 def test_a_wildcard_is_refused_and_the_switch_named(given: str) -> None:
-    with pytest.raises(ClusterError, match="every interface of a machine.*`every_interface`"):
+    with pytest.raises(ClusterError, match=r"every interface of a machine.*`every_interface`"):
         checked_address(given)
 
 
@@ -69,7 +68,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
             raise socket.gaierror(-2, "Name or service not known")
         return [(None, None, None, "", (each, 0)) for each in known[name]]
 
-    monkeypatch.setattr(address.socket, "getaddrinfo", looked_up)
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
     return known
 
 
@@ -79,7 +78,7 @@ def test_a_name_is_looked_up_alike_at_both_ends(names: dict[str, list[str]]) -> 
     assert to_connect_to("tcp://both:7000") == Endpoint("tcp://both:7000", False)
     assert to_listen_at("tcp://new:7000", False) == Endpoint("tcp://[fd00::5]:7000", True)
     assert to_connect_to("tcp://new:7000") == Endpoint("tcp://new:7000", True)
-    with pytest.raises(ClusterError, match="known here as 0.0.0.0, which stands for every interface"):
+    with pytest.raises(ClusterError, match=r"known here as 0\.0\.0\.0, which stands for every interface"):
         to_listen_at("tcp://odd:7000", False)
     for ask in (to_connect_to, lambda at: to_listen_at(at, False)):
         with pytest.raises(ClusterError, match="'nobody', which is a name that this machine cannot look up"):

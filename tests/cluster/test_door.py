@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-zmq = pytest.importorskip("zmq")
+pytest.importorskip("zmq")
 
 from smoe.cluster.address import Endpoint
 from smoe.cluster.door import Door

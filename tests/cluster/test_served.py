@@ -321,6 +321,7 @@ def test_what_an_earlier_main_asked_for_is_not_sent_to_the_next(
         time.sleep(0.01)
     assert [frames.parse(parts).request for parts in sent] == [8]
     worker._ahead.shutdown()
+    worker._bell.close()
     served.alone.close()
 
 

@@ -1,5 +1,5 @@
-"""What main recomputes of its workers' answers. Would catch a check that waits for nothing to do for ever, one that delays
-a rescue, rows compared with others than those that were sent, a lot that a worker could foresee.
+"""What main recomputes of its workers' answers. Would catch a check that waits for ever for nothing to do, one that
+delays a rescue, rows compared with others than those that were sent, a lot that a worker could foresee.
 """
 
 from __future__ import annotations
@@ -61,6 +61,18 @@ def test_equal_bits_are_no_news_and_others_are() -> None:
         bench.rescue.compute()
         bench.checks.go_on(False)
     assert bench.found == [(0, 5, EXACT)] and bench.rings == 2
+
+
+def test_one_difference_is_enough() -> None:
+    """The user is told once."""
+    bench = Bench()
+    for expert in range(4):
+        bench.answer(expert, error=1.0)
+    for _ in range(4):
+        bench.checks.go_on(False)
+        if not bench.rescue.asked[-1][2].done():
+            bench.rescue.compute()
+    assert bench.found == [(0, 0, EXACT)]
 
 
 def test_one_at_a_time_and_none_while_the_rescue_is_needed() -> None:

@@ -304,11 +304,13 @@ def _work(me: Worker, model: str, room: _Room, threads: int | None, precision: s
     import torch
 
     from smoe.cli.console import note
+    from smoe.cluster.address import to_connect_to
     from smoe.cluster.identity import keep_worker
     from smoe.cluster.worker import WorkerProcess
     from smoe.load.worker_experts import open_experts
     from smoe.presets import configure
 
+    to_connect_to(me.address)  # a name that is nobody's is refused before anything is read
     if threads is not None:
         torch.set_num_threads(threads)
     opened = open_experts(model, room.memory_bytes, configure(precision=precision), room.slots)

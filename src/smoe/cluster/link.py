@@ -64,7 +64,8 @@ class Link:
         rows: Rows,
         verify: float = 0.0,
     ) -> None:
-        """`verify`: the share of answers that is recomputed. Raises `ClusterError` where the address cannot be listened at."""
+        """`verify`: the share of answers that is recomputed. Raises `ClusterError` where the address cannot be listened
+        at."""
         self.members: dict[int, Member] = {}
         """All that ever were, by unit."""
         self._doorkeeper = doorkeeper

@@ -255,8 +255,8 @@ class Cluster:
             with suppress(OSError):
                 keep_main(self.main)
         self.doubts.append(
-            f"worker {member.name} {why}, and is let in no longer. {member.checked} of the {member.experts} experts "
-            "that it has computed were recomputed here: what was written while it was there may be wrong, so have it "
+            f"worker {member.name} {why}, and is let in no longer. Of {member.experts} experts that it has computed "
+            f"{member.checked} had been recomputed here: what was written while it was there may be wrong, so have it "
             "written again. Find out why (another program on it, its memory, its owner) before you invite it anew "
             "(smoe cluster invite)"
         )

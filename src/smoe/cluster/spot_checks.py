@@ -107,4 +107,5 @@ class SpotChecks:
             return
         member.checked += 1
         if not same_bits(came, mine):
+            self._waiting = deque(drawn for drawn in self._waiting if drawn.member is not member)  # enough is known
             self._on_difference(member, key, (came.float() - mine.float()).abs().max().item())

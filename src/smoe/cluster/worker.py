@@ -212,7 +212,6 @@ class WorkerProcess:
         began, alone, welcome = time.perf_counter(), self._served.alone, self._welcomes
         asked = frames.parse_work(frame, self._experts, self._rows.numbers)
         futures = alone.experts.submit(asked.wanted, Fetched(asked.hidden))
-
         done = itertools.count(1)
 
         def over(_: Future[torch.Tensor]) -> None:  # one thread computes, request after request

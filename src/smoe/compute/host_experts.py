@@ -106,9 +106,8 @@ class HostExperts:
         if self._reader is None:
             return [self._submit(each, None, hidden) for each in wanted]
         futures = dict[int, Future[torch.Tensor]]()
-        for n in sorted(
-            range(len(wanted)), key=lambda n: not self._host.has(wanted[n].key)
-        ):  # those that are here first
+        here_first = sorted(range(len(wanted)), key=lambda n: not self._host.has(wanted[n].key))
+        for n in here_first:
             coming = self._reader.submit(self._bring, wanted[n].key)
             futures[n] = self._submit(wanted[n], coming, hidden)
             futures[n].add_done_callback(partial(self._forget, coming))
@@ -172,7 +171,7 @@ class HostExperts:
     def _held(self, key: ExpertKey, coming: Future[_There] | None = None) -> Iterator[Weights]:
         """An expert's weights in the host tier, kept until the end; where nobody reads it, it is read here."""
         there = self._bring(key) if coming is None else coming.result()
-        if there.seconds is not None:
+        if coming is not None and there.seconds is not None:
             self._read.append(there.seconds)
         try:
             layer, expert, _ = key

@@ -50,8 +50,9 @@ class ComputeUnit(Protocol):
 class Others(Protocol):
     """The machines that units are on."""
 
-    doubts: Sequence[str]
-    """Why what they have computed may be wrong, in words for the user; empty: nothing speaks against it."""
+    @property
+    def doubts(self) -> Sequence[str]:
+        """Why what they have computed may be wrong, in words for the user; empty: nothing speaks against it."""
 
     def described(self) -> list[dict[str, Any]]:
         """What each has done, for people and programs."""

@@ -99,7 +99,7 @@ class Placement(NamedTuple):
                 max(end, ready) + max(view.expert, rows * view.row)
                 for end, ready, view in zip(done, there, self.workers, strict=True)
             ]
-            best = min(range(len(ends)), key=ends.__getitem__)
+            best = min(range(len(ends)), key=lambda n: (ends[n], done[n]))  # of equal ones who has less to do
             if serve.key[2] != EXACT or here + self.here_load < ends[best]:
                 here += _finite(self.here_load)
                 continue
