@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from smoe.expert import EXACT
-from smoe.simulator.cluster import TURNS, ClusterSetting, DecodedToken, Wire, decode
+from smoe.simulator.cluster import ClusterSetting, DecodedToken, Wire, decode
 from smoe.simulator.cluster_shadow import ShadowTimes
 from smoe.simulator.cluster_worker import SimulatedWorker, WorkerTimes
 from smoe.simulator.events import Events
@@ -186,7 +186,7 @@ def test_by_finish_who_holds_an_expert_or_loads_faster_computes_it() -> None:
 
 
 def test_by_turns_of_the_product_layers_go_round_the_groups() -> None:
-    run = decode(cluster(6, AT_ONCE, placement="round-robin"), [token([0, 1], [2, 3], [4, 5], [6, 7])])
+    run = decode(cluster(6, AT_ONCE), [token([0, 1], [2, 3], [4, 5], [6, 7])])
     assert [len(run.busy[f"experts of {unit}"]) for unit in range(2, 8)] == [2, 2, 1, 1, 1, 1]
 
 
@@ -205,10 +205,16 @@ def drawn(seed: int, layers: int = 6, tokens: int = 12) -> list[DecodedToken]:
 
 
 SETTINGS = [
-    cluster(workers, placement=placement, slots=slots, shadow=shadow, chunk=chunk, turns_run_on=placement == TURNS)
-    for workers, placement, slots, shadow, chunk in product(
+    cluster(workers, slots=slots, shadow=shadow, chunk=chunk, **how)
+    for workers, how, slots, shadow, chunk in product(
         (3, 8),
-        (TURNS, "round-robin", "finish"),
+        (
+            {"placement": "finish"},
+            {"placement": "finish", "main_names": True, "here": WorkerTimes(3.0, EXPERT, 4)},
+            {"turns_run_on": True},
+            {"group_size": 3},
+            {"main_names": True},
+        ),
         (1, 3),
         (None, ShadowTimes(0.4, 1, 2, 30.0), ShadowTimes(0.4, 1, 1, 30.0, is_early=True)),
         (None, 0.3),
@@ -225,10 +231,10 @@ def test_nothing_does_two_things_at_a_time(seed: int) -> None:
         for what, spans in {**run.busy, "layers": run.layers}.items():
             assert all(before[1] <= after[0] for before, after in pairwise(spans)), (what, setting)
             assert all(begin <= end for begin, end in spans), (what, setting)
-        assert run.most_held <= setting.workers[0].slots
+        assert run.most_held <= max(setting.workers[0].slots, 4 if setting.here else 0)
         computed = sum(len(spans) for what, spans in run.busy.items() if what.startswith("experts"))
         assert computed == 2 * 6 * len(tokens), "each choice once"
-        least = LAYER + 2 * MESSAGE + 2 * DELAY + EXPERT
+        least = LAYER + EXPERT + (0.0 if setting.here else 2 * MESSAGE + 2 * DELAY)
         assert min(end - begin for begin, end in run.layers) >= least - 1e-9
 
 

@@ -61,3 +61,10 @@ def test_what_main_names_a_layer_ahead_is_there_sooner() -> None:
     """The second layer's experts are named at 1.0 and have come at 5.5; its rows arrive at 6.5 + 1.0 + 0.5."""
     two = foretell(trace([[0, 1], [2, 3]]), MAIN, [WORKER] * 4, "round-robin", [[], [2, 3]])
     assert two.token_seconds == [6.5 + 1.0 + 0.5 + 0.5 + 0.5]
+
+
+@pytest.mark.parametrize("placement", ["finish", "round-robin"])
+def test_what_is_named_comes_behind_what_was_asked_for(placement: str) -> None:
+    """The second layer's come from 5.5 to 9.5, behind the first's; main asks at 8.0."""
+    run = foretell(trace([[0, 1], [2, 3]]), MAIN, [WORKER] * 2, placement, [[], [2, 3]])
+    assert run.token_seconds == [9.5 + 0.5 + 0.5] and run.late_loads == 2

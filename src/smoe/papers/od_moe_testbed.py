@@ -11,7 +11,7 @@
 | a layer of the shadow | 2.5 ms | assumed |
 | 16 KB a row, 8 KB of keys and values a layer | | the paper |
 
-The last four are the weak ones; `Machines` says what follows of others.
+What is assumed is weak; `od_moe.py` has what follows of other times.
 """
 
 from __future__ import annotations

@@ -8,29 +8,27 @@ One layer, time to the right; main's port carries one message after the other in
     worker b             named ahead: load ............. | wait .. | compute |
     port down                                                  | message | message |
 
-Who computes what is decided by the product's own `Placement` and `group`, from what workers hold. A prediction that
+Who computes what, and who is told ahead, is decided by the product's own `Placement` and `by_turns`. A prediction that
 was right has its load behind it when rows arrive; one that was wrong, or came late, makes the layer wait for a load.
 Faults and several sequences are not simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from typing import NamedTuple
 
 from smoe.expert import EXACT, ExpertKey
-from smoe.policy.placement import Placement, WorkerView, group
+from smoe.policy.placement import Placement, WorkerView, by_turns, group
 from smoe.policy.plan import DEVICE, FIRST_WORKER, Serve
 from smoe.routing import Phase, Routing
 from smoe.simulator.cluster_shadow import ShadowTimes, SimulatedShadow
 from smoe.simulator.cluster_worker import SimulatedWorker, WorkerTimes
 from smoe.simulator.events import Events, Line
 
-TURNS = "turns"
-"""OD-MoE's placement: layers take turns at groups of workers, and within a group who holds an expert computes it."""
 _NAMES_BYTES = 64
 """Of a message that names experts, or a token."""
 
@@ -72,13 +70,13 @@ class ClusterSetting:
     row_bytes: float
     """Of a hidden state; one goes to each worker that computes, one comes back for each expert."""
     workers: Sequence[WorkerTimes]
-    placement: str = TURNS
-    """That, or one of `PLACEMENT`."""
-    group_size: int = 2
-    """Workers of a group (`TURNS`): as many as a token chooses, and spares."""
+    placement: str = "round-robin"
+    """One of `PLACEMENT`."""
+    group_size: int | None = None
+    """Workers of a group by turns: as many as a token chooses, and perhaps spares; None: as many as it chooses."""
     turns_run_on: bool = False
     """From token to token, so that each group has all the turns of the others to load; else a layer's turn is always
-    the same group's, as in the product, and where groups do not divide the layers some come too soon (`TURNS`)."""
+    the same group's, as in the product, and where groups do not divide the layers some come too soon."""
     shadow: ShadowTimes | None = None
     """None: what is named is known in advance, as far ahead as slots allow."""
     main_names: bool = False
@@ -186,16 +184,18 @@ class _Decoding:
         self, number: int, layer: int, experts: Sequence[int]
     ) -> Iterator[tuple[int, int, list[ExpertKey]]]:
         """(step, worker, what it is told to expect), as the product does (`Cluster.guess`)."""
-        ascending, step = sorted(experts), number * self._layers + layer
-        turn = self._turn(step, len(ascending))
-        for n, unit in enumerate(turn):
-            if ascending[n :: len(turn)]:
-                yield step, unit, [(layer, expert, EXACT) for expert in ascending[n :: len(turn)]]
+        step, keys = number * self._layers + layer, [(layer, expert, EXACT) for expert in experts]
+        if self._setting.placement == "finish":
+            at_hand = set[ExpertKey]().union(*(worker.holds(step) for worker in self._workers.values()))
+            shares = self._by_finish(step, layer, [key for key in keys if key not in at_hand])
+        else:
+            chosen = len(self._tokens[number].chosen[layer])
+            shares = self._by_turns(step, keys, chosen)
+        for unit, told in shares.items():
+            yield step, unit, told
 
-    def _turn(self, step: int, experts: int) -> list[int]:
-        setting = self._setting
-        turn = step if setting.turns_run_on else step % self._layers
-        return group(turn, setting.group_size if setting.placement == TURNS else experts, self._units)
+    def _turn(self, step: int) -> int:
+        return step if self._setting.turns_run_on else step % self._layers
 
     # -- main ---------------------------------------------------------------------------------------------------------
 
@@ -225,19 +225,24 @@ class _Decoding:
 
     def _routed(self, number: int, layer: int) -> None:
         """The router has spoken: rows go out, and who was told ahead hears what it is to be."""
-        step, chosen = number * self._layers + layer, self._tokens[number].chosen[layer]
-        turn = self._turn(step, len(chosen))
-        shares = self._placed(step, layer, chosen, turn)
+        step, setting, chosen = number * self._layers + layer, self._setting, self._tokens[number].chosen[layer]
+        keys = [(layer, expert, EXACT) for expert in chosen]
+        if setting.placement == "finish":
+            shares, others = self._by_finish(step, layer, keys), list[int]()
+        else:
+            shares = self._by_turns(step, keys, len(chosen))
+            turn = group(self._turn(step), setting.group_size or len(chosen), self._units)
+            others = [unit for unit in turn if unit not in shares]
         self._awaited = len(shares)
-        by_turns = self._setting.placement == TURNS  # else a guess that is past protects nothing, and nobody is told
-        for unit in [*shares, *(unit for unit in (turn if by_turns else self._units) if unit not in shares)]:
-            keys = shares.get(unit, [])
-            answer = partial(self._answered, number, layer, unit, len(keys))
-            arrives = partial(self._workers[unit].ask, step, keys, answer)
-            if unit == DEVICE or not (keys or by_turns):
-                arrives()
+        for unit, share in shares.items():
+            answer = partial(self._answered, number, layer, unit, len(share))
+            self._main_sends(unit, setting.row_bytes, partial(self._workers[unit].ask, step, share, answer))
+        for unit in others:  # it was told for nothing
+            nothing = partial(self._workers[unit].ask, step, [], _nobody_waits)
+            if setting.shadow is None:
+                nothing()  # a guess of the product's is just forgotten in time
             else:
-                self._main_sends(unit, self._setting.row_bytes if keys else _NAMES_BYTES, arrives)
+                self._main_sends(unit, _NAMES_BYTES, nothing)
         if self._kv_due and self._setting.shadow is not None:  # after the first rows: nobody waits for it
             self._up.use(self._setting.wire.seconds(self._setting.shadow.kv_message_bytes))
             self._kv_due = False
@@ -251,45 +256,41 @@ class _Decoding:
             self._main_sends(unit, _NAMES_BYTES, partial(self._workers[unit].name, step, keys))
 
     def _main_sends(self, unit: int, nbytes: float, arrives: Callable[[], None]) -> None:
-        wire = self._setting.wire
-        self._events.at(self._up.use(wire.seconds(nbytes)) + self._delay(unit), arrives)
+        if unit == DEVICE:
+            arrives()
+            return
+        end = self._up.use(self._setting.wire.seconds(nbytes))
+        self._events.at(end + self._delay(unit), arrives)
 
     def _delay(self, unit: int) -> float:
         return self._setting.wire.delay + self._workers[unit].times.away
 
-    def _placed(self, step: int, layer: int, chosen: Sequence[int], turn: Sequence[int]) -> dict[int, list[ExpertKey]]:
-        """Who computes which experts, by the product's own rules."""
-        serves = [Serve((layer, expert, EXACT), (place,), True) for place, expert in enumerate(chosen)]
-        method = self._setting.placement
-        if method == "finish":
-            return self._by_finish(step, layer, serves)
-        holds = {unit: self._workers[unit].holds(step) for unit in turn}
-        if method == TURNS:  # of the group, who holds one keeps it
-            held = set[ExpertKey]().union(*holds.values())
-            serves.sort(key=lambda serve: (serve.key not in held, serve.key))
-            views = [self._view(unit, holds[unit]) for unit in turn]
-            return _by_unit(Placement("finish", "score", views, inf, 0.0, layer).units(serves))
-        views = [self._view(unit, ()) for unit in self._units]
-        return _by_unit(Placement(method, "score", views, inf, 0.0, layer).units(serves))
+    def _by_turns(self, step: int, keys: Sequence[ExpertKey], chosen: int) -> dict[int, list[ExpertKey]]:
+        """As one of the group holds them, or in their order."""
+        views = [self._view(unit, step) for unit in self._units]
+        return _by_unit(by_turns(keys, self._setting.group_size or chosen, self._turn(step), views))
 
-    def _by_finish(self, step: int, layer: int, serves: Sequence[Serve]) -> dict[int, list[ExpertKey]]:
+    def _by_finish(self, step: int, layer: int, keys: Sequence[ExpertKey]) -> dict[int, list[ExpertKey]]:
         """What main holds it computes; of the others each goes where it is done first. The most important come first:
         by their places among a token's choices here."""
+        if not keys:
+            return {}
         here = self._setting.here
         own = set() if here is None else self._workers[DEVICE].holds(step)
-        views = [self._view(unit, self._workers[unit].holds(step)) for unit in self._units]
+        views = [self._view(unit, step) for unit in self._units]
         placement = Placement("finish", "score", views, inf if here is None else here.load, 0.0, layer)
-        chosen = tuple(expert for (_, expert, _), *_ in serves)
+        chosen = tuple(expert for _, expert, _ in keys)
         routing = Routing(layer, Phase.DECODE, max(chosen) + 1, (chosen,))
-        loads, given = placement.split([serve for serve in serves if serve.key not in own], routing)
+        missing = [Serve(key, (place,), True) for place, key in enumerate(keys) if key not in own]
+        loads, given = placement.split(missing, routing)
         shares = _by_unit({serve.key: serve.unit for serve in given})
-        mine = [serve.key for serve in serves if serve.key in own] + [serve.key for serve in loads]
+        mine = [key for key in keys if key in own] + [serve.key for serve in loads]
         return shares | {DEVICE: mine} if mine else shares
 
-    def _view(self, unit: int, holds: Container[ExpertKey]) -> WorkerView:
-        times, wire = self._workers[unit].times, self._setting.wire
-        hop = 2 * (wire.seconds(self._setting.row_bytes) + self._delay(unit))
-        return WorkerView(unit, holds, times.load, times.expert, times.expert, hop)
+    def _view(self, unit: int, step: int) -> WorkerView:
+        worker, wire = self._workers[unit], self._setting.wire
+        times, hop = worker.times, 2 * (wire.seconds(self._setting.row_bytes) + self._delay(unit))
+        return WorkerView(unit, worker.holds(step), times.load, times.expert, times.expert, hop)
 
     def _answered(self, number: int, layer: int, unit: int, experts: int) -> None:
         """One is done; a worker's rows are on their way."""
@@ -314,6 +315,10 @@ class _Decoding:
         self._run.token_seconds.append(self._events.now - self._token_began)
         if number + 1 < len(self._tokens):
             self._begin_token(number + 1)
+
+
+def _nobody_waits() -> None:
+    """For an answer to nothing."""
 
 
 def _by_unit(units: Mapping[ExpertKey, int]) -> dict[int, list[ExpertKey]]:
