@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -85,6 +86,9 @@ def up_on_ray(
     assert on_ray.ray is not None
     main = _main_of(name, on_ray.address)
     shows_logs = logging.getLogger("smoe").isEnabledFor(logging.INFO)
+    token = token_file()
+    if token is not None:
+        warn(f"whoever reads {token} can run programs on every node, and others on this machine may: chmod 600 {token}")
     ray = join_ray(on_ray.ray, on_ray.allow_open_ray, shows_logs)
     there = str(Path(model).resolve()) if Path(model).exists() else model
     opening = partial(opened, there, memory_bytes, precision)
@@ -106,6 +110,14 @@ def opened(model: str, memory_bytes: int, precision: str) -> Served:
     from smoe.presets import configure
 
     return open_experts(model, memory_bytes, configure(precision=precision))
+
+
+def token_file() -> Path | None:
+    """Where Ray finds its token, if others may read it there: Ray writes it for everybody."""
+    if os.name != "posix" or os.environ.get("RAY_AUTH_TOKEN"):
+        return None
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return path if path.exists() and path.stat().st_mode & 0o077 else None
 
 
 def _main_of(name: str, address: str | None) -> Main:

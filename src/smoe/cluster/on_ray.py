@@ -78,8 +78,6 @@ class Actor:
         `why` not."""
         import torch
 
-        from smoe.cluster.worker import WorkerProcess
-
         self._close()
         here = {"host": socket.gethostname(), "process": os.getpid()}
         if self._threads is not None:
@@ -88,13 +86,15 @@ class Actor:
             self._served = self._opening()
         except (SmoeError, OSError) as error:
             return here | {"why": str(error)}
-        self._process = WorkerProcess(self._me, self._served, self._say)
         return here | {"key": self._me.keys.public, "slots": self._served.alone.slots}
 
     def serve(self, key: str) -> str | None:
         """Until `end`, or main refuses: why it has ended. None where `key` was another process's, that has died."""
-        if self._process is None or key != self._me.keys.public:
+        from smoe.cluster.worker import WorkerProcess
+
+        if self._served is None or key != self._me.keys.public:
             return None
+        self._process = WorkerProcess(self._me, self._served, self._say)
         try:
             self._process.serve()
         except (SmoeError, OSError) as error:
@@ -108,6 +108,8 @@ class Actor:
         """`serve` returns soon."""
         if self._process is not None:
             self._process.end()
+        else:
+            self._close()
 
     def _close(self) -> None:
         if self._served is not None:
