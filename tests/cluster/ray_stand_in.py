@@ -48,11 +48,11 @@ class Actor:
         self.one = self.kind(*pickle.loads(self.arguments))
         self.threads = ThreadPoolExecutor(2)
 
-    def dies(self) -> None:
-        """The process; Ray starts another one at once."""
+    def dies(self, is_for_ever: bool = False) -> None:
+        """The process; Ray starts another one at once, or says that it cannot."""
         before, self.open = self.open, set()
         for future in before:
-            future.set_exception(RayActorError("the process died"))
+            future.set_exception((ActorDiedError if is_for_ever else RayActorError)("the process died"))
         self.one.end()
         self.live()
 

@@ -68,7 +68,8 @@ class Kept:
 
 
 @pytest.fixture
-def kept(ray: StandIn, main: Main) -> Iterator[Kept]:
+def kept(ray: StandIn, main: Main, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
+    monkeypatch.setattr(on_ray, "_PAUSE_SECONDS", 0.1)
     made = Kept(ray, main)
     yield made
     made.workers.close()
@@ -151,9 +152,21 @@ def test_who_cannot_work_is_given_up(opening: Any, why: str, kept: Kept, ray: St
     assert ray.actors[0].is_dead
 
 
-def test_who_dies_before_it_serves_is_given_up(kept: Kept, ray: StandIn) -> None:
-    kept.workers.start(1, partial(time.sleep, 1), 1)
+def slowly(folder: Path) -> Any:
+    time.sleep(0.5)
+    return opened(str(folder), 1 << 20, "auto")
+
+
+def test_who_dies_before_it_serves_is_asked_again(toy: Callable[..., Path], kept: Kept, ray: StandIn) -> None:
+    kept.workers.start(1, partial(slowly, toy("qwen3_moe", dtype=torch.bfloat16)), 1)
     ray.actors[0].dies()
+    kept.turns_until(lambda: "fit" in kept.said[-1] if kept.said else False)
+    assert "Ray goes on trying" in kept.said[0] and len(kept.said) == 2
+
+
+def test_whom_ray_cannot_make_is_given_up(kept: Kept, ray: StandIn) -> None:
+    kept.workers.start(1, partial(time.sleep, 1), 1)
+    ray.actors[0].dies(is_for_ever=True)
     kept.turns_until(lambda: bool(kept.said))
     assert "ended at once (the process died)" in kept.said[0]
     assert not kept.workers.names
@@ -259,22 +272,22 @@ class RayItself:
 
     def lose_node(self) -> None:
         """The one that was started last, at once."""
-        end_all([self.processes.pop()], psutil.Process.kill)
+        end_all([self.processes.pop()], is_lost=True)
 
     def end(self) -> None:
         """It and what it has started, and nothing else of Ray."""
-        end_all(self.processes[::-1], psutil.Process.terminate)
+        end_all(self.processes[::-1])
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def end_all(processes: list[subprocess.Popen[bytes]], how: Callable[[psutil.Process], None]) -> None:
+def end_all(processes: list[subprocess.Popen[bytes]], is_lost: bool = False) -> None:
     found = [psutil.Process(each.pid) for each in processes if each.poll() is None]
     found += [child for each in found for child in each.children(recursive=True)]
-    for each in found:
+    for process in [] if is_lost else processes:
+        process.terminate()
+    for each in found if is_lost else psutil.wait_procs(found, timeout=15)[1]:
         with suppress(psutil.NoSuchProcess):
-            how(each)
-    for each in psutil.wait_procs(found, timeout=15)[1]:
-        each.kill()
+            each.kill()
     for process in processes:
         process.wait(10)
 
@@ -328,6 +341,7 @@ def test_ray_itself_starts_workers_again(
     finally:
         up.terminate()
         up.wait(30)
+    assert up.returncode == 143, "Ray would end it with 15"
     assert not [each for each in last if psutil.pid_exists(each) and psutil.Process(each).status() != "zombie"]
     assert read_main("test").workers == {}
 

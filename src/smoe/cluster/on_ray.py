@@ -40,8 +40,8 @@ _ENDING_SECONDS = 5.0
 """For the workers to end in order."""
 _LEAST_RUN_SECONDS = 5.0
 """A worker that ends sooner than this is not started again."""
-_MOST_BEGINNINGS = 3
-"""Times that a worker's process may die before the worker serves."""
+_PAUSE_SECONDS = 2.0
+"""Before a worker that is not there is asked again: Ray takes half a minute to believe that a node is lost."""
 _PROBE_SECONDS = 60.0
 _CLOSED = 3
 _PROBE = f"""
@@ -210,10 +210,11 @@ class _Kept:
     name: str
     actor: Any
     call: Any = None
-    """Under way: `begin` or `serve`."""
+    """Under way: `begin` or `serve`; None while nothing is."""
     is_serving: bool = False
+    is_away: bool = False
     since: float = 0.0
-    """When it began to serve."""
+    """When it began to serve, or was found away."""
     where: str = ""
 
     def __str__(self) -> str:
@@ -260,7 +261,14 @@ class OnRay:
         none is left."""
         if not self._kept:
             raise ClusterError("no worker is left; what each said is above")
-        done, _ = self._ray.wait([each.call for each in self._kept], num_returns=1, timeout=seconds)
+        for each in self._kept:
+            if each.call is None and time.monotonic() - each.since >= _PAUSE_SECONDS:
+                self._begin(each)
+        calls = [each.call for each in self._kept if each.call is not None]
+        if not calls:
+            time.sleep(seconds)
+            return
+        done, _ = self._ray.wait(calls, num_returns=1, timeout=seconds)
         for each in [each for each in self._kept if each.call in done]:
             self._went_on(each)
 
@@ -282,7 +290,7 @@ class OnRay:
 
     def _begin(self, each: _Kept) -> None:
         each.is_serving = False
-        each.call = each.actor.begin.options(max_task_retries=_MOST_BEGINNINGS).remote()  # when Ray has started it
+        each.call = each.actor.begin.remote()  # when Ray has started it
 
     def _went_on(self, each: _Kept) -> None:
         errors = self._ray.exceptions
@@ -299,6 +307,7 @@ class OnRay:
                 self._has_begun(each, said)
 
     def _has_begun(self, each: _Kept, said: dict[str, Any]) -> None:
+        each.is_away = False
         each.where = f" on {said['host']}, process {said['process']}"
         if "why" in said:
             self._ended(each, str(said["why"]))
@@ -309,12 +318,16 @@ class OnRay:
         self._on_change(f"{each}: {said['slots']} experts fit")
 
     def _died(self, each: _Kept, error: Exception) -> None:
-        if each.is_serving and not isinstance(error, self._ray.exceptions.ActorDiedError):
-            self._on_trouble(f"{each} has died; Ray starts it again")
-            self._begin(each)
-        else:
+        if isinstance(error, self._ray.exceptions.ActorDiedError):  # for ever: it could not even be made
             each.is_serving = False
             self._ended(each, _last_line(error))
+            return
+        if each.is_serving:
+            self._on_trouble(f"{each} has died; Ray starts it again")
+        elif not each.is_away:
+            self._on_trouble(f"{each} cannot be reached, or dies before it serves; Ray goes on trying")
+            each.is_away = True
+        each.call, each.is_serving, each.since = None, False, time.monotonic()
 
     def _ended(self, each: _Kept, why: str) -> None:
         if each.is_serving and time.monotonic() - each.since >= _LEAST_RUN_SECONDS:
