@@ -46,7 +46,7 @@ def test_what_does_not_go_together_is_refused(
 def test_workers_end_with_the_command(run: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = StandIn(["10.0.0.1", "10.0.0.2"])
     ray.installed(monkeypatch)
-    monkeypatch.setattr(on_ray, "_is_open", lambda address: False)
+    monkeypatch.setattr(on_ray, "_answers", lambda address, mode: mode == "token")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
 
     def interrupted(*_: Any) -> None:

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 import smoe
 from smoe.cli.cluster_on_ray import opened
 from smoe.cluster import on_ray
-from smoe.cluster.identity import Main, keep_main, new_main, read_main
+from smoe.cluster.identity import KeyPair, Main, Worker, keep_main, new_main, read_main
 from smoe.cluster.on_ray import OnRay, join_ray
 from smoe.cluster.remote import Cluster
 from smoe.errors import ClusterError, ConfigError
@@ -203,13 +203,31 @@ def test_more_workers_than_ray_has_places_for_are_refused(kept: Kept, ray: Stand
 
 
 def test_an_open_ray_is_joined_only_where_somebody_insists(ray: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_ray, "_is_open", lambda address: True)
+    monkeypatch.setattr(on_ray, "_answers", lambda address, mode: True)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with pytest.raises(ClusterError, match="RAY_AUTH_MODE=token"):
         join_ray("auto", False, False)
     assert ray.calls == 0
     assert join_ray("auto", True, False) is ray
     assert ray.joined is not None and ray.joined["address"] == "auto"
+    assert "RAY_AUTH_MODE" not in os.environ
+
+
+def test_who_has_not_the_token_is_told(ray: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_ray, "_answers", lambda address, mode: False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    with pytest.raises(ClusterError, match="it asks for a token"):
+        join_ray("auto", True, False)
+    assert ray.calls == 0
+
+
+def test_rays_one_thread_is_not_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    me = Worker("w", "w", "tcp://127.0.0.1:1", "k", KeyPair("", ""))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    on_ray.Actor(me, partial(opened, "demo", 1, "auto"), 2)
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    on_ray.Actor(me, partial(opened, "demo", 1, "auto"), None)
+    assert "OMP_NUM_THREADS" not in os.environ
 
 
 @pytest.mark.parametrize("address", ["local", "ray://10.0.0.1:10001"])
@@ -364,10 +382,13 @@ def test_ray_itself_says_whether_it_is_open(
 ) -> None:
     ray = ray_itself(mode, 0)
     monkeypatch.setenv("RAY_AUTH_TOKEN", ray.environment["RAY_AUTH_TOKEN"])
-    assert on_ray._is_open(ray.address) is (mode == "disabled")
+    assert on_ray._answers(ray.address, "token")
+    assert on_ray._answers(ray.address, "disabled") is (mode == "disabled")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
+    assert on_ray._answers(ray.address, "token") is (mode == "disabled")
 
 
 def test_nobody_at_an_address_is_said(main: Main) -> None:
     pytest.importorskip("ray")
     with pytest.raises(ClusterError, match="cannot be joined"):
-        on_ray._is_open(main.address.removeprefix("tcp://"))
+        on_ray._answers(main.address.removeprefix("tcp://"), "disabled")

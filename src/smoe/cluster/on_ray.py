@@ -57,7 +57,7 @@ try:
 except AuthenticationError:
     sys.exit({_CLOSED})
 """
-"""Asks a Ray cluster's head something without a token. Is it answered, so is everybody."""
+"""Asks a Ray cluster's head something. Is it answered without a token, so is everybody."""
 _ADDRESSES = "HOST:PORT of a Ray cluster's head, or auto"
 
 
@@ -136,17 +136,18 @@ def join_ray(address: str, is_open_allowed: bool, shows_logs: bool) -> Any:
             allowed=_ADDRESSES,
         )
     check_ray()
-    if not _is_open(address):
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when ray is imported
-    elif not is_open_allowed:
-        raise ClusterError(
-            f"the Ray cluster at {address} asks nobody for a token: whoever reaches its ports can run programs on "
-            "every node. Start it with RAY_AUTH_MODE=token on every node (docs/cluster.md), or insist "
-            "(`allow_open_ray`)",
-            setting="ray",
-            given=address,
-            allowed="a Ray cluster with RAY_AUTH_MODE=token",
-        )
+    if _answers(address, "disabled"):
+        if not is_open_allowed:
+            raise ClusterError(
+                f"the Ray cluster at {address} asks nobody for a token: whoever reaches its ports can run programs on "
+                "every node. Start it with RAY_AUTH_MODE=token on every node (docs/cluster.md), or insist "
+                "(`allow_open_ray`)",
+                setting="ray",
+                given=address,
+                allowed="a Ray cluster with RAY_AUTH_MODE=token",
+            )
+    elif not _answers(address, os.environ.setdefault("RAY_AUTH_MODE", "token")):  # Ray reads it when it is imported
+        raise _no_cluster(address, "it asks for a token, and this machine's, in ~/.ray/auth_token, is none or another")
     import ray
 
     ending = signal.getsignal(signal.SIGTERM)
@@ -171,13 +172,13 @@ def check_ray() -> None:
         )
 
 
-def _is_open(address: str) -> bool:
-    """Whether who has no token is answered. Asked by another process: Ray reads its settings once in a process's life.
+def _answers(address: str, mode: str) -> bool:
+    """Whether who comes with a token (`mode` token) or none (disabled) is answered. Asked by another process: Ray reads
+    its settings once in a process's life.
 
     Raises `ClusterError` where nobody answers at all.
     """
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
-    line = [sys.executable, "-c", _PROBE, address]
+    line, environment = [sys.executable, "-c", _PROBE, address], {**os.environ, "RAY_AUTH_MODE": mode}
     try:
         asked = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=_PROBE_SECONDS)
     except subprocess.TimeoutExpired as error:
