@@ -63,7 +63,7 @@ class Kept:
             self.workers.turn(0.05)
 
     def start(self, model: Path, count: int | None) -> None:
-        self.workers.start(count, partial(opened, str(model), 1 << 20, "auto"), 1)
+        self.workers.start(count, partial(opened, str(model), 1 << 20, None, "auto"), 1)
         self.turns_until(lambda: sum("fit" in words for words in self.said) == len(self.workers.names))
 
 
@@ -142,7 +142,7 @@ def test_workers_are_spread_and_started_again_for_ever(
 
 @pytest.mark.parametrize(
     "opening, why",
-    [(partial(opened, "nothing", 1 << 20, "auto"), "nothing"), (partial(int, "x"), "ValueError: invalid")],
+    [(partial(opened, "nothing", 1 << 20, None, "auto"), "nothing"), (partial(int, "x"), "ValueError: invalid")],
 )
 def test_who_cannot_work_is_given_up(opening: Any, why: str, kept: Kept, ray: StandIn) -> None:
     kept.workers.start(1, opening, 1)
@@ -154,7 +154,7 @@ def test_who_cannot_work_is_given_up(opening: Any, why: str, kept: Kept, ray: St
 
 def slowly(folder: Path) -> Any:
     time.sleep(0.5)
-    return opened(str(folder), 1 << 20, "auto")
+    return opened(str(folder), 1 << 20, None, "auto")
 
 
 def test_who_dies_before_it_serves_is_asked_again(toy: Callable[..., Path], kept: Kept, ray: StandIn) -> None:
@@ -184,7 +184,7 @@ def test_nodes_that_could_not_reach_main_are_refused(monkeypatch: pytest.MonkeyP
     ray = StandIn(["10.0.0.1", "10.0.0.2"])
     ray.installed(monkeypatch)
     with pytest.raises(ClusterError, match=r"10\.0\.0\.2 could not reach main at tcp://127") as refused:
-        Kept(ray, main).workers.start(None, partial(opened, "demo", 1, "auto"), 1)
+        Kept(ray, main).workers.start(None, partial(opened, "demo", None, 1, "auto"), 1)
     assert refused.value.setting == "address"
     assert not ray.actors
 
@@ -193,12 +193,12 @@ def test_a_ray_without_cpus_is_refused(monkeypatch: pytest.MonkeyPatch, main: Ma
     ray = StandIn(cpus=0)
     ray.installed(monkeypatch)
     with pytest.raises(ClusterError, match="no node of the Ray cluster has a CPU"):
-        Kept(ray, main).workers.start(None, partial(opened, "demo", 1, "auto"), 1)
+        Kept(ray, main).workers.start(None, partial(opened, "demo", None, 1, "auto"), 1)
 
 
 def test_more_workers_than_ray_has_places_for_are_refused(kept: Kept, ray: StandIn) -> None:
     with pytest.raises(ClusterError, match="no place for 5 workers"):
-        kept.workers.start(5, partial(opened, "demo", 1, "auto"), 1)
+        kept.workers.start(5, partial(opened, "demo", None, 1, "auto"), 1)
     assert not ray.actors and not ray.groups
 
 
@@ -224,9 +224,9 @@ def test_who_has_not_the_token_is_told(ray: StandIn, monkeypatch: pytest.MonkeyP
 def test_rays_one_thread_is_not_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     me = Worker("w", "w", "tcp://127.0.0.1:1", "k", KeyPair("", ""))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    on_ray.Actor(me, partial(opened, "demo", 1, "auto"), 2)
+    on_ray.Actor(me, partial(opened, "demo", None, 1, "auto"), 2)
     assert os.environ["OMP_NUM_THREADS"] == "1"
-    on_ray.Actor(me, partial(opened, "demo", 1, "auto"), None)
+    on_ray.Actor(me, partial(opened, "demo", None, 1, "auto"), None)
     assert "OMP_NUM_THREADS" not in os.environ
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MOST_WORKERS = 1024
 _PANEL = "On Ray"
+Room = tuple[int | None, int | None, str]
+"""Of a worker, in bytes or in experts, and the precision of these."""
 _TURN_SECONDS = 0.5
 """How long a signal may have to wait."""
 
@@ -76,9 +78,7 @@ class RayOptions:
         return True
 
 
-def up_on_ray(
-    on_ray: RayOptions, name: str, model: str, memory_bytes: int, threads: int | None, precision: str
-) -> None:
+def up_on_ray(on_ray: RayOptions, name: str, threads: int | None, model: str, room: Room) -> None:
     """Start the workers, and see to them until Ctrl-C."""
     from smoe.cli.console import note, warn
     from smoe.cluster.on_ray import OnRay, join_ray
@@ -91,7 +91,7 @@ def up_on_ray(
         warn(f"whoever reads {token} can run programs on every node, and others on this machine may: chmod 600 {token}")
     ray = join_ray(on_ray.ray, on_ray.allow_open_ray, shows_logs)
     there = str(Path(model).resolve()) if Path(model).exists() else model
-    opening = partial(opened, there, memory_bytes, precision)
+    opening = partial(opened, there, *room)
     workers = OnRay(ray, main, note, warn)
     try:
         workers.start(on_ray.workers, opening, threads)
@@ -104,12 +104,12 @@ def up_on_ray(
         workers.close()
 
 
-def opened(model: str, memory_bytes: int, precision: str) -> Served:
+def opened(model: str, memory_bytes: int | None, slots: int | None, precision: str) -> Served:
     """The experts, on the node where they are to be computed. Importing this module loads no torch."""
     from smoe.load.worker_experts import open_experts
     from smoe.presets import configure
 
-    return open_experts(model, memory_bytes, configure(precision=precision))
+    return open_experts(model, memory_bytes, configure(precision=precision), slots)
 
 
 def token_file() -> Path | None:
@@ -122,7 +122,8 @@ def token_file() -> Path | None:
 
 def _main_of(name: str, address: str | None) -> Main:
     """The cluster, which is made where there is none of that name."""
-    from smoe.cluster.identity import checked_address, clusters, keep_main, new_main, read_main
+    from smoe.cluster.address import checked_address
+    from smoe.cluster.identity import clusters, keep_main, new_main, read_main
 
     main = read_main(name) if name in clusters() else new_main(name)
     if address is not None:

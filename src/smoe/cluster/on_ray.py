@@ -28,6 +28,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from smoe.cluster.address import to_listen_at
 from smoe.cluster.identity import KeyPair, Main, Worker, checked_name, keep_main, read_main
 from smoe.errors import ClusterError, ConfigError, SmoeError
 
@@ -351,7 +352,7 @@ def _nodes(ray: Any, main: Main) -> int:
     addresses = [str(node["NodeManagerAddress"]) for node in nodes]
     here = ray.util.get_node_ip_address()
     far = sorted({each for each in addresses if each != here})
-    if far and _is_of_here_alone(main.address):
+    if far and ip_address(urlsplit(to_listen_at(main.address, False).address).hostname or "").is_loopback:
         raise ClusterError(
             f"workers on {', '.join(far)} could not reach main at {main.address}; give this machine's address in "
             "their network (`address`)",
@@ -363,15 +364,6 @@ def _nodes(ray: Any, main: Main) -> int:
         message = "no node of the Ray cluster has a CPU for a worker; give one some (ray start)"
         raise ClusterError(message, setting="ray", given="a Ray cluster without CPUs", allowed="nodes with a CPU")
     return len(addresses)
-
-
-def _is_of_here_alone(address: str) -> bool:
-    """Whether other machines could not connect to it."""
-    host = urlsplit(address).hostname or ""
-    try:
-        return ip_address(host).is_loopback or ip_address(host).is_unspecified
-    except ValueError:
-        return host == "localhost"
 
 
 def _places(ray: Any, count: int, nodes: int) -> Any:
