@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from smoe.bounds import MOST_THREADS, PRECISION
+from smoe.cli.cluster_on_ray import RayOptions, up_on_ray
 from smoe.cli.options import Debug, Json, Model
 from smoe.cli.spread import with_options
 from smoe.errors import ClusterError, ConfigError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from smoe.cluster.identity import Main, Worker
 
 MOST_LOCAL = 64
+DEFAULT_LOCAL = 2
 DEFAULT_NAME = "local"
 DEFAULT_WORKER_MEMORY = "512MiB"
 _ENDING_SECONDS = 10.0
@@ -59,8 +61,11 @@ what it prints there. The main machine is whoever runs smoe generate --cluster.
 
 
 def up(
+    on_ray: RayOptions,
     model: Model = "demo",
-    local: Annotated[int, typer.Option(help="Workers on this machine.", min=1, max=MOST_LOCAL)] = 2,
+    local: Annotated[
+        int | None, typer.Option(help="Workers on this machine.", min=1, max=MOST_LOCAL, show_default="2")
+    ] = None,
     worker_memory: Memory = None,
     slots: Slots = None,
     name: Name = DEFAULT_NAME,
@@ -68,7 +73,7 @@ def up(
     precision: Precision = "auto",
     debug: Debug = False,
 ) -> None:
-    """Start workers on this machine, and keep them running until Ctrl-C.
+    """Start workers on this machine, or on a Ray cluster's nodes, and keep them running until Ctrl-C.
 
     The cluster is made where there is none of that name; it listens on the loopback interface only, unless an address
     was named (smoe cluster invite). Workers wait for a main machine: smoe generate --cluster NAME.
@@ -77,8 +82,12 @@ def up(
     from smoe.load.clustered import check_zmq
 
     check_zmq()
-    room = _room(worker_memory, slots)
+    room, is_on_ray = _room(worker_memory, slots), on_ray.are_given(local)
     _check(model, room, precision)
+    if is_on_ray:
+        up_on_ray(on_ray, name, threads, model, (room.memory_bytes, room.slots, precision))
+        return
+    local = local or DEFAULT_LOCAL
     main, workers = _local_workers(name, local)
     given = ["--precision", precision, *room.as_given]
     given += [] if threads is None else ["--threads", str(threads)]

@@ -1,0 +1,132 @@
+"""`smoe cluster up --ray`: the workers are actors on the nodes of a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from smoe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from smoe.cluster.identity import Main
+    from smoe.cluster.worker import Served
+
+MOST_WORKERS = 1024
+_PANEL = "On Ray"
+Room = tuple[int | None, int | None, str]
+"""Of a worker, in bytes or in experts, and the precision of these."""
+_TURN_SECONDS = 0.5
+"""How long a signal may have to wait."""
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Where workers are started by Ray."""
+
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Start the workers on the nodes of this Ray cluster, not here: HOST:PORT of its head, or auto.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="How many, spread over the nodes. \\[default: one a node]",
+            min=1,
+            max=MOST_WORKERS,
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="This machine's address in their network, where main is to listen: HOST or tcp://HOST:PORT.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    allow_open_ray: Annotated[
+        bool,
+        typer.Option("--allow-open-ray", help="Also on a Ray cluster that asks for no token.", rich_help_panel=_PANEL),
+    ] = False
+
+    def are_given(self, local: int | None) -> bool:
+        """Whether Ray is to start workers. Raises `ConfigError` for what does not go together, and without Ray."""
+        from smoe.cluster.on_ray import check_ray
+
+        if self.ray is None:
+            for name in ("workers", "address", "allow_open_ray"):
+                if getattr(self, name):
+                    raise ConfigError.idle(name, getattr(self, name), "`ray`")
+            return False
+        if local is not None:
+            raise ConfigError(
+                f"`local` {local} counts workers on this machine, and `ray` starts them elsewhere; say how many with "
+                "`workers`",
+                setting="local",
+                given=local,
+                allowed="only without `ray`",
+            )
+        check_ray()
+        return True
+
+
+def up_on_ray(on_ray: RayOptions, name: str, threads: int | None, model: str, room: Room) -> None:
+    """Start the workers, and see to them until Ctrl-C."""
+    from smoe.cli.console import note, warn
+    from smoe.cluster.on_ray import OnRay, join_ray
+
+    assert on_ray.ray is not None
+    main = _main_of(name, on_ray.address)
+    shows_logs = logging.getLogger("smoe").isEnabledFor(logging.INFO)
+    token = token_file()
+    if token is not None:
+        warn(f"whoever reads {token} can run programs on every node, and others on this machine may: chmod 600 {token}")
+    ray = join_ray(on_ray.ray, on_ray.allow_open_ray, shows_logs)
+    there = str(Path(model).resolve()) if Path(model).exists() else model
+    opening = partial(opened, there, *room)
+    workers = OnRay(ray, main, note, warn)
+    try:
+        workers.start(on_ray.workers, opening, threads)
+        count = len(workers.names)
+        note(f"Ray starts {count} workers; they wait for a main at {main.address}. In another terminal:")
+        note(f"smoe generate {model} --cluster {main.name} --set cluster_workers={count} -p ...")
+        while True:
+            workers.turn(_TURN_SECONDS)
+    finally:
+        workers.close()
+
+
+def opened(model: str, memory_bytes: int | None, slots: int | None, precision: str) -> Served:
+    """The experts, on the node where they are to be computed. Importing this module loads no torch."""
+    from smoe.load.worker_experts import open_experts
+    from smoe.presets import configure
+
+    return open_experts(model, memory_bytes, configure(precision=precision), slots)
+
+
+def token_file() -> Path | None:
+    """Where Ray finds its token, if others may read it there: Ray writes it for everybody."""
+    if os.name != "posix" or os.environ.get("RAY_AUTH_TOKEN"):
+        return None
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return path if path.exists() and path.stat().st_mode & 0o077 else None
+
+
+def _main_of(name: str, address: str | None) -> Main:
+    """The cluster, which is made where there is none of that name."""
+    from smoe.cluster.address import checked_address
+    from smoe.cluster.identity import clusters, keep_main, new_main, read_main
+
+    main = read_main(name) if name in clusters() else new_main(name)
+    if address is not None:
+        main = replace(main, address=checked_address(address))
+    keep_main(main)
+    return main

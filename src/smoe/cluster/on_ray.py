@@ -1,0 +1,385 @@
+"""Workers on the nodes of a Ray cluster. Ray finds each a place, starts it again when it dies and keeps what it says;
+what is computed goes between main and the workers as ever.
+
+    here (smoe cluster up)              an actor, on a node
+    begin ---------------------------> opens the experts, makes its keys
+          <---------- its public key -
+    let in: main.json
+    serve ---------------------------> a `WorkerProcess`: it speaks to main by ZeroMQ, as every worker
+          <- why, when it has ended; or that the process has died: then from the beginning
+
+Two calls in a worker's life, one more at its end, none for a token. A secret key never leaves the process that has made
+it, and is forgotten with it: nothing that is secret lies in Ray's object store or on a node's disk.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from smoe.cluster.address import to_listen_at
+from smoe.cluster.identity import KeyPair, Main, Worker, checked_name, keep_main, read_main
+from smoe.errors import ClusterError, ConfigError, SmoeError
+
+if TYPE_CHECKING:
+    from smoe.cluster.worker import Served, WorkerProcess
+
+_PLACING_SECONDS = 60.0
+"""For Ray to find a place for every worker."""
+_ENDING_SECONDS = 5.0
+"""For the workers to end in order."""
+_LEAST_RUN_SECONDS = 5.0
+"""A worker that ends sooner than this is not started again."""
+_PAUSE_SECONDS = 2.0
+"""Before a worker that is not there is asked again: Ray takes half a minute to believe that a node is lost."""
+_PROBE_SECONDS = 60.0
+_CLOSED = 3
+_PROBE = f"""
+import socket, sys
+from ray._private import services
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError
+address = services.canonicalize_bootstrap_address_or_die(sys.argv[1])
+host, _, port = address.rpartition(":")
+socket.create_connection((host.strip("[]"), int(port)), 5).close()  # Ray itself would try for 40 s
+try:
+    GcsClient(address=address).internal_kv_get(b"smoe", None, timeout=5)
+except AuthenticationError:
+    sys.exit({_CLOSED})
+"""
+"""Asks a Ray cluster's head something. Is it answered without a token, so is everybody."""
+_ADDRESSES = "HOST:PORT of a Ray cluster's head, or auto"
+
+
+class Actor:
+    """A worker, as Ray keeps it. Its process makes no call of Ray."""
+
+    def __init__(self, me: Worker, opening: Callable[[], Served], threads: int | None) -> None:
+        """`me` without keys; `opening` opens the experts; `threads` compute, by default as many as torch takes."""
+        if threads is None:
+            os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1; torch, which reads it, is not there yet
+        self._me = replace(me, keys=KeyPair.new())
+        self._opening, self._threads = opening, threads
+        self._process: WorkerProcess | None = None
+        self._served: Served | None = None
+
+    def begin(self) -> dict[str, Any]:
+        """Open the experts. On which `host`, in which `process`; the public `key` that is to be let in, and `slots`, or
+        `why` not."""
+        import torch
+
+        self._close()
+        here = {"host": socket.gethostname(), "process": os.getpid()}
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        try:
+            self._served = self._opening()
+        except (SmoeError, OSError) as error:
+            return here | {"why": str(error)}
+        return here | {"key": self._me.keys.public, "slots": self._served.alone.slots}
+
+    def serve(self, key: str) -> str | None:
+        """Until `end`, or main refuses: why it has ended. None where `key` was another process's, that has died."""
+        from smoe.cluster.worker import WorkerProcess
+
+        if self._served is None or key != self._me.keys.public:
+            return None
+        self._process = WorkerProcess(self._me, self._served, self._say)
+        try:
+            self._process.serve()
+        except (SmoeError, OSError) as error:
+            self._say(f"ends: {error}")
+            return str(error)
+        finally:
+            self._close()
+        return "it was told to end"
+
+    def end(self) -> None:
+        """`serve` returns soon."""
+        if self._process is not None:
+            self._process.end()
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        if self._served is not None:
+            self._served.alone.close()
+        self._process = self._served = None
+
+    def _say(self, words: str) -> None:
+        """Into the log that Ray keeps."""
+        print(f"worker {self._me.name}: {words}", file=sys.stderr, flush=True)
+
+
+def join_ray(address: str, is_open_allowed: bool, shows_logs: bool) -> Any:
+    """The module `ray`, connected to a cluster that runs: `HOST:PORT` of its head, or `auto`, that of this machine.
+
+    Raises `ConfigError` without the package, `ClusterError` where there is no such cluster, or where it does what
+    anybody tells it who reaches its ports and `is_open_allowed` is not said.
+    """
+    if address == "local" or "://" in address:  # for Ray: start one; or be no node of it
+        raise ClusterError(
+            f"`ray` is {address!r:.80}; it must be a Ray cluster that runs, and of which this machine is a node: give "
+            "HOST:PORT of its head, or auto",
+            setting="ray",
+            given=address,
+            allowed=_ADDRESSES,
+        )
+    check_ray()
+    if _answers(address, "disabled"):
+        if not is_open_allowed:
+            raise ClusterError(
+                f"the Ray cluster at {address} asks nobody for a token: whoever reaches its ports can run programs on "
+                "every node. Start it with RAY_AUTH_MODE=token on every node (docs/cluster.md), or insist "
+                "(`allow_open_ray`)",
+                setting="ray",
+                given=address,
+                allowed="a Ray cluster with RAY_AUTH_MODE=token",
+            )
+    elif not _answers(address, os.environ.setdefault("RAY_AUTH_MODE", "token")):  # Ray reads it when it is imported
+        raise _no_cluster(address, "it asks for a token, and this machine's, in ~/.ray/auth_token, is none or another")
+    import ray
+
+    ending = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=address, log_to_driver=shows_logs, logging_level="ERROR")
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise _no_cluster(address, str(error)) from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, ending)  # Ray has taken it for itself
+    return ray
+
+
+def check_ray() -> None:
+    """Raise `ConfigError` where the package is not installed."""
+    if sys.modules.get("ray") is None and find_spec("ray") is None:
+        raise ConfigError(
+            "workers on Ray need the package ray, which is not installed; run: pip install 'smoe[ray]'",
+            setting="ray",
+            given="a Ray cluster",
+            allowed="none without the package ray",
+        )
+
+
+def _answers(address: str, mode: str) -> bool:
+    """Whether who comes with a token (`mode` token) or none (disabled) is answered. Asked by another process: Ray reads
+    its settings once in a process's life.
+
+    Raises `ClusterError` where nobody answers at all.
+    """
+    line, environment = [sys.executable, "-c", _PROBE, address], {**os.environ, "RAY_AUTH_MODE": mode}
+    try:
+        asked = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=_PROBE_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise _no_cluster(address, f"no answer in {_PROBE_SECONDS:g} s") from error
+    if asked.returncode not in (0, _CLOSED):
+        raise _no_cluster(address, asked.stderr)
+    return asked.returncode == 0
+
+
+def _no_cluster(address: str, why: str) -> ClusterError:
+    return ClusterError(
+        f"the Ray cluster at `ray` {address} cannot be joined ({_last_line(why)}); is this machine a node of it (ray "
+        "start)?",
+        setting="ray",
+        given=address,
+        allowed=_ADDRESSES,
+    )
+
+
+def _last_line(error: object) -> str:
+    """What a traceback ends with."""
+    lines = str(error).strip().splitlines()
+    return f"{lines[-1]:.200}" if lines else "no reason was given"
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A worker as its keeper knows it."""
+
+    name: str
+    actor: Any
+    call: Any = None
+    """Under way: `begin` or `serve`; None while nothing is."""
+    is_serving: bool = False
+    is_away: bool = False
+    since: float = 0.0
+    """When it began to serve, or was found away."""
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"worker {self.name}{self.where}"
+
+
+class OnRay:
+    """Workers that are kept running for as long as somebody calls `turn`, until `close`."""
+
+    def __init__(
+        self, ray: Any, main: Main, on_change: Callable[[str], None], on_trouble: Callable[[str], None]
+    ) -> None:
+        """Both hear, in words, what becomes of the workers."""
+        self._ray, self._main = ray, main
+        self._on_change, self._on_trouble = on_change, on_trouble
+        self._kept: list[_Kept] = []
+        self._group: Any = None
+
+    def start(self, count: int | None, opening: Callable[[], Served], threads: int | None) -> None:
+        """`count` workers, by default one on every node. Raises `ClusterError` where Ray has no place for them, or they
+        could not reach main."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        main, nodes = self._main, _nodes(self._ray, self._main)
+        count = count or nodes
+        self._group = _places(self._ray, count, nodes)
+        kind = self._ray.remote(Actor)
+        for n in range(count):
+            name = checked_name(f"{main.name}-ray-{n + 1}")
+            place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=n)
+            options = {"num_cpus": 1, "max_restarts": -1, "max_concurrency": 2, "scheduling_strategy": place}
+            me = Worker(name, name, main.address, main.keys.public, KeyPair("", ""))
+            self._kept.append(_Kept(name, kind.options(**options).remote(me, opening, threads)))
+        for each in self._kept:
+            self._begin(each)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the workers that have not been given up."""
+        return [each.name for each in self._kept]
+
+    def turn(self, seconds: float) -> None:
+        """See to the next thing that happens to a worker, if one does in so many seconds. Raises `ClusterError` when
+        none is left."""
+        if not self._kept:
+            raise ClusterError("no worker is left; what each said is above")
+        for each in self._kept:
+            if each.call is None and time.monotonic() - each.since >= _PAUSE_SECONDS:
+                self._begin(each)
+        calls = [each.call for each in self._kept if each.call is not None]
+        if not calls:
+            time.sleep(seconds)
+            return
+        done, _ = self._ray.wait(calls, num_returns=1, timeout=seconds)
+        for each in [each for each in self._kept if each.call in done]:
+            self._went_on(each)
+
+    def close(self) -> None:
+        """End the workers, whose keys are good no longer, and leave Ray. Idempotent."""
+        kept, self._kept = self._kept, []
+        ending = [each.actor.end.remote() for each in kept]
+        if ending:
+            serving = [each.call for each in kept if each.is_serving]
+            self._ray.wait(ending + serving, num_returns=len(ending + serving), timeout=_ENDING_SECONDS)
+        for each in kept:
+            self._give_up(each)
+        group, self._group = self._group, None
+        if group is not None:
+            from ray.util import remove_placement_group
+
+            remove_placement_group(group)
+        self._ray.shutdown()
+
+    def _begin(self, each: _Kept) -> None:
+        each.is_serving = False
+        each.call = each.actor.begin.remote()  # when Ray has started it
+
+    def _went_on(self, each: _Kept) -> None:
+        errors = self._ray.exceptions
+        try:
+            said = self._ray.get(each.call)
+        except errors.RayTaskError as error:
+            self._ended(each, _last_line(error))
+        except errors.RayActorError as error:
+            self._died(each, error)
+        else:
+            if each.is_serving:
+                self._ended(each, said) if said is not None else self._begin(each)
+            else:
+                self._has_begun(each, said)
+
+    def _has_begun(self, each: _Kept, said: dict[str, Any]) -> None:
+        each.is_away = False
+        each.where = f" on {said['host']}, process {said['process']}"
+        if "why" in said:
+            self._ended(each, str(said["why"]))
+            return
+        main = read_main(self._main.name)  # it may have let in others since
+        keep_main(main.with_worker(each.name, str(said["key"])))
+        each.call, each.is_serving, each.since = each.actor.serve.remote(said["key"]), True, time.monotonic()
+        self._on_change(f"{each}: {said['slots']} experts fit")
+
+    def _died(self, each: _Kept, error: Exception) -> None:
+        if isinstance(error, self._ray.exceptions.ActorDiedError):  # for ever: it could not even be made
+            each.is_serving = False
+            self._ended(each, _last_line(error))
+            return
+        if each.is_serving:
+            self._on_trouble(f"{each} has died; Ray starts it again")
+        elif not each.is_away:
+            self._on_trouble(f"{each} cannot be reached, or dies before it serves; Ray goes on trying")
+            each.is_away = True
+        each.call, each.is_serving, each.since = None, False, time.monotonic()
+
+    def _ended(self, each: _Kept, why: str) -> None:
+        if each.is_serving and time.monotonic() - each.since >= _LEAST_RUN_SECONDS:
+            self._on_trouble(f"{each} has ended ({why}); it is started again")
+            self._begin(each)
+            return
+        self._on_trouble(f"{each} ended at once ({why}) and is not started again")
+        self._kept.remove(each)
+        self._give_up(each)
+
+    def _give_up(self, each: _Kept) -> None:
+        self._ray.kill(each.actor, no_restart=True)
+        main = read_main(self._main.name)
+        keep_main(replace(main, workers={name: key for name, key in main.workers.items() if name != each.name}))
+
+
+def _nodes(ray: Any, main: Main) -> int:
+    """How many have a CPU for a worker; all of them can reach main."""
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+    addresses = [str(node["NodeManagerAddress"]) for node in nodes]
+    here = ray.util.get_node_ip_address()
+    far = sorted({each for each in addresses if each != here})
+    if far and ip_address(urlsplit(to_listen_at(main.address, False).address).hostname or "").is_loopback:
+        raise ClusterError(
+            f"workers on {', '.join(far)} could not reach main at {main.address}; give this machine's address in "
+            "their network (`address`)",
+            setting="address",
+            given=main.address,
+            allowed="this machine's address in your network",
+        )
+    if not addresses:
+        message = "no node of the Ray cluster has a CPU for a worker; give one some (ray start)"
+        raise ClusterError(message, setting="ray", given="a Ray cluster without CPUs", allowed="nodes with a CPU")
+    return len(addresses)
+
+
+def _places(ray: Any, count: int, nodes: int) -> Any:
+    """A place for each, on nodes of their own where there are enough; a place on a node that is lost waits for one that
+    comes."""
+    from ray.util import placement_group, remove_placement_group
+
+    group = placement_group([{"CPU": 1}] * count, strategy="STRICT_SPREAD" if count <= nodes else "SPREAD")
+    if not group.wait(timeout_seconds=_PLACING_SECONDS):
+        remove_placement_group(group)
+        free = ray.available_resources().get("CPU", 0)
+        raise ClusterError(
+            f"Ray has no place for {count} workers of one CPU each on {nodes} nodes ({free:g} CPUs are free): take "
+            "fewer (`workers`), or give its nodes more (ray start)",
+            setting="workers",
+            given=count,
+            allowed=f"{free:g} now",
+        )
+    return group
