@@ -1,5 +1,5 @@
-"""Files reach a worker once and as they are, whatever happens on the way. Would catch a chunk that is kept without being
-looked at, a file that is taken for whole, bytes that are fetched twice, a folder that is filled to the brim.
+"""Files reach a worker once and as they are, whatever happens on the way. Would catch a chunk that is kept without
+being looked at, a file that is taken for whole, bytes that are fetched twice, a folder that is filled to the brim.
 """
 
 from __future__ import annotations

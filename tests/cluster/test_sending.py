@@ -1,5 +1,5 @@
-"""Main's end of a transfer, on a clock of the test's own. Would catch files that go to strangers, pieces that are in the
-way of experts, a rate that is not kept.
+"""Main's end of a transfer, on a clock of the test's own. Would catch files that go to strangers, pieces that are in
+the way of experts, a rate that is not kept.
 """
 
 from __future__ import annotations
@@ -227,4 +227,6 @@ def test_a_file_that_was_written_is_not_sent(courier: Any, paths: dict[str, Path
     greet_until(courier, wire, Kind.MANIFEST, known=manifest.mark)
     assert files.parse_manifest(wire.sent[-1][1]).files[0].nbytes == 7
     assert pieces(wire) == []
-    assert any("written or replaced" in frames.said(frame)["why"] for _, frame in wire.sent if frame.kind is Kind.REFUSED)
+    assert any(
+        "written or replaced" in frames.said(frame)["why"] for _, frame in wire.sent if frame.kind is Kind.REFUSED
+    )

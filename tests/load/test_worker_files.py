@@ -1,5 +1,5 @@
-"""Which files a worker is sent: all that it opens. Would catch a pack too few, a tokenizer too much, a name that a worker
-does not look for.
+"""Which files a worker is sent: all that it opens. Would catch a pack too few, a tokenizer too much, a name that a
+worker does not look for.
 """
 
 from __future__ import annotations

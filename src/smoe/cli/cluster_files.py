@@ -24,7 +24,9 @@ Rate = Annotated[str | None, typer.Option(help="For fetching: bytes a second at 
 def send(
     model: Model = "demo",
     name: Annotated[str, typer.Option("--name", help="The cluster's name.")] = "home",
-    precision: Annotated[str, typer.Option(help=f"The experts as main will have them: {', '.join(PRECISION)}.")] = "auto",
+    precision: Annotated[
+        str, typer.Option(help=f"The experts as main will have them: {', '.join(PRECISION)}.")
+    ] = "auto",
     rate: Annotated[str | None, typer.Option(help="Bytes a second at most, e.g. 20MiB/s, to all workers.")] = None,
     debug: Debug = False,
 ) -> None:
@@ -45,8 +47,9 @@ def send(
     from smoe.presets import configure
 
     main, bytes_per_second = read_main(name), None if rate is None else parse_rate(rate, "rate")
-    checkpoint = whole_checkpoint(model, None)
-    paths = worker_files(checkpoint, read_spec(model, configure(precision=precision)))
+    spec, checkpoint = read_spec(model, configure(precision=precision)), whole_checkpoint(model, None)
+    checkpoint.experts(spec)  # what could not be served is not sent
+    paths = worker_files(checkpoint, spec)
     total = format_bytes(sum(path.stat().st_size for path in paths.values()))
     post = Post(main, paths, precision, bytes_per_second, lambda worker: note(f"worker {worker} has all files"))
     note(f"{len(paths)} files, {total}, for workers that come to {main.address}; on each of them:")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import zmq
 
@@ -107,7 +107,7 @@ class Fetcher:
         context = zmq.Context()
         try:
             with context.socket(zmq.DEALER) as dealer:
-                dial(dealer, self.me)
+                dial(dealer, self.me, files.MOST_BYTES)
                 while not self._is_ending and not self.is_whole:
                     left = self._pace.left_seconds() if self._sent is not None else _TURN_SECONDS
                     dealer.poll(int(1000 * min(_TURN_SECONDS, left or _TURN_SECONDS)) or 1)

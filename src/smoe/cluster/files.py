@@ -1,4 +1,4 @@
-"""A model's files as they travel: what there is of them (the manifest), chunks with their checksums, pieces on the wire.
+"""A model's files as they travel: what there is of them (the manifest), chunks with checksums, pieces on the wire.
 
     file     |c0............|c1............|c2......|     c: a chunk, 4 MiB, with a SHA-256 of its own
     chunk    |p|p|p|p|...                                 p: a piece, 256 KiB, a message: others pass between two
@@ -29,9 +29,11 @@ CHUNK_BYTES = 1 << 22
 """What is verified together, and fetched again together."""
 PIECE_BYTES = 1 << 18
 SUM_BYTES = hashlib.sha256().digest_size
+MOST_BYTES = 1 << 26
+"""Of a part of a message: the checksums of 8 TiB."""
 _MOST_TEXT = 1 << 20
 _MOST_FILES = 4096
-_MOST_FILE_BYTES = 1 << 45
+_MOST_FILE_BYTES = 1 << 43
 _PIECE_BITS = 32
 _NAME = re.compile(r"config\.json|model\.safetensors\.index\.json|[^.].*\.(safetensors|gguf|GGUF|smoe)")
 _MOST_NAME_BYTES = 200

@@ -63,7 +63,9 @@ class Landing:
         if hashlib.sha256(data).digest() != self._sent.files[number].sum_of(chunk):
             return False
         try:
-            with open(os.open(self._part(number), os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0) as file:
+            part = self._part(number)
+            part.touch()
+            with part.open("r+b", buffering=0) as file:
                 if os.pwrite(file.fileno(), data, chunk * CHUNK_BYTES) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:

@@ -90,7 +90,7 @@ class WorkerProcess:
         context = zmq.Context()
         try:
             with context.socket(zmq.DEALER) as dealer:
-                self._address = dial(dealer, self._me, self._rows.part_bytes)
+                self._connect(dealer)
                 poller = zmq.Poller()
                 poller.register(dealer, zmq.POLLIN)
                 poller.register(self._bell.fileno(), zmq.POLLIN)
@@ -103,6 +103,9 @@ class WorkerProcess:
             context.term()
             self._ahead.shutdown(cancel_futures=True)
             self._bell.close()
+
+    def _connect(self, dealer: zmq.Socket[bytes]) -> None:
+        self._address = dial(dealer, self._me, self._rows.part_bytes)
 
     def _turn(self, dealer: zmq.Socket[bytes]) -> None:
         """Hear what there is to hear, say what there is to say."""

@@ -13,8 +13,8 @@ from smoe.models.spec import ModelSpec
 
 
 def worker_files(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Path]:
-    """The files by the names that they must have beside each other: weights, the pack of this precision (or dtype) where
-    there is one, the configuration last, as a folder without it is no model.
+    """The files by the names that they must have beside each other: weights, the pack of this precision (or dtype)
+    where there is one, the configuration last, as a folder without it is no model.
 
     All of a file goes, also what only main needs of it. Raises `CheckpointError` where weights are missing.
     """
