@@ -20,7 +20,7 @@ import smoe
 from smoe.cluster.identity import invitation, keep_main, new_main, read_main, read_worker
 
 LINE = [sys.executable, "-m", "smoe"]
-SIZE = ["--memory", "2700KiB", "--context", "128", "--threads", "1"]
+SIZE = ["--memory", "8MiB", "--context", "128", "--threads", "1"]
 
 
 @pytest.fixture

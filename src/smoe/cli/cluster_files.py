@@ -39,6 +39,7 @@ def send(
     from smoe.load.clustered import check_zmq
 
     check_zmq()
+    from smoe.cluster.address import reach_of
     from smoe.cluster.identity import read_main
     from smoe.cluster.post import Post
     from smoe.load.worker_files import worker_files
@@ -52,6 +53,8 @@ def send(
     paths = worker_files(checkpoint, spec)
     total = format_bytes(sum(path.stat().st_size for path in paths.values()))
     post = Post(main, paths, precision, bytes_per_second, lambda worker: note(f"worker {worker} has all files"))
+    reach = reach_of(main.address, main.everywhere)
+    note(f"listening at {reach}; let in: {main.who_may_come()}")
     note(f"{len(paths)} files, {total}, for workers that come to {main.address}; on each of them:")
     note(f"smoe cluster join {main.name} --fetch FOLDER (or with the line of smoe cluster invite)")
     try:

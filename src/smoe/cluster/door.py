@@ -65,7 +65,7 @@ class Keys:
 class Door:
     """Main's sockets: machines come through `router`, `monitor` tells when one has gone. `close` shuts both."""
 
-    def __init__(self, address: Endpoint, public: str, secret: str, doorkeeper: Doorkeeper, part_bytes: int) -> None:
+    def __init__(self, address: Endpoint, public: str, secret: str, doorkeeper: Gate, part_bytes: int) -> None:
         """Whoever sends a part of a message longer than `part_bytes` is cut off. Raises `ClusterError` where the
         address cannot be listened at."""
         self._context = zmq.Context()

@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from smoe.cluster import frames
+from smoe.cluster.address import to_listen_at
 from smoe.cluster.admission import Admission
-from smoe.cluster.door import Keys, listen, user_of
+from smoe.cluster.door import Door, user_of
 from smoe.cluster.doorbell import Doorbell
 from smoe.cluster.frames import FrameError
 from smoe.cluster.identity import Main
 from smoe.cluster.sending import FILE_KINDS, Courier
-from smoe.errors import ClusterError
 
 _TURN_SECONDS = 0.1
+_MOST_BYTES = 1 << 16
+"""Of a part of a message: workers send words and numbers of pieces."""
 _log = logging.getLogger(__name__)
 
 
@@ -50,39 +51,30 @@ class Post(Admission):
     def serve(self) -> None:
         """Until `end`, or until all workers of the cluster have all files and nobody is invited any more. Raises
         `ClusterError` where the address cannot be listened at."""
-        context = zmq.Context()
-        guard = ThreadAuthenticator(context)
-        guard.start()
-        guard.configure_curve_callback("*", Keys(self))
+        keys = self.main.keys
         try:
-            with context.socket(zmq.ROUTER) as router:
-                self._listen(router)
-                self.courier.begin(lambda: self._bell.put(None))
-                poller = zmq.Poller()
-                poller.register(router, zmq.POLLIN)
-                poller.register(self._bell.fileno(), zmq.POLLIN)
-                while not self._is_ending and not self._is_done():
-                    poller.poll(int(1000 * _TURN_SECONDS))
-                    self._turn(router)
+            at = to_listen_at(self.main.address, self.main.everywhere)
+            door = Door(at, keys.public, keys.secret, self, _MOST_BYTES)
+            try:
+                self._run(door)
+            finally:
+                self.courier.close()
+                door.close()
         finally:
-            self.courier.close()
-            guard.stop()
-            context.term()
             self._bell.close()
 
-    def _listen(self, router: zmq.Socket[bytes]) -> None:
-        try:
-            listen(router, self.main.address, self.main.keys.public, self.main.keys.secret)
-        except zmq.ZMQError as error:
-            raise ClusterError(
-                f"cannot listen at {self.main.address} ({error}); where another smoe is main of this cluster, it sends "
-                "files as well: nothing else is needed",
-                setting="address",
-                given=self.main.address,
-                allowed="an address of this machine that is free",
-            ) from error
+    def _run(self, door: Door) -> None:
+        self.courier.begin(lambda: self._bell.put(None))
+        poller = zmq.Poller()
+        for each in (door.router, door.monitor, self._bell.fileno()):
+            poller.register(each, zmq.POLLIN)
+        while not self._is_ending and not self._is_done():
+            poller.poll(int(1000 * _TURN_SECONDS))
+            self._turn(door)
 
-    def _turn(self, router: zmq.Socket[bytes]) -> None:
+    def _turn(self, door: Door) -> None:
+        router = door.router
+
         def send(route: bytes, parts: list[Any]) -> bool:
             try:
                 router.send_multipart([route, *parts], zmq.NOBLOCK, copy=False)
@@ -92,6 +84,8 @@ class Post(Admission):
             return True
 
         self._bell.take()
+        while door.monitor.poll(0):
+            door.monitor.recv_multipart()  # who has gone greets us anew
         while router.poll(0):
             parts = router.recv_multipart(copy=False)
             try:
