@@ -37,6 +37,14 @@ def parse_bytes(text: str | int, setting: str | None = None) -> int:
     return int(float(match[1]) * scale)
 
 
+def parse_rate(text: str, setting: str | None = None) -> int:
+    """`"20MiB/s"` (or `"20MiB"`), as bytes a second, more than nothing; errors name the `setting` that it is for."""
+    rate = parse_bytes(text.strip().removesuffix("/s"), setting)
+    if rate <= 0:
+        raise _refusal(text, setting, "is nothing", "a rate above 0", "for example 20MiB/s")
+    return rate
+
+
 def _refusal(text: str, setting: str | None, why: str, kind: str, examples: str) -> ConfigError:
     """`text` is not of this kind: why, and what to write."""
     what = f"{text!r} {why}" if setting is None else f"`{setting}` is {text!r}, which {why}"

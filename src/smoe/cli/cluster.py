@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from smoe.bounds import MOST_THREADS, PRECISION
+from smoe.cli.cluster_files import Fetch, Rate, check_fetch, fetched, send
 from smoe.cli.cluster_on_ray import RayOptions, up_on_ray
 from smoe.cli.options import Debug, Json, Model
 from smoe.cli.spread import with_options
@@ -157,6 +158,8 @@ def join(
         str, typer.Argument(help="The line of smoe cluster invite, in quotes; or NAME, once joined.")
     ],
     model: Model = "demo",
+    fetch: Fetch = None,
+    rate: Rate = None,
     worker_memory: Memory = None,
     slots: Slots = None,
     worker: Annotated[str | None, typer.Option(help="What this worker is called. \\[default: the host's name]")] = None,
@@ -164,9 +167,14 @@ def join(
     precision: Precision = "auto",
     debug: Debug = False,
 ) -> None:
-    """Be a worker of another machine's cluster, until Ctrl-C. The same model must lie here, too."""
+    """Be a worker of another machine's cluster, until Ctrl-C.
+
+    The same model must lie here, too; --fetch FOLDER instead of MODEL brings main's files into a folder first (once,
+    verified; interrupted, it goes on where it was), while main runs, or smoe cluster send does there.
+    """
     from smoe.load.clustered import check_zmq
 
+    check_fetch(model, fetch, rate)
     check_zmq()
     import socket
 
@@ -177,6 +185,8 @@ def join(
         me = accepted(invitation, worker or host[:63] or "worker")
     else:
         me = read_worker(invitation)
+    if fetch is not None:
+        me, model = fetched(me, fetch, precision, rate), str(fetch.expanduser().absolute())
     _work(me, model, _room(worker_memory, slots), threads, precision)
 
 
@@ -377,6 +387,6 @@ def _table(main: Main) -> Table:
     return table
 
 
-for _command in (up, invite, join, status):
+for _command in (up, invite, join, send, status):
     app.command(help=_command.__doc__)(with_options(_command))
 app.command(hidden=True)(with_options(work))

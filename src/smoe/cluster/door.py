@@ -20,11 +20,15 @@ _MOST_WAITING = 64
 _log = logging.getLogger(__name__)
 
 
-class Doorkeeper(Protocol):
-    """Decides who belongs to the cluster. Called by the link's thread."""
+class Gate(Protocol):
+    """Decides who is heard. Called by the thread that knows connections' keys."""
 
     def may_knock(self, key: str) -> bool:
         """Whether somebody with this public key may speak at all."""
+
+
+class Doorkeeper(Gate, Protocol):
+    """Decides who belongs to the cluster. Called by the link's thread."""
 
     def knocked(self, key: str, said: dict[str, Any]) -> Member | str:
         """A HELLO: a new member that is to be proven, or why it is refused."""
@@ -45,7 +49,7 @@ class Doorkeeper(Protocol):
 class Keys:
     """What ZeroMQ's authenticator asks."""
 
-    def __init__(self, doorkeeper: Doorkeeper) -> None:
+    def __init__(self, doorkeeper: Gate) -> None:
         self._doorkeeper = doorkeeper
 
     def callback(self, domain: str, key: bytes) -> bool:
@@ -61,7 +65,7 @@ class Keys:
 class Door:
     """Main's sockets: machines come through `router`, `monitor` tells when one has gone. `close` shuts both."""
 
-    def __init__(self, address: Endpoint, public: str, secret: str, doorkeeper: Doorkeeper, part_bytes: int) -> None:
+    def __init__(self, address: Endpoint, public: str, secret: str, doorkeeper: Gate, part_bytes: int) -> None:
         """Whoever sends a part of a message longer than `part_bytes` is cut off. Raises `ClusterError` where the
         address cannot be listened at."""
         self._context = zmq.Context()

@@ -7,6 +7,7 @@
     failed               header | text
     fetch                header | experts u32 [n, 2]
     beat, leave          header
+    files and pieces     as `files.py` says
 
 Nothing is unpickled or evaluated. Lengths are checked against each other before anything is made of them; whoever sends
 what does not fit is believed no more.
@@ -61,6 +62,16 @@ class Kind(IntEnum):
     """The worker is alive; from main: say so."""
     LEAVE = 9
     """The sender goes."""
+    FILES = 10
+    """A worker has not got all files of the model: what is there of them?"""
+    MANIFEST = 11
+    """Names, sizes and checksums of the files."""
+    SUMMING = 12
+    """Main still makes the checksums."""
+    SAME = 13
+    """The manifest is the one that the worker has."""
+    PIECE = 14
+    """A worker asks for a piece of a file; main sends it."""
 
 
 class FrameError(Exception):
@@ -222,9 +233,9 @@ def parse_fetch(frame: Frame, experts: Mapping[int, int]) -> list[ExpertKey]:
     return [(layer, expert, EXACT) for layer, expert in found]
 
 
-def alone(kind: Kind) -> list[Any]:
+def alone(kind: Kind, request: int = 0) -> list[Any]:
     """A message without a body."""
-    return [_header(kind, 0)]
+    return [_header(kind, request)]
 
 
 def failed(request: int, why: str) -> list[Any]:

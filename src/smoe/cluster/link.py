@@ -31,6 +31,7 @@ from smoe.cluster.doorbell import Doorbell
 from smoe.cluster.frames import Frame, FrameError, Kind, Rows
 from smoe.cluster.members import Member, State
 from smoe.cluster.requests import Proof, Request, Trial, only_used, resolve, take_over
+from smoe.cluster.sending import FILE_KINDS, Courier
 from smoe.cluster.spot_checks import SpotChecks
 from smoe.compute.unit import ComputeUnit, Wanted
 from smoe.expert import ExpertKey
@@ -76,8 +77,10 @@ class Link:
         self._requests: dict[int, Request] = {}
         self._numbers = itertools.count(secrets.randbits(62))  # what a worker still sends an earlier main is none
         self._bell: Doorbell[Callable[[], object]] = Doorbell()
-        self._spot_checks = SpotChecks(verify, rescue, lambda: self._bell.put(lambda: None), self._differs)
+        self.wake = partial(self._bell.put, lambda: None)
+        self._spot_checks = SpotChecks(verify, rescue, self.wake, self._differs)
         self._by_route: dict[bytes, Member] = {}
+        self.courier: Courier | None = None
         self._is_ending = False
         self._beaten = 0.0
         self.rescued = 0
@@ -113,7 +116,7 @@ class Link:
         if self._is_ending:
             return
         self._is_ending = True
-        self._bell.put(lambda: None)
+        self.wake()
         self._thread.join()
         self._spot_checks.finish(_CHECKING_SECONDS)
         self._door.close()
@@ -149,6 +152,8 @@ class Link:
             self._beaten = 0.0  # somebody has gone: who does not take a beat is out
         self._see_to_deadlines(time.monotonic())
         self._spot_checks.go_on(any(-1 in request.asked for request in self._requests.values()))
+        if self.courier is not None:
+            self.courier.turn(not self._requests, self._send)
 
     def _hear(self, parts: list[Any]) -> None:
         route, key = parts[0].bytes, user_of(parts[-1])
@@ -157,6 +162,8 @@ class Link:
             frame = frames.parse([part.buffer for part in parts[1:]])
             if frame.kind is Kind.HELLO:
                 self._knocked(route, key, frames.said(frame))
+            elif self.courier is not None and frame.kind in FILE_KINDS:
+                self.courier.heard(route, key, frame, self._send)
             elif member is not None and member.key == key and member.state is not State.OUT:
                 self._answered(member, frame)
         except FrameError as error:

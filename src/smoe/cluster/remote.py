@@ -7,7 +7,6 @@ one is stood in for by the link.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -20,11 +19,13 @@ import torch
 
 from smoe import __version__
 from smoe.cluster.address import to_listen_at
+from smoe.cluster.admission import Admission
 from smoe.cluster.frames import Rows
 from smoe.cluster.identity import Main, is_name, keep_main, keep_status, read_main
 from smoe.cluster.link import Link
 from smoe.cluster.members import Member, State
 from smoe.cluster.requests import Proof
+from smoe.cluster.sending import Courier
 from smoe.cluster.told import Told
 from smoe.compute.experts_alone import ExpertsAlone
 from smoe.compute.unit import ComputeUnit, Wanted
@@ -42,7 +43,7 @@ _PROOF_ROWS = (1, 2, 3, 5, 8, 9, 33, 300)
 _log = logging.getLogger(__name__)
 
 
-class Cluster:
+class Cluster(Admission):
     """Main's workers: `Sharer` for the executor, `Doorkeeper` for the link. `close` lets them go."""
 
     def __init__(
@@ -63,7 +64,7 @@ class Cluster:
         whether main has it, or is loading it; `spares`: experts that predictions name beside as many as a layer
         chooses; `verify`: the share of what workers return that is recomputed here. `method` is one of `PLACEMENT`,
         `order` one of `BALANCE_ORDER`. Raises `ClusterError` where the address is taken."""
-        self.main = main
+        super().__init__(main)
         self.units: dict[int, ComputeUnit] = {}
         """By the number in plans."""
         self._alone = alone
@@ -83,9 +84,10 @@ class Cluster:
         most = max(rows.most, 2 * max(_PROOF_ROWS))  # of two experts at once
         self._rows = rows._replace(most=most).fitting
         self._unit = FIRST_WORKER
-        self._lock = threading.Lock()
         self._is_closed = False
         self.link: Link | None = None
+        self.courier: Courier | None = None
+        """Sends workers the files that they have not got; None where they must have them."""
 
     def open(self, arithmetic: str) -> None:
         """Let workers in, which are to compute by this one of `KERNELS`, as main does."""
@@ -96,6 +98,9 @@ class Cluster:
         keys, rescue = self.main.keys, self._alone.experts
         at = to_listen_at(self.main.address, self.main.everywhere)
         self.link = Link(at, keys.public, keys.secret, self, rescue, self._rows, self._verify)
+        if self.courier is not None:
+            self.courier.begin(self.link.wake)
+            self.link.courier = self.courier
 
     def wait(self, workers: int, seconds: float) -> list[Member]:
         """The workers that are ready, once there are so many, or the time is up."""
@@ -123,6 +128,8 @@ class Cluster:
             link.close()
             with suppress(OSError):
                 keep_status(self.main.name, [_described(each) for each in link.members.values()], is_over=True)
+        if self.courier is not None:
+            self.courier.close()
         if not self._is_closed:
             self._is_closed = True
             self._alone.close()
@@ -193,49 +200,24 @@ class Cluster:
 
     # -- for the link's thread ----------------------------------------------------------------------------------------
 
-    def may_knock(self, key: str) -> bool:
-        """Workers that are known, and anybody where somebody is invited."""
-        if key not in self.main.workers.values():
-            self._read_again()  # somebody may have been invited since
-        return key in self.main.workers.values() or self.main.expects_someone()
-
     def tick(self) -> None:
         """Say in the cluster's folder who is there, for `smoe cluster status`."""
         with suppress(OSError):
             keep_status(self.main.name, self.described())
 
-    def _read_again(self) -> None:
-        with self._lock, suppress(ClusterError):
-            self.main = replace(read_main(self.main.name), address=self.main.address)
-
     def knocked(self, key: str, said: dict[str, Any]) -> Member | str:
         """A new member that is to be proven, or why it is refused."""
-        name, slots, code = said.get("name"), said.get("slots"), said.get("code")
+        name, slots = said.get("name"), said.get("slots")
         if not isinstance(name, str) or not is_name(name) or type(slots) is not int or slots < 1:
             return "its greeting is not whole"
         for what, mine in {"smoe": __version__, **self._asked}.items():
             if said.get(what) != mine:
                 return f"its {what} is {str(said.get(what))[:80]!r}, main has {mine!r}"
-        known = next((each for each, its_key in self.main.workers.items() if its_key == key), None)
-        if known is None:
-            why = self._let_in(name, key, code)
-            if why:
-                return why
+        why = self.admitted(key, said)
+        if why:
+            return why
         self._unit += 1
-        return Member(self._unit - 1, known or name, key, b"", slots)
-
-    def _let_in(self, name: str, key: str, code: object) -> str:
-        """Take an invitation; why not, where it is not good."""
-        if name in self.main.workers:
-            return f"there is a worker {name!r} already; join by another name (`worker`)"
-        self._read_again()
-        found = self.main.invited(code) if isinstance(code, str) else None
-        if found is None:
-            return "its invitation is not, or no longer, good; ask for another (smoe cluster invite)"
-        with self._lock:
-            self.main = found.with_worker(name, key)
-            keep_main(self.main)
-        return ""
+        return Member(self._unit - 1, self.name_of(key) or name, key, b"", slots)
 
     def welcome(self) -> dict[str, Any]:
         """What computes few rows, and how many come at most."""

@@ -24,7 +24,7 @@ import zmq
 
 from smoe import __version__
 from smoe.cluster import frames
-from smoe.cluster.address import to_connect_to
+from smoe.cluster.dial import dial
 from smoe.cluster.doorbell import Doorbell
 from smoe.cluster.frames import Frame, FrameError, Kind, Rows, Times
 from smoe.cluster.identity import Worker
@@ -105,17 +105,7 @@ class WorkerProcess:
             self._bell.close()
 
     def _connect(self, dealer: zmq.Socket[bytes]) -> None:
-        dealer.curve_serverkey = self._me.main_key.encode()
-        dealer.curve_publickey, dealer.curve_secretkey = self._me.keys.public.encode(), self._me.keys.secret.encode()
-        dealer.setsockopt(zmq.LINGER, 0)
-        at = to_connect_to(self._me.address)
-        dealer.setsockopt(zmq.IPV6, int(at.is_ipv6))
-        dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a main that is not there
-        dealer.setsockopt(zmq.MAXMSGSIZE, self._rows.part_bytes)
-        dealer.setsockopt(zmq.RECONNECT_IVL, 100)
-        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        dealer.connect(at.address)
-        self._address = at.address
+        self._address = dial(dealer, self._me, self._rows.part_bytes)
 
     def _turn(self, dealer: zmq.Socket[bytes]) -> None:
         """Hear what there is to hear, say what there is to say."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -69,6 +71,8 @@ class Budget(NamedTuple):
     """The checkpoint's checksum, where a cluster's workers must have the same."""
     shadow: Predictor | None = None
     """What says what a copy that runs ahead does, where the prefetch asks for one."""
+    files: Mapping[str, Path] = MappingProxyType({})
+    """What such workers are sent where they have not got it, by name."""
 
 
 def assemble(
@@ -102,7 +106,7 @@ def assemble(
         _prove(model, spec, LayerExecutor(compute=compute), checkpoint)
         leaves_little = choose_arithmetic(model, spec, config, compute, _host_threads(pacing))
         balancer = _balancer(config, tiers, compute.units.get(HOST), pacing, ledger.demand.slot_bytes)
-        asked = Asked(budget.weights, LoadRate(transfers, tiers.link).seconds_per_byte, ledger.demand)
+        asked = Asked(budget.weights, LoadRate(transfers, tiers.link).seconds_per_byte, ledger.demand, budget.files)
         others = None if config.cluster is None else cluster_of(model, spec, config, store, compute, asked, made)
         trial = Trial() if _is_on_trial(config) else None
         executor = LayerExecutor(

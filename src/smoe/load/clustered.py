@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -61,6 +62,8 @@ class Asked(NamedTuple):
     seconds_per_byte: Callable[[], float]
     """Of recent loads here."""
     demand: Demand
+    files: Mapping[str, Path]
+    """What workers without the checkpoint are sent, by name."""
 
 
 def check_cluster(config: EngineConfig) -> None:
@@ -94,6 +97,7 @@ def cluster_of(
     from smoe.cluster.frames import Rows
     from smoe.cluster.identity import read_main
     from smoe.cluster.remote import Cluster
+    from smoe.cluster.sending import Courier
     from smoe.errors import ClusterError
 
     assert config.cluster is not None
@@ -123,6 +127,7 @@ def cluster_of(
         config.shadow_spares or 0,
         config.cluster_verify,
     )
+    cluster.courier = Courier(asked.files, spec.precision, cluster.admitted)
     made.callback(cluster.close)
     cluster.units.update(compute.units)
     compute.others, compute.units = cluster, cluster.units

@@ -23,6 +23,7 @@ from smoe.load.ledger import make_ledger, open_store, share_beside
 from smoe.load.shadow import planned_shadow
 from smoe.load.tiers import reads_directly
 from smoe.load.winners import with_winners
+from smoe.load.worker_files import worker_files
 from smoe.machine.available_memory import free_device_bytes
 from smoe.machine.process_memory import note_start
 from smoe.memory.arena import Arena, forget_peak
@@ -119,7 +120,9 @@ def load(
         pacing = Pacing() if profile is None else _emulation(profile, config, spec, ledger, stores[EXACT])
         known = known._replace(config=config, reasons=won.reasons | known.reasons)
         weights = "" if config.cluster is None else checksum(checkpoint.place)
-        budget = Budget(ledger, reason, known, learned, weights, None if shadow is None else shadow.open(loaded))
+        files = {} if config.cluster is None else worker_files(checkpoint, spec)
+        ahead = None if shadow is None else shadow.open(loaded)
+        budget = Budget(ledger, reason, known, learned, weights, ahead, files)
         return assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
     except BaseException:
         arena.close()

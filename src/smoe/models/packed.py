@@ -107,11 +107,18 @@ class Contents:
         """Where the packed file of a checkpoint, a folder or a GGUF file, lies, or is to be written: beside its
         weights; where there is none and that folder cannot be written, as of an installed program, in the user's
         cache."""
-        name = f"experts.{self.name.lower()}.smoe"
-        beside = place / name if place.is_dir() else place.with_name(f"{part_stem(place.name)}.{name}")
+        beside = (place if place.is_dir() else place.parent) / self.name_beside(place)
         if beside.exists() or os.access(beside.parent, os.W_OK):
             return beside
-        return of_model("packs", place).with_suffix(f".{name}")
+        return of_model("packs", place).with_suffix(f".{self._own_name}")
+
+    def name_beside(self, place: Path) -> str:
+        """What the file is called where it lies beside the weights."""
+        return self._own_name if place.is_dir() else f"{part_stem(place.name)}.{self._own_name}"
+
+    @property
+    def _own_name(self) -> str:
+        return f"experts.{self.name.lower()}.smoe"
 
     def header(self, place: Path) -> dict[str, Any]:
         """All that is known before anything is packed, and that must be the same when it is read."""

@@ -1,0 +1,114 @@
+"""`smoe cluster join --fetch` and `smoe cluster send`: a model's files reach a worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from smoe.bounds import PRECISION
+from smoe.cli.options import Debug, Model
+from smoe.errors import ConfigError
+from smoe.units import format_bytes, parse_rate
+
+if TYPE_CHECKING:
+    from smoe.cluster.identity import Worker
+
+Fetch = Annotated[
+    Path | None, typer.Option(help="Instead of MODEL: a folder into which main's files of the model are fetched.")
+]
+Rate = Annotated[str | None, typer.Option(help="For fetching: bytes a second at most, e.g. 20MiB/s.")]
+
+
+def send(
+    model: Model = "demo",
+    name: Annotated[str, typer.Option("--name", help="The cluster's name.")] = "home",
+    precision: Annotated[
+        str, typer.Option(help=f"The experts as main will have them: {', '.join(PRECISION)}.")
+    ] = "auto",
+    rate: Annotated[str | None, typer.Option(help="Bytes a second at most, e.g. 20MiB/s, to all workers.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Send a model's files to workers that join with --fetch, and do nothing else.
+
+    Ends with Ctrl-C, or when every worker of the cluster has all of them. A main that runs (smoe generate --cluster
+    NAME) sends them as well, whenever no worker is computing for it.
+    """
+    from smoe.cli.console import note
+    from smoe.load.clustered import check_zmq
+
+    check_zmq()
+    from smoe.cluster.address import reach_of
+    from smoe.cluster.identity import read_main
+    from smoe.cluster.post import Post
+    from smoe.load.worker_files import worker_files
+    from smoe.models.checkpoint import whole_checkpoint
+    from smoe.models.read_spec import read_spec
+    from smoe.presets import configure
+
+    main, bytes_per_second = read_main(name), None if rate is None else parse_rate(rate, "rate")
+    spec, checkpoint = read_spec(model, configure(precision=precision)), whole_checkpoint(model, None)
+    checkpoint.experts(spec)  # what could not be served is not sent
+    paths = worker_files(checkpoint, spec)
+    total = format_bytes(sum(path.stat().st_size for path in paths.values()))
+    post = Post(main, paths, precision, bytes_per_second, lambda worker: note(f"worker {worker} has all files"))
+    reach = reach_of(main.address, main.everywhere)
+    note(f"listening at {reach}; let in: {main.who_may_come()}")
+    note(f"{len(paths)} files, {total}, for workers that come to {main.address}; on each of them:")
+    note(f"smoe cluster join {main.name} --fetch FOLDER (or with the line of smoe cluster invite)")
+    try:
+        post.serve()
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("no more files are sent; what workers have got, they keep") from None
+    note("every worker of the cluster has all files")
+
+
+def check_fetch(model: str, fetch: Path | None, rate: str | None) -> None:
+    """Raise `ConfigError` for options that do not go together, or are none."""
+    if fetch is not None and model != "demo":
+        raise ConfigError(
+            f"`fetch` {fetch} brings main's model, whatever it is; leave {model} out, or `fetch`",
+            setting="fetch",
+            given=str(fetch),
+            allowed="only without MODEL",
+        )
+    if fetch is not None and fetch.expanduser().exists() and not fetch.expanduser().is_dir():
+        raise ConfigError.out_of_bounds("fetch", str(fetch), "a folder, or the name of one that is not there yet")
+    if rate is not None:
+        if fetch is None:
+            raise ConfigError.idle("rate", rate, "`fetch`")
+        parse_rate(rate, "rate")
+
+
+def fetched(me: Worker, folder: Path, precision: str, rate: str | None) -> Worker:
+    """The worker once the folder has all files: it waits for a main, and for it to have sent them."""
+    from smoe.cli.console import note, progress
+    from smoe.cluster.fetching import Course, Fetcher
+    from smoe.cluster.identity import keep_worker
+
+    with progress("cluster join") as bars:
+        task = bars.add_task(f"waiting for main at {me.address}", total=None, amount="")
+
+        def on_course(course: Course) -> None:
+            said = {"main sums": "main is making checksums", "checking": f"checking {folder}"}
+            amount = f"{format_bytes(course.done)} of {format_bytes(course.total)}"
+            description = said.get(course.what, "fetching")
+            if bars.tasks[0].description != description:
+                bars.reset(task, description=description, total=course.total, amount=amount)
+            bars.update(task, completed=course.done, total=course.total, skipped=course.skipped, amount=amount)
+
+        def on_change(words: str) -> None:
+            note(f"worker {me.name}: {words}")
+            keep_worker(fetcher.me)
+
+        fetcher = Fetcher(
+            me, folder.expanduser(), precision, None if rate is None else parse_rate(rate, "rate"), on_change, on_course
+        )
+        try:
+            fetcher.fetch()
+        except KeyboardInterrupt:
+            again = f"go on with: smoe cluster join {me.cluster} --fetch {folder}"
+            raise KeyboardInterrupt(f"worker {me.name} has ended; what it has fetched stays; {again}") from None
+    note(f"worker {me.name}: {folder} has all files of main's model")
+    return fetcher.me

@@ -1,0 +1,55 @@
+"""Whom a main that runs lets in: workers whose keys it knows, and whoever brings an invitation."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from smoe.cluster.identity import Main, is_name, keep_main, read_main
+from smoe.errors import ClusterError
+
+
+class Admission:
+    """Its cluster as main knows it now. Called by the link's thread, and by the one that knows connections' keys."""
+
+    def __init__(self, main: Main) -> None:
+        self.main = main
+        self._lock = threading.Lock()
+
+    def may_knock(self, key: str) -> bool:
+        """Workers that are known, and anybody where somebody is invited."""
+        if key not in self.main.workers.values():
+            self._read_again()  # somebody may have been invited since
+        return key in self.main.workers.values() or self.main.expects_someone()
+
+    def admitted(self, key: str, said: dict[str, Any]) -> str:
+        """Why somebody who says this of itself does not belong to the cluster; empty where it does, from now on."""
+        name = said.get("name")
+        if self.name_of(key) is not None:
+            return ""
+        if not isinstance(name, str) or not is_name(name):
+            return "its greeting is not whole"
+        return self._let_in(name, key, said.get("code"))
+
+    def name_of(self, key: str) -> str | None:
+        """What the worker with this key is called; None for a stranger."""
+        return next((name for name, its_key in self.main.workers.items() if its_key == key), None)
+
+    def _read_again(self) -> None:
+        with self._lock, suppress(ClusterError):
+            self.main = replace(read_main(self.main.name), address=self.main.address)
+
+    def _let_in(self, name: str, key: str, code: object) -> str:
+        """Take an invitation; why not, where it is not good."""
+        if name in self.main.workers:
+            return f"there is a worker {name!r} already; join by another name (`worker`)"
+        self._read_again()
+        found = self.main.invited(code) if isinstance(code, str) else None
+        if found is None:
+            return "its invitation is not, or no longer, good; ask for another (smoe cluster invite)"
+        with self._lock:
+            self.main = found.with_worker(name, key)
+            keep_main(self.main)
+        return ""

@@ -1,0 +1,27 @@
+"""A worker's end of its connection to main."""
+
+from __future__ import annotations
+
+import zmq
+
+from smoe.cluster.address import to_connect_to
+from smoe.cluster.identity import Worker
+
+
+def dial(dealer: zmq.Socket[bytes], me: Worker, most_bytes: int) -> str:
+    """Connect, encrypted, to the main that `me` knows by its key: now, and again whenever one is there; returns the
+    address as the socket has it. A part of a message that is longer than `most_bytes` is not received.
+
+    Raises `ClusterError` where main's name is nobody's.
+    """
+    dealer.curve_serverkey = me.main_key.encode()
+    dealer.curve_publickey, dealer.curve_secretkey = me.keys.public.encode(), me.keys.secret.encode()
+    dealer.setsockopt(zmq.LINGER, 0)
+    at = to_connect_to(me.address)
+    dealer.setsockopt(zmq.IPV6, int(at.is_ipv6))
+    dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a main that is not there
+    dealer.setsockopt(zmq.MAXMSGSIZE, most_bytes)
+    dealer.setsockopt(zmq.RECONNECT_IVL, 100)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    dealer.connect(at.address)
+    return at.address

@@ -1,0 +1,259 @@
+"""A worker fetches the files of main's model, once, before it is a worker.
+
+    FILES --> (main sums)... MANIFEST: what is there is compared --PIECE, PIECE, ...--> chunks, each verified, kept
+
+It asks for a few MiB ahead. When nothing has come for a while it says FILES again: main, or the next main, then knows
+it, and it asks anew for what has not come. What it has kept stays, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+
+from smoe import __version__
+from smoe.cluster import files, frames
+from smoe.cluster.dial import dial
+from smoe.cluster.files import CHUNK_BYTES, PIECE_BYTES, Manifest, Place
+from smoe.cluster.frames import Frame, FrameError, Kind
+from smoe.cluster.identity import Worker
+from smoe.cluster.landing import Landing
+from smoe.cluster.pace import Pace
+from smoe.errors import ClusterError
+
+_TURN_SECONDS = 0.1
+_PATIENCE_SECONDS = 1.0
+"""Without a word from main after which it is greeted anew."""
+_SILENCE_SECONDS = 3.0
+"""After which it is taken to have gone."""
+MOST_UNDER_WAY = 32
+"""Pieces asked for that have not come: what a gigabit brings in a twentieth of a second."""
+MOST_DAMAGED = 3
+"""Times that a chunk may come damaged."""
+_PIECES = CHUNK_BYTES // PIECE_BYTES
+
+
+class Course(NamedTuple):
+    """How far it is, in bytes."""
+
+    what: str
+    """`main sums`, `checking` what is here, or `fetching`."""
+    done: int
+    total: int
+    skipped: int = 0
+    """Of what is done, what was here before."""
+
+
+class Coming:
+    """A chunk of which pieces are under way."""
+
+    def __init__(self, first: int, nbytes: int) -> None:
+        self.data = bytearray(nbytes)
+        self.missing = set(range(first, first + -(-nbytes // PIECE_BYTES)))
+        """By their number in the file."""
+
+
+class Fetcher:
+    """One folder's worth of files; `fetch` returns when they are all there."""
+
+    def __init__(
+        self,
+        me: Worker,
+        folder: Path,
+        precision: str,
+        rate: float | None = None,
+        on_change: Callable[[str], None] = lambda _: None,
+        on_course: Callable[[Course], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`rate`: bytes a second at most. `on_change` hears, in words, whom it waits for; `on_course` how far it is."""
+        self.me = me
+        """Without its invitation's code, once it has been let in."""
+        self._folder, self._precision = folder, precision
+        self._on_change, self._on_course = on_change, on_course
+        self._clock, self._pace = clock, Pace(rate, clock)
+        self._sent: Manifest | None = None
+        self._landing: Landing | None = None
+        self._coming: dict[tuple[int, int], Coming] = {}
+        self._chunks: deque[tuple[int, int]] = deque()
+        """(file, chunk) of which nothing was asked for yet."""
+        self._pieces: deque[Place] = deque()
+        """To be asked for next."""
+        self._under_way: set[Place] = set()
+        self._damaged: dict[tuple[int, int], int] = {}
+        self._skipped = 0
+        self._heard = self._said = -_SILENCE_SECONDS
+        self._is_in = self._is_ending = False
+
+    def end(self) -> None:
+        """From any thread: `fetch` returns soon; what it has kept stays."""
+        self._is_ending = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every file is there."""
+        return self._landing is not None and not self._landing.missing
+
+    def fetch(self) -> None:
+        """Until everything is there, or `end`. Raises `ClusterError` where main refuses us, or sends what cannot be or
+        is damaged again and again; `DiskSpaceError`, `OSError`."""
+        context = zmq.Context()
+        try:
+            with context.socket(zmq.DEALER) as dealer:
+                dial(dealer, self.me, files.MOST_BYTES)
+                while not self._is_ending and not self.is_whole:
+                    left = self._pace.left_seconds() if self._sent is not None else _TURN_SECONDS
+                    dealer.poll(int(1000 * min(_TURN_SECONDS, left or _TURN_SECONDS)) or 1)
+                    self.turn(dealer)
+                if self.is_whole:
+                    self._greet(dealer)  # it may wait for us
+                dealer.close(linger=500)
+        finally:
+            context.term()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._landing is not None:
+            self._landing.close()
+
+    def turn(self, dealer: zmq.Socket[bytes]) -> None:
+        """Hear what there is to hear, ask for what is missing."""
+        while not self.is_whole and dealer.poll(0):
+            parts = dealer.recv_multipart(copy=False)
+            try:
+                self._answer(frames.parse([part.buffer for part in parts]))
+            except FrameError as error:
+                raise ClusterError(f"main sent what cannot be ({error}); nothing of it is kept") from error
+        now = self._clock()
+        if self._is_in and now - self._heard > _SILENCE_SECONDS:
+            self._is_in = False
+            self._on_change("main has gone; waiting for it")
+        if now - max(self._heard, self._said) > _PATIENCE_SECONDS:
+            self._said = now
+            self._greet(dealer)
+        elif self._is_in and self._landing is not None:
+            self._ask(dealer)
+
+    def _greet(self, dealer: zmq.Socket[bytes]) -> None:
+        said = {
+            "smoe": __version__,
+            "name": self.me.name,
+            "code": self.me.code,
+            "precision": self._precision,
+            "known": None if self._sent is None else self._sent.mark,
+            "missing_bytes": None if self._landing is None else self._landing.missing_bytes,
+        }
+        with suppress(zmq.Again):  # main is not there
+            dealer.send_multipart(frames.talk(Kind.FILES, said), zmq.NOBLOCK)
+
+    def _answer(self, frame: Frame) -> None:
+        if frame.kind is Kind.REFUSED:
+            raise ClusterError(f"main refuses this worker: {frames.said(frame).get('why', 'it does not say why')}")
+        if frame.kind not in (Kind.SUMMING, Kind.MANIFEST, Kind.SAME, Kind.PIECE):
+            return  # to a worker; we are none yet
+        self._heard = self._clock()
+        if frame.kind is Kind.PIECE:
+            if self._sent is not None:
+                self._came(*files.parse_piece(frame, self._sent))
+            return
+        if not self._is_in:
+            self._is_in, self.me = True, replace(self.me, code=None)
+            self._on_change("is known to main")
+        if frame.kind is Kind.SUMMING:
+            said = frames.said(frame)
+            done, total = said.get("done_bytes"), said.get("all_bytes")
+            if type(done) is int and type(total) is int:
+                self._on_course(Course("main sums", done, total))
+        elif frame.kind is Kind.MANIFEST:
+            self._begin(files.parse_manifest(frame))
+        self._ask_anew()
+
+    def _begin(self, sent: Manifest) -> None:
+        """Compare what is here with what main has."""
+        checked = 0
+
+        def before(nbytes: int) -> None:
+            nonlocal checked
+            checked = min(checked + nbytes, sent.nbytes)
+            self._on_course(Course("checking", checked, sent.nbytes))
+
+        self._let_go()
+        self._sent, self._landing, self._coming = sent, None, {}
+        self._landing = Landing(self._folder, sent, before)
+        self._skipped = sent.nbytes - self._landing.missing_bytes
+        self._chunks = deque((file, chunk) for file, lacks in self._landing.missing.items() for chunk in sorted(lacks))
+        self._heard = self._clock()  # reading has taken a while
+        self._tell()
+
+    def _ask_anew(self) -> None:
+        """Main has forgotten what it was asked for, or is another one."""
+        self._under_way.clear()
+        self._pieces = deque(Place(file, piece) for (file, _), each in self._coming.items() for piece in each.missing)
+
+    def _ask(self, dealer: zmq.Socket[bytes]) -> None:
+        assert self._sent is not None
+        while len(self._under_way) < MOST_UNDER_WAY and self._pace.left_seconds() <= 0 and self._has_more():
+            place = self._pieces[0]
+            try:
+                dealer.send_multipart(files.ask(place), zmq.NOBLOCK)
+            except zmq.Again:  # main is not there
+                return
+            self._pieces.popleft()
+            self._under_way.add(place)
+            self._pace.book(self._sent.files[place.file].piece_bytes(place.piece))
+
+    def _has_more(self) -> bool:
+        """Whether there is a piece to ask for; the next chunk is begun where there is none."""
+        assert self._sent is not None
+        if not self._pieces and self._chunks:
+            file, chunk = self._chunks.popleft()
+            coming = Coming(chunk * _PIECES, self._sent.files[file].chunk_bytes(chunk))
+            self._coming[file, chunk] = coming
+            self._pieces.extend(Place(file, piece) for piece in sorted(coming.missing))
+        return bool(self._pieces)
+
+    def _came(self, place: Place, data: memoryview) -> None:
+        """Put a piece where it belongs, whenever it was asked for; with its last piece a chunk is verified and kept."""
+        self._under_way.discard(place)
+        file, chunk = place.file, place.piece // _PIECES
+        coming = self._coming.get((file, chunk))
+        if coming is None or place.piece not in coming.missing:
+            return  # it came twice
+        begin = place.piece % _PIECES * PIECE_BYTES
+        coming.data[begin : begin + len(data)] = data
+        coming.missing.discard(place.piece)
+        if not coming.missing:
+            del self._coming[file, chunk]
+            self._landed(file, chunk, coming.data)
+
+    def _landed(self, file: int, chunk: int, data: bytearray) -> None:
+        assert self._landing is not None and self._sent is not None
+        before = self._landing.missing[file]
+        if not self._landing.keep(file, chunk, data):
+            self._damaged[file, chunk] = times = self._damaged.get((file, chunk), 0) + 1
+            if times >= MOST_DAMAGED:
+                raise ClusterError(
+                    f"chunk {chunk} of {self._sent.files[file].name} came damaged {times} times; main's file is not "
+                    "what it was when its checksums were made, or something on the way changes it: check main's file"
+                )
+            self._chunks.appendleft((file, chunk))
+        elif self._landing.missing.get(file, before) is not before:  # the disk has not kept what it was given
+            for lost in self._landing.missing[file]:
+                self._damaged[file, lost] = self._damaged.get((file, lost), 0) + 1
+                if self._damaged[file, lost] >= MOST_DAMAGED:
+                    raise ClusterError(f"{self._folder} does not keep what is written to it; give another folder")
+                self._chunks.append((file, lost))
+        self._heard = self._clock()
+        self._tell()
+
+    def _tell(self) -> None:
+        assert self._landing is not None and self._sent is not None
+        done = self._sent.nbytes - self._landing.missing_bytes
+        self._on_course(Course("fetching", done, self._sent.nbytes, self._skipped))

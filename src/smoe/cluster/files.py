@@ -1,0 +1,180 @@
+"""A model's files as they travel: what there is of them (the manifest), chunks with checksums, pieces on the wire.
+
+    file     |c0............|c1............|c2......|     c: a chunk, 4 MiB, with a SHA-256 of its own
+    chunk    |p|p|p|p|...                                 p: a piece, 256 KiB, a message: others pass between two
+
+    files        header | JSON object     what the worker is, and has; what it had asked for before is forgotten
+    manifest     header | JSON array of [name, bytes, SHA-256] | SHA-256 of every chunk, file after file [n, 32]
+    summing      header | JSON object     so many bytes of so many
+    same         header
+    piece        header, whose request number says which; from main: header | bytes
+
+Nothing of a manifest is believed before it is checked: a name is a file's own, in the folder that the user has named,
+and of a kind that is data; sizes have bounds, and there are as many checksums as chunks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from smoe.cluster import frames
+from smoe.cluster.frames import Frame, FrameError, Kind
+
+CHUNK_BYTES = 1 << 22
+"""What is verified together, and fetched again together."""
+PIECE_BYTES = 1 << 18
+SUM_BYTES = hashlib.sha256().digest_size
+MOST_BYTES = 1 << 26
+"""Of a part of a message: the checksums of 8 TiB."""
+_MOST_TEXT = 1 << 20
+_MOST_FILES = 4096
+_MOST_FILE_BYTES = 1 << 43
+_PIECE_BITS = 32
+_NAME = re.compile(r"config\.json|model\.safetensors\.index\.json|[^.].*\.(safetensors|gguf|GGUF|smoe)")
+_MOST_NAME_BYTES = 200
+_SEPARATORS = frozenset('/\\:*?"<>|')
+"""In the names of files on some system or other."""
+_SUM = re.compile(r"[0-9a-f]{64}")
+
+
+class SentFile(NamedTuple):
+    """A file, and what it can be compared with."""
+
+    name: str
+    nbytes: int
+    digest: str
+    """SHA-256 of all of it, in hexadecimal."""
+    sums: bytes
+    """SHA-256 of every chunk, one behind the other."""
+
+    @property
+    def chunks(self) -> int:
+        return len(self.sums) // SUM_BYTES
+
+    @property
+    def pieces(self) -> int:
+        return -(-self.nbytes // PIECE_BYTES)
+
+    def sum_of(self, chunk: int) -> bytes:
+        return self.sums[chunk * SUM_BYTES : (chunk + 1) * SUM_BYTES]
+
+    def chunk_bytes(self, chunk: int) -> int:
+        return min(CHUNK_BYTES, self.nbytes - chunk * CHUNK_BYTES)
+
+    def piece_bytes(self, piece: int) -> int:
+        return min(PIECE_BYTES, self.nbytes - piece * PIECE_BYTES)
+
+
+class Manifest:
+    """All files of a model that a worker needs."""
+
+    def __init__(self, files: Sequence[SentFile]) -> None:
+        self.files = tuple(files)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.files)
+
+    @cached_property
+    def mark(self) -> str:
+        """By which two of them are known to be equal."""
+        return hashlib.sha256(b"".join(map(bytes, manifest(self)[1:]))).hexdigest()
+
+
+class Place(NamedTuple):
+    """Which piece of which file, counted from 0."""
+
+    file: int
+    piece: int
+
+    @property
+    def number(self) -> int:
+        """As a request's."""
+        return self.file << _PIECE_BITS | self.piece
+
+
+def is_file_name(name: object) -> bool:
+    """Whether a file of a model may be called so, wherever it lands: no path, nothing hidden, and data alone."""
+    return (
+        isinstance(name, str)
+        and _NAME.fullmatch(name) is not None
+        and name.isprintable()
+        and not _SEPARATORS & set(name)
+        and len(name.encode("utf8", "replace")) <= _MOST_NAME_BYTES
+    )
+
+
+def manifest(sent: Manifest) -> list[Any]:
+    """What main has."""
+    text = json.dumps([[each.name, each.nbytes, each.digest] for each in sent.files]).encode()
+    return [*frames.alone(Kind.MANIFEST), text, b"".join(each.sums for each in sent.files)]
+
+
+def parse_manifest(frame: Frame) -> Manifest:
+    """Raises `FrameError` for one that contradicts itself, or names what is no file of a model."""
+    if len(frame.body) != 2 or len(memoryview(frame.body[0])) > _MOST_TEXT:
+        raise FrameError("no manifest")
+    text, sums = frame.body
+    try:
+        listed = json.loads(bytes(text))
+    except (ValueError, RecursionError) as error:
+        raise FrameError("no JSON") from error
+    if not isinstance(listed, list) or not 1 <= len(listed) <= _MOST_FILES:
+        raise FrameError("a manifest without files")
+    for entry in listed:
+        _check_entry(entry)
+    if len({entry[0].casefold() for entry in listed}) < len(listed):
+        raise FrameError("two files of one name")
+    chunks = [-(-entry[1] // CHUNK_BYTES) for entry in listed]
+    if len(memoryview(sums)) != SUM_BYTES * sum(chunks):
+        raise FrameError("not as many checksums as chunks")
+    files, begin, all_sums = [], 0, bytes(sums)
+    for (name, nbytes, digest), count in zip(listed, chunks, strict=True):
+        end = begin + SUM_BYTES * count
+        files.append(SentFile(name, nbytes, digest, all_sums[begin:end]))
+        begin = end
+    return Manifest(files)
+
+
+def _check_entry(entry: object) -> None:
+    if not isinstance(entry, list) or len(entry) != 3:
+        raise FrameError("an entry of another shape")
+    name, nbytes, digest = entry
+    if not is_file_name(name):
+        raise FrameError(f"a file by the name of {name!r:.80}, which is no model's")
+    if type(nbytes) is not int or not 1 <= nbytes <= _MOST_FILE_BYTES:
+        raise FrameError(f"a file of {nbytes!r:.40} bytes")
+    if not isinstance(digest, str) or not _SUM.fullmatch(digest):
+        raise FrameError("a checksum that is none")
+
+
+def ask(place: Place) -> list[Any]:
+    """A worker wants this piece."""
+    return frames.alone(Kind.PIECE, place.number)
+
+
+def piece(place: Place, data: bytes) -> list[Any]:
+    """Here it is."""
+    return [*frames.alone(Kind.PIECE, place.number), data]
+
+
+def parse_place(frame: Frame, sent: Manifest) -> Place:
+    """Which piece is meant; raises `FrameError` where there is no such one."""
+    place = Place(frame.request >> _PIECE_BITS, frame.request & (1 << _PIECE_BITS) - 1)
+    if place.file >= len(sent.files) or place.piece >= sent.files[place.file].pieces:
+        raise FrameError(f"piece {place.piece} of file {place.file}")
+    return place
+
+
+def parse_piece(frame: Frame, sent: Manifest) -> tuple[Place, memoryview]:
+    """A piece that came; raises `FrameError` for one of another size."""
+    place = parse_place(frame, sent)
+    data = memoryview(frame.body[0] if len(frame.body) == 1 else b"")
+    if len(data) != sent.files[place.file].piece_bytes(place.piece):
+        raise FrameError("a piece of another size")
+    return place, data

@@ -1,0 +1,143 @@
+"""Where files that are fetched land: in a folder of the worker's, each under its name once it is whole and verified.
+
+    model.safetensors.part    verified chunks, each at its place; what is between them is not there yet
+    model.safetensors         all of them, read once more and compared with the file's own SHA-256
+
+What an interrupted run has left is read and compared chunk by chunk; what is good is not fetched again. A file that is
+there under its name and is another one is not touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from smoe.cluster.files import CHUNK_BYTES, Manifest, SentFile
+from smoe.cluster.sums import keep_sums, make_sums, sums_of
+from smoe.errors import ClusterError, DiskSpaceError
+from smoe.models.files import check_disk
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Landing:
+    """A folder, and what of a manifest's files it still lacks. `close` lets other processes have it."""
+
+    def __init__(self, folder: Path, sent: Manifest, before: Callable[[int], None] = lambda _: None) -> None:
+        """Reads what is there, `before` each read of so many bytes that is called. Raises `ClusterError` where another
+        process fetches into the folder, or it holds a file of the name of one of ours; `DiskSpaceError` where what is
+        missing does not fit."""
+        self._folder, self._sent, self._before = folder, sent, before
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(folder, os.O_RDONLY)
+        try:
+            self._take()
+            self.missing: dict[int, set[int]] = {}
+            """Chunks by file; a file that is whole is not among them."""
+            self.missing_bytes = 0
+            for number, file in enumerate(sent.files):
+                self._look_at(number, file)
+            check_disk(folder, self.missing_bytes, f"fetching {len(sent.files)} files into {folder}")
+            for number in [number for number, chunks in self.missing.items() if not chunks]:
+                self._finish(number)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def keep(self, number: int, chunk: int, data: bytes | bytearray) -> bool:
+        """Put a chunk of a file at its place; False where it is another than main has, which leaves no trace. The last
+        one makes the file whole, or, where the disk has not kept what it was given, the file lacks chunks again.
+
+        Raises `DiskSpaceError`, `OSError`, and `ClusterError` where the checksums contradict each other.
+        """
+        if hashlib.sha256(data).digest() != self._sent.files[number].sum_of(chunk):
+            return False
+        try:
+            part = self._part(number)
+            part.touch()
+            with part.open("r+b", buffering=0) as file:
+                if os.pwrite(file.fileno(), data, chunk * CHUNK_BYTES) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise DiskSpaceError(
+                f"the disk of {self._folder} is full ({error.strerror}); make room, and the same command goes on where "
+                "it was"
+            ) from error
+        self.missing[number].discard(chunk)
+        self.missing_bytes -= len(data)
+        if not self.missing[number]:
+            self._finish(number)
+        return True
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"{self._sent.files[number].name}.part"
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ClusterError(
+                f"another process is fetching into {self._folder}; wait for it to end, or give another folder"
+            ) from error
+
+    def _look_at(self, number: int, file: SentFile) -> None:
+        """What of a file is there already."""
+        path, part = self._folder / file.name, self._part(number)
+        for each in (path, part):
+            if (each.exists() or each.is_symlink()) and not each.is_file():
+                raise ClusterError(f"{each}, which is to be written, is there and is no file; move it away")
+        if path.exists():
+            is_other = path.stat().st_size != file.nbytes
+            if is_other or sums_of(path, file.name, self._before).digest != file.digest:
+                raise ClusterError(
+                    f"{path} is there already and is another file than main's; delete it, or give another folder "
+                    "(`fetch`)",
+                    setting="fetch",
+                    given=str(self._folder),
+                    allowed="a folder that is empty, or has this model's files",
+                )
+            return
+        missing = set(range(file.chunks))
+        if part.exists():
+            if part.stat().st_size > file.nbytes:
+                os.truncate(part, file.nbytes)
+            missing = _unlike(make_sums(part, file.name, self._before), file)
+        self._lacks(number, missing)
+
+    def _lacks(self, number: int, chunks: set[int]) -> None:
+        self.missing[number] = chunks
+        self.missing_bytes += sum(self._sent.files[number].chunk_bytes(chunk) for chunk in chunks)
+
+    def _finish(self, number: int) -> None:
+        """Read the file once more, and give it its name."""
+        file, part = self._sent.files[number], self._part(number)
+        with part.open("r+b") as written:
+            os.fsync(written.fileno())
+        made = make_sums(part, file.name, self._before)
+        wrong = _unlike(made, file)
+        if wrong:
+            self._lacks(number, wrong)
+            return
+        if made.digest != file.digest:
+            raise ClusterError(f"main's checksums of {file.name} contradict each other; this is an error of smoe's")
+        path = self._folder / file.name
+        part.replace(path)
+        keep_sums(path, made)
+        del self.missing[number]
+
+
+def _unlike(made: SentFile, file: SentFile) -> set[int]:
+    """The chunks of a file that are others, or are not there."""
+    return {chunk for chunk in range(file.chunks) if made.sum_of(chunk) != file.sum_of(chunk)}

@@ -1,0 +1,105 @@
+"""A main that serves no model and sends its files alone (`smoe cluster send`), until whoever belongs to it has them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from smoe.cluster import frames
+from smoe.cluster.address import to_listen_at
+from smoe.cluster.admission import Admission
+from smoe.cluster.door import Door, user_of
+from smoe.cluster.doorbell import Doorbell
+from smoe.cluster.frames import FrameError
+from smoe.cluster.identity import Main
+from smoe.cluster.sending import FILE_KINDS, Courier
+
+_TURN_SECONDS = 0.1
+_MOST_BYTES = 1 << 16
+"""Of a part of a message: workers send words and numbers of pieces."""
+_log = logging.getLogger(__name__)
+
+
+class Post(Admission):
+    """What else workers say, a HELLO above all, is not answered: they wait for a main that computes."""
+
+    def __init__(
+        self,
+        main: Main,
+        paths: Mapping[str, Path],
+        precision: str,
+        rate: float | None = None,
+        on_whole: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """As `Courier` has them; `on_whole` hears the names of workers that have got everything."""
+        super().__init__(main)
+        self.courier = Courier(paths, precision, self.admitted, rate)
+        self._on_whole = on_whole
+        self._whole: set[str] = set()
+        self._bell: Doorbell[None] = Doorbell()
+        self._is_ending = False
+
+    def end(self) -> None:
+        """From any thread: `serve` returns soon."""
+        self._is_ending = True
+        self._bell.put(None)
+
+    def serve(self) -> None:
+        """Until `end`, or until all workers of the cluster have all files and nobody is invited any more. Raises
+        `ClusterError` where the address cannot be listened at."""
+        keys = self.main.keys
+        try:
+            at = to_listen_at(self.main.address, self.main.everywhere)
+            door = Door(at, keys.public, keys.secret, self, _MOST_BYTES)
+            try:
+                self._run(door)
+            finally:
+                self.courier.close()
+                door.close()
+        finally:
+            self._bell.close()
+
+    def _run(self, door: Door) -> None:
+        self.courier.begin(lambda: self._bell.put(None))
+        poller = zmq.Poller()
+        for each in (door.router, door.monitor, self._bell.fileno()):
+            poller.register(each, zmq.POLLIN)
+        while not self._is_ending and not self._is_done():
+            poller.poll(int(1000 * _TURN_SECONDS))
+            self._turn(door)
+
+    def _turn(self, door: Door) -> None:
+        router = door.router
+
+        def send(route: bytes, parts: list[Any]) -> bool:
+            try:
+                router.send_multipart([route, *parts], zmq.NOBLOCK, copy=False)
+            except zmq.ZMQError as error:  # it has gone, and will greet us anew
+                _log.info("cannot reach %r: %s", route, error)
+                return False
+            return True
+
+        self._bell.take()
+        while door.monitor.poll(0):
+            door.monitor.recv_multipart()  # who has gone greets us anew
+        while router.poll(0):
+            parts = router.recv_multipart(copy=False)
+            try:
+                frame = frames.parse([part.buffer for part in parts[1:]])
+                if frame.kind in FILE_KINDS:
+                    self.courier.heard(parts[0].bytes, user_of(parts[-1]), frame, send)
+            except FrameError as error:
+                _log.warning("a worker sent what cannot be: %s", error)
+        self.courier.turn(True, send)
+
+    def _is_done(self) -> bool:
+        """Whether there is nobody left who may want anything."""
+        for key in [key for key, missing in self.courier.missing.items() if missing == 0 and key not in self._whole]:
+            self._whole.add(key)
+            self._on_whole(self.name_of(key) or "?")
+        known = set(self.main.workers.values())
+        return bool(known) and known <= self._whole and not self.main.expects_someone()

@@ -1,0 +1,257 @@
+"""Main sends its model's files to workers that lack them, when nothing else is to be done.
+
+    link's thread    heard: who wants what     turn: nobody waits for an expert? one piece goes
+    courier's own    checksums, made once | reads the next piece, at the pace allowed, and rings
+
+While experts are being asked for, a piece goes in each gap between two requests, and no more: what lies in the system's
+buffers would be in the way of the next one. A worker that says FILES begins anew; what it had asked for is forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from smoe import __version__
+from smoe.cluster import files, frames
+from smoe.cluster.files import Manifest, Place, SentFile
+from smoe.cluster.frames import Frame, FrameError, Kind
+from smoe.cluster.pace import Pace
+from smoe.cluster.sums import forget_sums, identity, sums_of
+from smoe.errors import CheckpointError, SmoeError
+from smoe.memory.safetensors_index import FileIdentity, check_identity
+
+FILE_KINDS = (Kind.FILES, Kind.PIECE)
+"""What a worker says to a courier."""
+CALM_SECONDS = 0.2
+"""Without a request after which main counts as having nothing else to do."""
+_MOST_ASKED = 64
+"""Pieces that a worker may wait for; what it asks for beyond them is not heard."""
+_MOST_READY = 2
+"""Pieces that are read before they can go."""
+
+_log = logging.getLogger(__name__)
+
+Send = Callable[[bytes, list[Any]], bool]
+
+
+class _EndedError(Exception):
+    """The courier is to end."""
+
+
+@dataclass
+class Asker:
+    """A worker that fetches."""
+
+    route: bytes
+    wanted: deque[Place] = field(default_factory=deque)
+
+
+class Known(NamedTuple):
+    """The files as they were summed."""
+
+    manifest: Manifest
+    paths: tuple[Path, ...]
+    identities: tuple[FileIdentity, ...]
+
+
+class Courier:
+    """`heard` and `turn` are called by the thread that has the sockets; `close` ends its own."""
+
+    def __init__(
+        self,
+        paths: Mapping[str, Path],
+        precision: str,
+        admitted: Callable[[str, dict[str, Any]], str],
+        rate: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] | None = None,
+    ) -> None:
+        """`paths`: the files by the names under which they travel, of a model in this `precision`; `admitted`: why
+        somebody with this key, who says this of itself, gets nothing, or empty; `rate`: bytes a second at most, to all
+        workers together."""
+        self.missing: dict[str, int] = {}
+        """Bytes that workers said they lack, by key."""
+        self.summed_bytes = 0
+        self._paths, self._precision, self._admitted = dict(paths), precision, admitted
+        self._pace, self._clock = Pace(rate, clock), clock
+        self._is_ending = False
+        self._quiet, self._ended = threading.Event(), threading.Event()
+        self._sleep = sleep or self._ended.wait
+        self._changed = threading.Condition()
+        self._askers: OrderedDict[str, Asker] = OrderedDict()
+        self._ready: deque[tuple[bytes, list[Any]]] = deque()
+        self._known: Known | None = None
+        self._failure = ""
+        self._busy = -CALM_SECONDS
+        """When somebody waited for an expert last."""
+        self._has_sent = False
+        """In the gap that we are in."""
+        self._ring: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._run, name="smoe-courier", daemon=True)
+
+    def begin(self, ring: Callable[[], None]) -> None:
+        """`ring` has the sockets' thread call `turn` soon; it may be called from any thread."""
+        self._ring = ring
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+        self._ended.set()
+        self._quiet.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # -- the sockets' thread ------------------------------------------------------------------------------------------
+
+    def heard(self, route: bytes, key: str, frame: Frame, send: Send) -> None:
+        """A message of one of `FILE_KINDS`. Raises `FrameError`."""
+        if frame.kind is Kind.FILES:
+            self._greeted(route, key, frames.said(frame), send)
+            return
+        asker, known = self._askers.get(key), self._known
+        if asker is None or asker.route != route or known is None:
+            return  # it has not been let in, or its manifest is out of date: it will say FILES
+        if frame.body:
+            raise FrameError("a piece from a worker")
+        place = files.parse_place(frame, known.manifest)
+        with self._changed:
+            if len(asker.wanted) < _MOST_ASKED:
+                asker.wanted.append(place)
+            self._changed.notify_all()
+
+    def _greeted(self, route: bytes, key: str, said: dict[str, Any], send: Send) -> None:
+        why = self._refusal(key, said)
+        if why:
+            send(route, frames.talk(Kind.REFUSED, {"why": why}))
+            return
+        with self._changed:
+            self._askers[key] = Asker(route)
+            known, failure = self._known, self._failure
+            self._failure = ""  # once more, for whoever asks next
+            self._changed.notify_all()
+        if failure:
+            send(route, frames.talk(Kind.REFUSED, {"why": failure}))
+        elif known is None:
+            total = sum(path.stat().st_size for path in self._paths.values() if path.exists())
+            send(route, frames.talk(Kind.SUMMING, {"done_bytes": self.summed_bytes, "all_bytes": total}))
+        elif said.get("known") == known.manifest.mark:
+            missing = said.get("missing_bytes")
+            if type(missing) is int and 0 <= missing <= known.manifest.nbytes:
+                self.missing[key] = missing
+            send(route, frames.alone(Kind.SAME))
+        else:
+            send(route, files.manifest(known.manifest))
+
+    def _refusal(self, key: str, said: dict[str, Any]) -> str:
+        for what, mine in {"smoe": __version__, "precision": self._precision}.items():
+            if said.get(what) != mine:
+                return f"its {what} is {str(said.get(what))[:80]!r}, main has {mine!r}"
+        return self._admitted(key, said)
+
+    def turn(self, is_quiet: bool, send: Send) -> None:
+        """Send a piece where that may be: `is_quiet` says that nobody waits for an expert."""
+        now = self._clock()
+        if not is_quiet:
+            self._quiet.clear()
+            self._busy, self._has_sent = now, False
+            return
+        self._quiet.set()
+        if self._has_sent and now - self._busy < CALM_SECONDS:
+            return
+        with self._changed:
+            if not self._ready:
+                return
+            route, parts = self._ready.popleft()
+            is_more = bool(self._ready)
+            self._changed.notify_all()
+        self._has_sent = True
+        send(route, parts)
+        if is_more:
+            self._ring()
+
+    # -- the courier's thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._step()
+            except _EndedError:
+                return
+            except (OSError, SmoeError) as error:
+                _log.warning("files cannot be sent: %s", error)
+                with self._changed:
+                    self._known, self._failure = None, f"it cannot read the model's files ({error})"
+                    self._askers.clear()
+                    self._ready.clear()
+
+    def _step(self) -> None:
+        with self._changed:
+            self._changed.wait_for(self._has_something_to_do)
+            if self._is_ending:
+                raise _EndedError
+            known = self._known
+            key = next((key for key, asker in self._askers.items() if asker.wanted), "")
+            if key:
+                self._askers.move_to_end(key)  # by turns
+                asker = self._askers[key]
+                place, route = asker.wanted.popleft(), asker.route
+        if known is None:
+            known = self._summed()
+            with self._changed:
+                self._known = known
+        elif key:
+            self._fetch(known, route, place)
+
+    def _has_something_to_do(self) -> bool:
+        if self._is_ending or (self._askers and self._known is None):
+            return True
+        return len(self._ready) < _MOST_READY and any(asker.wanted for asker in self._askers.values())
+
+    def _fetch(self, known: Known, route: bytes, place: Place) -> None:
+        """Read a piece, when the pace allows it, and have it sent."""
+        while (left := self._pace.left_seconds()) > 0 and not self._is_ending:
+            self._sleep(left)
+        sent = known.manifest.files[place.file]
+        nbytes = sent.piece_bytes(place.piece)
+        self._pace.book(nbytes)
+        path = known.paths[place.file]
+        with path.open("rb") as file:
+            check_identity(path, file.fileno(), known.identities[place.file])
+            file.seek(place.piece * files.PIECE_BYTES)
+            data = file.read(nbytes)
+        with self._changed:
+            self._ready.append((route, files.piece(place, data)))
+        self._ring()
+
+    def _summed(self) -> Known:
+        """The manifest; a file that changes meanwhile is an error."""
+        self.summed_bytes = 0
+        made, identities = list[SentFile](), list[FileIdentity]()
+        for name, path in self._paths.items():
+            if not files.is_file_name(name):
+                raise CheckpointError(f"{path} has a name that does not travel; give it a plainer one")
+            before = self.summed_bytes
+            identities.append(identity(path))
+            made.append(sums_of(path, name, self._may_read))
+            if identity(path) != identities[-1]:
+                forget_sums(path)
+                raise CheckpointError(f"{path} is being written")
+            self.summed_bytes = before + made[-1].nbytes
+        return Known(Manifest(made), tuple(self._paths.values()), tuple(identities))
+
+    def _may_read(self, nbytes: int) -> None:
+        """Wait until nobody waits for an expert: reading and summing take the disk and a core."""
+        self._quiet.wait()
+        if self._is_ending:
+            raise _EndedError
+        self.summed_bytes += nbytes

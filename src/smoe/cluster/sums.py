@@ -1,0 +1,91 @@
+"""Checksums of a model's files, made once and kept in the user's cache for as long as the file is the same one.
+
+A file counts as the same by its path, inode, size and time of writing. The model's own folder is left alone: it may not
+be ours to write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from smoe.cluster.files import CHUNK_BYTES, SentFile
+from smoe.memory.safetensors_index import FileIdentity, check_identity, identity_of
+from smoe.user_cache import keep, kept, of_model
+
+_FORMAT = 1
+_READ_BYTES = 1 << 20
+"""At a time: between two reads others have their turn."""
+
+_log = logging.getLogger(__name__)
+
+
+def sums_of(path: Path, name: str, before: Callable[[int], None]) -> SentFile:
+    """The file, to be called `name`, as it was summed before, or is now; `before(nbytes)` is called before so many of
+    its bytes are read.
+
+    Raises `OSError`, and `CheckpointError` where the file is written meanwhile.
+    """
+    return kept_sums(path, name) or keep_sums(path, make_sums(path, name, before))
+
+
+def make_sums(path: Path, name: str, before: Callable[[int], None]) -> SentFile:
+    """Read the whole file. Raises as `sums_of`."""
+    whole, sums, done = hashlib.sha256(), bytearray(), 0
+    with path.open("rb", buffering=0) as file:
+        identity = identity_of(file.fileno())
+        while done < identity.nbytes:
+            chunk, end = hashlib.sha256(), min(done + CHUNK_BYTES, identity.nbytes)
+            while done < end:
+                wanted = min(_READ_BYTES, end - done)
+                before(wanted)
+                data = file.read(wanted)
+                if not data:
+                    break
+                chunk.update(data)
+                whole.update(data)
+                done += len(data)
+            sums += chunk.digest()
+            check_identity(path, file.fileno(), identity)
+    return SentFile(name, identity.nbytes, whole.hexdigest(), bytes(sums))
+
+
+def kept_sums(path: Path, name: str) -> SentFile | None:
+    """What was made of this very file before; None where nothing was."""
+    stored = kept(of_model("sums", path), _FORMAT)
+    if stored is None or stored.get("identity") != _identity(path):
+        return None
+    try:
+        return SentFile(name, int(stored["identity"][1]), str(stored["sha256"]), bytes.fromhex(stored["chunks"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def keep_sums(path: Path, made: SentFile) -> SentFile:
+    """Have them next time, where the cache can be written; returns them."""
+    content = {"format": _FORMAT, "identity": _identity(path), "sha256": made.digest, "chunks": made.sums.hex()}
+    try:
+        keep(of_model("sums", path), content)
+    except OSError as error:
+        _log.warning("checksums of %s are not kept, and will be made again: %s", path, error)
+    return made
+
+
+def forget_sums(path: Path) -> None:
+    """What was kept of the file is not true."""
+    with suppress(OSError):
+        of_model("sums", path).unlink(missing_ok=True)
+
+
+def identity(path: Path) -> FileIdentity:
+    """Of a file that need not be open. Raises `OSError`."""
+    with path.open("rb", buffering=0) as file:
+        return identity_of(file.fileno())
+
+
+def _identity(path: Path) -> list[int]:
+    """Without the device, whose number another start of the system may change."""
+    return list(identity(path)[1:])
