@@ -17,7 +17,9 @@ from smoe.load.worker_experts import open_experts
 from smoe.load.worker_files import worker_files
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
+from smoe.models.weight_samples import checksum
 from smoe.presets import configure
+from tests import gguf_toy
 from tests.packs import pack_folder
 
 
@@ -68,6 +70,17 @@ def test_shards_and_their_index_go(toy: Callable[..., Path]) -> None:
     found = list(files_of(folder))
     assert found[-2:] == ["model.safetensors.index.json", "config.json"]
     assert len(found) > 4 and all(name.endswith(".safetensors") for name in found[:-2])
+
+
+def test_of_a_gguf_model_its_file_goes(tmp_path: Path) -> None:
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q8_0")
+    assert files_of(path) == {"toy.gguf": path}
+    there = tmp_path / "there"
+    there.mkdir()
+    shutil.copy(path, there)
+    served = open_experts(there, 1 << 20, configure(threads=1))  # by its folder, as join --fetch has it
+    assert served.weights == checksum(path)
+    served.alone.close()
 
 
 def test_what_is_not_whole_is_not_sent(model: Path) -> None:
