@@ -157,12 +157,21 @@ def test_an_early_shadow_has_the_next_token_loaded_when_it_begins() -> None:
     assert seconds(replace(setting, shadow=replace(shadow, is_early=False)), known([0]), right) == [first] * 2
 
 
-def test_what_is_expected_for_a_later_token_is_not_held_yet() -> None:
-    """Expert 1 is with the second worker, and the first expects it for the token after."""
-    tokens = [token([1, 2], named=[[0, 1, 2]]), token([1, 3], named=[[1, 3, 4]])]
-    setting = cluster(3, AT_ONCE, group_size=3, shadow=ShadowTimes(0.25, is_early=True))
-    run = decode(setting, tokens)
-    assert run.late_loads == 0 and run.token_seconds[0] == 0.25 + LOAD + EXPERT
+def test_what_is_expected_for_a_later_step_is_not_held_yet() -> None:
+    worker = SimulatedWorker(Events(), WorkerTimes(LOAD, EXPERT))
+    for step in (0, 4):
+        worker.name(step, [(step, 1, EXACT)])
+    assert worker.holds(3) == {(0, 1, EXACT)} and worker.holds(4) == {(0, 1, EXACT), (4, 1, EXACT)}
+
+
+def test_a_message_to_each_of_the_group_and_to_nobody_else() -> None:
+    """Each token: one to the shadow, and in every layer two with rows and one to the spare."""
+    named = [[*chosen, spare] for chosen, spare in zip(CHOSEN, [5, 0, 1, 2] * 2, strict=True)]
+    told = ShadowTimes(0.01, kv_period=0)
+    for workers, group_size, names, messages in ((8, None, CHOSEN, 2), (12, 3, named, 3)):
+        setting = cluster(workers, group_size=group_size, shadow=told)
+        run = decode(setting, [token(*CHOSEN, named=names)] * 3)
+        assert len(run.busy["up"]) == 3 * (1 + 8 * messages) and len(run.busy["down"]) == 3 * 8 * 2
 
 
 def test_what_was_named_is_forgotten_once_main_has_asked_for_something_else() -> None:
@@ -204,17 +213,18 @@ def drawn(seed: int, layers: int = 6, tokens: int = 12) -> list[DecodedToken]:
     return found
 
 
+HOW: list[dict[str, Any]] = [
+    {"placement": "finish"},
+    {"placement": "finish", "main_names": True, "here": WorkerTimes(3.0, EXPERT, 4)},
+    {"turns_run_on": True},
+    {"group_size": 3},
+    {"main_names": True},
+]
 SETTINGS = [
     cluster(workers, slots=slots, shadow=shadow, chunk=chunk, **how)
     for workers, how, slots, shadow, chunk in product(
         (3, 8),
-        (
-            {"placement": "finish"},
-            {"placement": "finish", "main_names": True, "here": WorkerTimes(3.0, EXPERT, 4)},
-            {"turns_run_on": True},
-            {"group_size": 3},
-            {"main_names": True},
-        ),
+        HOW,
         (1, 3),
         (None, ShadowTimes(0.4, 1, 2, 30.0), ShadowTimes(0.4, 1, 1, 30.0, is_early=True)),
         (None, 0.3),

@@ -68,3 +68,10 @@ def test_what_is_named_comes_behind_what_was_asked_for(placement: str) -> None:
     """The second layer's come from 5.5 to 9.5, behind the first's; main asks at 8.0."""
     run = foretell(trace([[0, 1], [2, 3]]), MAIN, [WORKER] * 2, placement, [[], [2, 3]])
     assert run.token_seconds == [9.5 + 0.5 + 0.5] and run.late_loads == 2
+
+
+def test_by_finish_who_is_told_is_chosen_among_what_nobody_has() -> None:
+    """Expert 2 is with the first worker: 5, alone, is told to the first as well, as both seem to be free."""
+    guesses = [[], [], [], [2, 5]]
+    run = foretell(trace([[0], [2]], [[0], [2, 5]]), MAIN, [WORKER] * 2, "finish", guesses)
+    assert [len(run.busy[f"experts of {unit}"]) for unit in (2, 3)] == [5, 0] and run.loads == 3

@@ -322,7 +322,8 @@ def _nobody_waits() -> None:
 
 
 def _by_unit(units: Mapping[ExpertKey, int]) -> dict[int, list[ExpertKey]]:
-    shares: dict[int, list[ExpertKey]] = {}
+    """Ascending, so that messages leave in the same order whoever holds what."""
+    shares: dict[int, list[ExpertKey]] = {unit: [] for unit in sorted({*units.values()})}
     for key, unit in units.items():
-        shares.setdefault(unit, []).append(key)
+        shares[unit].append(key)
     return shares
