@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from bench.cluster import hops, soak, speed
+from bench.cluster.child import ChildError
 from bench.cluster.network import NetworkError, check
 
 _MODES = {"speed": speed, "hops": hops, "soak": soak}
@@ -38,7 +39,7 @@ def main() -> None:
         try:
             check()
             options.run(options)
-        except NetworkError as error:
+        except (NetworkError, ChildError) as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""What the main machine does in the benchmark: reads a prompt, decodes given tokens, says what each took and waited for.
+"""What the main machine does in the benchmark: reads a prompt, decodes given tokens, says what they took and waited for.
 
 A token's logits go into a checksum, so that runs can be compared bit by bit. What a layer waits for is that answer of a
 worker that came last, taken apart: bringing experts in (and waiting for others to be), computing, and all that lies
@@ -56,8 +56,6 @@ class Answer(NamedTuple):
 
     layer: int
     experts: int
-    foreseen: int
-    """Of them, those that main took for missing there."""
     came: float
     """When, on the clock of `time.perf_counter`."""
     whole: float
@@ -150,13 +148,11 @@ def answers() -> Iterator[list[Answer]]:
     heard: list[Answer] = []
     note: Any = Member.note
 
-    def noted(
-        member: Member, wanted: Iterable[Any], loads: int, whole: float, there: float, computing: float
-    ) -> None:
+    def noted(member: Member, wanted: Iterable[Any], *said: Any) -> None:
         asked = list(wanted)
-        answer = Answer(asked[0].key[0], len(asked), loads, time.perf_counter(), whole, there, computing)
-        heard.append(answer)
-        note(member, asked, loads, whole, there, computing)
+        whole, there, computing = said[1:] if len(said) == 4 else (said[0], *said[1][:2])
+        heard.append(Answer(asked[0].key[0], len(asked), time.perf_counter(), whole, there, computing))
+        note(member, asked, *said)
 
     Member.note = noted  # type: ignore[method-assign, assignment]
     try:

@@ -1,4 +1,4 @@
-"""What there and back costs: messages by plain TCP, and by ZeroMQ with CURVE as the cluster uses it, through one switch.
+"""What there and back costs: messages by plain TCP, and by ZeroMQ with CURVE as a cluster sends them, by one switch.
 
 Two machines echo what main sends to both at once; a token is 32 such hops, one after the other. The two ways alternate.
 """
@@ -10,7 +10,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from time import perf_counter, sleep
 from typing import Any
 
@@ -114,7 +114,7 @@ def _by_tcp(_: KeyPair) -> Iterator[Hop]:
 
 
 def _echo_tcp(_: str) -> None:
-    with _connected() as main:
+    with _connected() as main, suppress(EOFError):  # main has ended
         main.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while True:
             message = _receive(main)

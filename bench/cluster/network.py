@@ -21,6 +21,7 @@ import select
 import struct
 import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -155,10 +156,8 @@ def relay(devices: Sequence[int], link: Link) -> None:
         now = perf_counter()
         while waiting and waiting[0][0] <= now:
             _, _, device, packet = heapq.heappop(waiting)
-            try:
+            with suppress(OSError):  # its cable is pulled, or it takes no more: lost, as on any network
                 os.write(device, packet)
-            except OSError:
-                pass  # its cable is pulled, or it takes no more: lost, as on any network
 
 
 def _packets(device: int) -> Iterator[bytes]:

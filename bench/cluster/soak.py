@@ -1,4 +1,4 @@
-"""Random faults while a model decodes: does one bit change, is a token lost, how long is the worst one, does memory grow?
+"""Random faults while a model decodes: does a bit change, is a token lost, how long is the worst one, does memory grow?
 
 Main decodes the same tokens again and again; meanwhile a worker is killed and started again, frozen, cut off, made ten
 times slower or made to lie, or a stranger sends noise, at random moments of tokens, by a seed. A token's added latency
@@ -79,10 +79,10 @@ def run(options: argparse.Namespace) -> None:
         ):
             main = workers.main(lambda child: _decode(child, asked, expected))
             try:
-                main.hear(_END_SECONDS)
+                workers.hear(main, _END_SECONDS)
                 faults, held = _disturb(options, network, workers, folder, main)
                 main.say("enough")
-                tokens, failures = main.hear(_END_SECONDS)
+                tokens, failures = workers.hear(main, _END_SECONDS)
             finally:
                 main.kill()
     found = judged([Token(*each) for each in tokens], faults, load)
@@ -301,9 +301,10 @@ def table(found: dict[str, Any]) -> str:
     for kind, row in sorted(found["kinds"].items()):
         added = row["added_seconds"] or [0.0]
         late = sum(each > 0 for each in row["beyond_seconds"])
+        most = max([0.0, *row["beyond_seconds"]])
         lines.append(
-            f"{kind}: {row['faults']}, adds {1e3 * median(added):.0f} ms in the middle, {1e3 * max(added):.0f} at most; "
-            f"{late} beyond what is allowed, by {1e3 * max([0.0, *row['beyond_seconds']]):.0f} ms at most"
+            f"{kind}: {row['faults']}, adds {1e3 * median(added):.0f} ms in the middle, {1e3 * max(added):.0f} at "
+            f"most; {late} beyond what is allowed, by {1e3 * most:.0f} ms at most"
         )
     main, workers = found["rss_bytes"]["main"], found["rss_bytes"]["worker"]
     lines.append(f"main held {main[0] >> 20} MiB at the start, {main[-1] >> 20} at the end, {max(main) >> 20} at most")

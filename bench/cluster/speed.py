@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace, shape: Shape, cell: Cell) -> dict[str, 
             machines = {0: Dials()} | workers.dials
             main = workers.main(lambda child: child.say(decode(asked, machines)))
             try:
-                found: dict[str, Any] = main.hear(_RUN_SECONDS)
+                found: dict[str, Any] = workers.hear(main, _RUN_SECONDS)
                 found["peak_rss_bytes"] = {n: child.peak_rss_bytes() for n, child in workers.running.items()}
             finally:
                 main.kill()
@@ -184,7 +184,10 @@ def table(results: dict[Cell, list[dict[str, Any]]], shape: Shape) -> str:
     for cell, runs in results.items():
         parts = [(name, median(each["waits"][name] for each in runs)) for name in runs[0]["waits"]]
         waited.append(
-            (str(cell), *(f"{part:.0%}" if name.startswith("requests") else f"{1e3 * part:.0f}" for name, part in parts))
+            (
+                str(cell),
+                *(f"{part:.0%}" if name.startswith("requests") else f"{1e3 * part:.0f}" for name, part in parts),
+            )
         )
     exact = all(each["is_exact"] for runs in results.values() for each in runs)
     return f"{text}\n\n{_aligned(waited)}\n\nlogits {'equal' if exact else 'NOT EQUAL'} to those of one machine\n"
@@ -216,4 +219,3 @@ def options_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--main-load-ms", type=float, default=280.0, help="... from main's")
     parser.add_argument("--expert-ms", type=float, default=1.5, help="of computing one")
     parser.add_argument("--layer-ms", type=float, default=4.5, help="on main, of what lies between two layers' experts")
-

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.cluster.acting import Dials, Times, act, lie_when_told
-from bench.cluster.child import Child
+from bench.cluster.child import Child, ChildError
 from bench.cluster.network import Network, address
 from smoe import cli
 from smoe.cluster.identity import invitation, keep_main, new_main, read_main
@@ -91,6 +91,14 @@ class Workers:
             work(child)
 
         return Child("main", begin, self._folder / "main.log")
+
+    def hear(self, main: Child, seconds: float) -> Any:
+        """What main says; raises `ChildError` with what all of them have printed where it does not."""
+        try:
+            return main.hear(seconds)
+        except ChildError as error:
+            said = "\n".join(f"{child}: {child.last_words()}" for child in self.running.values())
+            raise ChildError(f"{error}\n{said}") from None
 
     def restart(self, n: int) -> None:
         """Start a worker again that has ended."""

@@ -92,7 +92,7 @@ def test_without_root_or_devices_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def answer(layer: int, came: float, whole: float, there: float, computing: float) -> Answer:
-    return Answer(layer, 1, 0, came, whole, there, computing)
+    return Answer(layer, 1, came, whole, there, computing)
 
 
 def test_a_layer_waits_for_its_last_answer() -> None:
