@@ -1,6 +1,6 @@
 """A cluster measured on one machine, with real processes in network namespaces over a shaped link.
 
-    python -m bench.cluster speed MODEL [--workers 1,4] [--kinds finish,od-moe,...] [--links 1gbit] [--out FILE.json]
+    python -m bench.cluster speed MODEL [--cells 1xfinish,4xfinish,...] [--links 1gbit] [--out FILE.json]
     python -m bench.cluster hops [--sizes 8192,16384]
     python -m bench.cluster soak MODEL [--faults 200] [--seed 0]
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from smoe.cluster.worker import WorkerProcess
 from smoe.compute import experts_alone
 from smoe.load import pretrained
-from smoe.memory.disk import DiskReader
+from smoe.memory.movers import Filler
 from smoe.memory.pacing import Pacing
 
 
@@ -39,12 +39,12 @@ class Dials:
         self._values: Any = RawArray("d", 4)
 
     @property
-    def read_bytes(self) -> float:
-        """Of experts, since the process began."""
-        return float(self._values[0])
+    def loads(self) -> int:
+        """Experts read, since the process began."""
+        return int(self._values[0])
 
-    def add_read(self, nbytes: int) -> None:
-        self._values[0] += nbytes
+    def count_load(self) -> None:
+        self._values[0] += 1
 
     @property
     def slowness(self) -> float:
@@ -70,10 +70,10 @@ class Dials:
             self._values[n] = 0.0
 
 
-def act(times: Times, expert_bytes: int, dials: Dials) -> None:
+def act(times: Times, dials: Dials) -> None:
     """From now on this process's disk and arithmetic are as slow. Before a model is opened."""
-    _slow_disk(times.load / expert_bytes, dials)
-    pacing = type("Acted", (_Acted,), {"times": times, "dials": dials})
+    _slow_disk(times.load, dials)
+    pacing: Any = type("Acted", (_Acted,), {"times": times, "dials": dials})
     experts_alone.Pacing = pacing  # type: ignore[attr-defined]
     pretrained.Pacing = pacing  # type: ignore[attr-defined]
 
@@ -91,19 +91,19 @@ def lie_when_told(dials: Dials) -> None:
     WorkerProcess._send = sent  # type: ignore[method-assign, assignment]
 
 
-def _slow_disk(seconds_per_byte: float, dials: Dials) -> None:
-    read: Any = DiskReader.read
+def _slow_disk(seconds: float, dials: Dials) -> None:
+    fill: Any = Filler.fill
     lock, free = threading.Lock(), [0.0]
 
-    def slowly(reader: DiskReader, *what: Any) -> int:
-        came: int = read(reader, *what)
-        dials.add_read(came)
+    def slowly(filler: Filler, *what: Any) -> int:
+        came: int = fill(filler, *what)
         with lock:
-            ends = free[0] = max(time.perf_counter(), free[0]) + came * seconds_per_byte * dials.slowness
+            dials.count_load()
+            ends = free[0] = max(time.perf_counter(), free[0]) + seconds * dials.slowness
         _wait_until(ends)
         return came
 
-    DiskReader.read = slowly  # type: ignore[method-assign, assignment]
+    Filler.fill = slowly  # type: ignore[method-assign, assignment]
 
 
 class _Acted(Pacing):

@@ -1,4 +1,4 @@
-"""What the main machine does in the benchmark: reads a prompt, decodes given tokens, says what they took and waited for.
+"""What the main machine does in the benchmark: reads a prompt, decodes given tokens, says what they took and waited.
 
 A token's logits go into a checksum, so that runs can be compared bit by bit. What a layer waits for is that answer of a
 worker that came last, taken apart: bringing experts in (and waiting for others to be), computing, and all that lies
@@ -39,6 +39,8 @@ class Decoding:
 
     shape: Shape
     times: Times
+    load_there: float
+    """Seconds that a worker takes to bring an expert in."""
     workers: int
     """0: no cluster at all."""
     switches: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +71,7 @@ class Answer(NamedTuple):
 def open_model(asked: Decoding, dials: Dials) -> Any:
     """The model with the fewest slots that it can work with, its disk and arithmetic as slow as asked."""
     shape = asked.shape
-    act(asked.times, shape.expert_bytes, dials)
+    act(asked.times, dials)
     given: dict[str, Any] = {"threads": 1, "context_tokens": _CONTEXT, "preload": False} | asked.switches
     if asked.workers:
         given |= {"cluster": NAME, "cluster_workers": asked.workers, "cluster_timeout_seconds": _WAIT_SECONDS}
@@ -96,17 +98,17 @@ def decode(asked: Decoding, machines: Mapping[int, Dials]) -> dict[str, Any]:
             digest.update(logits.float().numpy().tobytes())
             seconds.append(took)
             if len(seconds) == asked.untimed + 1:
-                before, read, began = engine.stats(), _read(machines), time.perf_counter()
-        counters, read_since = engine.stats() - before, _read(machines)
+                before, before_loads, began = engine.stats(), _loads(machines), time.perf_counter()
+        counters, loaded = engine.stats() - before, _loads(machines)
         others = engine.executor.compute.others
         return {
             "ttft_seconds": seconds[0],
             "seconds": seconds[asked.untimed + 1 :],
             "logits": digest.hexdigest(),
-            "loads": {n: (read_since[n] - read[n]) / asked.shape.expert_bytes / asked.tokens for n in machines},
+            "loads": {n: (loaded[n] - before_loads[n]) / asked.tokens for n in machines},
             "experts": counters.decode_uses / asked.tokens,
             "at_workers": counters.host_computed / asked.tokens,
-            "waits": waits([each for each in heard if each.came >= began], asked.tokens, asked.times.load)
+            "waits": waits([each for each in heard if each.came >= began], asked.tokens, asked.load_there)
             | parts(counters, asked.tokens),
             "slots": engine.ledger.cache_slots,
             "workers": [] if others is None else others.described(),
@@ -131,13 +133,13 @@ def read_all(shape: Shape, cluster: Any, workers: Iterable[Dials]) -> None:
             for member in cluster.members:
                 cluster.link.fetch(member.unit, keys[begin : begin + 16])
             _until_quiet(machines)
-    least = min(dials.read_bytes for dials in machines) / shape.expert_bytes
-    assert least >= shape.all_experts and time.monotonic() < until, f"a worker has read {least:.0f} experts only"
+    least = min(dials.loads for dials in machines)
+    assert least >= shape.all_experts and time.monotonic() < until, f"a worker has read {least} experts only"
 
 
 def _until_quiet(machines: Iterable[Dials]) -> None:
-    before = [-1.0]
-    while before != (now := [dials.read_bytes for dials in machines]):
+    before = [-1]
+    while before != (now := [dials.loads for dials in machines]):
         before = now
         time.sleep(0.03)
 
@@ -163,7 +165,7 @@ def answers() -> Iterator[list[Answer]]:
 
 def waits(heard: Iterable[Answer], tokens: int, load: float) -> dict[str, float]:
     """Seconds a token, by what the last answer of each layer spent them on; and the share of requests that came to a
-    worker where a load was under way or to be made (longer than a quarter of one)."""
+    worker where one was under way or to be made, and waited for a quarter of a load at least."""
     found = {"loads there": 0.0, "computing there": 0.0, "between": 0.0}
     late = count = 0
     for _, of_layer in groupby(sorted(heard, key=lambda each: each.came), key=lambda each: each.layer):
@@ -172,7 +174,7 @@ def waits(heard: Iterable[Answer], tokens: int, load: float) -> dict[str, float]
         found["loads there"] += (last.there - last.computing) / tokens
         found["computing there"] += last.computing / tokens
         found["between"] += (last.whole - last.there) / tokens
-        late += sum(each.there - each.computing > load / 4 for each in together)
+        late += sum(each.there - each.computing > load / 4 for each in together) if load else 0
         count += len(together)
     return found | {"requests that waited for loads": late / max(1, count)}
 
@@ -189,5 +191,5 @@ def parts(counters: Any, tokens: int) -> dict[str, float]:
     return {name: seconds / tokens for name, seconds in found.items()}
 
 
-def _read(machines: Mapping[int, Dials]) -> dict[int, float]:
-    return {n: dials.read_bytes for n, dials in machines.items()}
+def _loads(machines: Mapping[int, Dials]) -> dict[int, int]:
+    return {n: dials.loads for n, dials in machines.items()}

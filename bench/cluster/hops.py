@@ -68,15 +68,18 @@ def _one_way(network: Network, way: str, sizes: list[int], tokens: int) -> dict[
         with connected(keys) as hop:
             child.say({str(size): _token_seconds(hop, size, tokens) for size in sizes})
 
-    def answer(machine: int) -> None:
-        network.enter(machine)
-        echo(keys.public)
+    def answering(machine: int) -> Callable[[Child], None]:
+        def answer(_: Child) -> None:
+            network.enter(machine)
+            echo(keys.public)
+
+        return answer
 
     with ExitStack() as made:
         main = Child("main", work)
         made.callback(main.kill)
         for machine in _MACHINES:
-            made.callback(Child(f"echo {machine}", lambda _, machine=machine: answer(machine)).kill)
+            made.callback(Child(f"echo {machine}", answering(machine)).kill)
         return dict(main.hear(_RUN_SECONDS))
 
 

@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
     shape, load = Shape.of(options.model), options.load_ms / 1e3
     times = Times(load, options.expert_ms / 1e3)
     main_times = Times(load, options.expert_ms / 1e3, options.layer_ms / 1e3)
-    asked = Decoding(shape, main_times, options.workers, {"preset": options.preset}, tokens=options.tokens)
+    asked = Decoding(shape, main_times, load, options.workers, {"preset": options.preset}, tokens=options.tokens)
     expected = _expected(asked)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -99,7 +99,7 @@ def _expected(asked: Decoding) -> list[str]:
     """The checksums of every step's logits in one process without a cluster."""
 
     def alone(child: Child) -> None:
-        plain = Decoding(asked.shape, Times(0.0, 0.0), 0, tokens=asked.tokens)
+        plain = Decoding(asked.shape, Times(0.0, 0.0), 0.0, 0, tokens=asked.tokens)
         model = open_model(plain, Dials())
         with model.offload as engine, torch.no_grad():
             child.say([_checksum(logits) for logits, _ in steps(model, _ids(plain), plain.prompt, engine.new_cache())])

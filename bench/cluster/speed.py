@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "resident-od-moe": {"preset": "od-moe"},
 }
 """Preset and switches of main."""
+_CELLS = "1xfinish,4xfinish,1xod-moe,4xod-moe,4xresident,4xresident-od-moe"
 _RUN_SECONDS = 300.0
 
 
@@ -42,6 +43,14 @@ class Cell(NamedTuple):
     """One of `KINDS`."""
     link: str
     """One of `LINKS`."""
+
+    @classmethod
+    def named(cls, text: str, link: str) -> Cell:
+        """`4xfinish`."""
+        workers, _, kind = text.partition("x")
+        if not workers.isdecimal() or kind not in KINDS or link not in LINKS:
+            raise SystemExit(f"{text!r} at {link!r}: a cell is WORKERSxKIND, of {', '.join(KINDS)}; {', '.join(LINKS)}")
+        return cls(int(workers), kind, link)
 
     @property
     def is_resident(self) -> bool:
@@ -59,12 +68,7 @@ class Cell(NamedTuple):
 def run(options: argparse.Namespace) -> None:
     """All cells, and what they come to."""
     shape = Shape.of(options.model)
-    cells = [
-        Cell(workers, kind, link)
-        for link in options.links.split(",")
-        for workers in map(int, options.workers.split(","))
-        for kind in options.kinds.split(",")
-    ]
+    cells = [Cell.named(each, link) for link in options.links.split(",") for each in options.cells.split(",")]
     results: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in cells}
     alone = _alone(options, shape)
     for _ in range(options.rounds):
@@ -84,7 +88,7 @@ def measure(options: argparse.Namespace, shape: Shape, cell: Cell) -> dict[str, 
     times = Times(load, options.expert_ms / 1e3)
     main_times = Times(options.main_load_ms / 1e3, options.expert_ms / 1e3, options.layer_ms / 1e3)
     asked = Decoding(
-        shape, main_times, cell.workers, KINDS[cell.kind], tokens=options.tokens, reads_all=cell.is_resident
+        shape, main_times, load, cell.workers, KINDS[cell.kind], tokens=options.tokens, reads_all=cell.is_resident
     )
     slots = shape.all_experts if cell.is_resident else options.slots
     with tempfile.TemporaryDirectory() as name:
@@ -105,7 +109,7 @@ def measure(options: argparse.Namespace, shape: Shape, cell: Cell) -> dict[str, 
 
 def _alone(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     """The same tokens in one process, without a cluster and as fast as it goes."""
-    asked = Decoding(shape, Times(0.0, 0.0), 0, tokens=options.tokens)
+    asked = Decoding(shape, Times(0.0, 0.0), 0.0, 0, tokens=options.tokens)
     child = Child("alone", lambda child: child.say(decode(asked, {0: Dials()})))
     try:
         return dict(child.hear(_RUN_SECONDS))
@@ -118,7 +122,7 @@ def _alone(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
 
 def seconds(found: dict[str, Any]) -> float:
     """Of a token: the mean, as loads come in lumps."""
-    return sum(found["seconds"]) / len(found["seconds"])
+    return float(sum(found["seconds"]) / len(found["seconds"]))
 
 
 def line(found: dict[str, Any]) -> str:
@@ -209,8 +213,7 @@ def _aligned(lines: Sequence[Iterable[str]]) -> str:
 def options_of(parser: argparse.ArgumentParser) -> None:
     """What can be asked."""
     parser.add_argument("model", type=Path, help="a folder")
-    parser.add_argument("--workers", default="1,4")
-    parser.add_argument("--kinds", default="finish,od-moe,resident,resident-od-moe", help=", ".join(KINDS))
+    parser.add_argument("--cells", default=_CELLS, help=f"WORKERSxKIND, of {', '.join(KINDS)}")
     parser.add_argument("--links", default="1gbit", help=", ".join(LINKS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=24, help="timed ones")

@@ -24,6 +24,8 @@ from smoe.cluster.identity import invitation, keep_main, new_main, read_main
 
 NAME = "bench"
 _CONFIGURATION = "XDG_CONFIG_HOME"
+_ALIGNMENT_BYTES = 4096
+"""What a slot may have beside its expert, whose place in the file is no multiple of a page."""
 _OWN_CLASSES = ("num_experts", "num_local_experts")
 
 
@@ -62,7 +64,7 @@ class Workers:
         """Each with so many experts in memory."""
         self._network, self._folder = network, folder
         self._shape, self._times = shape, times
-        self._memory_bytes = slots * shape.expert_bytes
+        self._memory_bytes = slots * (shape.expert_bytes + _ALIGNMENT_BYTES)
         self.dials = {n: Dials() for n in range(1, count + 1)}
         self.running: dict[int, Child] = {}
         """By the number of the machine."""
@@ -119,7 +121,7 @@ class Workers:
             self._network.enter(n)
             os.environ[_CONFIGURATION] = str(self._folder / f"w{n}")
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            act(self._times, self._shape.expert_bytes, self.dials[n])
+            act(self._times, self.dials[n])
             lie_when_told(self.dials[n])
             sys.argv = ["smoe", "cluster", "join", invited, str(self._shape.folder), *memory]
             cli.main()

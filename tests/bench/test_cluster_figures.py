@@ -143,6 +143,9 @@ def test_ratios_are_of_runs_of_one_round() -> None:
 def test_each_kind_is_compared_with_its_own_placement() -> None:
     assert Cell(4, "od-moe", "1gbit").reference == Cell(4, "resident-od-moe", "1gbit")
     assert {Cell(4, kind, "1gbit").reference.kind for kind in KINDS} <= KINDS.keys()
+    assert Cell.named("4xod-moe-4-ahead", "1gbit") == Cell(4, "od-moe-4-ahead", "1gbit")
+    with pytest.raises(SystemExit, match="a cell is WORKERSxKIND"):
+        Cell.named("4xfast", "1gbit")
     assert set(LINKS) == {"100mbit", "1gbit", "unshaped"}
 
 
