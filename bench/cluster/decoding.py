@@ -1,4 +1,4 @@
-"""What the main machine does in the benchmark: reads a prompt, decodes given tokens, says what they took and waited.
+"""What the main machine does in the benchmark: it reads a prompt, decodes greedily, says what tokens took and waited for.
 
 A token's logits go into a checksum, so that runs can be compared bit by bit. What a layer waits for is that answer of a
 worker that came last, taken apart: bringing experts in (and waiting for others to be), computing, and all that lies
@@ -87,14 +87,14 @@ def text_tokens(folder: Path, count: int) -> list[int]:
 
 def decode(asked: Decoding, machines: Mapping[int, Dials]) -> dict[str, Any]:
     """Open the model and do it; `machines`: of main (0) and of each worker. Seconds; experts a token."""
-    ids = text_tokens(asked.shape.folder, asked.prompt + asked.untimed + asked.tokens)
+    ids = text_tokens(asked.shape.folder, asked.prompt)
     model = open_model(asked, machines[0])
     engine, digest, seconds = model.offload, hashlib.sha256(), []
     if asked.reads_all:
         read_all(asked.shape, engine.executor.compute.others, [machines[n] for n in range(1, asked.workers + 1)])
     with engine, torch.no_grad(), answers() as heard:
         cache = engine.new_cache()
-        for logits, took in steps(model, ids, asked.prompt, cache):
+        for logits, took in steps(model, ids, asked.untimed + asked.tokens, cache):
             digest.update(logits.float().numpy().tobytes())
             seconds.append(took)
             if len(seconds) == asked.untimed + 1:
@@ -111,16 +111,20 @@ def decode(asked: Decoding, machines: Mapping[int, Dials]) -> dict[str, Any]:
             "waits": waits([each for each in heard if each.came >= began], asked.tokens, asked.load_there)
             | parts(counters, asked.tokens),
             "slots": engine.ledger.cache_slots,
+            "shadow_bytes": engine.ledger.demand.shadow_bytes,
             "workers": [] if others is None else others.described(),
         }
 
 
-def steps(model: Any, ids: list[int], prompt: int, cache: Any) -> Iterator[tuple[torch.Tensor, float]]:
-    """(logits of the last position, seconds) for the prompt and for every token after it."""
-    for begin, end in [(0, prompt), *((n, n + 1) for n in range(prompt, len(ids)))]:
-        given, began = torch.tensor([ids[begin:end]]), time.perf_counter()
-        out = model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        yield out.logits[0, -1], time.perf_counter() - began
+def steps(model: Any, prompt: list[int], tokens: int, cache: Any) -> Iterator[tuple[torch.Tensor, float]]:
+    """(logits of the last position, seconds) for the prompt and for so many tokens after it, greedily."""
+    given = prompt
+    for _ in range(1 + tokens):
+        began = time.perf_counter()
+        out = model(input_ids=torch.tensor([given]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits = out.logits[0, -1]
+        given = [int(logits.argmax())]
+        yield logits, time.perf_counter() - began
 
 
 def read_all(shape: Shape, cluster: Any, workers: Iterable[Dials]) -> None:
@@ -150,11 +154,11 @@ def answers() -> Iterator[list[Answer]]:
     heard: list[Answer] = []
     note: Any = Member.note
 
-    def noted(member: Member, wanted: Iterable[Any], *said: Any) -> None:
+    def noted(member: Member, wanted: Iterable[Any], whole: float, times: Any) -> None:
         asked = list(wanted)
-        whole, there, computing = said[1:] if len(said) == 4 else (said[0], *said[1][:2])
-        heard.append(Answer(asked[0].key[0], len(asked), time.perf_counter(), whole, there, computing))
-        note(member, asked, *said)
+        answer = Answer(asked[0].key[0], len(asked), time.perf_counter(), whole, times.whole, times.computing)
+        heard.append(answer)
+        note(member, asked, whole, times)
 
     Member.note = noted  # type: ignore[method-assign, assignment]
     try:

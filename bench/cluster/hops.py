@@ -10,17 +10,19 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from time import perf_counter, sleep
+from types import SimpleNamespace
 from typing import Any
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from bench.cluster.child import Child
 from bench.cluster.network import LINKS, Network, address
 from bench.cluster.results import spread, write
-from smoe.cluster.door import listen
+from smoe.cluster import frames
+from smoe.cluster.address import Endpoint
+from smoe.cluster.door import Door
 from smoe.cluster.identity import KeyPair
 
 _HOPS = 32
@@ -154,23 +156,18 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytearray:
 
 @contextmanager
 def _by_zmq(keys: KeyPair) -> Iterator[Hop]:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        guard = ThreadAuthenticator(context)
-        guard.start()
-        try:
-            guard.configure_curve_callback("*", _Everybody())
-            listen(router, f"tcp://{address(0)}:{_PORT}", keys.public, keys.secret)
-            routes = [router.recv_multipart()[0] for _ in _MACHINES]
+    everybody: Any = SimpleNamespace(may_knock=lambda _: True)
+    at = Endpoint(f"tcp://{address(0)}:{_PORT}", is_ipv6=False)
+    with closing(Door(at, keys.public, keys.secret, everybody, frames.MOST_BYTES)) as door:
+        routes = [door.router.recv_multipart()[0] for _ in _MACHINES]
 
-            def hop(message: bytes) -> None:
-                for route in routes:
-                    router.send_multipart([route, message], copy=False)
-                for _ in routes:
-                    router.recv_multipart(copy=False)
+        def hop(message: bytes) -> None:
+            for route in routes:
+                door.router.send_multipart([route, message], copy=False)
+            for _ in routes:
+                door.router.recv_multipart(copy=False)
 
-            yield hop
-        finally:
-            guard.stop()
+        yield hop
 
 
 def _echo_zmq(main_key: str) -> None:
@@ -182,12 +179,6 @@ def _echo_zmq(main_key: str) -> None:
         dealer.send(b"here")
         while True:
             dealer.send_multipart(dealer.recv_multipart(copy=False), copy=False)
-
-
-class _Everybody:
-    def callback(self, domain: str, key: bytes) -> bool:
-        del domain, key
-        return True
 
 
 _WAYS: dict[str, tuple[Any, Callable[[str], None]]] = {"tcp": (_by_tcp, _echo_tcp), "zmq-curve": (_by_zmq, _echo_zmq)}

@@ -30,7 +30,7 @@ from bench.cluster.decoding import Decoding, open_model, steps, text_tokens
 from bench.cluster.network import LINKS, Network, address
 from bench.cluster.results import write
 from bench.cluster.workers import NAME, Shape, Workers
-from smoe.cluster.identity import DEFAULT_PORT
+from smoe.cluster.address import DEFAULT_PORT
 from smoe.cluster.members import Member
 
 _AFTERMATH_SECONDS = 0.25
@@ -102,7 +102,7 @@ def _expected(asked: Decoding) -> list[str]:
         plain = Decoding(asked.shape, Times(0.0, 0.0), 0.0, 0, tokens=asked.tokens)
         model = open_model(plain, Dials())
         with model.offload as engine, torch.no_grad():
-            child.say([_checksum(logits) for logits, _ in steps(model, _ids(plain), plain.prompt, engine.new_cache())])
+            child.say([_checksum(logits) for logits, _ in steps(model, _ids(plain), plain.tokens, engine.new_cache())])
 
     child = Child("alone", alone)
     try:
@@ -120,7 +120,7 @@ def _decode(child: Child, asked: Decoding, expected: Sequence[str]) -> None:
         while True:
             try:
                 began = time.monotonic()
-                for position, (logits, _) in enumerate(steps(model, ids, asked.prompt, engine.new_cache())):
+                for position, (logits, _) in enumerate(steps(model, ids, asked.tokens, engine.new_cache())):
                     ended = time.monotonic()
                     is_equal = _checksum(logits) == expected[position]
                     tokens.append(Token(position, began, ended, is_equal, max(deadlines, default=0.0)))
@@ -151,7 +151,7 @@ def _noting_deadlines() -> list[float]:
 
 
 def _ids(asked: Decoding) -> list[int]:
-    return text_tokens(asked.shape.folder, asked.prompt + asked.tokens)
+    return text_tokens(asked.shape.folder, asked.prompt)
 
 
 def _checksum(logits: torch.Tensor) -> str:

@@ -8,6 +8,7 @@ each worker's memory; *resident* and *resident-od-moe* the same with every exper
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -22,13 +23,15 @@ from bench.cluster.network import LINKS, Network
 from bench.cluster.results import spread, write
 from bench.cluster.workers import Shape, Workers
 
-_AHEAD: dict[str, Any] = {"prefetch": "stacked-gates", "prefetch_depth": 4}
+_SHADOW: dict[str, Any] = {"prefetch": "shadow", "shadow": "int4"}
 KINDS: dict[str, dict[str, Any]] = {
     "finish": {},
-    "od-moe": {"preset": "od-moe"},
-    "od-moe-4-ahead": {"preset": "od-moe"} | _AHEAD,
+    "finish-shadow": _SHADOW,
+    "od-moe": {"preset": "od-moe", "shadow": "int4"},
+    "od-moe-int8": {"preset": "od-moe"},
+    "od-moe-next-gate": {"preset": "od-moe", "prefetch": "next-gate"},
     "resident": {},
-    "resident-od-moe": {"preset": "od-moe"},
+    "resident-od-moe": {"preset": "od-moe", "prefetch": "none"},
 }
 """Preset and switches of main."""
 _CELLS = "1xfinish,4xfinish,1xod-moe,4xod-moe,4xresident,4xresident-od-moe"
@@ -43,32 +46,38 @@ class Cell(NamedTuple):
     """One of `KINDS`."""
     link: str
     """One of `LINKS`."""
+    slots: int
+    """Experts in each worker's memory; 0: all."""
 
     @classmethod
-    def named(cls, text: str, link: str) -> Cell:
-        """`4xfinish`."""
-        workers, _, kind = text.partition("x")
-        if not workers.isdecimal() or kind not in KINDS or link not in LINKS:
-            raise SystemExit(f"{text!r} at {link!r}: a cell is WORKERSxKIND, of {', '.join(KINDS)}; {', '.join(LINKS)}")
-        return cls(int(workers), kind, link)
+    def named(cls, text: str, link: str, slots: int) -> Cell:
+        """`4xfinish`, or `4xfinish@8` for other slots."""
+        found = re.fullmatch(r"([0-9]+)x([a-z0-9-]+)(?:@([0-9]+))?", text)
+        if found is None or found[2] not in KINDS or link not in LINKS:
+            known = f"WORKERSxKIND[@SLOTS], of {', '.join(KINDS)}; a link one of {', '.join(LINKS)}"
+            raise SystemExit(f"{text!r} at {link!r}: a cell is {known}")
+        slots = 0 if found[2].startswith("resident") else int(found[3] or slots)
+        return cls(int(found[1]), found[2], link, slots)
 
     @property
     def is_resident(self) -> bool:
-        return self.kind.startswith("resident")
+        return self.slots == 0
 
     @property
     def reference(self) -> Cell:
         """The same cluster with everything resident."""
-        return self._replace(kind="resident-od-moe" if self.kind.startswith("od-moe") else "resident")
+        return self._replace(kind="resident-od-moe" if self.kind.startswith("od-moe") else "resident", slots=0)
 
     def __str__(self) -> str:
-        return f"{self.workers} x {self.kind}, {self.link}"
+        return f"{self.workers} x {self.kind}{f' @ {self.slots}' if self.slots else ''}, {self.link}"
 
 
 def run(options: argparse.Namespace) -> None:
     """All cells, and what they come to."""
     shape = Shape.of(options.model)
-    cells = [Cell.named(each, link) for link in options.links.split(",") for each in options.cells.split(",")]
+    cells = [
+        Cell.named(each, link, options.slots) for link in options.links.split(",") for each in options.cells.split(",")
+    ]
     results: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in cells}
     alone = _alone(options, shape)
     for _ in range(options.rounds):
@@ -90,7 +99,7 @@ def measure(options: argparse.Namespace, shape: Shape, cell: Cell) -> dict[str, 
     asked = Decoding(
         shape, main_times, load, cell.workers, KINDS[cell.kind], tokens=options.tokens, reads_all=cell.is_resident
     )
-    slots = shape.all_experts if cell.is_resident else options.slots
+    slots = cell.slots or shape.all_experts
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with (
@@ -140,7 +149,8 @@ def rows(results: dict[Cell, list[dict[str, Any]]], shape: Shape) -> list[dict[s
     for cell, runs in results.items():
         one = _speed_over(results, cell, cell._replace(workers=1))
         resident = _speed_over(results, cell, cell.reference)
-        resident_slots = sum(member["slots"] for member in runs[0]["workers"]) + runs[0]["slots"]
+        held = sum(member["slots"] for member in runs[0]["workers"]) + runs[0]["slots"]
+        shadow = runs[0]["shadow_bytes"] / shape.expert_bytes
         found.append(
             {
                 "cell": cell._asdict(),
@@ -148,7 +158,7 @@ def rows(results: dict[Cell, list[dict[str, Any]]], shape: Shape) -> list[dict[s
                 "ttft_seconds": spread([each["ttft_seconds"] for each in runs]),
                 "speed_over_one_worker": one,
                 "share_of_resident_speed": resident,
-                "share_of_experts_in_memory": resident_slots / shape.all_experts,
+                "share_of_experts_in_memory": (held + shadow) / shape.all_experts,
                 "is_exact": all(each["is_exact"] for each in runs),
                 "runs": runs,
             }
@@ -213,12 +223,12 @@ def _aligned(lines: Sequence[Iterable[str]]) -> str:
 def options_of(parser: argparse.ArgumentParser) -> None:
     """What can be asked."""
     parser.add_argument("model", type=Path, help="a folder")
-    parser.add_argument("--cells", default=_CELLS, help=f"WORKERSxKIND, of {', '.join(KINDS)}")
+    parser.add_argument("--cells", default=_CELLS, help=f"WORKERSxKIND[@SLOTS], of {', '.join(KINDS)}")
     parser.add_argument("--links", default="1gbit", help=", ".join(LINKS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=24, help="timed ones")
     parser.add_argument("--slots", type=int, default=8, help="experts in each worker's memory")
     parser.add_argument("--load-ms", type=float, default=28.0, help="of an expert from a worker's disk")
-    parser.add_argument("--main-load-ms", type=float, default=280.0, help="... from main's")
+    parser.add_argument("--main-load-ms", type=float, default=28.0, help="... from main's")
     parser.add_argument("--expert-ms", type=float, default=1.5, help="of computing one")
     parser.add_argument("--layer-ms", type=float, default=4.5, help="on main, of what lies between two layers' experts")

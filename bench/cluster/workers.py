@@ -24,8 +24,6 @@ from smoe.cluster.identity import invitation, keep_main, new_main, read_main
 
 NAME = "bench"
 _CONFIGURATION = "XDG_CONFIG_HOME"
-_ALIGNMENT_BYTES = 4096
-"""What a slot may have beside its expert, whose place in the file is no multiple of a page."""
 _OWN_CLASSES = ("num_experts", "num_local_experts")
 
 
@@ -64,7 +62,7 @@ class Workers:
         """Each with so many experts in memory."""
         self._network, self._folder = network, folder
         self._shape, self._times = shape, times
-        self._memory_bytes = slots * (shape.expert_bytes + _ALIGNMENT_BYTES)
+        self._slots = slots
         self.dials = {n: Dials() for n in range(1, count + 1)}
         self.running: dict[int, Child] = {}
         """By the number of the machine."""
@@ -115,7 +113,7 @@ class Workers:
 
     def _start(self, n: int, invited: str) -> None:
         self.dials[n].start_anew()
-        memory = ["--worker-memory", f"{self._memory_bytes}B", "--worker", f"w{n}", "--threads", "1"]
+        given = ["--slots", str(self._slots), "--worker", f"w{n}", "--threads", "1"]
 
         def begin(_: Child) -> None:
             self._network.enter(n)
@@ -123,7 +121,7 @@ class Workers:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             act(self._times, self.dials[n])
             lie_when_told(self.dials[n])
-            sys.argv = ["smoe", "cluster", "join", invited, str(self._shape.folder), *memory]
+            sys.argv = ["smoe", "cluster", "join", invited, str(self._shape.folder), *given]
             cli.main()
 
         self.running[n] = Child(f"worker {n}", begin, self._folder / f"w{n}.log")

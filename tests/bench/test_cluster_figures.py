@@ -119,13 +119,14 @@ def ran(*tokens: float) -> dict[str, Any]:
         "experts": 4.0,
         "waits": {"between": 0.1, "requests that waited for loads": 0.5},
         "slots": 2,
+        "shadow_bytes": 100,
         "workers": [{"slots": 6}],
         "peak_rss_bytes": {1: 1 << 20},
     }
 
 
 def test_ratios_are_of_runs_of_one_round() -> None:
-    one, four, resident = Cell(1, "finish", "1gbit"), Cell(4, "finish", "1gbit"), Cell(4, "resident", "1gbit")
+    one, four, resident = Cell(1, "finish", "1gbit", 8), Cell(4, "finish", "1gbit", 8), Cell(4, "resident", "1gbit", 0)
     results = {
         one: [ran(4.0), ran(8.0), ran(4.0)],
         four: [ran(1.0, 1.0), ran(1.0, 3.0), ran(2.0)],
@@ -135,17 +136,19 @@ def test_ratios_are_of_runs_of_one_round() -> None:
     assert found[four]["speed_over_one_worker"] == {"median": 4.0, "least": 2.0, "most": 4.0}
     assert found[four]["share_of_resident_speed"] == {"median": 0.25, "least": 0.25, "most": 0.5}
     assert found[one]["speed_over_one_worker"] is None
-    assert found[four]["share_of_experts_in_memory"] == 0.5
+    assert found[four]["share_of_experts_in_memory"] == (2 + 6 + 1) / 16
     text = table(results, SHAPE)
-    assert "4 x finish, 1gbit" in text and "4.00 (2.00-4.00)" in text and "logits equal" in text
+    assert "4 x finish @ 8, 1gbit" in text and "4.00 (2.00-4.00)" in text and "logits equal" in text
 
 
 def test_each_kind_is_compared_with_its_own_placement() -> None:
-    assert Cell(4, "od-moe", "1gbit").reference == Cell(4, "resident-od-moe", "1gbit")
-    assert {Cell(4, kind, "1gbit").reference.kind for kind in KINDS} <= KINDS.keys()
-    assert Cell.named("4xod-moe-4-ahead", "1gbit") == Cell(4, "od-moe-4-ahead", "1gbit")
+    assert Cell(4, "od-moe", "1gbit", 8).reference == Cell(4, "resident-od-moe", "1gbit", 0)
+    assert {Cell(4, kind, "1gbit", 8).reference.kind for kind in KINDS} <= KINDS.keys()
+    assert Cell.named("4xod-moe-next-gate", "1gbit", 8) == Cell(4, "od-moe-next-gate", "1gbit", 8)
+    assert Cell.named("8xfinish@3", "1gbit", 8).slots == 3
+    assert Cell.named("8xresident@3", "1gbit", 8).is_resident
     with pytest.raises(SystemExit, match="a cell is WORKERSxKIND"):
-        Cell.named("4xfast", "1gbit")
+        Cell.named("4xfast", "1gbit", 8)
     assert set(LINKS) == {"100mbit", "1gbit", "unshaped"}
 
 
