@@ -1,4 +1,4 @@
-"""What the main machine does in the benchmark: it reads a prompt, decodes greedily, says what tokens took and waited for.
+"""What the main machine does in the benchmark: it reads a prompt and decodes greedily; what tokens took and waited for.
 
 A token's logits go into a checksum, so that runs can be compared bit by bit. What a layer waits for is that answer of a
 worker that came last, taken apart: bringing experts in (and waiting for others to be), computing, and all that lies

@@ -169,9 +169,10 @@ def _disturb(
     faults: list[Fault] = []
     held: dict[str, list[int]] = {"main": [main.rss_bytes()], "worker": []}
     kinds = _kinds(network, workers, dice)
+    asked = kinds.keys() & options.kinds.split(",") if options.kinds else kinds.keys()
     for number in range(1, options.faults + 1):
-        time.sleep(dice.uniform(0.1, 0.5))
-        kind, worker = dice.choice(sorted(kinds)), dice.choice(_ready(folder))
+        time.sleep(dice.uniform(options.gap / 5, options.gap))
+        kind, worker = dice.choice(sorted(asked)), dice.choice(_ready(folder))
         began = time.monotonic()
         kinds[kind](worker)
         faults.append(Fault(kind, worker, began, time.monotonic()))
@@ -318,6 +319,8 @@ def options_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, help="a folder")
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", help="of faults, by commas; all of them where it is left out")
+    parser.add_argument("--gap", type=float, default=0.5, help="the most seconds between two")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--preset", default="exact", help="exact (finish) or od-moe")
     parser.add_argument("--link", default="1gbit", choices=list(LINKS))
