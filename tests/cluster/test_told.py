@@ -27,8 +27,10 @@ def test_no_more_than_fits_and_room_is_given_back() -> None:
     assert told.tell(False, keys(1, 4, 5, 6), {2: 2}) == {2: list(keys(1, 4, 5))}
     assert told.tell(False, keys(2, 7), {2: 2}) == {}
     told.ask(1)
+    assert told.tell(False, keys(2, 7), {2: 2}) == {}, "it is about to use what it has: with no room, that would go"
+    told.ask(2)
     assert told.outstanding(2) == 0
-    assert told.tell(False, keys(2, 7), {2: 2}) == {2: list(keys(2, 7))}
+    assert told.tell(False, keys(3, 7), {2: 2}) == {2: list(keys(3, 7))}
 
 
 def test_the_next_token_becomes_this_one() -> None:

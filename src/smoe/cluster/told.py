@@ -14,6 +14,8 @@ class Told:
         self._token = 0
         self._units: dict[tuple[int, int], dict[int, int]] = {}
         """Who was told, by token and layer and then by expert."""
+        self._asked: dict[int, int] = {}
+        """Who of them is being asked, by expert: what they were told of is still to be used."""
 
     def begin_token(self) -> None:
         """What was said of the next token is of this one from now on; what was not asked for is forgotten."""
@@ -21,12 +23,12 @@ class Told:
         self._units = {at: told for at, told in self._units.items() if at[0] >= self._token}
 
     def ask(self, layer: int) -> None:
-        """A layer's experts are about to be asked for: from now on nothing of it is outstanding."""
-        self._units.pop((self._token, layer), None)
+        """A layer's experts are about to be asked for: once the next layer's are, nothing of it is outstanding."""
+        self._asked = self._units.pop((self._token, layer), {})
 
     def outstanding(self, unit: int) -> int:
-        """Experts that a worker has been told of and not been asked for."""
-        return sum(each == unit for told in self._units.values() for each in told.values())
+        """Experts that a worker has been told of and not used yet."""
+        return sum(each == unit for told in (*self._units.values(), self._asked) for each in told.values())
 
     def new(self, layer: int, is_next: bool, experts: Iterable[int]) -> list[ExpertKey]:
         """Of these experts those that nobody has been told of for this token."""

@@ -31,6 +31,8 @@ class LoadRate:
         self._link = link
         self._seconds_per_byte = 1.0 / FIRST_BYTES_PER_SECOND
         self._bytes, self._busy = transfers.bytes_read, transfers.busy_seconds
+        if link is None and self._bytes and self._busy:  # the proofs'
+            self._seconds_per_byte = self._busy / self._bytes
 
     def seconds_per_byte(self) -> float:
         for seconds, nbytes in self._measured():

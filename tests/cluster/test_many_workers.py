@@ -1,0 +1,39 @@
+"""Eight workers: four groups of as many as a token chooses take turns, or each expert goes where it is done first.
+
+Would catch a group that is nobody's, and rows that come back to another's place once many answers are under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests import oracle
+
+WORKERS = 8
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [{}, {"placement": "round-robin", "prefetch": "next-gate", "eviction": "lru"}],
+    ids=["finish", "by turns"],
+)
+def test_eight_workers_are_exact(
+    switches: dict[str, Any],
+    toy: Callable[..., Path],
+    start: Callable[..., list[Any]],
+    open_model: Callable[..., PreTrainedModel],
+) -> None:
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    start(folder, WORKERS)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=WORKERS, **switches)
+    cluster = model.offload.executor.compute.others
+    cluster._here_load = lambda: 1e9  # workers are nearer than any disk
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    assert sum(member.experts > 0 for member in cluster.members) == WORKERS, "all have worked"
+    assert cluster.link is not None and cluster.link.rescued == 0, "and main has not"
