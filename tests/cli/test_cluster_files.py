@@ -20,7 +20,7 @@ import smoe
 from smoe.cluster.identity import invitation, keep_main, new_main, read_main, read_worker
 
 LINE = [sys.executable, "-m", "smoe"]
-SIZE = ["--memory", "8MiB", "--context", "128", "--threads", "1"]
+SIZE = ["--memory", "2700KiB", "--context", "128", "--threads", "1"]
 
 
 @pytest.fixture
@@ -62,7 +62,8 @@ def test_a_machine_without_the_model_becomes_a_worker(run: Any, checkpoint: Path
         assert {path.name for path in folder.iterdir()} == names
         assert all((folder / name).read_bytes() == (checkpoint / name).read_bytes() for name in names)
         waits = ["--set", "cluster_workers=1", "--set", "cluster_timeout_seconds=90"]
-        whole = run("generate", checkpoint, *SIZE, "--cluster", "local", "--preset", "od-moe", *waits, *request).json
+        turns = ["--set", "placement=round-robin", "--prefetch", "next-gate", "--eviction", "lru"]
+        whole = run("generate", checkpoint, *SIZE, "--cluster", "local", *turns, *waits, *request).json
         assert whole["token_ids"] == alone["token_ids"]
         assert [each["experts_computed"] > 0 for each in whole["workers"]] == [True]
         assert set(read_main("local").workers) == {"shelf"}
