@@ -375,3 +375,15 @@ def test_without_the_kernel_a_token_still_needs_one_thread_only(
         oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
         promised.needs(model.offload.arithmetic == "native", "torch's order for these experts")
         promised.needs(model.offload._leaves_little, "torch's order for these layers")
+
+
+def test_sums_do_not_take_the_processs_default_dtype(pool: SpinningPool) -> None:
+    """Another thread may be building a model: too small a tensor would be written past its end."""
+    given = (*tensors(SHAPE, 33), 0.125)
+    expected = attend(pool, *given)[1]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = attend(pool, *given)[1]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype is torch.float32 and torch.equal(found, expected)

@@ -231,9 +231,9 @@ class _InOnePiece:
     def partial(self, count: int) -> torch.Tensor:
         places = [place for places in self._places[:count] for place in places]
         rows = [row for _, row in places]
-        gains = torch.tensor([self._gains[row] for row in rows]).unsqueeze(1)
+        gains = torch.tensor([self._gains[row] for row in rows], dtype=torch.float32).unsqueeze(1)
         tokens = torch.tensor([token for token, _ in places], dtype=torch.long)
-        total = torch.zeros(self._hidden.shape).index_add_(0, tokens, self._rows[rows] * gains)
+        total = torch.zeros(self._hidden.shape, dtype=torch.float32).index_add_(0, tokens, self._rows[rows] * gains)
         return total.to(self._hidden.dtype)
 
     def total(self) -> torch.Tensor:

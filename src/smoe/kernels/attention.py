@@ -70,7 +70,7 @@ def attend(
     heads, size, count = query.shape[1], query.shape[3], keys.shape[2]
     shared = heads // keys.shape[1]
     group = _group(shared, heads, pool.threads)
-    out, sums = query.new_empty(1, 1, heads, size), torch.empty(heads, 2)
+    out, sums = query.new_empty(1, 1, heads, size), torch.empty(heads, 2, dtype=torch.float32)
     compute, exp = _functions()
     (scale_bits,) = struct.unpack("I", struct.pack("f", scale))
     fields = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,9 +63,20 @@ def _aligned_copy(tensor: torch.Tensor, address: int) -> torch.Tensor:
     return copy.copy_(tensor)
 
 
+one_at_a_time = threading.RLock()
+"""Held while the library builds a model, which it does by settings of the whole process: two threads that set them back
+in another order than they set them would leave bf16 as everybody's default dtype."""
+
+
 @contextmanager
 def quiet_library() -> Iterator[None]:
     """The loader would report every expert key as unexpected: that is what we want it to do with them."""
+    with one_at_a_time, _quiet():
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
     level = library_logging.get_verbosity()
     library_logging.set_verbosity(logging.ERROR)
     bars = library_logging.is_progress_bar_enabled()

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from smoe.errors import NotMoEError, UnsupportedModelError
 from smoe.memory.store import Part
+from smoe.models.dense import one_at_a_time
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     Some families have weights that stay in float32 in a model of another dtype: they do here, too.
     """
     config._experts_implementation = "eager"
-    with torch.device("meta"):
+    with one_at_a_time, torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
 
