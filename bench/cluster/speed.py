@@ -23,11 +23,11 @@ from bench.cluster.network import LINKS, Network
 from bench.cluster.results import spread, write
 from bench.cluster.workers import Shape, Workers
 
-_SHADOW: dict[str, Any] = {"prefetch": "shadow", "shadow": "int4"}
+_SHADOW: dict[str, Any] = {"prefetch": "shadow", "shadow_precision": "int4"}
 KINDS: dict[str, dict[str, Any]] = {
     "finish": {},
     "finish-shadow": _SHADOW,
-    "od-moe": {"preset": "od-moe", "shadow": "int4"},
+    "od-moe": {"preset": "od-moe", "shadow_precision": "int4"},
     "od-moe-int8": {"preset": "od-moe"},
     "od-moe-next-gate": {"preset": "od-moe", "prefetch": "next-gate"},
     "resident": {},

@@ -99,7 +99,7 @@ class EngineConfig:
     """For the prefetch `stacked-gates` or `corrected-gates`: how many layers ahead is looked at most for experts to
     bring in (HOBBIT's p); None: `DEFAULT_PREFETCH_DEPTH`. A layer is looked at where those before it have all that is
     predicted for them."""
-    shadow: str | None = None
+    shadow_precision: str | None = None
     """For the prefetch `shadow`: the precision of the copy that runs ahead, from the file that `smoe pack --precision`
     wrote; None: int4."""
     shadow_departure: str | None = None
@@ -310,12 +310,13 @@ class EngineConfig:
     def _check_shadow(self) -> None:
         """It has fewer bits than the model."""
         fewer = PRECISION[PRECISION.index(self.precision) + 1 :]
-        if self.prefetch == SHADOW and (self.shadow or DEFAULT_SHADOW) not in fewer:
+        wanted = self.shadow_precision or DEFAULT_SHADOW
+        if self.prefetch == SHADOW and wanted not in fewer:
             raise ConfigError(
-                f"`shadow` {self.shadow or DEFAULT_SHADOW} is no lower than `precision` {self.precision}; choose one "
-                f"of: {', '.join(fewer) or 'none is'}",
-                setting="shadow",
-                given=self.shadow,
+                f"`shadow_precision` {wanted} is no lower than `precision` {self.precision}; choose one of: "
+                f"{', '.join(fewer) or 'none is'}",
+                setting="shadow_precision",
+                given=self.shadow_precision,
                 allowed=", ".join(fewer),
             )
 

@@ -46,7 +46,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "placement": "round-robin",
         "eviction": "lru",
         "prefetch": SHADOW,
-        "shadow": "int8",
+        "shadow_precision": "int8",
         "shadow_departure": "late",
         "prefetch_trial": False,
     },
@@ -109,7 +109,7 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
     if "prefetch" in given and given["prefetch"] not in HISTORY_PREFETCH:
         given = {"prefetch_asked": None} | given  # the preset's
     if given.get("prefetch", SHADOW) != SHADOW:
-        given = {"shadow": None, "shadow_departure": None} | given
+        given = {"shadow_precision": None, "shadow_departure": None} | given
     if "alpha" in given:
         given = {"alpha_as_priced": False} | given
     thresholds = [name for name in ("low_threshold", "skip_threshold") if name in given]

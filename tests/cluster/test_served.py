@@ -33,7 +33,7 @@ from smoe.load.worker_experts import open_experts
 from smoe.memory.streams import Fetched
 from smoe.policy.placement import PLACEMENT
 from smoe.presets import configure
-from tests import oracle
+from tests import oracle, zoo
 from tests.cluster.conftest import has_ipv6, member
 from tests.packs import pack_folder
 
@@ -78,9 +78,9 @@ def test_a_cluster_is_exact(
 
 @pytest.mark.parametrize("placement", PLACEMENT)
 def test_what_a_shadow_expects_is_brought_in_before_it_is_asked_for(
-    placement: str, toy: Callable[..., Path], start: Start, open_model: Open
+    placement: str, tmp_path: Path, start: Start, open_model: Open
 ) -> None:
-    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    folder = zoo.save("qwen3_moe", tmp_path / "model", dtype=torch.bfloat16)
     pack_folder(folder, precision="int4")
     workers = start(folder, 3)
     fetched: list[Any] = []

@@ -33,6 +33,13 @@ def test_no_more_than_fits_and_room_is_given_back() -> None:
     assert told.tell(False, keys(3, 7), {2: 2}) == {2: list(keys(3, 7))}
 
 
+def test_what_somebody_was_given_is_known() -> None:
+    told = Told()
+    told.tell(False, keys(1, 4, 5) | {(1, 6, EXACT): 0}, {2: 9, 0: 9})
+    assert told.given(2, 1, False) == [4, 5] and told.given(0, 1, False) == [6]
+    assert told.given(2, 1, True) == [] and told.given(2, 2, False) == []
+
+
 def test_the_next_token_becomes_this_one() -> None:
     told = Told()
     told.tell(False, keys(5, 1), {2: 9})

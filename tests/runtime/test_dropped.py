@@ -19,7 +19,7 @@ import torch
 from smoe import from_pretrained
 from smoe.policy.plan import Load, Reason
 from smoe.runtime.lifetime import collect_dropped
-from tests import oracle
+from tests import oracle, zoo
 from tests.packs import pack_folder
 from tests.threads import engine_threads
 
@@ -45,7 +45,7 @@ def wait_for_threads(before: set[threading.Thread]) -> set[threading.Thread]:
 
 @pytest.mark.parametrize("switches", SWITCHES)
 def test_a_dropped_model_gives_memory_and_threads_back(
-    switches: str, toy: Toy, monkeypatch: pytest.MonkeyPatch
+    switches: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever threads it has: readers, a pool, a thread_pool, the CPU's experts, a predictor's, a shadow's."""
     if switches == "thread_pool":
@@ -53,7 +53,8 @@ def test_a_dropped_model_gives_memory_and_threads_back(
         monkeypatch.setattr("smoe.load.choose_kernel._seconds", lambda compute, *_: 1.0 - bool(compute.thread_pool))
     before, threads = engine_threads(), torch.get_num_threads()
     try:
-        folder = toy("qwen3_moe", dtype=torch.bfloat16, hidden_size=256, moe_intermediate_size=64)
+        wide = {"hidden_size": 256, "moe_intermediate_size": 64}
+        folder = zoo.save("qwen3_moe", tmp_path / "model", dtype=torch.bfloat16, **wide)
         if switches == "shadow":
             pack_folder(folder, precision="int4")
         model = oracle.open_model(folder, "half", **SWITCHES[switches])

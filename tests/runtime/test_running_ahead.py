@@ -222,9 +222,9 @@ def test_batches_and_prompts_are_not_followed() -> None:
 @pytest.mark.parametrize("budget", ["half", "minimum"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_bits_are_those_of_the_unmodified_model(
-    family: str, budget: str, departure: str, toy: Callable[..., Path], open_model: Open
+    family: str, budget: str, departure: str, tmp_path: Path, open_model: Open
 ) -> None:
-    folder = toy(family, dtype=torch.bfloat16)
+    folder = zoo.save(family, tmp_path / "model", dtype=torch.bfloat16)
     pack_folder(folder, precision="int4")
     model = open_model(folder, budget, prefetch="shadow", shadow_departure=departure)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
@@ -236,7 +236,7 @@ def test_bits_are_those_of_the_unmodified_model(
 
 
 def test_it_shares_the_models_other_weights(folder: Path, open_model: Open) -> None:
-    model = open_model(folder, "half", prefetch="shadow", shadow="int2")
+    model = open_model(folder, "half", prefetch="shadow", shadow_precision="int2")
     (ahead,) = model.offload.executor.helpers[-1:]
     theirs = {name: weight.data_ptr() for name, weight in model.named_parameters() if weight.numel()}
     its = {name: weight.data_ptr() for name, weight in ahead._shadow.text.model.named_parameters() if weight.numel()}
@@ -246,11 +246,11 @@ def test_it_shares_the_models_other_weights(folder: Path, open_model: Open) -> N
 def test_what_it_cannot_follow_is_refused(toy: Callable[..., Path], folder: Path, open_model: Open) -> None:
     with pytest.raises(UnsupportedModelError, match="recurrent state"):
         open_model(toy("lfm2_moe"), "half", prefetch="shadow")
-    with pytest.raises(ConfigError, match=r"int4.*run smoe pack"):
+    with pytest.raises(ConfigError, match=r"a shadow in int4 needs its experts packed.*`shadow_precision`"):
         open_model(folder, "half", prefetch="shadow")
-    with pytest.raises(ConfigError, match="`shadow` int4 is no lower than `precision` int4"):
+    with pytest.raises(ConfigError, match="`shadow_precision` int4 is no lower than `precision` int4"):
         open_model(folder, "half", prefetch="shadow", precision="int4")
     with pytest.raises(ConfigError, match="emulated"):
-        open_model(folder, "half", prefetch="shadow", shadow="int2", device="emulated")
+        open_model(folder, "half", prefetch="shadow", shadow_precision="int2", device="emulated")
     with pytest.raises(ConfigError, match="`shadow_spares` belongs to `prefetch` shadow"):
         open_model(folder, "half", shadow_spares=1)

@@ -157,7 +157,7 @@ def compare_shadows(
     config = _exact(engine, length + tokens)
     documents = read_documents(text)[:most]
     tokenizer = tokenizer_of(model, engine.revision)
-    prompts = [ids for ids in (list(tokenizer(each)["input_ids"][:length]) for each in documents) if ids]
+    prompts = [ids for ids in (list(tokenizer(each, verbose=False)["input_ids"][:length]) for each in documents) if ids]
     with _all_loaded(model, engine, config, precisions) as (ready, spec, shadows), progress("recall", "tokens") as bars:
         runs = len(prompts) * (1 + len(shadows) * len(alignments))
         task = bars.add_task("recall", total=runs * tokens, amount="")
@@ -304,7 +304,7 @@ def _print(found: Comparison) -> None:
     for name, recall in found.predictors.items():
         table.add_row(name, "", "", *_shares(recall), "")
     errors().print(table)
-    note(f"{sum(found.tokens)} tokens after {len(found.tokens)} prompts\n{_LEGEND}")
+    note(f"{sum(found.tokens)} tokens after {_prompts(found)}\n{_LEGEND}")
 
 
 def _shares(recall: Recall) -> list[str]:
@@ -322,9 +322,13 @@ def _draw(found: Comparison, model: str, alignments: list[Alignment], folder: Pa
     from smoe.eval.recall_plot import draw_by_periods, draw_by_token
 
     folder.mkdir(exist_ok=True)
-    what = f"{Path(model).name}, {sum(found.tokens)} tokens after {len(found.tokens)} prompts"
+    what = f"{Path(model).name}, {sum(found.tokens)} tokens after {_prompts(found)}"
     draw_by_token(found, f"Experts that a shadow names: {what}", folder / _PICTURES[0])
     note(str(folder / _PICTURES[0]))
     if len({alignment.token for alignment in alignments}) * len({alignment.kv for alignment in alignments}) > 1:
         draw_by_periods(found, f"Recall by periods of alignment: {what}", folder / _PICTURES[1])
         note(str(folder / _PICTURES[1]))
+
+
+def _prompts(found: Comparison) -> str:
+    return f"{len(found.tokens)} prompt{'s' if len(found.tokens) != 1 else ''}"

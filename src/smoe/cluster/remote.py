@@ -32,8 +32,8 @@ from smoe.compute.unit import ComputeUnit, Wanted
 from smoe.errors import ClusterError
 from smoe.expert import EXACT, ExpertKey
 from smoe.memory.streams import Fetched
-from smoe.policy.placement import Placement, by_turns
-from smoe.policy.plan import FIRST_WORKER, Serve
+from smoe.policy.placement import Placement, WorkerView, by_turns
+from smoe.policy.plan import DEVICE, FIRST_WORKER, Serve
 from smoe.policy.prediction import Prediction
 from smoe.routing import Routing
 
@@ -56,14 +56,16 @@ class Cluster(Admission):
         order: str,
         here_load: Callable[[], float],
         is_at_hand: Callable[[ExpertKey], bool],
+        here_room: int = 1,
         spares: int = 0,
         verify: float = 0.0,
     ) -> None:
         """`alone`: the experts in main's own hands, for proofs and for when nobody is left; `rows`: what is sent;
         `asked`: what a worker must have said of its model; `here_load`: seconds to load one expert here; `is_at_hand`:
-        whether main has it, or is loading it; `spares`: experts that predictions name beside as many as a layer
-        chooses; `verify`: the share of what workers return that is recomputed here. `method` is one of `PLACEMENT`,
-        `order` one of `BALANCE_ORDER`. Raises `ClusterError` where the address is taken."""
+        whether main has it, or is loading it; `here_room`: experts that main can bring in ahead; `spares`: experts that
+        predictions name beside as many as a layer chooses; `verify`: the share of what workers return that is
+        recomputed here. `method` is one of `PLACEMENT`, `order` one of `BALANCE_ORDER`. Raises `ClusterError` where the
+        address is taken."""
         super().__init__(main)
         self.units: dict[int, ComputeUnit] = {}
         """By the number in plans."""
@@ -73,6 +75,7 @@ class Cluster(Admission):
         self._here_load = here_load
         self._spares = spares
         self.is_at_hand = is_at_hand
+        self._here_room = here_room
         self._told = Told()
         self._verify = verify
         self.doubts: list[str] = []
@@ -182,14 +185,30 @@ class Cluster(Admission):
                 for key in self._told.new(named.layer, named.is_next, named.experts)
                 if key[1] not in named.low and not self.is_at_hand(key) and not any(key in view.holds for view in views)
             ]
-            busy = [view._replace(hop=view.hop + view.load * self._told.outstanding(view.unit)) for view in views]
-            asked = [Serve(key, (0,), True) for key in missing]
-            units = Placement(self._method, self._order, busy, self._here_load(), 0.0, turn).units(asked)
+            units = self._by_finish(missing, named.is_next, views, turn)
+            mine = {key: DEVICE for key in missing if key not in units}
+            self._told.tell(named.is_next, mine, {DEVICE: len(mine) + self._here_room})
             here = [expert for expert in named.experts if expert in named.low]
-            here += [key[1] for key in missing if key not in units]
+            here += [] if named.is_next else self._told.given(DEVICE, named.layer, False)
         for unit, told in self._told.tell(named.is_next, units, slots).items():
             self.link.fetch(unit, told)
         return named._replace(experts=here)
+
+    def _by_finish(
+        self, missing: Sequence[ExpertKey], is_next: bool, views: Sequence[WorkerView], turn: int
+    ) -> dict[ExpertKey, int]:
+        """Who is to bring in what a later layer will miss, but for what main is to: each behind what it has been told
+        of already. Main looks no further than this token, and has as many slots as its prefetches."""
+        busy = [view._replace(hop=view.hop + view.load * self._told.outstanding(view.unit)) for view in views]
+        waiting, units = self._told.outstanding(DEVICE), dict[ExpertKey, int]()
+        for key in missing:
+            load = inf if is_next or waiting >= self._here_room else self._here_load()
+            behind = waiting * load if waiting else 0.0
+            placed = Placement(self._method, self._order, busy, load, behind, turn).units([Serve(key, (0,), True)])
+            units |= placed
+            waiting += key not in placed
+            busy = [view._replace(hop=view.hop + view.load * (placed.get(key) == view.unit)) for view in busy]
+        return units
 
     def _is_out(self, unit: int) -> bool:
         member = None if self.link is None else self.link.members.get(unit)

@@ -35,6 +35,11 @@ class Told:
         told = self._units.get((self._token + is_next, layer), {})
         return [(layer, expert, EXACT) for expert in experts if expert not in told]
 
+    def given(self, unit: int, layer: int, is_next: bool) -> list[int]:
+        """The experts of a layer that are this one's to bring in."""
+        told = self._units.get((self._token + is_next, layer), {})
+        return [expert for expert, whose in told.items() if whose == unit]
+
     def tell(
         self, is_next: bool, units: Mapping[ExpertKey, int], slots: Mapping[int, int]
     ) -> dict[int, list[ExpertKey]]:

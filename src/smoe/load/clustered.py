@@ -124,6 +124,7 @@ def cluster_of(
         config.balance_order,
         lambda: slot_bytes * asked.seconds_per_byte(),
         compute.arrivals.table.is_at_hand,
+        max(1, sum(pool.staging_slots for pool in compute.arrivals.table.pools) - 1),
         config.shadow_spares or 0,
         config.cluster_verify,
     )

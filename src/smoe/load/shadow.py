@@ -6,6 +6,7 @@ are the model's own: the same memory, unless the file keeps them quantised.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from smoe.load.learned import Learned
 from smoe.load.ledger import demand_of, open_store
 from smoe.memory.arena import Arena
 from smoe.memory.pacing import Pacing
-from smoe.memory.store import ExpertStore
+from smoe.memory.store import ExpertStore, LayerExperts
 from smoe.models.checkpoint import Checkpoint
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
@@ -104,7 +105,9 @@ def planned_shadow(
             "be at a position; use another `prefetch`"
         )
     own = replace(
-        EngineConfig(precision=config.shadow or DEFAULT_SHADOW, prefetch="none", eviction="lru", preload=True),
+        EngineConfig(
+            precision=config.shadow_precision or DEFAULT_SHADOW, prefetch="none", eviction="lru", preload=True
+        ),
         context_tokens=spec.context_tokens,
         prefill_tokens=1,
         io_threads=1,
@@ -114,9 +117,23 @@ def planned_shadow(
         activations=config.activations,
         direct_io="off",
     )
-    its = read_spec(checkpoint.place, own)
-    store = open_store(checkpoint, its, checkpoint.experts(its), device)
+    its, experts = _its_experts(checkpoint, own)
+    store = open_store(checkpoint, its, experts, device)
     demand = demand_of(its, own, device, store)
     ledger = allocate(full_bytes(demand), demand)
     departure, spares = config.shadow_departure or DEPARTURE[0], config.shadow_spares or 0
     return PlannedShadow(checkpoint, its, own, ledger, store, device, departure, spares)
+
+
+def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[ModelSpec, Mapping[int, LayerExperts]]:
+    try:
+        spec = read_spec(checkpoint.place, own)
+        return spec, checkpoint.experts(spec)
+    except ConfigError as error:
+        raise ConfigError(
+            f"a shadow in {own.precision} needs its experts packed: run `smoe pack {checkpoint.place} --precision "
+            f"{own.precision}`, choose another precision (`shadow_precision`), or another `prefetch` ({error})",
+            setting="shadow_precision",
+            given=own.precision,
+            allowed="a precision that there is a pack of",
+        ) from error

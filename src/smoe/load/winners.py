@@ -51,8 +51,9 @@ class Winner:
     """As `where` tells it."""
 
     def __str__(self) -> str:
+        how = "kept its place in" if self.name == "auto" else "won"
         return (
-            f"won the tournament on {self.text} with {self.resident_share:.0%} of the experts resident, "
+            f"{how} the tournament on {self.text} with {self.resident_share:.0%} of the experts resident, "
             f"{1e3 * self.seconds:.1f} ms a token ({self.second} {1e3 * self.second_seconds:.1f})"
         )
 
@@ -155,7 +156,9 @@ def with_winners(
         if nearest.distance(share) > NEAR:
             why = _too_far(setting, nearest, share)
             decided = decided._replace(reasons=decided.reasons | {setting: why})
-        elif nearest.name != "auto":
+        elif nearest.name == "auto":
+            decided = decided._replace(reasons=decided.reasons | {setting: str(nearest)})
+        else:
             decided = _decided_by(decided, setting, nearest, place, spec)
     return decided
 

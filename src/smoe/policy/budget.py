@@ -217,7 +217,9 @@ class Ledger:
     def residents(self) -> str:
         """What fits the cache slots, in words."""
         low = f" and {self.low_slots} low copies" if self.low_slots else ""
-        return f"{self.cache_slots} of {self.demand.total_experts} experts{low} resident ({self.resident_share:.0%})"
+        shadow = f", beside a shadow of {format_bytes(self.demand.shadow_bytes)}" if self.demand.shadow_bytes else ""
+        kept = f"{self.cache_slots} of {self.demand.total_experts} experts{low}"
+        return f"{kept} resident ({self.resident_share:.0%}){shadow}"
 
 
 def allocate(budget_bytes: int, demand: Demand) -> Ledger:

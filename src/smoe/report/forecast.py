@@ -49,6 +49,10 @@ TYPICAL_HITS = ((0.0, 0.0), (0.04, 0.12), (0.1, 0.28), (0.2, 0.47), (0.4, 0.72),
 four recorded texts of docs/evictions.md."""
 _SHARES = (0.1, 0.25, 0.5, 0.75)
 """Budgets between the smallest and the full one that the table shows, by share of experts in memory."""
+_TAUGHT = (
+    "layers, experts and loads take what they took in earlier runs of this model (precision {}); rows of other "
+    "precisions go by the machine's rates until one of them has run, and look faster than they are beside these"
+)
 _WITHOUT_LOW = "speeds are told without low copies: what they save hangs on what is missing, and on how important it is"
 _ESTIMATE = "from config.json alone: with its files here slots may be 4 KiB smaller, and reading may take buffers"
 
@@ -255,7 +259,7 @@ def _survey(model: str, config: EngineConfig, revision: str | None) -> _Survey:
         subject = Subject(model, checkpoint, spec, config, machine, dense_bytes_read(spec), guess, pace, unlearned)
         known = pace(spec.precision)
         if known != UNKNOWN:
-            decided = [*decided, "layers, experts and loads take what they took in earlier runs of this model"]
+            decided = [*decided, _TAUGHT.format(spec.precision)]
         if known.skew is not None:
             decided = [*decided, "routing is drawn as skewed as theirs was"]
     is_estimate = store is None and spec.precision == "auto"
