@@ -117,7 +117,7 @@ def test_speeds_are_a_range_from_uniform_to_typical_routing(run, config_only):
     uniform, typical = (1 - share) * used / 1e8, (1 - typical_hit_ratio(share)) * used / 1e8
     assert value["typical_bytes_per_token"] == pytest.approx(typical * 1e8)
     assert value["typical_bytes_per_token"] < value["bytes_per_token"]
-    speeds = value["tokens_per_second"]
+    speeds = value["floor_tokens_per_second"]
     assert speeds["uniform"] == pytest.approx(1 / (uniform + memory + layers), rel=0.05)
     assert speeds["typical"] == pytest.approx(1 / max(typical, memory + layers), rel=0.05)
 
@@ -129,7 +129,7 @@ def test_one_line_recommends_a_budget_that_works(run, config_only, monkeypatch):
         asked = ("plan", config_only, "--context", 128, "--memory", "4MiB")
         found, text = run(*asked, "--json").json, run(*asked).out
         recommended = found["recommended"]
-        assert (recommended["resident_share"] == 1) is whole and recommended["tokens_per_second"]["uniform"] > 0
+        assert (recommended["resident_share"] == 1) is whole and recommended["floor_tokens_per_second"]["uniform"] > 0
         assert recommended["memory_budget_bytes"] <= free and recommended["free_bytes"] == free
         (line,) = [line for line in text.splitlines() if "free here: --memory" in line]
         size = line.split("--memory ")[1].split(",")[0]

@@ -155,7 +155,7 @@ class Forecast:
             "expert_bytes_per_token": spec.expert_bytes_per_token,
             "bytes_per_token": self.chosen.uniform.bytes_per_token,
             "typical_bytes_per_token": self.chosen.typical.bytes_per_token,
-            "tokens_per_second": _range(self.chosen),
+            "floor_tokens_per_second": _range(self.chosen),
             "minimum_memory_bytes": minimum_bytes(ledger.demand),
             "full_memory_bytes": full_bytes(ledger.demand),
             "floor_seconds_per_token": floor.overlapped_seconds if floor else None,
@@ -356,7 +356,7 @@ def _as_json(recommended: Recommendation | None) -> dict[str, Any] | None:
     return {
         "memory_budget_bytes": ledger.budget_bytes,
         "resident_share": ledger.resident_share,
-        "tokens_per_second": _range(recommended.choice),
+        "floor_tokens_per_second": _range(recommended.choice),
         "free_bytes": recommended.free_bytes,
     }
 
