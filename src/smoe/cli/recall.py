@@ -41,12 +41,13 @@ _HEADS = (
     "1 more:\nlayers",
     "next\n%",
 )
-_LEGEND = """token set, KV set (T, KV of --periods): after how many tokens the shadow's last
-token, and its keys and values, are set to the model's (0: never; else the first
-time at the first token after the prompt). experts: of those chosen, the named
-ones; layers: those with all experts named; 1 more: the same with one expert more
-named than a layer chooses; next: its own guess of the next token. Predictors
-answer for the layers that they can guess, the others count for nothing."""
+_LEGEND = """token set, KV set (T, KV of --periods): after how many tokens the shadow's
+last token, and its keys and values, are set to the model's (0: never; else
+the first time at the first token after the prompt). experts: of those chosen,
+the named ones; layers: those with all experts named; 1 more: the same with
+one expert more named than a layer chooses; next: its own guess of the next
+token. Predictors answer for the layers that they can guess, the others count
+for nothing."""
 
 
 @dataclass(frozen=True)

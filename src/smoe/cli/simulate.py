@@ -37,8 +37,8 @@ def command(
 
     The engine's own plans run on a virtual clock. Claims are relative: how many times better one system is than
     another; a claim holds where the least gain here (what is beyond 1) is nine tenths of the paper's least, in part
-    where the largest is, and by less where all gains here are smaller. Some are figures (od-moe): one holds where it lies near
-    enough, by the bar that was set for it.
+    where the largest is, and by less where all gains here are smaller. Some are figures (od-moe): one holds where it
+    lies near enough, by the bar that was set for it.
 
     Every setting that is done is kept in the user's cache folder: what is interrupted goes on from there, and what was
     simulated by this smoe is not simulated again.
