@@ -131,8 +131,8 @@ def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[ModelSpec, 
         return spec, checkpoint.experts(spec)
     except ConfigError as error:
         raise ConfigError(
-            f"a shadow in {own.precision} needs its experts packed: run smoe pack on {checkpoint.place} with `precision` "
-            f"{own.precision}, choose another precision (`shadow_precision`), or another `prefetch` ({error})",
+            f"a shadow in {own.precision} needs its experts packed: run smoe pack on {checkpoint.place} with "
+            f"`precision` {own.precision}, choose another precision (`shadow_precision`), or another `prefetch` ({error})",
             setting="shadow_precision",
             given=own.precision,
             allowed="a precision that there is a pack of",
