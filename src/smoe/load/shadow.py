@@ -132,7 +132,8 @@ def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[ModelSpec, 
     except ConfigError as error:
         raise ConfigError(
             f"a shadow in {own.precision} needs its experts packed: run smoe pack on {checkpoint.place} with "
-            f"`precision` {own.precision}, choose another precision (`shadow_precision`), or another `prefetch` ({error})",
+            f"`precision` {own.precision}, choose another precision (`shadow_precision`), or another `prefetch` "
+            f"({error})",
             setting="shadow_precision",
             given=own.precision,
             allowed="a precision that there is a pack of",
