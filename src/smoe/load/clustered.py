@@ -98,7 +98,6 @@ def cluster_of(
     from smoe.cluster.identity import read_main
     from smoe.cluster.remote import Cluster
     from smoe.cluster.sending import Courier
-    from smoe.errors import ClusterError
 
     assert config.cluster is not None
     main = read_main(config.cluster)
@@ -133,6 +132,15 @@ def cluster_of(
     cluster.units.update(compute.units)
     compute.others, compute.units = cluster, cluster.units
     cluster.open(compute.arithmetic)
+    _wait_for_workers(cluster, config)
+    return cluster
+
+
+def _wait_for_workers(cluster: Cluster, config: EngineConfig) -> None:
+    """Raises `ClusterError` where too few came in time."""
+    from smoe.errors import ClusterError
+
+    main = cluster.main
     came = cluster.wait(config.cluster_workers, config.cluster_timeout_seconds)
     if len(came) < config.cluster_workers:
         reasons = "; ".join(f"{member.name}: {member.why}" for member in cluster.members if member.why)
@@ -144,7 +152,6 @@ def cluster_of(
             given=config.cluster_workers,
             allowed=f"{len(came)} now",
         )
-    return cluster
 
 
 def _most_rows(spec: ModelSpec, config: EngineConfig) -> int:

@@ -96,14 +96,7 @@ def _fitted(subject: Subject) -> Predictor:
 
 
 def _shadow(subject: Subject) -> Predictor:
-    """Raises `ConfigError` where there is none, which a loaded model has been asked before."""
-    if subject.shadow is None:
-        raise ConfigError(
-            f"`prefetch` {SHADOW}: this model was loaded without a shadow",
-            setting="prefetch",
-            given=SHADOW,
-            allowed="for a model that was loaded with it",
-        )
+    assert subject.shadow is not None, "opened before the engine"
     return subject.shadow
 
 
