@@ -27,7 +27,9 @@ _SHADOW: dict[str, Any] = {"prefetch": "shadow", "shadow_precision": "int4"}
 KINDS: dict[str, dict[str, Any]] = {
     "finish": {},
     "finish-shadow": _SHADOW,
+    "finish-shadow-spare": _SHADOW | {"shadow_spares": 1},
     "od-moe": {"preset": "od-moe", "shadow_precision": "int4"},
+    "od-moe-at-once": {"preset": "od-moe", "shadow_precision": "int4", "shadow_departure": "at-once"},
     "od-moe-int8": {"preset": "od-moe"},
     "od-moe-next-gate": {"preset": "od-moe", "prefetch": "next-gate"},
     "resident": {},

@@ -40,11 +40,12 @@ class Shape:
 
     @classmethod
     def of(cls, folder: Path) -> Shape:
-        """From its config.json: experts of three matrices in two bytes a number."""
+        """From its config.json: experts of three matrices in as many bytes a number as it says."""
         said = json.loads((folder / "config.json").read_text())
         inner = said.get("moe_intermediate_size", said["intermediate_size"])
         experts = next(said[name] for name in _OWN_CLASSES if name in said)
-        expert_bytes = 3 * 2 * said["hidden_size"] * inner
+        each = {"float32": 4}.get(said["dtype"], 2)
+        expert_bytes = 3 * each * said["hidden_size"] * inner
         return cls(folder, said["num_hidden_layers"], experts, said["num_experts_per_tok"], expert_bytes)
 
     @property

@@ -78,6 +78,13 @@ class Counters:
         return self.decode_hits / self.decode_uses if self.decode_uses else 1.0
 
     @property
+    def kept_share(self) -> float:
+        """Of the experts computed here the share that needed no load at all: what was loaded before was still there."""
+        elsewhere = self.host_computed + self.prefill_host_computed
+        uses = self.decode_uses + self.prefill_uses - elsewhere
+        return max(0.0, 1.0 - (self.loads + self.prefetches) / uses) if uses else 0.0
+
+    @property
     def elsewhere_seconds(self) -> float:
         """What the experts' time does not count as computing: waiting and looking ahead."""
         return self.wait_seconds + self.host_wait_seconds + self.look_ahead_seconds

@@ -70,3 +70,25 @@ def test_a_load_that_nobody_waited_for_takes_its_time_all_the_same() -> None:
     assert found.deadline(wanted, 1) > 4 * 0.58
     found.note(wanted, 0.31, Times(0.30, 0.30))
     assert found.load == pytest.approx(0.28), "nothing was read: it had been told ahead"
+
+
+def test_what_it_was_told_to_have_stays() -> None:
+    found = member(slots=2)
+    assert found.will_use([key(1), key(2)]) == 2
+    assert found.will_bring([key(1), key(3)]) == [key(3)], "in the place of 2, though 1 was used before it"
+    assert set(found.view().holds) == {key(1), key(3)}
+    assert found.take_coming([key(1)]) == 1, "3 may be under way"
+    assert found.will_use([key(4)]) == 1
+    assert set(found.view().holds) == {key(3), key(4)}, "1 has been used"
+    assert found.take_coming([key(3)]) == 1 and found.take_coming([key(3)]) == 0
+
+
+def test_what_it_brings_in_is_counted_whatever_for() -> None:
+    found = member(slots=2)
+    found.will_use([key(1), key(2)])
+    found.will_bring([key(1), key(3)])
+    found.will_use([key(1), key(3)])
+    assert (found.uses, found.brought) == (4, 3)
+    for _ in range(600):
+        found.will_use([key(1)])
+    assert found.uses <= 513 and found.brought < 3, "what was long ago counts less"

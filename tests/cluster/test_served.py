@@ -50,7 +50,8 @@ def cluster_of(model: PreTrainedModel) -> Cluster:
 
 def everything_there(model: PreTrainedModel) -> None:
     """From now on nothing is loaded here: workers are nearer than any disk."""
-    cluster_of(model)._here_load = lambda: 1e9
+    cluster = cluster_of(model)
+    cluster._here = cluster._here._replace(load=lambda: 1e9)
 
 
 @pytest.mark.parametrize("switches", [{}, BY_TURNS], ids=["finish", "by turns"])

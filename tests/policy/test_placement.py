@@ -78,6 +78,24 @@ def test_main_loads_what_workers_would_bring_later() -> None:
     assert len(units) == 1, "three loads here take as long as one there"
 
 
+def test_what_is_forgotten_sooner_here_is_loaded_there() -> None:
+    rule = placement(view(2, load=10.0), here=9.0)
+    assert rule.units(serves(1)) == {}
+    assert rule._replace(here_costs_later=5.0).units(serves(1)) == {(0, 1, EXACT): 2}
+    assert rule._replace(here_costs_later=5.0).units(serves(1, 2, 3, 4)) == {
+        (0, 1, EXACT): 2,
+        (0, 3, EXACT): 2,
+    }, "but not whatever it takes"
+    worth = placement(view(2, load=8.0), here=9.0)._replace(here_costs_later=-5.0)
+    assert worth.units(serves(1)) == {}, "where main keeps more than workers do"
+    assert rule._replace(here_costs_later=50.0).split_prompt(serves(1), 0) == {}, "a prompt wants each but once"
+
+
+def test_a_worker_that_still_reads_is_behind() -> None:
+    busy = view(2, 5)._replace(busy=20.0)
+    assert placement(busy, view(3)).units(serves(5, 7)) == {(0, 5, EXACT): 2, (0, 7, EXACT): 3}
+
+
 def test_many_rows_count() -> None:
     fast, slow = view(2, 1, expert=0.5), view(3, 1, expert=0.5)._replace(row=1.0)
     assert placement(slow, fast).units(serves(1, rows=100)) == {(0, 1, EXACT): 2}

@@ -21,6 +21,7 @@ from smoe.errors import ConfigError, GenerationCancelledError, UnsupportedModelE
 from smoe.load.assembly import scoring_rules
 from smoe.models.kv_cache import RowCache
 from smoe.models.read_spec import read_spec
+from smoe.policy.prediction import Prediction
 from smoe.runtime.running_ahead import RunningAhead, ShadowRouting
 from smoe.runtime.shadow import Alignment, Expected, Greedy, Shadow, shadowing
 from tests import oracle, zoo
@@ -138,11 +139,11 @@ class Scripted:
         engine = SimpleNamespace(cancel=self.cancelled.set, close=lambda: None)
         self.text = SimpleNamespace(engine=engine, next_token=11)
 
-    def follow(self, token: int, position: int, cache: RowCache, said: list[Expected]) -> None:
+    def follow(self, token: int, position: int, cache: RowCache, say: Callable[[Expected], None]) -> None:
         if token < 0:
             raise ZeroDivisionError("gone")
         self.followed.append(token)
-        said.append(Expected(0, (token,), (1.0,)))
+        say(Expected(0, (token,), (1.0,)))
         while not self.go.wait(0.005):
             if self.cancelled.is_set():
                 self.cancelled.clear()
@@ -177,6 +178,36 @@ def test_what_is_of_no_use_any_more_is_cancelled() -> None:
     ahead.pause()
     assert ahead.wait(10) and ahead.said() == ([], [])
     ahead.close()
+    ahead.close()
+
+
+class Heard:
+    """A listener."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[Any, ...]] = []
+
+    def expect(self, position: int, named: Prediction) -> None:
+        self.said.append((position, named.layer, *named.experts))
+
+    def withdraw(self, position: int) -> None:
+        self.said.append((position,))
+
+
+def test_a_listener_hears_everything_at_once() -> None:
+    shadow: Any = Scripted()
+    ahead, heard, cache = RunningAhead(shadow, "at-once"), Heard(), cache_of(5)
+    ShadowRouting(ahead).speak_to(heard)
+    ahead.begin(1, cache)
+    assert until(lambda: heard.said == [(5,), (5, 0, 1)]), "while it goes on"
+    shadow.go.set()
+    assert ahead.wait(10) and heard.said[2:] == [(6, 0, 11)]
+    cache.length = 6
+    ahead.begin(11, cache)
+    assert ahead.wait(10) and heard.said[3:] == [(7, 0, 11)], "as it had guessed: nothing is taken back"
+    cache.length = 7
+    ahead.begin(3, cache)
+    assert ahead.wait(10) and heard.said[4:] == [(7,), (7, 0, 3), (8, 0, 11)], "of another token"
     ahead.close()
 
 

@@ -14,6 +14,7 @@ from smoe.cluster.address import Endpoint
 from smoe.cluster.members import Member
 from smoe.cluster.requests import Proof
 from smoe.errors import ClusterError
+from smoe.expert import ExpertKey
 
 _MOST_WAITING = 64
 """Messages of a worker that are received before they are looked at."""
@@ -38,6 +39,9 @@ class Doorkeeper(Gate, Protocol):
 
     def proof(self, member: Member) -> Sequence[Proof]:
         """What it is to compute before it is believed."""
+
+    def answered(self, member: Member, keys: Sequence[ExpertKey]) -> None:
+        """It has computed these."""
 
     def doubt(self, member: Member, why: str) -> None:
         """What a member has computed cannot be believed: it belongs to the cluster no longer."""

@@ -235,6 +235,7 @@ class Link:
         self._spot_checks.note(member, request, came)
         for future, rows in zip(request.futures, came, strict=True):
             resolve(future, rows)
+        self._doorkeeper.answered(member, [each.key for each in request.wanted])
 
     def _proven(self, trial: Trial, rows: torch.Tensor) -> None:
         if torch.equal(rows, trial.expected):
@@ -302,7 +303,7 @@ class Link:
 
     def _ask(self, request: Request, member: Member) -> bool:
         keys, now = [each.key for each in request.wanted], time.monotonic()
-        loads, coming = member.will_hold(keys), member.take_coming(keys)
+        loads, coming = member.will_use(keys), member.take_coming(keys)
         before = [each.asked[member.unit][1] for each in self._requests.values() if member.unit in each.asked]
         due = max([now, *before]) + member.deadline(request.wanted, loads + coming)  # it computes one after the other
         if request.trial is not None:
@@ -313,9 +314,9 @@ class Link:
         return self._send_to(member, frames.work(request.number, wanted, hidden))
 
     def _fetch(self, member: Member | None, keys: Sequence[ExpertKey]) -> None:
-        missing = [] if member is None else member.will_bring(keys)
-        if missing:
-            self._send_to(member, frames.fetch(missing))
+        if member is not None:
+            member.will_bring(keys)
+            self._send_to(member, frames.fetch(keys))
 
     def _rescue_it(self, request: Request) -> None:
         """Nobody is left to ask: main computes it, unless somebody who is late answers first."""

@@ -11,7 +11,7 @@ wrong, a time is foretold wrongly and nothing else.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -27,6 +27,8 @@ _LEAST_DEADLINE, _MOST_DEADLINE = 0.05, 30.0
 _DEADLINE_FACTOR = 4.0
 _UNKNOWN_SECONDS = 5.0
 """Allowed for a request while nothing has been measured."""
+_LATE_USES = 512
+"""After so many what was counted before counts half."""
 
 
 class State(Enum):
@@ -67,6 +69,10 @@ class Member:
     """Computed so far."""
     checked: int = 0
     """Of them, recomputed by main."""
+    uses: int = 0
+    """Experts asked for,"""
+    brought: int = 0
+    """and brought in, for that or ahead of it; both of late."""
     requests: int = 0
     missed: int = 0
     """Deadlines."""
@@ -74,8 +80,10 @@ class Member:
     """Of them, since the last answer."""
     has_answered: bool = False
     _holds: OrderedDict[ExpertKey, None] = field(default_factory=OrderedDict)
-    _coming: set[ExpertKey] = field(default_factory=set)
-    """Told of ahead and not asked for yet: nobody knows whether they are there."""
+    _expected: set[ExpertKey] = field(default_factory=set)
+    """It is to have these, and forgets others before them."""
+    _late: set[ExpertKey] = field(default_factory=set)
+    """Brought in ahead and not asked for yet: nobody knows whether they are there."""
 
     @property
     def is_here(self) -> bool:
@@ -87,7 +95,7 @@ class Member:
         return WorkerView(self.unit, self._holds, self.load, self.expert, self.row, self.hop)
 
     def will_hold(self, keys: Iterable[ExpertKey]) -> int:
-        """It is asked for these; returns how many of them it has to bring in."""
+        """It is to have these; returns how many of them it has to bring in."""
         missing = 0
         for key in keys:
             if key in self._holds:
@@ -95,21 +103,34 @@ class Member:
                 continue
             missing += 1
             if len(self._holds) >= self.slots:
-                self._holds.popitem(last=False)
+                del self._holds[
+                    next((held for held in self._holds if held not in self._expected), next(iter(self._holds)))
+                ]
             self._holds[key] = None
         return missing
 
-    def will_bring(self, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
-        """It is told of these ahead; returns those that it has to bring in."""
+    def will_use(self, keys: Sequence[ExpertKey]) -> int:
+        """It is asked to compute these; returns how many of them it has to bring in."""
+        missing = self.will_hold(keys)
+        if self.uses >= _LATE_USES:
+            self.uses, self.brought = self.uses // 2, self.brought // 2
+        self.uses, self.brought = self.uses + len(keys), self.brought + missing
+        return missing
+
+    def will_bring(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
+        """It is told to have these; returns those that it has to bring in."""
         missing = [key for key in keys if key not in self._holds]
-        self.will_hold(missing)
-        self._coming.update(missing)
+        self._expected = set(keys)
+        self.brought += self.will_hold(missing)
+        self._late.update(missing)
         return missing
 
     def take_coming(self, keys: Iterable[ExpertKey]) -> int:
         """These are asked for now; returns how many loads may still be under way before they are done."""
-        coming = len(self._coming & self._holds.keys())
-        self._coming.difference_update(keys)
+        self._late &= self._holds.keys()
+        coming = len(self._late)
+        self._late.difference_update(keys)
+        self._expected.difference_update(keys)
         return coming
 
     def deadline(self, wanted: Iterable[Wanted], loads: int) -> float:

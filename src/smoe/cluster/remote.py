@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -20,20 +21,20 @@ import torch
 from smoe import __version__
 from smoe.cluster.address import to_listen_at
 from smoe.cluster.admission import Admission
+from smoe.cluster.ahead import Ahead, Here, Place
 from smoe.cluster.frames import Rows
 from smoe.cluster.identity import Main, is_name, keep_main, keep_status, read_main
 from smoe.cluster.link import Link
 from smoe.cluster.members import Member, State
 from smoe.cluster.requests import Proof
 from smoe.cluster.sending import Courier
-from smoe.cluster.told import Told
 from smoe.compute.experts_alone import ExpertsAlone
 from smoe.compute.unit import ComputeUnit, Wanted
 from smoe.errors import ClusterError
 from smoe.expert import EXACT, ExpertKey
 from smoe.memory.streams import Fetched
-from smoe.policy.placement import Placement, WorkerView, by_turns
-from smoe.policy.plan import DEVICE, FIRST_WORKER, Serve
+from smoe.policy.placement import Placement, WorkerView
+from smoe.policy.plan import FIRST_WORKER
 from smoe.policy.prediction import Prediction
 from smoe.routing import Routing
 
@@ -54,34 +55,29 @@ class Cluster(Admission):
         asked: dict[str, Any],
         method: str,
         order: str,
-        here_load: Callable[[], float],
-        is_at_hand: Callable[[ExpertKey], bool],
-        here_room: int = 1,
+        here: Here,
         spares: int = 0,
         verify: float = 0.0,
     ) -> None:
         """`alone`: the experts in main's own hands, for proofs and for when nobody is left; `rows`: what is sent;
-        `asked`: what a worker must have said of its model; `here_load`: seconds to load one expert here; `is_at_hand`:
-        whether main has it, or is loading it; `here_room`: experts that main can bring in ahead; `spares`: experts that
-        predictions name beside as many as a layer chooses; `verify`: the share of what workers return that is
-        recomputed here. `method` is one of `PLACEMENT`, `order` one of `BALANCE_ORDER`. Raises `ClusterError` where the
-        address is taken."""
+        `asked`: what a worker must have said of its model; `spares`: experts that predictions name beside as many as a
+        layer chooses; `verify`: the share of what workers return that is recomputed here. `method` is one of
+        `PLACEMENT`, `order` one of `BALANCE_ORDER`. Raises `ClusterError` where the address is taken."""
         super().__init__(main)
         self.units: dict[int, ComputeUnit] = {}
         """By the number in plans."""
         self._alone = alone
         self._asked = asked
-        self._method, self._order = method, order
-        self._here_load = here_load
-        self._spares = spares
-        self.is_at_hand = is_at_hand
-        self._here_room = here_room
-        self._told = Told()
+        self._rule = Placement(method, order, (), inf, 0.0, 0)
+        self._here = here
+        turns = {layer: turn for turn, layer in enumerate(sorted(alone.store.layers))}
+        self._ahead = Ahead(
+            method, turns, spares, here._replace(load=self._seconds_here), self._costs_later, self._tell
+        )
         self._verify = verify
         self.doubts: list[str] = []
         """Why what was computed so far may be wrong, in words for the user; empty: nothing speaks against it."""
         self._arithmetic = "torch"
-        self._layers = {layer: turn for turn, layer in enumerate(sorted(alone.store.layers))}
         self._proofs = list[Proof]()
         self._ready: list[Member] = []
         most = max(rows.most, 2 * max(_PROOF_ROWS))  # of two experts at once
@@ -110,9 +106,9 @@ class Cluster(Admission):
         assert self.link is not None
         until = time.monotonic() + seconds
         with self.link.changed:
-            while len(self._here()) < workers and (left := until - time.monotonic()) > 0:
+            while len(self._here_now()) < workers and (left := until - time.monotonic()) > 0:
                 self.link.changed.wait(left)
-        self.begin_pass()
+        self.begin_pass(0)
         return list(self._ready)
 
     @property
@@ -139,82 +135,79 @@ class Cluster(Admission):
 
     # -- for the executor ---------------------------------------------------------------------------------------------
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, position: int) -> None:
         """Plan with those who are ready now."""
-        self._ready = self._here()
-        self._told.begin_token()
+        self._ready = self._here_now()
         for unit in [unit for unit in self.units if unit >= FIRST_WORKER and self._is_out(unit)]:
             del self.units[unit]
         for member in self._ready:
             if member.unit not in self.units:
                 assert self.link is not None
                 self.units[member.unit] = RemoteUnit(member.unit, self.link)
+        self._ahead.begin(position, self._views, {member.unit: member.slots for member in self._ready})
 
     def balance(self, routing: Routing, under_way: float) -> Placement | None:
         """For one layer, with so many loads under way here; None where nobody is there."""
-        self._told.ask(routing.layer)
+        self._ahead.asked(routing.layer, set(chain.from_iterable(routing.top_k_index)))
         if not self._ready:
             return None
-        load = inf if self._method == "round-robin" else self._here_load()
-        views = [member.view() for member in self._ready if member.is_here] or [self._ready[0].view()]
-        turn = self._layers[routing.layer]
-        waits = under_way * load if under_way else 0.0
-        return Placement(self._method, self._order, views, load, waits, turn)
+        load = self._seconds_here()
+        return self._rule._replace(
+            workers=self._views() or [self._ready[0].view()],
+            here_load=load,
+            here_under_way=under_way * load if under_way else 0.0,
+            turn=self._ahead.turn(self._ahead.place(routing.layer, False)),
+            here_costs_later=self._costs_later(),
+        )
 
     def guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
         """Workers are told of what they will be asked for, as far as they have room for it; main brings in what it is
         to load itself, of the nearest layers."""
         if not self._ready:
             return predictions
-        return [here for named in predictions if (here := self._tell(named)).experts]
+        named = list(predictions)
+        self._ahead.expect({self._ahead.place(each.layer, each.is_next): _own(each) for each in named})
+        found = [] if self._rule.method == "round-robin" else [self._left(each) for each in named if not each.is_next]
+        return [here for here in found if here.experts]
 
-    def _tell(self, named: Prediction) -> Prediction:
-        """Tell workers of one layer's experts; returns what is left for main."""
-        assert self.link is not None
-        views = [member.view() for member in self._ready]
-        slots = {member.unit: member.slots for member in self._ready}
-        size, turn = len(named.experts) - self._spares, self._layers[named.layer]
-        if self._method == "round-robin":
-            keys: list[ExpertKey] = [(named.layer, expert, EXACT) for expert in named.experts]
-            units, here = by_turns(keys, size, turn, views), list[int]()
-            fresh = set(self._told.new(named.layer, named.is_next, named.experts))
-            units = {key: unit for key, unit in units.items() if key in fresh}
-        else:
-            missing = [
-                key
-                for key in self._told.new(named.layer, named.is_next, named.experts)
-                if key[1] not in named.low and not self.is_at_hand(key) and not any(key in view.holds for view in views)
-            ]
-            units = self._by_finish(missing, named.is_next, views, turn)
-            mine = {key: DEVICE for key in missing if key not in units}
-            self._told.tell(named.is_next, mine, {DEVICE: len(mine) + self._here_room})
-            here = [expert for expert in named.experts if expert in named.low]
-            here += [] if named.is_next else self._told.given(DEVICE, named.layer, False)
-        for unit, told in self._told.tell(named.is_next, units, slots).items():
-            self.link.fetch(unit, told)
-        return named._replace(experts=here)
+    def _left(self, named: Prediction) -> Prediction:
+        """What of it is left for main."""
+        here = self._ahead.here(named.layer)
+        return named._replace(experts=[expert for expert in named.experts if expert in named.low or expert in here])
 
-    def _by_finish(
-        self, missing: Sequence[ExpertKey], is_next: bool, views: Sequence[WorkerView], turn: int
-    ) -> dict[ExpertKey, int]:
-        """Who is to bring in what a later layer will miss, but for what main is to: each behind what it has been told
-        of already. Main looks no further than this token, and has as many slots as its prefetches."""
-        busy = [view._replace(hop=view.hop + view.load * self._told.outstanding(view.unit)) for view in views]
-        waiting, units = self._told.outstanding(DEVICE), dict[ExpertKey, int]()
-        for key in missing:
-            load = inf if is_next or waiting >= self._here_room else self._here_load()
-            behind = waiting * load if waiting else 0.0
-            placed = Placement(self._method, self._order, busy, load, behind, turn).units([Serve(key, (0,), True)])
-            units |= placed
-            waiting += key not in placed
-            busy = [view._replace(hop=view.hop + view.load * (placed.get(key) == view.unit)) for view in busy]
-        return units
+    def expect(self, position: int, named: Prediction) -> None:
+        """As `guess`, at once and from any thread."""
+        self._ahead.expect({Place(position, named.layer): _own(named)})
+
+    def withdraw(self, position: int) -> None:
+        """What was expected of this position and those after it was of another text; from any thread."""
+        self._ahead.withdraw(position)
+
+    def _tell(self, unit: int, keys: list[ExpertKey]) -> None:
+        if self.link is not None:
+            self.link.fetch(unit, keys)
+
+    def _views(self) -> list[WorkerView]:
+        """Of those who can be asked, in the order of their names."""
+        return [member.view() for member in self._ready if member.is_here]
+
+    def _seconds_here(self) -> float:
+        return inf if self._rule.method == "round-robin" else self._here.load()
+
+    def _costs_later(self) -> float:
+        """Seconds by which a load here is worse than it seems: an expert that is wanted again before it is forgotten
+        saves a load, there as here."""
+        uses, loads = sum(member.uses for member in self._ready), [each.load for each in self._ready if each.load]
+        if not uses or not loads:
+            return 0.0
+        kept = max(0.0, 1.0 - sum(member.brought for member in self._ready) / uses)
+        return (kept - self._here.kept()) * sum(loads) / len(loads)
 
     def _is_out(self, unit: int) -> bool:
         member = None if self.link is None else self.link.members.get(unit)
         return member is None or member.state is State.OUT
 
-    def _here(self) -> list[Member]:
+    def _here_now(self) -> list[Member]:
         return sorted((member for member in self.members if member.is_here), key=lambda member: member.name)
 
     # -- for the link's thread ----------------------------------------------------------------------------------------
@@ -223,6 +216,10 @@ class Cluster(Admission):
         """Say in the cluster's folder who is there, for `smoe cluster status`."""
         with suppress(OSError):
             keep_status(self.main.name, self.described())
+
+    def answered(self, member: Member, keys: Iterable[ExpertKey]) -> None:
+        """It has room for others."""
+        self._ahead.answered(member.unit, keys)
 
     def knocked(self, key: str, said: dict[str, Any]) -> Member | str:
         """A new member that is to be proven, or why it is refused."""
@@ -309,6 +306,11 @@ class RemoteUnit:
     def close(self) -> None:
         """As `drain`: the connections are the cluster's."""
         self.drain()
+
+
+def _own(named: Prediction) -> list[int]:
+    """Of the experts that a prediction names those that are not to come as low copies, which main alone has."""
+    return [expert for expert in named.experts if expert not in named.low]
 
 
 def _described(member: Member) -> dict[str, Any]:

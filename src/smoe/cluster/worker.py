@@ -170,7 +170,7 @@ class WorkerProcess:
             except FrameError as error:
                 self._send(dealer, frames.failed(frame.request, f"the request cannot be: {error}"))
         elif frame.kind is Kind.FETCH:
-            for key in frames.parse_fetch(frame, self._experts):
+            for key in self._served.alone.expect(frames.parse_fetch(frame, self._experts)):
                 self._fetch(key)
 
     def _must_make_room(self, said: dict[str, Any]) -> bool:
@@ -201,7 +201,7 @@ class WorkerProcess:
     def _work(self, frame: Frame) -> None:
         began, alone, welcome = time.perf_counter(), self._served.alone, self._welcomes
         asked = frames.parse_work(frame, self._experts, self._rows.numbers)
-        futures = alone.experts.submit(asked.wanted, Fetched(asked.hidden))
+        futures = alone.submit(asked.wanted, Fetched(asked.hidden))
         done = itertools.count(1)
 
         def over(_: Future[torch.Tensor]) -> None:  # one thread computes, request after request
@@ -219,7 +219,7 @@ class WorkerProcess:
     def _fetch(self, key: ExpertKey) -> None:
         if len(self._coming) >= _MOST_AHEAD:
             return
-        future = self._ahead.submit(partial(self._served.alone.experts.bring, key))
+        future = self._ahead.submit(partial(self._served.alone.bring, key))
         self._coming.add(future)
         future.add_done_callback(self._fetched)
 

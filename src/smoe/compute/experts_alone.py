@@ -7,9 +7,14 @@ the engine's, on whatever the slots hold.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import torch
 
 from smoe.compute.expert_math import ExpertMath
 from smoe.compute.host_experts import HostExperts
+from smoe.compute.unit import Wanted
 from smoe.expert import EXACT, ExpertKey
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.memory.disk import DiskReader
@@ -17,6 +22,7 @@ from smoe.memory.host import HostTier
 from smoe.memory.movers import Filler
 from smoe.memory.pacing import Pacing
 from smoe.memory.store import ExpertStore
+from smoe.memory.streams import Fetched
 
 LEAST_SLOTS = 2
 """With which an expert is read while another is computed. One will do: then both take turns."""
@@ -40,7 +46,8 @@ class ExpertsAlone:
         self.store = store
         self.math = math
         self._reader = DiskReader(is_direct)
-        self._host = HostTier(sizes, size_of, lambda _: False, huge_pages=is_direct)
+        self._expected = set[ExpertKey]()
+        self._host = HostTier(sizes, size_of, lambda key: key not in self._expected, huge_pages=is_direct)
         self._threads = threads
         filler = Filler({EXACT: store}, self._reader)
         self.experts = HostExperts(self._host, filler, store, math, threads, Pacing(), reads_beside=True)
@@ -61,6 +68,27 @@ class ExpertsAlone:
         if arithmetic == "torch":
             return self.experts.multiply_by(None)
         return self.experts.multiply_by(SpinningPool(self._threads, in_own_order=arithmetic == "own-order"))
+
+    def expect(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
+        """These will be asked for: until then, or until others are expected, all else is forgotten before them. Returns
+        those that are to be brought in."""
+        self._expected = set(keys)
+        return [key for key in keys if not self._host.has(key)]
+
+    def bring(self, key: ExpertKey) -> None:
+        """Read an expert, unless it is expected no longer; by a reading thread."""
+        if key in self._expected:
+            self.experts.bring(key)
+
+    def submit(self, wanted: Sequence[Wanted], hidden: Fetched) -> list[Future[torch.Tensor]]:
+        """As a `ComputeUnit`: what is asked for is expected no longer."""
+        futures = self.experts.submit(wanted, hidden)
+        for each, future in zip(wanted, futures, strict=True):
+            future.add_done_callback(partial(self._used, each.key))
+        return futures
+
+    def _used(self, key: ExpertKey, _: object) -> None:
+        self._expected.discard(key)
 
     def close(self) -> None:
         self.experts.drain()

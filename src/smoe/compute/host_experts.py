@@ -237,7 +237,7 @@ class Balancer:
         self._recent = RecentCosts(recent)
         self._own_bytes = own_bytes
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, position: int) -> None:
         """The CPU is always there."""
 
     def balance(self, routing: Routing, under_way: float) -> Balance | None:

@@ -64,8 +64,9 @@ class Others(Protocol):
 class Sharer(Protocol):
     """Says how a layer's misses are shared out between loads and units. Belongs to the computing thread."""
 
-    def begin_pass(self) -> None:
-        """A forward pass begins: which units there are may change now, and not before the next one."""
+    def begin_pass(self, position: int) -> None:
+        """A forward pass begins at this position of a text: which units there are may change now, and not before the
+        next one."""
 
     def balance(self, routing: Routing, under_way: float) -> Sharing | None:
         """For one layer, with so many loads under way; None where the device computes everything."""

@@ -108,6 +108,9 @@ def assemble(
         balancer = _balancer(config, tiers, compute.units.get(HOST), pacing, ledger.demand.slot_bytes)
         asked = Asked(budget.weights, LoadRate(transfers, tiers.link).seconds_per_byte, ledger.demand, budget.files)
         others = None if config.cluster is None else cluster_of(model, spec, config, store, compute, asked, made)
+        if others is not None:
+            for predictor in set(predictors.values()):
+                predictor.speak_to(others)
         trial = Trial() if _is_on_trial(config) else None
         executor = LayerExecutor(
             compute=compute, predictors=predictors, balancer=others or balancer, trial=trial, upgrades=config.upgrade

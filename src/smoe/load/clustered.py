@@ -94,6 +94,7 @@ def cluster_of(
 
     Raises `ClusterError` where the cluster is unknown, its address taken, or too few workers came.
     """
+    from smoe.cluster.ahead import Here
     from smoe.cluster.frames import Rows
     from smoe.cluster.identity import read_main
     from smoe.cluster.remote import Cluster
@@ -113,7 +114,8 @@ def cluster_of(
     alone = experts_alone(store, math, own, host_sizes(own, 0, LEAST_SLOTS), config)
     same = {"weights": asked.weights, "precision": spec.precision, "dtype": str(spec.dtype)}
     slot_bytes = max(store.slot_bytes.values())
-    method = config.placement or "finish"
+    method, arrivals = config.placement or "finish", compute.arrivals
+    staging = sum(pool.staging_slots for pool in arrivals.table.pools)
     cluster = Cluster(
         main,
         alone,
@@ -121,9 +123,12 @@ def cluster_of(
         same,
         method,
         config.balance_order,
-        lambda: slot_bytes * asked.seconds_per_byte(),
-        compute.arrivals.table.is_at_hand,
-        max(1, sum(pool.staging_slots for pool in compute.arrivals.table.pools) - 1),
+        Here(
+            lambda: slot_bytes * asked.seconds_per_byte(),
+            lambda: arrivals.counters.kept_share,
+            arrivals.table.is_at_hand,
+            max(1, staging - 1),
+        ),
         config.shadow_spares or 0,
         config.cluster_verify,
     )

@@ -41,14 +41,15 @@ class HostTier:
         self,
         sizes: Sequence[tuple[int, int]],
         size_of: Callable[[ExpertKey], int],
-        is_on_device: Callable[[ExpertKey], bool],
+        goes_first: Callable[[ExpertKey], bool],
         registry: PageRegistry | None = None,
         huge_pages: bool = False,
     ) -> None:
-        """`sizes`: (slots, bytes of each); `size_of`: which of them a copy has; `huge_pages`: as of an `Arena`."""
+        """`sizes`: (slots, bytes of each); `size_of`: which of them a copy has; `goes_first`: whether a copy is
+        forgotten before others; `huge_pages`: as of an `Arena`."""
         self.arena = Arena(sizes, torch.device("cpu"), huge_pages)
         self._size_of = size_of
-        self._is_on_device = is_on_device
+        self._goes_first = goes_first
         self._registry = registry
         self._lock = threading.Condition()
         self._slots: OrderedDict[ExpertKey, int] = OrderedDict()
@@ -110,5 +111,5 @@ class HostTier:
         if self._free[size]:
             return self._free[size].pop()
         evictable = [key for key in self._slots if key not in self._leased and self._size_of(key) == size]
-        victim = next((key for key in evictable if self._is_on_device(key)), next(iter(evictable), None))
+        victim = next((key for key in evictable if self._goes_first(key)), next(iter(evictable), None))
         return None if victim is None else self._slots.pop(victim)

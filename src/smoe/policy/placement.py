@@ -36,6 +36,8 @@ class WorkerView(NamedTuple):
     """To compute each of many rows."""
     hop: float
     """There and back."""
+    busy: float = 0.0
+    """Until it has read what it was told of before."""
 
 
 class Placement(NamedTuple):
@@ -53,6 +55,9 @@ class Placement(NamedTuple):
     """Seconds that loads here still take before another can begin."""
     turn: int
     """Which layer this is, counted over those with experts."""
+    here_costs_later: float = 0.0
+    """Seconds that a load here is worse by than it seems, as what is loaded here is forgotten sooner than what workers
+    load, and will be missed again; below zero: better."""
 
     @property
     def takes_all(self) -> bool:
@@ -72,7 +77,8 @@ class Placement(NamedTuple):
         """Of a prompt's experts those that workers compute, and which; `ahead` loads come here in any case. Those of
         the most tokens are placed first."""
         ranked = sorted(missing, key=lambda serve: (-len(serve.routes), serve.key))
-        return self._replace(here_under_way=self.here_under_way + ahead * _finite(self.here_load)).units(ranked)
+        waits = self.here_under_way + ahead * _finite(self.here_load)
+        return self._replace(here_under_way=waits, here_costs_later=0.0).units(ranked)
 
     def units(self, ranked: Sequence[Serve]) -> dict[ExpertKey, int]:
         """Who computes each, but for those that are loaded here."""
@@ -85,14 +91,14 @@ class Placement(NamedTuple):
         return by_turns(keys, len(keys), self.turn, self.workers)
 
     def _by_finish(self, ranked: Sequence[Serve]) -> dict[ExpertKey, int]:
-        """Greedy: each in its turn to whoever is done with it first, what was given before included. A worker reads one
-        while it computes another."""
-        read, done = [view.hop for view in self.workers], [view.hop for view in self.workers]
+        """Greedy: each in its turn to whoever is done with it first, what was given before included. A worker computes
+        what it holds, and reads what it does not meanwhile."""
+        read, done = [view.hop + view.busy for view in self.workers], [view.hop for view in self.workers]
         here, found = self.here_under_way, dict[ExpertKey, int]()
         for serve in ranked:
             rows = len(serve.routes)
             there = [
-                end if serve.key in view.holds else end + view.load
+                view.hop if serve.key in view.holds else end + view.load
                 for end, view in zip(read, self.workers, strict=True)
             ]
             ends = [
@@ -100,10 +106,10 @@ class Placement(NamedTuple):
                 for end, ready, view in zip(done, there, self.workers, strict=True)
             ]
             best = min(range(len(ends)), key=lambda n: (ends[n], done[n]))  # of equal ones who has less to do
-            if serve.key[2] != EXACT or here + self.here_load < ends[best]:
+            if serve.key[2] != EXACT or here + self.here_load + self.here_costs_later < ends[best]:
                 here += _finite(self.here_load)
                 continue
-            read[best], done[best] = there[best], ends[best]
+            read[best], done[best] = max(read[best], there[best]), ends[best]
             found[serve.key] = self.workers[best].unit
         return found
 

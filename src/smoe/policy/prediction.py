@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from smoe.policy.importance import ALL_IMPORTANT, Thresholds
 from smoe.routing import Routing
@@ -62,6 +62,16 @@ class Prediction(NamedTuple):
     """Whether it is of the token after the one under way, whose own layers come first."""
 
 
+class Listener(Protocol):
+    """Wants to know what is expected as soon as somebody does, whoever's thread that is."""
+
+    def expect(self, position: int, named: Prediction) -> None:
+        """Of the token at this position of the text."""
+
+    def withdraw(self, position: int) -> None:
+        """What was said of this position, and of those after it, was of another text."""
+
+
 class Predictor(ABC):
     """Guesses experts. Nothing that it does may be seen in the model's outputs."""
 
@@ -75,6 +85,10 @@ class Predictor(ABC):
 
     def install(self) -> None:
         """Listen to the model, once the engine has taken the experts' place in it."""
+
+    def speak_to(self, listener: Listener) -> None:
+        """Somebody wants to know as soon as anything is known between two layers; nothing is, unless by a thread."""
+        del listener
 
     def begin(self, ids: Any, cache: Any) -> None:
         """A forward pass begins: its tokens [rows, new positions], None where their embeddings were given, and the

@@ -247,7 +247,7 @@ class LayerExecutor:
         """A forward pass begins, over these tokens [rows, new positions] behind those in the cache."""
         self.compute.pacing.begin_pass()
         if self._balancer is not None:
-            self._balancer.begin_pass()
+            self._balancer.begin_pass(0 if cache is None else cache.length)
         if self.trial is None or self.trial.is_on:
             for predictor in self._hearing:
                 predictor.begin(ids, cache)

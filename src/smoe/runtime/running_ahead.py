@@ -17,12 +17,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from smoe.bounds import DEPARTURE
 from smoe.errors import EngineStateError, GenerationCancelledError
 from smoe.models.kv_cache import RowCache
-from smoe.policy.prediction import Prediction, Predictor, Sight
+from smoe.policy.prediction import Listener, Prediction, Predictor, Sight
 from smoe.runtime.shadow import Expected, Shadow
 
 _log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class RunningAhead:
         self._is_done = True
         """Whether it has."""
         self._said: dict[_Step, list[Expected]] = {}
+        self.listener: Listener | None = None
+        """Hears everything at once."""
         self._is_ending = False
         self._thread: threading.Thread | None = None
 
@@ -62,6 +65,8 @@ class RunningAhead:
                 self._thread = threading.Thread(target=self._run, name="smoe-shadow", daemon=True)
                 self._thread.start()
             self._asked = asked
+            if asked not in self._said and self.listener is not None:
+                self.listener.withdraw(asked.position)
             self._cancel_unless(asked)
             self._changed.notify_all()
 
@@ -129,7 +134,7 @@ class RunningAhead:
                     return
                 self._begin(step)
             try:
-                self._shadow.follow(step.token, step.position, step.cache, self._said[step])
+                self._shadow.follow(step.token, step.position, step.cache, partial(self._say, step))
             except GenerationCancelledError:
                 with self._changed:
                     self._said.pop(step)
@@ -141,6 +146,18 @@ class RunningAhead:
             finally:
                 with self._changed:
                     self._is_done = True
+
+    def _say(self, step: _Step, expected: Expected) -> None:
+        self._said[step].append(expected)
+        with self._changed:
+            listener, is_wanted = self.listener, not self._is_ending and self._is_of(step)
+            if listener is not None and is_wanted:
+                listener.expect(step.position, Prediction(expected.layer, expected.experts))
+
+    def _is_of(self, step: _Step) -> bool:
+        """Whether the model decodes it, or may come to it next."""
+        asked = self._asked
+        return asked is not None and (step == asked or step.position == asked.position + 1)
 
     def _begin(self, step: _Step) -> None:
         before = self._asked
@@ -163,6 +180,9 @@ class ShadowRouting(Predictor):
             self._ahead.pause()
         else:
             self._ahead.begin(int(ids), cache)
+
+    def speak_to(self, listener: Listener) -> None:
+        self._ahead.listener = listener
 
     def predict(self, sight: Sight) -> Iterator[Prediction]:
         now, after = self._ahead.said()

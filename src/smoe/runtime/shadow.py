@@ -10,7 +10,7 @@ shadow writes another text sooner or later, so it is aligned now and then (secti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -89,12 +89,12 @@ class Shadow(StepObserver):
         self._decoded = 0
         self._source: RowCache | None = None
         """What `follow` aligns with."""
-        self._said: list[Expected] | None = None
-        """What is said of the token under way; None in a prompt."""
+        self._say: Callable[[Expected], None] | None = None
+        """Hears what is expected of the token under way; None in a prompt."""
 
     def read(self, prompt: Sequence[int]) -> None:
         """Begin with a text that the model has been given, too."""
-        self._said, self._aligned, self._decoded = None, 0, 0
+        self._say, self._aligned, self._decoded = None, 0, 0
         self.text.read(prompt)
 
     def step(self, alignment: Alignment, token: int, cache: RowCache) -> list[Expected]:
@@ -108,14 +108,15 @@ class Shadow(StepObserver):
             self.text.cache.take_over(cache, self._aligned, length)
             self._aligned = length
         given = token if _is_due(alignment.token, self._decoded) else self.text.next_token
-        self._said = []
+        said: list[Expected] = []
+        self._say = said.append
         self.text.take([given])
         self._decoded += 1
-        return self._said
+        return said
 
-    def follow(self, token: int, position: int, cache: RowCache, said: list[Expected]) -> None:
-        """Decode the token at a position of the text in `cache`, the model's, and add what is expected of each layer
-        to `said` as it is known.
+    def follow(self, token: int, position: int, cache: RowCache, say: Callable[[Expected], None]) -> None:
+        """Decode the token at a position of the text in `cache`, the model's, and `say` what is expected of each layer
+        as it is known.
 
         Keys and values of the positions before it become the model's, as far as it has them; of a text other than the
         last one all of them. Raises `EngineStateError` where they cannot.
@@ -128,12 +129,12 @@ class Shadow(StepObserver):
         self._aligned = min(self._aligned, mine.length)
         mine.take_over(cache, self._aligned, known)
         self._aligned = known
-        self._said = said
+        self._say = say
         self.text.take([token])
 
     def routed(self, heard: Routed) -> None:
-        if self._said is not None:
-            self._said.append(self._expected(heard))
+        if self._say is not None:
+            self._say(self._expected(heard))
 
     def _expected(self, heard: Routed) -> Expected:
         if heard.logits is None:
