@@ -133,6 +133,7 @@ class Unreliable(WorkerProcess):
         return self.proofs_left <= 0
 
     proofs_left = len(_PROOF_ROWS)
+    came_meanwhile: list[Frame]
 
     def _work(self, frame: Frame) -> None:
         self.proofs_left -= 1
@@ -153,6 +154,11 @@ class Unreliable(WorkerProcess):
         elif self.fault == "slow":
             time.sleep(0.2)
             super()._answer(dealer, frame)
+        elif self.fault == "frozen":
+            time.sleep(0.8)
+            while dealer.poll(0):
+                self.came_meanwhile.append(frames.parse([part.buffer for part in dealer.recv_multipart(copy=False)]))
+            self.every = 10**9
         elif self.fault == "gone":
             dealer.disconnect(self._me.address)
             self._is_ending = True
@@ -183,7 +189,25 @@ def test_faults_change_no_bit(
         assert any(member.missed for member in faulty)
     if others == 0:
         link = cluster_of(model).link
-        assert link is not None and link.rescued > 0, "main went on alone"
+        assert link is not None and link.asking.rescued > 0, "main went on alone"
+
+
+def test_a_worker_that_is_silent_is_asked_no_more(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
+    """Until it says something: else every beat a token waits for it once more."""
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    (frozen,) = start(folder, 1, type("Frozen", (Unreliable,), {"fault": "frozen", "every": 20, "came_meanwhile": []}))
+    start(folder, 2)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=3, **BY_TURNS)
+    alone = oracle.greedy(oracle.reference(folder), new_tokens=8)
+    until = time.monotonic() + 20
+    while not frozen.came_meanwhile and time.monotonic() < until:
+        oracle.assert_same_steps(oracle.greedy(model, new_tokens=8), alone)
+    came = [frame.kind for frame in frozen.came_meanwhile]
+    assert came[-1] is Kind.BEAT, "the last word was no request, though main has gone on"
+    asked = cluster_of(model).members[0].requests
+    while cluster_of(model).members[0].requests == asked and time.monotonic() < until:
+        oracle.greedy(model, new_tokens=8)
+    assert cluster_of(model).members[0].requests > asked or len(cluster_of(model).members) > 3, "it lives, and is asked"
 
 
 @pytest.mark.parametrize("host", ["localhost", "[::1]"])
@@ -213,7 +237,7 @@ def test_a_worker_makes_room_for_a_main_of_longer_prompts(
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     assert worker._rows == cluster_of(model)._rows and worker._rows.most == 2 * max(_PROOF_ROWS)
     link = cluster_of(model).link
-    assert link is not None and link.rescued == 0
+    assert link is not None and link.asking.rescued == 0
 
 
 def test_what_is_longer_than_planned_is_computed_here(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
@@ -222,9 +246,9 @@ def test_what_is_longer_than_planned_is_computed_here(toy: Callable[..., Path], 
     model = open_model(folder, "minimum", cluster="test", **BY_TURNS)
     link = cluster_of(model).link
     assert link is not None
-    link._rows = link._rows._replace(most=2)
+    link.asking.most_rows = 2
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
-    assert link.rescued > 0 and not any(member.why for member in cluster_of(model).members)
+    assert link.asking.rescued > 0 and not any(member.why for member in cluster_of(model).members)
 
 
 def test_a_worker_that_lies_after_its_proof_is_found_out(

@@ -73,6 +73,8 @@ class Cluster(Admission):
         self._asked = asked
         self._method, self._order = method, order
         self._here_load = here_load
+        self._last_here_load = inf
+        """As planned with, for the link's thread."""
         self._spares = spares
         self.is_at_hand = is_at_hand
         self._here_room = here_room
@@ -100,7 +102,7 @@ class Cluster(Admission):
         self._proofs = list(self._make_proofs())
         keys, rescue = self.main.keys, self._alone.experts
         at = to_listen_at(self.main.address, self.main.everywhere)
-        self.link = Link(at, keys.public, keys.secret, self, rescue, self._rows, self._verify)
+        self.link = Link(at, keys.public, keys.secret, self, rescue, self._rows, self._rescue_load, self._verify)
         if self.courier is not None:
             self.courier.begin(self.link.wake)
             self.link.courier = self.courier
@@ -155,7 +157,7 @@ class Cluster(Admission):
         self._told.ask(routing.layer)
         if not self._ready:
             return None
-        load = inf if self._method == "round-robin" else self._here_load()
+        load = self._last_here_load = inf if self._method == "round-robin" else self._here_load()
         views = [member.view() for member in self._ready if member.is_here] or [self._ready[0].view()]
         turn = self._layers[routing.layer]
         waits = under_way * load if under_way else 0.0
@@ -218,6 +220,9 @@ class Cluster(Admission):
         return sorted((member for member in self.members if member.is_here), key=lambda member: member.name)
 
     # -- for the link's thread ----------------------------------------------------------------------------------------
+
+    def _rescue_load(self) -> float:
+        return self._last_here_load
 
     def tick(self) -> None:
         """Say in the cluster's folder who is there, for `smoe cluster status`."""
