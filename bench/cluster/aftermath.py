@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any, NamedTuple
 
-from smoe.cluster.asking import Asking
 from smoe.cluster.requests import Request
+from smoe.cluster.under_way import UnderWay
 from smoe.runtime.layer import LayerCompute
 
 _HIT_SECONDS = 0.25
@@ -100,7 +100,7 @@ class Notes:
 def noting() -> Iterator[Notes]:
     """Inside, layers and what was lost are written down."""
     notes = Notes()
-    before: Any = LayerCompute.decode, LayerCompute.prefill, Asking._ask, Asking.stand_in
+    before: Any = LayerCompute.decode, LayerCompute.prefill, UnderWay._ask, UnderWay.stand_in
     decode, prefill, ask, stand_in = before
 
     def timed(run: Any) -> Any:
@@ -112,16 +112,16 @@ def noting() -> Iterator[Notes]:
 
         return noted
 
-    def asked(asking: Asking, request: Request) -> None:
-        ask(asking, request)
+    def asked(under_way: UnderWay, request: Request) -> None:
+        ask(under_way, request)
         if request.trial is None and request.sent:
             notes.deadlines.append(request.due - request.sent)
 
-    def stood_in(asking: Asking, request: Request) -> None:
+    def stood_in(under_way: UnderWay, request: Request) -> None:
         notes.lose(request)
-        stand_in(asking, request)
+        stand_in(under_way, request)
 
-    patched: Any = LayerCompute, Asking
+    patched: Any = LayerCompute, UnderWay
     patched[0].decode, patched[0].prefill = timed(decode), timed(prefill)
     patched[1]._ask, patched[1].stand_in = asked, stood_in
     try:

@@ -36,4 +36,4 @@ def test_eight_workers_are_exact(
     cluster._here_load = lambda: 1e9  # workers are nearer than any disk
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     assert sum(member.experts > 0 for member in cluster.members) == WORKERS, "all have worked"
-    assert cluster.link is not None and cluster.link.asking.rescued == 0, "and main has not"
+    assert cluster.link is not None and cluster.link.under_way.rescued == 0, "and main has not"

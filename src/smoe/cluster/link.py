@@ -1,7 +1,7 @@
 """Main's end of all connections: one thread that sends requests, hears answers and sees to deadlines.
 
     computing thread --submit--> [link] --WORK--> worker ... DONE --> futures
-                                   ` late, silent, disconnected, nonsense: others are asked as well (`asking.py`)
+                                   ` late, silent, disconnected, nonsense: others are asked as well (`under_way.py`)
 
 The first answer wins, whoever gave it; later ones are dropped. Keys decide who may speak: a stranger only where
 somebody is invited, and no more than the words of a HELLO.
@@ -23,7 +23,6 @@ import zmq
 
 from smoe.cluster import frames
 from smoe.cluster.address import Endpoint
-from smoe.cluster.asking import Asking
 from smoe.cluster.door import Door, Doorkeeper, user_of
 from smoe.cluster.doorbell import Doorbell
 from smoe.cluster.frames import Frame, FrameError, Kind, Rows
@@ -31,6 +30,7 @@ from smoe.cluster.members import Member, State
 from smoe.cluster.requests import Proof, Request, Trial, resolve
 from smoe.cluster.sending import FILE_KINDS, Courier
 from smoe.cluster.spot_checks import SpotChecks
+from smoe.cluster.under_way import UnderWay
 from smoe.compute.unit import ComputeUnit, Wanted
 from smoe.expert import ExpertKey
 from smoe.memory.streams import Fetched
@@ -62,7 +62,7 @@ class Link:
         here_load: Callable[[], float],
         verify: float = 0.0,
     ) -> None:
-        """`rescue`, `here_load`: as of `Asking`; `verify`: the share of answers that is recomputed. Raises
+        """`rescue`, `here_load`: as of `UnderWay`; `verify`: the share of answers that is recomputed. Raises
         `ClusterError` where the address cannot be listened at."""
         self.members: dict[int, Member] = {}
         """All that ever were, by unit."""
@@ -70,7 +70,7 @@ class Link:
         self._door = Door(address, public, secret, doorkeeper, rows.part_bytes)
         self._router, self._monitor = self._door.router, self._door.monitor
         self._rows = rows
-        self.asking = Asking(self.members, self._send_to, rescue, rows.most, here_load)
+        self.under_way = UnderWay(self.members, self._send_to, rescue, rows.most, here_load)
         self._bell: Doorbell[Callable[[], object]] = Doorbell()
         self.wake = partial(self._bell.put, lambda: None)
         self._spot_checks = SpotChecks(verify, rescue, self.wake, self._differs)
@@ -92,7 +92,7 @@ class Link:
             self.forget(futures)
             return futures
         request = Request(wanted, hidden, futures, unit)
-        self._bell.put(lambda: self.asking.begin(request))
+        self._bell.put(lambda: self.under_way.begin(request))
         return futures
 
     def fetch(self, unit: int, keys: Sequence[ExpertKey]) -> None:
@@ -123,7 +123,7 @@ class Link:
             poller.register(each, zmq.POLLIN)
         while not self._is_ending:
             try:
-                left = min(_TICK_SECONDS, self.asking.next_due() - time.monotonic())
+                left = min(_TICK_SECONDS, self.under_way.next_due() - time.monotonic())
                 poller.poll(math.ceil(1000 * max(0.0, left)))
                 self._turn()
             except Exception:  # a request must not wait for ever for a thread that has ended
@@ -133,7 +133,7 @@ class Link:
                 self._send_to(member, frames.alone(Kind.LEAVE))
         for begin in self._bell.take():
             begin()
-        self.asking.cancel()
+        self.under_way.cancel()
 
     def _turn(self) -> None:
         for begin in self._bell.take():
@@ -144,9 +144,9 @@ class Link:
             self._monitor.recv_multipart()
             self._beaten = 0.0  # somebody has gone: who does not take a beat is out
         self._see_who_is_late(time.monotonic())
-        self._spot_checks.go_on(self.asking.needs_rescue)
+        self._spot_checks.go_on(self.under_way.needs_rescue)
         if self.courier is not None:
-            self.courier.turn(self.asking.is_idle, self._send)
+            self.courier.turn(self.under_way.is_idle, self._send)
 
     def _hear(self, parts: list[Any]) -> None:
         route, key = parts[0].bytes, user_of(parts[-1])
@@ -186,7 +186,7 @@ class Link:
     def _drop_former(self, name: str) -> None:
         """Of a worker that comes again and again only the last time is kept."""
         for unit, member in list(self.members.items()):
-            if member.name == name and member.state is State.OUT and not self.asking.owes(member):
+            if member.name == name and member.state is State.OUT and not self.under_way.owes(member):
                 del self.members[unit]
 
     def _try_next(self, member: Member, proofs: Iterator[Proof]) -> None:
@@ -196,14 +196,14 @@ class Link:
             self._became(member, State.READY)
             return
         trial = Trial(member, proof.expected, proofs)
-        self.asking.begin(Request(proof.wanted, Fetched(proof.hidden), [], member.unit, trial))
+        self.under_way.begin(Request(proof.wanted, Fetched(proof.hidden), [], member.unit, trial))
 
     def _answered(self, member: Member, frame: Frame) -> None:
         member.heard = time.monotonic()
         if frame.kind is Kind.LEAVE:
             self._out(member, "left")
         elif frame.kind in (Kind.DONE, Kind.FAILED):
-            request = self.asking.find(frame.request, member)
+            request = self.under_way.find(frame.request, member)
             before, member.answered, member.strikes = member.answered, member.heard, 0
             if member.state is State.SUSPECT:
                 self._became(member, State.READY)
@@ -213,7 +213,7 @@ class Link:
                 self._failed(request, member, frames.text_of(frame))
             else:
                 done = frames.parse_done(frame, request.rows, *self._rows[:2])
-                self.asking.end(frame.request)
+                self.under_way.end(frame.request)
                 member.note(request.wanted, member.heard - request.sent, done.times, queued=request.sent < before)
                 self._done(request, member, done)
 
@@ -249,7 +249,7 @@ class Link:
         if request.trial is not None:
             self._out(member, why)
             return
-        self.asking.stand_in(request)
+        self.under_way.stand_in(request)
 
     def _fetch(self, member: Member | None, keys: Sequence[ExpertKey]) -> None:
         missing = [] if member is None or not member.is_here else member.will_bring(keys)
@@ -259,7 +259,7 @@ class Link:
     # -- members ------------------------------------------------------------------------------------------------------
 
     def _see_who_is_late(self, now: float) -> None:
-        late = self.asking.overdue(now)
+        late = self.under_way.overdue(now)
         late |= {each.unit for each in self.members.values() if each.is_here and now - each.heard > _QUIET_SECONDS}
         members = [self.members[unit] for unit in sorted(late)]
         for member in members:
@@ -272,7 +272,7 @@ class Link:
             elif member.strikes > MOST_STRIKES:
                 self._out(member, f"was late {member.strikes} times in a row")
             else:
-                self.asking.lost(member)
+                self.under_way.lost(member)
         if now - self._beaten > _BEAT_SECONDS:
             self._beat(now)
 
@@ -286,7 +286,7 @@ class Link:
                 self._out(member, f"said nothing for {_SILENCE_SECONDS:g} s")
                 continue
             self._send_to(member, frames.alone(Kind.BEAT))
-            if member.state is State.SUSPECT and member.heard > member.late and not self.asking.owes(member):
+            if member.state is State.SUSPECT and member.heard > member.late and not self.under_way.owes(member):
                 self._became(member, State.READY)  # it lives, and what it was late with was lost
 
     def _became(self, member: Member, state: State, why: str = "") -> None:
@@ -301,7 +301,7 @@ class Link:
         self._send(member.route, frames.alone(Kind.LEAVE))  # so that it may greet us anew
         self._became(member, State.OUT, why)
         self._by_route.pop(member.route, None)
-        self.asking.lost(member)
+        self.under_way.lost(member)
 
     def _send_to(self, member: Member | None, parts: list[Any]) -> bool:
         if member is None or member.state is State.OUT:

@@ -31,7 +31,7 @@ PROOF_SECONDS = 30.0
 """For a proof: a worker compiles its kernels first."""
 
 
-class Asking:
+class UnderWay:
     """Asks workers, and others in their place."""
 
     def __init__(
@@ -51,26 +51,26 @@ class Asking:
         self._send = send
         self._rescue = rescue
         self._here_load = here_load
-        self._under_way: dict[int, Request] = {}
+        self._requests: dict[int, Request] = {}
         self._numbers = itertools.count(secrets.randbits(62))  # what a worker still sends an earlier main is none
 
     @property
     def is_idle(self) -> bool:
         """Nobody waits for anything."""
-        return not self._under_way
+        return not self._requests
 
     @property
     def needs_rescue(self) -> bool:
         """Whether main's own hands are at work."""
-        return any(request.unit == DEVICE for request in self._under_way.values())
+        return any(request.unit == DEVICE for request in self._requests.values())
 
     def owes(self, member: Member) -> bool:
         """Whether something that it was asked for is still waited for."""
-        return any(request.unit == member.unit for request in self._under_way.values())
+        return any(request.unit == member.unit for request in self._requests.values())
 
     def next_due(self) -> float:
         """When somebody is late, unless an answer comes (`time.monotonic`); infinite: never."""
-        return min((each.due for each in self._under_way.values() if not each.is_lost), default=inf)
+        return min((each.due for each in self._requests.values() if not each.is_lost), default=inf)
 
     def begin(self, request: Request) -> None:
         """Ask the unit that the request names, or whoever stands in for it."""
@@ -83,25 +83,25 @@ class Asking:
 
     def find(self, number: int, member: Member) -> Request | None:
         """What a member answers; None: others were faster."""
-        request = self._under_way.get(number)
+        request = self._requests.get(number)
         return None if request is None or request.unit != member.unit else request
 
     def end(self, number: int) -> None:
         """It has been answered."""
-        del self._under_way[number]
+        del self._requests[number]
 
     def overdue(self, now: float) -> set[int]:
         """The units that are late. What nobody waits for any more is forgotten."""
-        self._under_way = {number: each for number, each in self._under_way.items() if not each.is_over}
-        return {each.unit for each in self._under_way.values() if each.due < now and not each.is_lost}
+        self._requests = {number: each for number, each in self._requests.items() if not each.is_over}
+        return {each.unit for each in self._requests.values() if each.due < now and not each.is_lost}
 
     def lost(self, member: Member) -> None:
         """No answer of its is to be waited for: others are asked as well."""
-        for number, request in list(self._under_way.items()):
+        for number, request in list(self._requests.items()):
             if request.unit != member.unit or request.is_lost:
                 continue
             if request.trial is not None:
-                del self._under_way[number]
+                del self._requests[number]
             else:
                 self.stand_in(request)
 
@@ -113,7 +113,7 @@ class Asking:
 
     def cancel(self) -> None:
         """Nothing comes any more."""
-        for request in self._under_way.values():
+        for request in self._requests.values():
             for future in request.futures:
                 future.cancel()
 
@@ -132,7 +132,7 @@ class Asking:
         before, request.sent, request.expected = self._behind(member), now, member.expected(request.wanted, loads)
         request.due = now + (deadline(before + request.expected) if request.trial is None else PROOF_SECONDS)
         number = next(self._numbers)
-        self._under_way[number] = request
+        self._requests[number] = request
         member.requests += 1
         hidden, wanted = only_used(request.hidden.wait(), request.wanted)
         self._send(member, frames.work(number, wanted, hidden))
@@ -140,7 +140,7 @@ class Asking:
     def _rescue_it(self, request: Request) -> None:
         """Main computes it, unless somebody who is late answers first."""
         request.unit = DEVICE
-        self._under_way[next(self._numbers)] = request
+        self._requests[next(self._numbers)] = request
         self.rescued += len(request.wanted)
         for mine, theirs in zip(self._rescue.submit(request.wanted, request.hidden), request.futures, strict=True):
             mine.add_done_callback(partial(take_over, theirs))
@@ -166,4 +166,4 @@ class Asking:
 
     def _behind(self, member: Member) -> float:
         """Seconds that what it was asked for before should take: it computes one after the other."""
-        return sum(each.expected for each in self._under_way.values() if each.unit == member.unit)
+        return sum(each.expected for each in self._requests.values() if each.unit == member.unit)

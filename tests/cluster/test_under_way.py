@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from smoe.cluster import frames
-from smoe.cluster.asking import Asking
 from smoe.cluster.frames import Times
 from smoe.cluster.members import Member, State
 from smoe.cluster.requests import Request, resolve
+from smoe.cluster.under_way import UnderWay
 from smoe.compute.unit import Wanted
 from smoe.expert import EXACT, ExpertKey
 from smoe.memory.streams import Fetched
@@ -36,7 +36,7 @@ class Bench:
         """(unit, request, experts)"""
         self.mine: dict[int, Future[torch.Tensor]] = {}
         """What main's own hands were asked for."""
-        self.asking = Asking(self.members, self._send, self, 100, lambda: here_load)  # type: ignore[arg-type]
+        self.under_way = UnderWay(self.members, self._send, self, 100, lambda: here_load)  # type: ignore[arg-type]
 
     def submit(self, wanted: Any, hidden: Fetched) -> list[Future[torch.Tensor]]:
         del hidden
@@ -46,19 +46,19 @@ class Bench:
     def ask(self, unit: int, experts: list[int]) -> Request:
         wanted = [Wanted(key(expert), [0]) for expert in experts]
         request = Request(wanted, Fetched(torch.ones(1, 4)), [Future() for _ in wanted], unit)
-        self.asking.begin(request)
+        self.under_way.begin(request)
         return request
 
     def lose(self, unit: int, state: State = State.SUSPECT) -> None:
         self.members[unit].state = state
-        self.asking.lost(self.members[unit])
+        self.under_way.lost(self.members[unit])
 
     def answer(self, unit: int) -> None:
         """Everything that a unit was asked for; row n of expert n."""
         for whose, number, experts in self.sent:
-            request = self.asking.find(number, self.members[whose]) if whose == unit else None
+            request = self.under_way.find(number, self.members[whose]) if whose == unit else None
             if request is not None:
-                self.asking.end(number)
+                self.under_way.end(number)
                 for future, expert in zip(request.futures, experts, strict=True):
                     resolve(future, torch.full((1, 4), float(expert)))
 
@@ -67,7 +67,7 @@ class Bench:
 
     def _send(self, member: Member, parts: list[Any]) -> None:
         if member.state is State.OUT:
-            self.asking.lost(member)
+            self.under_way.lost(member)
             return
         frame = frames.parse([memoryview(bytes(part)) for part in parts])
         asked = frames.parse_work(frame, {0: 100}, 4)
@@ -83,7 +83,7 @@ def test_experts_of_a_lost_request_are_shared_over_the_others() -> None:
     for unit in (3, 4, 5):
         bench.answer(unit)
     assert [future.result(0)[0, 0].item() for future in request.futures] == [0, 1, 2, 3, 4, 5]
-    assert bench.asking.overdue(0.0) == set() and bench.asking.is_idle, "nothing is left of it"
+    assert bench.under_way.overdue(0.0) == set() and bench.under_way.is_idle, "nothing is left of it"
 
 
 def test_each_goes_to_who_is_done_with_it_first() -> None:
@@ -100,7 +100,7 @@ def test_main_s_own_hands_are_among_the_others_where_it_has_a_load_left() -> Non
     bench = Bench(3, here_load=0.010)
     request = bench.ask(2, [0, 1, 2, 3, 4, 5])
     bench.lose(2)
-    assert len(bench.mine) == bench.asking.rescued == 2 and bench.asking.needs_rescue
+    assert len(bench.mine) == bench.under_way.rescued == 2 and bench.under_way.needs_rescue
     assert len(bench.asked(3)) == len(bench.asked(4)) == 2
     for expert, future in bench.mine.items():
         future.set_result(torch.full((1, 4), float(expert)))
@@ -138,18 +138,18 @@ def test_a_late_answer_counts_for_what_is_not_there_yet() -> None:
     bench.answer(2)
     assert [future.result(0)[0, 0].item() for future in request.futures] == [0, 1]
     bench.answer(4)
-    assert bench.asking.overdue(0.0) == set() and bench.asking.is_idle
+    assert bench.under_way.overdue(0.0) == set() and bench.under_way.is_idle
 
 
 def test_late_is_who_has_not_answered_when_it_is_due_and_once() -> None:
     bench = Bench(3)
     request = bench.ask(2, [0])
-    assert bench.asking.next_due() == request.due > request.sent + 0.02
-    assert bench.asking.overdue(request.due - 1e-3) == set()
-    assert bench.asking.overdue(request.due + 1e-3) == {2}
+    assert bench.under_way.next_due() == request.due > request.sent + 0.02
+    assert bench.under_way.overdue(request.due - 1e-3) == set()
+    assert bench.under_way.overdue(request.due + 1e-3) == {2}
     bench.lose(2)
-    assert 2 not in bench.asking.overdue(inf), "that is known"
-    assert bench.asking.next_due() > request.due, "others have time of their own"
+    assert 2 not in bench.under_way.overdue(inf), "that is known"
+    assert bench.under_way.next_due() > request.due, "others have time of their own"
 
 
 def test_a_request_behind_another_has_time_for_both() -> None:
@@ -183,7 +183,7 @@ def test_a_member_that_cannot_be_reached_is_stood_in_for_at_once() -> None:
             member.state = State.OUT
         send(member, parts)
 
-    bench.asking._send = broken
+    bench.under_way._send = broken
     bench.ask(2, [0, 1])
     assert sorted(bench.asked(3) + bench.asked(4)) == [0, 1]
 
