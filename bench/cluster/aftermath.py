@@ -107,7 +107,8 @@ def noting() -> Iterator[Notes]:
         def noted(compute: LayerCompute, plan: Any, *given: Any) -> Any:
             began = time.monotonic()
             result = run(compute, plan, *given)
-            notes.spans.append(Span(plan.layer, began, time.monotonic()))
+            if compute.others is not None:  # a shadow has none
+                notes.spans.append(Span(plan.layer, began, time.monotonic()))
             return result
 
         return noted

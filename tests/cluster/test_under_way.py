@@ -152,6 +152,14 @@ def test_late_is_who_has_not_answered_when_it_is_due_and_once() -> None:
     assert bench.under_way.next_due() > request.due, "others have time of their own"
 
 
+def test_who_fails_again_and_again_costs_the_others_once() -> None:
+    bench = Bench(2)
+    request = bench.ask(2, [0, 1])
+    for _ in range(3):
+        bench.under_way.stand_in(request)
+    assert bench.asked(3) == [0, 1]
+
+
 def test_a_request_behind_another_has_time_for_both() -> None:
     bench = Bench(1)
     first, second = bench.ask(2, [0, 1, 2]), bench.ask(2, [3])

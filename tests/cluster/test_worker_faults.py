@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from smoe.cluster import frames
 from smoe.cluster.frames import Frame, Kind, Times
 from smoe.cluster.identity import read_main
+from smoe.cluster.members import State
 from smoe.cluster.remote import _PROOF_ROWS
 from smoe.cluster.worker import WorkerProcess
 from smoe.memory.streams import Fetched
@@ -143,3 +144,27 @@ def test_a_worker_that_lies_after_its_proof_is_found_out(
     assert "may be wrong, so have it written again" in doubt
     assert set(read_main("test").workers) == {"w1"}
     assert isinstance(cluster.knocked(liar._me.keys.public, liar._hello() | {"code": None}), str)
+
+
+def test_who_says_nothing_is_late_though_nothing_was_asked(
+    toy: Callable[..., Path], start: Start, open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next token is not the one to find out. Heard of again, it is planned with."""
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    (worker,) = start(folder, 1)
+    cluster = cluster_of(open_model(folder, "minimum", cluster="test", **BY_TURNS))
+    (found,) = cluster.members
+    turn, asleep = worker._turn, [0.8]
+
+    def drowsy(dealer: Any) -> None:
+        time.sleep(asleep.pop() if asleep else 0.0)
+        turn(dealer)
+
+    monkeypatch.setattr(worker, "_turn", drowsy)
+    until = time.monotonic() + 10
+    while found.state is State.READY and time.monotonic() < until:
+        time.sleep(0.01)
+    assert found.state is State.SUSPECT
+    while not any(each.is_here for each in cluster.members) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert any(each.is_here for each in cluster.members)

@@ -98,15 +98,15 @@ class UnderWay:
     def lost(self, member: Member) -> None:
         """No answer of its is to be waited for: others are asked as well."""
         for number, request in list(self._requests.items()):
-            if request.unit != member.unit or request.is_lost:
-                continue
-            if request.trial is not None:
+            if request.unit == member.unit and request.trial is not None:
                 del self._requests[number]
-            else:
+            elif request.unit == member.unit:
                 self.stand_in(request)
 
     def stand_in(self, request: Request) -> None:
-        """Others are asked for what a unit does not do, each for the experts that it is done with first."""
+        """Others are asked for what a unit does not do, each for the experts that it is done with first; once."""
+        if request.is_lost:
+            return
         request.is_lost = True
         for unit, places in self._shared_out(request).items():
             self.begin(request.part(unit, places))
