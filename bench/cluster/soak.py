@@ -2,7 +2,8 @@
 
 Main decodes the same tokens again and again; meanwhile a worker is killed and started again, frozen, cut off, made ten
 times slower or made to lie, or a stranger sends noise, at random moments of tokens, by a seed. A token's added latency
-is what it took beyond the median of the same token in other passes, so that its own loads do not count.
+is what it took beyond the median of the same token in other passes, so that its own loads do not count
+(`aftermath.py`).
 """
 
 from __future__ import annotations
@@ -19,49 +20,24 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
 
 import torch
 
 from bench.cluster.acting import Dials, Times
+from bench.cluster.aftermath import Fault, Token, judged, noting, table
 from bench.cluster.child import Child
 from bench.cluster.decoding import Decoding, open_model, steps, text_tokens
 from bench.cluster.network import LINKS, Network, address
 from bench.cluster.results import write
 from bench.cluster.workers import NAME, Shape, Workers
 from smoe.cluster.address import DEFAULT_PORT
-from smoe.cluster.members import Member
 
-_AFTERMATH_SECONDS = 0.25
-"""Tokens that begin so long after a fault count as hit by it, besides the one under way."""
 _READY_SECONDS = 10.0
 _LAST_WORDS_SECONDS = 2.0
 """For a liar to be refused and end."""
 _END_SECONDS = 60.0
 _NOISE_BYTES = 4096
 _SLOWER = 10.0
-
-
-class Token(NamedTuple):
-    """One step of main; moments on the clock of `time.monotonic`, which all processes share."""
-
-    position: int
-    began: float
-    ended: float
-    is_equal: bool
-    """Whether its logits were those of one machine alone."""
-    deadline: float
-    """The longest that was allowed to a worker's request in it, seconds."""
-
-
-class Fault(NamedTuple):
-    """What was done to whom."""
-
-    kind: str
-    worker: int
-    began: float
-    ended: float
 
 
 def run(options: argparse.Namespace) -> None:
@@ -82,10 +58,10 @@ def run(options: argparse.Namespace) -> None:
                 workers.hear(main, _END_SECONDS)
                 faults, held = _disturb(options, network, workers, folder, main)
                 main.say("enough")
-                tokens, failures = workers.hear(main, _END_SECONDS)
+                tokens, failures, spans, lost = workers.hear(main, _END_SECONDS)
             finally:
                 main.kill()
-    found = judged([Token(*each) for each in tokens], faults, load)
+    found = judged(tokens, faults, load, spans, lost)
     found |= {"failures": failures, "rss_bytes": held, "faults": [each._asdict() for each in faults]}
     write(options, found, table(found))
     if failures or not found["all_equal"]:
@@ -113,18 +89,17 @@ def _expected(asked: Decoding) -> list[str]:
 
 def _decode(child: Child, asked: Decoding, expected: Sequence[str]) -> None:
     """Pass after pass until enough is said; then all tokens, and what was raised."""
-    deadlines = _noting_deadlines()
     model = open_model(asked, Dials())
     ids, tokens, failures = _ids(asked), list[Token](), list[str]()
-    with model.offload as engine, torch.no_grad():
+    with model.offload as engine, torch.no_grad(), noting() as notes:
         while True:
             try:
                 began = time.monotonic()
                 for position, (logits, _) in enumerate(steps(model, ids, asked.tokens, engine.new_cache())):
                     ended = time.monotonic()
                     is_equal = _checksum(logits) == expected[position]
-                    tokens.append(Token(position, began, ended, is_equal, max(deadlines, default=0.0)))
-                    deadlines.clear()
+                    tokens.append(Token(position, began, ended, is_equal, max(notes.deadlines, default=0.0)))
+                    notes.deadlines.clear()
                     began = ended
             except Exception as error:  # a lost request: counted, and the next pass begins
                 failures.append(f"{type(error).__name__}: {error}")
@@ -133,21 +108,7 @@ def _decode(child: Child, asked: Decoding, expected: Sequence[str]) -> None:
             with suppress(Exception):
                 child.hear(0)
                 break
-    child.say(([tuple(each) for each in tokens], failures))
-
-
-def _noting_deadlines() -> list[float]:
-    noted: list[float] = []
-    deadline: Any = Member.deadline
-
-    def note(member: Member, *asked: Any) -> float:
-        seconds: float = deadline(member, *asked)
-        if member.is_here:
-            noted.append(seconds)
-        return seconds
-
-    Member.deadline = note  # type: ignore[method-assign, assignment]
-    return noted
+    child.say((tokens, failures, notes.spans, notes.lost()))
 
 
 def _ids(asked: Decoding) -> list[int]:
@@ -168,10 +129,10 @@ def _disturb(
     dice = random.Random(options.seed)
     faults: list[Fault] = []
     held: dict[str, list[int]] = {"main": [main.rss_bytes()], "worker": []}
-    kinds = _kinds(network, workers, dice)
+    kinds = _kinds(network, workers, dice, options.down)
     asked = kinds.keys() & options.kinds.split(",") if options.kinds else kinds.keys()
     for number in range(1, options.faults + 1):
-        time.sleep(dice.uniform(options.gap / 5, options.gap))
+        time.sleep(dice.uniform(options.gap / 5 if options.least_gap is None else options.least_gap, options.gap))
         kind, worker = dice.choice(sorted(asked)), dice.choice(_ready(folder))
         began = time.monotonic()
         kinds[kind](worker)
@@ -183,12 +144,12 @@ def _disturb(
     return faults, held
 
 
-def _kinds(network: Network, workers: Workers, dice: random.Random) -> dict[str, Callable[[int], None]]:
+def _kinds(network: Network, workers: Workers, dice: random.Random, down: float) -> dict[str, Callable[[int], None]]:
     """What can happen to a worker; each returns when it is over, for as far as that is ours to say."""
 
     def kill(n: int) -> None:
         workers.running[n].signal(signal.SIGKILL)
-        time.sleep(dice.uniform(0.0, 0.3))
+        time.sleep(down + dice.uniform(0.0, 0.3))
         workers.restart(n)
 
     def freeze(n: int) -> None:
@@ -247,73 +208,6 @@ def _log(folder: Path) -> str:
     return (folder / "main.log").read_text(errors="replace")[-2000:]
 
 
-# -- what comes of it -------------------------------------------------------------------------------------------------
-
-
-def judged(tokens: Sequence[Token], faults: Sequence[Fault], load: float) -> dict[str, Any]:
-    """What faults added to the tokens that they hit, by kind, beside what may be added: a load, and 50 ms (a kill) or
-    the longest deadline of that token (all else)."""
-    usual = _usual(tokens, faults)
-    by_kind: dict[str, dict[str, Any]] = {}
-    for fault in faults:
-        hit = [each for each in tokens if each.ended > fault.began and each.began < fault.began + _AFTERMATH_SECONDS]
-        row = by_kind.setdefault(fault.kind, {"faults": 0, "added_seconds": [], "beyond_seconds": []})
-        row["faults"] += 1
-        added = [(each.ended - each.began - usual[each.position], each) for each in hit]
-        if added:
-            worst, token = max(added)
-            allowed = load + (0.05 if fault.kind == "kill" else token.deadline)
-            row["added_seconds"].append(worst)
-            row["beyond_seconds"].append(worst - allowed)
-    quiet = [each.ended - each.began - usual[each.position] for each in _undisturbed(tokens, faults)]
-    return {
-        "tokens": len(tokens),
-        "all_equal": all(each.is_equal for each in tokens),
-        "usual_seconds": median(usual.values()),
-        "undisturbed_added_seconds": sorted(quiet)[int(0.99 * len(quiet))] if quiet else None,
-        "kinds": by_kind,
-    }
-
-
-def _usual(tokens: Sequence[Token], faults: Sequence[Fault]) -> dict[int, float]:
-    """By position, the median of what it took where nothing was wrong (or of all, where something always was)."""
-    found: dict[int, float] = {}
-    undisturbed = _undisturbed(tokens, faults)
-    for position in {each.position for each in tokens}:
-        here = [each for each in undisturbed if each.position == position]
-        chosen = here or [each for each in tokens if each.position == position]
-        found[position] = median(each.ended - each.began for each in chosen)
-    return found
-
-
-def _undisturbed(tokens: Sequence[Token], faults: Sequence[Fault]) -> list[Token]:
-    spans = [(fault.began, fault.ended + _AFTERMATH_SECONDS) for fault in faults]
-    return [each for each in tokens if not any(each.ended > begin and each.began < end for begin, end in spans)]
-
-
-def table(found: dict[str, Any]) -> str:
-    """For people."""
-    count = sum(row["faults"] for row in found["kinds"].values())
-    lines = [
-        f"{count} faults in {found['tokens']} tokens of {1e3 * found['usual_seconds']:.0f} ms; logits "
-        f"{'equal' if found['all_equal'] else 'NOT EQUAL'} throughout, {len(found['failures'])} requests lost",
-        f"without a fault, the worst in a hundred takes {1e3 * (found['undisturbed_added_seconds'] or 0):.0f} ms more",
-    ]
-    for kind, row in sorted(found["kinds"].items()):
-        added = row["added_seconds"] or [0.0]
-        late = sum(each > 0 for each in row["beyond_seconds"])
-        most = max([0.0, *row["beyond_seconds"]])
-        lines.append(
-            f"{kind}: {row['faults']}, adds {1e3 * median(added):.0f} ms in the middle, {1e3 * max(added):.0f} at "
-            f"most; {late} beyond what is allowed, by {1e3 * most:.0f} ms at most"
-        )
-    main, workers = found["rss_bytes"]["main"], found["rss_bytes"]["worker"]
-    lines.append(f"main held {main[0] >> 20} MiB at the start, {main[-1] >> 20} at the end, {max(main) >> 20} at most")
-    if workers:
-        lines.append(f"the largest worker {workers[0] >> 20} MiB at the start, {workers[-1] >> 20} at the end")
-    return "\n".join(lines) + "\n"
-
-
 def options_of(parser: argparse.ArgumentParser) -> None:
     """What can be asked."""
     parser.add_argument("model", type=Path, help="a folder")
@@ -321,6 +215,8 @@ def options_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", help="of faults, by commas; all of them where it is left out")
     parser.add_argument("--gap", type=float, default=0.5, help="the most seconds between two")
+    parser.add_argument("--least-gap", type=float, help="the fewest; a fifth of --gap where it is left out")
+    parser.add_argument("--down", type=float, default=0.0, help="seconds that a killed worker stays away, and 0 to 0.3")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--preset", default="exact", help="exact (finish) or od-moe")
     parser.add_argument("--link", default="1gbit", choices=list(LINKS))

@@ -19,9 +19,9 @@ pytest.importorskip("zmq")
 pytest.importorskip("fcntl")
 
 from bench.cluster import network
+from bench.cluster.aftermath import Fault, Lost, Span, Token, judged
 from bench.cluster.decoding import Answer, waits
 from bench.cluster.network import LINKS, Link, NetworkError, relay
-from bench.cluster.soak import Fault, Token, judged
 from bench.cluster.speed import KINDS, Cell, rows, table
 from bench.cluster.workers import Shape
 
@@ -160,7 +160,7 @@ def token(position: int, began: float, seconds: float, is_equal: bool = True) ->
 
 
 def test_a_fault_is_blamed_for_what_it_added() -> None:
-    tokens = [token(0, 0.0, 0.1), token(1, 0.1, 0.2), token(0, 10.0, 0.18), token(1, 10.18, 0.2), token(0, 20.0, 0.1)]
+    tokens = [token(1, 0.0, 0.1), token(2, 0.1, 0.2), token(1, 10.0, 0.18), token(2, 10.18, 0.2), token(1, 20.0, 0.1)]
     found = judged(tokens, [Fault("kill", 1, 10.05, 10.2)], load=0.01)
     assert found["all_equal"] and found["tokens"] == 5
     row = found["kinds"]["kill"]
@@ -170,9 +170,34 @@ def test_a_fault_is_blamed_for_what_it_added() -> None:
 
 
 def test_a_freeze_may_cost_the_deadline_of_its_token() -> None:
-    tokens = [token(0, 0.0, 0.1), token(0, 10.0, 0.15)]
+    tokens = [token(1, 0.0, 0.1), token(1, 10.0, 0.15)]
     row = judged(tokens, [Fault("freeze", 1, 10.05, 10.2)], load=0.01)["kinds"]["freeze"]
     assert row["beyond_seconds"] == [pytest.approx(0.05 - 0.05 - 0.01)]
+
+
+def test_prompts_are_apart() -> None:
+    tokens = [token(0, 0.0, 1.0), token(1, 1.0, 0.1), token(0, 10.0, 1.5), token(1, 11.5, 0.1)]
+    kinds = judged(tokens, [Fault("kill", 1, 10.5, 10.6)], load=0.01)["kinds"]
+    assert kinds.keys() == {"kill in a prompt"} and kinds["kill in a prompt"]["added_seconds"] == [pytest.approx(0.5)]
+
+
+def test_the_layer_that_lost_a_request_is_told_from_those_after_it() -> None:
+    """Two requests of layer 1 are lost; layer 2 takes longer with a worker less, and so does the next token."""
+    tokens = [token(1, 0.0, 0.3), token(2, 0.3, 0.3), token(1, 10.0, 0.4), token(2, 10.4, 0.32), token(1, 20.0, 0.3)]
+    spans = [
+        Span(layer, begin + layer * 0.1, begin + layer * 0.1 + took)
+        for begin, times in ((0.0, (0.05, 0.05, 0.05)), (0.3, (0.05, 0.05, 0.05)), (20.0, (0.05, 0.05, 0.05)))
+        for layer, took in enumerate(times)
+    ]
+    spans += [Span(0, 10.0, 10.05), Span(1, 10.1, 10.22), Span(2, 10.3, 10.37), Span(1, 10.5, 10.57)]
+    lost = [Lost(1, 2, 10.1, 0.03, 10.14, 10.21), Lost(1, 1, 10.11, 0.04, 10.14, 10.17)]
+    found = judged(tokens, [Fault("kill", 1, 10.12, 10.9)], 0.01, spans, lost)["kinds"]["kill"]["apart"][0]
+    assert found["lost"] == 2 and found["position"] == 1
+    assert found["noticing"] == pytest.approx(0.02), "since the fault: it was asked before"
+    assert found["anew"] == pytest.approx(0.07), "until the last of them"
+    assert found["layer"] == pytest.approx(0.07) and found["deadline"] == pytest.approx(0.04)
+    assert found["token"] == pytest.approx(0.10)
+    assert found["later"] == pytest.approx(0.02)
 
 
 def test_other_logits_are_seen() -> None:

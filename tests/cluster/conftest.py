@@ -14,13 +14,17 @@ import pytest
 
 pytest.importorskip("zmq")
 
+from transformers import PreTrainedModel
+
 from smoe.cluster.identity import Main, Worker, accepted, invitation, keep_main, new_main
+from smoe.cluster.remote import Cluster
 from smoe.cluster.worker import WorkerProcess
 from smoe.errors import ClusterError
 from smoe.load.worker_experts import open_experts
 from smoe.presets import configure
 
 Start = Callable[..., list[WorkerProcess]]
+BY_TURNS: dict[str, Any] = {"placement": "round-robin", "prefetch": "next-gate", "eviction": "lru"}
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +101,10 @@ def member(name: str) -> Worker:
     expecting, line = invitation(read_main("test"))
     keep_main(expecting)
     return accepted(line, name)
+
+
+def cluster_of(model: PreTrainedModel) -> Cluster:
+    """The one that serves a model."""
+    others = model.offload.executor.compute.others
+    assert isinstance(others, Cluster)
+    return others

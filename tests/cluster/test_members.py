@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smoe.cluster.frames import Times
-from smoe.cluster.members import Member
+from smoe.cluster.members import Member, deadline
 from smoe.compute.unit import Wanted
 from smoe.expert import EXACT, ExpertKey
 
@@ -42,15 +42,27 @@ def test_it_holds_what_was_used_last(slots: int, asked: list[list[int]]) -> None
 
 def test_a_deadline_is_several_times_what_is_usual() -> None:
     found, wanted = member(), [Wanted(key(1), [0]), Wanted(key(2), [0])]
-    assert found.deadline(wanted, 0) > 1, "nothing is known yet"
+    assert found.expected(wanted, 0) > 1, "nothing is known yet"
     found.note(wanted, 0.50, Times(0.46, 0.06, 0.40, 2))
     assert found.expert == pytest.approx(0.03)
     assert found.load == pytest.approx(0.2)
     assert found.hop == pytest.approx(0.04)
-    assert found.deadline(wanted, 2) == pytest.approx(4 * 0.50)
-    assert found.deadline(wanted, 0) == pytest.approx(4 * 0.10)
+    assert found.expected(wanted, 2) == pytest.approx(0.50)
+    assert found.expected(wanted, 0) == pytest.approx(0.10)
     found.note(wanted, 0.001, Times(0.0005, 0.0004))
-    assert 0.05 <= found.deadline(wanted, 0) < 0.4, "it learns, and is never asked to be faster than a network"
+    assert found.expected(wanted, 0) < 0.09, "it learns"
+    assert deadline(0.5) == pytest.approx(1.5)
+    assert deadline(0.0) == 0.025, "it is never asked to be faster than a network"
+    assert deadline(1e6) == 30.0
+
+
+def test_what_waits_behind_another_request_is_no_distance() -> None:
+    """Of a prompt four are under way at once: the first token after it must not wait for seconds for who is frozen."""
+    found, wanted = member(), [Wanted(key(1), [0])]
+    found.note(wanted, 0.012, Times(0.010, 0.010))
+    for _ in range(20):
+        found.note(wanted, 0.9, Times(0.010, 0.010), queued=True)
+    assert found.hop == pytest.approx(0.002)
 
 
 def test_many_rows_teach_the_time_of_a_row_alone() -> None:
@@ -59,7 +71,7 @@ def test_many_rows_teach_the_time_of_a_row_alone() -> None:
     found.note([Wanted(key(1), range(100))], 0.5, Times(0.4, 0.3))
     assert found.expert == pytest.approx(0.008)
     assert found.row < 0.008
-    assert found.deadline([Wanted(key(1), range(1000))], 0) > found.deadline([Wanted(key(1), [0])], 0)
+    assert found.expected([Wanted(key(1), range(1000))], 0) > found.expected([Wanted(key(1), [0])], 0)
 
 
 def test_a_load_that_nobody_waited_for_takes_its_time_all_the_same() -> None:
@@ -67,7 +79,7 @@ def test_a_load_that_nobody_waited_for_takes_its_time_all_the_same() -> None:
     found, wanted = member(), [Wanted(key(1), [0])]
     found.note(wanted, 0.31, Times(0.30, 0.30, loading=0.28, loads=1))
     assert found.load == pytest.approx(0.28)
-    assert found.deadline(wanted, 1) > 4 * 0.58
+    assert found.expected(wanted, 1) > 0.58
     found.note(wanted, 0.31, Times(0.30, 0.30))
     assert found.load == pytest.approx(0.28), "nothing was read: it had been told ahead"
 
@@ -92,3 +104,14 @@ def test_what_it_brings_in_is_counted_whatever_for() -> None:
     for _ in range(600):
         found.will_use([key(1)])
     assert found.uses <= 513 and found.brought < 3, "what was long ago counts less"
+
+
+def test_what_is_read_ahead_is_in_the_way_once() -> None:
+    """A worker reads what it is asked for beside what it was told of: else a frozen one is waited for for seconds."""
+    found = member(slots=8)
+    assert found.will_bring([key(expert) for expert in range(6)]) == [key(expert) for expert in range(6)]
+    assert found.will_hold([key(0), key(1)]) == 0
+    assert found.take_coming([key(0), key(1)]) == 3, "both may be on their way, and another one before them"
+    assert found.take_coming([key(7)]) == 1
+    assert found.take_coming(map(key, range(6))) == 4
+    assert found.take_coming([key(0)]) == 0

@@ -46,7 +46,7 @@ class Bench:
 
     def answer(self, expert: int, error: float = 0.0) -> Request:
         hidden = torch.randn(3, 4)
-        request = Request(1, [Wanted((0, expert, EXACT), [2, 0])], Fetched(hidden), [Future()], 2)
+        request = Request([Wanted((0, expert, EXACT), [2, 0])], Fetched(hidden), [Future()], 2)
         self.checks.note(WORKER, request, [2 * hidden[[2, 0]] + error])
         return request
 
@@ -101,7 +101,7 @@ def test_rows_that_may_have_changed_are_not_held_against_anybody() -> None:
     bench = Bench()
     hidden, future = torch.randn(3, 4), Future[torch.Tensor]()
     future.set_result(torch.zeros(1))
-    bench.checks.note(WORKER, Request(1, [Wanted((0, 1, EXACT), [0])], Fetched(hidden), [future], 2), [hidden[:1]])
+    bench.checks.note(WORKER, Request([Wanted((0, 1, EXACT), [0])], Fetched(hidden), [future], 2), [hidden[:1]])
     assert not bench.checks._waiting
 
 

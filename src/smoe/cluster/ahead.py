@@ -174,6 +174,8 @@ class Ahead:
     def _go_on(self) -> None:
         """Share out all slots anew, and tell whoever is to bring something in."""
         views = {view.unit: view for view in self._views()}
+        if not views:
+            return
         shelves = {unit: _Shelf(size) for unit, size in self._slots.items() if unit in views}
         shelves[DEVICE] = _Shelf(self._here.room)
         for key, whose in self._asked.items():

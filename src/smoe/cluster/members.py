@@ -1,6 +1,6 @@
 """The workers of a cluster as main knows them: who is there, what each holds, how long it takes.
 
-    HELLO -> PROVING --bits equal--> READY --a deadline missed--> SUSPECT --an answer--> READY
+    HELLO -> PROVING --bits equal--> READY --late, or silent--> SUSPECT --an answer, or a sign of life--> READY
                 |                      |                             |
                 `--other bits--------> OUT <--disconnected, silent, or late several times in a row
 
@@ -23,10 +23,10 @@ from smoe.policy.placement import WorkerView
 
 _WEIGHT = 0.2
 """Of the last measurement in a moving average."""
-_LEAST_DEADLINE, _MOST_DEADLINE = 0.05, 30.0
-_DEADLINE_FACTOR = 4.0
-_UNKNOWN_SECONDS = 5.0
-"""Allowed for a request while nothing has been measured."""
+_LEAST_DEADLINE, _MOST_DEADLINE = 0.025, 30.0
+_DEADLINE_FACTOR = 3.0
+_UNKNOWN_SECONDS = 2.0
+"""Expected of a request while nothing has been measured."""
 _LATE_USES = 512
 """After so many what was counted before counts half."""
 
@@ -54,7 +54,11 @@ class Member:
     slots: int
     state: State = State.PROVING
     heard: float = 0.0
-    """When it last said something."""
+    """When it last said something (`time.monotonic`),"""
+    answered: float = 0.0
+    """gave results,"""
+    late: float = 0.0
+    """was found to be late."""
     why: str = ""
     """What put it out."""
     load: float = 0.0
@@ -126,31 +130,32 @@ class Member:
         return missing
 
     def take_coming(self, keys: Iterable[ExpertKey]) -> int:
-        """These are asked for now; returns how many loads may still be under way before they are done."""
-        self._late &= self._holds.keys()
-        coming = len(self._late)
+        """These are asked for now; returns how many loads of what it was told of may still lie before them: their own,
+        and one of what is read ahead beside them."""
+        there = len(self._late & self._holds.keys())
         self._late.difference_update(keys)
         self._expected.difference_update(keys)
-        return coming
+        left = len(self._late & self._holds.keys())
+        return there - left + min(left, 1)
 
-    def deadline(self, wanted: Iterable[Wanted], loads: int) -> float:
-        """Seconds that a request may take before somebody else is asked as well."""
+    def expected(self, wanted: Iterable[Wanted], loads: int) -> float:
+        """Seconds that a request should take, with so many experts to bring in, where nothing is before it."""
         if not self.has_answered:
             return _UNKNOWN_SECONDS
         computing = sum(max(self.expert, len(each.tokens) * self.row) for each in wanted)
-        expected = self.hop + loads * self.load + computing
-        return min(_MOST_DEADLINE, max(_LEAST_DEADLINE, _DEADLINE_FACTOR * expected))
+        return self.hop + loads * self.load + computing
 
-    def note(self, wanted: Iterable[Wanted], whole: float, times: Times) -> None:
-        """A request has been answered `whole` seconds after it was sent; `times` are the worker's."""
+    def note(self, wanted: Iterable[Wanted], whole: float, times: Times, queued: bool = False) -> None:
+        """A request has been answered `whole` seconds after it was sent, `queued` while another was under way: that
+        says nothing of the distance. `times` are the worker's."""
         rows, computing = [len(each.tokens) for each in wanted], times.computing
         self.experts += len(rows)
         if max(rows) > FLAT:
             self.row = self._mean(self.row, computing / sum(rows))
         else:
             self.expert = self._mean(self.expert, computing / len(rows))
-            hop = max(0.0, whole - times.whole)
-            self.hop = hop if hop < self.hop else self._mean(self.hop, hop)  # what is queued before it is no distance
+            hop = self.hop if queued else max(0.0, whole - times.whole)
+            self.hop = hop if hop < self.hop else self._mean(self.hop, hop)
         if times.loads:
             self.load = self._mean(self.load, times.loading / times.loads)
         self.row = self.row or self.expert / FLAT
@@ -158,3 +163,8 @@ class Member:
 
     def _mean(self, before: float, now: float) -> float:
         return now if before == 0.0 else (1 - _WEIGHT) * before + _WEIGHT * now
+
+
+def deadline(expected: float) -> float:
+    """Seconds after which others are asked for what should be done in so many."""
+    return min(_MOST_DEADLINE, max(_LEAST_DEADLINE, _DEADLINE_FACTOR * expected))

@@ -70,6 +70,8 @@ class Cluster(Admission):
         self._asked = asked
         self._rule = Placement(method, order, (), inf, 0.0, 0)
         self._here = here
+        self._last_here_load = inf
+        """As planned with, for the link's thread."""
         turns = {layer: turn for turn, layer in enumerate(sorted(alone.store.layers))}
         self._ahead = Ahead(
             method, turns, spares, here._replace(load=self._seconds_here), self._costs_later, self._tell
@@ -96,7 +98,7 @@ class Cluster(Admission):
         self._proofs = list(self._make_proofs())
         keys, rescue = self.main.keys, self._alone.experts
         at = to_listen_at(self.main.address, self.main.everywhere)
-        self.link = Link(at, keys.public, keys.secret, self, rescue, self._rows, self._verify)
+        self.link = Link(at, keys.public, keys.secret, self, rescue, self._rows, self._rescue_load, self._verify)
         if self.courier is not None:
             self.courier.begin(self.link.wake)
             self.link.courier = self.courier
@@ -151,7 +153,7 @@ class Cluster(Admission):
         self._ahead.asked(routing.layer, set(chain.from_iterable(routing.top_k_index)))
         if not self._ready:
             return None
-        load = self._seconds_here()
+        load = self._last_here_load = self._seconds_here()
         return self._rule._replace(
             workers=self._views() or [self._ready[0].view()],
             here_load=load,
@@ -211,6 +213,9 @@ class Cluster(Admission):
         return sorted((member for member in self.members if member.is_here), key=lambda member: member.name)
 
     # -- for the link's thread ----------------------------------------------------------------------------------------
+
+    def _rescue_load(self) -> float:
+        return self._last_here_load
 
     def tick(self) -> None:
         """Say in the cluster's folder who is there, for `smoe cluster status`."""

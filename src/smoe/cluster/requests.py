@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -36,23 +37,40 @@ class Trial(NamedTuple):
 
 @dataclass
 class Request:
-    """Experts asked for, and who has been asked."""
+    """Experts asked for, of one unit."""
 
-    number: int
     wanted: Sequence[Wanted]
     hidden: Fetched
     """[T, H]"""
     futures: list[Future[torch.Tensor]]
-    first: int
-    """The unit that the plan names."""
+    unit: int
+    """Who is asked."""
     trial: Trial | None = None
     """Whose proof it is: nobody else is asked."""
-    asked: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """By unit: when it was sent, when the answer is due."""
+    tried: frozenset[int] = frozenset()
+    """Who was asked for these before."""
+    expected: float = 0.0
+    """Seconds that it should take, with nothing before it."""
+    sent: float = 0.0
+    """When (`time.monotonic`); 0: not yet."""
+    due: float = inf
+    """When it is late."""
+    is_lost: bool = False
+    """Whether others have been asked as well."""
 
     @property
     def rows(self) -> int:
         return sum(len(each.tokens) for each in self.wanted)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for it, or for what is left of it."""
+        return bool(self.futures) and all(future.done() for future in self.futures)
+
+    def part(self, unit: int, places: Sequence[int]) -> Request:
+        """Some of its experts, of another unit."""
+        wanted, futures = [self.wanted[n] for n in places], [self.futures[n] for n in places]
+        return Request(wanted, self.hidden, futures, unit, tried=self.tried | {self.unit})
 
 
 def only_used(hidden: torch.Tensor, wanted: Sequence[Wanted]) -> tuple[torch.Tensor, Sequence[Wanted]]:
