@@ -89,6 +89,8 @@ class Ahead:
         """Whether somebody is to bring something in and has no slot for it."""
         self._layer_seconds = 0.0
         self._asked_at = 0.0
+        self._horizon = inf
+        """Seconds: nobody needs longer to bring an expert in."""
 
     def begin(self, position: int, views: Callable[[], Sequence[WorkerView]], slots: Mapping[int, int]) -> None:
         """A forward pass begins at this position, with these workers. What was said of positions before it, or far
@@ -121,7 +123,7 @@ class Ahead:
                 if place.layer in self._turns and place > self._now and self._expected.get(place) != tuple(experts):
                     self._expected[place] = tuple(experts)
                     self._groups.pop(place, None)
-                    is_new = True
+                    is_new |= self._is_near(place)
             if is_new:
                 self._go_on()
 
@@ -144,10 +146,10 @@ class Ahead:
     def answered(self, unit: int, keys: Iterable[ExpertKey]) -> None:
         """A worker has computed these."""
         with self._lock:
-            for key in keys:
-                if self._asked.get(key) == unit:
-                    del self._asked[key]
-            if self._is_short:
+            done = [key for key in keys if self._asked.get(key) == unit]
+            for key in done:
+                del self._asked[key]
+            if done and self._is_short:
                 self._go_on()
 
     def here(self, layer: int) -> list[int]:
@@ -171,6 +173,11 @@ class Ahead:
             self._layer_seconds += (1.0 if is_first else _WEIGHT) * (took - self._layer_seconds)
         self._asked_at = now
 
+    def _is_near(self, place: Place) -> bool:
+        """Whether it may be time to bring its experts in: the next layer's always, as nothing is asked before it."""
+        steps = self.turn(place) - self.turn(self._now) - 1
+        return self._method == "round-robin" or self._layer_seconds * steps <= self._horizon
+
     def _go_on(self) -> None:
         """Share out all slots anew, and tell whoever is to bring something in."""
         views = {view.unit: view for view in self._views()}
@@ -182,12 +189,14 @@ class Ahead:
             if whose in shelves:
                 shelves[whose].taken.append(key)
         missing = [each for place in sorted(self._expected) for each in self._reserve(place, views, shelves)]
+        self._horizon = _EARLY * max(self._here.load(), *(view.load for view in views.values()))
+        self._horizon += max(view.hop for view in views.values())
         self._is_short, news = False, set[int]()
         for place, key, group in missing:
+            if not self._is_near(place):
+                break
             unit = group if group is not None else self._first(place, views, shelves)
-            if unit is None:
-                continue
-            if unit not in shelves or shelves[unit].gives_up(self.turn(place)) is None:
+            if unit is None or unit not in shelves or shelves[unit].gives_up(self.turn(place)) is None:
                 self._is_short = True
                 continue
             shelves[unit].take(key)
@@ -212,29 +221,36 @@ class Ahead:
             groups = self._groups[place]
         for key in keys:
             group = groups.get(key)
-            holder = self._holder(key, {unit: view for unit, view in views.items() if group in (None, unit)})
+            holder = self._holder(key, views) if group is None else group if self._has(group, key, views) else None
             if holder is not None and holder in shelves:
                 shelves[holder].hold(self.turn(place), key)
             elif group is not None or not self._here.is_at_hand(key):
                 yield place, key, group
 
     def _holder(self, key: ExpertKey, views: Mapping[int, WorkerView]) -> int | None:
-        """Who of these, or main, has it or is bringing it in."""
+        """Who has it or is bringing it in: a worker, or main."""
         told = self._told.get(key)
         if told is not None and (told in views or told == DEVICE):
             return told
         return next((unit for unit, view in views.items() if key in view.holds), None)
 
+    def _has(self, unit: int, key: ExpertKey, views: Mapping[int, WorkerView]) -> bool:
+        return unit in views and (self._told.get(key) == unit or key in views[unit].holds)
+
     def _first(self, place: Place, views: Mapping[int, WorkerView], shelves: Mapping[int, _Shelf]) -> int | None:
         """Who is to bring in an expert of this layer now, if it is time: of those who have it in time who gives up what
         is wanted last, else who has it first. Who reads something else already may wait: of what is nearer then nobody
         knows yet."""
-        left, now = self._layer_seconds * (self.turn(place) - self.turn(self._now)), time.perf_counter()
+        turn, now = self.turn(place), time.perf_counter()
+        left = self._layer_seconds * (turn - self.turn(self._now))
         soon = left - self._layer_seconds  # when the next layer has been asked for
         ends, gives_up = dict[int, float](), dict[int, float]()
         for unit, view in views.items():
-            given, busy = shelves[unit].gives_up(self.turn(place)), max(0.0, self._free_at.get(unit, now) - now)
-            if given is not None and busy <= self._layer_seconds and soon <= view.hop + _EARLY * view.load:
+            busy = max(0.0, self._free_at.get(unit, now) - now)
+            if busy > self._layer_seconds or soon > view.hop + _EARLY * view.load:
+                continue
+            given = shelves[unit].gives_up(turn)
+            if given is not None:
                 ends[unit], gives_up[unit] = view.hop + busy + view.load, given
         in_time = [unit for unit, end in ends.items() if end <= left]
         if in_time:
@@ -242,7 +258,6 @@ class Ahead:
         waiting, load = len(shelves[DEVICE].taken), self._here.load()
         if place.position == self._now.position and waiting < self._here.room and soon <= _EARLY * load:
             ends[DEVICE] = (1 + waiting) * load + self._costs_later()
-        self._is_short |= not ends
         return min(ends, key=lambda unit: ends[unit], default=None)
 
     def _note_load(self, unit: int, views: Mapping[int, WorkerView]) -> None:
