@@ -154,11 +154,11 @@ def answers() -> Iterator[list[Answer]]:
     heard: list[Answer] = []
     note: Any = Member.note
 
-    def noted(member: Member, wanted: Iterable[Any], whole: float, times: Any) -> None:
+    def noted(member: Member, wanted: Iterable[Any], whole: float, times: Any, **more: Any) -> None:
         asked = list(wanted)
         answer = Answer(asked[0].key[0], len(asked), time.perf_counter(), whole, times.whole, times.computing)
         heard.append(answer)
-        note(member, asked, whole, times)
+        note(member, asked, whole, times, **more)
 
     Member.note = noted  # type: ignore[method-assign, assignment]
     try:

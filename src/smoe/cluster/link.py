@@ -213,9 +213,9 @@ class Link:
                 self._failed(request, member, frames.text_of(frame))
             else:
                 done = frames.parse_done(frame, request.rows, *self._rows[:2])
-                self.under_way.end(frame.request)
                 member.note(request.wanted, member.heard - request.sent, done.times, queued=request.sent < before)
                 self._done(request, member, done)
+                self.under_way.end(frame.request)  # last: where anything fails, others are asked in time
 
     def _done(self, request: Request, member: Member, done: frames.Done) -> None:
         if request.trial is not None:

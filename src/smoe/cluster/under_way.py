@@ -88,7 +88,7 @@ class UnderWay:
 
     def end(self, number: int) -> None:
         """It has been answered."""
-        del self._requests[number]
+        self._requests.pop(number, None)
 
     def overdue(self, now: float) -> set[int]:
         """The units that are late. What nobody waits for any more is forgotten."""
