@@ -239,15 +239,15 @@ class Ahead:
 
     def _first(self, place: Place, views: Mapping[int, WorkerView], shelves: Mapping[int, _Shelf]) -> int | None:
         """Who is to bring in an expert of this layer now, if it is time: of those who have it in time who gives up what
-        is wanted last, else who has it first. Who reads something else already may wait: of what is nearer then nobody
-        knows yet."""
+        is wanted last, else who has it first. Who reads something else already may wait, unless the next layer wants
+        it: of what is nearer then nobody knows yet."""
         turn, now = self.turn(place), time.perf_counter()
         left = self._layer_seconds * (turn - self.turn(self._now))
         soon = left - self._layer_seconds  # when the next layer has been asked for
         ends, gives_up = dict[int, float](), dict[int, float]()
         for unit, view in views.items():
             busy = max(0.0, self._free_at.get(unit, now) - now)
-            if busy > self._layer_seconds or soon > view.hop + _EARLY * view.load:
+            if soon > view.hop + _EARLY * view.load or (soon > 0 and busy > self._layer_seconds):
                 continue
             given = shelves[unit].gives_up(turn)
             if given is not None:
