@@ -51,6 +51,8 @@ class Decoding:
     tokens: int = 24
     reads_all: bool = False
     """Every worker first brings in every expert."""
+    begin: int = 0
+    """Where in the text the prompt begins, tokens."""
 
 
 class Answer(NamedTuple):
@@ -78,16 +80,16 @@ def open_model(asked: Decoding, dials: Dials) -> Any:
     return from_pretrained(shape.folder, resident=shape.chosen / shape.all_experts, **given)
 
 
-def text_tokens(folder: Path, count: int) -> list[int]:
-    """The first of the benchmark's text."""
+def text_tokens(folder: Path, count: int, begin: int = 0) -> list[int]:
+    """Of the benchmark's text."""
     ids: list[int] = AutoTokenizer.from_pretrained(folder)(TEXT.read_text())["input_ids"]
-    assert len(ids) >= count, f"{TEXT} has {len(ids)} tokens, {count} are needed"
-    return ids[:count]
+    assert len(ids) >= begin + count, f"{TEXT} has {len(ids)} tokens, {begin + count} are needed"
+    return ids[begin : begin + count]
 
 
 def decode(asked: Decoding, machines: Mapping[int, Dials]) -> dict[str, Any]:
     """Open the model and do it; `machines`: of main (0) and of each worker. Seconds; experts a token."""
-    ids = text_tokens(asked.shape.folder, asked.prompt)
+    ids = text_tokens(asked.shape.folder, asked.prompt, asked.begin)
     model = open_model(asked, machines[0])
     engine, digest, seconds = model.offload, hashlib.sha256(), []
     if asked.reads_all:
@@ -113,6 +115,7 @@ def decode(asked: Decoding, machines: Mapping[int, Dials]) -> dict[str, Any]:
             "slots": engine.ledger.cache_slots,
             "shadow_bytes": engine.ledger.demand.shadow_bytes,
             "workers": [] if others is None else others.described(),
+            "seconds_per_own_load": None if others is None else others._here_load(),
         }
 
 

@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "od-moe-at-once": {"preset": "od-moe", "shadow_precision": "int4", "shadow_departure": "at-once"},
     "od-moe-int8": {"preset": "od-moe"},
     "od-moe-next-gate": {"preset": "od-moe", "prefetch": "next-gate"},
+    "od-moe-blind": {"preset": "od-moe", "prefetch": "none"},
     "resident": {},
     "resident-od-moe": {"preset": "od-moe", "prefetch": "none"},
 }
@@ -81,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
         Cell.named(each, link, options.slots) for link in options.links.split(",") for each in options.cells.split(",")
     ]
     results: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in cells}
-    alone = _alone(options, shape)
+    alone = one_machine(options, shape)
     for _ in range(options.rounds):
         for cell in cells:
             found = measure(options, shape, cell)
@@ -93,13 +94,20 @@ def run(options: argparse.Namespace) -> None:
         raise SystemExit("the logits are not those of one machine alone")
 
 
-def measure(options: argparse.Namespace, shape: Shape, cell: Cell) -> dict[str, Any]:
-    """One run of a cell."""
+def measure(options: argparse.Namespace, shape: Shape, cell: Cell, begin: int = 0) -> dict[str, Any]:
+    """One run of a cell; its prompt begins there in the text."""
     load = 0.0 if cell.is_resident else options.load_ms / 1e3
     times = Times(load, options.expert_ms / 1e3)
     main_times = Times(options.main_load_ms / 1e3, options.expert_ms / 1e3, options.layer_ms / 1e3)
     asked = Decoding(
-        shape, main_times, load, cell.workers, KINDS[cell.kind], tokens=options.tokens, reads_all=cell.is_resident
+        shape,
+        main_times,
+        load,
+        cell.workers,
+        KINDS[cell.kind],
+        tokens=options.tokens,
+        reads_all=cell.is_resident,
+        begin=begin,
     )
     slots = cell.slots or shape.all_experts
     with tempfile.TemporaryDirectory() as name:
@@ -118,7 +126,7 @@ def measure(options: argparse.Namespace, shape: Shape, cell: Cell) -> dict[str, 
     return found
 
 
-def _alone(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+def one_machine(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
     """The same tokens in one process, without a cluster and as fast as it goes."""
     asked = Decoding(shape, Times(0.0, 0.0), 0.0, 0, tokens=options.tokens)
     child = Child("alone", lambda child: child.say(decode(asked, {0: Dials()})))

@@ -86,6 +86,30 @@ class ClusterSetting:
     nothing."""
 
 
+class Waits(NamedTuple):
+    """What a token's seconds went to, by the last answer of each layer."""
+
+    main: float = 0.0
+    """Main's part of the layers."""
+    between: float = 0.0
+    """There and back, and in main's ports."""
+    computing: float = 0.0
+    """The experts of that answer, one after the other."""
+    loads: float = 0.0
+    """At its worker: until they were there, and others before them computed."""
+    own_loads: float = 0.0
+    """The same at main."""
+
+
+class _Asked(NamedTuple):
+    """Who computes a part of the layer under way."""
+
+    unit: int
+    experts: int
+    arrived: float
+    """When its rows did."""
+
+
 @dataclass
 class ClusterRun:
     """What became of the tokens."""
@@ -100,6 +124,8 @@ class ClusterRun:
     """(begin, end) of all that each part did: main's ports, the shadow's, every worker's link and arithmetic."""
     most_held: int = 0
     """Experts in a worker's slots at one time."""
+    waits: list[Waits] = field(default_factory=list)
+    """Of every token."""
 
     @property
     def seconds_per_token(self) -> float:
@@ -128,6 +154,7 @@ class _Decoding:
         self._run = ClusterRun()
         self._awaited = 0
         self._layer_began = self._token_began = 0.0
+        self._waits = Waits()
         self._kv_due = False
         self._shadow: SimulatedShadow | None = None
         if setting.shadow is not None:
@@ -200,7 +227,7 @@ class _Decoding:
     # -- main ---------------------------------------------------------------------------------------------------------
 
     def _begin_token(self, number: int) -> None:
-        self._token_began = self._events.now
+        self._token_began, self._waits = self._events.now, Waits()
         if self._knows_ahead and 0 < number < len(self._tokens) - 1:
             self._name_token(number + 1)
         if self._shadow is not None:
@@ -235,8 +262,7 @@ class _Decoding:
             others = [unit for unit in turn if unit not in shares]
         self._awaited = len(shares)
         for unit, share in shares.items():
-            answer = partial(self._answered, number, layer, unit, len(share))
-            self._main_sends(unit, setting.row_bytes, partial(self._workers[unit].ask, step, share, answer))
+            self._main_sends(unit, setting.row_bytes, partial(self._reaches, number, layer, unit, share))
         for unit in others:  # it was told for nothing
             nothing = partial(self._workers[unit].ask, step, [], _nobody_waits)
             if setting.shadow is None:
@@ -292,29 +318,52 @@ class _Decoding:
         times, hop = worker.times, 2 * (wire.seconds(self._setting.row_bytes) + self._delay(unit))
         return WorkerView(unit, worker.holds(step), times.load, times.expert, times.expert, hop)
 
-    def _answered(self, number: int, layer: int, unit: int, experts: int) -> None:
+    def _reaches(self, number: int, layer: int, unit: int, share: Sequence[ExpertKey]) -> None:
+        """Rows have come to who computes them."""
+        asked = _Asked(unit, len(share), self._events.now)
+        answer = partial(self._answered, number, layer, asked)
+        self._workers[unit].ask(number * self._layers + layer, share, answer)
+
+    def _answered(self, number: int, layer: int, asked: _Asked) -> None:
         """One is done; a worker's rows are on their way."""
-        if unit == DEVICE:
-            self._arrived(number, layer)
+        there = self._events.now - asked.arrived
+        if asked.unit == DEVICE:
+            self._arrived(number, layer, asked, there)
             return
-        arrives = partial(self._arrives, number, layer, experts)
-        self._events.at(self._events.now + self._delay(unit), arrives)
+        arrives = partial(self._arrives, number, layer, asked, there)
+        self._events.at(self._events.now + self._delay(asked.unit), arrives)
 
-    def _arrives(self, number: int, layer: int, experts: int) -> None:
-        end = self._down.use(self._setting.wire.seconds(experts * self._setting.row_bytes))
-        self._events.at(end, partial(self._arrived, number, layer))
+    def _arrives(self, number: int, layer: int, asked: _Asked, there: float) -> None:
+        end = self._down.use(self._setting.wire.seconds(asked.experts * self._setting.row_bytes))
+        self._events.at(end, partial(self._arrived, number, layer, asked, there))
 
-    def _arrived(self, number: int, layer: int) -> None:
+    def _arrived(self, number: int, layer: int, asked: _Asked, there: float) -> None:
         self._awaited -= 1
         if self._awaited:
             return
         self._run.layers.append((self._layer_began, self._events.now))
+        self._waits = self._with_waits(asked, there)
         if layer + 1 < self._layers:
             self._begin_layer(number, layer + 1)
             return
         self._run.token_seconds.append(self._events.now - self._token_began)
+        self._run.waits.append(self._waits)
         if number + 1 < len(self._tokens):
             self._begin_token(number + 1)
+
+    def _with_waits(self, last: _Asked, there: float) -> Waits:
+        """Those of the token so far, with this layer's."""
+        waits, whole = self._waits, self._events.now - self._layer_began - self._setting.layer
+        computing = last.experts * self._workers[last.unit].times.expert
+        loads = there - computing
+        waits = waits._replace(
+            main=waits.main + self._setting.layer,
+            between=waits.between + whole - there,
+            computing=waits.computing + computing,
+        )
+        if last.unit == DEVICE:
+            return waits._replace(own_loads=waits.own_loads + loads)
+        return waits._replace(loads=waits.loads + loads)
 
 
 def _nobody_waits() -> None:

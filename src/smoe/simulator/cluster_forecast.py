@@ -1,4 +1,5 @@
-"""How long a token will take on a cluster of our own, from pieces that were measured of it.
+"""How long a token will take on a cluster of our own, from pieces that were measured of it, or are known of machines
+that nobody has bought yet.
 
 Of each worker what main keeps (`Member`: seconds for a load, an expert, there and back), of main its part of a layer;
 who computes what, and who holds what, is then simulated on a recorded run of the model.
@@ -12,6 +13,7 @@ from math import inf
 
 from smoe.routing import Phase, Routing
 from smoe.simulator.cluster import ClusterRun, ClusterSetting, DecodedToken, Wire, decode
+from smoe.simulator.cluster_shadow import ShadowTimes
 from smoe.simulator.cluster_worker import WorkerTimes
 
 
@@ -40,34 +42,45 @@ class MeasuredMain:
     """Of experts that it keeps and computes itself; 0: it computes none, as with `round-robin`."""
 
 
+@dataclass(frozen=True)
+class Port:
+    """What main's port adds to messages, where it is narrow."""
+
+    bytes_per_second: float = inf
+    row_bytes: float = 0.0
+    """Of a hidden state."""
+
+
 def foretell(
-    trace: Sequence[Routing],
+    tokens: Sequence[DecodedToken],
     main: MeasuredMain,
     workers: Sequence[MeasuredWorker],
     placement: str,
-    named: Sequence[Sequence[int]] | None = None,
+    shadow: ShadowTimes | None = None,
+    port: Port = Port(),
 ) -> ClusterRun:
-    """The decode steps of a recorded run of one sequence on this cluster, from empty slots on.
+    """These tokens on this cluster, from empty slots on.
 
-    `placement`: one of `PLACEMENT`. `named`: for each routing of these steps the experts that main's predictor named
-    beforehand, of which workers are told with `round-robin`; None: none.
+    `placement`: one of `PLACEMENT`. Workers are told of what tokens name (`DecodedToken.named`): by the shadow, when it
+    has come to it, or where there is none by main, as soon as the router of the layer before has spoken.
     """
-    tokens = decoded_tokens(trace, named)
     here = WorkerTimes(main.load, main.expert, main.slots) if main.slots and placement == "finish" else None
     setting = ClusterSetting(
         main.layer,
-        Wire(inf, 0.0, main.message),
-        0.0,
+        Wire(port.bytes_per_second, 0.0, main.message),
+        port.row_bytes,
         [WorkerTimes(each.load, each.expert, each.slots, each.hop / 2) for each in workers],
         placement,
-        main_names=True,
+        shadow=shadow,
+        main_names=shadow is None,
         here=here,
     )
     return decode(setting, tokens)
 
 
 def decoded_tokens(trace: Sequence[Routing], named: Sequence[Sequence[int]] | None = None) -> list[DecodedToken]:
-    """Of a trace the decode steps of one sequence; each must have all layers, in their order."""
+    """Of a trace the decode steps of one sequence; each must have all layers, in their order. `named`: for each routing
+    of these steps the experts that main's predictor named beforehand; None: none."""
     steps: list[list[Sequence[int]]] = []
     guesses: list[list[Sequence[int]]] = []
     before = inf
