@@ -24,7 +24,7 @@ from bench.cluster.decoding import Decoding
 from bench.cluster.pieces import UNSHAPED, Hops, Pieces
 from bench.cluster.recorded import SHADOW, as_tokens, record
 from bench.cluster.results import spread, write
-from bench.cluster.speed import KINDS, Cell, measure, one_machine, seconds
+from bench.cluster.speed import KINDS, Cell, aligned, measure, one_machine, seconds
 from bench.cluster.workers import Shape
 from smoe.presets import configure
 from smoe.simulator.cluster import ClusterRun, Waits
@@ -177,31 +177,22 @@ def rows_of(
             "error": mean / took["median"] - 1,
             "foretold_waits": dict(zip(Waits._fields, waits, strict=True)),
             "measured_waits": {name: median(each["waits"][name] for each in runs) for name in runs[0]["waits"]},
-            "foretold_loads": loads_of(told, len(told.token_seconds)),
+            "foretold_loads": [loads / len(expected) for loads in told.loads_since(untimed)],
             "measured_loads": loads_measured(runs),
             "is_exact": all(each["logits"] == found["alone"]["logits"] for each in runs),
         }
 
 
-def loads_of(run: ClusterRun, tokens: int) -> tuple[float, float]:
-    """(at workers, at main) a token, from empty slots on."""
-    loads = {name: len(spans) / tokens for name, spans in run.busy.items() if name.startswith("link of ")}
-    own = loads.pop("link of 0", 0.0)
-    return sum(loads.values()), own
-
-
 def loads_measured(runs: list[dict[str, Any]]) -> tuple[float, float]:
-    """The same, of timed tokens."""
+    """(at workers, at main) a token."""
     there = [sum(count for n, count in each["loads"].items() if int(n)) for each in runs]
     return median(there), median(next(count for n, count in each["loads"].items() if not int(n)) for each in runs)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """For people: both, the error, and where they differ. Milliseconds a token."""
-    lines = [
-        f"{'cell':34} {'measured':>20} {'foretold':>8} {'error':>6}  "
-        f"{'loads, measured':>15} {'foretold':>11}  {'waits for loads':>15} {'foretold':>11} {'between':>8} {'foretold':>8}"
-    ]
+    heads = ("cell", "measured", "foretold", "error", "loads", "foretold", "waits for loads", "foretold", "between")
+    lines: list[tuple[str, ...]] = [(*heads, "foretold")]
     for row in rows:
         took, told, was = row["measured"], row["foretold_waits"], row["measured_waits"]
         span = f"{1e3 * took['median']:.0f} ({1e3 * took['least']:.0f}-{1e3 * took['most']:.0f})"
@@ -212,21 +203,19 @@ def table(rows: list[dict[str, Any]]) -> str:
             for there, here in ((was["loads there"], own), (told["loads"], told["own_loads"]))
         ]
         between = [f"{1e3 * each:.1f}" for each in (was["between"], told["between"])]
-        lines.append(
-            f"{Cell(**row['cell'])!s:34} {span:>20} {1e3 * row['foretold']:8.0f} {100 * row['error']:+5.0f}%  "
-            f"{loads[0]:>15} {loads[1]:>11}  {waits[0]:>15} {waits[1]:>11} {between[0]:>8} {between[1]:>8}"
-        )
+        error = f"{100 * row['error']:+.0f}%"
+        lines.append((str(Cell(**row["cell"])), span, f"{1e3 * row['foretold']:.0f}", error, *loads, *waits, *between))
+    text = aligned(lines) + "\n"
     errors = sorted(abs(row["error"]) for row in rows)
     if errors:
         middle, worst = median(errors), errors[-1]
         is_met = middle <= MOST_MEDIAN and worst <= MOST_WORST
-        lines += [
-            "",
-            f"{len(rows)} cells: the error is {middle:.0%} in the middle, {worst:.0%} at most; allowed are "
-            f"{MOST_MEDIAN:.0%} and {MOST_WORST:.0%}: {'met' if is_met else 'missed'}",
-            f"logits {'equal' if all(row['is_exact'] for row in rows) else 'NOT EQUAL'} to those of one machine",
-        ]
-    return "\n".join(lines) + "\n"
+        text += (
+            f"\n{len(rows)} cells: the error is {middle:.0%} in the middle, {worst:.0%} at most; allowed are "
+            f"{MOST_MEDIAN:.0%} and {MOST_WORST:.0%}: {'met' if is_met else 'missed'}\n"
+            f"logits {'equal' if all(row['is_exact'] for row in rows) else 'NOT EQUAL'} to those of one machine\n"
+        )
+    return text
 
 
 _CIRCUMSTANCES = ("tokens", "slots", "load_ms", "main_load_ms", "expert_ms", "layer_ms")

@@ -203,7 +203,7 @@ def table(results: dict[Cell, list[dict[str, Any]]], shape: Shape) -> str:
                 f"{max(max(each['peak_rss_bytes'].values()) for each in runs) >> 20} MiB",
             )
         )
-    text = _aligned(lines)
+    text = aligned(lines)
     waited = [("ms a token of", *(name for name in next(iter(results.values()))[0]["waits"]))]
     for cell, runs in results.items():
         parts = [(name, median(each["waits"][name] for each in runs)) for name in runs[0]["waits"]]
@@ -214,7 +214,7 @@ def table(results: dict[Cell, list[dict[str, Any]]], shape: Shape) -> str:
             )
         )
     exact = all(each["is_exact"] for runs in results.values() for each in runs)
-    return f"{text}\n\n{_aligned(waited)}\n\nlogits {'equal' if exact else 'NOT EQUAL'} to those of one machine\n"
+    return f"{text}\n\n{aligned(waited)}\n\nlogits {'equal' if exact else 'NOT EQUAL'} to those of one machine\n"
 
 
 def _words(found: dict[str, float] | None, scale: float, form: str) -> str:
@@ -224,7 +224,8 @@ def _words(found: dict[str, float] | None, scale: float, form: str) -> str:
     return f"{middle} ({least}-{most})"
 
 
-def _aligned(lines: Sequence[Iterable[str]]) -> str:
+def aligned(lines: Sequence[Iterable[str]]) -> str:
+    """As a table."""
     cells = [list(each) for each in lines]
     widths = [max(len(each[n]) for each in cells) for n in range(len(cells[0]))]
     return "\n".join("  ".join(text.ljust(width) for text, width in zip(each, widths, strict=True)) for each in cells)

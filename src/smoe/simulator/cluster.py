@@ -15,7 +15,7 @@ Faults and several sequences are not simulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -84,6 +84,11 @@ class ClusterSetting:
     here: WorkerTimes | None = None
     """What main computes itself, by `finish`: the experts in its own slots, and those that are done here first. None:
     nothing."""
+    shadow_is_here: bool = False
+    """On main itself, as in the product: telling it takes nothing, what it says leaves by main's port, and of what was
+    named for nothing no worker is told."""
+    held: Mapping[int, Sequence[ExpertKey]] = field(default_factory=dict)
+    """What machines have in their slots from the beginning, by unit, those used last at the end."""
 
 
 class Waits(NamedTuple):
@@ -131,6 +136,13 @@ class ClusterRun:
     def seconds_per_token(self) -> float:
         return sum(self.token_seconds) / len(self.token_seconds)
 
+    def loads_since(self, token: int) -> tuple[int, int]:
+        """(at workers, at main) begun from this token on."""
+        begin = sum(self.token_seconds[:token])
+        loads = {name: sum(since >= begin for since, _ in spans) for name, spans in self.busy.items() if "link" in name}
+        here = loads.pop(f"link of {DEVICE}", 0)
+        return sum(loads.values()), here
+
 
 def decode(setting: ClusterSetting, tokens: Sequence[DecodedToken]) -> ClusterRun:
     """Decode these tokens; all have the same number of layers."""
@@ -151,6 +163,8 @@ class _Decoding:
         }
         if setting.here is not None:
             self._workers[DEVICE] = SimulatedWorker(self._events, setting.here)
+        for unit, keys in setting.held.items():
+            self._workers[unit].begin_with(keys)
         self._run = ClusterRun()
         self._awaited = 0
         self._layer_began = self._token_began = 0.0
@@ -197,15 +211,18 @@ class _Decoding:
         token = self._tokens[number]
         named = token.named if is_right else token.astray
         for step, unit, keys in self._shared_out(number, layer, named[layer] if named else ()):
-            self._shadow_sends(partial(self._workers[unit].name, step, keys))
+            self._shadow_sends(unit, partial(self._workers[unit].name, step, keys))
 
     def _unsays(self, number: int) -> None:
-        for worker in self._workers.values():
-            self._shadow_sends(partial(worker.unname, number * self._layers))
+        for unit, worker in self._workers.items():
+            self._shadow_sends(unit, partial(worker.unname, number * self._layers))
 
-    def _shadow_sends(self, arrives: partial[None]) -> None:
-        wire = self._setting.wire
-        self._events.at(self._shadow_up.use(wire.seconds(_NAMES_BYTES)) + wire.delay, arrives)
+    def _shadow_sends(self, unit: int, arrives: partial[None]) -> None:
+        if self._setting.shadow_is_here:
+            self._main_sends(unit, _NAMES_BYTES, arrives)
+            return
+        end = self._shadow_up.use(self._setting.wire.seconds(_NAMES_BYTES))
+        self._events.at(end + self._delay(unit), arrives)
 
     def _shared_out(
         self, number: int, layer: int, experts: Sequence[int]
@@ -213,8 +230,8 @@ class _Decoding:
         """(step, worker, what it is told to expect), as the product does (`Cluster.guess`)."""
         step, keys = number * self._layers + layer, [(layer, expert, EXACT) for expert in experts]
         if self._setting.placement == "finish":
-            at_hand = set[ExpertKey]().union(*(worker.holds(step) for worker in self._workers.values()))
-            shares = self._by_finish(step, layer, [key for key in keys if key not in at_hand])
+            held = [worker.holds(step) for worker in self._workers.values()]
+            shares = self._by_finish(step, layer, [key for key in keys if not any(key in each for each in held)])
         else:
             chosen = len(self._tokens[number].chosen[layer])
             shares = self._by_turns(step, keys, chosen)
@@ -237,6 +254,9 @@ class _Decoding:
     def _tell_shadow(self, number: int) -> None:
         shadow, times, wire = self._shadow, self._setting.shadow, self._setting.wire
         assert shadow is not None and times is not None
+        if self._setting.shadow_is_here:
+            shadow.tell(number)
+            return
         nbytes = float(_NAMES_BYTES)
         self._kv_due = times.is_early and times.kv_is_due(number)
         if times.kv_is_due(number) and not times.is_early:
@@ -265,7 +285,7 @@ class _Decoding:
             self._main_sends(unit, setting.row_bytes, partial(self._reaches, number, layer, unit, share))
         for unit in others:  # it was told for nothing
             nothing = partial(self._workers[unit].ask, step, [], _nobody_waits)
-            if setting.shadow is None:
+            if setting.shadow is None or setting.shadow_is_here:
                 nothing()  # a guess of the product's is just forgotten in time
             else:
                 self._main_sends(unit, _NAMES_BYTES, nothing)
@@ -302,7 +322,7 @@ class _Decoding:
         if not keys:
             return {}
         here = self._setting.here
-        own = set() if here is None else self._workers[DEVICE].holds(step)
+        own: Container[ExpertKey] = () if here is None else self._workers[DEVICE].holds(step)
         views = [self._view(unit, step) for unit in self._units]
         placement = Placement("finish", "score", views, inf if here is None else here.load, 0.0, layer)
         chosen = tuple(expert for _, expert, _ in keys)

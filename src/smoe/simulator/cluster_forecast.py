@@ -7,10 +7,14 @@ who computes what, and who holds what, is then simulated on a recorded run of th
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from smoe.expert import ExpertKey
+from smoe.policy.placement import group
+from smoe.policy.plan import DEVICE, FIRST_WORKER
 from smoe.routing import Phase, Routing
 from smoe.simulator.cluster import ClusterRun, ClusterSetting, DecodedToken, Wire, decode
 from smoe.simulator.cluster_shadow import ShadowTimes
@@ -58,11 +62,14 @@ def foretell(
     placement: str,
     shadow: ShadowTimes | None = None,
     port: Port = Port(),
+    before: Sequence[ExpertKey] = (),
 ) -> ClusterRun:
-    """These tokens on this cluster, from empty slots on.
+    """These tokens on this cluster, whose shadow, if any, runs on main.
 
     `placement`: one of `PLACEMENT`. Workers are told of what tokens name (`DecodedToken.named`): by the shadow, when it
-    has come to it, or where there is none by main, as soon as the router of the layer before has spoken.
+    has come to it, or where there is none by main, as soon as the router of the layer before has spoken. `before`: what
+    was used before them, the last at the end: it is dealt out to the machines' slots, which are empty where there is
+    none.
     """
     here = WorkerTimes(main.load, main.expert, main.slots) if main.slots and placement == "finish" else None
     setting = ClusterSetting(
@@ -74,8 +81,47 @@ def foretell(
         shadow=shadow,
         main_names=shadow is None,
         here=here,
+        shadow_is_here=shadow is not None,
+        held=_dealt_out(before, main.slots if here is not None else 0, workers, placement, len(tokens[0].chosen[0])),
     )
     return decode(setting, tokens)
+
+
+def _dealt_out(
+    before: Sequence[ExpertKey], own_slots: int, workers: Sequence[MeasuredWorker], placement: str, chosen: int
+) -> dict[int, list[ExpertKey]]:
+    """Each expert once, those used last first, to whoever has the most room left of those who may be asked for it."""
+    units = range(FIRST_WORKER, FIRST_WORKER + len(workers))
+    room = {unit: worker.slots for unit, worker in zip(units, workers, strict=True)} | {DEVICE: own_slots}
+    held: dict[int, list[ExpertKey]] = {unit: [] for unit in room}
+    for key in dict.fromkeys(reversed(before)):
+        able = [DEVICE, *units] if placement == "finish" else group(key[0], chosen, units)
+        unit = max(able, key=room.__getitem__)
+        if room[unit]:
+            room[unit] -= 1
+            held[unit].append(key)
+    return {unit: keys[::-1] for unit, keys in held.items() if keys}
+
+
+def named_at(tokens: Sequence[DecodedToken], experts: int, recall: float, seed: int = 0) -> list[DecodedToken]:
+    """The same tokens by somebody who names each expert with this probability, else another one, and who guesses each
+    token as well as all of its experts. The same draws for the same seed."""
+    chance = random.Random(seed)
+
+    def named(chosen: Sequence[int], share: float) -> list[int]:
+        others = [expert for expert in range(experts) if expert not in chosen]
+        strays = iter(chance.sample(others, min(len(chosen), len(others))))
+        return [expert if chance.random() < share else next(strays, expert) for expert in chosen]
+
+    return [
+        DecodedToken(
+            token.chosen,
+            [named(chosen, recall) for chosen in token.chosen],
+            chance.random() < recall,
+            [named(chosen, 0.0) for chosen in token.chosen],
+        )
+        for token in tokens
+    ]
 
 
 def decoded_tokens(trace: Sequence[Routing], named: Sequence[Sequence[int]] | None = None) -> list[DecodedToken]:
