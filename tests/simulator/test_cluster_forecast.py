@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import pytest
 
+from smoe.expert import EXACT
 from smoe.routing import Phase, Routing
-from smoe.simulator.cluster import DecodedToken
-from smoe.simulator.cluster_forecast import MeasuredMain, MeasuredWorker, decoded_tokens, foretell
+from smoe.simulator.cluster import DecodedToken, Waits
+from smoe.simulator.cluster_forecast import MeasuredMain, MeasuredWorker, Port, decoded_tokens, foretell, named_at
+from smoe.simulator.cluster_shadow import ShadowTimes
 
 WORKER = MeasuredWorker(load=4.0, expert=0.5, hop=1.0, slots=8)
 MAIN = MeasuredMain(layer=1.0)
@@ -81,3 +83,57 @@ def test_by_finish_who_is_told_is_chosen_among_what_nobody_has() -> None:
     guesses = [[], [], [], [2, 5]]
     run = foretell(tokens([[0], [2]], [[0], [2, 5]], named=guesses), MAIN, [WORKER] * 2, "finish")
     assert [len(run.busy[f"experts of {unit}"]) for unit in (2, 3)] == [5, 0] and run.loads == 3
+
+
+def test_what_a_token_waits_for() -> None:
+    """By the last answer of each of two layers."""
+    there = foretell(tokens([[0, 1], [2, 3]]), MAIN, [WORKER] * 2, "finish")
+    assert there.waits == [Waits(main=2.0, between=2.0, computing=1.0, loads=8.0)] and there.loads_since(0) == (4, 0)
+    own = MeasuredMain(layer=1.0, load=1.0, expert=0.5, slots=8)
+    here = foretell(tokens(*[[[0, 1], [2, 3]]] * 2), own, [WORKER] * 2, "finish")
+    assert here.waits == [Waits(main=2.0, computing=2.0, own_loads=3.0), Waits(main=2.0, computing=2.0)]
+    assert here.loads_since(0) == (0, 4) and here.loads_since(1) == (0, 0)
+    assert [sum(waits) for waits in here.waits] == here.token_seconds
+
+
+@pytest.mark.parametrize("placement", ["finish", "round-robin"])
+def test_what_was_used_before_is_there(placement: str) -> None:
+    before = [(layer, expert, EXACT) for layer in (0, 1) for expert in range(4)]
+    run = foretell(tokens([[0, 1], [2, 3]]), MAIN, [WORKER] * 2, placement, before=before)
+    assert run.loads == 0 and run.token_seconds == [2 * (1.0 + 1.0 + 0.5)]
+
+
+def test_of_what_was_used_before_the_last_stays() -> None:
+    """Room for two: the second layer's, which were used last; the older one of them makes room for the first's."""
+    narrow = MeasuredWorker(load=4.0, expert=0.5, hop=1.0, slots=2)
+    before = [(0, 0, EXACT), (0, 1, EXACT), (1, 3, EXACT), (1, 2, EXACT)]
+    run = foretell(tokens([[0], [2]]), MAIN, [narrow], "finish", before=before)
+    assert run.token_seconds == [(1.0 + 1.0 + 4.0 + 0.5) + (1.0 + 1.0 + 0.5)]
+
+
+def test_a_shadow_on_main_tells_workers_by_mains_port() -> None:
+    """Named at 0.5 and 1.0, there half a hop later: loads from 1.0 to 5.0 and on to 9.0. Rows come at 1.5 and 7.5."""
+    ahead = tokens([[0, 1], [2, 3]], named=[[0, 1], [2, 3]])
+    run = foretell(ahead, MAIN, [WORKER] * 2, "round-robin", ShadowTimes(layer=0.5, kv_period=0))
+    assert run.token_seconds == [9.0 + 0.5 + 0.5] and run.late_loads == 0
+
+
+def test_a_narrow_port_is_busy_with_rows() -> None:
+    """A row takes a tenth: one goes up, two come back."""
+    port = Port(bytes_per_second=10.0, row_bytes=1.0)
+    run = foretell(tokens([[0, 1], [2, 3]]), MAIN, [WORKER], "finish", port=port)
+    assert run.token_seconds == pytest.approx([2 * (1.0 + 0.1 + 1.0 + 2 * 4.0 + 0.5 + 0.2)])
+
+
+def test_somebody_names_as_often_right_as_is_said() -> None:
+    found = tokens(*[[[0, 1], [2, 3]]] * 200)
+    assert [token.named for token in named_at(found, 8, 1.0)] == [[[0, 1], [2, 3]]] * 200
+    for token in named_at(found, 8, 0.0):
+        assert token.named is not None and not {0, 1} & {*token.named[0]} and not token.own_is_right
+    right = [
+        len({*chosen} & {*named})
+        for token in named_at(found, 8, 0.75)
+        for chosen, named in zip(token.chosen, token.named or (), strict=True)
+    ]
+    assert 0.68 < sum(right) / 800 < 0.82
+    assert named_at(found, 8, 0.75) == named_at(found, 8, 0.75)

@@ -13,6 +13,7 @@ from smoe.errors import ClusterError, ConfigError
 from smoe.units import parse_bytes, parse_link
 
 if TYPE_CHECKING:
+    from smoe.memory.emulation import DeviceProfile
     from smoe.report.cluster_outlook import ClusterCase, ClusterOutlook
     from smoe.simulator.cluster_forecast import MeasuredWorker
 
@@ -59,12 +60,11 @@ def plan(
     _check(name, worker_profile, worker_memory, slots)
     bytes_per_second = parse_link(link, "link")
     room = parse_bytes(worker_memory or _WORKER_MEMORY, "worker_memory")
-    from smoe.memory.emulation import read_profile
     from smoe.report.cluster_outlook import Network, Wanted, cluster_outlook
     from smoe.trace.file import Trace
 
     measured = [] if name is None else _measured(name)
-    profile = None if worker_profile is None else read_profile(worker_profile)
+    profile = None if worker_profile is None else _profile(worker_profile)
     count = workers or len(measured) or _WORKERS
     wanted = Wanted(count, measured, profile, room, slots)
     run = None if trace is None else Trace(trace).routings()
@@ -99,6 +99,17 @@ def _check(name: str | None, profile: str | None, memory: str | None, slots: int
             given=slots,
             allowed="only without `worker_memory`",
         )
+
+
+def _profile(name: str) -> DeviceProfile:
+    """As `read_profile`, for workers."""
+    from smoe.memory.emulation import read_profile
+
+    try:
+        return read_profile(name)
+    except ConfigError as error:
+        message = str(error).replace("`profile`", "`worker_profile`", 1)
+        raise ConfigError(message, setting="worker_profile", given=name, allowed=error.allowed) from error
 
 
 def _measured(name: str) -> list[MeasuredWorker]:

@@ -225,8 +225,8 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
     device = choose_device(config)
     if config.cluster is not None or config.placement is not None:
         raise ConfigError(
-            "smoe plan is about one machine; smoe cluster plan foretells a cluster. Leave out `cluster`, `placement` "
-            "and `preset` od-moe",
+            "this is about one machine; smoe cluster plan (with --name for a cluster that has run) foretells several. "
+            "Leave out `cluster`, `placement` and `preset` od-moe",
             setting="cluster",
             given=config.cluster,
             allowed="none in a plan",

@@ -90,17 +90,21 @@ def foretell(
 def _dealt_out(
     before: Sequence[ExpertKey], own_slots: int, workers: Sequence[MeasuredWorker], placement: str, chosen: int
 ) -> dict[int, list[ExpertKey]]:
-    """Each expert once, those used last first, to whoever has the most room left of those who may be asked for it."""
+    """Those used last first, each to whoever has the most room left of those who may be asked for it. By turns anybody
+    of a group may be, sooner or later, so there all get it who have room; else one alone, who is then preferred."""
     units = range(FIRST_WORKER, FIRST_WORKER + len(workers))
     room = {unit: worker.slots for unit, worker in zip(units, workers, strict=True)} | {DEVICE: own_slots}
-    held: dict[int, list[ExpertKey]] = {unit: [] for unit in room}
-    for key in dict.fromkeys(reversed(before)):
-        able = [DEVICE, *units] if placement == "finish" else group(key[0], chosen, units)
-        unit = max(able, key=room.__getitem__)
-        if room[unit]:
-            room[unit] -= 1
-            held[unit].append(key)
-    return {unit: keys[::-1] for unit, keys in held.items() if keys}
+    held: dict[int, dict[ExpertKey, None]] = {unit: {} for unit in room}
+    recent = list(dict.fromkeys(reversed(before)))
+    for _ in range(1 if placement == "finish" else len(workers)):
+        for key in recent:
+            able = [DEVICE, *units] if placement == "finish" else group(key[0], chosen, units)
+            unit = max(able, key=lambda each: (key not in held[each], room[each]))
+            if room[unit] and key not in held[unit]:
+                room[unit] -= 1
+                held[unit][key] = None
+    order = {key: place for place, key in enumerate(recent)}
+    return {unit: sorted(keys, key=order.__getitem__, reverse=True) for unit, keys in held.items() if keys}
 
 
 def named_at(tokens: Sequence[DecodedToken], experts: int, recall: float, seed: int = 0) -> list[DecodedToken]:
