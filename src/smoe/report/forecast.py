@@ -225,7 +225,7 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
     device = choose_device(config)
     if config.cluster is not None or config.placement is not None:
         raise ConfigError(
-            "this is about one machine; smoe cluster plan foretells several (`name`: as measured of a cluster that ran). "
+            "this is about one machine; smoe cluster plan foretells several (`name`: one that has run, as measured). "
             "Leave out `cluster`, `placement` and `preset` od-moe",
             setting="cluster",
             given=config.cluster,
