@@ -27,8 +27,8 @@ from bench.cluster.results import spread, write
 from bench.cluster.speed import KINDS, Cell, aligned, measure, one_machine, seconds
 from bench.cluster.workers import Shape
 from smoe.presets import configure
-from smoe.simulator.cluster import ClusterRun, Waits
 from smoe.simulator.cluster_forecast import foretell
+from smoe.simulator.cluster_ours import OurRun, Waits
 from smoe.simulator.cluster_shadow import ShadowTimes
 
 MOST_MEDIAN, MOST_WORST = 0.15, 0.35
@@ -123,7 +123,7 @@ def _recorded(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
 # -- forecasts --------------------------------------------------------------------------------------------------------
 
 
-def foretold(shape: Shape, found: dict[str, Any], cell: Cell) -> ClusterRun:
+def foretold(shape: Shape, found: dict[str, Any], cell: Cell) -> OurRun:
     """A cell by what was found apart from it."""
     pieces = Pieces.of(found[_RESIDENT], found[_LOADING], shape.layers)
     hops, unshaped = (Hops(**found[_hops_of(link)]) for link in (cell.link, UNSHAPED))

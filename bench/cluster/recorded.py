@@ -70,10 +70,10 @@ def _followed(shadow: Shadow, token: int, position: int, cache: Any, is_first: b
     own = token if is_first else shadow.text.next_token
     astray: list[Expected] = []
     if own != token:
-        shadow.follow(own, position, cache, astray)
+        shadow.follow(own, position, cache, astray.append)
     named: list[Expected] = []
     began = time.perf_counter()
-    shadow.follow(token, position, cache, named)
+    shadow.follow(token, position, cache, named.append)
     return {
         "seconds": time.perf_counter() - began,
         "named": [each.experts for each in named],

@@ -9,8 +9,9 @@ import pytest
 
 from smoe.expert import EXACT
 from smoe.routing import Phase, Routing
-from smoe.simulator.cluster import DecodedToken, Waits
+from smoe.simulator.cluster import DecodedToken
 from smoe.simulator.cluster_forecast import MeasuredMain, MeasuredWorker, Port, decoded_tokens, foretell, named_at
+from smoe.simulator.cluster_ours import Waits
 from smoe.simulator.cluster_shadow import ShadowTimes
 
 WORKER = MeasuredWorker(load=4.0, expert=0.5, hop=1.0, slots=8)
@@ -43,7 +44,7 @@ def test_what_workers_hold_is_not_loaded_again(placement: str) -> None:
     """Two workers of a group: a hop, the load, an expert each; then without the load."""
     run = foretell(tokens(*[[[0, 1], [2, 3]]] * 3), MAIN, [WORKER] * 2, placement)
     assert run.token_seconds == [2 * (1.0 + 1.0 + 4.0 + 0.5)] + [2 * (1.0 + 1.0 + 0.5)] * 2
-    assert run.loads == 4
+    assert run.loads_since(0) == (4, 0)
 
 
 def test_one_worker_computes_one_expert_after_the_other() -> None:
@@ -75,14 +76,14 @@ def test_what_main_names_a_layer_ahead_is_there_sooner() -> None:
 def test_what_is_named_comes_behind_what_was_asked_for(placement: str) -> None:
     """The second layer's come from 5.5 to 9.5, behind the first's; main asks at 8.0."""
     run = foretell(tokens([[0, 1], [2, 3]], named=[[], [2, 3]]), MAIN, [WORKER] * 2, placement)
-    assert run.token_seconds == [9.5 + 0.5 + 0.5] and run.late_loads == 2
+    assert run.token_seconds == [9.5 + 0.5 + 0.5]
 
 
 def test_by_finish_who_is_told_is_chosen_among_what_nobody_has() -> None:
-    """Expert 2 is with the first worker: 5, alone, is told to the first as well, as both seem to be free."""
+    """Expert 2 is with the first worker: 5, alone, is told to either, and then loaded no more."""
     guesses = [[], [], [], [2, 5]]
     run = foretell(tokens([[0], [2]], [[0], [2, 5]], named=guesses), MAIN, [WORKER] * 2, "finish")
-    assert [len(run.busy[f"experts of {unit}"]) for unit in (2, 3)] == [5, 0] and run.loads == 3
+    assert run.loads_since(0) == (3, 0) and run.loads_since(1) == (1, 0)
 
 
 def test_what_a_token_waits_for() -> None:
@@ -100,7 +101,7 @@ def test_what_a_token_waits_for() -> None:
 def test_what_was_used_before_is_there(placement: str) -> None:
     before = [(layer, expert, EXACT) for layer in (0, 1) for expert in range(4)]
     run = foretell(tokens([[0, 1], [2, 3]]), MAIN, [WORKER] * 2, placement, before=before)
-    assert run.loads == 0 and run.token_seconds == [2 * (1.0 + 1.0 + 0.5)]
+    assert run.loads_since(0) == (0, 0) and run.token_seconds == [2 * (1.0 + 1.0 + 0.5)]
 
 
 def test_of_what_was_used_before_the_last_stays() -> None:
@@ -115,7 +116,7 @@ def test_a_shadow_on_main_tells_workers_by_mains_port() -> None:
     """Named at 0.5 and 1.0, there half a hop later: loads from 1.0 to 5.0 and on to 9.0. Rows come at 1.5 and 7.5."""
     ahead = tokens([[0, 1], [2, 3]], named=[[0, 1], [2, 3]])
     run = foretell(ahead, MAIN, [WORKER] * 2, "round-robin", ShadowTimes(layer=0.5, kv_period=0))
-    assert run.token_seconds == [9.0 + 0.5 + 0.5] and run.late_loads == 0
+    assert run.token_seconds == [9.0 + 0.5 + 0.5]
 
 
 def test_a_narrow_port_is_busy_with_rows() -> None:

@@ -24,7 +24,7 @@ from smoe.report.forecast import survey_of
 from smoe.report.on_clock import Work, times_for
 from smoe.report.outlook import Case
 from smoe.routing import Routing
-from smoe.simulator.cluster import ClusterRun, DecodedToken, Waits
+from smoe.simulator.cluster import DecodedToken
 from smoe.simulator.cluster_forecast import (
     MeasuredMain,
     MeasuredWorker,
@@ -33,6 +33,7 @@ from smoe.simulator.cluster_forecast import (
     foretell,
     named_at,
 )
+from smoe.simulator.cluster_ours import OurRun, Waits
 from smoe.simulator.cluster_shadow import ShadowTimes
 from smoe.simulator.synthetic import SAYS, TYPICAL, Shape, synthesise
 from smoe.units import format_bytes, format_seconds
@@ -286,12 +287,12 @@ def _replayed(work: Work, trace: Sequence[Routing] | None) -> tuple[list[Decoded
     return tokens[begin:], before
 
 
-def _seconds(run: ClusterRun) -> float:
+def _seconds(run: OurRun) -> float:
     counted = run.token_seconds[_WARM_UP:]
     return sum(counted) / len(counted)
 
 
-def _case(workers: int, placement: str, run: ClusterRun) -> ClusterCase:
+def _case(workers: int, placement: str, run: OurRun) -> ClusterCase:
     counted = len(run.token_seconds) - _WARM_UP
     waits = Waits(*(sum(of) / counted for of in zip(*run.waits[_WARM_UP:], strict=True)))
     there, here = run.loads_since(_WARM_UP)

@@ -15,7 +15,7 @@ Faults and several sequences are not simulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -84,35 +84,6 @@ class ClusterSetting:
     here: WorkerTimes | None = None
     """What main computes itself, by `finish`: the experts in its own slots, and those that are done here first. None:
     nothing."""
-    shadow_is_here: bool = False
-    """On main itself, as in the product: telling it takes nothing, what it says leaves by main's port, and of what was
-    named for nothing no worker is told."""
-    held: Mapping[int, Sequence[ExpertKey]] = field(default_factory=dict)
-    """What machines have in their slots from the beginning, by unit, those used last at the end."""
-
-
-class Waits(NamedTuple):
-    """What a token's seconds went to, by the last answer of each layer."""
-
-    main: float = 0.0
-    """Main's part of the layers."""
-    between: float = 0.0
-    """There and back, and in main's ports."""
-    computing: float = 0.0
-    """The experts of that answer, one after the other."""
-    loads: float = 0.0
-    """At its worker: until they were there, and others before them computed."""
-    own_loads: float = 0.0
-    """The same at main."""
-
-
-class _Asked(NamedTuple):
-    """Who computes a part of the layer under way."""
-
-    unit: int
-    experts: int
-    arrived: float
-    """When its rows did."""
 
 
 @dataclass
@@ -129,19 +100,10 @@ class ClusterRun:
     """(begin, end) of all that each part did: main's ports, the shadow's, every worker's link and arithmetic."""
     most_held: int = 0
     """Experts in a worker's slots at one time."""
-    waits: list[Waits] = field(default_factory=list)
-    """Of every token."""
 
     @property
     def seconds_per_token(self) -> float:
         return sum(self.token_seconds) / len(self.token_seconds)
-
-    def loads_since(self, token: int) -> tuple[int, int]:
-        """(at workers, at main) begun from this token on."""
-        begin = sum(self.token_seconds[:token])
-        loads = {name: sum(since >= begin for since, _ in spans) for name, spans in self.busy.items() if "link" in name}
-        here = loads.pop(f"link of {DEVICE}", 0)
-        return sum(loads.values()), here
 
 
 def decode(setting: ClusterSetting, tokens: Sequence[DecodedToken]) -> ClusterRun:
@@ -163,12 +125,9 @@ class _Decoding:
         }
         if setting.here is not None:
             self._workers[DEVICE] = SimulatedWorker(self._events, setting.here)
-        for unit, keys in setting.held.items():
-            self._workers[unit].begin_with(keys)
         self._run = ClusterRun()
         self._awaited = 0
         self._layer_began = self._token_began = 0.0
-        self._waits = Waits()
         self._kv_due = False
         self._shadow: SimulatedShadow | None = None
         if setting.shadow is not None:
@@ -211,18 +170,15 @@ class _Decoding:
         token = self._tokens[number]
         named = token.named if is_right else token.astray
         for step, unit, keys in self._shared_out(number, layer, named[layer] if named else ()):
-            self._shadow_sends(unit, partial(self._workers[unit].name, step, keys))
+            self._shadow_sends(partial(self._workers[unit].name, step, keys))
 
     def _unsays(self, number: int) -> None:
-        for unit, worker in self._workers.items():
-            self._shadow_sends(unit, partial(worker.unname, number * self._layers))
+        for worker in self._workers.values():
+            self._shadow_sends(partial(worker.unname, number * self._layers))
 
-    def _shadow_sends(self, unit: int, arrives: partial[None]) -> None:
-        if self._setting.shadow_is_here:
-            self._main_sends(unit, _NAMES_BYTES, arrives)
-            return
-        end = self._shadow_up.use(self._setting.wire.seconds(_NAMES_BYTES))
-        self._events.at(end + self._delay(unit), arrives)
+    def _shadow_sends(self, arrives: partial[None]) -> None:
+        wire = self._setting.wire
+        self._events.at(self._shadow_up.use(wire.seconds(_NAMES_BYTES)) + wire.delay, arrives)
 
     def _shared_out(
         self, number: int, layer: int, experts: Sequence[int]
@@ -230,8 +186,8 @@ class _Decoding:
         """(step, worker, what it is told to expect), as the product does (`Cluster.guess`)."""
         step, keys = number * self._layers + layer, [(layer, expert, EXACT) for expert in experts]
         if self._setting.placement == "finish":
-            held = [worker.holds(step) for worker in self._workers.values()]
-            shares = self._by_finish(step, layer, [key for key in keys if not any(key in each for each in held)])
+            at_hand = set[ExpertKey]().union(*(worker.holds(step) for worker in self._workers.values()))
+            shares = self._by_finish(step, layer, [key for key in keys if key not in at_hand])
         else:
             chosen = len(self._tokens[number].chosen[layer])
             shares = self._by_turns(step, keys, chosen)
@@ -244,7 +200,7 @@ class _Decoding:
     # -- main ---------------------------------------------------------------------------------------------------------
 
     def _begin_token(self, number: int) -> None:
-        self._token_began, self._waits = self._events.now, Waits()
+        self._token_began = self._events.now
         if self._knows_ahead and 0 < number < len(self._tokens) - 1:
             self._name_token(number + 1)
         if self._shadow is not None:
@@ -254,9 +210,6 @@ class _Decoding:
     def _tell_shadow(self, number: int) -> None:
         shadow, times, wire = self._shadow, self._setting.shadow, self._setting.wire
         assert shadow is not None and times is not None
-        if self._setting.shadow_is_here:
-            shadow.tell(number)
-            return
         nbytes = float(_NAMES_BYTES)
         self._kv_due = times.is_early and times.kv_is_due(number)
         if times.kv_is_due(number) and not times.is_early:
@@ -282,10 +235,11 @@ class _Decoding:
             others = [unit for unit in turn if unit not in shares]
         self._awaited = len(shares)
         for unit, share in shares.items():
-            self._main_sends(unit, setting.row_bytes, partial(self._reaches, number, layer, unit, share))
+            answer = partial(self._answered, number, layer, unit, len(share))
+            self._main_sends(unit, setting.row_bytes, partial(self._workers[unit].ask, step, share, answer))
         for unit in others:  # it was told for nothing
             nothing = partial(self._workers[unit].ask, step, [], _nobody_waits)
-            if setting.shadow is None or setting.shadow_is_here:
+            if setting.shadow is None:
                 nothing()  # a guess of the product's is just forgotten in time
             else:
                 self._main_sends(unit, _NAMES_BYTES, nothing)
@@ -322,7 +276,7 @@ class _Decoding:
         if not keys:
             return {}
         here = self._setting.here
-        own: Container[ExpertKey] = () if here is None else self._workers[DEVICE].holds(step)
+        own = set() if here is None else self._workers[DEVICE].holds(step)
         views = [self._view(unit, step) for unit in self._units]
         placement = Placement("finish", "score", views, inf if here is None else here.load, 0.0, layer)
         chosen = tuple(expert for _, expert, _ in keys)
@@ -338,52 +292,29 @@ class _Decoding:
         times, hop = worker.times, 2 * (wire.seconds(self._setting.row_bytes) + self._delay(unit))
         return WorkerView(unit, worker.holds(step), times.load, times.expert, times.expert, hop)
 
-    def _reaches(self, number: int, layer: int, unit: int, share: Sequence[ExpertKey]) -> None:
-        """Rows have come to who computes them."""
-        asked = _Asked(unit, len(share), self._events.now)
-        answer = partial(self._answered, number, layer, asked)
-        self._workers[unit].ask(number * self._layers + layer, share, answer)
-
-    def _answered(self, number: int, layer: int, asked: _Asked) -> None:
+    def _answered(self, number: int, layer: int, unit: int, experts: int) -> None:
         """One is done; a worker's rows are on their way."""
-        there = self._events.now - asked.arrived
-        if asked.unit == DEVICE:
-            self._arrived(number, layer, asked, there)
+        if unit == DEVICE:
+            self._arrived(number, layer)
             return
-        arrives = partial(self._arrives, number, layer, asked, there)
-        self._events.at(self._events.now + self._delay(asked.unit), arrives)
+        arrives = partial(self._arrives, number, layer, experts)
+        self._events.at(self._events.now + self._delay(unit), arrives)
 
-    def _arrives(self, number: int, layer: int, asked: _Asked, there: float) -> None:
-        end = self._down.use(self._setting.wire.seconds(asked.experts * self._setting.row_bytes))
-        self._events.at(end, partial(self._arrived, number, layer, asked, there))
+    def _arrives(self, number: int, layer: int, experts: int) -> None:
+        end = self._down.use(self._setting.wire.seconds(experts * self._setting.row_bytes))
+        self._events.at(end, partial(self._arrived, number, layer))
 
-    def _arrived(self, number: int, layer: int, asked: _Asked, there: float) -> None:
+    def _arrived(self, number: int, layer: int) -> None:
         self._awaited -= 1
         if self._awaited:
             return
         self._run.layers.append((self._layer_began, self._events.now))
-        self._waits = self._with_waits(asked, there)
         if layer + 1 < self._layers:
             self._begin_layer(number, layer + 1)
             return
         self._run.token_seconds.append(self._events.now - self._token_began)
-        self._run.waits.append(self._waits)
         if number + 1 < len(self._tokens):
             self._begin_token(number + 1)
-
-    def _with_waits(self, last: _Asked, there: float) -> Waits:
-        """Those of the token so far, with this layer's."""
-        waits, whole = self._waits, self._events.now - self._layer_began - self._setting.layer
-        computing = last.experts * self._workers[last.unit].times.expert
-        loads = there - computing
-        waits = waits._replace(
-            main=waits.main + self._setting.layer,
-            between=waits.between + whole - there,
-            computing=waits.computing + computing,
-        )
-        if last.unit == DEVICE:
-            return waits._replace(own_loads=waits.own_loads + loads)
-        return waits._replace(loads=waits.loads + loads)
 
 
 def _nobody_waits() -> None:

@@ -16,9 +16,13 @@ from smoe.expert import ExpertKey
 from smoe.policy.placement import group
 from smoe.policy.plan import DEVICE, FIRST_WORKER
 from smoe.routing import Phase, Routing
-from smoe.simulator.cluster import ClusterRun, ClusterSetting, DecodedToken, Wire, decode
+from smoe.simulator.cluster import DecodedToken, Wire
+from smoe.simulator.cluster_ours import OurCluster, OurRun, decode
 from smoe.simulator.cluster_shadow import ShadowTimes
 from smoe.simulator.cluster_worker import WorkerTimes
+
+SPREAD = 0.02
+"""Of loads that were measured on an idle machine."""
 
 
 @dataclass(frozen=True)
@@ -63,28 +67,28 @@ def foretell(
     shadow: ShadowTimes | None = None,
     port: Port = Port(),
     before: Sequence[ExpertKey] = (),
-) -> ClusterRun:
+    spread: float = SPREAD,
+) -> OurRun:
     """These tokens on this cluster, whose shadow, if any, runs on main.
 
     `placement`: one of `PLACEMENT`. Workers are told of what tokens name (`DecodedToken.named`): by the shadow, when it
     has come to it, or where there is none by main, as soon as the router of the layer before has spoken. `before`: what
     was used before them, the last at the end: it is dealt out to the machines' slots, which are empty where there is
-    none.
+    none. `spread`: by how much one measured load differs from the next, as a share.
     """
     here = WorkerTimes(main.load, main.expert, main.slots) if main.slots and placement == "finish" else None
-    setting = ClusterSetting(
+    cluster = OurCluster(
         main.layer,
         Wire(port.bytes_per_second, 0.0, main.message),
         port.row_bytes,
         [WorkerTimes(each.load, each.expert, each.slots, each.hop / 2) for each in workers],
         placement,
+        here,
         shadow=shadow,
-        main_names=shadow is None,
-        here=here,
-        shadow_is_here=shadow is not None,
         held=_dealt_out(before, main.slots if here is not None else 0, workers, placement, len(tokens[0].chosen[0])),
+        spread=spread,
     )
-    return decode(setting, tokens)
+    return decode(cluster, tokens)
 
 
 def _dealt_out(

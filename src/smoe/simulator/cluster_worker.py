@@ -7,7 +7,7 @@ layer, in whichever way; what has been computed may be overwritten.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -37,14 +37,6 @@ class _Request:
         self.answer = answer
 
 
-class _Holds(Container[ExpertKey]):
-    def __init__(self, held: Container[ExpertKey], expected: Iterable[tuple[int, ExpertKey]], step: int) -> None:
-        self._held, self._expected, self._step = held, expected, step
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._held or any(each == key and at <= self._step for at, each in self._expected)
-
-
 class SimulatedWorker:
     """Steps number the layers of all tokens in their order: token * L + layer."""
 
@@ -71,13 +63,9 @@ class SimulatedWorker:
         self._step = -1
         """That main asked for last."""
 
-    def holds(self, step: int) -> Container[ExpertKey]:
-        """In its slots, on their way there, or expected for that step or one before; looked up when it is asked."""
-        return _Holds(self._held, self._expected, step)
-
-    def begin_with(self, keys: Sequence[ExpertKey]) -> None:
-        """It has these already, those used last at the end; as many of them as it has slots."""
-        self._held.update(dict.fromkeys(keys[-self.times.slots :], True))
+    def holds(self, step: int) -> set[ExpertKey]:
+        """In its slots, on their way there, or expected for that step or one before."""
+        return {*self._held, *(key for at, key in self._expected if at <= step)}
 
     def name(self, step: int, keys: Sequence[ExpertKey]) -> None:
         """These will be asked for, somebody thinks; of no use once main itself has asked."""
