@@ -115,7 +115,7 @@ def decode(asked: Decoding, machines: Mapping[int, Dials]) -> dict[str, Any]:
             "slots": engine.ledger.cache_slots,
             "shadow_bytes": engine.ledger.demand.shadow_bytes,
             "workers": [] if others is None else others.described(),
-            "seconds_per_own_load": None if others is None else others._here_load(),
+            "seconds_per_own_load": counters.read_busy_seconds / max(1, counters.loads + counters.prefetches),
         }
 
 

@@ -24,7 +24,7 @@ from bench.cluster.decoding import Decoding
 from bench.cluster.pieces import UNSHAPED, Hops, Pieces
 from bench.cluster.recorded import SHADOW, as_tokens, record
 from bench.cluster.results import spread, write
-from bench.cluster.speed import KINDS, Cell, aligned, measure, one_machine, seconds
+from bench.cluster.speed import KINDS, Cell, aligned, main_times, measure, one_machine, seconds
 from bench.cluster.workers import Shape
 from smoe.presets import configure
 from smoe.simulator.cluster_forecast import foretell
@@ -40,7 +40,7 @@ _RUN_SECONDS = 200.0
 _RECORDED, _PIECES = 200, 120
 """Where in the text prompts begin of what is replayed, and of what pieces are measured with."""
 _REPLAYED_TOKENS = 64
-_TRACE, _RESIDENT, _LOADING = "trace", "pieces, resident", "pieces, loading"
+_TRACE, _ALONE, _RESIDENT, _LOADING = "trace", "pieces, main alone", "pieces, resident", "pieces, loading"
 
 
 def run(options: argparse.Namespace) -> None:
@@ -92,7 +92,8 @@ def _work(
 ) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """(name, what finds it) of all runs: first the pieces, then rounds of cells."""
     yield _TRACE, lambda: _recorded(options, shape)
-    for key, kind, slots in ((_RESIDENT, "resident-od-moe", 0), (_LOADING, "finish", options.slots)):
+    yield _ALONE, lambda: one_machine(options, shape, main_times(options), _PIECES)
+    for key, kind, slots in ((_RESIDENT, "resident-od-moe", 0), (_LOADING, "od-moe-blind", options.slots)):
         cell = Cell(1, kind, UNSHAPED, slots)
         yield key, lambda cell=cell: measure(options, shape, cell, begin=_PIECES)  # type: ignore[misc]
     for link in dict.fromkeys([UNSHAPED, *options.links.split(",")]):
@@ -123,9 +124,14 @@ def _recorded(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
 # -- forecasts --------------------------------------------------------------------------------------------------------
 
 
+def pieces_of(shape: Shape, found: dict[str, Any]) -> Pieces:
+    """All cells' forecasts are made of these."""
+    return Pieces.of(found[_RESIDENT], found[_LOADING], found[_ALONE], shape.layers)
+
+
 def foretold(shape: Shape, found: dict[str, Any], cell: Cell) -> OurRun:
     """A cell by what was found apart from it."""
-    pieces = Pieces.of(found[_RESIDENT], found[_LOADING], shape.layers)
+    pieces = pieces_of(shape, found)
     hops, unshaped = (Hops(**found[_hops_of(link)]) for link in (cell.link, UNSHAPED))
     settings = dict(KINDS[cell.kind])
     config = configure(settings.pop("preset", "exact"), **settings)
@@ -149,7 +155,7 @@ def report(options: argparse.Namespace, shape: Shape, found: dict[str, Any], cel
         return
     rows = list(rows_of(options, shape, found, cells))
     errors = sorted(abs(row["error"]) for row in rows)
-    said = {"cells": rows, "pieces": asdict(Pieces.of(found[_RESIDENT], found[_LOADING], shape.layers))}
+    said = {"cells": rows, "pieces": asdict(pieces_of(shape, found))}
     said |= {"hops": {link: found.get(_hops_of(link)) for link in options.links.split(",")}}
     if errors:
         said |= {"median_error": median(errors), "worst_error": errors[-1]}

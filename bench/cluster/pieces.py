@@ -52,16 +52,17 @@ class Pieces:
     """At main."""
 
     @classmethod
-    def of(cls, resident: Mapping[str, Any], loading: Mapping[str, Any], layers: int) -> Pieces:
-        """`resident`: what `decode` has found of one worker with all experts, `loading`: of one with few of them."""
+    def of(
+        cls, resident: Mapping[str, Any], loading: Mapping[str, Any], alone: Mapping[str, Any], layers: int
+    ) -> Pieces:
+        """`resident`: what `decode` has found of one worker with all experts, `loading`: of one with few of them,
+        `alone`: of main without any."""
         waits, (worker,), (loader,) = resident["waits"], resident["workers"], loading["workers"]
         asked = waits["loads there"] + waits["computing there"] + waits["between"]
         token = sum(resident["seconds"]) / len(resident["seconds"])
         way = (waits["loads there"] + waits["between"]) / layers
-        layer = (token - asked) / layers
-        return cls(
-            layer, worker["seconds_per_expert"], way, loader["seconds_per_load"], loading["seconds_per_own_load"]
-        )
+        layer, load = (token - asked) / layers, loader["seconds_per_load"]
+        return cls(layer, worker["seconds_per_expert"], way, load, alone["seconds_per_own_load"])
 
 
 def hops(link: str, tokens: int = 20) -> Hops:

@@ -98,10 +98,9 @@ def measure(options: argparse.Namespace, shape: Shape, cell: Cell, begin: int = 
     """One run of a cell; its prompt begins there in the text."""
     load = 0.0 if cell.is_resident else options.load_ms / 1e3
     times = Times(load, options.expert_ms / 1e3)
-    main_times = Times(options.main_load_ms / 1e3, options.expert_ms / 1e3, options.layer_ms / 1e3)
     asked = Decoding(
         shape,
-        main_times,
+        main_times(options),
         load,
         cell.workers,
         KINDS[cell.kind],
@@ -126,14 +125,21 @@ def measure(options: argparse.Namespace, shape: Shape, cell: Cell, begin: int = 
     return found
 
 
-def one_machine(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
-    """The same tokens in one process, without a cluster and as fast as it goes."""
-    asked = Decoding(shape, Times(0.0, 0.0), 0.0, 0, tokens=options.tokens)
+def one_machine(
+    options: argparse.Namespace, shape: Shape, times: Times = Times(0.0, 0.0), begin: int = 0
+) -> dict[str, Any]:
+    """The same in one process, without a cluster; if nothing is said as fast as it goes."""
+    asked = Decoding(shape, times, 0.0, 0, tokens=options.tokens, begin=begin)
     child = Child("alone", lambda child: child.say(decode(asked, {0: Dials()})))
     try:
         return dict(child.hear(_RUN_SECONDS))
     finally:
         child.kill()
+
+
+def main_times(options: argparse.Namespace) -> Times:
+    """Of the main machine."""
+    return Times(options.main_load_ms / 1e3, options.expert_ms / 1e3, options.layer_ms / 1e3)
 
 
 # -- what comes of it -------------------------------------------------------------------------------------------------
