@@ -39,6 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
 """Preset and switches of main."""
 _CELLS = "1xfinish,4xfinish,1xod-moe,4xod-moe,4xresident,4xresident-od-moe"
 _RUN_SECONDS = 300.0
+_AT_ONCE = Times(0.0, 0.0)
 
 
 class Cell(NamedTuple):
@@ -125,9 +126,7 @@ def measure(options: argparse.Namespace, shape: Shape, cell: Cell, begin: int = 
     return found
 
 
-def one_machine(
-    options: argparse.Namespace, shape: Shape, times: Times = Times(0.0, 0.0), begin: int = 0
-) -> dict[str, Any]:
+def one_machine(options: argparse.Namespace, shape: Shape, times: Times = _AT_ONCE, begin: int = 0) -> dict[str, Any]:
     """The same in one process, without a cluster; if nothing is said as fast as it goes."""
     asked = Decoding(shape, times, 0.0, 0, tokens=options.tokens, begin=begin)
     child = Child("alone", lambda child: child.say(decode(asked, {0: Dials()})))
