@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,7 @@ def found() -> dict[str, Any]:
 def test_pieces_are_taken_apart() -> None:
     runs = found()
     pieces = Pieces.of(runs["pieces, resident"], runs["pieces, loading"], runs["pieces, main alone"], 2)
-    assert pieces == Pieces(*(pytest.approx(each) for each in (10e-3, 1e-3, 3e-3, 20e-3, 7e-3)))
+    assert astuple(pieces) == pytest.approx((10e-3, 1e-3, 3e-3, 20e-3, 7e-3))
     near, far = Hops(**HOPS), Hops(3e-3, 3e-3)
     assert near.message == pytest.approx(1e-3) and far.message == 0
     assert main_of(pieces, near, 2).message == pytest.approx(1e-3)
@@ -96,9 +98,13 @@ def test_rows_have_signs_and_medians() -> None:
 def test_runs_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     made: list[str] = []
 
+    def make(name: str) -> dict[str, str]:
+        made.append(name)
+        return {"is": name}
+
     def work(*_: Any) -> Any:
         for name in ("first", "second"):
-            yield name, lambda name=name: made.append(name) or {"is": name}
+            yield name, partial(make, name)
 
     monkeypatch.setattr(forecast, "_work", work)
     folder = tmp_path / "model"

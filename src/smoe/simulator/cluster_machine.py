@@ -4,14 +4,14 @@
     asked        |            | c ...... |            | d ...  one that reads what main waits for; one disk for both,
     computing                            | c |             `   one that computes, in the order in which it was asked
 
-What is asked for keeps its slot until it is computed. What was told ahead stays until it is asked for, as far as there
-is anything else to forget; the least recently used goes first.
+What is asked for keeps its slot until it is computed. What it was told to have stays until then, as far as there is
+anything else to forget; the least recently used goes first.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from smoe.expert import ExpertKey
@@ -44,7 +44,7 @@ class Machine:
         """Whether it is there, or on its way; least recently used first."""
         self._kept: Counter[ExpertKey] = Counter()
         """Waiting to be computed, or on their way."""
-        self._expected: OrderedDict[ExpertKey, None] = OrderedDict()
+        self._expected: set[ExpertKey] = set()
         self._told: deque[tuple[ExpertKey, Request | None]] = deque()
         self._asked: deque[tuple[ExpertKey, Request | None]] = deque()
         self._is_reading = {True: False, False: False}
@@ -68,22 +68,15 @@ class Machine:
         """It has these already, those used last at the end; as many of them as it has slots."""
         self._slots.update(dict.fromkeys(keys[-self.times.slots :], True))
 
-    def tell(self, keys: Iterable[ExpertKey]) -> None:
-        """These will be asked for."""
-        for key in keys:
-            self._expected[key] = None
-            self._expected.move_to_end(key)
-            if len(self._expected) > self.times.slots:
-                self._expected.popitem(last=False)
-            if key not in self._slots:
-                self._told.append((key, None))
+    def tell(self, keys: Sequence[ExpertKey]) -> None:
+        """It is to have these, until it is told anew: they are forgotten last, and what it has not is brought in."""
+        self._expected = set(keys)
+        self._told.extend((key, None) for key in keys if key not in self._slots)
         self._go_on()
 
     def ask(self, keys: Sequence[ExpertKey], answer: Callable[[Request], None]) -> None:
         """Main wants these computed; `answer` when all are."""
         request = Request(keys, answer, self._events.now)
-        for key in keys:
-            self._expected.pop(key, None)
         order = sorted(keys, key=lambda key: key not in self._slots)
         self._asked.extend((key, request) for key in order)
         self._to_compute.extend((key, request) for key in order)
@@ -101,6 +94,9 @@ class Machine:
         if not queue:
             return False
         key, request = queue[0]
+        if request is None and key not in self._expected:
+            queue.popleft()  # it is not wanted any more
+            return True
         if self._slots.get(key) is False or (key not in self._slots and not self._make_room()):
             return False  # another is bringing it in, or every slot is kept
         queue.popleft()
@@ -157,6 +153,7 @@ class Machine:
         self._is_computing = False
         self._ready.discard((key, id(request)))
         self._let_go(key)
+        self._expected.discard(key)
         request.left -= 1
         if not request.left:
             request.answer(request)

@@ -136,10 +136,9 @@ class _Decoding:
         for unit, machine in self._machines.items():
             machine.begin_with(cluster.held.get(unit, ()))
         self._rule = Placement(cluster.placement, "score", (), inf, 0.0, 0)
-        here = Here(self._here_load, self._is_at_hand, cluster.here_ahead)
-        turns = {layer: layer for layer in range(self._layers)}
-        clock = partial(getattr, self._events, "now")
-        self._ahead = Ahead(self._rule, turns, 0, here, self._tell, clock, nullcontext())
+        here = Here(self._here_load, self._here_kept, self._is_at_hand, cluster.here_ahead)
+        turns, clock = {layer: layer for layer in range(self._layers)}, partial(getattr, self._events, "now")
+        self._ahead = Ahead(cluster.placement, turns, 0, here, self._costs_later, self._tell, clock, nullcontext())
         self._run = OurRun()
         self._awaited = 0
         self._layer_began = self._token_began = 0.0
@@ -177,15 +176,18 @@ class _Decoding:
     def _is_at_hand(self, key: ExpertKey) -> bool:
         return self._here is not None and key in self._here
 
-    def _here_costs_later(self) -> float:
+    def _here_kept(self) -> float:
+        assert self._here is not None
+        return max(0.0, 1.0 - len(self._here.loads) / self._here_uses) if self._here_uses else 0.0
+
+    def _costs_later(self) -> float:
         """As `Cluster` has it."""
         uses = sum(known.uses for known in self._known.values())
         if self._here is None or not uses:
             return 0.0
-        kept = 1.0 - sum(known.brought for known in self._known.values()) / uses
-        here_kept = max(0.0, 1.0 - len(self._here.loads) / self._here_uses) if self._here_uses else 0.0
+        kept = max(0.0, 1.0 - sum(known.brought for known in self._known.values()) / uses)
         loads = [known.load for known in self._known.values()]
-        return (max(0.0, kept) - here_kept) * sum(loads) / len(loads)
+        return (kept - self._here_kept()) * sum(loads) / len(loads)
 
     # -- who is told ahead --------------------------------------------------------------------------------------------
 
@@ -251,7 +253,7 @@ class _Decoding:
             here_load=load,
             here_under_way=waits if waits else 0.0,
             turn=self._ahead.turn(self._ahead.place(layer, False)),
-            here_costs_later=self._here_costs_later(),
+            here_costs_later=self._costs_later(),
         )
         routing = Routing(layer, Phase.DECODE, max(chosen) + 1, (chosen,))
         serves = [Serve(key, (chosen.index(key[1]),), True) for key in missing]
