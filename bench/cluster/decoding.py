@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from bench.cluster.workers import NAME, Shape
 from smoe import from_pretrained
 from smoe.cluster.members import Member
 from smoe.expert import EXACT
+from smoe.runtime.shadow import Shadow
 
 TEXT = Path(__file__).parent.parent / "text.txt"
 _CONTEXT = 512
@@ -94,7 +96,7 @@ def decode(asked: Decoding, machines: Mapping[int, Dials]) -> dict[str, Any]:
     engine, digest, seconds = model.offload, hashlib.sha256(), []
     if asked.reads_all:
         read_all(asked.shape, engine.executor.compute.others, [machines[n] for n in range(1, asked.workers + 1)])
-    with engine, torch.no_grad(), answers() as heard:
+    with engine, torch.no_grad(), answers() as heard, followed() as shadow:
         cache = engine.new_cache()
         for logits, took in steps(model, ids, asked.untimed + asked.tokens, cache):
             digest.update(logits.float().numpy().tobytes())
@@ -115,6 +117,7 @@ def decode(asked: Decoding, machines: Mapping[int, Dials]) -> dict[str, Any]:
             "slots": engine.ledger.cache_slots,
             "shadow_bytes": engine.ledger.demand.shadow_bytes,
             "workers": [] if others is None else others.described(),
+            "seconds_per_shadow_layer": median(shadow) / asked.shape.layers if shadow else None,
             "seconds_per_own_load": counters.read_busy_seconds / max(1, counters.loads + counters.prefetches),
         }
 
@@ -168,6 +171,24 @@ def answers() -> Iterator[list[Answer]]:
         yield heard
     finally:
         Member.note = note  # type: ignore[method-assign]
+
+
+@contextmanager
+def followed() -> Iterator[list[float]]:
+    """Inside, what a shadow takes for each token that it decodes to the end is written down, seconds."""
+    taken: list[float] = []
+    follow: Any = Shadow.follow
+
+    def timed(shadow: Shadow, *what: Any) -> None:
+        began = time.perf_counter()
+        follow(shadow, *what)
+        taken.append(time.perf_counter() - began)
+
+    Shadow.follow = timed  # type: ignore[method-assign, assignment]
+    try:
+        yield taken
+    finally:
+        Shadow.follow = follow  # type: ignore[method-assign]
 
 
 def waits(heard: Iterable[Answer], tokens: int, load: float) -> dict[str, float]:

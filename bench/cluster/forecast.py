@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from bench.cluster import pieces as measured
@@ -22,7 +22,7 @@ from bench.cluster.acting import Times
 from bench.cluster.child import Child
 from bench.cluster.decoding import Decoding
 from bench.cluster.pieces import UNSHAPED, Hops, Pieces
-from bench.cluster.recorded import SHADOW, as_tokens, record
+from bench.cluster.recorded import SHADOW, as_tokens, before, record
 from bench.cluster.results import spread, write
 from bench.cluster.speed import KINDS, Cell, aligned, main_times, measure, one_machine, seconds
 from bench.cluster.workers import Shape
@@ -37,10 +37,10 @@ _WORKERS = "1,2,4,8"
 _KINDS = "finish,finish-shadow,od-moe,od-moe-blind,resident,resident-od-moe"
 _LINKS = "100mbit,1gbit,unshaped"
 _RUN_SECONDS = 200.0
-_RECORDED, _PIECES = 200, 120
+_RECORDED, _PIECES = (160, 230, 300), 80
 """Where in the text prompts begin of what is replayed, and of what pieces are measured with."""
-_REPLAYED_TOKENS = 64
-_TRACE, _ALONE, _RESIDENT, _LOADING = "trace", "pieces, main alone", "pieces, resident", "pieces, loading"
+_TRACE, _ALONE, _LOADING = "trace", "pieces, main alone", "pieces, loading"
+_RESIDENT, _SHADOWED = "pieces, resident", "pieces, resident with a shadow"
 
 
 def run(options: argparse.Namespace) -> None:
@@ -93,8 +93,9 @@ def _work(
     """(name, what finds it) of all runs: first the pieces, then rounds of cells."""
     yield _TRACE, lambda: _recorded(options, shape)
     yield _ALONE, lambda: one_machine(options, shape, main_times(options), _PIECES)
-    for key, kind, slots in ((_RESIDENT, "resident-od-moe", 0), (_LOADING, "od-moe-blind", options.slots)):
-        cell = Cell(1, kind, UNSHAPED, slots)
+    few = Cell(1, "od-moe-blind", UNSHAPED, options.slots)
+    every, shadowed = (few._replace(kind=kind, slots=0) for kind in ("resident-od-moe", "resident-od-moe-shadow"))
+    for key, cell in ((_RESIDENT, every), (_SHADOWED, shadowed), (_LOADING, few)):
         yield key, lambda cell=cell: measure(options, shape, cell, begin=_PIECES)  # type: ignore[misc]
     for link in dict.fromkeys([UNSHAPED, *options.links.split(",")]):
         yield _hops_of(link), lambda link=link: asdict(measured.hops(link))  # type: ignore[misc]
@@ -113,8 +114,8 @@ def _run_of(cell: Cell, number: int) -> str:
 
 
 def _recorded(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
-    asked = Decoding(shape, Times(0.0, 0.0), 0.0, 0, SHADOW, tokens=_REPLAYED_TOKENS, begin=_RECORDED)
-    child = Child("alone", lambda child: child.say(record(asked)))
+    asked = Decoding(shape, Times(0.0, 0.0), 0.0, 0, SHADOW, tokens=options.tokens)
+    child = Child("alone", lambda child: child.say(record(asked, _RECORDED)))
     try:
         return dict(child.hear(_RUN_SECONDS))
     finally:
@@ -124,29 +125,34 @@ def _recorded(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
 # -- forecasts --------------------------------------------------------------------------------------------------------
 
 
-def pieces_of(shape: Shape, found: dict[str, Any]) -> Pieces:
-    """All cells' forecasts are made of these."""
-    return Pieces.of(found[_RESIDENT], found[_LOADING], found[_ALONE], shape.layers)
+def pieces_of(shape: Shape, found: dict[str, Any], has_shadow: bool) -> Pieces:
+    """All cells' forecasts are made of these: a shadow, where there is one, wants the same cores as main."""
+    return Pieces.of(found[_SHADOWED if has_shadow else _RESIDENT], found[_LOADING], found[_ALONE], shape.layers)
 
 
-def foretold(shape: Shape, found: dict[str, Any], cell: Cell) -> OurRun:
-    """A cell by what was found apart from it."""
-    pieces = pieces_of(shape, found)
+def foretold(shape: Shape, found: dict[str, Any], cell: Cell) -> list[OurRun]:
+    """A cell by what was found apart from it: on each of the recorded texts as many tokens as it decodes."""
     hops, unshaped = (Hops(**found[_hops_of(link)]) for link in (cell.link, UNSHAPED))
     settings = dict(KINDS[cell.kind])
     config = configure(settings.pop("preset", "exact"), **settings)
     has_shadow = config.prefetch == "shadow"
     is_early = (config.shadow_departure or "at-once") == "at-once"
-    times = ShadowTimes(found[_TRACE]["shadow_layer_seconds"], kv_period=0, is_early=is_early)
+    pieces = pieces_of(shape, found, has_shadow)
+    times = ShadowTimes(pieces.shadow_layer, kv_period=0, is_early=is_early)
     worker = measured.worker_of(pieces, hops, unshaped, cell.slots or shape.all_experts, loads=not cell.is_resident)
-    return foretell(
-        as_tokens(found[_TRACE], has_shadow),
-        measured.main_of(pieces, hops, shape.chosen),
-        [worker] * cell.workers,
-        config.placement or "finish",
-        times if has_shadow else None,
-        measured.port_of(cell.link, shape.row_bytes),
-    )
+    count = Decoding.untimed + found["asked"]["tokens"]
+    return [
+        foretell(
+            as_tokens(text, count, has_shadow),
+            measured.main_of(pieces, hops, shape.chosen),
+            [worker] * cell.workers,
+            config.placement or "finish",
+            times if has_shadow else None,
+            measured.port_of(cell.link, shape.row_bytes),
+            before(text),
+        )
+        for text in found[_TRACE]["texts"]
+    ]
 
 
 def report(options: argparse.Namespace, shape: Shape, found: dict[str, Any], cells: list[Cell]) -> None:
@@ -155,7 +161,8 @@ def report(options: argparse.Namespace, shape: Shape, found: dict[str, Any], cel
         return
     rows = list(rows_of(options, shape, found, cells))
     errors = sorted(abs(row["error"]) for row in rows)
-    said = {"cells": rows, "pieces": asdict(pieces_of(shape, found))}
+    said: dict[str, Any] = {"cells": rows}
+    said |= {"pieces": [asdict(pieces_of(shape, found, has_shadow)) for has_shadow in (False, True)]}
     said |= {"hops": {link: found.get(_hops_of(link)) for link in options.links.split(",")}}
     if errors:
         said |= {"median_error": median(errors), "worst_error": errors[-1]}
@@ -171,10 +178,10 @@ def rows_of(
         if not runs:
             continue
         told, untimed = foretold(shape, found, cell), Decoding.untimed
-        expected = told.token_seconds[untimed:]
-        took = spread([seconds(each) for each in runs])
-        mean = sum(expected) / len(expected)
-        waits = [sum(of) / len(expected) for of in zip(*told.waits[untimed:], strict=True)]
+        times = [each for run in told for each in run.token_seconds[untimed:]]
+        took, mean = spread([seconds(each) for each in runs]), fmean(times)
+        waits = [fmean(of) for of in zip(*(each for run in told for each in run.waits[untimed:]), strict=True)]
+        loads = [sum(of) / len(times) for of in zip(*(run.loads_since(untimed) for run in told), strict=True)]
         yield {
             "cell": cell._asdict(),
             "measured": took,
@@ -183,7 +190,7 @@ def rows_of(
             "error": mean / took["median"] - 1,
             "foretold_waits": dict(zip(Waits._fields, waits, strict=True)),
             "measured_waits": {name: median(each["waits"][name] for each in runs) for name in runs[0]["waits"]},
-            "foretold_loads": [loads / len(expected) for loads in told.loads_since(untimed)],
+            "foretold_loads": [0.0, 0.0] if cell.is_resident else loads,  # which take nothing there
             "measured_loads": loads_measured(runs),
             "is_exact": all(each["logits"] == found["alone"]["logits"] for each in runs),
         }

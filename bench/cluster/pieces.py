@@ -42,27 +42,28 @@ class Pieces:
     layer: float
     """Main's part: from an answer until the next layer's rows are being sent."""
     expert: float
-    """At a worker."""
+    """At a worker, handing it from thread to thread included."""
     way: float
-    """All else between being sent and coming back, to one worker with nothing between: there and back, and what it does
-    beside its experts."""
+    """All else between being sent and coming back, to one worker with nothing between."""
     load: float
     """At a worker."""
     own_load: float
     """At main."""
+    shadow_layer: float = 0.0
+    """Beside main, where a shadow runs there."""
 
     @classmethod
     def of(
         cls, resident: Mapping[str, Any], loading: Mapping[str, Any], alone: Mapping[str, Any], layers: int
     ) -> Pieces:
-        """`resident`: what `decode` has found of one worker with all experts, `loading`: of one with few of them,
-        `alone`: of main without any."""
-        waits, (worker,), (loader,) = resident["waits"], resident["workers"], loading["workers"]
-        asked = waits["loads there"] + waits["computing there"] + waits["between"]
+        """`resident`: what `decode` has found of one worker with all experts, perhaps with a shadow on main that has
+        nothing to do with it, `loading`: of one with few of them, `alone`: of main without any."""
+        waits, (loader,) = resident["waits"], loading["workers"]
+        there, between = waits["loads there"] + waits["computing there"], waits["between"]
         token = sum(resident["seconds"]) / len(resident["seconds"])
-        way = (waits["loads there"] + waits["between"]) / layers
-        layer, load = (token - asked) / layers, loader["seconds_per_load"]
-        return cls(layer, worker["seconds_per_expert"], way, load, alone["seconds_per_own_load"])
+        expert, layer = there / resident["at_workers"], (token - there - between) / layers
+        load, own_load = loader["seconds_per_load"], alone["seconds_per_own_load"]
+        return cls(layer, expert, between / layers, load, own_load, resident["seconds_per_shadow_layer"] or 0.0)
 
 
 def hops(link: str, tokens: int = 20) -> Hops:

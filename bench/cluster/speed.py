@@ -35,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "od-moe-blind": {"preset": "od-moe", "prefetch": "none"},
     "resident": {},
     "resident-od-moe": {"preset": "od-moe", "prefetch": "none"},
+    "resident-od-moe-shadow": {"preset": "od-moe", "shadow_precision": "int4"},
 }
 """Preset and switches of main."""
 _CELLS = "1xfinish,4xfinish,1xod-moe,4xod-moe,4xresident,4xresident-od-moe"

@@ -21,8 +21,8 @@ from smoe.simulator.cluster_ours import OurCluster, OurRun, decode
 from smoe.simulator.cluster_shadow import ShadowTimes
 from smoe.simulator.cluster_worker import WorkerTimes
 
-SPREAD = 0.02
-"""Of loads that were measured on an idle machine."""
+SPREAD = 0.05
+"""Of loads as they were measured (docs/cluster.md)."""
 
 
 @dataclass(frozen=True)
