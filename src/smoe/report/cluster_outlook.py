@@ -183,7 +183,8 @@ def cluster_outlook(
     work, pieces = scene.work, alone.run.pieces
     row_bytes = int(survey.spec.config.get_text_config().hidden_size) * survey.spec.dtype.itemsize
     layer, slots = pieces["layer"] + pieces["deciding"], min(survey.ledger.cache_slots, work.layers * work.experts)
-    main = MeasuredMain(layer, network.message, pieces["load"], pieces["expert"], slots)
+    ahead = max(1, survey.ledger.staging_slots - 1)
+    main = MeasuredMain(layer, network.message, pieces["load"], pieces["expert"], slots, ahead)
     workers = list(_workers(wanted, work, scene.machine, network, row_bytes))
     tokens, before = _replayed(work, trace)
     guesses = survey.subject.predictor_of(survey.spec, config) == "next-gate"

@@ -48,6 +48,8 @@ class MeasuredMain:
     expert: float = 0.0
     slots: int = 0
     """Of experts that it keeps and computes itself; 0: it computes none, as with `round-robin`."""
+    ahead: int = 1
+    """Experts beside them that it can bring in before they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,10 @@ def foretell(
         [WorkerTimes(each.load, each.expert, each.slots, each.hop / 2) for each in workers],
         placement,
         here,
-        shadow=shadow,
-        held=_dealt_out(before, main.slots if here is not None else 0, workers, placement, len(tokens[0].chosen[0])),
-        spread=spread,
+        main.ahead,
+        shadow,
+        _dealt_out(before, main.slots if here is not None else 0, workers, placement, len(tokens[0].chosen[0])),
+        spread,
     )
     return decode(cluster, tokens)
 
