@@ -38,9 +38,10 @@ from smoe.simulator.cluster_shadow import ShadowTimes
 from smoe.simulator.synthetic import SAYS, TYPICAL, Shape, synthesise
 from smoe.units import format_bytes, format_seconds
 
-WAY_SECONDS, MESSAGE_SECONDS = 1.0e-3, 0.1e-3
-"""There and back to a worker beside what the wire takes, its threads' waking up included; and of it what main does for
-each message, one after the other: measured on small machines (docs/cluster.md)."""
+WAY_SECONDS, MESSAGE_SECONDS, HANDING_SECONDS = 1.0e-3, 0.05e-3, 0.1e-3
+"""There and back to a worker beside what the wire takes, its threads' waking up included; of it what main does for each
+message, one after the other; and handing an expert from thread to thread at the worker, which main does not count as
+computing: measured on two cores (docs/cluster.md)."""
 ENOUGH = 0.05
 """By less than this share of the best time more workers do not pay."""
 _BEFORE, _WARM_UP, _STEPS = 256, 4, 16
@@ -223,7 +224,10 @@ def _workers(
 ) -> Iterator[MeasuredWorker]:
     """As many as are wanted. Of a way that was measured main's part is taken out, which is simulated."""
     mine = 2 * network.message + 2 * row_bytes / network.bytes_per_second
-    known = [replace(each, hop=max(0.0, each.hop - mine)) for each in wanted.measured[: wanted.workers]]
+    known = [
+        replace(each, hop=max(0.0, each.hop - mine), expert=each.expert + HANDING_SECONDS)
+        for each in wanted.measured[: wanted.workers]
+    ]
     yield from known
     if known:
         others = MeasuredWorker(
@@ -244,7 +248,7 @@ def _workers(
             )
         load, expert = _on_its_cpu(wanted.profile or machine, work)
         slots = min(slots, work.layers * work.experts)
-        others = MeasuredWorker(load, expert, max(0.0, network.way - 2 * network.message), slots)
+        others = MeasuredWorker(load, expert + HANDING_SECONDS, max(0.0, network.way - 2 * network.message), slots)
     yield from [others] * (wanted.workers - len(known))
 
 
