@@ -62,12 +62,15 @@ def distinct(tokens: list[DecodedToken]) -> int:
     return len({(layer, expert) for token in tokens for layer, of in enumerate(token.chosen) for expert in of})
 
 
-def test_with_room_for_all_nothing_is_loaded_twice() -> None:
+@pytest.mark.parametrize("placement", PLACEMENT)
+def test_with_room_for_all_nobody_loads_anything_twice(placement: str) -> None:
     tokens = [DecodedToken(token.chosen) for token in drawn(0)]
-    run = decode(cluster("finish", slots=LAYERS * EXPERTS, here=None), tokens)
-    assert run.loads_since(0) == (distinct(tokens), 0)
-    turns = decode(cluster("round-robin", slots=LAYERS * EXPERTS), tokens)
-    assert distinct(tokens) <= turns.loads_since(0)[0] <= 4 * distinct(tokens)
+    alone, together = (
+        decode(cluster(placement, workers, slots=LAYERS * EXPERTS, here=None), tokens) for workers in (1, 4)
+    )
+    assert alone.loads_since(0) == (distinct(tokens), 0)
+    assert distinct(tokens) <= together.loads_since(0)[0] <= 4 * distinct(tokens)
+    assert max(map(len, together.loads.values())) <= distinct(tokens)
 
 
 def waited(run: OurRun) -> float:
