@@ -132,5 +132,5 @@ def test_links_as_networks_are_named(text: str, bytes_per_second: float) -> None
 
 @pytest.mark.parametrize("text", ["", "fast", "1Gb", "0Mbit", "-1Gbit", "1GB/s", "1Gbit per second"])
 def test_what_is_no_link_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="`link` is .*, which is no link's rate; write for example 1Gbit or 100Mbit"):
+    with pytest.raises(ConfigError, match="which is no link's rate; write for example 1Gbit or 100Mbit"):
         parse_link(text, "link")
