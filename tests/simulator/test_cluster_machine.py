@@ -86,6 +86,16 @@ def test_what_is_expected_is_forgotten_last() -> None:
     assert bench.loads == {"third": 1, "first": 0, "second": 1}
 
 
+def test_what_it_is_told_anew_takes_the_place_of_what_it_was_told() -> None:
+    """1 is under way; 2 has not begun, and is not brought in any more until it is asked for."""
+    bench = Bench(slots=4)
+    bench.tell(0.0, 1, 2)
+    bench.tell(1.0, 3)
+    bench.ask(20.0, "second", 2)
+    bench.events.run()
+    assert bench.machine.loads == [0.0, LOAD, 20.0] and bench.loads == {"second": 1}
+
+
 def test_with_one_slot_reading_and_computing_take_turns() -> None:
     bench = Bench(slots=1)
     bench.ask(0.0, "both", 1, 2)
