@@ -108,7 +108,7 @@ def test_of_what_was_used_before_the_last_stays() -> None:
     """Room for two: the second layer's, which were used last; the older one of them makes room for the first's."""
     narrow = MeasuredWorker(load=4.0, expert=0.5, hop=1.0, slots=2)
     before = [(0, 0, EXACT), (0, 1, EXACT), (1, 3, EXACT), (1, 2, EXACT)]
-    run = foretell(tokens([[0], [2]]), MAIN, [narrow], "finish", before=before)
+    run = foretell(tokens([[4], [2]]), MAIN, [narrow], "finish", before=before)
     assert run.token_seconds == [(1.0 + 1.0 + 4.0 + 0.5) + (1.0 + 1.0 + 0.5)]
 
 
