@@ -15,6 +15,7 @@ from smoe.units import (
     format_remaining,
     format_seconds,
     parse_bytes,
+    parse_link,
     parse_seconds,
     parse_share,
 )
@@ -120,3 +121,16 @@ def test_shares_as_people_type_them(text: str, share: float) -> None:
 def test_what_is_no_share_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="40%"):
         parse_share(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_second"), [("1Gbit", 125e6), (" 100 Mbit/s", 12.5e6), ("2.5gbit", 312.5e6), ("64kbit", 8e3)]
+)
+def test_links_as_networks_are_named(text: str, bytes_per_second: float) -> None:
+    assert parse_link(text) == bytes_per_second
+
+
+@pytest.mark.parametrize("text", ["", "fast", "1Gb", "0Mbit", "-1Gbit", "1GB/s", "1Gbit per second"])
+def test_what_is_no_link_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="which is no link's rate; write for example 1Gbit or 100Mbit"):
+        parse_link(text, "link")

@@ -1,6 +1,7 @@
 """A cluster measured on one machine, with real processes in network namespaces over a shaped link.
 
     python -m bench.cluster speed MODEL [--cells 1xfinish,4xfinish,...] [--links 1gbit] [--out FILE.json]
+    python -m bench.cluster forecast MODEL --runs FILE.jsonl [--links 100mbit,1gbit,unshaped] [--seconds 90]
     python -m bench.cluster hops [--sizes 8192,16384]
     python -m bench.cluster soak MODEL [--faults 200] [--seed 0]
 
@@ -17,11 +18,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.cluster import hops, soak, speed
+from bench.cluster import forecast, hops, soak, speed
 from bench.cluster.child import ChildError
 from bench.cluster.network import NetworkError, check
 
-_MODES = {"speed": speed, "hops": hops, "soak": soak}
+_MODES = {"speed": speed, "forecast": forecast, "hops": hops, "soak": soak}
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from bench.cluster.workers import NAME, Shape
 from smoe import from_pretrained
 from smoe.cluster.members import Member
 from smoe.expert import EXACT
+from smoe.runtime.shadow import Shadow
 
 TEXT = Path(__file__).parent.parent / "text.txt"
 _CONTEXT = 512
@@ -51,6 +53,8 @@ class Decoding:
     tokens: int = 24
     reads_all: bool = False
     """Every worker first brings in every expert."""
+    begin: int = 0
+    """Where in the text the prompt begins, tokens."""
 
 
 class Answer(NamedTuple):
@@ -78,21 +82,21 @@ def open_model(asked: Decoding, dials: Dials) -> Any:
     return from_pretrained(shape.folder, resident=shape.chosen / shape.all_experts, **given)
 
 
-def text_tokens(folder: Path, count: int) -> list[int]:
-    """The first of the benchmark's text."""
+def text_tokens(folder: Path, count: int, begin: int = 0) -> list[int]:
+    """Of the benchmark's text."""
     ids: list[int] = AutoTokenizer.from_pretrained(folder)(TEXT.read_text())["input_ids"]
-    assert len(ids) >= count, f"{TEXT} has {len(ids)} tokens, {count} are needed"
-    return ids[:count]
+    assert len(ids) >= begin + count, f"{TEXT} has {len(ids)} tokens, {begin + count} are needed"
+    return ids[begin : begin + count]
 
 
 def decode(asked: Decoding, machines: Mapping[int, Dials]) -> dict[str, Any]:
     """Open the model and do it; `machines`: of main (0) and of each worker. Seconds; experts a token."""
-    ids = text_tokens(asked.shape.folder, asked.prompt)
+    ids = text_tokens(asked.shape.folder, asked.prompt, asked.begin)
     model = open_model(asked, machines[0])
     engine, digest, seconds = model.offload, hashlib.sha256(), []
     if asked.reads_all:
         read_all(asked.shape, engine.executor.compute.others, [machines[n] for n in range(1, asked.workers + 1)])
-    with engine, torch.no_grad(), answers() as heard:
+    with engine, torch.no_grad(), answers() as heard, followed() as shadow:
         cache = engine.new_cache()
         for logits, took in steps(model, ids, asked.untimed + asked.tokens, cache):
             digest.update(logits.float().numpy().tobytes())
@@ -113,6 +117,8 @@ def decode(asked: Decoding, machines: Mapping[int, Dials]) -> dict[str, Any]:
             "slots": engine.ledger.cache_slots,
             "shadow_bytes": engine.ledger.demand.shadow_bytes,
             "workers": [] if others is None else others.described(),
+            "seconds_per_shadow_layer": median(shadow) / asked.shape.layers if shadow else None,
+            "seconds_per_own_load": counters.read_busy_seconds / max(1, counters.loads + counters.prefetches),
         }
 
 
@@ -165,6 +171,24 @@ def answers() -> Iterator[list[Answer]]:
         yield heard
     finally:
         Member.note = note  # type: ignore[method-assign]
+
+
+@contextmanager
+def followed() -> Iterator[list[float]]:
+    """Inside, what a shadow takes for each token that it decodes to the end is written down, seconds."""
+    taken: list[float] = []
+    follow: Any = Shadow.follow
+
+    def timed(shadow: Shadow, *what: Any) -> None:
+        began = time.perf_counter()
+        follow(shadow, *what)
+        taken.append(time.perf_counter() - began)
+
+    Shadow.follow = timed  # type: ignore[method-assign, assignment]
+    try:
+        yield taken
+    finally:
+        Shadow.follow = follow  # type: ignore[method-assign]
 
 
 def waits(heard: Iterable[Answer], tokens: int, load: float) -> dict[str, float]:

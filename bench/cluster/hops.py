@@ -9,7 +9,7 @@ import argparse
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from time import perf_counter, sleep
 from types import SimpleNamespace
@@ -56,18 +56,26 @@ def run(options: argparse.Namespace) -> None:
     write(options, {"hops": found}, "\n".join(lines) + "\n")
 
 
+def hop_seconds(network: Network, machines: int, size: int, tokens: int) -> float:
+    """There and back to so many machines at once, by ZeroMQ with CURVE."""
+    taken = _one_way(network, "zmq-curve", [size], tokens, range(1, machines + 1))
+    return taken[str(size)] / _HOPS
+
+
 def _measure(network: Network, sizes: list[int], tokens: int) -> dict[str, Any]:
     """{way: {size: median seconds of a token}}, each by processes of its own."""
     return {way: _one_way(network, way, sizes, tokens) for way in _WAYS}
 
 
-def _one_way(network: Network, way: str, sizes: list[int], tokens: int) -> dict[str, float]:
+def _one_way(
+    network: Network, way: str, sizes: list[int], tokens: int, machines: Sequence[int] = _MACHINES
+) -> dict[str, float]:
     connected, echo = _WAYS[way]
     keys = KeyPair.new()
 
     def work(child: Child) -> None:
         network.enter(0)
-        with connected(keys) as hop:
+        with connected(keys, len(machines)) as hop:
             child.say({str(size): _token_seconds(hop, size, tokens) for size in sizes})
 
     def answering(machine: int) -> Callable[[Child], None]:
@@ -80,7 +88,7 @@ def _one_way(network: Network, way: str, sizes: list[int], tokens: int) -> dict[
     with ExitStack() as made:
         main = Child("main", work)
         made.callback(main.kill)
-        for machine in _MACHINES:
+        for machine in machines:
             made.callback(Child(f"echo {machine}", answering(machine)).kill)
         return dict(main.hear(_RUN_SECONDS))
 
@@ -102,9 +110,9 @@ def _token_seconds(hop: Hop, size: int, tokens: int) -> float:
 
 
 @contextmanager
-def _by_tcp(_: KeyPair) -> Iterator[Hop]:
+def _by_tcp(_: KeyPair, machines: int) -> Iterator[Hop]:
     with socket.create_server((address(0), _PORT)) as server, ExitStack() as made:
-        others = [made.enter_context(server.accept()[0]) for _ in _MACHINES]
+        others = [made.enter_context(server.accept()[0]) for _ in range(machines)]
         for other in others:
             other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -155,11 +163,11 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytearray:
 
 
 @contextmanager
-def _by_zmq(keys: KeyPair) -> Iterator[Hop]:
+def _by_zmq(keys: KeyPair, machines: int) -> Iterator[Hop]:
     everybody: Any = SimpleNamespace(may_knock=lambda _: True)
     at = Endpoint(f"tcp://{address(0)}:{_PORT}", is_ipv6=False)
     with closing(Door(at, keys.public, keys.secret, everybody, frames.MOST_BYTES)) as door:
-        routes = [door.router.recv_multipart()[0] for _ in _MACHINES]
+        routes = [door.router.recv_multipart()[0] for _ in range(machines)]
 
         def hop(message: bytes) -> None:
             for route in routes:

@@ -32,12 +32,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "od-moe-at-once": {"preset": "od-moe", "shadow_precision": "int4", "shadow_departure": "at-once"},
     "od-moe-int8": {"preset": "od-moe"},
     "od-moe-next-gate": {"preset": "od-moe", "prefetch": "next-gate"},
+    "od-moe-blind": {"preset": "od-moe", "prefetch": "none"},
     "resident": {},
     "resident-od-moe": {"preset": "od-moe", "prefetch": "none"},
+    "resident-od-moe-shadow": {"preset": "od-moe", "shadow_precision": "int4"},
 }
 """Preset and switches of main."""
 _CELLS = "1xfinish,4xfinish,1xod-moe,4xod-moe,4xresident,4xresident-od-moe"
 _RUN_SECONDS = 300.0
+_AT_ONCE = Times(0.0, 0.0)
 
 
 class Cell(NamedTuple):
@@ -81,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
         Cell.named(each, link, options.slots) for link in options.links.split(",") for each in options.cells.split(",")
     ]
     results: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in cells}
-    alone = _alone(options, shape)
+    alone = one_machine(options, shape)
     for _ in range(options.rounds):
         for cell in cells:
             found = measure(options, shape, cell)
@@ -93,13 +96,19 @@ def run(options: argparse.Namespace) -> None:
         raise SystemExit("the logits are not those of one machine alone")
 
 
-def measure(options: argparse.Namespace, shape: Shape, cell: Cell) -> dict[str, Any]:
-    """One run of a cell."""
+def measure(options: argparse.Namespace, shape: Shape, cell: Cell, begin: int = 0) -> dict[str, Any]:
+    """One run of a cell; its prompt begins there in the text."""
     load = 0.0 if cell.is_resident else options.load_ms / 1e3
     times = Times(load, options.expert_ms / 1e3)
-    main_times = Times(options.main_load_ms / 1e3, options.expert_ms / 1e3, options.layer_ms / 1e3)
     asked = Decoding(
-        shape, main_times, load, cell.workers, KINDS[cell.kind], tokens=options.tokens, reads_all=cell.is_resident
+        shape,
+        main_times(options),
+        load,
+        cell.workers,
+        KINDS[cell.kind],
+        tokens=options.tokens,
+        reads_all=cell.is_resident,
+        begin=begin,
     )
     slots = cell.slots or shape.all_experts
     with tempfile.TemporaryDirectory() as name:
@@ -118,14 +127,19 @@ def measure(options: argparse.Namespace, shape: Shape, cell: Cell) -> dict[str, 
     return found
 
 
-def _alone(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
-    """The same tokens in one process, without a cluster and as fast as it goes."""
-    asked = Decoding(shape, Times(0.0, 0.0), 0.0, 0, tokens=options.tokens)
+def one_machine(options: argparse.Namespace, shape: Shape, times: Times = _AT_ONCE, begin: int = 0) -> dict[str, Any]:
+    """The same in one process, without a cluster; if nothing is said as fast as it goes."""
+    asked = Decoding(shape, times, 0.0, 0, tokens=options.tokens, begin=begin)
     child = Child("alone", lambda child: child.say(decode(asked, {0: Dials()})))
     try:
         return dict(child.hear(_RUN_SECONDS))
     finally:
         child.kill()
+
+
+def main_times(options: argparse.Namespace) -> Times:
+    """Of the main machine."""
+    return Times(options.main_load_ms / 1e3, options.expert_ms / 1e3, options.layer_ms / 1e3)
 
 
 # -- what comes of it -------------------------------------------------------------------------------------------------
@@ -195,7 +209,7 @@ def table(results: dict[Cell, list[dict[str, Any]]], shape: Shape) -> str:
                 f"{max(max(each['peak_rss_bytes'].values()) for each in runs) >> 20} MiB",
             )
         )
-    text = _aligned(lines)
+    text = aligned(lines)
     waited = [("ms a token of", *(name for name in next(iter(results.values()))[0]["waits"]))]
     for cell, runs in results.items():
         parts = [(name, median(each["waits"][name] for each in runs)) for name in runs[0]["waits"]]
@@ -206,7 +220,7 @@ def table(results: dict[Cell, list[dict[str, Any]]], shape: Shape) -> str:
             )
         )
     exact = all(each["is_exact"] for runs in results.values() for each in runs)
-    return f"{text}\n\n{_aligned(waited)}\n\nlogits {'equal' if exact else 'NOT EQUAL'} to those of one machine\n"
+    return f"{text}\n\n{aligned(waited)}\n\nlogits {'equal' if exact else 'NOT EQUAL'} to those of one machine\n"
 
 
 def _words(found: dict[str, float] | None, scale: float, form: str) -> str:
@@ -216,7 +230,8 @@ def _words(found: dict[str, float] | None, scale: float, form: str) -> str:
     return f"{middle} ({least}-{most})"
 
 
-def _aligned(lines: Sequence[Iterable[str]]) -> str:
+def aligned(lines: Sequence[Iterable[str]]) -> str:
+    """As a table."""
     cells = [list(each) for each in lines]
     widths = [max(len(each[n]) for each in cells) for n in range(len(cells[0]))]
     return "\n".join("  ".join(text.ljust(width) for text, width in zip(each, widths, strict=True)) for each in cells)

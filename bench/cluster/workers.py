@@ -37,6 +37,8 @@ class Shape:
     """Of a layer."""
     chosen: int
     expert_bytes: int
+    row_bytes: int = 0
+    """Of a hidden state."""
 
     @classmethod
     def of(cls, folder: Path) -> Shape:
@@ -46,7 +48,8 @@ class Shape:
         experts = next(said[name] for name in _OWN_CLASSES if name in said)
         each = {"float32": 4}.get(said["dtype"], 2)
         expert_bytes = 3 * each * said["hidden_size"] * inner
-        return cls(folder, said["num_hidden_layers"], experts, said["num_experts_per_tok"], expert_bytes)
+        row_bytes = each * said["hidden_size"]
+        return cls(folder, said["num_hidden_layers"], experts, said["num_experts_per_tok"], expert_bytes, row_bytes)
 
     @property
     def all_experts(self) -> int:

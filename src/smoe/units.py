@@ -45,6 +45,18 @@ def parse_rate(text: str, setting: str | None = None) -> int:
     return rate
 
 
+_BITS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG])bit(?:/s)?\s*", re.IGNORECASE)
+
+
+def parse_link(text: str, setting: str | None = None) -> float:
+    """`"1Gbit"` or `"100Mbit/s"`, as networks are named, in bytes a second; errors name the `setting`."""
+    match = _BITS.fullmatch(text)
+    bits = float(match[1]) * _POWERS[match[2].upper() + "B"] if match else 0.0
+    if bits <= 0:
+        raise _refusal(text, setting, "is no link's rate", "a link's rate", "for example 1Gbit or 100Mbit")
+    return bits / 8
+
+
 def _refusal(text: str, setting: str | None, why: str, kind: str, examples: str) -> ConfigError:
     """`text` is not of this kind: why, and what to write."""
     what = f"{text!r} {why}" if setting is None else f"`{setting}` is {text!r}, which {why}"

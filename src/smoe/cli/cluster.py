@@ -12,6 +12,7 @@ import typer
 from smoe.bounds import MOST_THREADS, PRECISION
 from smoe.cli.cluster_files import Fetch, Rate, check_fetch, fetched, send
 from smoe.cli.cluster_on_ray import RayOptions, up_on_ray
+from smoe.cli.cluster_plan import plan
 from smoe.cli.options import Debug, Json, Model
 from smoe.cli.spread import with_options
 from smoe.errors import ClusterError, ConfigError
@@ -387,6 +388,6 @@ def _table(main: Main) -> Table:
     return table
 
 
-for _command in (up, invite, join, send, status):
+for _command in (up, invite, join, send, status, plan):
     app.command(help=_command.__doc__)(with_options(_command))
 app.command(hidden=True)(with_options(work))

@@ -7,6 +7,7 @@ one is stood in for by the link.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -21,7 +22,6 @@ import torch
 from smoe import __version__
 from smoe.cluster.address import to_listen_at
 from smoe.cluster.admission import Admission
-from smoe.cluster.ahead import Ahead, Here, Place
 from smoe.cluster.frames import Rows
 from smoe.cluster.identity import Main, is_name, keep_main, keep_status, read_main
 from smoe.cluster.link import Link
@@ -33,6 +33,7 @@ from smoe.compute.unit import ComputeUnit, Wanted
 from smoe.errors import ClusterError
 from smoe.expert import EXACT, ExpertKey
 from smoe.memory.streams import Fetched
+from smoe.policy.ahead import Ahead, Here, Place
 from smoe.policy.placement import Placement, WorkerView
 from smoe.policy.plan import FIRST_WORKER
 from smoe.policy.prediction import Prediction
@@ -73,8 +74,9 @@ class Cluster(Admission):
         self._last_here_load = inf
         """As planned with, for the link's thread."""
         turns = {layer: turn for turn, layer in enumerate(sorted(alone.store.layers))}
+        own = here._replace(load=self._seconds_here)
         self._ahead = Ahead(
-            method, turns, spares, here._replace(load=self._seconds_here), self._costs_later, self._tell
+            method, turns, spares, own, self._costs_later, self._tell, time.perf_counter, threading.Lock()
         )
         self._verify = verify
         self.doubts: list[str] = []

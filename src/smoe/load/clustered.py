@@ -20,6 +20,7 @@ from smoe.load.tiers import host_sizes, reads_directly, size_of
 from smoe.machine.available_memory import free_device_bytes
 from smoe.memory.store import ExpertStore
 from smoe.models.spec import ModelSpec
+from smoe.policy.ahead import Here
 from smoe.policy.budget import Demand, SlotClass
 from smoe.runtime.layer import LayerCompute
 
@@ -94,7 +95,6 @@ def cluster_of(
 
     Raises `ClusterError` where the cluster is unknown, its address taken, or too few workers came.
     """
-    from smoe.cluster.ahead import Here
     from smoe.cluster.frames import Rows
     from smoe.cluster.identity import read_main
     from smoe.cluster.remote import Cluster

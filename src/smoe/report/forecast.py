@@ -174,7 +174,7 @@ class Forecast:
         }
 
 
-class _Survey(NamedTuple):
+class Survey(NamedTuple):
     """A model in a budget on a machine, before anything is foretold."""
 
     spec: ModelSpec
@@ -192,14 +192,14 @@ class _Survey(NamedTuple):
 
 def foretell(model: str, config: EngineConfig, revision: str | None = None) -> Case | None:
     """What `forecast` says of the settings asked for alone; None without a rate at which experts come in."""
-    survey = _survey(model, config, revision)
+    survey = survey_of(model, config, revision)
     return None if survey.subject is None else survey.subject.case(survey.ledger)[0]
 
 
 def forecast(model: str, config: EngineConfig, revision: str | None = None) -> Forecast:
     """Read the config, and of weights that are here the headers; divide the budget, and put a floor under the time per
     token."""
-    survey = _survey(model, config, revision)
+    survey = survey_of(model, config, revision)
     spec, ledger, device, is_emulated = survey.spec, survey.ledger, survey.device, survey.is_emulated
     choose = functools.partial(_choice, spec, rates=survey.rates, device=device, is_emulated=is_emulated)
     chosen = choose(ledger)
@@ -220,12 +220,13 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     )  # fmt: skip
 
 
-def _survey(model: str, config: EngineConfig, revision: str | None) -> _Survey:
+def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
+    """Read the config, divide the budget, get to know the machine. Raises `ConfigError` for what is not simulated."""
     device = choose_device(config)
     if config.cluster is not None or config.placement is not None:
         raise ConfigError(
-            "a cluster is not simulated, so there is no plan with one; leave out `cluster`, `placement` and `preset` "
-            "od-moe",
+            "this is about one machine; smoe cluster plan foretells several (`name`: one that has run, as measured). "
+            "Leave out `cluster`, `placement` and `preset` od-moe",
             setting="cluster",
             given=config.cluster,
             allowed="none in a plan",
@@ -263,7 +264,7 @@ def _survey(model: str, config: EngineConfig, revision: str | None) -> _Survey:
         if known.skew is not None:
             decided = [*decided, "routing is drawn as skewed as theirs was"]
     is_estimate = store is None and spec.precision == "auto"
-    return _Survey(spec, ledger, reason, rates, device, is_emulated, is_estimate, decided, subject)
+    return Survey(spec, ledger, reason, rates, device, is_emulated, is_estimate, decided, subject)
 
 
 def _decided(

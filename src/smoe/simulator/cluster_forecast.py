@@ -1,4 +1,5 @@
-"""How long a token will take on a cluster of our own, from pieces that were measured of it.
+"""How long a token will take on a cluster of our own, from pieces that were measured of it, or are known of machines
+that nobody has bought yet.
 
 Of each worker what main keeps (`Member`: seconds for a load, an expert, there and back), of main its part of a layer;
 who computes what, and who holds what, is then simulated on a recorded run of the model.
@@ -6,13 +7,22 @@ who computes what, and who holds what, is then simulated on a recorded run of th
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from smoe.expert import ExpertKey
+from smoe.policy.placement import group
+from smoe.policy.plan import DEVICE, FIRST_WORKER
 from smoe.routing import Phase, Routing
-from smoe.simulator.cluster import ClusterRun, ClusterSetting, DecodedToken, Wire, decode
+from smoe.simulator.cluster import DecodedToken, Wire
+from smoe.simulator.cluster_ours import OurCluster, OurRun, decode
+from smoe.simulator.cluster_shadow import ShadowTimes
 from smoe.simulator.cluster_worker import WorkerTimes
+
+SPREAD = 0.05
+"""Of loads as they were measured (docs/cluster.md)."""
 
 
 @dataclass(frozen=True)
@@ -38,36 +48,96 @@ class MeasuredMain:
     expert: float = 0.0
     slots: int = 0
     """Of experts that it keeps and computes itself; 0: it computes none, as with `round-robin`."""
+    ahead: int = 1
+    """Experts beside them that it can bring in before they are asked for."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """What main's port adds to messages, where it is narrow."""
+
+    bytes_per_second: float = inf
+    row_bytes: float = 0.0
+    """Of a hidden state."""
 
 
 def foretell(
-    trace: Sequence[Routing],
+    tokens: Sequence[DecodedToken],
     main: MeasuredMain,
     workers: Sequence[MeasuredWorker],
     placement: str,
-    named: Sequence[Sequence[int]] | None = None,
-) -> ClusterRun:
-    """The decode steps of a recorded run of one sequence on this cluster, from empty slots on.
+    shadow: ShadowTimes | None = None,
+    port: Port = Port(),
+    before: Sequence[ExpertKey] = (),
+    spread: float = SPREAD,
+) -> OurRun:
+    """These tokens on this cluster, whose shadow, if any, runs on main.
 
-    `placement`: one of `PLACEMENT`. `named`: for each routing of these steps the experts that main's predictor named
-    beforehand, of which workers are told with `round-robin`; None: none.
+    `placement`: one of `PLACEMENT`. Workers are told of what tokens name (`DecodedToken.named`): by the shadow, when it
+    has come to it, or where there is none by main, as soon as the router of the layer before has spoken. `before`: what
+    was used before them, the last at the end: it is dealt out to the machines' slots, which are empty where there is
+    none. `spread`: by how much one measured load differs from the next, as a share.
     """
-    tokens = decoded_tokens(trace, named)
     here = WorkerTimes(main.load, main.expert, main.slots) if main.slots and placement == "finish" else None
-    setting = ClusterSetting(
+    cluster = OurCluster(
         main.layer,
-        Wire(inf, 0.0, main.message),
-        0.0,
+        Wire(port.bytes_per_second, 0.0, main.message),
+        port.row_bytes,
         [WorkerTimes(each.load, each.expert, each.slots, each.hop / 2) for each in workers],
         placement,
-        main_names=True,
-        here=here,
+        here,
+        main.ahead,
+        shadow,
+        _dealt_out(before, main.slots if here is not None else 0, workers, placement, len(tokens[0].chosen[0])),
+        spread,
     )
-    return decode(setting, tokens)
+    return decode(cluster, tokens)
+
+
+def _dealt_out(
+    before: Sequence[ExpertKey], own_slots: int, workers: Sequence[MeasuredWorker], placement: str, chosen: int
+) -> dict[int, list[ExpertKey]]:
+    """Those used last first, each to whoever has the most room left of those who may be asked for it. By turns anybody
+    of a group may be, sooner or later, so there all get it who have room; else one alone, who is then preferred."""
+    units = range(FIRST_WORKER, FIRST_WORKER + len(workers))
+    room = {unit: worker.slots for unit, worker in zip(units, workers, strict=True)} | {DEVICE: own_slots}
+    held: dict[int, dict[ExpertKey, None]] = {unit: {} for unit in room}
+    recent = list(dict.fromkeys(reversed(before)))
+    for _ in range(1 if placement == "finish" else len(workers)):
+        for key in recent:
+            able = [DEVICE, *units] if placement == "finish" else group(key[0], chosen, units)
+            unit = max(able, key=lambda each: (key not in held[each], room[each]))
+            if room[unit] and key not in held[unit]:
+                room[unit] -= 1
+                held[unit][key] = None
+    order = {key: place for place, key in enumerate(recent)}
+    return {unit: sorted(keys, key=order.__getitem__, reverse=True) for unit, keys in held.items() if keys}
+
+
+def named_at(tokens: Sequence[DecodedToken], experts: int, recall: float, seed: int = 0) -> list[DecodedToken]:
+    """The same tokens by somebody who names each expert with this probability, else another one, and who guesses each
+    token as well as all of its experts. The same draws for the same seed."""
+    chance = random.Random(seed)
+
+    def named(chosen: Sequence[int], share: float) -> list[int]:
+        others = [expert for expert in range(experts) if expert not in chosen]
+        strays = iter(chance.sample(others, min(len(chosen), len(others))))
+        return [expert if chance.random() < share else next(strays, expert) for expert in chosen]
+
+    return [
+        DecodedToken(
+            token.chosen,
+            [named(chosen, recall) for chosen in token.chosen],
+            chance.random() < recall,
+            [named(chosen, 0.0) for chosen in token.chosen],
+        )
+        for token in tokens
+    ]
 
 
 def decoded_tokens(trace: Sequence[Routing], named: Sequence[Sequence[int]] | None = None) -> list[DecodedToken]:
-    """Of a trace the decode steps of one sequence; each must have all layers, in their order."""
+    """Of a trace the decode steps of one sequence; each must have all layers, in their order. `named`: for each routing
+    of these steps the experts that main's predictor named beforehand; None: none."""
     steps: list[list[Sequence[int]]] = []
     guesses: list[list[Sequence[int]]] = []
     before = inf

@@ -47,5 +47,10 @@ class Line:
         return self._free
 
     @property
+    def free(self) -> float:
+        """When all that was asked for so far will be done."""
+        return self._free
+
+    @property
     def busy_seconds(self) -> float:
         return sum(end - begin for begin, end in self.spans)

@@ -12,11 +12,10 @@ for the future), and never for what is wanted later than that.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.placement import WorkerView, by_turns
@@ -50,7 +49,7 @@ class Here(NamedTuple):
 
 
 class Ahead:
-    """Of the token under way and the next one. Any thread may call."""
+    """Of the token under way and the next one. Any thread may call, as far as `lock` is one."""
 
     def __init__(
         self,
@@ -60,17 +59,20 @@ class Ahead:
         here: Here,
         costs_later: Callable[[], float],
         tell: Callable[[int, list[ExpertKey]], None],
+        clock: Callable[[], float],
+        lock: AbstractContextManager[Any],
     ) -> None:
         """`method`: one of `PLACEMENT`; `turns`: each layer's number among those with experts; `spares`: experts that
         predictions name beside as many as a layer chooses; `costs_later`: seconds by which a load by main is worse than
-        it seems (`Placement`); `tell`: says to a worker what it is to have, nearest first."""
+        it seems (`Placement`); `tell`: says to a worker what it is to have, nearest first; `clock`: in seconds, as
+        workers' times are; `lock`: held while anything changes."""
         self._method = method
         self._turns = turns
         self._spares = spares
         self._here = here
         self._costs_later = costs_later
         self._tell = tell
-        self._lock = threading.Lock()
+        self._clock, self._lock = clock, lock
         self._now = Place(-1, -1)
         """Where the token under way is."""
         self._views: Callable[[], Sequence[WorkerView]] = tuple
@@ -166,7 +168,7 @@ class Ahead:
 
     def _note_pace(self) -> None:
         """How long a layer takes where nothing is waited for; of one token, as between two there is more."""
-        now = time.perf_counter()
+        now = self._clock()
         if self._asked_at:
             took = now - self._asked_at
             is_first = not self._layer_seconds or took < self._layer_seconds
@@ -241,7 +243,7 @@ class Ahead:
         """Who is to bring in an expert of this layer now, if it is time: of those who have it in time who gives up what
         is wanted last, else who has it first. Who reads something else already may wait, unless the next layer wants
         it: of what is nearer then nobody knows yet."""
-        turn, now = self.turn(place), time.perf_counter()
+        turn, now = self.turn(place), self._clock()
         left = self._layer_seconds * (turn - self.turn(self._now))
         soon = left - self._layer_seconds  # when the next layer has been asked for
         ends, gives_up = dict[int, float](), dict[int, float]()
@@ -262,7 +264,7 @@ class Ahead:
 
     def _note_load(self, unit: int, views: Mapping[int, WorkerView]) -> None:
         if unit in views:
-            now = time.perf_counter()
+            now = self._clock()
             self._free_at[unit] = max(now, self._free_at.get(unit, now)) + views[unit].load
 
 

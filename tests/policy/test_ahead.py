@@ -5,16 +5,14 @@ for what is wanted later, loads begun far too early, by the wrong one, or never;
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from math import inf
-from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smoe.cluster import ahead as module
-from smoe.cluster.ahead import Ahead, Here, Place
 from smoe.expert import EXACT, ExpertKey
+from smoe.policy.ahead import Ahead, Here, Place
 from smoe.policy.placement import WorkerView
 from smoe.policy.plan import DEVICE
 
@@ -28,7 +26,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 100.0
 
-    def perf_counter(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
 
@@ -36,10 +34,9 @@ class Machines:
     """Workers that have at once what they are told to have, and nothing else."""
 
     def __init__(
-        self, monkeypatch: Any, units: Iterable[int], slots: int, method: str = "finish", spares: int = 0, room: int = 0
+        self, units: Iterable[int], slots: int, method: str = "finish", spares: int = 0, room: int = 0
     ) -> None:
         self.clock = Clock()
-        monkeypatch.setattr(module, "time", self.clock)
         self.holds: dict[int, set[ExpertKey]] = {unit: set() for unit in units}
         self.slots = dict.fromkeys(units, slots)
         self.loads: list[tuple[float, int, ExpertKey]] = []
@@ -47,7 +44,7 @@ class Machines:
         self.later = 0.0
         here = Here(lambda: LOAD if method == "finish" else inf, lambda: 0.0, self.here.__contains__, room)
         turns = {layer: layer for layer in range(LAYERS)}
-        self.ahead = Ahead(method, turns, spares, here, lambda: self.later, self.told)
+        self.ahead = Ahead(method, turns, spares, here, lambda: self.later, self.told, self.clock, nullcontext())
 
     def told(self, unit: int, keys: list[ExpertKey]) -> None:
         assert len(keys) == len(set(keys)) <= self.slots[unit]
@@ -89,8 +86,8 @@ PACE = [[9]] * LAYERS
 """A token that teaches how long layers take."""
 
 
-def test_the_group_whose_turn_it_is_is_told_at_once_and_no_more_than_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Machines(monkeypatch, range(2, 6), 1, "round-robin")
+def test_the_group_whose_turn_it_is_is_told_at_once_and_no_more_than_fits() -> None:
+    found = Machines(range(2, 6), 1, "round-robin")
     found.begin(0)
     chosen = [[1, 2], [3, 4], [5, 6], [7, 8], [1, 2], [3, 4]]
     for place, experts in expected(0, chosen).items():
@@ -111,24 +108,24 @@ def test_the_group_whose_turn_it_is_is_told_at_once_and_no_more_than_fits(monkey
     )
 
 
-def test_turns_run_on_from_token_to_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_run_on_from_token_to_token() -> None:
     """Four groups and six layers: the next token begins with the third."""
-    found = Machines(monkeypatch, range(2, 6), 9, "round-robin")
+    found = Machines(range(2, 6), 9, "round-robin")
     found.begin(1)
     found.ahead.expect({Place(1, 0): [1]})
     assert [unit for _, unit, _ in found.loads] == [4]
 
 
-def test_spares_are_nobody_else_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Machines(monkeypatch, range(2, 7), 1, "round-robin", spares=1)
+def test_spares_are_nobody_else_s() -> None:
+    found = Machines(range(2, 7), 1, "round-robin", spares=1)
     found.begin(0)
     found.ahead.expect({Place(0, 0): [1, 2, 3]})
     assert [(unit, key[1]) for _, unit, key in found.loads] == [(2, 1), (3, 2), (6, 3)]
 
 
-def test_what_is_wanted_later_is_brought_in_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wanted_later_is_brought_in_later() -> None:
     """One and a half loads' time ahead, and what a layer takes."""
-    found = Machines(monkeypatch, (2, 3), 9)
+    found = Machines((2, 3), 9)
     found.decode(0, PACE)
     found.ahead.expect(expected(1, [[0], [1], [2], [3], [4], [5]]))
     found.loads.clear()
@@ -139,8 +136,8 @@ def test_what_is_wanted_later_is_brought_in_later(monkeypatch: pytest.MonkeyPatc
         assert found.clock.now - LAYERS + layer - at <= 1.5 * LOAD + 1.1, "not before that"
 
 
-def test_who_has_it_keeps_it_and_nobody_loads_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Machines(monkeypatch, (2, 3), 3)
+def test_who_has_it_keeps_it_and_nobody_loads_it_again() -> None:
+    found = Machines((2, 3), 3)
     found.holds[3] = set(keys(0, 1) + keys(1, 1) + keys(2, 1))
     found.decode(0, PACE)
     found.ahead.expect(expected(1, [[1], [1], [1], [2], [2]]))
@@ -148,8 +145,8 @@ def test_who_has_it_keeps_it_and_nobody_loads_it_again(monkeypatch: pytest.Monke
     assert sorted(found.brought) == keys(3, 2) + keys(4, 2)
 
 
-def test_what_is_wanted_last_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Machines(monkeypatch, (2,), 2)
+def test_what_is_wanted_last_goes_first() -> None:
+    found = Machines((2,), 2)
     found.holds[2] = set(keys(3, 1) + keys(5, 1))
     found.decode(0, PACE)
     found.begin(1)
@@ -159,9 +156,9 @@ def test_what_is_wanted_last_goes_first(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.holds[2] == set(keys(1, 7) + keys(3, 1)), "nothing goes for what is wanted later than that"
 
 
-def test_main_takes_what_it_would_have_sooner_unless_it_forgets_it_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_takes_what_it_would_have_sooner_unless_it_forgets_it_sooner() -> None:
     for later, here in ((0.0, [7]), (1.0, [])):
-        found = Machines(monkeypatch, (2,), 2, room=1)
+        found = Machines((2,), 2, room=1)
         found.decode(0, PACE)
         found.later = later
         found.begin(1)
@@ -170,16 +167,16 @@ def test_main_takes_what_it_would_have_sooner_unless_it_forgets_it_sooner(monkey
         assert found.brought == ([] if here else keys(0, 7))
 
 
-def test_what_main_has_nobody_else_brings_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Machines(monkeypatch, (2,), 2)
+def test_what_main_has_nobody_else_brings_in() -> None:
+    found = Machines((2,), 2)
     found.here.update(keys(0, 7))
     found.begin(0)
     found.ahead.expect({Place(0, 0): [7, 8]})
     assert found.brought == keys(0, 8)
 
 
-def test_another_text_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Machines(monkeypatch, range(2, 4), 1, "round-robin")
+def test_another_text_is_not_waited_for() -> None:
+    found = Machines(range(2, 4), 1, "round-robin")
     found.begin(3)
     found.ahead.expect({Place(4, 0): [1, 2]})
     found.ahead.expect({Place(4, 1): [3, 4]})
@@ -189,9 +186,9 @@ def test_another_text_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.brought == keys(0, 1, 2) + keys(1, 5, 6)
 
 
-def test_a_machine_that_has_gone_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_has_gone_is_told_nothing() -> None:
     for method in ("finish", "round-robin"):
-        found = Machines(monkeypatch, range(2, 4), 2, method)
+        found = Machines(range(2, 4), 2, method)
         found.begin(0)
         found.ahead.expect({Place(0, 0): [1, 2], Place(0, 1): [3]})
         del found.holds[3], found.slots[3]
@@ -216,11 +213,10 @@ chosen_layers = st.lists(
 )
 def test_nobody_is_told_of_more_than_fits(tokens: list[list[list[int]]], method: str, slots: int, workers: int) -> None:
     """Whatever is expected, rightly or wrongly; `Machines.told` checks every message."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        found = Machines(monkeypatch, range(2, 2 + workers), slots, method, room=1)
-        for position, (now, after) in enumerate(zip(tokens, [*tokens[1:], tokens[0]], strict=True)):
-            found.begin(position)
-            found.ahead.expect(expected(position, [[(each + 1) % 6 for each in layer] for layer in now]))
-            found.ahead.expect(expected(position + 1, after))
-            found.decode(position, now)
-        assert all(unit != DEVICE for _, unit, _ in found.loads)
+    found = Machines(range(2, 2 + workers), slots, method, room=1)
+    for position, (now, after) in enumerate(zip(tokens, [*tokens[1:], tokens[0]], strict=True)):
+        found.begin(position)
+        found.ahead.expect(expected(position, [[(each + 1) % 6 for each in layer] for layer in now]))
+        found.ahead.expect(expected(position + 1, after))
+        found.decode(position, now)
+    assert all(unit != DEVICE for _, unit, _ in found.loads)

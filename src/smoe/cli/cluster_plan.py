@@ -1,0 +1,202 @@
+"""`smoe cluster plan`: what a cluster would do, before it is bought or built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from smoe.cli.options import Debug, Json, Model
+from smoe.cli.plan import MachineOptions
+from smoe.errors import ClusterError, ConfigError
+from smoe.units import parse_bytes, parse_link
+
+if TYPE_CHECKING:
+    from smoe.memory.emulation import DeviceProfile
+    from smoe.report.cluster_outlook import ClusterCase, ClusterOutlook
+    from smoe.simulator.cluster_forecast import MeasuredWorker
+
+MOST_WORKERS = 64
+_WORKERS = 8
+_WORKER_MEMORY = "4GiB"
+_LINK = "1Gbit"
+
+
+def plan(
+    engine: MachineOptions,
+    model: Model = "demo",
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Up to so many. \\[default: 8, or those of --name]", min=1, max=MOST_WORKERS, show_default=False
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="A cluster of yours: with its workers' times, as main measured them.")
+    ] = None,
+    worker_profile: Annotated[
+        str | None, typer.Option(help="What workers are: raspberry-pi-5, laptop-cpu, ... \\[default: as main]")
+    ] = None,
+    worker_memory: Annotated[
+        str | None, typer.Option(help="For experts, of every worker.", show_default=_WORKER_MEMORY)
+    ] = None,
+    slots: Annotated[int | None, typer.Option(help="Instead: room for so many experts.", min=1)] = None,
+    link: Annotated[str, typer.Option(help="Main's network: 100Mbit, 1Gbit, 2.5Gbit, ...")] = _LINK,
+    trace: Annotated[
+        Path | None, typer.Option(help="A run of the model that smoe record has written; else routing is drawn.")
+    ] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Foretell a cluster's speed, before it is bought or built.
+
+    How long a token takes with 1, 2, ... workers, for both placements, what it waits for, and from where on another
+    worker does not pay. Who computes what is decided as smoe does it, on simulated machines: main is this one, or
+    that of --profile, with --memory; workers are like --worker-profile, or those of a cluster that has run (--name).
+    """
+    from smoe.cli.console import Patience, print_json
+
+    _check(name, worker_profile, worker_memory, slots)
+    bytes_per_second = parse_link(link, "link")
+    room = parse_bytes(worker_memory or _WORKER_MEMORY, "worker_memory")
+    from smoe.report.cluster_outlook import Network, Wanted, cluster_outlook
+    from smoe.trace.file import Trace
+
+    measured = [] if name is None else _measured(name)
+    profile = None if worker_profile is None else _profile(worker_profile)
+    count = workers or len(measured) or _WORKERS
+    wanted = Wanted(count, measured, profile, room, slots)
+    run = None if trace is None else Trace(trace).routings()
+    patience = Patience("simulating")
+    patience.start()
+    try:
+        found = cluster_outlook(model, engine.config(), wanted, Network(bytes_per_second), run, engine.revision)
+    finally:
+        patience.stop()
+    if json:
+        print_json(found.as_json() | {"link": link})
+    else:
+        _print(found, link)
+
+
+def _check(name: str | None, profile: str | None, memory: str | None, slots: int | None) -> None:
+    """What says the same twice."""
+    said = {"worker_profile": profile, "worker_memory": memory, "slots": slots}
+    given = [what for what, value in said.items() if value is not None]
+    if name is not None and given:
+        raise ConfigError(
+            f"`name` {name} says what the workers are, and so does `{given[0]}`; leave one of the two out",
+            setting=given[0],
+            given=said[given[0]],
+            allowed="only without `name`",
+        )
+    if slots is not None and memory is not None:
+        raise ConfigError(
+            f"`worker_memory` {memory} and `slots` {slots} both say how many experts a worker holds; leave one of the "
+            "two out",
+            setting="slots",
+            given=slots,
+            allowed="only without `worker_memory`",
+        )
+
+
+def _profile(name: str) -> DeviceProfile:
+    """As `read_profile`, for workers."""
+    from smoe.memory.emulation import read_profile
+
+    try:
+        return read_profile(name)
+    except ConfigError as error:
+        message = str(error).replace("`profile`", "`worker_profile`", 1)
+        raise ConfigError(message, setting="worker_profile", given=name, allowed=error.allowed) from error
+
+
+def _measured(name: str) -> list[MeasuredWorker]:
+    """The workers of a cluster as its main knew them last. Raises `ClusterError` where it has measured nothing."""
+    from smoe.load.clustered import check_zmq
+    from smoe.simulator.cluster_forecast import MeasuredWorker
+
+    check_zmq()
+    from smoe.cluster.identity import read_main, read_status
+
+    stored = read_status(read_main(name).name)
+    known = [each for each in (stored or {"workers": []})["workers"] if each["seconds_per_expert"]]
+    if not known:
+        raise ClusterError(
+            f"no main of the cluster {name!r} has measured its workers yet; run smoe generate --cluster {name} once, "
+            "or say what they are (`worker_profile`) and leave out `name`",
+            setting="name",
+            given=name,
+            allowed="a cluster that has run",
+        )
+    loads = [each["seconds_per_load"] for each in known if each["seconds_per_load"]]
+    if not loads:
+        raise ClusterError(
+            f"the workers of the cluster {name!r} have loaded nothing, so nobody knows what a load takes there; run it "
+            "with less memory once, or say what they are (`worker_profile`) and leave out `name`",
+            setting="name",
+            given=name,
+            allowed="a cluster whose workers have loaded experts",
+        )
+    usual = sum(loads) / len(loads)
+    return [
+        MeasuredWorker(
+            each["seconds_per_load"] or usual, each["seconds_per_expert"], each["seconds_there_and_back"], each["slots"]
+        )
+        for each in known
+    ]
+
+
+def _print(found: ClusterOutlook, link: str) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from smoe.cli.console import note, output
+    from smoe.units import format_digits, format_seconds
+
+    worker, console = found.workers[0], output()
+    main = found.main
+    console.print(
+        f"[bold]{escape(found.model)}[/bold]  main: a layer {format_seconds(main.layer)}, room for {main.slots} "
+        f"experts; workers: room for {worker.slots}, a load {format_seconds(worker.load)}, an expert "
+        f"{format_seconds(worker.expert)}; {link}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    for placement in ("finish", "round-robin"):
+        table = Table(title=placement, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for head in ("workers", "ms a token", "tokens/s", "loads a token", "waits most for"):
+            table.add_column(head, justify="left" if head.startswith("waits") else "right")
+        if placement == "finish":
+            alone = found.alone.run
+            table.add_row("none", format_digits(1e3 * alone.seconds_per_token), _rate(alone.tokens_per_second), "", "")
+        for case in found.of(placement):
+            loads = f"{case.loads_at_workers:.1f} + {case.loads_at_main:.1f}"
+            time, rate = format_digits(1e3 * case.seconds_per_token), _rate(case.tokens_per_second)
+            table.add_row(str(case.workers), time, rate, loads, _waits(case))
+        console.print(table)
+        console.print(_enough(found, placement), soft_wrap=True, highlight=False)
+    for remark in found.remarks:
+        note(remark)
+
+
+def _enough(found: ClusterOutlook, placement: str) -> str:
+    count, most = found.enough(placement), len(found.workers)
+    if count == 0:
+        return f"{placement}: [bold]no worker pays[/bold]; main alone is as fast, within 5 %"
+    if count == most:
+        return f"{placement}: every worker pays, up to {most}"
+    are = "worker is" if count == 1 else "workers are"
+    return f"{placement}: [bold]{count} {are} enough[/bold]; {most} would gain less than 5 %"
+
+
+def _waits(case: ClusterCase) -> str:
+    """The largest part of a token."""
+    return f"{case.waits_for} {max(case.waits) / case.seconds_per_token:.0%}"
+
+
+def _rate(tokens_per_second: float) -> str:
+    from smoe.units import format_rate
+
+    return format_rate(tokens_per_second).removesuffix(" tokens/s")

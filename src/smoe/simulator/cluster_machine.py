@@ -1,0 +1,160 @@
+"""A worker as it really is (`compute/host_experts.py`, `memory/host.py`), on a clock.
+
+    told ahead   | a ........ |          | b ........ |        one thread that reads what main has told it of,
+    asked        |            | c ...... |            | d ...  one that reads what main waits for; one disk for both,
+    computing                            | c |             `   one that computes, in the order in which it was asked
+
+What is asked for keeps its slot until it is computed. What it was told to have stays until then, as far as there is
+anything else to forget; the least recently used goes first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from smoe.expert import ExpertKey
+from smoe.simulator.cluster_worker import WorkerTimes
+from smoe.simulator.events import Events, Line
+
+
+class Request:
+    """Experts that are asked for together."""
+
+    def __init__(self, keys: Sequence[ExpertKey], answer: Callable[[Request], None], arrived: float) -> None:
+        self.left = len(keys)
+        self.experts = len(keys)
+        self.arrived = arrived
+        self.loads = 0
+        """Made for it."""
+        self.answer = answer
+
+
+class Machine:
+    """What computes experts: a worker, or main."""
+
+    def __init__(self, events: Events, times: WorkerTimes) -> None:
+        self.times = times
+        self.disk = Line(events)
+        self.loads: list[float] = []
+        """When each began."""
+        self._events = events
+        self._slots: OrderedDict[ExpertKey, bool] = OrderedDict()
+        """Whether it is there, or on its way; least recently used first."""
+        self._kept: Counter[ExpertKey] = Counter()
+        """Waiting to be computed, or on their way."""
+        self._expected: set[ExpertKey] = set()
+        self._told: deque[tuple[ExpertKey, Request | None]] = deque()
+        self._asked: deque[tuple[ExpertKey, Request | None]] = deque()
+        self._is_reading = {True: False, False: False}
+        """For main, and ahead: each reads one at a time."""
+        self._to_compute: deque[tuple[ExpertKey, Request]] = deque()
+        self._ready: set[tuple[ExpertKey, int]] = set()
+        """Of these those that have their slots kept; by the request's identity."""
+        self._is_computing = False
+
+    def __contains__(self, key: object) -> bool:
+        """In a slot, or on its way to one."""
+        return key in self._slots
+
+    @property
+    def under_way(self) -> float:
+        """Loads that are still to be made of those begun or asked for; of one under way what is left."""
+        left = (self.disk.free - self._events.now) / self.times.load if self.times.load else 0.0
+        return max(0.0, left) + sum(key not in self._slots for key, _ in self._asked)
+
+    def begin_with(self, keys: Sequence[ExpertKey]) -> None:
+        """It has these already, those used last at the end; as many of them as it has slots."""
+        self._slots.update(dict.fromkeys(keys[-self.times.slots :], True))
+
+    def tell(self, keys: Sequence[ExpertKey]) -> None:
+        """It is to have these, until it is told anew: they are forgotten last, and what it has not is brought in."""
+        self._expected = set(keys)
+        self._told.extend((key, None) for key in keys if key not in self._slots)
+        self._go_on()
+
+    def ask(self, keys: Sequence[ExpertKey], answer: Callable[[Request], None]) -> None:
+        """Main wants these computed; `answer` when all are."""
+        request = Request(keys, answer, self._events.now)
+        order = sorted(keys, key=lambda key: key not in self._slots)
+        self._asked.extend((key, request) for key in order)
+        self._to_compute.extend((key, request) for key in order)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        for for_main in (True, False):
+            while not self._is_reading[for_main] and self._read_next(for_main):
+                pass
+        self._compute_next()
+
+    def _read_next(self, for_main: bool) -> bool:
+        """Take the next one of a queue; False where there is none, or it has to wait."""
+        queue = self._asked if for_main else self._told
+        if not queue:
+            return False
+        key, request = queue[0]
+        if request is None and key not in self._expected:
+            queue.popleft()  # it is not wanted any more
+            return True
+        if self._slots.get(key) is False or (key not in self._slots and not self._make_room()):
+            return False  # another is bringing it in, or every slot is kept
+        queue.popleft()
+        if key in self._slots:
+            self._slots.move_to_end(key)
+            if request is not None:
+                self._keep(key, request)
+            return True
+        self._slots[key] = False
+        self._kept[key] += 1
+        self._is_reading[for_main] = True
+        self.loads.append(max(self._events.now, self.disk.free))
+        if request is not None:
+            request.loads += 1
+        self._events.at(self.disk.use(self.times.load), partial(self._has_read, key, request))
+        return True
+
+    def _keep(self, key: ExpertKey, request: Request) -> None:
+        self._kept[key] += 1
+        self._ready.add((key, id(request)))
+
+    def _let_go(self, key: ExpertKey) -> None:
+        self._kept[key] -= 1
+        if not self._kept[key]:
+            del self._kept[key]
+
+    def _make_room(self) -> bool:
+        if len(self._slots) < self.times.slots:
+            return True
+        free = [key for key in self._slots if key not in self._kept]
+        victim = next((key for key in free if key not in self._expected), next(iter(free), None))
+        if victim is not None:
+            del self._slots[victim]
+        return victim is not None
+
+    def _has_read(self, key: ExpertKey, request: Request | None) -> None:
+        self._slots[key] = True
+        self._is_reading[request is not None] = False
+        if request is not None:
+            self._keep(key, request)
+        self._let_go(key)
+        self._go_on()
+
+    def _compute_next(self) -> None:
+        if self._is_computing or not self._to_compute:
+            return
+        key, request = self._to_compute[0]
+        if (key, id(request)) in self._ready:
+            self._to_compute.popleft()
+            self._is_computing = True
+            self._events.at(self._events.now + self.times.expert, partial(self._computed, key, request))
+
+    def _computed(self, key: ExpertKey, request: Request) -> None:
+        self._is_computing = False
+        self._ready.discard((key, id(request)))
+        self._let_go(key)
+        self._expected.discard(key)
+        request.left -= 1
+        if not request.left:
+            request.answer(request)
+        self._go_on()

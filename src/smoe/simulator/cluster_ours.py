@@ -1,0 +1,322 @@
+"""A cluster of our own that decodes on a clock: main's and its workers' parts as they are, decisions by the product's.
+
+    main        | its part | plan | rows out |  own experts  | wait | its part ...
+    main's port                   | up | up |                | down |
+    workers     what main tells them is read ahead; what rows come for is read, computed, sent (`cluster_machine.py`)
+    shadow      | layer | layer | ...  on main: whatever it says is told at once
+
+Who computes what is decided by `Placement`, who is told ahead by `Ahead`, as `cluster/remote.py` asks them. What main
+knows of its workers it has measured, so times waver a little, and equal workers are not equal to it (`spread`). One
+sequence, decode steps; nobody fails.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from typing import NamedTuple
+
+from smoe.expert import EXACT, ExpertKey
+from smoe.policy.ahead import Ahead, Here, Place
+from smoe.policy.placement import Placement, WorkerView
+from smoe.policy.plan import DEVICE, FIRST_WORKER, Serve
+from smoe.routing import Phase, Routing
+from smoe.simulator.cluster import DecodedToken, Wire
+from smoe.simulator.cluster_machine import Machine, Request
+from smoe.simulator.cluster_shadow import ShadowTimes, SimulatedShadow
+from smoe.simulator.cluster_worker import WorkerTimes
+from smoe.simulator.events import Events, Line
+
+_NAMES_BYTES = 64
+"""Of a message that names experts."""
+_WEIGHT = 0.2
+"""Of the last measurement in what main knows (`cluster/members.py`)."""
+_LATE_USES = 512
+"""After so many what was counted before counts half; the same."""
+
+
+@dataclass(frozen=True)
+class OurCluster:
+    """Times in seconds."""
+
+    layer: float
+    """Main's part of a layer: everything but the experts."""
+    wire: Wire
+    row_bytes: float
+    """Of a hidden state; one goes to each worker that computes, one comes back for each expert."""
+    workers: Sequence[WorkerTimes]
+    """`away`: half of what there and back takes beside the wire."""
+    placement: str
+    """One of `PLACEMENT`."""
+    here: WorkerTimes | None = None
+    """What main loads and computes itself; None: nothing."""
+    here_ahead: int = 1
+    """Experts that main can bring in ahead."""
+    shadow: ShadowTimes | None = None
+    """On main; None: main names a layer's experts when the router of the layer before has spoken."""
+    held: Mapping[int, Sequence[ExpertKey]] = field(default_factory=dict)
+    """What machines have in their slots from the beginning, by unit, those used last at the end."""
+    spread: float = 0.0
+    """By how much a measured load differs from the next, as a share."""
+
+
+class Waits(NamedTuple):
+    """What a token's seconds went to, by the last answer of each layer."""
+
+    main: float = 0.0
+    """Main's part of the layers."""
+    between: float = 0.0
+    """There and back, and in main's ports."""
+    computing: float = 0.0
+    """The experts of that answer, one after the other."""
+    loads: float = 0.0
+    """At its worker: until they were there, and others before them computed."""
+    own_loads: float = 0.0
+    """The same at main."""
+
+
+@dataclass
+class OurRun:
+    """What became of the tokens."""
+
+    token_seconds: list[float] = field(default_factory=list)
+    waits: list[Waits] = field(default_factory=list)
+    """Of every token."""
+    loads: dict[int, list[float]] = field(default_factory=dict)
+    """When each load began, by unit."""
+
+    def loads_since(self, token: int) -> tuple[int, int]:
+        """(at workers, at main) begun from this token on."""
+        begin = sum(self.token_seconds[:token])
+        count = {unit: sum(since >= begin for since in began) for unit, began in self.loads.items()}
+        here = count.pop(DEVICE, 0)
+        return sum(count.values()), here
+
+
+def decode(cluster: OurCluster, tokens: Sequence[DecodedToken]) -> OurRun:
+    """Decode these tokens; all have the same number of layers."""
+    return _Decoding(cluster, tokens).run()
+
+
+class _Known:
+    """What main knows of a worker (`Member`)."""
+
+    def __init__(self, load: float, spread: float, chance: random.Random) -> None:
+        self._load, self._spread, self._chance = load, spread, chance
+        self.load = self._measured()
+        self.uses = self.brought = 0
+
+    def note_load(self) -> None:
+        self.load += _WEIGHT * (self._measured() - self.load)
+
+    def note_uses(self, uses: int, brought: int) -> None:
+        if self.uses >= _LATE_USES:
+            self.uses, self.brought = self.uses // 2, self.brought // 2
+        self.uses, self.brought = self.uses + uses, self.brought + brought
+
+    def _measured(self) -> float:
+        return self._load * max(0.0, 1 + self._spread * self._chance.gauss(0.0, 1.0))
+
+
+class _Decoding:
+    def __init__(self, cluster: OurCluster, tokens: Sequence[DecodedToken]) -> None:
+        self._cluster, self._tokens = cluster, tokens
+        self._layers = len(tokens[0].chosen)
+        self._events = Events()
+        self._up, self._down = Line(self._events), Line(self._events)
+        chance = random.Random(0)
+        self._workers = {FIRST_WORKER + n: Machine(self._events, times) for n, times in enumerate(cluster.workers)}
+        self._known = {unit: _Known(each.times.load, cluster.spread, chance) for unit, each in self._workers.items()}
+        self._here = None if cluster.here is None else Machine(self._events, cluster.here)
+        self._here_uses = 0
+        for unit, machine in self._machines.items():
+            machine.begin_with(cluster.held.get(unit, ()))
+        self._rule = Placement(cluster.placement, "score", (), inf, 0.0, 0)
+        here = Here(self._here_load, self._here_kept, self._is_at_hand, cluster.here_ahead)
+        turns, clock = {layer: layer for layer in range(self._layers)}, partial(getattr, self._events, "now")
+        self._ahead = Ahead(cluster.placement, turns, 0, here, self._costs_later, self._tell, clock, nullcontext())
+        self._run = OurRun()
+        self._awaited = 0
+        self._layer_began = self._token_began = 0.0
+        self._waits = Waits()
+        self._shadow: SimulatedShadow | None = None
+        if cluster.shadow is not None:
+            right = [token.own_is_right for token in tokens]
+            self._shadow = SimulatedShadow(
+                self._events, cluster.shadow, self._layers, right, self._says, self._ahead.withdraw
+            )
+
+    @property
+    def _machines(self) -> dict[int, Machine]:
+        return self._workers | ({} if self._here is None else {DEVICE: self._here})
+
+    def run(self) -> OurRun:
+        self._begin_token(0)
+        self._events.run()
+        self._run.loads = {unit: machine.loads for unit, machine in self._machines.items()}
+        return self._run
+
+    # -- what main knows ----------------------------------------------------------------------------------------------
+
+    def _views(self) -> list[WorkerView]:
+        return [self._view(unit, worker) for unit, worker in self._workers.items()]
+
+    def _view(self, unit: int, worker: Machine) -> WorkerView:
+        times, wire = worker.times, self._cluster.wire
+        hop = 2 * (wire.seconds(self._cluster.row_bytes) + wire.delay + times.away)
+        return WorkerView(unit, worker, self._known[unit].load, times.expert, times.expert, hop)
+
+    def _here_load(self) -> float:
+        return inf if self._here is None else self._here.times.load
+
+    def _is_at_hand(self, key: ExpertKey) -> bool:
+        return self._here is not None and key in self._here
+
+    def _here_kept(self) -> float:
+        assert self._here is not None
+        return max(0.0, 1.0 - len(self._here.loads) / self._here_uses) if self._here_uses else 0.0
+
+    def _costs_later(self) -> float:
+        """As `Cluster` has it."""
+        uses = sum(known.uses for known in self._known.values())
+        if self._here is None or not uses:
+            return 0.0
+        kept = max(0.0, 1.0 - sum(known.brought for known in self._known.values()) / uses)
+        loads = [known.load for known in self._known.values()]
+        return (kept - self._here_kept()) * sum(loads) / len(loads)
+
+    # -- who is told ahead --------------------------------------------------------------------------------------------
+
+    def _says(self, number: int, layer: int, is_right: bool) -> None:
+        token = self._tokens[number]
+        named = token.named if is_right else token.astray
+        if named is not None:
+            self._ahead.expect({Place(number, layer): named[layer]})
+
+    def _tell(self, unit: int, keys: list[ExpertKey]) -> None:
+        worker = self._workers[unit]
+        self._known[unit].note_uses(0, sum(key not in worker for key in keys))
+        self._main_sends(unit, _NAMES_BYTES, partial(worker.tell, keys))
+
+    def _main_sends(self, unit: int, nbytes: float, arrives: Callable[[], None]) -> None:
+        end = self._up.use(self._cluster.wire.seconds(nbytes))
+        self._events.at(end + self._delay(unit), arrives)
+
+    def _delay(self, unit: int) -> float:
+        return self._cluster.wire.delay + self._workers[unit].times.away
+
+    # -- main ---------------------------------------------------------------------------------------------------------
+
+    def _begin_token(self, number: int) -> None:
+        self._token_began, self._waits = self._events.now, Waits()
+        self._ahead.begin(number, self._views, {unit: worker.times.slots for unit, worker in self._workers.items()})
+        if self._shadow is not None:
+            self._shadow.tell(number)
+        self._begin_layer(number, 0)
+
+    def _begin_layer(self, number: int, layer: int) -> None:
+        self._layer_began = self._events.now
+        self._events.at(self._events.now + self._cluster.layer, partial(self._routed, number, layer))
+
+    def _routed(self, number: int, layer: int) -> None:
+        """The router has spoken: rows go out, and who can be told of a later layer is."""
+        chosen = self._tokens[number].chosen[layer]
+        self._ahead.asked(layer, set(chosen))
+        keys = [(layer, expert, EXACT) for expert in chosen]
+        own = [key for key in keys if self._is_at_hand(key)]
+        loads, shares = self._shared_out(layer, [key for key in keys if key not in own], tuple(chosen))
+        self._awaited = len(shares) + bool(own or loads)
+        for unit, share in shares.items():
+            self._known[unit].note_uses(len(share), sum(key not in self._workers[unit] for key in share))
+            answer = partial(self._answered, number, layer, unit, share)
+            arrives = partial(self._workers[unit].ask, share, answer)
+            self._main_sends(unit, self._cluster.row_bytes, arrives)
+        if own or loads:
+            assert self._here is not None
+            self._here_uses += len(own) + len(loads)
+            self._here.ask([*own, *loads], partial(self._arrived, number, layer, DEVICE, 0.0))
+        self._name_later(number, layer)
+
+    def _shared_out(
+        self, layer: int, missing: Sequence[ExpertKey], chosen: tuple[int, ...]
+    ) -> tuple[list[ExpertKey], dict[int, list[ExpertKey]]]:
+        """(what main loads, what each worker computes). The most important come first: by their places among a token's
+        choices."""
+        load = self._here_load()
+        waits = load * (self._here.under_way if self._here is not None else 0)
+        rule = self._rule._replace(
+            workers=self._views(),
+            here_load=load,
+            here_under_way=waits if waits else 0.0,
+            turn=self._ahead.turn(self._ahead.place(layer, False)),
+            here_costs_later=self._costs_later(),
+        )
+        routing = Routing(layer, Phase.DECODE, max(chosen) + 1, (chosen,))
+        serves = [Serve(key, (chosen.index(key[1]),), True) for key in missing]
+        loads, given = rule.split(serves, routing)
+        shares: dict[int, list[ExpertKey]] = {}
+        for serve in given:
+            shares.setdefault(serve.unit, []).append(serve.key)
+        return [serve.key for serve in loads], dict(sorted(shares.items()))
+
+    def _name_later(self, number: int, layer: int) -> None:
+        """What main itself names of the next layer; and what it is to bring in of those to come, the nearest first."""
+        named = self._tokens[number].named
+        if self._shadow is None and named is not None and layer + 1 < self._layers:
+            self._ahead.expect({Place(number, layer + 1): named[layer + 1]})
+        if self._here is None:
+            return
+        for later in range(layer + 1, self._layers):
+            keys = [(later, expert, EXACT) for expert in self._ahead.here(later)]
+            missing = [key for key in keys if key not in self._here]
+            if missing:
+                self._here.tell(missing[: self._cluster.here_ahead])
+                return
+
+    def _answered(self, number: int, layer: int, unit: int, share: Sequence[ExpertKey], request: Request) -> None:
+        """A worker has computed its share; the rows are on their way."""
+        there = self._events.now - request.arrived
+        arrives = partial(self._arrives, number, layer, unit, share, there, request)
+        self._events.at(self._events.now + self._delay(unit), arrives)
+
+    def _arrives(
+        self, number: int, layer: int, unit: int, share: Sequence[ExpertKey], there: float, request: Request
+    ) -> None:
+        end = self._down.use(self._cluster.wire.seconds(len(share) * self._cluster.row_bytes))
+        self._events.at(end, partial(self._has_come, number, layer, unit, share, there, request))
+
+    def _has_come(
+        self, number: int, layer: int, unit: int, share: Sequence[ExpertKey], there: float, request: Request
+    ) -> None:
+        if request.loads:
+            self._known[unit].note_load()
+        self._ahead.answered(unit, share)
+        self._arrived(number, layer, unit, there, request)
+
+    def _arrived(self, number: int, layer: int, unit: int, there: float, request: Request) -> None:
+        self._awaited -= 1
+        if self._awaited:
+            return
+        self._note_waits(unit, there, request)
+        if layer + 1 < self._layers:
+            self._begin_layer(number, layer + 1)
+            return
+        self._run.token_seconds.append(self._events.now - self._token_began)
+        self._run.waits.append(self._waits)
+        if number + 1 < len(self._tokens):
+            self._begin_token(number + 1)
+
+    def _note_waits(self, unit: int, there: float, last: Request) -> None:
+        """Add this layer's."""
+        waits, whole = self._waits, self._events.now - self._layer_began - self._cluster.layer
+        computing = last.experts * self._machines[unit].times.expert
+        waits = waits._replace(main=waits.main + self._cluster.layer, computing=waits.computing + computing)
+        if unit == DEVICE:
+            self._waits = waits._replace(own_loads=waits.own_loads + whole - computing)
+        else:
+            between, loads = waits.between + whole - there, waits.loads + there - computing
+            self._waits = waits._replace(between=between, loads=loads)

@@ -1,0 +1,81 @@
+"""`smoe cluster plan` as a user has it."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("zmq")
+
+from smoe.cluster.identity import keep_main, keep_status, new_main
+
+SIZE = ("--memory", "3MiB", "--context", 128, "--profile", "raspberry-pi-5")
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A cluster that has never run."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    keep_main(new_main("home"))
+
+
+def member(**times):
+    measured = {"seconds_per_load": 2e-3, "seconds_per_expert": 1e-4, "seconds_there_and_back": 1e-3}
+    return {"name": "w", "state": "ready", "why": "", "slots": 6} | measured | times
+
+
+def plan(run, model, *options):
+    return run("cluster", "plan", model, *SIZE, *options)
+
+
+def test_a_cluster_that_nobody_has_bought(run, checkpoint):
+    ran = plan(run, checkpoint, "--workers", 2, "--worker-profile", "laptop-cpu", "--worker-memory", "1MiB", "--json")
+    said = ran.json
+    assert len(said["workers"]) == 2 and said["workers"][0]["slots"] == 32 and said["link"] == "1Gbit"
+    assert [(case["workers"], case["placement"]) for case in said["cases"]] == [
+        (count, placement) for count in (1, 2) for placement in ("finish", "round-robin")
+    ]
+    assert said["cases"][0]["tokens_per_second"] == pytest.approx(1 / said["cases"][0]["seconds_per_token"])
+    assert sum("synthetic" in remark for remark in said["remarks"]) == 1
+
+
+def test_shown_within_a_narrow_window(run, checkpoint):
+    ran = plan(run, checkpoint, "--workers", 2, "--slots", 4, "--link", "100Mbit")
+    assert ran.code == 0 and "waits most for" in ran.out and "100Mbit" in ran.out.splitlines()[0]
+    assert max(map(len, ran.out.splitlines()[1:])) <= 80
+    assert sum(line.startswith(("finish: ", "round-robin: ")) for line in ran.out.splitlines()) == 2
+
+
+def test_workers_that_main_has_measured(run, checkpoint, home):
+    keep_status("home", [member(), member(seconds_per_load=0.0, slots=8), member(seconds_per_expert=0.0)], is_over=True)
+    workers = plan(run, checkpoint, "--name", "home", "--json").json["workers"]
+    assert [(each["load"], each["slots"]) for each in workers] == [(2e-3, 6), (2e-3, 8)], "no load seen: the others'"
+    assert len(plan(run, checkpoint, "--name", "home", "--workers", 3, "--json").json["workers"]) == 3
+
+
+def test_a_recorded_run_is_asked_for_its_routing(run, checkpoint, traces):
+    said = plan(run, checkpoint, "--workers", 1, "--slots", 4, "--trace", traces[0], "--json").json
+    assert not any("synthetic" in remark for remark in said["remarks"])
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--name", "home"), "no main of the cluster 'home' has measured its workers yet"),
+        (("--name", "away"), "there is no cluster 'away' on this machine"),
+        (("--name", "home", "--slots", 4), "says what the workers are, and so does --slots"),
+        (("--name", "home", "--worker-profile", "laptop-cpu"), "and so does --worker-profile"),
+        (("--slots", 4, "--worker-memory", "1MiB"), "both say how many experts a worker holds"),
+        (("--worker-memory", "2KiB"), "--worker-memory 2.00 KiB holds no expert"),
+        (("--worker-profile", "toaster"), "--worker-profile is 'toaster', and there is no such profile"),
+        (("--link", "fast"), "--link is 'fast', which is no link's rate; write for example 1Gbit or 100Mbit"),
+    ],
+)
+def test_refusals(run, checkpoint, home, options, why):
+    ran = plan(run, checkpoint, *options)
+    assert ran.code != 0 and why in " ".join(ran.err.split()), ran.err
+
+
+def test_workers_that_never_loaded_are_refused(run, checkpoint, home):
+    keep_status("home", [member(seconds_per_load=0.0)], is_over=True)
+    ran = plan(run, checkpoint, "--name", "home")
+    assert ran.code != 0 and "have loaded nothing, so nobody knows what a load takes" in " ".join(ran.err.split())
