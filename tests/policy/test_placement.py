@@ -60,6 +60,7 @@ def test_nobody_is_given_more_rows_than_it_computes() -> None:
     assert placement(few, many).units(serves(5, rows=8)) == {(0, 5, EXACT): 2}
     assert placement(few, many).units(serves(5, rows=9)) == {(0, 5, EXACT): 3}
     assert placement(few, here=1e6).units(serves(5, 6, rows=9)) == {}
+    assert placement(few).units(serves(5, 6, rows=9)) == {}, "also where main takes nothing by itself"
 
 
 def test_the_rule_is_as_good_as_the_best_where_all_are_alike() -> None:

@@ -53,8 +53,6 @@ class Member:
     route: bytes
     """Where ZeroMQ finds it."""
     slots: int
-    most_rows: float = inf
-    """Of one expert that it computes: without torch, as many as its kernels have been tried with."""
     state: State = State.PROVING
     heard: float = 0.0
     """When it last said something (`time.monotonic`),"""
@@ -86,6 +84,8 @@ class Member:
     strikes: int = 0
     """Of them, since the last answer."""
     has_answered: bool = False
+    most_rows: float = inf
+    """Of one expert that it computes: without torch, as many as its kernels have been tried with."""
     _holds: OrderedDict[ExpertKey, None] = field(default_factory=OrderedDict)
     _expected: set[ExpertKey] = field(default_factory=set)
     """It is to have these, and forgets others before them."""

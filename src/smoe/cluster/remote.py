@@ -247,7 +247,7 @@ class Cluster(Admission):
                 return found
             most_rows = found.most_rows
         self._unit += 1
-        return Member(self._unit - 1, self.name_of(key) or name, key, b"", slots, most_rows)
+        return Member(self._unit - 1, self.name_of(key) or name, key, b"", slots, most_rows=most_rows)
 
     def welcome(self, member: Member) -> dict[str, Any]:
         """What computes few rows, and how many come at most."""

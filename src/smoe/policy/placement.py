@@ -108,7 +108,8 @@ class Placement(NamedTuple):
                 for end, ready, view in zip(done, there, self.workers, strict=True)
             ]
             best = min(range(len(ends)), key=lambda n: (ends[n], done[n]))  # of equal ones who has less to do
-            if serve.key[2] != EXACT or not here + self.here_load + self.here_costs_later >= ends[best] < inf:
+            is_sooner_here = here + self.here_load + self.here_costs_later < ends[best]
+            if serve.key[2] != EXACT or is_sooner_here or ends[best] == inf:
                 here += _finite(self.here_load)
                 continue
             read[best], done[best] = max(read[best], there[best]), ends[best]
