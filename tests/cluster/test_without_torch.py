@@ -140,6 +140,15 @@ def test_a_model_that_needs_torch_is_refused_by_name(
     assert "main refuses this worker" in (tmp_path / "small.log").read_text()
 
 
+def test_what_it_needs_is_what_smoe_needs() -> None:
+    """The same versions, and nothing that is not asked for elsewhere."""
+    top = Path(__file__).parents[2]
+    lines = (top / "requirements-worker.txt").read_text().splitlines()
+    wanted = [line for line in lines if line and not line.startswith("#")]
+    declared = (top / "pyproject.toml").read_text()
+    assert len(wanted) == 6 and all(f'"{line}' in declared for line in wanted)
+
+
 def test_it_ends_in_order(toy: Callable[..., Path], join: Join, tmp_path: Path) -> None:
     worker = join(toy("qwen3_moe", **FITS), "small")
     until = time.monotonic() + 30

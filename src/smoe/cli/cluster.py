@@ -84,6 +84,8 @@ def up(
 
     check_zmq()
     room, is_on_ray = Room.of(worker_memory, slots), on_ray.are_given(local)
+    if is_on_ray and torch is not None:
+        raise ConfigError.idle("torch", torch, "`local`")
     check(model, room, precision, torch)
     if is_on_ray:
         up_on_ray(on_ray, name, threads, model, (room.memory_bytes, room.slots, precision))
