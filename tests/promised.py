@@ -44,7 +44,7 @@ disagreeing: set[str] = set()
 def is_reference() -> bool:
     """Whether every kernel must agree with torch here."""
     is_limited = disagreeing or any(name in os.environ for name in LIMITS)
-    cpu = "" if jit.llvm is None else jit.llvm.get_host_cpu_name()
+    cpu = "" if jit.llvm() is None else jit.llvm().get_host_cpu_name()
     return not is_limited and cpu in REFERENCE_CPUS and torch.__version__.split("+")[0] == REFERENCE_TORCH
 
 

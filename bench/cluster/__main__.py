@@ -4,9 +4,10 @@
     python -m bench.cluster forecast MODEL --runs FILE.jsonl [--links 100mbit,1gbit,unshaped] [--seconds 90]
     python -m bench.cluster hops [--sizes 8192,16384]
     python -m bench.cluster soak MODEL [--faults 200] [--seed 0]
+    python -m bench.cluster memory [--python PYTHON]
 
-Needs root and /dev/net/tun. Each mode prints a table and ends with one JSON line. Namespaces and processes are gone
-afterwards, also after Ctrl-C.
+All but the last need root and /dev/net/tun. Each mode prints a table and ends with one JSON line. Namespaces and
+processes are gone afterwards, also after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.cluster import forecast, hops, soak, speed
+from bench.cluster import forecast, hops, memory, soak, speed
 from bench.cluster.child import ChildError
 from bench.cluster.network import NetworkError, check
 
-_MODES = {"speed": speed, "forecast": forecast, "hops": hops, "soak": soak}
+_MODES = {"speed": speed, "forecast": forecast, "hops": hops, "soak": soak, "memory": memory}
 
 
 def main() -> None:
@@ -32,13 +33,14 @@ def main() -> None:
         of_mode = modes.add_parser(name, description=mode.__doc__)
         mode.options_of(of_mode)
         of_mode.add_argument("--out", type=Path, help="FILE.json; a table goes to FILE.txt")
-        of_mode.set_defaults(run=mode.run)
+        of_mode.set_defaults(run=mode.run, is_networked=getattr(mode, "IS_NETWORKED", True))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache  # what was measured of the model before is not known
         try:
-            check()
+            if options.is_networked:
+                check()
             options.run(options)
         except (NetworkError, ChildError) as error:
             print(f"error: {error}", file=sys.stderr)

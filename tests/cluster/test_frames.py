@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -40,6 +41,19 @@ def test_work_comes_as_it_was_sent(asks: list[tuple[int, int, list[int]]], dtype
     assert frame.request == 7
     assert found.wanted == wanted
     assert torch.equal(found.hidden, hidden)
+
+
+def test_without_torch_the_same_bits_travel() -> None:
+    hidden, wanted = torch.randn(5, HIDDEN).bfloat16(), [Wanted((0, 1, EXACT), [0, 4]), Wanted((0, 2, EXACT), [3])]
+    bits = hidden.view(torch.uint16).numpy().astype(np.uint16)
+    came = frames.parse_work(sent(frames.work(7, wanted, hidden)), EXPERTS, HIDDEN, as_bits=True)
+    assert [(each.key, list(each.tokens)) for each in came.wanted] == [((0, 1, EXACT), [0, 4]), ((0, 2, EXACT), [3])]
+    assert isinstance(came.hidden, np.ndarray) and (came.hidden == bits).all()
+    ours = frames.done(7, Times(1.0, 0.5), [bits[:2], bits[4:]])
+    theirs = frames.done(7, Times(1.0, 0.5), [hidden[:2], hidden[4:]])
+    assert [bytes(part) for part in ours] == [bytes(part) for part in theirs]
+    with pytest.raises(frames.FrameError, match="F32"):
+        frames.parse_work(sent(frames.work(7, wanted, hidden.float())), EXPERTS, HIDDEN, as_bits=True)
 
 
 def test_answers_and_words_come_as_they_were_sent() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smoe.cluster.frames import Times
-from smoe.cluster.members import Member, deadline
+from smoe.cluster.members import Member, State, deadline
 from smoe.compute.unit import Wanted
 from smoe.expert import EXACT, ExpertKey
 
@@ -22,6 +22,15 @@ def member(slots: int = 4) -> Member:
 
 def key(expert: int) -> ExpertKey:
     return (0, expert, EXACT)
+
+
+def test_it_takes_as_many_rows_of_an_expert_as_it_computes() -> None:
+    found = member()
+    found.state, found.most_rows = State.READY, 8
+    few, many = Wanted(key(0), range(8)), Wanted(key(1), range(9))
+    assert found.takes([few, few]) and not found.takes([few, many])
+    found.state = State.OUT
+    assert not found.takes([few])
 
 
 @given(slots=st.integers(1, 5), asked=st.lists(st.lists(st.integers(0, 7), max_size=6, unique=True), max_size=20))

@@ -54,6 +54,15 @@ def test_whoever_holds_it_computes_it() -> None:
     assert units == {(0, 5, EXACT): 2, (0, 7, EXACT): 3, (0, 9, EXACT): 4}
 
 
+def test_nobody_is_given_more_rows_than_it_computes() -> None:
+    """The holder is passed over, and where all are, main loads it."""
+    few, many = view(2, 5)._replace(most_rows=8), view(3)
+    assert placement(few, many).units(serves(5, rows=8)) == {(0, 5, EXACT): 2}
+    assert placement(few, many).units(serves(5, rows=9)) == {(0, 5, EXACT): 3}
+    assert placement(few, here=1e6).units(serves(5, 6, rows=9)) == {}
+    assert placement(few).units(serves(5, 6, rows=9)) == {}, "also where main takes nothing by itself"
+
+
 def test_the_rule_is_as_good_as_the_best_where_all_are_alike() -> None:
     """Brute force over all assignments of four loads to three workers."""
     workers = [view(2 + n, load=10.0 + n) for n in range(3)]

@@ -45,6 +45,9 @@ Exit codes: 0 done, 1 not exact (smoe verify), 2 an error, 130 after Ctrl-C,
 143 after SIGTERM; what there is by then is shown and kept.
 """
 
+_NOT_OF_WORKERS = ("torch", "transformers", "safetensors", "gguf", "huggingface_hub")
+"""What smoe depends on and a worker can do without (requirements-worker.txt)."""
+
 
 def _paragraphs(text: str | None) -> str:
     """A docstring without its line breaks inside paragraphs: the terminal has its own width."""
@@ -122,6 +125,8 @@ def _explain(error: Exception) -> int:
     elif isinstance(error, OSError):
         _let_go_of_stdout()  # what it still holds may be what failed
         print(f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
+    elif isinstance(error, ModuleNotFoundError) and error.name in _NOT_OF_WORKERS:
+        print(f"error: {error.name} is not installed; without it a machine can only be a worker", file=sys.stderr)
     elif hasattr(error, "exit_code") and hasattr(error, "show"):  # a mistyped command line
         error.show()
         return int(error.exit_code)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,20 +13,19 @@ from smoe.bounds import MOST_THREADS, PRECISION
 from smoe.cli.cluster_files import Fetch, Rate, check_fetch, fetched, send
 from smoe.cli.cluster_on_ray import RayOptions, up_on_ray
 from smoe.cli.cluster_plan import plan
+from smoe.cli.cluster_work import DEFAULT_WORKER_MEMORY, Room, Torch, be_worker, check
 from smoe.cli.options import Debug, Json, Model
 from smoe.cli.spread import with_options
 from smoe.errors import ClusterError, ConfigError
-from smoe.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from smoe.cluster.identity import Main, Worker
+    from smoe.cluster.identity import Main
 
 MOST_LOCAL = 64
 DEFAULT_LOCAL = 2
 DEFAULT_NAME = "local"
-DEFAULT_WORKER_MEMORY = "512MiB"
 _ENDING_SECONDS = 10.0
 """For a worker to end in order."""
 _LEAST_RUN_SECONDS = 5.0
@@ -73,6 +72,7 @@ def up(
     name: Name = DEFAULT_NAME,
     threads: Threads = None,
     precision: Precision = "auto",
+    torch: Torch = None,
     debug: Debug = False,
 ) -> None:
     """Start workers on this machine, or on a Ray cluster's nodes, and keep them running until Ctrl-C.
@@ -81,11 +81,13 @@ def up(
     was named (smoe cluster invite). Workers wait for a main machine: smoe generate --cluster NAME.
     """
     from smoe.cli.console import note
-    from smoe.load.clustered import check_zmq
+    from smoe.load.check_zmq import check_zmq
 
     check_zmq()
-    room, is_on_ray = _room(worker_memory, slots), on_ray.are_given(local)
-    _check(model, room, precision)
+    room, is_on_ray = Room.of(worker_memory, slots), on_ray.are_given(local)
+    if is_on_ray and torch is not None:
+        raise ConfigError.idle("torch", torch, "`local`")
+    check(model, room, precision, torch)
     if is_on_ray:
         up_on_ray(on_ray, name, threads, model, (room.memory_bytes, room.slots, precision))
         return
@@ -93,6 +95,7 @@ def up(
     main, workers = _local_workers(name, local)
     given = ["--precision", precision, *room.as_given]
     given += [] if threads is None else ["--threads", str(threads)]
+    given += [] if torch is None else ["--torch" if torch else "--no-torch"]
     lines = [[sys.executable, "-m", "smoe", "cluster", "work", model, "--name", each, *given] for each in workers]
     note(f"{local} workers wait for a main at {main.address}, which opens it when it runs; in another terminal:")
     note(f"smoe generate {model} --cluster {main.name} --set cluster_workers={local} -p ...")
@@ -120,7 +123,7 @@ def invite(
     from dataclasses import replace
 
     from smoe.cli.console import note, output, print_json
-    from smoe.load.clustered import check_zmq
+    from smoe.load.check_zmq import check_zmq
 
     check_zmq()
     from smoe.cluster import identity
@@ -166,6 +169,7 @@ def join(
     worker: Annotated[str | None, typer.Option(help="What this worker is called. \\[default: the host's name]")] = None,
     threads: Threads = None,
     precision: Precision = "auto",
+    torch: Torch = None,
     debug: Debug = False,
 ) -> None:
     """Be a worker of another machine's cluster, until Ctrl-C.
@@ -173,7 +177,7 @@ def join(
     The same model must lie here, too; --fetch FOLDER instead of MODEL brings main's files into a folder first (once,
     verified; interrupted, it goes on where it was), while main runs, or smoe cluster send does there.
     """
-    from smoe.load.clustered import check_zmq
+    from smoe.load.check_zmq import check_zmq
 
     check_fetch(model, fetch, rate)
     check_zmq()
@@ -188,7 +192,7 @@ def join(
         me = read_worker(invitation)
     if fetch is not None:
         me, model = fetched(me, fetch, precision, rate), str(fetch.expanduser().absolute())
-    _work(me, model, _room(worker_memory, slots), threads, precision)
+    be_worker(me, model, Room.of(worker_memory, slots), threads, precision, torch)
 
 
 def work(
@@ -198,11 +202,12 @@ def work(
     slots: Slots = None,
     threads: Threads = None,
     precision: Precision = "auto",
+    torch: Torch = None,
 ) -> None:
     """One of the workers of `smoe cluster up`."""
     from smoe.cluster.identity import read_worker
 
-    _work(read_worker(name), model, _room(worker_memory, slots), threads, precision)
+    be_worker(read_worker(name), model, Room.of(worker_memory, slots), threads, precision, torch)
 
 
 def status(
@@ -212,7 +217,7 @@ def status(
     debug: Debug = False,
 ) -> None:
     """Show the workers of a cluster: who is there, what each has computed, how long it takes."""
-    from smoe.load.clustered import check_zmq
+    from smoe.load.check_zmq import check_zmq
 
     check_zmq()
     from rich.live import Live
@@ -231,40 +236,6 @@ def status(
         while True:
             time.sleep(0.5)
             live.update(_table(main), refresh=True)
-
-
-class _Room(NamedTuple):
-    """How much a worker may hold: so many bytes of experts, or so many of them."""
-
-    memory_bytes: int | None
-    slots: int | None
-
-    @property
-    def as_given(self) -> list[str]:
-        """As a command line says it."""
-        return ["--worker-memory", str(self.memory_bytes)] if self.slots is None else ["--slots", str(self.slots)]
-
-
-def _room(worker_memory: str | None, slots: int | None) -> _Room:
-    if slots is None:
-        return _Room(parse_bytes(worker_memory or DEFAULT_WORKER_MEMORY, "worker_memory"), None)
-    if worker_memory is not None:
-        raise ConfigError(
-            f"`worker_memory` {worker_memory} and `slots` {slots} both say how many experts a worker holds; leave one "
-            "of the two out",
-            setting="slots",
-            given=slots,
-            allowed="only without `worker_memory`",
-        )
-    return _Room(None, slots)
-
-
-def _check(model: str, room: _Room, precision: str) -> None:
-    """What a worker would be refused for, before any is started."""
-    from smoe.load.worker_experts import open_experts
-    from smoe.presets import configure
-
-    open_experts(model, room.memory_bytes, configure(precision=precision), room.slots).alone.close()
 
 
 def _local_workers(name: str, count: int) -> tuple[Main, list[str]]:
@@ -315,40 +286,6 @@ def _keep_running(lines: list[list[str]]) -> None:
                 process.wait(_ENDING_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-
-
-def _work(me: Worker, model: str, room: _Room, threads: int | None, precision: str) -> None:
-    """Be a worker until Ctrl-C, SIGTERM, or main refuses us."""
-    from dataclasses import replace
-
-    import torch
-
-    from smoe.cli.console import note
-    from smoe.cluster.address import to_connect_to
-    from smoe.cluster.identity import keep_worker
-    from smoe.cluster.worker import WorkerProcess
-    from smoe.load.worker_experts import open_experts
-    from smoe.presets import configure
-
-    to_connect_to(me.address)  # a name that is nobody's is refused before anything is read
-    if threads is not None:
-        torch.set_num_threads(threads)
-    opened = open_experts(model, room.memory_bytes, configure(precision=precision), room.slots)
-    held = f"{opened.alone.slots} experts fit, in {format_bytes(opened.alone.nbytes)}"
-    note(f"worker {me.name}: {held}; main is to be at {me.address}")
-
-    def changed(words: str) -> None:
-        note(f"worker {me.name}: {words}")
-        if me.code is not None:
-            keep_worker(replace(me, code=None))
-
-    process = WorkerProcess(me, opened, changed)
-    try:
-        process.serve()
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"worker {me.name} has ended") from None
-    finally:
-        opened.alone.close()
 
 
 def _said(main: Main) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def send(
     NAME) sends them as well, whenever no worker is computing for it.
     """
     from smoe.cli.console import note
-    from smoe.load.clustered import check_zmq
+    from smoe.load.check_zmq import check_zmq
 
     check_zmq()
     from smoe.cluster.address import reach_of

@@ -114,7 +114,7 @@ def _profile(name: str) -> DeviceProfile:
 
 def _measured(name: str) -> list[MeasuredWorker]:
     """The workers of a cluster as its main knew them last. Raises `ClusterError` where it has measured nothing."""
-    from smoe.load.clustered import check_zmq
+    from smoe.load.check_zmq import check_zmq
     from smoe.simulator.cluster_forecast import MeasuredWorker
 
     check_zmq()

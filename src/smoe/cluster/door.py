@@ -31,11 +31,14 @@ class Gate(Protocol):
 class Doorkeeper(Gate, Protocol):
     """Decides who belongs to the cluster. Called by the link's thread."""
 
-    def knocked(self, key: str, said: dict[str, Any]) -> Member | str:
-        """A HELLO: a new member that is to be proven, or why it is refused."""
+    def knocked(self, key: str, said: dict[str, Any]) -> Member | str | None:
+        """A HELLO: a new member that is to be proven, or why it is refused; None: it says so again."""
 
-    def welcome(self) -> dict[str, Any]:
+    def welcome(self, member: Member) -> dict[str, Any]:
         """What a new member is told."""
+
+    def describe(self, key: str, said: dict[str, Any]) -> list[Any]:
+        """A DESCRIBE: the answer; empty: it asks again."""
 
     def proof(self, member: Member) -> Sequence[Proof]:
         """What it is to compute before it is believed."""

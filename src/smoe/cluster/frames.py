@@ -8,6 +8,7 @@
     fetch                header | experts u32 [n, 2]
     beat, leave          header
     files and pieces     as `files.py` says
+    experts              header | JSON object | table [65536]        DESCRIBE asks for it: `described.py`
 
 Nothing is unpickled or evaluated. Lengths are checked against each other before anything is made of them; whoever sends
 what does not fit is believed no more.
@@ -19,13 +20,19 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from smoe.compute.unit import Wanted
 from smoe.expert import EXACT, ExpertKey
+from smoe.memory.safetensors_index import ITEM_BYTES
+from smoe.memory.store import EXPERT_DTYPES
+
+if TYPE_CHECKING:
+    import torch
+
+    from smoe.kernels.experts import Bits
 
 VERSION = 2
 MOST_BYTES = 1 << 30
@@ -38,7 +45,8 @@ _ASK_BYTES = 16
 _HEADER = struct.Struct("<4sBBBxQI")
 _MAGIC = b"SMOE"
 _WHOLE = np.dtype("<u4")
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_BITS = np.dtype("<u2")
+"""bf16 numbers as the bits that they are: rows where there is no torch."""
 
 
 class Kind(IntEnum):
@@ -72,6 +80,10 @@ class Kind(IntEnum):
     """The manifest is the one that the worker has."""
     PIECE = 14
     """A worker asks for a piece of a file; main sends it."""
+    DESCRIBE = 15
+    """A worker without torch asks what experts are."""
+    EXPERTS = 16
+    """What they are."""
 
 
 class FrameError(Exception):
@@ -83,20 +95,21 @@ class Rows(NamedTuple):
 
     numbers: int
     """In a row (H)."""
-    dtype: torch.dtype
+    dtype: Any
+    """torch's; without it, numpy's of the bits."""
     most: int
     """Rows of one request, in either direction."""
 
     @property
     def part_bytes(self) -> int:
         """The longest part of any message for this model; a longer one is not received."""
-        row_bytes = max(self.numbers * self.dtype.itemsize, _ASK_BYTES)
+        row_bytes: int = max(self.numbers * self.dtype.itemsize, _ASK_BYTES)
         return min(MOST_BYTES, max(_MOST_TALK, self.most * row_bytes) + _OVERHEAD)
 
     @property
     def fitting(self) -> Rows:
         """With no more rows than a message may have."""
-        row_bytes = max(self.numbers * self.dtype.itemsize, _ASK_BYTES)
+        row_bytes: int = max(self.numbers * self.dtype.itemsize, _ASK_BYTES)
         return self._replace(most=min(self.most, (MOST_BYTES - _OVERHEAD) // row_bytes))
 
 
@@ -106,7 +119,8 @@ class Frame(NamedTuple):
     kind: Kind
     request: int
     rows: int
-    dtype: torch.dtype
+    dtype: str
+    """As safetensors names it."""
     body: Sequence[Any]
     """The parts after the header: `bytes` or memory views."""
 
@@ -115,7 +129,7 @@ class Work(NamedTuple):
     """Experts and the rows that go through them."""
 
     wanted: Sequence[Wanted]
-    hidden: torch.Tensor
+    hidden: torch.Tensor | Bits
     """[rows, H]"""
 
 
@@ -147,9 +161,9 @@ def parse(parts: Sequence[Any]) -> Frame:
     magic, version, kind, dtype, request, rows = _HEADER.unpack(bytes(parts[0]))
     if magic != _MAGIC or version != VERSION:
         raise FrameError(f"magic {magic!r}, version {version}")
-    if kind not in set(Kind) or dtype >= len(_DTYPES):
+    if kind not in set(Kind) or dtype >= len(EXPERT_DTYPES):
         raise FrameError(f"kind {kind}, dtype {dtype}")
-    return Frame(Kind(kind), request, rows, _DTYPES[dtype], parts[1:])
+    return Frame(Kind(kind), request, rows, EXPERT_DTYPES[dtype], parts[1:])
 
 
 def talk(kind: Kind, said: dict[str, Any], request: int = 0) -> list[Any]:
@@ -175,18 +189,19 @@ def work(request: int, wanted: Sequence[Wanted], hidden: torch.Tensor) -> list[A
     asks = np.array([(layer, expert, len(tokens)) for (layer, expert, _), tokens in wanted], _WHOLE)
     tokens = np.concatenate([np.asarray(each.tokens, _WHOLE) for each in wanted])
     return [
-        _header(Kind.WORK, request, hidden.shape[0], hidden.dtype),
+        _header(Kind.WORK, request, hidden.shape[0], _name_of(hidden)),
         asks.tobytes(),
         tokens.tobytes(),
         _bytes_of(hidden),
     ]
 
 
-def parse_work(frame: Frame, experts: Mapping[int, int], hidden: int) -> Work:
-    """For a model whose layers have so many `experts`, and rows of so many numbers; raises `FrameError`."""
+def parse_work(frame: Frame, experts: Mapping[int, int], hidden: int, as_bits: bool = False) -> Work:
+    """For a model whose layers have so many `experts`, and rows of so many numbers, which are to come as `Bits` where
+    there is no torch; raises `FrameError`."""
     asks_part, tokens_part, rows_part = _parts(frame, 3)
     asks, tokens = _whole_numbers(asks_part, 3), _whole_numbers(tokens_part, 1)[:, 0]
-    if len(memoryview(rows_part)) != frame.rows * hidden * frame.dtype.itemsize:
+    if len(memoryview(rows_part)) != frame.rows * hidden * ITEM_BYTES[frame.dtype]:
         raise FrameError("rows of another size")
     if not len(asks) or int(asks[:, 2].sum()) != len(tokens) or (len(tokens) and int(tokens.max()) >= frame.rows):
         raise FrameError("tokens that are not there")
@@ -196,27 +211,29 @@ def parse_work(frame: Frame, experts: Mapping[int, int], hidden: int) -> Work:
             raise FrameError(f"expert {expert} of layer {layer}")
         wanted.append(Wanted((layer, expert, EXACT), tokens[begin : begin + count].tolist()))
         begin += count
-    return Work(wanted, _rows_of(rows_part, frame.dtype, hidden))
+    if as_bits and frame.dtype != "BF16":
+        raise FrameError(f"rows in {frame.dtype}")
+    return Work(wanted, _bits_of(rows_part, hidden) if as_bits else _rows_of(rows_part, frame.dtype, hidden))
 
 
-def done(request: int, times: Times, rows: Sequence[torch.Tensor]) -> list[Any]:
+def done(request: int, times: Times, rows: Sequence[torch.Tensor] | Sequence[Bits]) -> list[Any]:
     """`rows`: [n, H] of every expert asked for, in order."""
-    together = torch.cat(list(rows))
-    header = _header(Kind.DONE, request, together.shape[0], together.dtype)
+    together = _joined(rows)
+    header = _header(Kind.DONE, request, together.shape[0], _name_of(together))
     return [header, np.array(times, np.float64).tobytes(), _bytes_of(together)]
 
 
 def parse_done(frame: Frame, rows: int, hidden: int, dtype: torch.dtype) -> Done:
     """The answer to a request for so many rows; raises `FrameError`."""
     times_part, rows_part = _parts(frame, 2)
-    if frame.rows != rows or frame.dtype is not dtype or len(memoryview(times_part)) != 32:
+    if frame.rows != rows or frame.dtype != _name_of_dtype(dtype) or len(memoryview(times_part)) != 32:
         raise FrameError("an answer of another shape")
     if len(memoryview(rows_part)) != rows * hidden * dtype.itemsize:
         raise FrameError("rows of another size")
     whole, computing, loading, loads = np.frombuffer(times_part, np.float64).tolist()
     if not (0 <= computing <= whole < 1e6 and 0 <= loading < 1e6 and 0 <= loads <= rows):  # NaN too
         raise FrameError("times that cannot be")
-    return Done(Times(whole, computing, loading, int(loads)), _rows_of(rows_part, dtype, hidden))
+    return Done(Times(whole, computing, loading, int(loads)), _rows_of(rows_part, frame.dtype, hidden))
 
 
 def fetch(keys: Sequence[ExpertKey]) -> list[Any]:
@@ -249,8 +266,8 @@ def text_of(frame: Frame) -> str:
     return "".join(c for c in bytes(part)[:2000].decode("utf8", "replace") if c.isprintable())
 
 
-def _header(kind: Kind, request: int, rows: int = 0, dtype: torch.dtype = torch.bfloat16) -> bytes:
-    return _HEADER.pack(_MAGIC, VERSION, kind, _DTYPES.index(dtype), request, rows)
+def _header(kind: Kind, request: int, rows: int = 0, dtype: str = EXPERT_DTYPES[0]) -> bytes:
+    return _HEADER.pack(_MAGIC, VERSION, kind, EXPERT_DTYPES.index(dtype), request, rows)
 
 
 def _parts(frame: Frame, count: int) -> Sequence[Any]:
@@ -265,11 +282,43 @@ def _whole_numbers(part: Any, columns: int) -> np.ndarray[Any, np.dtype[np.uint3
     return np.frombuffer(part, _WHOLE).reshape(-1, columns)
 
 
-def _bytes_of(rows: torch.Tensor) -> memoryview:
-    numbers: Any = rows.contiguous().view(torch.uint8).numpy()
+def _bytes_of(rows: torch.Tensor | Bits) -> memoryview:
+    numbers: Any
+    if isinstance(rows, np.ndarray):
+        numbers = np.ascontiguousarray(rows)
+    else:
+        import torch
+
+        numbers = rows.contiguous().view(torch.uint8).numpy()
     return memoryview(numbers).cast("B")
 
 
-def _rows_of(part: Any, dtype: torch.dtype, hidden: int) -> torch.Tensor:
+def _bits_of(part: Any, hidden: int) -> Bits:
+    return np.frombuffer(part, _BITS).reshape(-1, hidden)
+
+
+def _rows_of(part: Any, dtype: str, hidden: int) -> torch.Tensor:
+    import torch
+
+    from smoe.memory.dtypes import TORCH
+
     numbers = np.frombuffer(part, np.uint8).copy()  # aligned, and ours to write
-    return torch.from_numpy(numbers).view(dtype).view(-1, hidden)
+    return torch.from_numpy(numbers).view(TORCH[dtype]).view(-1, hidden)
+
+
+def _joined(rows: Sequence[Any]) -> Any:
+    if isinstance(rows[0], np.ndarray):
+        return np.concatenate(rows)
+    import torch
+
+    return torch.cat(list(rows))
+
+
+def _name_of(rows: torch.Tensor | Bits) -> str:
+    return EXPERT_DTYPES[0] if isinstance(rows, np.ndarray) else _name_of_dtype(rows.dtype)
+
+
+def _name_of_dtype(dtype: torch.dtype) -> str:
+    from smoe.memory.dtypes import SAFETENSORS
+
+    return SAFETENSORS[dtype]

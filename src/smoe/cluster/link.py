@@ -155,6 +155,8 @@ class Link:
             frame = frames.parse([part.buffer for part in parts[1:]])
             if frame.kind is Kind.HELLO:
                 self._knocked(route, key, frames.said(frame))
+            elif frame.kind is Kind.DESCRIBE and (parts := self._doorkeeper.describe(key, frames.said(frame))):
+                self._send(route, parts)
             elif self.courier is not None and frame.kind in FILE_KINDS:
                 self.courier.heard(route, key, frame, self._send)
             elif member is not None and member.key == key and member.state is not State.OUT:
@@ -171,16 +173,16 @@ class Link:
         if known is not None and known.state is not State.OUT and known.key == key:
             return  # it was not heard yet that it is in
         found = self._doorkeeper.knocked(key, said)
-        if isinstance(found, str):
-            self._send(route, frames.talk(Kind.REFUSED, {"why": found}))
+        if not isinstance(found, Member):
+            if found is not None:
+                self._send(route, frames.talk(Kind.REFUSED, {"why": found}))
             return
-        for other in self.members.values():
-            if other.key == key and other.state is not State.OUT:
-                self._out(other, "came back anew")
+        for other in [each for each in self.members.values() if each.key == key and each.state is not State.OUT]:
+            self._out(other, "came back anew")
         self._drop_former(found.name)
         found.route, found.heard = route, time.monotonic()
         self.members[found.unit] = self._by_route[route] = found
-        self._send(route, frames.talk(Kind.WELCOME, self._doorkeeper.welcome()))
+        self._send(route, frames.talk(Kind.WELCOME, self._doorkeeper.welcome(found)))
         self._try_next(found, iter(self._doorkeeper.proof(found)))
 
     def _drop_former(self, name: str) -> None:

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 
 from smoe.cluster.frames import Times
 from smoe.compute.unit import Wanted
@@ -83,6 +84,8 @@ class Member:
     strikes: int = 0
     """Of them, since the last answer."""
     has_answered: bool = False
+    most_rows: float = inf
+    """Of one expert that it computes: without torch, as many as its kernels have been tried with."""
     _holds: OrderedDict[ExpertKey, None] = field(default_factory=OrderedDict)
     _expected: set[ExpertKey] = field(default_factory=set)
     """It is to have these, and forgets others before them."""
@@ -94,9 +97,13 @@ class Member:
         """Whether it may be asked: nothing speaks against it."""
         return self.state is State.READY
 
+    def takes(self, wanted: Iterable[Wanted]) -> bool:
+        """Whether it may be asked for these."""
+        return self.is_here and max(len(each.tokens) for each in wanted) <= self.most_rows
+
     def view(self) -> WorkerView:
         """As plans see it."""
-        return WorkerView(self.unit, self._holds, self.load, self.expert, self.row, self.hop)
+        return WorkerView(self.unit, self._holds, self.load, self.expert, self.row, self.hop, most_rows=self.most_rows)
 
     def will_hold(self, keys: Iterable[ExpertKey]) -> int:
         """It is to have these; returns how many of them it has to bring in."""

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 
 from smoe import __version__
+from smoe.cluster import frames
 from smoe.cluster.address import to_listen_at
 from smoe.cluster.admission import Admission
-from smoe.cluster.frames import Rows
+from smoe.cluster.describing import Described, Describer
+from smoe.cluster.frames import Kind, Rows
 from smoe.cluster.identity import Main, is_name, keep_main, keep_status, read_main
 from smoe.cluster.link import Link
 from smoe.cluster.members import Member, State
@@ -89,6 +91,8 @@ class Cluster(Admission):
         self._unit = FIRST_WORKER
         self._is_closed = False
         self.link: Link | None = None
+        self.describer: Describer | None = None
+        """Tells workers without torch what experts are; None: there are none for such."""
         self.courier: Courier | None = None
         """Sends workers the files that they have not got; None where they must have them."""
 
@@ -133,6 +137,8 @@ class Cluster(Admission):
                 keep_status(self.main.name, [_described(each) for each in link.members.values()], is_over=True)
         if self.courier is not None:
             self.courier.close()
+        if self.describer is not None:
+            self.describer.close()
         if not self._is_closed:
             self._is_closed = True
             self._alone.close()
@@ -228,28 +234,54 @@ class Cluster(Admission):
         """It has room for others."""
         self._ahead.answered(member.unit, keys)
 
-    def knocked(self, key: str, said: dict[str, Any]) -> Member | str:
-        """A new member that is to be proven, or why it is refused."""
+    def knocked(self, key: str, said: dict[str, Any]) -> Member | str | None:
+        """A new member that is to be proven, or why it is refused; None: not known yet."""
         name, slots = said.get("name"), said.get("slots")
         if not isinstance(name, str) or not is_name(name) or type(slots) is not int or slots < 1:
             return "its greeting is not whole"
+        why = self._unfit(said) or self.admitted(key, said)
+        if why:
+            return why
+        most_rows = inf
+        if said.get("torch") is False:
+            found = self._without_torch()
+            if not isinstance(found, Described):
+                return found
+            most_rows = found.most_rows
+        self._unit += 1
+        return Member(self._unit - 1, self.name_of(key) or name, key, b"", slots, most_rows=most_rows)
+
+    def welcome(self, member: Member) -> dict[str, Any]:
+        """What computes few rows, and how many come at most."""
+        found = None if self.describer is None or member.most_rows == inf else self.describer.found
+        arithmetic = self._arithmetic if found is None else found.arithmetic
+        return {"arithmetic": arithmetic, "rows": self._rows.most}
+
+    def _unfit(self, said: dict[str, Any]) -> str:
+        """In what a worker's model, or its smoe, is another; empty: in nothing."""
         for what, mine in {"smoe": __version__, **self._asked}.items():
             if said.get(what) != mine:
                 return f"its {what} is {str(said.get(what))[:80]!r}, main has {mine!r}"
-        why = self.admitted(key, said)
-        if why:
-            return why
-        self._unit += 1
-        return Member(self._unit - 1, self.name_of(key) or name, key, b"", slots)
+        return ""
 
-    def welcome(self) -> dict[str, Any]:
-        """What computes few rows, and how many come at most."""
-        return {"arithmetic": self._arithmetic, "rows": self._rows.most}
+    def describe(self, key: str, said: dict[str, Any]) -> list[Any]:
+        """What a worker without torch is answered that asks what experts are; nothing: it asks again."""
+        why = self._unfit(said) or self.admitted(key, said)
+        found = why or self._without_torch()
+        if isinstance(found, str):
+            return frames.talk(Kind.REFUSED, {"why": found})
+        return [] if found is None or self.describer is None else self.describer.parts
+
+    def _without_torch(self) -> Described | str | None:
+        """What such a worker can do, or why nothing; None: that is being found out."""
+        if self.describer is None:
+            return "it has no torch, which this main's workers need"
+        self.describer.begin()
+        return self.describer.found or self.describer.why or None
 
     def proof(self, member: Member) -> Sequence[Proof]:
-        """The same for all."""
-        del member
-        return self._proofs
+        """The same for all, but for more rows than it computes."""
+        return [each for each in self._proofs if each.hidden.shape[0] <= member.most_rows]
 
     def doubt(self, member: Member, why: str) -> None:
         """It is let in no longer, and the user is told."""

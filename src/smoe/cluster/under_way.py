@@ -124,7 +124,7 @@ class UnderWay:
             self._rescue_it(request)
             return
         member = self._members.get(request.unit)
-        if member is None or not (member.is_here or request.trial is not None):
+        if member is None or not (member.takes(request.wanted) or request.trial is not None):
             self.stand_in(request)
             return
         keys, now = [each.key for each in request.wanted], time.monotonic()

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+import numpy as np
 import zmq
 
 from smoe import __version__
@@ -32,8 +32,10 @@ from smoe.compute.experts_alone import ExpertsAlone
 from smoe.config import EngineConfig
 from smoe.errors import ClusterError
 from smoe.expert import ExpertKey
-from smoe.machine.measure import describe_machine
-from smoe.memory.streams import Fetched
+from smoe.machine.processor import processor_name
+
+if TYPE_CHECKING:
+    import torch
 
 BEAT_SECONDS = 0.1
 _HELLO_SECONDS = 0.5
@@ -54,7 +56,24 @@ class Served(NamedTuple):
     weights: str
     """The checkpoint's checksum."""
     precision: str
-    dtype: torch.dtype
+    dtype: Any
+    """Of rows: torch's; without it, numpy's of the bits."""
+    dtype_name: str
+    """As torch says it."""
+
+    @property
+    def has_torch(self) -> bool:
+        return not isinstance(self.dtype, np.dtype)
+
+
+class AtHand(NamedTuple):
+    """Rows that are there at once, as `Fetched` ones may not be."""
+
+    rows: Any
+    is_from_device: bool = False
+
+    def wait(self) -> Any:
+        return self.rows
 
 
 class WorkerProcess:
@@ -133,10 +152,11 @@ class WorkerProcess:
             "code": self._me.code,
             "weights": served.weights,
             "precision": served.precision,
-            "dtype": str(served.dtype),
+            "dtype": served.dtype_name,
+            "torch": served.has_torch,
             "slots": served.alone.slots,
-            "processor": describe_machine()["processor"],
-            "threads": torch.get_num_threads(),
+            "processor": processor_name(),
+            "threads": served.alone.threads,
             "arithmetic": self._arithmetic,
         }
 
@@ -200,8 +220,8 @@ class WorkerProcess:
 
     def _work(self, frame: Frame) -> None:
         began, alone, welcome = time.perf_counter(), self._served.alone, self._welcomes
-        asked = frames.parse_work(frame, self._experts, self._rows.numbers)
-        futures = alone.submit(asked.wanted, Fetched(asked.hidden))
+        asked = frames.parse_work(frame, self._experts, self._rows.numbers, not self._served.has_torch)
+        futures = alone.submit(asked.wanted, AtHand(asked.hidden))
         done = itertools.count(1)
 
         def over(_: Future[torch.Tensor]) -> None:  # one thread computes, request after request

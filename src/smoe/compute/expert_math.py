@@ -154,10 +154,18 @@ class ExpertMath:
 
     def kernel_of(self, pool: SpinningPool) -> TokenExperts | None:
         """The kernel for one token through these experts, or None where they are of no kind that it knows."""
-        if self._has_bias or self._post_norm is not None or not getattr(self._module, "has_gate", True):
-            return None
-        table = activation_table(self._activate)
+        table = self.gate_table()
         return None if table is None else TokenExperts(pool, self.hidden, self.inner, table)
+
+    def gate_table(self) -> torch.Tensor | None:
+        """bf16 [65536]: the activation of every number, where two products and table[gate] * up are all that these
+        experts are; else None."""
+        return activation_table(self._activate) if self.is_gated_product else None
+
+    @property
+    def is_gated_product(self) -> bool:
+        """Whether nothing is added to the two products, and something with a gate is between them."""
+        return not self._has_bias and self._post_norm is None and bool(getattr(self._module, "has_gate", True))
 
     def has_activation(self, table: torch.Tensor) -> bool:
         """Whether the experts' activation is this one (`kernels/elementwise.py`)."""

@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
-
-from smoe.compute.expert_math import ExpertMath
 from smoe.compute.host_experts import HostExperts
-from smoe.compute.unit import Wanted
+from smoe.compute.unit import Arithmetic, Hidden, Wanted
 from smoe.expert import EXACT, ExpertKey
-from smoe.kernels.spinning_pool import SpinningPool
+from smoe.kernels.isa import widest
+from smoe.kernels.spinning_pool import SpinningPool, is_supported
 from smoe.memory.disk import DiskReader
 from smoe.memory.host import HostTier
 from smoe.memory.movers import Filler
 from smoe.memory.pacing import Pacing
 from smoe.memory.store import ExpertStore
-from smoe.memory.streams import Fetched
+
+if TYPE_CHECKING:
+    import torch
 
 LEAST_SLOTS = 2
 """With which an expert is read while another is computed. One will do: then both take turns."""
@@ -34,23 +35,25 @@ class ExpertsAlone:
     def __init__(
         self,
         store: ExpertStore,
-        math: Mapping[int, ExpertMath],
+        math: Mapping[int, Arithmetic],
         sizes: Sequence[tuple[int, int]],
         size_of: Callable[[ExpertKey], int],
         is_direct: bool,
         threads: int,
+        has_library: bool = True,
     ) -> None:
         """`sizes`: (slots, bytes of each); `size_of`: which of them an expert has; `is_direct`: read past the page
-        cache."""
+        cache; `has_library`: torch computes what our kernels do not."""
         self.slots = sum(slots for slots, _ in sizes)
         self.store = store
         self.math = math
         self._reader = DiskReader(is_direct)
         self._expected = set[ExpertKey]()
         self._host = HostTier(sizes, size_of, lambda key: key not in self._expected, huge_pages=is_direct)
-        self._threads = threads
+        self.threads = threads
+        self._has_library = has_library
         filler = Filler({EXACT: store}, self._reader)
-        self.experts = HostExperts(self._host, filler, store, math, threads, Pacing(), reads_beside=True)
+        self.experts = HostExperts(self._host, filler, store, math, threads, Pacing(), True, has_library)
 
     @property
     def nbytes(self) -> int:
@@ -66,8 +69,11 @@ class ExpertsAlone:
         """From now on few rows are multiplied by one of `KERNELS` that the main machine has found best; False where
         that is not to be had here. While nothing is under way; what computed before is ended."""
         if arithmetic == "torch":
-            return self.experts.multiply_by(None)
-        return self.experts.multiply_by(SpinningPool(self._threads, in_own_order=arithmetic == "own-order"))
+            return self._has_library and self.experts.multiply_by(None)
+        is_ours = arithmetic == "own-order"
+        if (widest() is None) if is_ours else not is_supported():
+            return False
+        return self.experts.multiply_by(SpinningPool(self.threads, not self._has_library, in_own_order=is_ours))
 
     def expect(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
         """These will be asked for: until then, or until others are expected, all else is forgotten before them. Returns
@@ -80,7 +86,7 @@ class ExpertsAlone:
         if key in self._expected:
             self.experts.bring(key)
 
-    def submit(self, wanted: Sequence[Wanted], hidden: Fetched) -> list[Future[torch.Tensor]]:
+    def submit(self, wanted: Sequence[Wanted], hidden: Hidden) -> list[Future[torch.Tensor]]:
         """As a `ComputeUnit`: what is asked for is expected no longer."""
         futures = self.experts.submit(wanted, hidden)
         for each, future in zip(wanted, futures, strict=True):

@@ -17,23 +17,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from smoe.compute.expert_math import ExpertMath, Weights
-from smoe.compute.unit import ComputeUnit, Wanted
+from smoe.compute.unit import Arithmetic, ComputeUnit, Hidden, Wanted
 from smoe.expert import EXACT, ExpertKey
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.memory.host import HostTier, Lease
-from smoe.memory.link import Link
 from smoe.memory.movers import Filler
 from smoe.memory.pacing import Pacing
 from smoe.memory.store import ExpertStore
-from smoe.memory.streams import Fetched
 from smoe.policy.balance import FLAT, Balance, Costs, RecentCosts
 from smoe.policy.prediction import Prediction
 from smoe.routing import Phase, Routing
+
+if TYPE_CHECKING:
+    import torch
+
+    from smoe.memory.link import Link
 
 
 class _There(NamedTuple):
@@ -52,13 +52,15 @@ class HostExperts:
         host: HostTier,
         filler: Filler,
         store: ExpertStore,
-        math: Mapping[int, ExpertMath],
+        math: Mapping[int, Arithmetic],
         threads: int,
         pacing: Pacing,
         reads_beside: bool = False,
+        has_library: bool = True,
     ) -> None:
         """`reads_beside`: experts that are missing are read in the order asked for, while others are computed; each
-        keeps its slot from then on until it is computed, so there is as much reading ahead as there are slots."""
+        keeps its slot from then on until it is computed, so there is as much reading ahead as there are slots.
+        `has_library`: torch computes here, too."""
         self._host = host
         self._filler = filler
         self._store = store
@@ -71,7 +73,8 @@ class HostExperts:
         self._pool: SpinningPool | None = None
         """What multiplies single rows; None: the library."""
         self._under_way: set[Future[torch.Tensor]] = set()
-        self._worker = ThreadPoolExecutor(1, "smoe-host-experts", _begin, (threads,))  # must not hold us
+        begin = (_begin, (threads,)) if has_library else (None, ())  # its threads must not hold us
+        self._worker = ThreadPoolExecutor(1, "smoe-host-experts", *begin)
         self._reader = ThreadPoolExecutor(1, "smoe-host-reads") if reads_beside else None
 
     def multiply_by(self, pool: SpinningPool | None) -> bool:
@@ -97,7 +100,7 @@ class HostExperts:
             math.compute_by(pool, None)
         return True
 
-    def submit(self, wanted: Sequence[Wanted], hidden: Fetched) -> list[Future[torch.Tensor]]:
+    def submit(self, wanted: Sequence[Wanted], hidden: Hidden) -> list[Future[torch.Tensor]]:
         """Compute experts for some rows of hidden [T, H]; the result of each [n, H] is on the CPU.
 
         Never blocks: what is still on its way from the device is waited for by the CPU's thread. Reading an expert
@@ -105,7 +108,7 @@ class HostExperts:
         """
         if self._reader is None:
             return [self._submit(each, None, hidden) for each in wanted]
-        futures = dict[int, Future[torch.Tensor]]()
+        futures: dict[int, Future[torch.Tensor]] = {}
         here_first = sorted(range(len(wanted)), key=lambda n: not self._host.has(wanted[n].key))
         for n in here_first:
             coming = self._reader.submit(self._bring, wanted[n].key)
@@ -148,27 +151,27 @@ class HostExperts:
         if self._pool is not None:
             self._pool.close()
 
-    def _submit(self, wanted: Wanted, coming: Future[_There] | None, hidden: Fetched) -> Future[torch.Tensor]:
+    def _submit(self, wanted: Wanted, coming: Future[_There] | None, hidden: Hidden) -> Future[torch.Tensor]:
         future = self._worker.submit(self._compute, wanted.key, coming, hidden, wanted.tokens)
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)
         return future
 
     def _compute(
-        self, key: ExpertKey, coming: Future[_There] | None, hidden: Fetched, tokens: Sequence[int]
+        self, key: ExpertKey, coming: Future[_There] | None, hidden: Hidden, tokens: Sequence[int]
     ) -> torch.Tensor:
         with self._held(key, coming) as weights:
             x = hidden.wait()[list(tokens)]
             began = time.perf_counter()
             with self._pacing.computing_on_host(x.shape[0]):
-                out = self._math[key[0]].forward(x, weights)
+                out: torch.Tensor = self._math[key[0]].forward(x, weights)
             seconds = (time.perf_counter() - began) / self._pacing.dilation
             self.busy_seconds += seconds
             self._timed.append((seconds, x.shape[0]))
             return out.pin_memory() if hidden.is_from_device else out
 
     @contextmanager
-    def _held(self, key: ExpertKey, coming: Future[_There] | None = None) -> Iterator[Weights]:
+    def _held(self, key: ExpertKey, coming: Future[_There] | None = None) -> Iterator[Any]:
         """An expert's weights in the host tier, kept until the end; where nobody reads it, it is read here."""
         there = self._bring(key) if coming is None else coming.result()
         if coming is not None and there.seconds is not None:
@@ -206,6 +209,8 @@ class HostExperts:
 
 
 def _begin(threads: int) -> None:
+    import torch
+
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
 

@@ -67,31 +67,35 @@ def proven_filling(shapes: Sequence[Shape], dtype: torch.dtype) -> Filling | Non
     """
     elements = sum(shape.columns * shape.outputs for shape in shapes)
     most = _MOST_ROWS
-    while most > _EXACT_ROWS and 2 * elements * sum(_numbers(most)) > _PROOF_OPERATIONS:
+    while most > _EXACT_ROWS and 2 * elements * sum(ends_of_groups(most)) > _PROOF_OPERATIONS:
         most //= 2
     if most == _EXACT_ROWS:
         return None
-    is_proven = all(_is_the_same(shape, _numbers(most), dtype) for shape in shapes)
+    is_proven = all(_is_the_same(shape, ends_of_groups(most), dtype) for shape in shapes)
     return Filling(most, torch.get_num_threads()) if is_proven else None
 
 
-def _numbers(most: int) -> list[int]:
-    """The ends of every span of numbers that are filled up to the same."""
+def ends_of_groups(most: int) -> list[int]:
+    """The ends of every span of numbers, from 9 to `most`, that are filled up to the same."""
     ends = sorted({filled_up(rows) for rows in range(_EXACT_ROWS + 1, most + 1)})
     return sorted({*ends, *(before + 1 for before in [_EXACT_ROWS, *ends[:-1]])})
 
 
-def _is_the_same(shape: Shape, numbers: Sequence[int], dtype: torch.dtype) -> bool:
+def telling(shape: Shape, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, K] and a matrix [K, N] whose product shows in what order it was summed."""
     columns, outputs, is_transposed = shape
     generator = torch.Generator().manual_seed(0)
     # Every term comes twice, once with the other sign: what is left is rounding, and shows the order of the sum
-    half = torch.randn(numbers[-1], columns // 2, generator=generator)
+    half = torch.randn(rows, columns // 2, generator=generator)
     half = half * torch.randint(-6, 7, half.shape, generator=generator).exp2()
     weights = torch.randn(outputs, columns // 2, generator=generator)
     x = functional.pad(torch.cat([half, -half], 1), (0, columns % 2)).to(dtype)
     matrix = functional.pad(torch.cat([weights, weights], 1), (0, columns % 2)).to(dtype).t()
-    if not is_transposed:
-        matrix = matrix.contiguous()
+    return x, matrix if is_transposed else matrix.contiguous()
+
+
+def _is_the_same(shape: Shape, numbers: Sequence[int], dtype: torch.dtype) -> bool:
+    x, matrix = telling(shape, numbers[-1], dtype)
     whole = _multiply(x, matrix)
     return all(same_bits(_multiply(x[:rows], matrix), whole[:rows]) for rows in numbers)
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from smoe.expert import ExpertKey
-from smoe.memory.streams import Fetched
 from smoe.policy.balance import Sharing
 from smoe.policy.prediction import Prediction
 from smoe.routing import Routing
+
+if TYPE_CHECKING:
+    import torch
+
+    from smoe.kernels.experts import TokenExperts
+    from smoe.kernels.spinning_pool import SpinningPool
+    from smoe.memory.arena import Arena
+    from smoe.memory.streams import Fetched
 
 
 class Wanted(NamedTuple):
@@ -20,6 +25,41 @@ class Wanted(NamedTuple):
 
     key: ExpertKey
     tokens: Sequence[int]
+
+
+class Arithmetic(Protocol):
+    """How the experts of a layer compute on the host: by the library and our kernels (`expert_math.py`), or by our
+    kernels alone (`kernel_math.py`). Rows are tensors there, and `Bits` here."""
+
+    hidden: int
+    """Numbers in a row."""
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for layers whose experts are computed alike."""
+
+    def bind(self, arena: Arena, slot: int, offsets: Mapping[str, int]) -> Any:
+        """The weights of the expert in `slot`; `offsets` are the parts' slot offsets in bytes."""
+
+    def agrees(self, pool: SpinningPool, weights: Any) -> bool:
+        """Whether `pool` may multiply such weights."""
+
+    def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
+        """From now on by these."""
+
+    def forward(self, x: Any, weights: Any) -> Any:
+        """[n, H] -> [n, H], before the routing weight."""
+
+
+class Hidden(Protocol):
+    """Rows that experts are to compute, once they are on the host."""
+
+    @property
+    def is_from_device(self) -> bool:
+        """Whether they come from a memory of the device's own."""
+
+    def wait(self) -> Any:
+        """The rows [T, H]."""
 
 
 class ComputeUnit(Protocol):

@@ -11,22 +11,26 @@ number has 65536 values, so the function is a table, and the table is filled by 
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
+from typing import TYPE_CHECKING, TypeAlias
 
 from smoe.kernels.registers import as_bf16, broadcast, halved, widened
+
+if TYPE_CHECKING:
+    import torch
 
 LANES = 16
 _VALUES = 1 << 16
 _PROOF_ROWS = 8
 
 
-ApplyGate = Callable[[torch.Tensor], torch.Tensor]
+ApplyGate: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 """An experts module's own activation: [n, 2I] -> [n, I]."""
 
 
 def activation_table(apply_gate: ApplyGate) -> torch.Tensor | None:
     """bf16 [65536]: the activation of every bf16 number, or None where `apply_gate` is not f(gate) * up."""
+    import torch
+
     gates = _all_numbers()
     table = apply_gate(torch.cat([gates, torch.ones_like(gates)]).unsqueeze(0))[0].clone()
     return table if is_table_of(table, apply_gate, _PROOF_ROWS) else None
@@ -34,6 +38,8 @@ def activation_table(apply_gate: ApplyGate) -> torch.Tensor | None:
 
 def is_table_of(table: torch.Tensor, apply_gate: ApplyGate, rows: int = 1) -> bool:
     """Whether `apply_gate` is the table's function times up: on every gate, each with so many values of up."""
+    import torch
+
     generator = torch.Generator().manual_seed(0)
     ups = torch.randint(_VALUES, (rows, _VALUES), generator=generator).to(torch.uint16).view(torch.bfloat16)
     theirs = apply_gate(torch.cat([_all_numbers().expand_as(ups), ups], dim=1))
@@ -42,6 +48,8 @@ def is_table_of(table: torch.Tensor, apply_gate: ApplyGate, rows: int = 1) -> bo
 
 
 def _all_numbers() -> torch.Tensor:
+    import torch
+
     return torch.arange(_VALUES).to(torch.uint16).view(torch.bfloat16)
 
 

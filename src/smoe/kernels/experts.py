@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from smoe.kernels import tasks
 from smoe.kernels.matrix import Matrix
@@ -32,6 +33,12 @@ from smoe.kernels.spinning_pool import (
     passes,
 )
 
+if TYPE_CHECKING:
+    import torch
+
+Bits: TypeAlias = npt.NDArray[np.uint16]
+"""bf16 numbers where there is no torch: the bits that they are."""
+_NO_ROWS = np.empty((0, 0), np.uint16)
 MOST_EXPERTS = tasks.MOST_COUNTS
 """At once: each has a count of its own."""
 MOST_TOKENS = tasks.MOST_TASKS - MOST_EXPERTS * (MOST_QUANTISED_ROWS + 3 * (MOST_QUANTISED_ROWS // MOST_ROWS))
@@ -60,32 +67,40 @@ class Sums(NamedTuple):
 
 
 class TokenExperts:
-    """The experts of one shape: `hidden` H, `inner` I, activation by `table` (bf16 [65536])."""
+    """The experts of one shape: `hidden` H, `inner` I, activation by `table` (bf16 [65536]).
 
-    def __init__(self, pool: SpinningPool, hidden: int, inner: int, table: torch.Tensor) -> None:
+    bf16 numbers are a tensor, or where nobody has torch the same as `Bits`.
+    """
+
+    def __init__(self, pool: SpinningPool, hidden: int, inner: int, table: torch.Tensor | Bits) -> None:
         self.pool = pool
         self.hidden = hidden
         self.inner = inner
-        self.table = table
+        self.table_at = _address(table)
+        self.table: Any = table
         self.most_rows = 1
         """Tokens of one expert that it may take: more where the library's bits of several rows are its own."""
-        self.wide = torch.empty(0, 2 * inner, dtype=torch.bfloat16)
-        self.gated = torch.empty(0, inner, dtype=torch.bfloat16)
+        self._wide = self._gated = _NO_ROWS
+        self.wide_at = self.gated_at = 0
+        """Where there is room for what is between the products."""
         self._reserve(8)
 
     def _reserve(self, rows: int) -> None:
-        if rows > self.wide.shape[0]:
-            self.wide = torch.empty(rows, 2 * self.inner, dtype=torch.bfloat16)
-            self.gated = torch.empty(rows, self.inner, dtype=torch.bfloat16)
+        if rows > self._wide.shape[0]:
+            self._wide = np.empty((rows, 2 * self.inner), np.uint16)
+            self._gated = np.empty((rows, self.inner), np.uint16)
+            self.wide_at, self.gated_at = _address(self._wide), _address(self._gated)
 
-    def forward(self, x: torch.Tensor, experts: Sequence[Expert], rows: torch.Tensor, sums: Sums | None = None) -> None:
+    def forward(
+        self, x: torch.Tensor | Bits, experts: Sequence[Expert], rows: torch.Tensor | Bits, sums: Sums | None = None
+    ) -> None:
         """x [T, H], each expert's tokens -> their rows of `rows` [n, H]; at most `MOST_EXPERTS` of them.
 
         With `sums` also `out`: each token's rows times their gains, added up in ascending order. All tensors are bf16
         and lie in one piece.
         """
         self._reserve(sum([len(expert.places) for expert in experts]))
-        work = _Work(self, x, rows, experts)
+        work = _Work(self, _address(x), _address(rows), experts)
         work.ups()
         work.downs()
         if sums is not None:
@@ -94,13 +109,19 @@ class TokenExperts:
         self.pool.run(work.fields, work.units, is_long, counts=len(experts))
 
 
+def _address(numbers: torch.Tensor | Bits) -> int:
+    at: Any = numbers.ctypes.data if isinstance(numbers, np.ndarray) else numbers.data_ptr()
+    return int(at)
+
+
 class _Work:
     """The tasks of one call, and the memory that they refer to.
 
     An expert's first product, its gates and its second one count what they have done at a word of its own.
     """
 
-    def __init__(self, shape: TokenExperts, x: torch.Tensor, rows: torch.Tensor, experts: Sequence[Expert]) -> None:
+    def __init__(self, shape: TokenExperts, x: int, rows: int, experts: Sequence[Expert]) -> None:
+        """`x` and `rows`: addresses."""
         self.fields: list[int] = []
         self.units = 0
         self._shape = shape
@@ -109,13 +130,13 @@ class _Work:
         self._ups: list[int] = []
         """Units of each expert's first product."""
         self._counts = shape.pool.word(tasks.PROGRESS)
-        self._x, self._out = x.data_ptr(), rows.data_ptr()
+        self._x, self._out = x, rows
         self._kept: list[object] = []
 
     def ups(self) -> None:
         """The first products, into the scratch: row after row, expert after expert."""
         inner, hidden, x, at_once = self._shape.inner, self._shape.hidden, self._x, self._shape.pool.at_once
-        wide, count = self._shape.wide.data_ptr(), self._counts
+        wide, count = self._shape.wide_at, self._counts
         for matrices, places in self._experts:
             before, column = self.units, wide
             for matrix in matrices[:-1]:
@@ -132,8 +153,8 @@ class _Work:
     def downs(self) -> None:
         """Gates and second products."""
         shape, fields, out = self._shape, self.fields, self._out
-        hidden, inner, nowhere, table = shape.hidden, shape.inner, shape.pool.nowhere, shape.table.data_ptr()
-        wide, gated, count = shape.wide.data_ptr(), shape.gated.data_ptr(), self._counts
+        hidden, inner, nowhere, table = shape.hidden, shape.inner, shape.pool.nowhere, shape.table_at
+        wide, gated, count = shape.wide_at, shape.gated_at, self._counts
         for (matrices, places), ups in zip(self._experts, self._ups, strict=True):
             first = gated
             for _ in places:

@@ -1,25 +1,44 @@
-"""From LLVM's intermediate language to a callable: machine code for this very CPU, and no compiler to install."""
+"""From LLVM's intermediate language to a callable: machine code for this very CPU, and no compiler to install.
+
+LLVM takes 75 MiB of a process that compiles with it. One that is to stay small has it done elsewhere
+(`compile_elsewhere`): in a process that ends when it has said what the code is (`compiler.py`).
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from smoe.cpu_isa import CPU_ISA, max_cpu_isa
+from smoe.kernels import compiler, machine_code
 
-try:
-    import llvmlite.binding as llvm
-except ImportError:  # the kernels are an acceleration: without them everything still works
-    llvm = None
+_kept: list[Any] = []
+"""What owns the machine code, which callables outlive modules."""
+_is_elsewhere = False
 
-_engines: list[Any] = []
-"""They own the machine code, which callables outlive modules."""
+
+@functools.cache
+def llvm() -> Any:
+    """LLVM, or None without it: the kernels are an acceleration, and without them everything still works."""
+    try:
+        import llvmlite.binding
+    except ImportError:
+        return None
+    return llvmlite.binding
+
+
+def compile_elsewhere() -> None:
+    """From now on, and before anything was compiled: LLVM is not loaded here. Where that cannot be done (`machine_code`
+    knows Linux only), everything stays as it is."""
+    global _is_elsewhere
+    _is_elsewhere = machine_code.is_known()
 
 
 def is_available() -> bool:
     """Whether anything can be compiled here."""
-    return llvm is not None
+    return bool(_host_features()) if _is_elsewhere else llvm() is not None
 
 
 _FIRST_ISA = (("amx", "all"), ("avx10", "all"), ("avx512bf16", "avx512_bf16"), ("avx512fp16", "all"),
@@ -30,15 +49,23 @@ _FIRST_ISA = (("amx", "all"), ("avx10", "all"), ("avx512bf16", "avx512_bf16"), (
 def cpu_has(*features: str) -> bool:
     """Whether this CPU, and the operating system on it, has all the instruction sets named as LLVM names them, and
     `SMOE_MAX_CPU_ISA` allows them."""
-    if max_cpu_isa() == "none" or llvm is None:
+    if max_cpu_isa() == "none" or not is_available():
         return False
     found = _features()
     return all(found.get(feature, False) for feature in features)
 
 
-def _features() -> Any:
-    """LLVM's map of this CPU's extensions, without those above `SMOE_MAX_CPU_ISA`."""
-    found, most = llvm.get_host_cpu_features(), CPU_ISA.index(max_cpu_isa())
+@functools.cache
+def _host_features() -> dict[str, bool]:
+    """LLVM's map of this CPU's extensions; empty without it."""
+    if _is_elsewhere:
+        return compiler.host_features()
+    return dict(llvm().get_host_cpu_features())
+
+
+def _features() -> dict[str, bool]:
+    """The same without those above `SMOE_MAX_CPU_ISA`."""
+    found, most = dict(_host_features()), CPU_ISA.index(max_cpu_isa())
     for feature in found:
         first = next((isa for begins, isa in _FIRST_ISA if feature.startswith(begins)), "none")
         if CPU_ISA.index(first) > most:
@@ -46,24 +73,35 @@ def _features() -> Any:
     return found
 
 
+def _flattened(features: Mapping[str, bool]) -> str:
+    """As LLVM wants to be told them."""
+    return ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(features.items()))
+
+
 def compile_functions(source: str, signatures: Mapping[str, Sequence[type]]) -> list[Callable[..., None]]:
     """Functions of an LLVM module in text form, without results. Calling one releases the interpreter lock.
 
-    Takes some 50 ms. Raises `RuntimeError` with LLVM's message where the text is wrong.
+    Takes some 50 ms, elsewhere 300. Raises `RuntimeError` with LLVM's message where the text is wrong.
     """
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=_features().flatten(), opt=3
-    )
-    module = llvm.parse_assembly(source)
-    module.verify()
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    _engines.append(engine)
+    features = _flattened(_features())
+    if _is_elsewhere:
+        code = machine_code.Loaded(machine_code.linked(compiler.compiled(source, features)))
+        _kept.append(code)
+        addresses = [code.address_of(name) for name in signatures]
+    else:
+        addresses = _compiled_here(source, features, list(signatures))
     return [
-        ctypes.CFUNCTYPE(None, *arguments)(engine.get_function_address(name)) for name, arguments in signatures.items()
+        ctypes.CFUNCTYPE(None, *arguments)(address)
+        for address, arguments in zip(addresses, signatures.values(), strict=True)
     ]
+
+
+def _compiled_here(source: str, features: str, names: Sequence[str]) -> list[int]:
+    module, machine = compiler.parsed(llvm(), source, features)
+    engine = llvm().create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    _kept.append(engine)
+    return [engine.get_function_address(name) for name in names]
 
 
 def address_of(function: Callable[..., None]) -> int:

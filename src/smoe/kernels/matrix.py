@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from smoe.bounds import BF16
 from smoe.formats.base import Format
 from smoe.kernels.isa import Isa, widest
 from smoe.kernels.jit import address_of, compile_functions
+
+if TYPE_CHECKING:
+    import torch
 
 _ARGUMENTS = (ctypes.c_void_p,) * 4 + (ctypes.c_longlong,) * 3
 _ROWS = (1, 2, 4)

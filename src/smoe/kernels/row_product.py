@@ -22,9 +22,12 @@ hardware to see a pattern in it, and this doubles its rate. Figures in docs/log.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from smoe.kernels.registers import filled, joined, transposed
+
+if TYPE_CHECKING:
+    import torch
 
 LANES = 16
 """Outputs computed together: 32-bit lanes of one register."""
@@ -38,9 +41,16 @@ _LEAST_WEIGHTS = 16**3
 
 def fits(matrix: torch.Tensor) -> bool:
     """Whether a matrix [K, N] is of a kind that the kernel knows."""
+    import torch
+
     columns, rows = matrix.shape
     is_rows = matrix.stride() == (1, columns) and matrix.dtype is torch.bfloat16 and matrix.device.type == "cpu"
-    return is_rows and columns % TILE == 0 and rows % LANES == 0 and rows * columns > _LEAST_WEIGHTS
+    return is_rows and fits_shape(columns, rows)
+
+
+def fits_shape(columns: int, outputs: int) -> bool:
+    """Whether a matrix of so many numbers a row, row by row, is."""
+    return columns % TILE == 0 and outputs % LANES == 0 and outputs * columns > _LEAST_WEIGHTS
 
 
 def chain_of(columns: int, rows: int) -> int:

@@ -19,15 +19,16 @@ import functools
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from smoe.kernels import tasks
 from smoe.kernels.isa import widest
 from smoe.kernels.jit import compile_functions, cpu_has
 from smoe.kernels.matrix import Matrix, own_order
 from smoe.kernels.row_product import chain_of
+
+if TYPE_CHECKING:
+    import torch
 
 UNIT = 256
 """Outputs in a unit: 1 MB of weights at K = 2048, some 60 us. Of smaller ones too much that is fetched ahead is taken

@@ -106,7 +106,8 @@ def assemble(
         _prove(model, spec, LayerExecutor(compute=compute), checkpoint)
         leaves_little = choose_arithmetic(model, spec, config, compute, _host_threads(pacing))
         balancer = _balancer(config, tiers, compute.units.get(HOST), pacing, ledger.demand.slot_bytes)
-        asked = Asked(budget.weights, LoadRate(transfers, tiers.link).seconds_per_byte, ledger.demand, budget.files)
+        seconds_per_byte = LoadRate(transfers, tiers.link).seconds_per_byte
+        asked = Asked(budget.weights, seconds_per_byte, ledger.demand, budget.files, checkpoint[EXACT])
         others = None if config.cluster is None else cluster_of(model, spec, config, store, compute, asked, made)
         if others is not None:
             for predictor in set(predictors.values()):

@@ -15,10 +15,11 @@ from smoe.compute.experts_alone import LEAST_SLOTS, ExpertsAlone
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.expert import EXACT
+from smoe.load.check_zmq import check_zmq
 from smoe.load.experts_math import experts_math
-from smoe.load.tiers import host_sizes, reads_directly, size_of
+from smoe.load.host_slots import host_sizes, reads_directly, size_of
 from smoe.machine.available_memory import free_device_bytes
-from smoe.memory.store import ExpertStore
+from smoe.memory.store import ExpertStore, LayerExperts
 from smoe.models.spec import ModelSpec
 from smoe.policy.ahead import Here
 from smoe.policy.budget import Demand, SlotClass
@@ -42,19 +43,6 @@ def experts_alone(
     return ExpertsAlone(store, math, sizes, size_of(classes), is_direct, threads)
 
 
-def check_zmq() -> None:
-    """Raise `ConfigError` where the library that machines talk by is not installed."""
-    try:
-        import zmq  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "a cluster needs pyzmq, which is not installed; run: pip install 'smoe[cluster]'",
-            setting="cluster",
-            given="a cluster",
-            allowed="none without pyzmq",
-        ) from error
-
-
 class Asked(NamedTuple):
     """What a cluster is told of the engine."""
 
@@ -65,6 +53,8 @@ class Asked(NamedTuple):
     demand: Demand
     files: Mapping[str, Path]
     """What workers without the checkpoint are sent, by name."""
+    stored: Mapping[int, LayerExperts]
+    """The experts as the checkpoint has them."""
 
 
 def check_cluster(config: EngineConfig) -> None:
@@ -95,10 +85,12 @@ def cluster_of(
 
     Raises `ClusterError` where the cluster is unknown, its address taken, or too few workers came.
     """
+    from smoe.cluster.describing import Describer
     from smoe.cluster.frames import Rows
     from smoe.cluster.identity import read_main
     from smoe.cluster.remote import Cluster
     from smoe.cluster.sending import Courier
+    from smoe.load.describe import describe
 
     assert config.cluster is not None
     main = read_main(config.cluster)
@@ -132,6 +124,8 @@ def cluster_of(
         config.shadow_spares or 0,
         config.cluster_verify,
     )
+    threads, arithmetic = alone.threads, compute.arithmetic
+    cluster.describer = Describer(lambda: describe(asked.weights, asked.stored, math, arithmetic, threads))
     cluster.courier = Courier(asked.files, spec.precision, cluster.admitted)
     made.callback(cluster.close)
     cluster.units.update(compute.units)

@@ -18,10 +18,10 @@ from smoe.errors import ConfigError
 from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble
 from smoe.load.clustered import check_cluster
+from smoe.load.host_slots import reads_directly
 from smoe.load.known import known_of
 from smoe.load.ledger import make_ledger, open_store, share_beside
 from smoe.load.shadow import planned_shadow
-from smoe.load.tiers import reads_directly
 from smoe.load.winners import with_winners
 from smoe.load.worker_files import worker_files
 from smoe.machine.available_memory import free_device_bytes

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from smoe.config import EngineConfig
-from smoe.expert import ExpertKey
+from smoe.load.host_slots import host_sizes, reads_directly, size_of
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
@@ -68,22 +68,3 @@ def make_tiers(
     host = HostTier(sizes, size_of(classes), lambda key: key in table.ready, registry, is_direct)
     link: Link = EmulatedLink(pacing) if isinstance(pacing, Emulation) else CudaLink(CudaStreams(arena.device))
     return Tiers(HostMover(filler, reader, host, arena, link), filler, host, link)
-
-
-def host_sizes(classes: Sequence[SlotClass], budget: int, least: int) -> list[tuple[int, int]]:
-    """(slots, bytes of each) of the host tier by class: all experts, or as large a part of each class, but `least`."""
-    whole = sum(each.experts * each.slot_bytes for each in classes)
-    return [(min(each.experts, max(least, budget * each.experts // whole)), each.slot_bytes) for each in classes]
-
-
-def size_of(classes: Sequence[SlotClass]) -> Callable[[ExpertKey], int]:
-    """Of a copy, the number of its class."""
-    found = {(layer, each.form): n for n, each in enumerate(classes) for layer in each.layers}
-    return lambda key: found[key[0], key[2]]
-
-
-def reads_directly(config: EngineConfig, total_bytes: int, spare_bytes: float) -> bool:
-    """Past the page cache, unless RAM beside our own use holds every expert anyway."""
-    if config.direct_io == "auto":
-        return spare_bytes < total_bytes * 1.1
-    return config.direct_io == "on"

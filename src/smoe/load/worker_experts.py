@@ -7,17 +7,15 @@ from pathlib import Path
 import torch
 
 from smoe.cluster.worker import Served
-from smoe.compute.experts_alone import LEAST_SLOTS
 from smoe.config import EngineConfig
-from smoe.errors import BudgetError, UnsupportedModelError
+from smoe.errors import UnsupportedModelError
 from smoe.load.clustered import experts_alone
 from smoe.load.experts_math import experts_math
+from smoe.load.host_slots import worker_sizes
 from smoe.load.ledger import demand_of, open_store
-from smoe.load.tiers import host_sizes
 from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.read_spec import read_spec
 from smoe.models.weight_samples import checksum
-from smoe.units import format_bytes
 
 _CPU = torch.device("cpu")
 
@@ -30,18 +28,10 @@ def open_experts(model: str | Path, memory_bytes: int | None, config: EngineConf
     checkpoint = whole_checkpoint(model, None)
     store = open_store(checkpoint, spec, checkpoint.experts(spec), _CPU)
     classes = demand_of(spec, config, _CPU, store).all_classes
-    least = sum(number * each for number, each in host_sizes(classes, 0, LEAST_SLOTS))
-    if memory_bytes is not None and memory_bytes < least:
-        raise BudgetError(
-            f"a worker of this model needs {format_bytes(least)} for experts at least, {format_bytes(memory_bytes)} "
-            "were given; give it more, or room for a single one (`slots` 1)",
-            setting="worker_memory",
-            given=memory_bytes,
-            allowed=f"at least {least} bytes",
-        )
+    sizes = worker_sizes(classes, memory_bytes, slots)
     math = experts_math(spec.shell, spec, store, config.activations)
     if not all(layer.is_movable for layer in math.values()):
         raise UnsupportedModelError("this family's experts end in a norm that only the main machine has")
-    sizes = host_sizes(classes, memory_bytes or 0, LEAST_SLOTS if slots is None else slots)
     weights = checksum(checkpoint.place)
-    return Served(experts_alone(store, math, classes, sizes, config), weights, spec.precision, spec.dtype)
+    alone = experts_alone(store, math, classes, sizes, config)
+    return Served(alone, weights, spec.precision, spec.dtype, str(spec.dtype))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
 MARGIN_SHARE = 0.10
@@ -15,8 +18,15 @@ MIN_MARGIN_BYTES = 256 * 2**20
 def free_device_bytes(device: torch.device) -> tuple[int, str]:
     """Free memory of the device that computes, and where the figure comes from."""
     if device.type == "cuda":
+        import torch
+
         free, _ = torch.cuda.mem_get_info(device)
         return int(free), f"free memory of {torch.cuda.get_device_name(device)}"
+    return free_host_bytes()
+
+
+def free_host_bytes() -> tuple[int, str]:
+    """The same of the host."""
     available = int(psutil.virtual_memory().available)
     room = cgroup_room()
     if room is not None and room < available:

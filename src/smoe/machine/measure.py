@@ -11,7 +11,6 @@ import json
 import os
 import platform
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -28,6 +27,7 @@ from smoe.kernels.matrix import in_bf16
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
 from smoe.machine.disk_rates import measure_disk
 from smoe.machine.floor import Rates
+from smoe.machine.processor import processor_name
 from smoe.memory.arena import Arena
 from smoe.memory.emulation import MEASURED, DeviceProfile
 from smoe.user_cache import cache_folder, keep
@@ -108,7 +108,7 @@ def save_profile(profile: Profile) -> Path:
 def describe_machine() -> dict[str, Any]:
     """What the figures belong to."""
     return {
-        "processor": _processor_name(),
+        "processor": processor_name(),
         "cores": os.cpu_count() or 1,
         "memory_bytes": int(psutil.virtual_memory().total),
         "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
@@ -301,11 +301,3 @@ def _best(action: Callable[[], Any], seconds: float) -> float:
         action()
         best = min(best, perf_counter() - before)
     return best
-
-
-def _processor_name() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

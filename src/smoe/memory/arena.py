@@ -2,6 +2,7 @@
 
 On a CPU the arena is anonymous, page-aligned memory: reads land in it directly. Memory that was never used before is
 slower to touch than the disk is to read, so it is touched when it is made. On a GPU it is one block of device memory.
+That on a CPU knows no torch until somebody asks for a tensor.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import accumulate
-
-import torch
+from typing import TYPE_CHECKING
 
 from smoe.memory.store import PAGE
+
+if TYPE_CHECKING:
+    import torch
 
 _POPULATE_WRITE = 23 if sys.platform == "linux" else None
 """madvise(2): back pages as if written to, without changing them; Python has no name for it."""
@@ -27,24 +31,48 @@ _POPULATE_BYTES = 64 * 2**20
 class Arena:
     """Page-aligned buffers, numbered from 0, one behind the other: so many of each size, the sizes in turn."""
 
-    def __init__(self, sizes: Sequence[tuple[int, int]], device: torch.device, huge_pages: bool = False) -> None:
-        """`sizes`: (slots, bytes of each). `huge_pages`: for memory that is read into past the page cache, which into
-        small pages takes up to three times as long; making them takes longer, so elsewhere they do not pay."""
+    def __init__(
+        self, sizes: Sequence[tuple[int, int]], device: torch.device | None = None, huge_pages: bool = False
+    ) -> None:
+        """`sizes`: (slots, bytes of each); `device` None: the host. `huge_pages`: for memory that is read into past the
+        page cache, which into small pages takes up to three times as long; making them takes longer, so elsewhere they
+        do not pay."""
         assert not any(nbytes % PAGE for _, nbytes in sizes), sizes
-        self.device = device
         self.begins = list(accumulate((nbytes for slots, nbytes in sizes for _ in range(slots)), initial=0))
         """Offset of every slot, and of the end."""
+        self._device = device
         self._map: mmap.mmap | None = None
         self._touchers: list[threading.Thread] = []
         self._is_closing = False
-        if device.type == "cpu":
+        if device is None or device.type == "cpu":
             self._map = _anonymous(self.nbytes)
             if huge_pages:
                 _ask_for_huge_pages(self._map)
-            self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
             self._view = memoryview(self._map)
+            self._begin = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         else:
+            import torch
+
             self.bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+
+    @cached_property
+    def bytes(self) -> torch.Tensor:
+        """All of it: uint8 [nbytes]."""
+        import torch
+
+        if self._map is None:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._map, dtype=torch.uint8)
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        return self._device or torch.device("cpu")
+
+    def address(self, slot: int) -> int:
+        """Where a slot begins (CPU arenas only)."""
+        return self._begin + self.begins[slot]
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +101,7 @@ class Arena:
 
     def _populate(self, steps: range) -> None:
         assert _POPULATE_WRITE is not None
-        begins_at, madvise = self.bytes.data_ptr(), _madvise()
+        begins_at, madvise = self._begin, _madvise()
         for begin in steps:
             if self._is_closing:
                 return
@@ -100,7 +128,7 @@ class Arena:
         """Give the memory back; views must not be used any more."""
         self._is_closing = True
         self.wait_touched(None)
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.__dict__.pop("bytes", None)
         if self._map is not None:
             self._view.release()
             self._map = None  # unmapped when the last tensor on it is gone
@@ -109,6 +137,8 @@ class Arena:
 def forget_peak(device: torch.device) -> None:
     """Measure the most memory that is allocated on a GPU from now on, not since the process began."""
     if device.type == "cuda":
+        import torch
+
         torch.cuda.reset_peak_memory_stats(device)
 
 

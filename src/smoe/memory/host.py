@@ -12,13 +12,13 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from smoe.expert import ExpertKey
 from smoe.memory.arena import Arena
-from smoe.memory.page_lock import PageRegistry, lock_pages
+
+if TYPE_CHECKING:
+    from smoe.memory.page_lock import PageRegistry
 
 
 class Lease(NamedTuple):
@@ -47,7 +47,7 @@ class HostTier:
     ) -> None:
         """`sizes`: (slots, bytes of each); `size_of`: which of them a copy has; `goes_first`: whether a copy is
         forgotten before others; `huge_pages`: as of an `Arena`."""
-        self.arena = Arena(sizes, torch.device("cpu"), huge_pages)
+        self.arena = Arena(sizes, huge_pages=huge_pages)
         self._size_of = size_of
         self._goes_first = goes_first
         self._registry = registry
@@ -57,8 +57,12 @@ class HostTier:
         self._filling: set[ExpertKey] = set()
         numbers = iter(range(len(self.arena.begins) - 1))
         self._free = [list(islice(numbers, slots)) for slots, _ in sizes]
-        self._locked = [] if registry is None else lock_pages(self.arena, registry)
+        self._locked: list[int] = []
         """Addresses of what the driver has locked."""
+        if registry is not None:
+            from smoe.memory.page_lock import lock_pages
+
+            self._locked = lock_pages(self.arena, registry)
 
     def lease(self, key: ExpertKey) -> Lease:
         """Where `key` is, or a slot to fill; waits where every slot is leased, or another thread is filling it."""

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from smoe.expert import ExpertKey
 from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
-from smoe.memory.dtypes import TORCH
 from smoe.memory.host import HostTier
-from smoe.memory.link import Link
 from smoe.memory.reading_threads import Ticket
 from smoe.memory.store import ExpertStore, Piece, Placement
+
+if TYPE_CHECKING:
+    import torch
+
+    from smoe.memory.link import Link
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a safetensors dtype name."""
+    from smoe.memory.dtypes import TORCH
+
     return TORCH[name]
 
 
@@ -49,7 +53,7 @@ class Filler:
         if placement.pieces:
             staging = self._staging()
             try:
-                came += self._assemble(placement, torch_dtype(store.dtype), staging, buffer, between)
+                came += self._assemble(placement, store.dtype, staging, buffer, between)
             finally:
                 self._idle.append(staging)
         if key not in self._seen:
@@ -66,13 +70,13 @@ class Filler:
     def _assemble(
         self,
         placement: Placement,
-        target_dtype: torch.dtype,
+        dtype: str,
         staging: Arena,
         buffer: memoryview,
         between: Callable[[], None] | None,
     ) -> int:
         """Read piece by piece, and copy, and where the dtype differs convert, each to its place."""
-        slot, came = torch.frombuffer(buffer, dtype=torch.uint8), 0
+        came = 0
         for piece in placement.pieces:
             if (came or placement.reads) and between is not None:
                 between()
@@ -80,17 +84,18 @@ class Filler:
             if piece.spread is not None:
                 _spread(piece, staging.buffer(0), buffer)
                 continue
-            dtype = torch_dtype(piece.dtype)
-            source = _elements_at(staging, piece.source, piece.nbytes, dtype)
-            length = source.numel() * target_dtype.itemsize
-            slot[piece.target : piece.target + length].view(target_dtype).copy_(source)
+            if piece.dtype == dtype:
+                source = np.frombuffer(staging.buffer(0), np.uint8, piece.nbytes, piece.source)
+                np.frombuffer(buffer, np.uint8, piece.nbytes, piece.target)[:] = source
+            else:
+                _convert(piece, dtype, staging, buffer)
         return came
 
     def _staging(self) -> Arena:
         try:
             return self._idle.pop()
         except IndexError:
-            return Arena([(1, self._staging_bytes)], torch.device("cpu"), huge_pages=True)
+            return Arena([(1, self._staging_bytes)], huge_pages=True)
 
 
 def _spread(piece: Piece, staging: memoryview, slot: memoryview) -> None:
@@ -100,6 +105,17 @@ def _spread(piece: Piece, staging: memoryview, slot: memoryview) -> None:
     width, stride = piece.spread
     source = np.frombuffer(staging, f"V{width}", piece.nbytes // width, piece.source)
     np.ndarray(source.shape, source.dtype, slot, piece.target, (stride,))[:] = source
+
+
+def _convert(piece: Piece, dtype: str, staging: Arena, slot: memoryview) -> None:
+    """Copy a piece's elements to where they go, as another type."""
+    import torch
+
+    target_dtype = torch_dtype(dtype)
+    source = _elements_at(staging, piece.source, piece.nbytes, torch_dtype(piece.dtype))
+    length = source.numel() * target_dtype.itemsize
+    target = torch.frombuffer(slot, dtype=torch.uint8)[piece.target : piece.target + length]
+    target.view(target_dtype).copy_(source)
 
 
 def _elements_at(staging: Arena, begin: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:

@@ -27,10 +27,9 @@ import numpy.typing as npt
 
 from smoe.errors import CheckpointError
 from smoe.formats.registry import FORMATS
-from smoe.memory.dtypes import TORCH
 from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor
 
-EXPERT_DTYPES = tuple(TORCH)
+EXPERT_DTYPES = ("BF16", "F16", "F32")
 """As safetensors names them: what experts may be stored in, and what slots may hold."""
 PAGE = 4096
 """Alignment of buffers, offsets and lengths for `O_DIRECT`; devices with smaller sectors accept it too."""

@@ -38,6 +38,8 @@ class WorkerView(NamedTuple):
     """There and back."""
     busy: float = 0.0
     """Until it has read what it was told of before."""
+    most_rows: float = inf
+    """Of one expert that it computes."""
 
 
 class Placement(NamedTuple):
@@ -102,11 +104,12 @@ class Placement(NamedTuple):
                 for end, view in zip(read, self.workers, strict=True)
             ]
             ends = [
-                max(end, ready) + max(view.expert, rows * view.row)
+                max(end, ready) + max(view.expert, rows * view.row) if rows <= view.most_rows else inf
                 for end, ready, view in zip(done, there, self.workers, strict=True)
             ]
             best = min(range(len(ends)), key=lambda n: (ends[n], done[n]))  # of equal ones who has less to do
-            if serve.key[2] != EXACT or here + self.here_load + self.here_costs_later < ends[best]:
+            is_sooner_here = here + self.here_load + self.here_costs_later < ends[best]
+            if serve.key[2] != EXACT or is_sooner_here or ends[best] == inf:
                 here += _finite(self.here_load)
                 continue
             read[best], done[best] = max(read[best], there[best]), ends[best]

@@ -8,8 +8,8 @@ import torch
 
 from smoe.config import EngineConfig
 from smoe.errors import SmoeError
+from smoe.load.host_slots import reads_directly
 from smoe.load.ledger import open_store
-from smoe.load.tiers import reads_directly
 from smoe.machine.available_memory import free_device_bytes
 from smoe.machine.disk_rates import measure_reads, measure_small_disk
 from smoe.machine.floor import Rates

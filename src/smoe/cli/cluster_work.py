@@ -1,0 +1,119 @@
+"""Being a worker: `smoe cluster join`, and the workers of `smoe cluster up`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from smoe.errors import ConfigError
+from smoe.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from smoe.cluster.identity import Worker
+
+DEFAULT_WORKER_MEMORY = "512MiB"
+Torch = Annotated[
+    bool | None,
+    typer.Option(
+        "--torch/--no-torch",
+        help="Without: our kernels alone compute, in a tenth of the memory, and main says how; bf16 experts on Linux.",
+        show_default="with it where it is installed",
+    ),
+]
+
+
+class Room(NamedTuple):
+    """How much a worker may hold: so many bytes of experts, or so many of them."""
+
+    memory_bytes: int | None
+    slots: int | None
+
+    @classmethod
+    def of(cls, worker_memory: str | None, slots: int | None) -> Room:
+        """As options say it; raises `ConfigError` for both."""
+        if slots is None:
+            return cls(parse_bytes(worker_memory or DEFAULT_WORKER_MEMORY, "worker_memory"), None)
+        if worker_memory is not None:
+            raise ConfigError(
+                f"`worker_memory` {worker_memory} and `slots` {slots} both say how many experts a worker holds; leave "
+                "one of the two out",
+                setting="slots",
+                given=slots,
+                allowed="only without `worker_memory`",
+            )
+        return cls(None, slots)
+
+    @property
+    def as_given(self) -> list[str]:
+        """As a command line says it."""
+        return ["--worker-memory", str(self.memory_bytes)] if self.slots is None else ["--slots", str(self.slots)]
+
+
+def check(model: str, room: Room, precision: str, torch: bool | None) -> None:
+    """What a worker would be refused for, before any is started."""
+    from smoe.presets import configure
+
+    config = configure(precision=precision)
+    if not _has_torch(torch):
+        from smoe.load.light_experts import place_of
+
+        place_of(model, precision)
+        return
+    from smoe.load.worker_experts import open_experts
+
+    open_experts(model, room.memory_bytes, config, room.slots).alone.close()
+
+
+def be_worker(me: Worker, model: str, room: Room, threads: int | None, precision: str, torch: bool | None) -> None:
+    """Until Ctrl-C, SIGTERM, or main refuses us."""
+    from smoe.cli.console import note
+    from smoe.cluster.address import to_connect_to
+
+    to_connect_to(me.address)  # a name that is nobody's is refused before anything is read
+    try:
+        if _has_torch(torch):
+            _serve(me, model, room, threads, precision)
+        else:
+            from smoe.light_worker import Task, become
+            from smoe.load.light_experts import place_of
+
+            become(me, Task(str(place_of(model, precision)), *room, threads), note)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"worker {me.name} has ended") from None
+
+
+def _has_torch(torch: bool | None) -> bool:
+    """Whether it is to be used: as asked, else where it is installed."""
+    from importlib.util import find_spec
+
+    return find_spec("torch") is not None if torch is None else torch
+
+
+def _serve(me: Worker, model: str, room: Room, threads: int | None, precision: str) -> None:
+    """With torch, in this process."""
+    from dataclasses import replace
+
+    import torch
+
+    from smoe.cli.console import note
+    from smoe.cluster.identity import keep_worker
+    from smoe.cluster.worker import WorkerProcess
+    from smoe.load.worker_experts import open_experts
+    from smoe.presets import configure
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    opened = open_experts(model, room.memory_bytes, configure(precision=precision), room.slots)
+    held = f"{opened.alone.slots} experts fit, in {format_bytes(opened.alone.nbytes)}"
+    note(f"worker {me.name}: {held}; main is to be at {me.address}")
+
+    def changed(words: str) -> None:
+        note(f"worker {me.name}: {words}")
+        if me.code is not None:
+            keep_worker(replace(me, code=None))
+
+    try:
+        WorkerProcess(me, opened, changed).serve()
+    finally:
+        opened.alone.close()

@@ -1,0 +1,133 @@
+"""What experts are, in main's words: enough for a worker that has the model's files and our kernels, and no torch.
+
+    worker   DESCRIBE (who it is, its checksum) -->                                 opens its own files: HELLO
+    main                                         <-- EXPERTS: keys, sizes, table
+
+Which stored tensors make up an expert is what the library's conversion rules say, and main has found out; the
+activation is a table that main's torch has filled (`kernels/elementwise.py`). So nothing of a model's family is known
+here, and nothing that comes is run: keys are looked for in the worker's own files, and sizes compared with them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import zmq
+
+from smoe.cluster import frames
+from smoe.cluster.dial import dial
+from smoe.cluster.frames import Frame, FrameError, Kind
+from smoe.cluster.identity import Worker
+from smoe.errors import ClusterError
+from smoe.kernels.experts import Bits
+
+NUMBER = "*"
+"""Stands for an expert's number in a key; a key without it is of a tensor that has all experts, row by row."""
+MOST_BYTES = 1 << 22
+"""Of a description."""
+_VALUES = 1 << 16
+_MOST = 1 << 24
+"""Of any size."""
+_MOST_PIECES = 16
+_ASK_SECONDS = 0.5
+_TURN_SECONDS = 0.1
+
+
+class LayerKeys(NamedTuple):
+    """Where a layer's experts are stored: keys with `NUMBER`, or of fused tensors."""
+
+    layer: int
+    experts: int
+    up: tuple[str, ...]
+    """Gate and up [2I, H], one below the other."""
+    down: tuple[str, ...]
+    """[H, I]"""
+
+
+class Description(NamedTuple):
+    """Experts in bf16 with a gated activation, all of one shape."""
+
+    weights: str
+    """The checkpoint's checksum."""
+    hidden: int
+    inner: int
+    layers: tuple[LayerKeys, ...]
+    table: Bits
+    """The activation of every bf16 number [65536]."""
+
+
+def experts(description: Description) -> list[Any]:
+    """As a message."""
+    said = description._asdict()
+    table: Any = np.ascontiguousarray(said.pop("table"), "<u2")
+    return [*frames.alone(Kind.EXPERTS), json.dumps(said).encode(), memoryview(table).cast("B")]
+
+
+def parse_experts(frame: Frame) -> Description:
+    """What main says; raises `FrameError`."""
+    if len(frame.body) != 2 or any(len(memoryview(part)) > MOST_BYTES for part in frame.body):
+        raise FrameError("no description")
+    words, table = (bytes(part) for part in frame.body)
+    try:
+        said = json.loads(words)
+        layers = tuple(_layer(each) for each in said["layers"])
+        weights, hidden, inner = said["weights"], _size(said["hidden"]), _size(said["inner"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FrameError(f"a description that cannot be: {error}") from error
+    if not isinstance(weights, str) or not layers or len(table) != 2 * _VALUES:
+        raise FrameError("a description that cannot be")
+    return Description(weights, hidden, inner, layers, np.frombuffer(table, "<u2"))
+
+
+def _layer(said: Any) -> LayerKeys:
+    layer, count, up, down = said
+    if type(layer) is not int or not 0 <= layer < _MOST:
+        raise ValueError("no layer")
+    return LayerKeys(layer, _size(count), _keys(up), _keys(down))
+
+
+def _size(said: Any) -> int:
+    if type(said) is not int or not 1 <= said <= _MOST:
+        raise ValueError(f"{said!r:.40} is no size")
+    return said
+
+
+def _keys(said: Any) -> tuple[str, ...]:
+    if not isinstance(said, list) or not 1 <= len(said) <= _MOST_PIECES or not all(isinstance(k, str) for k in said):
+        raise ValueError("no keys")
+    return tuple(said)
+
+
+def ask(me: Worker, said: dict[str, Any]) -> Description:
+    """What main's experts are, once a main is there: asked until it answers. `said` is what a worker says of itself.
+    Raises `ClusterError` where main refuses us, or cannot say."""
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.DEALER) as dealer:
+            dial(dealer, me, MOST_BYTES)
+            asked = -_ASK_SECONDS
+            while True:
+                if time.monotonic() - asked > _ASK_SECONDS:
+                    asked = time.monotonic()
+                    if dealer.poll(0, zmq.POLLOUT):
+                        dealer.send_multipart(frames.talk(Kind.DESCRIBE, said), zmq.NOBLOCK)
+                if not dealer.poll(int(1000 * _TURN_SECONDS)):
+                    continue
+                found = _heard(dealer.recv_multipart())
+                if found is not None:
+                    return found
+    finally:
+        context.term()
+
+
+def _heard(parts: list[bytes]) -> Description | None:
+    try:
+        frame = frames.parse(parts)
+        if frame.kind is Kind.REFUSED:
+            raise ClusterError(f"main refuses this worker: {frames.said(frame).get('why', 'it does not say why')}")
+        return parse_experts(frame) if frame.kind is Kind.EXPERTS else None
+    except FrameError as error:
+        raise ClusterError(f"main has sent what cannot be: {error}") from error

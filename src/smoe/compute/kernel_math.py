@@ -1,0 +1,69 @@
+"""How experts compute where there is no torch: bf16, by our kernels alone, on weights that sit in a slot.
+
+    x [n, H] --up--> [n, 2I] --table[gate] * up--> [n, I] --down--> [n, H]        `kernels/experts.py`, in one piece
+
+What else an expert may be (biases, other activations, other types) is not known here. Whether the bits are those of the
+machine that has torch is for that one to say: it has tried out for how many rows they may be (`kernel_rows.py`), and
+asks for a proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from smoe.kernels.experts import Bits, Expert, TokenExperts
+from smoe.kernels.matrix import Matrix
+from smoe.kernels.row_product import fits_shape
+from smoe.kernels.spinning_pool import SpinningPool
+from smoe.memory.arena import Arena
+
+UP, DOWN = "gate_up_proj", "down_proj"
+"""The parts of such an expert."""
+_ROWS_AT_ONCE = 512
+
+
+class KernelMath:
+    """The arithmetic of experts of one shape, whatever their layer."""
+
+    def __init__(self, hidden: int, inner: int, table: Bits) -> None:
+        """`table`: the activation of every bf16 number [65536]."""
+        self.hidden, self.inner = hidden, inner
+        self._table = table
+        self._kernel: TokenExperts | None = None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return self.hidden, self.inner
+
+    def bind(self, arena: Arena, slot: int, offsets: Mapping[str, int]) -> tuple[Matrix, Matrix]:
+        begin = arena.address(slot)
+        up = Matrix(begin + offsets[UP], 2 * self.inner, self.hidden)
+        return up, Matrix(begin + offsets[DOWN], self.hidden, self.inner)
+
+    def agrees(self, pool: SpinningPool, weights: tuple[Matrix, Matrix]) -> bool:
+        """Whether the kernel knows such shapes; whose bits they are, nobody can say here."""
+        del pool
+        return all(fits_shape(each.columns, each.outputs) for each in weights)
+
+    def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
+        """By `pool`; layers that share this share the kernel, too."""
+        if pool is None:
+            self._kernel = None
+        elif self._kernel is None or self._kernel.pool is not pool:
+            self._kernel = kernel or TokenExperts(pool, self.hidden, self.inner, self._table)
+
+    def forward(self, x: Bits, weights: tuple[Matrix, Matrix]) -> Bits:
+        """Many rows in parts of nearly equal size: a single row is summed in another order than one of several."""
+        assert self._kernel is not None, "nothing multiplies"
+        x, out = np.ascontiguousarray(x), np.empty_like(x)
+        pool, rows = self._kernel.pool, len(x)
+        if pool.own_order is not None and rows > pool.most_own_rows:
+            raise ValueError(f"{rows} rows for one expert; without torch {pool.most_own_rows} at most")
+        parts = -(-rows // _ROWS_AT_ONCE)
+        for n in range(parts):
+            begin, end = n * rows // parts, (n + 1) * rows // parts
+            places = [(row, row) for row in range(end - begin)]
+            self._kernel.forward(x[begin:end], [Expert(weights, places)], out[begin:end])
+        return out

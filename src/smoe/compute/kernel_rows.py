@@ -1,0 +1,56 @@
+"""For how many rows our kernel gives the library's bits: tried out, as a worker without torch has nothing else.
+
+The library may sum a row in another order when it multiplies many at once. On CPUs with AVX-512 BF16 it does not,
+whatever was tried (docs/log.md), and our kernel for several rows has that order; but nobody has promised it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from smoe.compute.row_groups import Shape, ends_of_groups, telling
+from smoe.kernels.proof import same_bits
+from smoe.kernels.row_product import fits_shape
+from smoe.kernels.spinning_pool import Product, SpinningPool
+
+MOST_ROWS = 2048
+"""As many as anybody sends at once, but for settings beyond the default."""
+_FEW_ROWS = 8
+_MOST_OUTPUTS = 4096
+"""Of a larger matrix as many: it would take a gigabyte to try all."""
+_PROOF_OPERATIONS = 60e9
+"""Multiplications and additions at most, about a second: of larger experts fewer rows are tried."""
+
+
+def kernel_rows(pool: SpinningPool, shapes: Sequence[Shape]) -> int:
+    """Up to how many rows times bf16 matrices of these shapes our products are the library's, bit by bit, on as many
+    threads as are set now: 0 where a single one is not. `pool` knows several rows, in the library's order."""
+    if any(not shape.is_transposed or not fits_shape(shape.columns, shape.outputs) for shape in shapes):
+        return 0
+    shapes = [shape._replace(outputs=min(shape.outputs, _MOST_OUTPUTS)) for shape in shapes]
+    elements = sum(shape.columns * shape.outputs for shape in shapes)
+    most = MOST_ROWS
+    while most > _FEW_ROWS and 2 * elements * sum(_numbers(most)) > _PROOF_OPERATIONS:
+        most //= 2
+    proven = 0
+    data = [telling(shape, most, torch.bfloat16) for shape in shapes]
+    for rows in _numbers(most):
+        if not all(_agrees(pool, x[:rows], matrix) for x, matrix in data):
+            break
+        proven = rows
+    return proven
+
+
+def _numbers(most: int) -> list[int]:
+    return [*range(1, _FEW_ROWS + 1), *(ends_of_groups(most) if most > _FEW_ROWS else [])]
+
+
+def _agrees(pool: SpinningPool, x: torch.Tensor, matrix: torch.Tensor) -> bool:
+    ours = x.new_empty(x.shape[0], matrix.shape[1])
+    if x.shape[0] == 1:
+        pool.multiply([Product(x, matrix, ours)])
+    else:
+        pool.multiply_rows(x, matrix, ours)
+    return same_bits(ours, x @ matrix)

@@ -1,0 +1,69 @@
+"""A process that compiles with LLVM and ends: `python -m smoe.kernels.compiler`, which `jit.py` starts.
+
+    asker                          this process
+    {"source", "features"} --->    LLVM's language in, an object file of this CPU's machine code out
+    an object file         <---
+
+It takes 90 MiB for a third of a second, and whoever asks none of it. Without a source it says what this CPU has.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+_SECONDS = 60.0
+"""Within which it must have answered."""
+
+
+def host_features() -> dict[str, bool]:
+    """LLVM's map of this CPU's extensions, by a process of its own; empty where there is no LLVM."""
+    found: dict[str, bool] = json.loads(_asked({}))
+    return found
+
+
+def compiled(source: str, features: str) -> bytes:
+    """An object file of machine code that may lie anywhere in memory, by a process of its own. Raises `RuntimeError`
+    with what LLVM says where the text is wrong."""
+    return _asked({"source": source, "features": features})
+
+
+def parsed(llvm: Any, source: str, features: str, **options: str) -> tuple[Any, Any]:
+    """A module in LLVM's language, looked at, and the machine that it is for; by LLVM as it is loaded here."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=features, opt=3, **options
+    )
+    module = llvm.parse_assembly(source)
+    module.verify()
+    return module, machine
+
+
+def _asked(request: dict[str, str]) -> bytes:
+    """The answer of a process of its own."""
+    line = [sys.executable, "-m", "smoe.kernels.compiler"]
+    done = subprocess.run(line, input=json.dumps(request).encode(), capture_output=True, timeout=_SECONDS)
+    if done.returncode:
+        raise RuntimeError(f"LLVM has failed: {done.stderr.decode(errors='replace').strip()[-2000:]}")
+    return done.stdout
+
+
+def _main() -> None:
+    request = json.load(sys.stdin)
+    try:
+        import llvmlite.binding as llvm
+    except ImportError:
+        llvm = None
+    if "source" not in request:
+        answer = json.dumps({} if llvm is None else dict(llvm.get_host_cpu_features())).encode()
+    else:
+        module, machine = parsed(llvm, request["source"], request["features"], reloc="pic", codemodel="small")
+        answer = machine.emit_object(module)
+    sys.stdout.buffer.write(answer)
+
+
+if __name__ == "__main__":
+    _main()

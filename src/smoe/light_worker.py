@@ -1,0 +1,107 @@
+"""`python -m smoe.light_worker N`: the process of a worker without torch, which reads what it is from the open file N.
+
+`smoe cluster join --no-torch` becomes this process when it has understood its options: what the command line is made of
+takes 25 MiB, and a worker needs none of it. It keeps one heap (threads with heaps of their own keep what each has had
+at most) and gives back what it does not need.
+
+    smoe cluster join ...   options, keys --exec--> this: asks main what experts are, opens them, serves
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from smoe import __version__
+from smoe.cluster.identity import KeyPair, Worker, keep_worker
+from smoe.errors import SmoeError
+from smoe.kernels import machine_code
+
+_MODULE = "smoe.light_worker"
+_ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072", "OPENBLAS_NUM_THREADS": "1"}
+_INTERRUPTED, _TERMINATED = 130, 143
+
+
+class Task(NamedTuple):
+    """What such a worker is asked to be."""
+
+    place: str
+    """The model's folder."""
+    memory_bytes: int | None
+    """For experts; None: room for so many `slots`."""
+    slots: int | None
+    threads: int | None
+
+
+def become(me: Worker, task: Task, say: Callable[[str], None]) -> None:
+    """Be that worker: by another program in this process's place, so this returns only where there is no such way."""
+    if not machine_code.is_known():
+        run(me, task, say)
+        return
+    reading, writing = os.pipe()
+    os.write(writing, json.dumps([asdict(me), task._asdict()]).encode())  # keys: no business of the process list
+    os.close(writing)
+    os.set_inheritable(reading, True)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.execve(sys.executable, [sys.executable, "-m", _MODULE, str(reading)], {**os.environ, **_ENVIRONMENT})
+
+
+def run(me: Worker, task: Task, say: Callable[[str], None]) -> None:
+    """Until Ctrl-C, or main refuses us. `say` hears, in words, how it goes."""
+    from smoe.cluster.described import ask
+    from smoe.cluster.worker import WorkerProcess
+    from smoe.kernels.jit import compile_elsewhere
+    from smoe.load.light_experts import open_described, said_of
+    from smoe.units import format_bytes
+
+    def changed(words: str) -> None:
+        say(f"worker {me.name}: {words}")
+        if me.code is not None:
+            keep_worker(replace(me, code=None))
+
+    compile_elsewhere()
+    place = Path(task.place)
+    said = {"smoe": __version__, "name": me.name, "code": me.code} | said_of(place)
+    say(f"worker {me.name}: waits for main at {me.address}, which says what its experts are")
+    opened = open_described(place, ask(me, said), task.memory_bytes, task.slots, task.threads)
+    say(f"worker {me.name}: {opened.alone.slots} experts fit, in {format_bytes(opened.alone.nbytes)}")
+    try:
+        WorkerProcess(me, opened, changed).serve()
+    finally:
+        opened.alone.close()
+
+
+def _main() -> NoReturn:
+    with os.fdopen(int(sys.argv[1]), encoding="utf8") as file:
+        worker, task = json.load(file)
+    me = Worker(**worker | {"keys": KeyPair(**worker["keys"])})
+    was_terminated = False
+
+    def terminate(*_: Any) -> None:
+        nonlocal was_terminated
+        was_terminated = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        run(me, Task(**task), lambda words: print(words, file=sys.stderr, flush=True))
+    except KeyboardInterrupt:
+        print(f"warning: worker {me.name} has ended", file=sys.stderr)
+        sys.exit(_TERMINATED if was_terminated else _INTERRUPTED)
+    except SmoeError as error:
+        from smoe.cli.console import complain
+
+        complain(error)
+        sys.exit(2)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    _main()

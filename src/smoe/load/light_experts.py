@@ -1,0 +1,109 @@
+"""A model's files opened for a worker without torch, as main has described them (`cluster/described.py`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from smoe.cluster.described import NUMBER, Description
+from smoe.cluster.worker import Served
+from smoe.compute.experts_alone import ExpertsAlone
+from smoe.compute.kernel_math import DOWN, UP, KernelMath
+from smoe.config import EngineConfig
+from smoe.errors import CheckpointError, ConfigError
+from smoe.load.host_slots import reads_directly, size_of, worker_sizes
+from smoe.machine.available_memory import free_host_bytes
+from smoe.memory.safetensors_index import StoredTensor, index_checkpoint
+from smoe.memory.store import ExpertStore, LayerExperts, Part, row_of
+from smoe.models.weight_samples import checksum
+from smoe.policy.budget import SlotClass, slot_classes
+
+DTYPE = "torch.bfloat16"
+"""What experts are in here, as main says it."""
+_PLAIN = "BF16"
+
+
+def place_of(model: str | Path, precision: str) -> Path:
+    """The folder of a model that lies here. Raises `ConfigError` for what needs torch: one that would have to be
+    downloaded, or is no folder, and a precision of its own."""
+    from smoe.models.files import local_place
+
+    if precision != "auto":
+        raise ConfigError(
+            f"`precision` {precision}: without torch a worker computes experts in bf16 only",
+            setting="precision",
+            given=precision,
+            allowed="auto without torch",
+        )
+    place = local_place(model)
+    if place is None or not place.is_dir():
+        raise ConfigError(
+            f"without torch a worker needs the model's folder of safetensors, and {model} is none here; bring it with "
+            "`fetch`, or install torch",
+            setting="model",
+            given=str(model),
+            allowed="a folder that is here",
+        )
+    return place
+
+
+def said_of(place: Path) -> dict[str, str]:
+    """What main compares before it says what experts are."""
+    return {"weights": checksum(place), "precision": "auto", "dtype": DTYPE}
+
+
+def open_described(
+    place: Path,
+    description: Description,
+    memory_bytes: int | None,
+    slots: int | None,
+    threads: int | None,
+) -> Served:
+    """For a worker: nothing but experts is read. Room as in `open_experts`. Raises `CheckpointError` where the files
+    and what main says do not fit, `BudgetError`."""
+    store = _store(place, description)
+    alone = {
+        layer: SlotClass(nbytes, 1, store.layers[layer].experts, (layer,)) for layer, nbytes in store.slot_bytes.items()
+    }
+    classes = slot_classes(dict.fromkeys(alone, store.expert_bytes), alone)
+    sizes = worker_sizes(classes, memory_bytes, slots)
+    math = KernelMath(description.hidden, description.inner, description.table)
+    free, _ = free_host_bytes()
+    is_direct = reads_directly(EngineConfig(), store.total_bytes, free - sum(count * each for count, each in sizes))
+    count = threads or len(os.sched_getaffinity(0))
+    experts = ExpertsAlone(store, dict.fromkeys(alone, math), sizes, size_of(classes), is_direct, count, False)
+    return Served(experts, description.weights, "auto", np.dtype(np.uint16), DTYPE)
+
+
+def _store(place: Path, description: Description) -> ExpertStore:
+    tensors = index_checkpoint(place)
+    parts = (
+        Part(UP, (2 * description.inner, description.hidden)),
+        Part(DOWN, (description.hidden, description.inner)),
+    )
+    layers = {
+        each.layer: LayerExperts(
+            each.layer,
+            parts,
+            [{UP: _pieces(tensors, each.up, n), DOWN: _pieces(tensors, each.down, n)} for n in range(each.experts)],
+        )
+        for each in description.layers
+    }
+    return ExpertStore(layers, _PLAIN)
+
+
+def _pieces(tensors: Mapping[str, StoredTensor], keys: tuple[str, ...], expert: int) -> tuple[StoredTensor, ...]:
+    return tuple(_piece(tensors, key, expert) for key in keys)
+
+
+def _piece(tensors: Mapping[str, StoredTensor], key: str, expert: int) -> StoredTensor:
+    name = key.replace(NUMBER, str(expert))
+    found = tensors.get(name)
+    if found is not None and NUMBER not in key and found.shape and expert < found.shape[0]:
+        found = row_of(found, expert)
+    if found is None or found.dtype != _PLAIN:
+        raise CheckpointError(f"main says that {name!r} is an expert's in bf16, and the files here have no such tensor")
+    return found
