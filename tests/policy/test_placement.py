@@ -100,6 +100,22 @@ def test_what_is_forgotten_sooner_here_is_loaded_there() -> None:
     assert rule._replace(here_costs_later=50.0).split_prompt(serves(1), 0) == {}, "a prompt wants each but once"
 
 
+def test_what_is_held_is_computed_before_what_is_read() -> None:
+    """Whatever is more important: else somebody would load a second time what the first has."""
+    assert placement(view(2, 5), view(3, load=10.5)).units(serves(9, 5)) == {(0, 9, EXACT): 2, (0, 5, EXACT): 2}
+
+
+def test_equals_bring_in_by_turns() -> None:
+    """So that all slots hold what was asked for of late, and not one worker's."""
+    found = {2: view(2, load=10.0), 3: view(3, load=10.2), 4: view(4, load=13.0)}
+    who = []
+    for now in range(4):
+        (unit,) = placement(*found.values()).units(serves(now)).values()
+        found[unit] = found[unit]._replace(brought_at=float(now))
+        who.append(unit)
+    assert who == [2, 3, 2, 3], "and who is slower is no equal"
+
+
 def test_a_worker_that_still_reads_is_behind() -> None:
     busy = view(2, 5)._replace(busy=20.0)
     assert placement(busy, view(3)).units(serves(5, 7)) == {(0, 5, EXACT): 2, (0, 7, EXACT): 3}

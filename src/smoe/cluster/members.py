@@ -10,6 +10,7 @@ wrong, a time is foretold wrongly and nothing else.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,8 @@ class Member:
     """Experts asked for,"""
     brought: int = 0
     """and brought in, for that or ahead of it; both of late."""
+    brought_at: float = -inf
+    """When it was last to bring something in."""
     requests: int = 0
     missed: int = 0
     """Deadlines."""
@@ -103,7 +106,9 @@ class Member:
 
     def view(self) -> WorkerView:
         """As plans see it."""
-        return WorkerView(self.unit, self._holds, self.load, self.expert, self.row, self.hop, most_rows=self.most_rows)
+        return WorkerView(
+            self.unit, self._holds, self.load, self.expert, self.row, self.hop, 0.0, self.brought_at, self.most_rows
+        )
 
     def will_hold(self, keys: Iterable[ExpertKey]) -> int:
         """It is to have these; returns how many of them it has to bring in."""
@@ -118,6 +123,7 @@ class Member:
                     next((held for held in self._holds if held not in self._expected), next(iter(self._holds)))
                 ]
             self._holds[key] = None
+            self.brought_at = time.monotonic()
         return missing
 
     def will_use(self, keys: Sequence[ExpertKey]) -> int:

@@ -157,7 +157,6 @@ class UnderWay:
         # what main loads is forgotten at once, and its disk brings this layer's experts in: one load before it
         placement = Placement("finish", "", views, here, here, 0)
         left = [n for n, future in enumerate(request.futures) if not future.done()]
-        left.sort(key=lambda n: not any(request.wanted[n].key in view.holds for view in views))  # no load: no choice
         serves = [Serve(each.key, tuple(range(len(each.tokens))), True) for each in request.wanted]
         units, found = placement.units([serves[n] for n in left]), dict[int, list[int]]()
         for n in left:

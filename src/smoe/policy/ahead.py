@@ -256,7 +256,7 @@ class Ahead:
                 ends[unit], gives_up[unit] = view.hop + busy + view.load, given
         in_time = [unit for unit, end in ends.items() if end <= left]
         if in_time:
-            return max(in_time, key=lambda unit: (gives_up[unit], -ends[unit]))
+            return max(in_time, key=lambda unit: (gives_up[unit], -views[unit].brought_at, -ends[unit]))
         waiting, load = len(shelves[DEVICE].taken), self._here.load()
         if place.position == self._now.position and waiting < self._here.room and soon <= _EARLY * load:
             ends[DEVICE] = (1 + waiting) * load + self._costs_later()

@@ -21,6 +21,10 @@ PLACEMENT = ("finish", "round-robin")
 """Where each expert is done earliest; or by turns, as the paper has it."""
 
 
+_HARDLY = 0.1
+"""Of a load: who is done so little later is as good."""
+
+
 class WorkerView(NamedTuple):
     """A worker, as it is known when a layer is planned. Times in seconds."""
 
@@ -38,6 +42,8 @@ class WorkerView(NamedTuple):
     """There and back."""
     busy: float = 0.0
     """Until it has read what it was told of before."""
+    brought_at: float = -inf
+    """When it was last given something to bring in: of equal ones all are to have what their slots hold of late."""
     most_rows: float = inf
     """Of one expert that it computes."""
 
@@ -96,8 +102,9 @@ class Placement(NamedTuple):
         """Greedy: each in its turn to whoever is done with it first, what was given before included. A worker computes
         what it holds, and reads what it does not meanwhile."""
         read, done = [view.hop + view.busy for view in self.workers], [view.hop for view in self.workers]
+        brought_at = [view.brought_at for view in self.workers]
         here, found = self.here_under_way, dict[ExpertKey, int]()
-        for serve in ranked:
+        for serve in sorted(ranked, key=lambda serve: not any(serve.key in view.holds for view in self.workers)):
             rows = len(serve.routes)
             there = [
                 view.hop if serve.key in view.holds else end + view.load
@@ -107,12 +114,17 @@ class Placement(NamedTuple):
                 max(end, ready) + max(view.expert, rows * view.row) if rows <= view.most_rows else inf
                 for end, ready, view in zip(done, there, self.workers, strict=True)
             ]
-            best = min(range(len(ends)), key=lambda n: (ends[n], done[n]))  # of equal ones who has less to do
+            first = min(range(len(ends)), key=lambda n: ends[n])
+            as_soon = ends[first] + _HARDLY * self.workers[first].load
+            equal = [n for n, end in enumerate(ends) if end <= as_soon]
+            best = min(equal, key=lambda n: (brought_at[n], ends[n], done[n]))
             is_sooner_here = here + self.here_load + self.here_costs_later < ends[best]
             if serve.key[2] != EXACT or is_sooner_here or ends[best] == inf:
                 here += _finite(self.here_load)
                 continue
-            read[best], done[best] = max(read[best], there[best]), ends[best]
+            if serve.key not in self.workers[best].holds:
+                read[best], brought_at[best] = there[best], inf
+            done[best] = ends[best]
             found[serve.key] = self.workers[best].unit
         return found
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 
 from smoe.expert import ExpertKey
 from smoe.simulator.cluster_worker import WorkerTimes
@@ -63,6 +64,11 @@ class Machine:
         """Loads that are still to be made of those begun or asked for; of one under way what is left."""
         left = (self.disk.free - self._events.now) / self.times.load if self.times.load else 0.0
         return max(0.0, left) + sum(key not in self._slots for key, _ in self._asked)
+
+    @property
+    def brought_at(self) -> float:
+        """When it last began to bring something in; before the first time, long ago."""
+        return self.loads[-1] if self.loads else -inf
 
     def begin_with(self, keys: Sequence[ExpertKey]) -> None:
         """It has these already, those used last at the end; as many of them as it has slots."""

@@ -168,7 +168,7 @@ class _Decoding:
     def _view(self, unit: int, worker: Machine) -> WorkerView:
         times, wire = worker.times, self._cluster.wire
         hop = 2 * (wire.seconds(self._cluster.row_bytes) + wire.delay + times.away)
-        return WorkerView(unit, worker, self._known[unit].load, times.expert, times.expert, hop)
+        return WorkerView(unit, worker, self._known[unit].load, times.expert, times.expert, hop, 0.0, worker.brought_at)
 
     def _here_load(self) -> float:
         return inf if self._here is None else self._here.times.load
