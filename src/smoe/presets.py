@@ -50,6 +50,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "shadow_departure": "late",
         "prefetch_trial": False,
     },
+    "cluster": {
+        "placement": "finish",
+        "prefetch": SHADOW,
+        "shadow_precision": "int4",
+        "prefetch_trial": False,
+    },
     "hobbit": {
         "eviction": "multidimensional",
         "prefetch": "stacked-gates",
@@ -68,7 +74,8 @@ far as our own parts make them up.
 guesses beside the experts, once it is trained on the user's own traces. `accelerate`, `moesys`: its baselines (section
 6.1), experts on demand, or all of the next layer's ahead.
 `od-moe` (OD-MoE): a cluster whose main machine keeps no experts; groups of workers take turns at the layers, and are
-told ahead what a shadow in int8 says.
+told ahead what a shadow in int8 says. `cluster`: ours; every expert where it is done first, and workers keep what a
+shadow in int4 expects next.
 `hobbit` (arXiv 2411.01433): its shares where the model has a profile, else the thresholds that it has for Mixtral."""
 LOW_COPIES = (
     "low_precision",

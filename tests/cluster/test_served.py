@@ -27,7 +27,7 @@ from smoe.errors import ClusterError, ConfigError
 from smoe.kernels.isa import widest
 from smoe.load.worker_experts import open_experts
 from smoe.policy.placement import PLACEMENT
-from smoe.presets import configure
+from smoe.presets import PRESETS, configure
 from tests import oracle, zoo
 from tests.cluster.conftest import BY_TURNS, cluster_of, has_ipv6, member
 from tests.packs import pack_folder
@@ -83,6 +83,17 @@ def test_what_a_shadow_expects_is_brought_in_before_it_is_asked_for(
     stats = model.offload.stats()
     assert len(fetched) > 10 and {key[0] for key in fetched} >= {1, 2, 3}, "of all layers that others come before"
     assert stats.host_computed > stats.decode_uses // 2
+
+
+@pytest.mark.parametrize(("preset", "precision"), [("cluster", "int4"), ("od-moe", "int8")])
+def test_presets_are_exact(preset: str, precision: str, tmp_path: Path, start: Start, open_model: Open) -> None:
+    folder = zoo.save("mixtral", tmp_path / "model", dtype=torch.bfloat16)
+    pack_folder(folder, precision=precision)
+    start(folder, 3)
+    model = open_model(folder, "minimum", cluster="test", cluster_workers=3, **PRESETS[preset])
+    everything_there(model)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    assert model.offload.stats().host_computed > 0
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral"])
