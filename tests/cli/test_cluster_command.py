@@ -86,7 +86,7 @@ def test_workers_that_are_killed_and_frozen_change_no_word(
 ) -> None:
     model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     pack_folder(model, precision="int8")
-    size = ["--memory", "8MiB", *SIZE[2:]]
+    size = ["--memory", "4200KiB", *SIZE[2:]]
     request = ["-p", "Once upon a time", "--max-new-tokens", "40", "--json"]
     alone = run("generate", model, *size, *request).json
     process = up(model, 3)

@@ -124,3 +124,12 @@ def test_what_is_read_ahead_is_in_the_way_once() -> None:
     assert found.take_coming([key(7)]) == 1
     assert found.take_coming(map(key, range(6))) == 4
     assert found.take_coming([key(0)]) == 0
+
+
+def test_proofs_are_no_work() -> None:
+    found, wanted = member(), [Wanted(key(1), [0])]
+    found.will_use([key(1)])
+    found.note(wanted, 0.02, Times(0.01, 0.008))
+    found.is_proven()
+    assert (found.experts, found.uses, found.brought) == (0, 0, 0)
+    assert found.expert > 0 and key(1) in found.view().holds, "what it takes, and what it holds, is known"

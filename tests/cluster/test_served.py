@@ -269,6 +269,12 @@ def test_one_main_at_a_time(toy: Callable[..., Path], start: Start, open_model: 
         open_model(folder, "minimum", cluster="test")
 
 
+def test_who_came_and_was_refused_is_named(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
+    start(toy("mixtral", dtype=torch.bfloat16), 1)
+    with pytest.raises(ClusterError, match=r"0 of 1 workers.*w0: its weights is"):
+        open_model(toy("qwen3_moe", dtype=torch.bfloat16), "minimum", cluster="test", cluster_timeout_seconds=5.0)
+
+
 def test_settings_that_do_not_go_together(toy: Callable[..., Path], open_model: Open) -> None:
     with pytest.raises(ConfigError, match="belongs to `cluster`"):
         open_model(toy("qwen3_moe"), "minimum", placement="finish")

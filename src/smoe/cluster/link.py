@@ -75,6 +75,8 @@ class Link:
         self.wake = partial(self._bell.put, lambda: None)
         self._spot_checks = SpotChecks(verify, rescue, self.wake, self._differs)
         self._by_route: dict[bytes, Member] = {}
+        self.refused: dict[str, str] = {}
+        """Why whoever came last by a name was not let in."""
         self.courier: Courier | None = None
         self._is_ending = False
         self._beaten = 0.0
@@ -175,6 +177,7 @@ class Link:
         found = self._doorkeeper.knocked(key, said)
         if not isinstance(found, Member):
             if found is not None:
+                self.refused[str(said.get("name"))[:80]] = found
                 self._send(route, frames.talk(Kind.REFUSED, {"why": found}))
             return
         for other in [each for each in self.members.values() if each.key == key and each.state is not State.OUT]:
@@ -195,6 +198,7 @@ class Link:
         """One proof after the other, so that what they take says something."""
         proof = next(proofs, None)
         if proof is None:
+            member.is_proven()
             self._became(member, State.READY)
             return
         trial = Trial(member, proof.expected, proofs)

@@ -100,6 +100,10 @@ class Member:
         """Whether it may be asked: nothing speaks against it."""
         return self.state is State.READY
 
+    def is_proven(self) -> None:
+        """What it computes from now on is asked for by the text."""
+        self.experts = self.requests = self.uses = self.brought = 0
+
     def takes(self, wanted: Iterable[Wanted]) -> bool:
         """Whether it may be asked for these."""
         return self.is_here and max(len(each.tokens) for each in wanted) <= self.most_rows

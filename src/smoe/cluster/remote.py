@@ -124,6 +124,12 @@ class Cluster(Admission):
         """All that ever came."""
         return [] if self.link is None else list(self.link.members.values())
 
+    @property
+    def refused(self) -> dict[str, str]:
+        """Who came and was not let in, and why."""
+        out = {member.name: member.why for member in self.members if member.why}
+        return out if self.link is None else self.link.refused | out
+
     def described(self) -> list[dict[str, Any]]:
         """Of every worker what people and programs want to know; times in seconds."""
         return [_described(member) for member in self.members]

@@ -62,7 +62,13 @@ def check_cluster(config: EngineConfig) -> None:
     what is of a cluster where none is named."""
     if config.cluster is None:
         if config.placement is not None:
-            raise ConfigError.idle("placement", config.placement, "`cluster`")
+            raise ConfigError(
+                f"`placement` {config.placement}, which the presets cluster and od-moe have as well, belongs to "
+                "`cluster`; name one, or use another preset",
+                setting="placement",
+                given=config.placement,
+                allowed="only with `cluster`",
+            )
         if config.cluster_verify:
             raise ConfigError.idle("cluster_verify", config.cluster_verify, "`cluster`")
         return
@@ -142,7 +148,7 @@ def _wait_for_workers(cluster: Cluster, config: EngineConfig) -> None:
     main = cluster.main
     came = cluster.wait(config.cluster_workers, config.cluster_timeout_seconds)
     if len(came) < config.cluster_workers:
-        reasons = "; ".join(f"{member.name}: {member.why}" for member in cluster.members if member.why)
+        reasons = "; ".join(f"{name}: {why}" for name, why in cluster.refused.items())
         raise ClusterError(
             f"{len(came)} of {config.cluster_workers} workers of the cluster {main.name!r} came to {main.address} "
             f"within {config.cluster_timeout_seconds:g} s{f' ({reasons})' if reasons else ''}; start them (smoe "
