@@ -24,7 +24,7 @@ from bench.cluster.decoding import Decoding
 from bench.cluster.pieces import UNSHAPED, Hops, Pieces
 from bench.cluster.recorded import SHADOW, as_tokens, before, record
 from bench.cluster.results import spread, write
-from bench.cluster.speed import KINDS, Cell, aligned, main_times, measure, one_machine, seconds
+from bench.cluster.speed import KINDS, Cell, aligned, circumstances, main_times, measure, one_machine, seconds
 from bench.cluster.workers import Shape
 from smoe.presets import configure
 from smoe.simulator.cluster_forecast import foretell
@@ -244,8 +244,4 @@ def options_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, help="begin nothing after so long")
     parser.add_argument("--tokens", type=int, default=16, help="timed ones")
-    parser.add_argument("--slots", type=int, default=8, help="experts in each worker's memory")
-    parser.add_argument("--load-ms", type=float, default=28.0, help="of an expert from a worker's disk")
-    parser.add_argument("--main-load-ms", type=float, default=28.0, help="... from main's")
-    parser.add_argument("--expert-ms", type=float, default=1.5, help="of computing one")
-    parser.add_argument("--layer-ms", type=float, default=4.5, help="on main, of what lies between two layers' experts")
+    circumstances(parser)

@@ -244,6 +244,11 @@ def options_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--links", default="1gbit", help=", ".join(LINKS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=24, help="timed ones")
+    circumstances(parser)
+
+
+def circumstances(parser: argparse.ArgumentParser) -> None:
+    """What every machine has, and how fast it is."""
     parser.add_argument("--slots", type=int, default=8, help="experts in each worker's memory")
     parser.add_argument("--load-ms", type=float, default=28.0, help="of an expert from a worker's disk")
     parser.add_argument("--main-load-ms", type=float, default=28.0, help="... from main's")

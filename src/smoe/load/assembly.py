@@ -39,7 +39,7 @@ from smoe.policy.balance import Costs
 from smoe.policy.budget import Ledger
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.plan import HOST
-from smoe.policy.prediction import ASKED, Predictor
+from smoe.policy.prediction import ASKED, Listener, Predictor
 from smoe.policy.prices import PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget, nats_of_perplexity
 from smoe.policy.residency import SlotTable
@@ -109,9 +109,6 @@ def assemble(
         seconds_per_byte = LoadRate(transfers, tiers.link).seconds_per_byte
         asked = Asked(budget.weights, seconds_per_byte, ledger.demand, budget.files, checkpoint[EXACT])
         others = None if config.cluster is None else cluster_of(model, spec, config, store, compute, asked, made)
-        if others is not None:
-            for predictor in set(predictors.values()):
-                predictor.speak_to(others)
         trial = Trial() if _is_on_trial(config) else None
         executor = LayerExecutor(
             compute=compute, predictors=predictors, balancer=others or balancer, trial=trial, upgrades=config.upgrade
@@ -133,7 +130,7 @@ def assemble(
             rules=rules,
             leaves_little=leaves_little,
         )
-        _put_behind(model, spec, engine, predictors)
+        _put_behind(model, spec, engine, predictors, others)
         answerer = _answerer(config, budget.known.prices, stores, transfers, tiers.link, balancer)
         _start(model, engine, answerer, tiers.link, pacing)
         made.pop_all()  # from here on the engine closes them
@@ -205,11 +202,20 @@ def _prove(
                 check_experts(site, modules[site.name], of[site.layer], executor, spec.dtype)
 
 
-def _put_behind(model: PreTrainedModel, spec: ModelSpec, engine: Engine, predictors: Mapping[Phase, Predictor]) -> None:
-    """The blocks and the routers that are heard turn to the engine, then the predictors to the model."""
+def _put_behind(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    engine: Engine,
+    predictors: Mapping[Phase, Predictor],
+    others: Listener | None,
+) -> None:
+    """The blocks and the routers that are heard turn to the engine, then the predictors to the model, and to the
+    `others` that compute, too."""
     attach(model, spec.sites, engine, {layer: spec.anatomy.routers[layer] for layer in engine.rules})
     for predictor in set(predictors.values()):
         predictor.install()
+        if others is not None:
+            predictor.speak_to(others)
 
 
 def _host_experts(
