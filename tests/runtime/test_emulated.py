@@ -208,7 +208,7 @@ def test_a_cache_does_not_outlive_its_user(toy: Callable[..., Path], open_model:
     model = open_model(toy("qwen3_moe"), "fifth", prefetch="look-ahead")
     oracle.greedy(model)
     gc.collect()
-    assert [ref() for ref in model.offload._caches] == [None]
+    assert [ref() for ref in model.offload._caches._made] == [None]
 
 
 def test_a_look_ahead_that_is_switched_off_costs_nothing(toy: Callable[..., Path], open_model: Open) -> None:

@@ -208,7 +208,8 @@ class _InOnePiece:
         ours: list[Expert] = []
         for n, one in enumerate(weights, start=first):
             places = self._places[n]
-            if len(places) <= self._kernels[n].most_rows:
+            kernel = self._kernels[n]
+            if len(places) <= kernel.most_rows or kernel.pool.rows_are_alone:
                 ours.append(Expert(one.matrices, places))
             else:
                 tokens, rows = (list(part) for part in zip(*places, strict=True))

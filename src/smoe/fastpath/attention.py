@@ -19,7 +19,7 @@ import ctypes
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from smoe.fastpath.rows_of_pass import RowsOfPass
 from smoe.kernels.attention import attend, fits, libm
 from smoe.kernels.proof import is_no_further, same_bits
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, SpinningPool
@@ -41,6 +42,8 @@ _ATTRIBUTE = "one_query"
 """Where a module carries its kernel, ..."""
 _THREADS = "library_threads"
 """... and the number of threads that the library has for what one of them takes long for."""
+_ROWS = "rows_of_pass"
+"""Where a module finds how long the texts of a pass are."""
 _MOST_ALONE = 1 << 20
 """Products of a query's with a key's number that one thread of the library takes some 1 ms for: for fewer, waking the
 others takes longer, and once awake they hold up our threads."""
@@ -96,6 +99,18 @@ def speed_up(model: PreTrainedModel, pool: SpinningPool, is_measured: bool = Tru
         setattr(module, _THREADS, torch.get_num_threads())
         settled += is_settled
     return settled
+
+
+def listen_to(rows: RowsOfPass, model: PreTrainedModel) -> bool:
+    """Have attention look, for every row of a pass, at that row's own keys alone, as if no other row were there: the
+    last ones, so many as `rows` says. False for a model that does not ask for `sdpa`."""
+    if model.config.get_text_config()._attn_implementation != _NAME:
+        return False
+    _behind_the_name()
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            setattr(module, _ROWS, rows)
+    return True
 
 
 class OneQuery:
@@ -232,6 +247,22 @@ def _behind_the_name() -> Attention:
     return registered
 
 
+def _each_row(
+    keys: Sequence[int],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """What each row would be asked alone. A window that it does not fill yet is no window, and has no mask."""
+    for row, count in enumerate(keys):
+        own = slice(row, row + 1)
+        is_full = count >= key.shape[2]
+        mask = attention_mask if attention_mask is None or attention_mask.shape[0] == 1 else attention_mask[own]
+        begin = max(0, key.shape[2] - count)
+        yield query[own], key[own, :, begin:], value[own, :, begin:], mask if is_full else None
+
+
 def _standing_before(library: Attention) -> Attention:
     others = (*(name for name in inspect.signature(library).parameters if name not in _UNDERSTOOD), *_CHANGING)
 
@@ -246,6 +277,11 @@ def _standing_before(library: Attention) -> Attention:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        texts = getattr(module, _ROWS, None)
+        if texts is not None and texts.keys is not None and query.shape[0] == len(texts.keys) > 1:
+            each = _each_row(texts.keys, query, key, value, attention_mask)
+            outputs = [forward(module, *row, dropout=dropout, scaling=scaling, **kwargs)[0] for row in each]
+            return torch.cat(outputs), None
         kernel = getattr(module, _ATTRIBUTE, None)
         if kernel is not None and attention_mask is None and not dropout and scaling is not None:
             is_plain = all(kwargs.get(name) is None or kwargs[name] is False for name in others)

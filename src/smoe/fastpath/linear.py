@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from smoe.bounds import BF16
 from smoe.kernels.proof import part_that_agrees, same_bits
-from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, Product, SpinningPool
+from smoe.kernels.spinning_pool import MOST_ROWS, OWN_ORDER_GAIN, Product, SpinningPool
 from smoe.kernels.threads import threads
 from smoe.models.quantised_linear import QuantisedLinear, QuantisedWeight
 
@@ -58,6 +58,8 @@ def speed_up(
     left = [module for some in kinds.values() for module in some if "forward" not in module.__dict__]
     _speed_up_routers(pool, routers)
     _keep_bits(left, routers)
+    for module in [*left, *(router for router, can_be_asked in routers.items() if can_be_asked)]:
+        module.forward = _row_by_row(pool, module.forward)  # type: ignore[method-assign]
     total = quantised + sum(module.weight.numel() for some in kinds.values() for module in some)
     return adopted / total if total else 0.0
 
@@ -73,11 +75,29 @@ def multiply_codes(model: nn.Module, pool: SpinningPool, activations: str = BF16
 
 def _forward(module: nn.Linear, pool: SpinningPool, part: int) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(input: torch.Tensor) -> torch.Tensor:
-        if input.numel() != module.in_features or not input.is_contiguous():
-            return functional.linear(input, module.weight, module.bias)
-        return _one_row(input, module.weight, module.bias, pool, part)
+        if input.is_contiguous():
+            if input.numel() == module.in_features:
+                return _one_row(input, module.weight, module.bias, pool, part)
+            if pool.rows_are_alone:
+                return _each_row(input, module.weight, module.bias, pool, part)
+        return functional.linear(input, module.weight, module.bias)
 
     return forward
+
+
+def _each_row(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: SpinningPool, part: int = 0
+) -> torch.Tensor:
+    """input [..., K] -> [..., N]: of every row the bits that it has alone."""
+    rows = input.view(-1, weight.shape[1])
+    out = input.new_empty(rows.shape[0], weight.shape[0])
+    if bias is None and not part:
+        for some, to in zip(rows.split(MOST_ROWS), out.split(MOST_ROWS), strict=True):
+            pool.multiply_rows(some, weight.t(), to)
+    else:
+        pairs = zip(rows.split(1), out.split(1), strict=True)
+        pool.multiply([Product(row, weight.t(), to, bias, part) for row, to in pairs])
+    return out.view(*input.shape[:-1], weight.shape[0])
 
 
 def _one_row(
@@ -132,6 +152,9 @@ class _RouterWeight(torch.Tensor):
 
     one_row: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """(x [..., K] of one row, weight [N, K]) -> [..., N]"""
+    each_row: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """... of several, each alone"""
+    pool: SpinningPool
 
     @classmethod
     def __torch_function__(
@@ -140,8 +163,11 @@ class _RouterWeight(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func is functional.linear and len(args) == 2 and not kwargs:
                 x, weight = args
-                if type(x) is torch.Tensor and x.numel() == weight.shape[1] and x.dtype is weight.dtype:
-                    return weight.one_row(x.contiguous(), weight)
+                if type(x) is torch.Tensor and x.dtype is weight.dtype:
+                    if x.numel() == weight.shape[1]:
+                        return weight.one_row(x.contiguous(), weight)
+                    if weight.pool.rows_are_alone:
+                        return weight.each_row(x.contiguous(), weight)
             return func(*args, **(kwargs or {}))
 
 
@@ -158,6 +184,8 @@ def _speed_up_routers(pool: SpinningPool, routers: Iterable[nn.Module]) -> None:
         if part is not None:
             ours = weight.detach().as_subclass(_RouterWeight)
             ours.one_row = functools.partial(_one_row, bias=None, pool=pool, part=part)
+            ours.each_row = functools.partial(_each_row, bias=None, pool=pool, part=part)
+            ours.pool = pool
             ours._is_param = True  # type: ignore[attr-defined]
             router.weight = ours
 
@@ -180,6 +208,20 @@ def _keep_bits(linears: Iterable[nn.Linear], routers: Mapping[nn.Module, bool]) 
             if verdicts[kind]:
                 continue
         module.forward = _on_all(threads, module.forward)  # type: ignore[method-assign]
+
+
+def _row_by_row(pool: SpinningPool, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Asked for one row after the other where each is to have the bits that it has alone."""
+
+    def run(rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not pool.rows_are_alone or rows.shape[0] == 1 or args or kwargs:
+            return forward(rows, *args, **kwargs)
+        each = [forward(row) for row in rows.split(1)]
+        if isinstance(each[0], torch.Tensor):
+            return torch.cat(each)
+        return tuple(torch.cat(parts) for parts in zip(*each, strict=True))
+
+    return run
 
 
 def _is_the_same_on_one_thread(module: nn.Module, weight: torch.Tensor) -> bool:

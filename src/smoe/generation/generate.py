@@ -168,7 +168,7 @@ def generate_batch(
         model.generate(  # type: ignore[operator]
             input_ids=batch.input_ids.to(model.device),
             attention_mask=batch.attention_mask.to(model.device),
-            generation_config=_generation_config(model, tokenizer, sampling, new_tokens),
+            generation_config=generation_config(model, tokenizer, sampling, new_tokens),
             logits_processor=LogitsProcessorList([_RefuseNaN()]),
             stopping_criteria=StoppingCriteriaList([listener]),
             **({} if cache is None else {"past_key_values": cache}),
@@ -249,7 +249,7 @@ def _room(engine: Engine, batch: Batch, wanted: int) -> tuple[int, list[str]]:
     ]
 
 
-def _generation_config(model: PreTrainedModel, tokenizer: Any, sampling: Sampling, new_tokens: int) -> GenerationConfig:
+def generation_config(model: PreTrainedModel, tokenizer: Any, sampling: Sampling, new_tokens: int) -> GenerationConfig:
     """What is left None here, the library fills in: from the checkpoint's generation config, else with its defaults."""
     ends = sorted(end_tokens(model, tokenizer))
     config = GenerationConfig(

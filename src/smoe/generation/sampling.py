@@ -31,6 +31,12 @@ class Sampling:
     """Strings that end the text; they are not part of it."""
     ignores_end: bool = False
     """Go on after the model's end token (for measuring)."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of every token that has come, ..."""
+    frequency_penalty: float = 0.0
+    """... and this for each time that it has."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)"""
 
     def __post_init__(self) -> None:
         heat, top_p, top_k, penalty = self.temperature, self.top_p, self.top_k, self.repetition_penalty
@@ -39,6 +45,8 @@ class Sampling:
             ("temperature", heat is None or 0 <= heat < math.inf, "0 (greedy) or more"),
             ("top_p", top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
             ("top_k", top_k is None or top_k >= 0, "0 (all) or more"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             ("repetition_penalty", penalty is None or 0 < penalty < math.inf, "above 0 (1: none)"),
         ):
             if not holds:

@@ -21,14 +21,12 @@ import numpy.typing as npt
 
 from smoe.kernels import tasks
 from smoe.kernels.matrix import Matrix
-from smoe.kernels.row_product import chain_of
 from smoe.kernels.spinning_pool import (
     LONE_UNIT,
     MOST_QUANTISED_ROWS,
     MOST_ROWS,
     UNIT,
     WAKING_WEIGHTS,
-    Pairs,
     SpinningPool,
     passes,
 )
@@ -188,17 +186,19 @@ class _Work:
         """A matrix times several rows: (x, out) of each."""
         address, outputs, columns, products = matrix
         size, products = self._size, products or self._shape.pool.own_order
-        if products is None:
-            rows = Pairs(pairs)
-            self._kept.append(rows)
-            self.fields += (self.units, outputs, size, tasks.ROWS, wait_at, wait_for, count_at)
-            self.fields += (rows.address, address, 0, rows.count, columns, chain_of(columns, len(pairs)))
-            self.units += -(-outputs // size)
+        if products is not None and self._shape.pool.rows_are_alone:
+            for pair in pairs:
+                self._row(matrix, wait_at, wait_for, count_at, *pair)
             return
         for rows in passes(pairs):
             self._kept.append(rows)
-            self.fields += (self.units, outputs, size, tasks.FORMAT, wait_at, wait_for, count_at)
-            self.fields += (products.of_rows[rows.count // 2], rows.address, address, 0, columns, 0)
+            if products is None:
+                self.fields += (self.units, outputs, size, tasks.ROWS, wait_at, wait_for, count_at)
+                chain = self._shape.pool.chain(columns, len(pairs))
+                self.fields += (rows.address, address, 0, rows.count, columns, chain)
+            else:
+                self.fields += (self.units, outputs, size, tasks.FORMAT, wait_at, wait_for, count_at)
+                self.fields += (products.of_rows[rows.count // 2], rows.address, address, 0, columns, 0)
             self.units += -(-outputs // size)
 
     def sums(self, sums: Sums) -> None:

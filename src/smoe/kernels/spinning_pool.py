@@ -112,6 +112,8 @@ class SpinningPool:
         """A word that has always reached 0: for tasks that wait for nothing."""
         self.nowhere = self.word(tasks.NOWHERE)
         self.finished = self.word(tasks.FINISHED)
+        self.rows_are_alone = False
+        """Whether each of several rows is summed as it would be alone, not as the library sums several."""
         self._is_closed = False
         self._is_asleep = [False] * (threads - 1)
         self._alarms = [threading.Lock() for _ in self._is_asleep]
@@ -155,16 +157,20 @@ class SpinningPool:
             weights += rows * columns
         self.run(fields, units, is_long=weights >= WAKING_WEIGHTS)
 
+    def chain(self, columns: int, rows: int) -> int:
+        """`chain_of`, for rows that are together, or each alone."""
+        return chain_of(columns, 1 if self.rows_are_alone else rows)
+
     def multiply_rows(self, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
-        """out [M, N] = x [M, K] @ matrix, in the library's order for M rows, or in ours, for at most
-        `most_own_rows`."""
+        """out [M, N] = x [M, K] @ matrix, in the library's order for M rows (`MOST_ROWS` at most), or in ours, for at
+        most `most_own_rows`."""
         columns, outputs = matrix.shape
         if self.own_order is not None:
             self.multiply_quantised(x, [Matrix(matrix.data_ptr(), outputs, columns, self.own_order)], out)
             return
         pairs = Pairs([(x[row].data_ptr(), out[row].data_ptr()) for row in range(len(x))])
         fields = [0, outputs, LONE_UNIT, tasks.ROWS, self.at_once, 0, self.nowhere, pairs.address]
-        fields += [matrix.data_ptr(), 0, pairs.count, columns, chain_of(columns, len(x))]
+        fields += [matrix.data_ptr(), 0, pairs.count, columns, self.chain(columns, len(x))]
         self.run(fields, -(-outputs // LONE_UNIT), is_long=columns * outputs >= WAKING_WEIGHTS)
 
     def multiply_quantised(
@@ -173,19 +179,21 @@ class SpinningPool:
         """out [M, N] = x [M, K] times quantised matrices, side by side; M is `MOST_QUANTISED_ROWS` at most,
         and both lie in one piece.
 
-        `bias` [N] is added to a single row only.
+        `bias` [N] is added to rows that are alone only.
         """
         fields: list[int] = []
         rows, kept = x.shape[0], []
-        assert rows <= MOST_QUANTISED_ROWS and (bias is None or rows == 1), rows
+        assert rows <= MOST_QUANTISED_ROWS and (bias is None or rows == 1 or self.rows_are_alone), rows
         units = weights = column = 0
         for address, outputs, columns, products in matrices:
             assert products is not None
             head = (outputs, LONE_UNIT, tasks.FORMAT, self.at_once, 0, self.nowhere)
             to, at = out.data_ptr() + 2 * column, 0 if bias is None else bias.data_ptr() + 2 * column
-            if rows == 1:
-                fields += (units, *head, products.of_rows[0], x.data_ptr(), address, to, columns, at)
-                units += -(-outputs // LONE_UNIT)
+            if rows == 1 or self.rows_are_alone:
+                for n in range(rows):
+                    row, its = x.data_ptr() + 2 * columns * n, to + 2 * out.shape[1] * n
+                    fields += (units, *head, products.of_rows[0], row, address, its, columns, at)
+                    units += -(-outputs // LONE_UNIT)
             else:
                 both = [(x.data_ptr() + 2 * columns * n, to + 2 * out.shape[1] * n) for n in range(rows)]
                 for pairs in passes(both):

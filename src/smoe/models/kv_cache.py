@@ -30,6 +30,10 @@ class RowCache(DynamicCache):
         self.capacity_tokens = capacity_tokens
         self.length = 0
         """Committed tokens of every row."""
+        self.start = 0
+        """The place in the storages of the rows' first tokens: above 0 in windows only (`kv_window.py`)."""
+        self.row_lengths: list[int] | None = None
+        """Tokens of every row, where rows have texts of their own; the longest has `length`, all end at one place."""
         self.ended: torch.Tensor | None = None
         """[rows], True where a row's text has ended and nobody looks at what it computes; None: nowhere."""
         self._pending = 0
@@ -57,6 +61,8 @@ class RowCache(DynamicCache):
         """The pass has ended well: its positions count from now on."""
         self.check_kept()
         self.length += self._pending
+        if self.row_lengths is not None:
+            self.row_lengths = [length + self._pending for length in self.row_lengths]
         self._pending = 0
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any, **kwargs: Any) -> int:
@@ -94,7 +100,8 @@ class RowCache(DynamicCache):
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             if theirs._store is not None:
                 for to, source in zip(mine._reserved(theirs._store), theirs._store, strict=True):
-                    to[:, :, begin:end] = source[:, :, begin:end]
+                    at, of = self.start, other.start
+                    to[:, :, at + begin : at + end] = source[:, :, of + begin : of + end]
         self.length = max(self.length, end)
 
     @property
@@ -107,6 +114,11 @@ class RowCache(DynamicCache):
         for layer in self.layers:
             if not isinstance(layer, (_Positioned, _PositionedSliding)):
                 layer.reset()
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether the memory was given back."""
+        return self._is_retired
 
     def retire(self) -> None:
         """Give the memory back; any later use raises."""
@@ -149,7 +161,8 @@ class _Storage:
         owner = self._owner
         owner.check_kept()  # retired in the middle of a pass, it would begin anew with zeros
         stored_keys, stored_values = self._reserved((keys, values))
-        start, end = owner.length, owner.length + keys.shape[-2]
+        start = owner.start + owner.length
+        end = start + keys.shape[-2]
         stored_keys[:, :, start:end] = keys
         stored_values[:, :, start:end] = values
         return stored_keys, stored_values, end
@@ -166,7 +179,7 @@ class _Storage:
         """Beam search: row b continues what row beam_idx[b] has written."""
         if self._store is not None:
             for tensor in self._store:
-                used = tensor[:, :, : self._owner.length]
+                used = tensor[:, :, : self._owner.length]  # of a cache of its own: no beam search has a window
                 used.copy_(used[beam_idx.to(tensor.device)])
 
 
@@ -180,7 +193,8 @@ class _Positioned(_Storage, DynamicLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         keys, values, end = self._write(key_states, value_states)
         self.is_initialized = True
-        return keys[:, :, :end], values[:, :, :end]
+        start = self._owner.start
+        return keys[:, :, start:end], values[:, :, start:end]
 
     def get_seq_length(self) -> int:
         return self._owner.length
@@ -199,7 +213,7 @@ class _PositionedSliding(_Storage, DynamicSlidingWindowLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         keys, values, end = self._write(key_states, value_states)
         self.is_initialized = True
-        begin = self._begin()
+        begin = self._owner.start + self._begin()
         return keys[:, :, begin:end], values[:, :, begin:end]
 
     def get_seq_length(self) -> int:

@@ -8,7 +8,6 @@ and threads back when Python collects it.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -19,6 +18,7 @@ from transformers import PretrainedConfig
 
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError, EngineStateError
+from smoe.fastpath.rows_of_pass import RowsOfPass
 from smoe.kernels.threads import threads
 from smoe.memory.arena import Arena
 from smoe.memory.pacing import Pacing
@@ -32,6 +32,7 @@ from smoe.policy.budget import Ledger
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.registry import EvictionSettings, make_eviction_for
 from smoe.routing import Phase, Routing
+from smoe.runtime.caches import Caches
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.lifetime import Held
 from smoe.runtime.observer import Routed, RoutingList, StepObserver
@@ -78,7 +79,8 @@ class Engine:
         self._threads = torch.get_num_threads()
         """Computing threads: what our kernels have been compared on."""
         self.executor = executor
-        self._model_config = model_config
+        self.rows_of_pass: RowsOfPass | None = None
+        """Where attention hears of texts of their own lengths; None: it takes none."""
         self.rules = rules
         self._logits: dict[int, torch.Tensor] = {}
         """What the routers said in this pass, until their experts run."""
@@ -94,9 +96,8 @@ class Engine:
         self.stand_in: StandIn = as_routed
         self._silent: torch.Tensor | None = None
         """[T] of this pass, True at positions that ask for no expert; None where all do."""
-        self._caches: list[weakref.ref[RowCache]] = []
+        self._caches = Caches(model_config, context_tokens, config.max_sequences, ledger.demand.kv_cache_bytes)
         self._dense_bytes = dense_bytes
-        self._peak_cache_bytes = 0
         self._held = Held(self, transfers, arena, executor.helpers)
 
     # -- for users ----------------------------------------------------------------------------------------------------
@@ -121,13 +122,12 @@ class Engine:
         Where there is no room, the oldest caches are invalidated; waits while another request is running.
         """
         with self.turn():
-            reserved = self.context_tokens * self.config.max_sequences
-            cache = RowCache(self._model_config, sequences, reserved // sequences)
-            live = [c for c in (ref() for ref in self._caches) if c is not None and c.reserved_tokens]
-            while live and sum(c.reserved_tokens for c in live) + cache.reserved_tokens > reserved:
-                live.pop(0).retire()
-            self._caches = [weakref.ref(c) for c in [*live, cache]]
-            return cache
+            return self._caches.new(sequences)
+
+    def new_caches(self) -> list[RowCache]:
+        """`max_sequences` caches of one sequence each, of `context_tokens` positions; see `new_cache`."""
+        with self.turn():
+            return self._caches.new_ones()
 
     def use_alpha(self, alpha: float) -> None:
         """Substitute by another threshold from now on, from a cold cache and with counters at zero. Raises
@@ -283,14 +283,14 @@ class Engine:
             started = self.now()
             try:
                 self._turns.check()
-                with torch.no_grad(), self._threads_for(tokens * rows):
+                with torch.no_grad(), self._apart(cache, tokens) as alone, self._threads_for(tokens * rows, alone):
                     yield
             except BaseException:
                 self.executor.recover()  # no read is left under way
                 raise
             if cache is not None:
                 cache.commit()
-                self._check_caches()
+                self._caches.check()
             self._count_pass(tokens * rows, self.now() - started)
         finally:
             self._is_in_pass = False
@@ -338,14 +338,21 @@ class Engine:
         """Keep a router's logits [T, E] until the experts of its layer run."""
         self._logits[layer] = logits
 
-    def _threads_for(self, positions: int) -> AbstractContextManager[None]:
+    def _apart(self, cache: RowCache | None, tokens: int) -> AbstractContextManager[bool]:
+        """Around a pass: rows of texts of their own are computed apart; says whether as each is alone."""
+        lengths = None if cache is None else cache.row_lengths
+        if lengths is None or self.rows_of_pass is None:
+            return nullcontext(False)
+        return self.rows_of_pass.apart([length + tokens for length in lengths])
+
+    def _threads_for(self, positions: int, alone: bool) -> AbstractContextManager[None]:
         """What is left to the library of one token computes on one thread, where our kernels have the large products.
 
         Sharing such short work out takes longer than doing it, and the library's threads, once awake, hold up ours.
         Our kernels' bits have been compared with the library's on one thread and on all; a product that is left and
         depends on it stays on all (`fastpath/linear.py`).
         """
-        return nullcontext() if positions > 1 or not self._leaves_little else threads(1)
+        return nullcontext() if (positions > 1 and not alone) or not self._leaves_little else threads(1)
 
     def _check_usable(self) -> None:
         """Raise where the engine is closed or belongs to the parent of a forked process."""
@@ -370,19 +377,12 @@ class Engine:
         demand = self.ledger.demand
         of_predictors = demand.predictor_bytes + demand.learned_bytes + demand.shadow_bytes
         fixed = self._dense_bytes + self._arena.nbytes + demand.workspace_bytes + of_predictors
-        return fixed + self._peak_cache_bytes
+        return fixed + self._caches.peak_bytes
 
     @property
     def slot_memory(self) -> torch.Tensor:
         """The slots' bytes (uint8): the memory rate is measured on them; other memory would be outside the budget."""
         return self._arena.bytes
-
-    def _check_caches(self) -> None:
-        """The caches in use must stay inside their entry of the ledger."""
-        used = sum(cache.nbytes for cache in (ref() for ref in self._caches) if cache is not None)
-        self._peak_cache_bytes = max(self._peak_cache_bytes, used)
-        promised = self.ledger.demand.kv_cache_bytes
-        assert used <= promised, f"the KV caches take {used} bytes, the ledger has {promised}"
 
     def describe(self) -> dict[str, Any]:
         """The budget's entries and what they buy, for programs."""

@@ -1,0 +1,38 @@
+"""A pass over one token each of several texts, which have lengths of their own.
+
+Each row attends to its own keys as if it were alone (`attention.py`). Our kernels can also give each row the bits that
+it has alone: in the library's order of sums at no cost, in an order of our own one row after the other, which takes as
+long as computing them in turn. So there only those who ask for reproducible results have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from smoe.kernels.spinning_pool import MOST_QUANTISED_ROWS, SpinningPool
+
+
+class RowsOfPass:
+    """What attention and our kernels know of the rows of the pass under way."""
+
+    def __init__(self, pool: SpinningPool | None, is_reproducible: bool) -> None:
+        """`pool`: what multiplies, where it is ours."""
+        self.keys: Sequence[int] | None = None
+        """Of every row; None where rows have no texts of their own."""
+        is_alone = pool is not None and pool.several and (pool.own_order is None or is_reproducible)
+        self._pool = pool if is_alone else None
+
+    @contextmanager
+    def apart(self, keys: Sequence[int]) -> Iterator[bool]:
+        """Inside, rows of so many keys each are computed; says whether each gets the bits that it has alone."""
+        pool = self._pool if len(keys) <= MOST_QUANTISED_ROWS else None
+        self.keys = keys
+        if pool is not None:
+            pool.rows_are_alone = True
+        try:
+            yield pool is not None
+        finally:
+            self.keys = None
+            if pool is not None:
+                pool.rows_are_alone = False

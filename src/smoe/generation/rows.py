@@ -1,0 +1,170 @@
+"""The rows that texts are decoded in, and what is known of the tokens in each: what a text has in common with one that
+is there, or was, need not be read again.
+
+Rows that are decoded together come first. Where texts cannot share a pass (recurrent layers, an attention that nobody
+knows, or one that has been found to see other rows), each is decoded alone, in turn.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from smoe.models.kv_cache import RowCache
+from smoe.models.text_rows import TextRows
+from smoe.runtime.engine import Engine
+
+_NEAR = 0.05
+"""Of the largest logit, by which a text may differ from itself alone: rounding is a tenth of it, another's keys are far
+more."""
+
+_log = logging.getLogger(__name__)
+
+
+class Rows:
+    """As many as `max_sequences`, of `context_tokens` each."""
+
+    def __init__(self, model: PreTrainedModel, engine: Engine) -> None:
+        self._model = model
+        count = engine.config.max_sequences
+        self._alone = engine.new_caches()
+        self._texts: TextRows | None = None
+        if all(cache.can_rewind for cache in self._alone):
+            self._alone, self._texts = [], TextRows(engine.new_cache(count), model.config.get_text_config())
+        self._ids: list[list[int]] = [[] for _ in range(count)]
+        """The tokens whose keys and values each row holds."""
+        self._is_taken = [False] * count
+        self._used = [0] * count
+        """When each was last taken: the larger, the later."""
+        self._turns = 0
+        self._shares_passes: bool | None = (
+            None if self._texts is not None and engine.rows_of_pass is not None else False
+        )
+        """Whether rows are computed together as they are alone; None: to be found out."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another cache has taken the place in the budget."""
+        caches = self._alone if self._texts is None else [self._texts.whole]
+        return any(cache.is_retired for cache in caches)
+
+    @property
+    def has_free(self) -> bool:
+        """Whether another text has a place."""
+        return not all(self._is_taken)
+
+    def take(self, ids: Sequence[int]) -> tuple[int, int]:
+        """A free row for this prompt, and how many of its tokens are there already, one short of all at most."""
+        self._turns += 1
+        free = [row for row, is_taken in enumerate(self._is_taken) if not is_taken]
+        common = [min(_common_beginning(own, ids), len(ids) - 1) for own in self._ids]
+        if self._texts is None:  # a state goes on from where it is, or not at all
+            common = [n if n == len(self._ids[row]) else 0 for row, n in enumerate(common)]
+        row = max(free, key=lambda row: (common[row], not self._ids[row], -self._used[row]))
+        best = max(range(len(common)), key=lambda each: (common[each], each == row))
+        if self._texts is not None:
+            if common[best] > common[row]:
+                self._texts.copy(best, row, common[best])
+                self._ids[row] = self._ids[best][: common[best]]
+            self._texts.rewind(row, common[best])
+        elif not common[row]:
+            self._alone[row].reset()
+        kept = common[best] if self._texts is not None else common[row]
+        del self._ids[row][kept:]
+        self._is_taken[row], self._used[row] = True, self._turns
+        return row, kept
+
+    def free(self, row: int, is_whole: bool) -> None:
+        """Nobody needs it; its text stays until another one wants the place, unless it is not `is_whole`."""
+        self._is_taken[row] = False
+        if not is_whole:
+            self._ids[row] = []
+            if self._texts is not None:
+                self._texts.rewind(row, 0)
+
+    def exchange(self, a: int, b: int) -> None:
+        """Let two rows' texts change places."""
+        for each in (self._ids, self._is_taken, self._used, self._alone):
+            if each:
+                each[a], each[b] = each[b], each[a]  # type: ignore[index]
+        if self._texts is not None:
+            self._texts.exchange(a, b)
+
+    def read(self, row: int, ids: Sequence[int]) -> torch.Tensor:
+        """Go on with these tokens of a prompt; the logits [V] after the last one."""
+        return self._one(row, ids)
+
+    def decode(self, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
+        """A token for each of the first rows; the logits [V] after each."""
+        if len(tokens) == 1 or self._shares_passes is False:
+            return [self.decode_alone(row, token) for row, token in enumerate(tokens)]
+        if self._shares_passes is None:
+            return self._found_out(tokens)
+        return self._together(tokens)
+
+    def decode_alone(self, row: int, token: int) -> torch.Tensor:
+        """A token for one row; the logits [V] after it."""
+        return self._one(row, [token])
+
+    def _found_out(self, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
+        """The first step of several rows is made both ways: what is written at a place twice is the same."""
+        lengths = [len(self._ids[row]) for row in range(len(tokens))]
+        alone = []
+        for row, token in enumerate(tokens):
+            alone.append(self._one(row, [token]))
+            self._take_back(row, lengths[row])
+        together = self._together(tokens)
+        self._shares_passes = all(map(_are_near, together, alone))
+        if not self._shares_passes:
+            _log.warning("texts are decoded one after the other: this model computes them otherwise together")
+        return together if self._shares_passes else alone
+
+    def _together(self, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
+        texts, count = self._texts, len(tokens)
+        assert texts is not None
+        texts.align(range(count))
+        window = texts.window(0, count)
+        positions = [[length] for length in texts.lengths[:count]]
+        logits = self._pass([[token] for token in tokens], window, positions)
+        texts.note(window, 0)
+        for row, token in enumerate(tokens):
+            self._ids[row].append(token)
+        return list(logits)
+
+    def _one(self, row: int, ids: Sequence[int]) -> torch.Tensor:
+        begin = len(self._ids[row])
+        cache = self._alone[row] if self._texts is None else self._texts.window(row)
+        positions = list(range(begin, begin + len(ids)))
+        logits = self._pass([list(ids)], cache, [positions])
+        if self._texts is not None:
+            self._texts.note(cache, row)  # type: ignore[arg-type]
+        self._ids[row].extend(ids)
+        return logits[0]
+
+    def _take_back(self, row: int, length: int) -> None:
+        del self._ids[row][length:]
+        assert self._texts is not None
+        self._texts.forget(row, length)
+
+    def _pass(self, ids: list[list[int]], cache: RowCache, positions: list[list[int]]) -> torch.Tensor:
+        """[rows, new tokens] -> logits [rows, V] after each row's last one."""
+        device = self._model.device
+        given = torch.tensor(ids, device=device)
+        at = torch.tensor(positions, device=device)
+        output = self._model(input_ids=given, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+
+def _are_near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return bool((ours.float() - theirs.float()).abs().max() <= _NEAR * theirs.float().abs().max())
+
+
+def _common_beginning(a: Sequence[int], b: Sequence[int]) -> int:
+    for position, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return position
+    return min(len(a), len(b))

@@ -1,0 +1,82 @@
+"""From logits to the next token of one text: the library's own processors, a generator of its own, a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from smoe.errors import ModelError
+from smoe.generation.request import Constraint, Likely
+from smoe.generation.sampling import Sampling
+
+
+class Sampler:
+    """Chooses the tokens of one text. The same seed, prompt and logits give the same tokens, whoever else is there."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: GenerationConfig,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        logprobs: int | None,
+        constraint: Constraint | None,
+    ) -> None:
+        """`config`: what the library is to make of `sampling` (`generation_config` in `generate.py`)."""
+        prepared: GenerationConfig
+        prepared, _ = model._prepare_generation_config(config)
+        model._prepare_special_tokens(prepared, True, device=model.device)
+        self._draws = bool(prepared.do_sample)
+        self._processors = model._get_logits_processor(prepared, input_ids_seq_length=len(prompt), device=model.device)
+        self._generator = torch.Generator(model.device).manual_seed(sampling.seed)
+        self._ids = torch.tensor([list(prompt)], device=model.device) if len(self._processors) else None
+        self._presence, self._frequency = sampling.presence_penalty, sampling.frequency_penalty
+        self._bias = dict(sampling.logit_bias)
+        self._said: dict[int, int] = {}
+        """How often each token has come since the prompt."""
+        self._logprobs = logprobs
+        self._constraint = constraint
+
+    def choose(self, logits: torch.Tensor) -> tuple[int, float | None, tuple[Likely, ...]]:
+        """logits [V] -> (the next token, its log probability, the likeliest ones), as asked for. Raises `ModelError`
+        for logits that are not numbers."""
+        scores = logits.to(dtype=torch.float32, copy=True).unsqueeze(0)
+        if bool(torch.isnan(scores).any()):
+            raise ModelError(
+                "the model computed NaN; its weights or its config.json are damaged (check with smoe verify) or its "
+                "dtype is too narrow (try `dtype` bfloat16 or float32)"
+            )
+        plain = scores[0].log_softmax(0) if self._logprobs is not None else None
+        self._penalise(scores[0])
+        if self._constraint is not None:
+            self._constraint.narrow(scores[0])
+        if self._ids is not None:
+            scores = self._processors(self._ids, scores)
+        if self._draws:
+            token = int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+        else:
+            token = int(scores.argmax())
+        self._note(token)
+        if plain is None:
+            return token, None, ()
+        best = plain.topk(self._logprobs or 0)
+        top = tuple(map(Likely, best.indices.tolist(), best.values.tolist()))
+        return token, float(plain[token]), top
+
+    def _penalise(self, scores: torch.Tensor) -> None:
+        """OpenAI's penalties of tokens that have come already, and what is added to single ones."""
+        if self._said and (self._presence or self._frequency):
+            tokens = torch.tensor(list(self._said), device=scores.device)
+            counts = torch.tensor(list(self._said.values()), device=scores.device, dtype=scores.dtype)
+            scores[tokens] -= self._presence + self._frequency * counts
+        for token, bias in self._bias.items():
+            scores[token] += bias
+
+    def _note(self, token: int) -> None:
+        self._said[token] = self._said.get(token, 0) + 1
+        if self._constraint is not None:
+            self._constraint.take(token)
+        if self._ids is not None:
+            self._ids = torch.cat([self._ids, self._ids.new_tensor([[token]])], 1)

@@ -1,0 +1,102 @@
+"""The rows of one KV cache and where their texts lie; moves them so that some can be decoded together.
+
+row 0   . . . . a a a a a a |          rows 0 and 1 end at the same place: their next tokens go to the same place of
+row 1   . b b b b b b b b b |          the storages, in one window (`kv_window.py`)
+row 2   c c c c             .          being read, in a window of its own
+row 3   d d d d d d d       .          ended, and kept in case its text is gone on with
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from smoe.models.kv_cache import RowCache
+from smoe.models.kv_window import KVWindow
+
+
+class TextRows:
+    """Texts in the rows of `whole`."""
+
+    def __init__(self, whole: RowCache, config: Any) -> None:
+        self.whole = whole
+        self._config = config
+        self.starts = [0] * whole.rows
+        self.lengths = [0] * whole.rows
+        self._windows: dict[tuple[int, int], KVWindow] = {}
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Of every row."""
+        return self.whole.capacity_tokens
+
+    def window(self, first: int, rows: int = 1) -> KVWindow:
+        """Of rows `first` and following, which must end at the same place; the next token has room."""
+        lengths = self.lengths[first : first + rows]
+        if self.starts[first] + lengths[0] >= self.capacity_tokens:
+            self._move_to_front(range(first, first + rows))
+        ends = {self.starts[row] + self.lengths[row] for row in range(first, first + rows)}
+        assert len(ends) == 1, f"rows end at {sorted(ends)}"
+        window = self._windows.get((first, rows))
+        if window is None:
+            window = self._windows[first, rows] = KVWindow(self.whole, self._config, first, rows)
+        window.place(ends.pop() - max(lengths), lengths)
+        return window
+
+    def note(self, window: KVWindow, first: int) -> None:
+        """What a pass through this window of rows from `first` on has added."""
+        self.lengths[first : first + window.rows] = window.row_lengths or [window.length]
+
+    def rewind(self, row: int, length: int) -> None:
+        """Keep the first tokens of a row, and give it all its room."""
+        assert 0 <= length <= self.lengths[row]
+        self.lengths[row] = length
+        self._move(row, 0)
+
+    def forget(self, row: int, length: int) -> None:
+        """Keep the first tokens of a row, where they are."""
+        assert 0 <= length <= self.lengths[row]
+        self.lengths[row] = length
+
+    def copy(self, source: int, row: int, length: int) -> None:
+        """Let a row begin as another one does; what it had is lost."""
+        begin = self.starts[source]
+        for tensor in self._storages():
+            tensor[row, :, :length] = tensor[source, :, begin : begin + length]
+        self.starts[row], self.lengths[row] = 0, length
+
+    def exchange(self, a: int, b: int) -> None:
+        """Let two rows' texts change places."""
+        if a == b:
+            return
+        end = max(self.starts[row] + self.lengths[row] for row in (a, b))
+        begin = min(self.starts[row] for row in (a, b))
+        for tensor in self._storages():
+            kept = tensor[a, :, begin:end].clone()
+            tensor[a, :, begin:end] = tensor[b, :, begin:end]
+            tensor[b, :, begin:end] = kept
+        self.starts[a], self.starts[b] = self.starts[b], self.starts[a]
+        self.lengths[a], self.lengths[b] = self.lengths[b], self.lengths[a]
+
+    def align(self, rows: range) -> None:
+        """Let these rows' texts end at the same place: where the first ends, if the longest has room there."""
+        end = max(self.starts[rows[0]] + self.lengths[rows[0]], *(self.lengths[row] for row in rows))
+        for row in rows:
+            self._move(row, end - self.lengths[row])
+
+    def _move_to_front(self, rows: range) -> None:
+        longest = max(self.lengths[row] for row in rows)
+        for row in rows:
+            self._move(row, longest - self.lengths[row])
+
+    def _move(self, row: int, start: int) -> None:
+        old, length = self.starts[row], self.lengths[row]
+        self.starts[row] = start
+        if old == start or not length:
+            return
+        for tensor in self._storages():
+            tensor[row, :, start : start + length] = tensor[row, :, old : old + length].clone()
+
+    def _storages(self) -> list[torch.Tensor]:
+        return [tensor for layer in self.whole.layers for tensor in layer._store or ()]

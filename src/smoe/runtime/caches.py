@@ -1,0 +1,49 @@
+"""KV caches inside the budget: who has one, and what they take."""
+
+from __future__ import annotations
+
+import weakref
+
+from transformers import PretrainedConfig
+
+from smoe.models.kv_cache import RowCache
+
+
+class Caches:
+    """`context_tokens * sequences` positions in all; where there is no room for a new cache, the oldest are invalidated."""
+
+    def __init__(self, config: PretrainedConfig, context_tokens: int, sequences: int, promised_bytes: int) -> None:
+        """`promised_bytes`: the ledger's entry."""
+        self._config = config
+        self._context_tokens, self._sequences = context_tokens, sequences
+        self._promised_bytes = promised_bytes
+        self._made: list[weakref.ref[RowCache]] = []
+        self.peak_bytes = 0
+
+    def new(self, sequences: int) -> RowCache:
+        """One of so many rows, which share all positions."""
+        return self._kept(RowCache(self._config, sequences, self._reserved // sequences))
+
+    def new_ones(self) -> list[RowCache]:
+        """One for every sequence."""
+        return [self._kept(RowCache(self._config, 1, self._context_tokens)) for _ in range(self._sequences)]
+
+    def check(self) -> None:
+        """Those in use must stay inside their entry of the ledger."""
+        used = sum(cache.nbytes for cache in self._alive())
+        self.peak_bytes = max(self.peak_bytes, used)
+        assert used <= self._promised_bytes, f"the KV caches take {used} bytes, the ledger has {self._promised_bytes}"
+
+    @property
+    def _reserved(self) -> int:
+        return self._context_tokens * self._sequences
+
+    def _alive(self) -> list[RowCache]:
+        return [cache for cache in (ref() for ref in self._made) if cache is not None]
+
+    def _kept(self, cache: RowCache) -> RowCache:
+        live = [each for each in self._alive() if each.reserved_tokens]
+        while live and sum(each.reserved_tokens for each in live) + cache.reserved_tokens > self._reserved:
+            live.pop(0).retire()
+        self._made = [weakref.ref(each) for each in [*live, cache]]
+        return cache
