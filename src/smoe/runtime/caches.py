@@ -10,7 +10,7 @@ from smoe.models.kv_cache import RowCache
 
 
 class Caches:
-    """`context_tokens * sequences` positions in all; where there is no room for a new cache, the oldest are invalidated."""
+    """`context_tokens * sequences` positions in all; the oldest caches are invalidated where a new one has no room."""
 
     def __init__(self, config: PretrainedConfig, context_tokens: int, sequences: int, promised_bytes: int) -> None:
         """`promised_bytes`: the ledger's entry."""
