@@ -33,7 +33,9 @@ def test_only_plain_linear_layers_change(pool: SpinningPool) -> None:
     layers = [nn.Linear(64, 96, False), nn.Linear(64, 128), Other(64, 96, False), nn.Linear(64, 97, False)]
     model = nn.ModuleList(layers).bfloat16().requires_grad_(False)
     assert linear.speed_up(model, pool, {}) == pytest.approx((96 + 128) / (96 + 128 + 97))
-    assert [("forward" in layer.__dict__) for layer in layers] == [True, True, False, False]
+    ours = [getattr(layer.forward, "__name__", "") == "forward" for layer in layers if "forward" in layer.__dict__]
+    assert ours == [True, True, False], "the last is the library's, asked row by row where rows are to be alone"
+    assert "forward" not in layers[2].__dict__
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 64), (1, 64), (64,), (3, 64), (1, 5, 64), (2, 1, 64)])

@@ -19,6 +19,7 @@ import ctypes
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ _THREADS = "library_threads"
 """... and the number of threads that the library has for what one of them takes long for."""
 _ROWS = "rows_of_pass"
 """Where a module finds how long the texts of a pass are."""
+_EAGER = "eager_attention_forward"
 _MOST_ALONE = 1 << 20
 """Products of a query's with a key's number that one thread of the library takes some 1 ms for: for fewer, waking the
 others takes longer, and once awake they hold up our threads."""
@@ -103,14 +105,50 @@ def speed_up(model: PreTrainedModel, pool: SpinningPool, is_measured: bool = Tru
 
 def listen_to(rows: RowsOfPass, model: PreTrainedModel) -> bool:
     """Have attention look, for every row of a pass, at that row's own keys alone, as if no other row were there: the
-    last ones, so many as `rows` says. False for a model that does not ask for `sdpa`."""
-    if model.config.get_text_config()._attn_implementation != _NAME:
+    last ones, so many as `rows` says. False for a model whose attention asks neither for `sdpa` nor for what its own
+    file calls eager."""
+    attentions = [module for module in model.modules() if hasattr(module, "is_causal")]
+    name = model.config.get_text_config()._attn_implementation
+    if name == _NAME:
+        _behind_the_name()
+    elif name != "eager" or not all(map(_stands_before_eager, attentions)):
         return False
-    _behind_the_name()
-    for module in model.modules():
-        if hasattr(module, "is_causal"):
-            setattr(module, _ROWS, rows)
+    for module in attentions:
+        setattr(module, _ROWS, rows)
+    return bool(attentions)
+
+
+def _stands_before_eager(module: nn.Module) -> bool:
+    """Whether ours stands before the function that the file of this module's class has."""
+    file = sys.modules[type(module).__module__]
+    library = getattr(file, _EAGER, None)
+    if library is None:
+        return False
+    if not hasattr(library, "library"):
+        ours = _row_by_row(library)
+        ours.library = library  # type: ignore[attr-defined]
+        setattr(file, _EAGER, ours)
     return True
+
+
+def _row_by_row(library: Attention) -> Attention:
+    @functools.wraps(library)
+    def forward(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        texts = getattr(module, _ROWS, None)
+        if texts is None or texts.keys is None or query.shape[0] != len(texts.keys):
+            return library(module, query, key, value, attention_mask, *args, **kwargs)
+        each = _each_row(texts.keys, query, key, value, attention_mask)
+        return torch.cat([library(module, *row, *args, **kwargs)[0] for row in each]), None
+
+    return forward
 
 
 class OneQuery:
@@ -243,7 +281,9 @@ def _behind_the_name() -> Attention:
     library: Attention | None = getattr(registered, "library", None)
     if library is not None:
         return library
-    ALL_ATTENTION_FUNCTIONS.register(_NAME, _standing_before(registered))
+    ours = _row_by_row(_standing_before(registered))
+    ours.library = registered  # type: ignore[attr-defined]
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, ours)
     return registered
 
 
@@ -277,11 +317,6 @@ def _standing_before(library: Attention) -> Attention:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        texts = getattr(module, _ROWS, None)
-        if texts is not None and texts.keys is not None and query.shape[0] == len(texts.keys) > 1:
-            each = _each_row(texts.keys, query, key, value, attention_mask)
-            outputs = [forward(module, *row, dropout=dropout, scaling=scaling, **kwargs)[0] for row in each]
-            return torch.cat(outputs), None
         kernel = getattr(module, _ATTRIBUTE, None)
         if kernel is not None and attention_mask is None and not dropout and scaling is not None:
             is_plain = all(kwargs.get(name) is None or kwargs[name] is False for name in others)
@@ -294,5 +329,4 @@ def _standing_before(library: Attention) -> Attention:
         with threads(count):
             return given(dropout=dropout, scaling=scaling, **kwargs)
 
-    forward.library = library  # type: ignore[attr-defined]
     return forward

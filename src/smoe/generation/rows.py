@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -40,10 +41,8 @@ class Rows:
         self._used = [0] * count
         """When each was last taken: the larger, the later."""
         self._turns = 0
-        self._shares_passes: bool | None = (
-            None if self._texts is not None and engine.rows_of_pass is not None else False
-        )
-        """Whether rows are computed together as they are alone; None: to be found out."""
+        self.share_passes: bool | None = None if self._texts is not None and engine.rows_of_pass is not None else False
+        """Whether rows are computed together, as each is alone; None: to be found out."""
 
     @property
     def is_lost(self) -> bool:
@@ -87,9 +86,8 @@ class Rows:
 
     def exchange(self, a: int, b: int) -> None:
         """Let two rows' texts change places."""
-        for each in (self._ids, self._is_taken, self._used, self._alone):
-            if each:
-                each[a], each[b] = each[b], each[a]  # type: ignore[index]
+        for own in (self._ids, self._is_taken, self._used, self._alone):
+            _swap(own, a, b)
         if self._texts is not None:
             self._texts.exchange(a, b)
 
@@ -99,9 +97,9 @@ class Rows:
 
     def decode(self, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
         """A token for each of the first rows; the logits [V] after each."""
-        if len(tokens) == 1 or self._shares_passes is False:
+        if len(tokens) == 1 or self.share_passes is False:
             return [self.decode_alone(row, token) for row, token in enumerate(tokens)]
-        if self._shares_passes is None:
+        if self.share_passes is None:
             return self._found_out(tokens)
         return self._together(tokens)
 
@@ -117,10 +115,10 @@ class Rows:
             alone.append(self._one(row, [token]))
             self._take_back(row, lengths[row])
         together = self._together(tokens)
-        self._shares_passes = all(map(_are_near, together, alone))
-        if not self._shares_passes:
+        self.share_passes = all(map(_are_near, together, alone))
+        if not self.share_passes:
             _log.warning("texts are decoded one after the other: this model computes them otherwise together")
-        return together if self._shares_passes else alone
+        return together if self.share_passes else alone
 
     def _together(self, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
         texts, count = self._texts, len(tokens)
@@ -157,6 +155,11 @@ class Rows:
         output = self._model(input_ids=given, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits: torch.Tensor = output.logits[:, -1]
         return logits
+
+
+def _swap(of_rows: list[Any], a: int, b: int) -> None:
+    if of_rows:
+        of_rows[a], of_rows[b] = of_rows[b], of_rows[a]
 
 
 def _are_near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
