@@ -1,7 +1,7 @@
 """A pass over one token each of several texts, which have lengths of their own.
 
 Each row attends to its own keys as if it were alone (`attention.py`). Our kernels can also give each row the bits that
-it has alone: in the library's order of sums at no cost, in an order of our own one row after the other, which takes as
+it has alone: of bf16 weights in the library's order of sums at no cost, else one row after the other, which takes as
 long as computing them in turn. So there only those who ask for reproducible results have it.
 """
 
@@ -16,12 +16,12 @@ from smoe.kernels.spinning_pool import MOST_QUANTISED_ROWS, SpinningPool
 class RowsOfPass:
     """What attention and our kernels know of the rows of the pass under way."""
 
-    def __init__(self, pool: SpinningPool | None, is_reproducible: bool) -> None:
-        """`pool`: what multiplies, where it is ours."""
+    def __init__(self, pool: SpinningPool | None, is_quantised: bool, is_reproducible: bool) -> None:
+        """`pool`: what multiplies, where it is ours; `is_quantised`: the experts are."""
         self.keys: Sequence[int] | None = None
         """Of every row; None where rows have no texts of their own."""
-        is_alone = pool is not None and pool.several and (pool.own_order is None or is_reproducible)
-        self._pool = pool if is_alone else None
+        is_free = pool is not None and pool.own_order is None and not is_quantised
+        self._pool = pool if pool is not None and pool.several and (is_free or is_reproducible) else None
 
     @contextmanager
     def apart(self, keys: Sequence[int]) -> Iterator[bool]:

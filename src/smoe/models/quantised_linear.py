@@ -78,7 +78,8 @@ class QuantisedLinear(QuantisedWeight):
         """[..., in_features] -> [..., out_features]"""
         rows = input.reshape(-1, self.in_features)
         # a bias is added before rounding, which only the product of a single row does
-        most = MOST_QUANTISED_ROWS if self.bias is None else MOST_ROWS
+        is_free = self.bias is None or (self.pool is not None and self.pool.rows_are_alone)
+        most = MOST_QUANTISED_ROWS if is_free else MOST_ROWS
         if self.pool is not None and rows.shape[0] <= most and rows.dtype is torch.bfloat16:
             out = self._by_codes(self.pool, rows.contiguous())
         else:

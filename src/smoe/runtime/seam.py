@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from smoe.errors import EngineStateError
 from smoe.fastpath.attention import listen_to
 from smoe.fastpath.rows_of_pass import RowsOfPass
+from smoe.memory.quantised_store import QuantisedStore
 from smoe.models.ended_rows import EndedRows
 from smoe.models.experts import ExpertsSite
 from smoe.models.guards import guard, uncompiled
@@ -50,7 +51,8 @@ def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine, lis
     model._prepare_cache_for_generation = _prepare_cache(engine, ended)  # type: ignore[method-assign]
     model._get_stopping_criteria = ended.listening(model._get_stopping_criteria)  # type: ignore[method-assign]
     model.offload = engine  # type: ignore[assignment]
-    rows = RowsOfPass(engine.executor.compute.spinning_pool, engine.config.reproducible)
+    pool, is_quantised = engine.executor.compute.spinning_pool, isinstance(engine.store, QuantisedStore)
+    rows = RowsOfPass(pool, is_quantised, engine.config.reproducible)
     engine.rows_of_pass = rows if listen_to(rows, model) else None
     guard(model)
 
