@@ -98,6 +98,33 @@ def test_bits_are_those_of_each_alone(toy: Callable[..., Path], open_model: Open
         assert ours == pytest.approx(theirs, abs=0.05)
 
 
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_short_prompts_are_read_in_one_pass(family: str, toy: Callable[..., Path], open_model: Open) -> None:
+    """And decoded as if each had been read alone; in bf16 with the same bits. Would catch padding that is attended to,
+    or that asks for experts, and a mask of another row."""
+    folder = toy(family)
+    model = open_model(folder, "half", max_sequences=4)
+    loop = DecodeLoop(model, NoText())
+    lengths = (5, 23, 9, 24)
+    prompts = [[3 + n, *range(9 + 7 * n, 8 + 7 * n + length)] for n, length in enumerate(lengths)]
+    requests = [asked(ids, 8)[0] for ids in prompts]
+    for request in requests:
+        loop.hand_in(request)
+    before = model.offload.stats()
+    loop.step()
+    after = model.offload.stats() - before
+    is_shared = family not in RECURRENT
+    assert [len(request.new_ids) for request in requests] == [1] * (4 if is_shared else 1) + [0] * (
+        0 if is_shared else 3
+    )
+    if is_shared:
+        assert after.forward_passes == 2, "one of them is the proof, of the shortest"
+        assert after.tokens == sum(lengths) + lengths[0]
+    loop.run(until_idle=True)
+    for request in requests:
+        assert request.new_ids == reference(folder, request.ids, 8)
+
+
 def test_a_text_that_is_gone_on_with_is_not_read_again(toy: Callable[..., Path], open_model: Open) -> None:
     folder = toy("mixtral")
     model = open_model(folder, "half", max_sequences=2)

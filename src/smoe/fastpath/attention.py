@@ -125,13 +125,15 @@ def _stands_before_eager(module: nn.Module) -> bool:
     if library is None:
         return False
     if not hasattr(library, "library"):
-        ours = _row_by_row(library)
+        ours = _row_by_row(library, is_causal=False)
         ours.library = library  # type: ignore[attr-defined]
         setattr(file, _EAGER, ours)
     return True
 
 
-def _row_by_row(library: Attention) -> Attention:
+def _row_by_row(library: Attention, is_causal: bool) -> Attention:
+    """`is_causal`: without a mask, several queries do not see what comes later."""
+
     @functools.wraps(library)
     def forward(
         module: nn.Module,
@@ -145,10 +147,17 @@ def _row_by_row(library: Attention) -> Attention:
         texts = getattr(module, _ROWS, None)
         if texts is None or texts.keys is None or query.shape[0] != len(texts.keys):
             return library(module, query, key, value, attention_mask, *args, **kwargs)
-        each = _each_row(texts.keys, query, key, value, attention_mask)
-        return torch.cat([library(module, *row, *args, **kwargs)[0] for row in each]), None
+        each = _each_row(texts.keys, query, key, value, attention_mask, is_causal)
+        outputs = [library(module, *row, *args, **kwargs)[0] for row in each]
+        return torch.cat([_below_nothing(output, query.shape[2]) for output in outputs]), None
 
     return forward
+
+
+def _below_nothing(output: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[1, n, heads, d] -> [1, tokens, heads, d], the last n of which are given."""
+    missing = tokens - output.shape[1]
+    return functional.pad(output, (0, 0, 0, 0, missing, 0)) if missing else output
 
 
 class OneQuery:
@@ -281,7 +290,7 @@ def _behind_the_name() -> Attention:
     library: Attention | None = getattr(registered, "library", None)
     if library is not None:
         return library
-    ours = _row_by_row(_standing_before(registered))
+    ours = _row_by_row(_standing_before(registered), is_causal=True)
     ours.library = registered  # type: ignore[attr-defined]
     ALL_ATTENTION_FUNCTIONS.register(_NAME, ours)
     return registered
@@ -293,14 +302,27 @@ def _each_row(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    is_causal: bool,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """What each row would be asked alone. A window that it does not fill yet is no window, and has no mask."""
+    """What each row would be asked alone. A window that it does not fill yet is no window, and has no mask; neither
+    has a text that begins with this pass, unless its window is shorter, where the function `is_causal` without one."""
+    new, there = query.shape[2], key.shape[2]
     for row, count in enumerate(keys):
         own = slice(row, row + 1)
-        is_full = count >= key.shape[2]
-        mask = attention_mask if attention_mask is None or attention_mask.shape[0] == 1 else attention_mask[own]
-        begin = max(0, key.shape[2] - count)
-        yield query[own], key[own, :, begin:], value[own, :, begin:], mask if is_full else None
+        asks, has = max(0, new - count), max(0, there - count)
+        mask = attention_mask
+        if mask is not None:
+            mask = mask[own if mask.shape[0] > 1 else slice(None), :, asks:, has:]
+            mask = None if has and (new == 1 or (is_causal and _hides_the_future(mask))) else mask
+        yield query[own, :, asks:], key[own, :, has:], value[own, :, has:], mask
+
+
+def _hides_the_future(mask: torch.Tensor) -> bool:
+    """Whether a mask [1, 1, n, n] hides what comes later, and nothing else."""
+    if mask.shape[-2] != mask.shape[-1]:
+        return False
+    allowed = mask if mask.dtype is torch.bool else mask == 0
+    return torch.equal(allowed[0, 0], torch.ones_like(allowed[0, 0]).tril())
 
 
 def _standing_before(library: Attention) -> Attention:

@@ -1,4 +1,4 @@
-"""A pass over one token each of several texts, which have lengths of their own.
+"""A pass over tokens of several texts, which have lengths of their own.
 
 Each row attends to its own keys as if it were alone (`attention.py`). Our kernels can also give each row the bits that
 it has alone: of bf16 weights in the library's order of sums at no cost, else one row after the other, which takes as
@@ -24,9 +24,10 @@ class RowsOfPass:
         self._pool = pool if pool is not None and pool.several and (is_free or is_reproducible) else None
 
     @contextmanager
-    def apart(self, keys: Sequence[int]) -> Iterator[bool]:
-        """Inside, rows of so many keys each are computed; says whether each gets the bits that it has alone."""
-        pool = self._pool if len(keys) <= MOST_QUANTISED_ROWS else None
+    def apart(self, keys: Sequence[int], tokens: int) -> Iterator[bool]:
+        """Inside, up to `tokens` tokens of every row are computed, which has so many `keys` then; says whether each
+        gets the bits that it has alone, on one thread."""
+        pool = self._pool if tokens == 1 and len(keys) <= MOST_QUANTISED_ROWS else None
         self.keys = keys
         if pool is not None:
             pool.rows_are_alone = True

@@ -1,8 +1,8 @@
 """The decode loop: requests come and go between steps, each with a row, a sampler and an end of its own.
 
     asked --waiting--> reading --last piece read--> decoding --end, stop, length, cancelled, failed--> over
-                       one prompt at a time,        all of them together,
-                       a piece a step               a token each a step
+                       a piece of a prompt a step,  all of them together,
+                       or several short prompts     a token each a step
 
 While some decode, reading gets as much time as decoding and no more. A prompt is read in the pieces in which it would
 be read alone, and a row decodes as it would alone where that costs nothing (`Engine.decodes_alone`), so what a request
@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from smoe.errors import ConfigError, ContextError, EngineBusyError, EngineStateE
 from smoe.generation.detokenizer import TextStream
 from smoe.generation.generate import end_tokens, generation_config
 from smoe.generation.request import End, Piece, Reason, Request
-from smoe.generation.rows import Rows
+from smoe.generation.rows import Rows, common_beginning
 from smoe.generation.sampler import Sampler
 from smoe.runtime.engine import Engine
 
@@ -47,7 +47,8 @@ class DecodeLoop:
         self._asked: deque[Request] = deque()
         self._is_closed = False
         self._rows: Rows | None = None
-        self._reading: _Text | None = None
+        self._reading: list[_Text] = []
+        """One, or several that are read together."""
         self._decoding: list[_Text] = []
         """In the order of their rows, from 0 on."""
         self._seconds_of = {"reading": 0.0, "decoding": 0.0}
@@ -92,7 +93,7 @@ class DecodeLoop:
     @property
     def running(self) -> int:
         """Requests that are read or decoded."""
-        return len(self._decoding) + (self._reading is not None)
+        return len(self._texts())
 
     def wake(self) -> None:
         """Have the loop look at what was cancelled."""
@@ -128,22 +129,22 @@ class DecodeLoop:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._asked or self._decoding or self._reading is not None)
+        return bool(self._asked or self._decoding or self._reading)
 
     def step(self) -> None:
         """One piece of a prompt, or one token of every text that is decoded."""
         self._drop_cancelled()
-        if self._reading is None:
+        if not self._reading:
             self._admit()
-        if self._reading is not None and (not self._decoding or self._is_turn_of_reading()):
+        if self._reading and (not self._decoding or self._is_turn_of_reading()):
             with self._timed("reading", bool(self._decoding)):
-                self._read(self._reading)
+                self._read()
         elif self._decoding:
-            with self._timed("decoding", self._reading is not None):
+            with self._timed("decoding", bool(self._reading)):
                 self._decode()
 
     def _texts(self) -> list[_Text]:
-        return [*self._decoding, *([self._reading] if self._reading is not None else [])]
+        return [*self._decoding, *self._reading]
 
     @contextmanager
     def _timed(self, what: str, are_both_wanted: bool) -> Iterator[None]:
@@ -169,23 +170,39 @@ class DecodeLoop:
                 self._leave(text, Reason.CANCELLED)
 
     def _admit(self) -> None:
-        """The next request that waits gets a row, where one is free."""
+        """The next request that waits gets a row, where one is free; and those behind it that can be read with it."""
         rows = self._usable_rows()
-        with self._changed:
-            if not self._asked or not rows.has_free:
-                return
-            request = self._asked.popleft()
+        while rows.has_free:
+            with self._changed:
+                if not self._asked:
+                    break
+                if self._reading and not self._fits(self._asked[0]):
+                    break
+                request = self._asked.popleft()
+            self._begin(request, rows)
+        if not self._reading:
+            self._seconds_of = {"reading": 0.0, "decoding": 0.0}
+
+    def _fits(self, request: Request) -> bool:
+        """Whether a prompt can be read in one pass with those that are about to be: all are new and whole, and as many
+        positions as one piece has are enough for them."""
+        prompts = [*(text.request.ids for text in self._reading), request.ids]
+        is_new = not self._reading[0].request.reused_tokens and not self._usable_rows().known(request.ids)
+        is_own = all(2 * common_beginning(ids, request.ids) < len(request.ids) for ids in prompts[:-1])
+        size = len(prompts) * max(map(len, prompts))
+        is_small = min(map(len, prompts)) > 1 and size <= self._engine.config.prefill_tokens
+        return self._usable_rows().share_passes is not False and is_new and is_own and is_small
+
+    def _begin(self, request: Request, rows: Rows) -> None:
         try:
-            text = _Text(
-                request, self._sampler(request), TextStream(self._tokenizer, request.ids, request.sampling.stop)
-            )
+            stream = TextStream(self._tokenizer, request.ids, request.sampling.stop)
+            text = _Text(request, self._sampler(request), stream)
         except Exception as error:
             self._say(request, End(Reason.FAILED, "", error))
             return
         text.row, request.reused_tokens = rows.take(request.ids)
         request.begun = self._engine.now()
-        self._reading = text
-        self._seconds_of = {"reading": 0.0, "decoding": 0.0}
+        self._reading.append(text)
 
     def _usable_rows(self) -> Rows:
         """The rows; new ones where somebody else has used the cache's place, and nothing is under way."""
@@ -199,57 +216,77 @@ class DecodeLoop:
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
-    def _read(self, text: _Text) -> None:
-        """The next piece of a prompt; after the last one the first token."""
-        rows, ids, begin = self._usable_rows(), text.request.ids, text.read
-        if not begin:
-            begin = text.request.reused_tokens
-        end = min(len(ids), begin + self._engine.config.prefill_tokens)
+    def _read(self) -> None:
+        """The next piece of a prompt, or several prompts; after the last piece the first token."""
+        if len(self._reading) > 1:
+            self._read_together()
+            return
+        text, rows, ids = self._reading[0], self._usable_rows(), self._reading[0].request.ids
+        begin = max(text.read, text.request.reused_tokens)
+        text.read = min(len(ids), begin + self._engine.config.prefill_tokens)
         try:
-            logits = rows.read(text.row, ids[begin:end])
+            logits = rows.read(text.row, ids[begin : text.read])
         except Exception as error:
-            self._fail(text, error)
+            self._leave(text, Reason.FAILED, error)
             return
-        text.read = end
-        if end < len(ids):
-            return
-        self._reading = None
-        self._join(text)
-        self._take(text, logits)
+        if text.read == len(ids):
+            self._reading.clear()
+            self._join(text)
+            self._take(text, logits)
+
+    def _read_together(self) -> None:
+        texts, rows, first = list(self._reading), self._usable_rows(), len(self._decoding)
+        for to, text in enumerate(texts, start=first):
+            self._move(text, to)
+        prompts = [text.request.ids for text in texts]
+        try:
+            found: Sequence[torch.Tensor | Exception] = rows.read_together(first, prompts)
+        except Exception as error:
+            found = self._each(texts, error, lambda text: rows.read_anew(text.row, text.request.ids))
+        self._reading.clear()
+        self._decoding += texts
+        self._take_all(texts, found)
+
+    def _move(self, text: _Text, to: int) -> None:
+        """Let a text that is not decoded have this row."""
+        self._usable_rows().exchange(text.row, to)
+        for other in self._reading:
+            if other is not text and other.row == to:
+                other.row = text.row
+        text.row = to
 
     def _join(self, text: _Text) -> None:
         """Decode it with the others from now on."""
-        rows, to = self._usable_rows(), len(self._decoding)
-        rows.exchange(text.row, to)
-        text.row = to
+        self._move(text, len(self._decoding))
         self._decoding.append(text)
 
     def _decode(self) -> None:
         rows, texts = self._usable_rows(), list(self._decoding)
-        tokens = [text.request.new_ids[-1] for text in texts]
         try:
-            logits = rows.decode(tokens)
+            found: Sequence[torch.Tensor | Exception] = rows.decode([text.request.new_ids[-1] for text in texts])
         except Exception as error:
-            self._decode_each(texts, error)
-            return
-        for text, own in zip(texts, logits, strict=True):
-            self._take(text, own)
+            found = self._each(texts, error, lambda text: rows.decode_alone(text.row, text.request.new_ids[-1]))
+        self._take_all(texts, found)
 
-    def _decode_each(self, texts: Sequence[_Text], error: Exception) -> None:
-        """A pass has failed: make it again for every row, and let those go on that can."""
+    def _each(
+        self, texts: Sequence[_Text], error: Exception, again: Callable[[_Text], torch.Tensor]
+    ) -> list[torch.Tensor | Exception]:
+        """A pass has failed: make it again for every row, to let those go on that can."""
         if len(texts) == 1:
-            self._fail(texts[0], error)
-            return
+            return [error]
         _log.warning("a step of %d texts has failed and is made again for each of them: %s", len(texts), error)
-        rows, found = self._usable_rows(), list[tuple[_Text, torch.Tensor | Exception]]()
+        found: list[torch.Tensor | Exception] = []
         for text in texts:
             try:
-                found.append((text, rows.decode_alone(text.row, text.request.new_ids[-1])))
+                found.append(again(text))
             except Exception as own:
-                found.append((text, own))
-        for text, outcome in found:  # who leaves moves the others' rows, so not before
+                found.append(own)
+        return found
+
+    def _take_all(self, texts: Sequence[_Text], found: Sequence[torch.Tensor | Exception]) -> None:
+        for text, outcome in zip(texts, found, strict=True):
             if isinstance(outcome, Exception):
-                self._fail(text, outcome)
+                self._leave(text, Reason.FAILED, outcome)
             else:
                 self._take(text, outcome)
 
@@ -262,7 +299,7 @@ class DecodeLoop:
             is_end = token in self._ends and not request.sampling.ignores_end
             shown = "" if is_end else text.stream.push(token)
         except Exception as error:
-            self._fail(text, error)
+            self._leave(text, Reason.FAILED, error)
             return
         if len(request.new_ids) == 1:
             request.first = self._engine.now()
@@ -277,14 +314,11 @@ class DecodeLoop:
     def _is_full(self, text: _Text) -> bool:
         return len(text.request.ids) + len(text.request.new_ids) >= self._engine.context_tokens
 
-    def _fail(self, text: _Text, error: Exception) -> None:
-        self._leave(text, Reason.FAILED, error)
-
     def _leave(self, text: _Text, reason: Reason, error: Exception | None = None) -> None:
         """Its row is free; what it has written stays there, for whoever goes on with it."""
         rows = self._usable_rows()
-        if text is self._reading:
-            self._reading = None
+        if text in self._reading:
+            self._reading.remove(text)
         elif text in self._decoding:
             last = self._decoding.pop()
             if last is not text:

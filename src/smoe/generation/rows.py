@@ -55,13 +55,15 @@ class Rows:
         """Whether another text has a place."""
         return not all(self._is_taken)
 
+    def known(self, ids: Sequence[int]) -> int:
+        """How many tokens of this prompt need not be read."""
+        return max(self._common(ids))
+
     def take(self, ids: Sequence[int]) -> tuple[int, int]:
         """A free row for this prompt, and how many of its tokens are there already, one short of all at most."""
         self._turns += 1
         free = [row for row, is_taken in enumerate(self._is_taken) if not is_taken]
-        common = [min(_common_beginning(own, ids), len(ids) - 1) for own in self._ids]
-        if self._texts is None:  # a state goes on from where it is, or not at all
-            common = [n if n == len(self._ids[row]) else 0 for row, n in enumerate(common)]
+        common = self._common(ids)
         row = max(free, key=lambda row: (common[row], not self._ids[row], -self._used[row]))
         best = max(range(len(common)), key=lambda each: (common[each], each == row))
         if self._texts is not None:
@@ -76,13 +78,25 @@ class Rows:
         self._is_taken[row], self._used[row] = True, self._turns
         return row, kept
 
+    def _common(self, ids: Sequence[int]) -> list[int]:
+        """Of every row, how many tokens a prompt has in common with its text, one short of all at most."""
+        common = [min(common_beginning(own, ids), len(ids) - 1) for own in self._ids]
+        if self._texts is None:  # a state goes on from where it is, or not at all
+            common = [n if n == len(self._ids[row]) else 0 for row, n in enumerate(common)]
+        return common
+
     def free(self, row: int, is_whole: bool) -> None:
         """Nobody needs it; its text stays until another one wants the place, unless it is not `is_whole`."""
         self._is_taken[row] = False
         if not is_whole:
-            self._ids[row] = []
-            if self._texts is not None:
-                self._texts.rewind(row, 0)
+            self._begin_anew(row)
+
+    def _begin_anew(self, row: int) -> None:
+        self._ids[row] = []
+        if self._texts is not None:
+            self._texts.rewind(row, 0)
+        else:
+            self._alone[row].reset()
 
     def exchange(self, a: int, b: int) -> None:
         """Let two rows' texts change places."""
@@ -94,6 +108,36 @@ class Rows:
     def read(self, row: int, ids: Sequence[int]) -> torch.Tensor:
         """Go on with these tokens of a prompt; the logits [V] after the last one."""
         return self._one(row, ids)
+
+    def read_anew(self, row: int, ids: Sequence[int]) -> torch.Tensor:
+        """The same of a whole prompt, whatever the row holds."""
+        self._begin_anew(row)
+        return self._one(row, ids)
+
+    def read_together(self, first: int, prompts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
+        """Begin the texts of rows `first` and following with whole prompts; the logits [V] after each."""
+        rows = range(first, first + len(prompts))
+        if self.share_passes is None:
+            shortest = min(range(len(prompts)), key=lambda n: len(prompts[n]))
+            alone = self.read_anew(rows[shortest], prompts[shortest])
+            together = self._begin_together(first, prompts)
+            if self._find_out([together[shortest]], [alone]):
+                return together
+        if not self.share_passes:
+            return [self.read_anew(row, ids) for row, ids in zip(rows, prompts, strict=True)]
+        return self._begin_together(first, prompts)
+
+    def _begin_together(self, first: int, prompts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
+        texts, longest = self._texts, max(map(len, prompts))
+        assert texts is not None
+        window = texts.new_window(first, [len(ids) for ids in prompts])
+        lines = [[*([0] * (longest - len(ids))), *ids] for ids in prompts]
+        positions = [[*([0] * (longest - len(ids))), *range(len(ids))] for ids in prompts]
+        logits = self._pass(lines, window, positions)
+        texts.note(window, first)
+        for row, ids in enumerate(prompts, start=first):
+            self._ids[row] = list(ids)
+        return list(logits)
 
     def decode(self, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
         """A token for each of the first rows; the logits [V] after each."""
@@ -115,10 +159,17 @@ class Rows:
             alone.append(self._one(row, [token]))
             self._take_back(row, lengths[row])
         together = self._together(tokens)
+        if self._find_out(together, alone):
+            return together
+        for row, length in enumerate(lengths):
+            self._take_back(row, length)
+        return [self._one(row, [token]) for row, token in enumerate(tokens)]
+
+    def _find_out(self, together: Sequence[torch.Tensor], alone: Sequence[torch.Tensor]) -> bool:
         self.share_passes = all(map(_are_near, together, alone))
         if not self.share_passes:
-            _log.warning("texts are decoded one after the other: this model computes them otherwise together")
-        return together if self.share_passes else alone
+            _log.warning("texts are computed one after the other: this model computes them otherwise together")
+        return self.share_passes
 
     def _together(self, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
         texts, count = self._texts, len(tokens)
@@ -166,7 +217,8 @@ def _are_near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return bool((ours.float() - theirs.float()).abs().max() <= _NEAR * theirs.float().abs().max())
 
 
-def _common_beginning(a: Sequence[int], b: Sequence[int]) -> int:
+def common_beginning(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
     for position, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return position

@@ -36,6 +36,8 @@ class RowCache(DynamicCache):
         """Tokens of every row, where rows have texts of their own; the longest has `length`, all end at one place."""
         self.ended: torch.Tensor | None = None
         """[rows], True where a row's text has ended and nobody looks at what it computes; None: nowhere."""
+        self.given: list[int] | None = None
+        """Of the next pass, how many tokens are each row's own, the last ones; None: all of every row's."""
         self._pending = 0
         self._is_retired = False
         self.layers = [_positioned(layer, self) for layer in self.layers]
@@ -62,8 +64,21 @@ class RowCache(DynamicCache):
         self.check_kept()
         self.length += self._pending
         if self.row_lengths is not None:
-            self.row_lengths = [length + self._pending for length in self.row_lengths]
-        self._pending = 0
+            self.row_lengths = self.row_keys(self._pending)
+        self._pending, self.given = 0, None
+
+    def row_keys(self, tokens: int) -> list[int]:
+        """Of every row whose text is its own, how many tokens it has with those of a pass over `tokens` columns."""
+        assert self.row_lengths is not None
+        given = self.given or [tokens] * self.rows
+        return [length + new for length, new in zip(self.row_lengths, given, strict=True)]
+
+    def padding(self, tokens: int) -> torch.Tensor | None:
+        """[rows, tokens], True where a pass has nothing of a row's own; None where it has something everywhere."""
+        if self.given is None:
+            return None
+        first = torch.tensor([tokens - new for new in self.given]).unsqueeze(1)
+        return torch.arange(tokens).unsqueeze(0) < first
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any, **kwargs: Any) -> int:
         return self.length

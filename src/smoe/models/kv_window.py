@@ -32,7 +32,7 @@ class KVWindow(RowCache):
         """The texts, of so many tokens each, lie behind this start of the longest one."""
         self.start, self.length = start, max(lengths)
         self.row_lengths = list(lengths) if len(lengths) > 1 else None
-        self._pending = 0
+        self._pending, self.given = 0, None
 
     def begin(self, tokens: int, rows: int) -> None:
         super().begin(tokens, rows)

@@ -8,6 +8,7 @@ row 3   d d d d d d d       .          ended, and kept in case its text is gone 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,9 +45,20 @@ class TextRows:
         window.place(ends.pop() - max(lengths), lengths)
         return window
 
+    def new_window(self, first: int, given: Sequence[int]) -> KVWindow:
+        """Of rows `first` and following, whose texts begin with the next pass: with its last tokens, so many each."""
+        rows = range(first, first + len(given))
+        for row in rows:
+            self.starts[row] = self.lengths[row] = 0
+        window = self.window(first, len(given))
+        window.row_lengths, window.given = [0] * len(given), list(given)
+        return window
+
     def note(self, window: KVWindow, first: int) -> None:
         """What a pass through this window of rows from `first` on has added."""
         self.lengths[first : first + window.rows] = window.row_lengths or [window.length]
+        for row in range(first, first + window.rows):
+            self.starts[row] = window.start + window.length - self.lengths[row]
 
     def rewind(self, row: int, length: int) -> None:
         """Keep the first tokens of a row, and give it all its room."""

@@ -297,7 +297,7 @@ class Engine:
 
     def _note_silent(self, tokens: int, padding: torch.Tensor | None, cache: RowCache | None) -> None:
         """Which positions of the pass ask for no expert: padding, and rows whose text has ended."""
-        silent = padding
+        silent = cache.padding(tokens) if padding is None and cache is not None else padding
         if cache is not None and cache.ended is not None:
             ended = cache.ended.unsqueeze(1).expand(-1, tokens)
             silent = ended if padding is None else ended | padding
@@ -340,10 +340,9 @@ class Engine:
 
     def _apart(self, cache: RowCache | None, tokens: int) -> AbstractContextManager[bool]:
         """Around a pass: rows of texts of their own are computed apart; says whether as each is alone."""
-        lengths = None if cache is None else cache.row_lengths
-        if lengths is None or self.rows_of_pass is None:
+        if cache is None or cache.row_lengths is None or self.rows_of_pass is None:
             return nullcontext(False)
-        return self.rows_of_pass.apart([length + tokens for length in lengths])
+        return self.rows_of_pass.apart(cache.row_keys(tokens), tokens)
 
     def _threads_for(self, positions: int, alone: bool) -> AbstractContextManager[None]:
         """What is left to the library of one token computes on one thread, where our kernels have the large products.
