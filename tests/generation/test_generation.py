@@ -14,7 +14,8 @@ from smoe import from_pretrained
 from smoe.errors import ConfigError, ContextError, ModelError
 from smoe.generation.chat import Chat
 from smoe.generation.detokenizer import TextStream
-from smoe.generation.generate import encode, generate, generate_batch, pad
+from smoe.generation.generate import encode, generate, generate_batch
+from smoe.generation.library_batch import pad
 from smoe.generation.sampling import Sampling
 from tests.toy import ASCII, END, TEMPLATE, ascii_tokenizer, byte_tokenizer, save_toy
 
@@ -192,7 +193,7 @@ def test_sampling_is_checked(bad):
 
 def test_padding_goes_to_the_left():
     batch = pad([[1, 2, 3], [4]], 9)
-    assert batch.input_ids.tolist() == [[1, 2, 3], [9, 9, 4]] and batch.prompt_tokens == 4
+    assert batch.input_ids.tolist() == [[1, 2, 3], [9, 9, 4]]
     assert batch.attention_mask.tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
@@ -200,7 +201,7 @@ def test_padding_goes_to_the_left():
 
 
 def _without_memory(model, tokenizer, ids: list[int], tokens: int) -> list[int]:
-    return generate_batch(model, tokenizer, pad([ids], 0), Sampling(max_new_tokens=tokens)).answers[0].token_ids
+    return generate_batch(model, tokenizer, [ids], Sampling(max_new_tokens=tokens)).answers[0].token_ids
 
 
 def test_a_turn_on_a_kept_cache_is_a_turn_from_scratch(model, tokenizer):

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.errors import EngineStateError, TraceError, UnsupportedModelError
-from smoe.generation.generate import pad
+from smoe.generation.library_batch import pad
 from smoe.models.scoring import in_order
 from smoe.policy.registry import make_eviction
 from smoe.simulator.replay import replay

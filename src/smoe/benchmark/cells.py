@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from smoe.benchmark.prompts import prompt_ids
-from smoe.generation.generate import generate_batch, pad
+from smoe.generation.generate import generate_batch
 from smoe.generation.sampling import Sampling
 from smoe.machine.measure import quick_rates
 from smoe.report.run import RunReport, report_on
@@ -91,4 +91,4 @@ def measure_cells(
 def _run(model: PreTrainedModel, tokenizer: Any, cell: Cell, seed: int) -> Any:
     rows = [prompt_ids(tokenizer, cell.prompt_tokens, seed + row) for row in range(cell.batch)]
     sampling = Sampling(max_new_tokens=cell.new_tokens, seed=seed, ignores_end=True)
-    return generate_batch(model, tokenizer, pad(rows, 0), sampling)
+    return generate_batch(model, tokenizer, rows, sampling)

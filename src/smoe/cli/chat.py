@@ -107,7 +107,7 @@ def _help(*, is_asked: bool = False) -> None:
 def _show_settings(model: PreTrainedModel, chat: Chat, sampling: Sampling, options: ChatSamplingOptions) -> None:
     """How tokens are chosen and why so, and what the conversation takes."""
     from smoe.cli.console import note
-    from smoe.generation.generate import choices_of
+    from smoe.generation.choices import choices_of
 
     choices = choices_of(model, sampling)
     lines = [f"{name} {value:g} ({whose})" for name, (value, whose) in choices.items()]

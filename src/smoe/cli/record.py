@@ -14,7 +14,7 @@ from smoe.cli.request_options import SamplingOptions
 from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from smoe.generation.generate import Batch
+    from smoe.generation.library_batch import Batch
     from smoe.generation.sampling import Sampling
     from smoe.runtime.engine import Engine
     from smoe.trace.recorder import Recorder
@@ -171,10 +171,13 @@ def record(
 def _batches(tokenizer: Any, prompts: list[str], engine: Engine) -> list[Batch]:
     """Prompts that run together; one that is too long is refused before the first one runs."""
     from smoe.errors import ContextError
+    from smoe.generation.choices import pad_token
     from smoe.generation.generate import encode
+    from smoe.generation.library_batch import pad
 
-    rows = engine.config.max_sequences
-    batches = [encode(tokenizer, prompts[begin : begin + rows]) for begin in range(0, len(prompts), rows)]
+    rows, filler = engine.config.max_sequences, pad_token(tokenizer)
+    encoded = encode(tokenizer, prompts)
+    batches = [pad(encoded[begin : begin + rows], filler) for begin in range(0, len(prompts), rows)]
     longest = max(batch.input_ids.shape[1] for batch in batches)
     if longest >= engine.context_tokens:
         raise ContextError(
@@ -226,13 +229,16 @@ def _read(model: Any, documents: list[list[int]], recorder: Recorder) -> bool:
 def _generate(model: Any, tokenizer: Any, batches: list[Batch], sampling: Sampling, recorder: Recorder) -> bool:
     """Every batch continued; False where the user has had enough."""
     from smoe.cli.console import warn
-    from smoe.generation.generate import generate_batch
+    from smoe.generation.library_batch import continue_batch
 
+    context = model.offload.context_tokens
     for batch in batches:
         recorder.first_sequence = recorder.sequences
-        generation = generate_batch(model, tokenizer, batch, sampling)
-        for text in generation.notes:
-            warn(text)
-        if generation.was_interrupted:
+        room = context - batch.input_ids.shape[1]
+        if room < sampling.max_new_tokens:
+            warn(f"at most {room} new tokens instead of {sampling.max_new_tokens}: that is what the context leaves")
+        try:
+            continue_batch(model, tokenizer, batch, sampling)
+        except KeyboardInterrupt:
             return False
     return True

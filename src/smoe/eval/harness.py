@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
 from smoe.eval.questions import Reader, Tick, answer
-from smoe.generation.generate import end_tokens
+from smoe.generation.choices import end_tokens
 
 _METRICS = ("exact_match", "acc", "em")
 """Those that say of a single answer whether it is right; the first that a task has."""

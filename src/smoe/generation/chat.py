@@ -1,23 +1,22 @@
-"""A conversation that computes every token once: its KV cache goes on from turn to turn.
+"""A conversation that computes every token once: the decode loop keeps its row from turn to turn.
 
-Each turn's tokens are compared with what the cache holds; the common beginning stays, the rest is forgotten (where the
-model's layers can forget) and only what is new is computed. Without a chat template the text is simply continued.
+Each turn's tokens are compared with what the row holds (`rows.py`), and only what is new is computed. Without a chat
+template the text is simply continued.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from smoe.generation.choices import end_tokens
 from smoe.generation.detokenizer import OnText
-from smoe.generation.generate import Generation, end_tokens, generate_batch, pad
+from smoe.generation.generate import Generation, generate_batch
+from smoe.generation.loop import DecodeLoop
 from smoe.generation.sampling import Sampling
 from smoe.models.files import naming
-from smoe.models.kv_cache import RowCache
-from smoe.runtime.engine import Engine
 
 
 class Chat:
@@ -27,13 +26,12 @@ class Chat:
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
-        self._engine: Engine = model.offload  # type: ignore[assignment]
         self._messages: list[dict[str, str]] = []
         self._ids: list[int] = []
-        """All tokens so far; the cache holds a beginning of them."""
+        """All tokens so far; the loop's row holds a beginning of them."""
         self._text = ""
         """What the template made of the conversation so far, and the last answer."""
-        self._cache: RowCache | None = None
+        self._loop = DecodeLoop(model, tokenizer)
         self._turns = 0
         self.reused_tokens = 0
         """Of the last turn's tokens, those that the cache had already."""
@@ -51,10 +49,9 @@ class Chat:
     def say(self, message: str, on_text: OnText | None = None) -> Generation:
         """One turn. An interrupted answer stays in the conversation as far as it came; a failed turn leaves none."""
         text, ids = self._next_turn(message)
-        cache = self._cache_for(ids)
-        batch = pad([ids], 0)
         sampling = replace(self._sampling, seed=self._sampling.seed + self._turns)
-        generation = generate_batch(self._model, self._tokenizer, batch, sampling, on_text, cache)
+        generation = generate_batch(self._model, self._tokenizer, [ids], sampling, on_text, self._loop)
+        self.reused_tokens = generation.reused_tokens
         self._turns += 1
         answer = generation.answers[0]
         self._ids, self._text = ids + answer.token_ids, text + answer.text
@@ -65,7 +62,6 @@ class Chat:
         """Forget the conversation. The seed goes on: asked again, the model may answer otherwise."""
         self._messages.clear()
         self._ids, self._text = [], ""
-        self._cache = None
 
     def _next_turn(self, message: str) -> tuple[str, list[int]]:
         """The conversation with one more message: its text, where there is a template, and its tokens."""
@@ -91,22 +87,3 @@ class Chat:
 
     def _plain(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _cache_for(self, ids: Sequence[int]) -> RowCache:
-        """A cache that holds a beginning of `ids`, at least one token short of all of them."""
-        cache = self._cache
-        if cache is not None and cache.reserved_tokens:  # else another conversation or request has taken its place
-            common = min(_common_beginning(self._ids[: cache.length], ids), len(ids) - 1)
-            if common == cache.length or cache.can_rewind:
-                cache.rewind(common)
-                self.reused_tokens = common
-                return cache
-        self._cache, self.reused_tokens = self._engine.new_cache(), 0
-        return self._cache
-
-
-def _common_beginning(a: Sequence[int], b: Sequence[int]) -> int:
-    for position, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return position
-    return min(len(a), len(b))

@@ -24,8 +24,8 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError, ContextError, EngineBusyError, EngineStateError
+from smoe.generation.choices import end_tokens, generation_config
 from smoe.generation.detokenizer import TextStream
-from smoe.generation.generate import end_tokens, generation_config
 from smoe.generation.request import End, Piece, Reason, Request
 from smoe.generation.rows import Rows, common_beginning
 from smoe.generation.sampler import Sampler
@@ -37,12 +37,15 @@ _log = logging.getLogger(__name__)
 class DecodeLoop:
     """Of one model. `hand_in` and `close` may be called from any thread; one thread at a time calls `step` or `run`."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, most_waiting: int | None = None) -> None:
-        """`most_waiting`: requests that may wait for a row; None: any number."""
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, most_waiting: int | None = None, reads_first: bool = False
+    ) -> None:
+        """`most_waiting`: requests that may wait for a row; None: any number. `reads_first`: nobody is decoded while a
+        prompt can be read."""
         self._model, self._tokenizer = model, tokenizer
         self._engine: Engine = model.offload  # type: ignore[assignment]
         self._ends = end_tokens(model, tokenizer)
-        self._most_waiting = most_waiting
+        self._most_waiting, self._reads_first = most_waiting, reads_first
         self._changed = threading.Condition()
         self._asked: deque[Request] = deque()
         self._is_closed = False
@@ -115,7 +118,7 @@ class DecodeLoop:
 
     # -- the loop's thread --------------------------------------------------------------------------------------------
 
-    def run(self, until_idle: bool = False) -> None:
+    def run(self, until_idle: bool = False, after_step: Callable[[], None] | None = None) -> None:
         """Work until `close`, or until there is nothing to do."""
         while True:
             with self._changed:
@@ -126,6 +129,13 @@ class DecodeLoop:
             with self._engine.turn():
                 while self._has_work:
                     self.step()
+                    if after_step is not None:
+                        after_step()
+
+    def give_up(self) -> None:
+        """End everything now, whatever `run` was in the middle of: what has been said stays said."""
+        self.cancel_all()
+        self._drop_cancelled()
 
     @property
     def _has_work(self) -> bool:
@@ -156,7 +166,7 @@ class DecodeLoop:
                 self._seconds_of[what] += self._engine.now() - began
 
     def _is_turn_of_reading(self) -> bool:
-        return self._seconds_of["reading"] <= self._seconds_of["decoding"]
+        return self._reads_first or self._seconds_of["reading"] <= self._seconds_of["decoding"]
 
     def _drop_cancelled(self) -> None:
         with self._changed:

@@ -1,0 +1,81 @@
+"""How a model's tokens are chosen and which end its texts: what was asked for, and what the checkpoint says itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from smoe.generation.sampling import Sampling
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+    """The tokens that end a text: the checkpoint's generation config knows them, else the tokenizer."""
+    own = getattr(model.generation_config, "eos_token_id", None)
+    own = tokenizer.eos_token_id if own is None else own
+    return set(own) if isinstance(own, (list, tuple)) else set() if own is None else {int(own)}
+
+
+def pad_token(tokenizer: Any) -> int:
+    """The tokenizer's padding token; padding is masked, so any other token does where it has none."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0
+
+
+def generation_config(model: PreTrainedModel, tokenizer: Any, sampling: Sampling, new_tokens: int) -> GenerationConfig:
+    """What is left None here, the library fills in: from the checkpoint's generation config, else with its defaults."""
+    ends = sorted(end_tokens(model, tokenizer))
+    config = GenerationConfig(
+        max_new_tokens=new_tokens,
+        **_choice(sampling),
+        pad_token_id=pad_token(tokenizer),
+        eos_token_id=ends or None,
+        num_beams=1,
+        use_cache=True,
+    )
+    if sampling.ignores_end:
+        config.min_new_tokens = new_tokens
+    return config
+
+
+def _choice(sampling: Sampling) -> dict[str, Any]:
+    """How a token is chosen, in the library's words."""
+    given = {
+        "temperature": sampling.temperature or None,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "repetition_penalty": sampling.repetition_penalty,
+    }
+    if sampling.temperature is None:  # who narrows a choice wants one
+        return given | ({"do_sample": True} if sampling.top_p is not None or sampling.top_k is not None else {})
+    if sampling.temperature > 0:
+        given |= {"do_sample": True}
+    else:  # the library's defaults, or it would warn of settings without a use
+        given |= {"do_sample": False, "temperature": 1.0, "top_k": 50}
+    is_all_given = None not in (sampling.top_p, sampling.top_k, sampling.repetition_penalty)
+    return given | ({"no_repeat_ngram_size": 0} if is_all_given else {})
+
+
+_USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
+"""What the library takes where nobody says anything."""
+_RARE = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size")
+
+
+def choices_of(model: PreTrainedModel, sampling: Sampling) -> dict[str, tuple[Any, str]]:
+    """(value, whose it is: given, the model's, usual) of everything that decides which token is chosen."""
+    given, own = _choice(sampling), model.generation_config
+    if not (given.get("do_sample") if "do_sample" in given else own.do_sample):
+        names: tuple[str, ...] = ("repetition_penalty",)
+    else:
+        names = (*_USUAL, *_RARE)
+    found = {}
+    for name in names:
+        if given.get(name) is not None:
+            found[name] = given[name], "given"
+        elif getattr(own, name, None) is not None:
+            found[name] = getattr(own, name), "the model's"
+        elif name in _USUAL:
+            found[name] = _USUAL[name], "usual"
+    return found

@@ -1,0 +1,46 @@
+"""Prompts of one length, padded on the left, through the library's own `generate`: for recordings, in which a row of a
+batch is one text from beginning to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from smoe.generation.choices import generation_config
+from smoe.generation.sampling import Sampling
+from smoe.runtime.engine import Engine
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts of equal length, padded on the left."""
+
+    input_ids: torch.Tensor
+    """[rows, T]"""
+    attention_mask: torch.Tensor
+    """[rows, T], 0 at padding."""
+
+
+def pad(rows: Sequence[Sequence[int]], pad_id: int) -> Batch:
+    """Token ids of several rows as one batch; padding goes to the left, where no answer will be."""
+    width = max(len(row) for row in rows)
+    ids = [[pad_id] * (width - len(row)) + list(row) for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return Batch(torch.tensor(ids), torch.tensor(mask))
+
+
+def continue_batch(model: PreTrainedModel, tokenizer: Any, batch: Batch, sampling: Sampling) -> torch.Tensor:
+    """[rows, T + new tokens]: as many new tokens as are wanted, or as the context leaves."""
+    engine: Engine = model.offload  # type: ignore[assignment]
+    room = engine.context_tokens - batch.input_ids.shape[1]
+    torch.manual_seed(sampling.seed)
+    made: torch.Tensor = model.generate(  # type: ignore[operator]
+        input_ids=batch.input_ids.to(model.device),
+        attention_mask=batch.attention_mask.to(model.device),
+        generation_config=generation_config(model, tokenizer, sampling, min(room, sampling.max_new_tokens)),
+    )
+    return made
