@@ -62,6 +62,7 @@ class Chat:
         """Forget the conversation. The seed goes on: asked again, the model may answer otherwise."""
         self._messages.clear()
         self._ids, self._text = [], ""
+        self._loop = DecodeLoop(self._model, self._tokenizer)
 
     def _next_turn(self, message: str) -> tuple[str, list[int]]:
         """The conversation with one more message: its text, where there is a template, and its tokens."""
