@@ -120,7 +120,7 @@ def _measured(name: str) -> list[MeasuredWorker]:
     check_zmq()
     from smoe.cluster.identity import read_main, read_status
 
-    stored = read_status(read_main(name).name)
+    stored = read_status(read_main(name, "name").name)
     known = [each for each in (stored or {"workers": []})["workers"] if each["seconds_per_expert"]]
     if not known:
         raise ClusterError(

@@ -18,7 +18,7 @@ from smoe.generation.generate import encode
 from smoe.load.pretrained import load
 from smoe.models.checkpoint import whole_checkpoint
 from smoe.policy.budget import Ledger
-from smoe.units import format_bytes
+from smoe.units import format_bytes, format_count
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ def loaded(
             encode(tokenizer_of(model, revision), prompts)
         if config.cluster is not None:
             note(_open_to(config.cluster))
-            note(f"waiting for {config.cluster_workers} workers of the cluster {config.cluster}, once the rest is here")
+            awaited = format_count(config.cluster_workers, "worker")
+            note(f"waiting for {awaited} of the cluster {config.cluster}, once the rest is here")
         watch.start(ledger)
 
     try:

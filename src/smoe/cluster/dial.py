@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import zmq
 
+from smoe.cluster import frames
 from smoe.cluster.address import to_connect_to
+from smoe.cluster.frames import Frame
 from smoe.cluster.identity import Worker
+from smoe.errors import WorkerRefusedError
 
 
 def dial(dealer: zmq.Socket[bytes], me: Worker, most_bytes: int) -> str:
@@ -25,3 +28,9 @@ def dial(dealer: zmq.Socket[bytes], me: Worker, most_bytes: int) -> str:
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     dealer.connect(at.address)
     return at.address
+
+
+def refusal(me: Worker, frame: Frame) -> WorkerRefusedError:
+    """What main has said in a REFUSED."""
+    why = frames.said(frame).get("why", "it does not say why")
+    return WorkerRefusedError(f"main refuses worker {me.name}: {why}")

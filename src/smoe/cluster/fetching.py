@@ -20,7 +20,7 @@ import zmq
 
 from smoe import __version__
 from smoe.cluster import files, frames
-from smoe.cluster.dial import dial
+from smoe.cluster.dial import dial, refusal
 from smoe.cluster.files import CHUNK_BYTES, PIECE_BYTES, Manifest, Place
 from smoe.cluster.frames import Frame, FrameError, Kind
 from smoe.cluster.identity import Worker
@@ -155,7 +155,7 @@ class Fetcher:
 
     def _answer(self, frame: Frame) -> None:
         if frame.kind is Kind.REFUSED:
-            raise ClusterError(f"main refuses this worker: {frames.said(frame).get('why', 'it does not say why')}")
+            raise refusal(self.me, frame)
         if frame.kind not in (Kind.SUMMING, Kind.MANIFEST, Kind.SAME, Kind.PIECE):
             return  # to a worker; we are none yet
         self._heard = self._clock()

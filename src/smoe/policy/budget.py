@@ -328,6 +328,7 @@ def _refusal(budget_bytes: int, demand: Demand) -> str:
             f"a budget of {format_bytes(budget_bytes)} cannot hold this model; the least it needs is",
             *lines,
             f"  {'together':<{width}}{format_bytes(minimum_bytes(demand)):>12}",
-            "give more with `memory`, or ask for less with `context_tokens`, `max_sequences` or `prefill_tokens`",
+            "give more with `memory`, or ask for less with `context_tokens`, `max_sequences` or `prefill_tokens`"
+            + (", or do without the shadow (another `prefetch`, or `preset`)" if demand.shadow_bytes else ""),
         ]
     )
