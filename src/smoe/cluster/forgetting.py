@@ -30,7 +30,8 @@ def forget_cluster(name: str) -> list[str]:
     """
     checked_name(name, "name")
     if name not in clusters() and name not in joined():
-        known = sorted({*clusters(), *joined()})
+        of_mains = {folder for each in clusters() for folder in _local_workers(read_main(each))}
+        known = sorted({*clusters(), *joined()} - of_mains)
         raise ClusterError(
             f"there is no cluster {name!r} on this machine; there {_are(known)}",
             setting="name",

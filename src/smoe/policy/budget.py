@@ -217,9 +217,17 @@ class Ledger:
     def residents(self) -> str:
         """What fits the cache slots, in words."""
         low = f" and {self.low_slots} low copies" if self.low_slots else ""
-        shadow = f", beside a shadow of {format_bytes(self.demand.shadow_bytes)}" if self.demand.shadow_bytes else ""
         kept = f"{self.cache_slots} of {self.demand.total_experts} experts{low}"
-        return f"{kept} resident ({self.resident_share:.0%}){shadow}"
+        return f"{kept} resident ({self.resident_share:.0%}){self._beside}"
+
+    @property
+    def spare(self) -> str:
+        """The same where workers compute all experts as long as there are any."""
+        return f"no experts resident while workers are there (room for {self.cache_slots} in case){self._beside}"
+
+    @property
+    def _beside(self) -> str:
+        return f", beside a shadow of {format_bytes(self.demand.shadow_bytes)}" if self.demand.shadow_bytes else ""
 
 
 def allocate(budget_bytes: int, demand: Demand) -> Ledger:
