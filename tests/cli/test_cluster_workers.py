@@ -16,7 +16,8 @@ import pytest
 pytest.importorskip("zmq")
 
 from smoe.cli import cluster_workers
-from smoe.cli.cluster_workers import keep_running, local_workers
+from smoe.cli.cluster import app
+from smoe.cli.cluster_workers import keep_running, line_for_main, local_workers
 from smoe.cli.interrupts import REFUSED
 from smoe.cluster.identity import keep_keeper, read_main
 from smoe.errors import ClusterError, WorkerRefusedError
@@ -58,3 +59,12 @@ def test_one_process_keeps_a_cluster_s_workers(tmp_path: Path, monkeypatch: pyte
     words = " ".join(ran.err.split())
     assert ran.code == 2 and f"run already: process {parent.pid}" in words and "another --name" in words
     assert read_main("local") == before, "their keys are good still"
+
+
+def test_the_example_is_one() -> None:
+    """What is printed, what help says, and what the documentation says."""
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf8")
+    line = line_for_main("demo", "local", 2)
+    assert f"`{line}`" in page and line in str(app.info.epilog)
+    assert "smoe cluster up demo --local 2 --worker-memory 8MiB" in page
+    assert "smoe cluster up demo --local 2 --worker-memory 8MiB" in str(app.info.epilog)

@@ -15,7 +15,7 @@ from smoe.cli.cluster_on_ray import RayOptions, up_on_ray
 from smoe.cli.cluster_plan import plan
 from smoe.cli.cluster_status import status
 from smoe.cli.cluster_work import DEFAULT_WORKER_MEMORY, Room, Torch, be_worker, check
-from smoe.cli.cluster_workers import keep_running, local_workers
+from smoe.cli.cluster_workers import keep_running, line_for_main, local_workers
 from smoe.cli.options import Debug, Json, Model
 from smoe.cli.spread import with_options
 from smoe.errors import ClusterError, ConfigError
@@ -42,11 +42,11 @@ app = typer.Typer(
     help="Several machines serve one model: start workers, invite others, see who is there.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="""On one machine:
+    epilog=f"""On one machine:
 
-smoe cluster up demo --local 2 --worker-memory 64MiB
+smoe cluster up demo --local 2 --worker-memory 8MiB
 
-smoe generate demo --cluster local --memory 24MiB -p "Once upon a time"
+{line_for_main("demo", DEFAULT_NAME, DEFAULT_LOCAL)}
 
 With others: smoe cluster invite --name home --address 192.168.1.5 here, and
 what it prints there. The main machine is whoever runs smoe generate --cluster.
@@ -92,7 +92,7 @@ def up(
     lines = {each: [sys.executable, "-m", "smoe", "cluster", "work", model, "--name", each, *given] for each in workers}
     wait = "workers wait" if local > 1 else "worker waits"
     note(f"{local} {wait} for a main at {main.address}, which opens it when it runs; in another terminal:")
-    note(f"smoe generate {model} --cluster {main.name} --set cluster_workers={local} -p ...")
+    note(line_for_main(model, main.name, local))
     keep_running(lines)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from smoe.cli.cluster_address import moved_to
+from smoe.cli.cluster_workers import line_for_main
 from smoe.errors import ConfigError
 from smoe.units import format_count
 
@@ -101,7 +102,7 @@ def up_on_ray(on_ray: RayOptions, name: str, threads: int | None, model: str, ro
         note(
             f"Ray starts {format_count(count, 'worker')}; they wait for a main at {main.address}. In another terminal:"
         )
-        note(f"smoe generate {model} --cluster {main.name} --set cluster_workers={count} -p ...")
+        note(line_for_main(model, main.name, count))
         while True:
             workers.turn(_TURN_SECONDS)
     finally:

@@ -19,6 +19,13 @@ _LEAST_RUN_SECONDS = 5.0
 """A worker that ends sooner than this is not started again."""
 
 
+def line_for_main(model: str, name: str, workers: int) -> str:
+    """What to type to be their main. Of the demo main's own disk has everything sooner than a worker on the same
+    machine, unless workers take turns."""
+    line = f"smoe generate {model} --cluster {name} --set cluster_workers={workers} --memory"
+    return f"{line} 24MiB --set placement=round-robin" if model == "demo" else f"{line} SIZE -p TEXT"
+
+
 def local_workers(name: str, count: int) -> tuple[Main, list[str]]:
     """The cluster, whose workers this process keeps from now on, and the names under which each keeps what it is.
     Raises `ClusterError` where another process does."""

@@ -146,10 +146,10 @@ def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[ModelSpec, 
         spec = read_spec(checkpoint.place, own)
         return spec, checkpoint.experts(spec)
     except ConfigError as error:
+        why = str(error).removeprefix(f"`precision` {own.precision}: ")
         raise ConfigError(
-            f"a shadow in {own.precision} needs its experts packed: run smoe pack on {checkpoint.place} with "
-            f"`precision` {own.precision}, choose another precision (`shadow_precision`), or another `prefetch` "
-            f"({error})",
+            f"a shadow in {own.precision} needs its experts packed: {why}, or choose another precision "
+            "(`shadow_precision`), or another `prefetch`",
             setting="shadow_precision",
             given=own.precision,
             allowed="a precision that there is a pack of",
