@@ -23,7 +23,7 @@ from smoe.cluster.frames import Times
 from smoe.cluster.identity import Main, keep_main, read_main
 from smoe.cluster.remote import _PROOF_ROWS
 from smoe.cluster.worker import WorkerProcess
-from smoe.errors import ClusterError, ConfigError
+from smoe.errors import ClusterError, ConfigError, WorkerRefusedError
 from smoe.kernels.isa import widest
 from smoe.load.worker_experts import open_experts
 from smoe.policy.placement import PLACEMENT
@@ -259,6 +259,30 @@ def test_a_stranger_is_not_let_in(toy: Callable[..., Path], start: Start, open_m
     keep_main(Main(main.name, main.address, main.keys))  # all invitations are withdrawn
     with pytest.raises(ClusterError, match="0 of 1 workers"):
         open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=1.5)
+
+
+def test_a_worker_whose_key_is_not_known_is_told(toy: Callable[..., Path], main: Main, open_model: Open) -> None:
+    """By the connection that is closed, as nobody speaks with it; a worker that is known comes in all the same."""
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    served = open_experts(folder, 1 << 20, configure(threads=1))
+    said: list[str] = []
+    worker = WorkerProcess(member("w"), served)
+    keep_main(Main(main.name, main.address, main.keys))  # its invitation is withdrawn
+
+    def serve() -> None:
+        try:
+            worker.serve()
+        except WorkerRefusedError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises(ClusterError, match="0 of 1 workers"):
+        open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=3.0)
+    thread.join(10)
+    worker.end()
+    served.alone.close()
+    assert len(said) == 1 and "main does not know worker w" in said[0]
 
 
 def test_one_main_at_a_time(toy: Callable[..., Path], start: Start, open_model: Open) -> None:

@@ -24,7 +24,7 @@ import zmq
 
 from smoe import __version__
 from smoe.cluster import frames
-from smoe.cluster.dial import dial, refusal
+from smoe.cluster.dial import dial, refusal, watched
 from smoe.cluster.doorbell import Doorbell
 from smoe.cluster.frames import Frame, FrameError, Kind, Rows, Times
 from smoe.cluster.identity import Worker
@@ -108,7 +108,7 @@ class WorkerProcess:
         """Until `end`. Raises `WorkerRefusedError` where main refuses us."""
         context = zmq.Context()
         try:
-            with context.socket(zmq.DEALER) as dealer:
+            with context.socket(zmq.DEALER) as dealer, watched(dealer, self._me) as check_known:
                 self._connect(dealer)
                 poller = zmq.Poller()
                 poller.register(dealer, zmq.POLLIN)
@@ -116,6 +116,8 @@ class WorkerProcess:
                 while not self._is_ending:
                     poller.poll(int(1000 * BEAT_SECONDS))
                     self._turn(dealer)
+                    if not self._is_in:
+                        check_known()
                 self._send(dealer, frames.alone(Kind.LEAVE))
                 dealer.close(linger=200)
         finally:
