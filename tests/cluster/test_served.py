@@ -299,6 +299,18 @@ def test_who_came_and_was_refused_is_named(toy: Callable[..., Path], start: Star
         open_model(toy("qwen3_moe", dtype=torch.bfloat16), "minimum", cluster="test", cluster_timeout_seconds=5.0)
 
 
+def test_a_main_that_keeps_no_experts_reads_none_beforehand(
+    toy: Callable[..., Path], start: Start, open_model: Open
+) -> None:
+    """Not even where it has room for all of them."""
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    start(folder, 1)
+    model = open_model(folder, "full", cluster="test", **BY_TURNS)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    assert model.offload.stats().loads == model.offload.stats().decode_hits == 0
+    assert "no experts resident while workers are there" in repr(model.offload)
+
+
 def test_settings_that_do_not_go_together(toy: Callable[..., Path], open_model: Open) -> None:
     with pytest.raises(ConfigError, match="belongs to `cluster`"):
         open_model(toy("qwen3_moe"), "minimum", placement="finish")
