@@ -305,7 +305,8 @@ def test_a_main_that_keeps_no_experts_reads_none_beforehand(
     """Not even where it has room for all of them."""
     folder = toy("qwen3_moe", dtype=torch.bfloat16)
     start(folder, 1)
-    model = open_model(folder, "full", cluster="test", **BY_TURNS)
+    model = open_model(folder, 64 << 20, cluster="test", preload=None, **BY_TURNS)
+    assert model.offload.ledger.resident_share == 1
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     assert model.offload.stats().loads == model.offload.stats().decode_hits == 0
     assert "no experts resident while workers are there" in repr(model.offload)
