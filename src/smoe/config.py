@@ -210,6 +210,11 @@ class EngineConfig:
         return self.low_precision != "none"
 
     @property
+    def keeps_experts(self) -> bool:
+        """Whether main does, while workers are there: not where these take turns at all of them."""
+        return self.placement != "round-robin"
+
+    @property
     def eviction_settings(self) -> EvictionSettings:
         """What an eviction policy is made from."""
         return EvictionSettings(self.eviction, self.pools, self.score_window, self.cache_weights, self.cache_records)

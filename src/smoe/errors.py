@@ -11,7 +11,8 @@
     |-- TransferError          reading an expert failed while generating
     |-- DiskSpaceError         not enough free disk for what was asked
     |-- TraceError             a routing trace cannot be read or written
-    |-- ClusterError           a cluster is unknown, nobody came, or a worker was refused
+    |-- ClusterError           a cluster is unknown, or nobody came
+    |   `-- WorkerRefusedError     main does not let this worker in: nothing is gained by trying again
     |-- EngineStateError       closed, forked, used with a foreign cache, or asked for what a live model cannot do
     |-- EngineBusyError        another request is running, and waiting for it has a bound
     `-- GenerationCancelledError  the running request was cancelled, or its engine closed
@@ -117,6 +118,10 @@ class TraceError(SmoeError, ValueError):
 
 class ClusterError(SmoeError, ValueError):
     """A cluster is unknown or damaged, an invitation is none, or no worker came; workers that fail raise nothing."""
+
+
+class WorkerRefusedError(ClusterError):
+    """Main refuses this worker, for its weights, its bits, its smoe or its invitation."""
 
 
 class EngineStateError(SmoeError, RuntimeError):

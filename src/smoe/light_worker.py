@@ -20,12 +20,12 @@ from typing import Any, NamedTuple, NoReturn
 
 from smoe import __version__
 from smoe.cluster.identity import KeyPair, Worker, keep_worker
-from smoe.errors import SmoeError
+from smoe.errors import SmoeError, WorkerRefusedError
 from smoe.kernels import machine_code
 
 _MODULE = "smoe.light_worker"
 _ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072", "OPENBLAS_NUM_THREADS": "1"}
-_INTERRUPTED, _TERMINATED = 130, 143
+_INTERRUPTED, _TERMINATED, _REFUSED = 130, 143, 3
 
 
 class Task(NamedTuple):
@@ -99,7 +99,7 @@ def _main() -> NoReturn:
         from smoe.cli.console import complain
 
         complain(error)
-        sys.exit(2)
+        sys.exit(_REFUSED if isinstance(error, WorkerRefusedError) else 2)
     sys.exit(0)
 
 

@@ -143,3 +143,8 @@ def parse_seconds(text: str, setting: str | None = None) -> float:
         kind = "a time" if match is None else "a time above 0"
         raise _refusal(text, setting, f"is not {kind}", "a time above 0", "for example 40ms or 0.1s")
     return seconds
+
+
+def format_count(count: int, noun: str) -> str:
+    """`1 worker`, `2 workers`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"

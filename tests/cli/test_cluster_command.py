@@ -24,7 +24,7 @@ import pytest
 pytest.importorskip("zmq")
 
 import smoe
-from smoe.cluster.identity import keep_main, new_main, read_main
+from smoe.cluster.identity import keep_main, keep_status, new_main, read_main
 from tests.packs import pack_folder
 
 LINE = [sys.executable, "-m", "smoe"]
@@ -116,7 +116,8 @@ def test_workers_that_are_killed_and_frozen_change_no_word(
     assert json.loads(out)["token_ids"] == alone["token_ids"]
 
 
-def test_an_invitation_is_printed_for_an_address(run: Any, port: int) -> None:
+def test_an_invitation_is_printed_for_an_address(run: Any, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smoe.cluster.address.check_own", lambda address: None)
     refused = run("cluster", "invite")
     assert refused.code == 2 and "--address" in refused.err
     everyone = run("cluster", "invite", "--address", "0.0.0.0")
@@ -132,14 +133,62 @@ def test_an_invitation_is_printed_for_an_address(run: Any, port: int) -> None:
     assert "smoe://192.0.2.7:5717/home?" in wide.out
 
 
+def test_an_address_of_another_machine_is_refused_before_anything_changes(run: Any, port: int) -> None:
+    """192.0.2.7 is nobody's (RFC 5737)."""
+    refused = run("cluster", "invite", "--name", "local", "--address", "192.0.2.7")
+    assert refused.code == 2 and "no address of this machine" in refused.err and "--every-interface" in refused.err
+    assert read_main("local").address == f"tcp://127.0.0.1:{port}"
+    assert run("cluster", "invite", "--name", "new", "--address", "192.0.2.7").code == 2
+    assert run("cluster", "status", "--name", "new").code == 2, "it was not made"
+    assert run("cluster", "invite", "--name", "new", "--address", "192.0.2.7", "--every-interface").code == 0
+
+
+def test_a_cluster_that_moves_is_told_of(run: Any, port: int) -> None:
+    keep_main(read_main("local").with_worker("w", "k" * 40))
+    stays = run("cluster", "invite", "--name", "local", "--address", f"127.0.0.1:{port}")
+    assert stays.code == 0 and "moves" not in stays.err
+    moved = run("cluster", "invite", "--name", "local", "--address", "127.0.0.1:5999")
+    words = " ".join(moved.err.split())
+    assert f"moves to tcp://127.0.0.1:5999; it was at tcp://127.0.0.1:{port}; 1 known worker will look" in words
+
+
+def test_refusals_name_what_was_typed(run: Any, checkpoint: Path, port: int) -> None:
+    for command in (["up", str(checkpoint)], ["invite", "--address", "127.0.0.1"], ["status"], ["forget"]):
+        refused = run("cluster", *command, "--name", "a/b")
+        assert refused.code == 2 and "--name is 'a/b'" in refused.err and "--cluster" not in refused.err
+    line = run("cluster", "invite", "--name", "local").out.split("'")[1]
+    worker = run("cluster", "join", line, checkpoint, "--worker", "a b")
+    assert worker.code == 2 and "--worker is 'a b'" in worker.err
+    neither = run("cluster", "join", "a/b", checkpoint)
+    assert neither.code == 2 and "neither an invitation" in neither.err and "--" not in neither.err
+    small = run("cluster", "up", checkpoint, "--worker-memory", "1KiB")
+    assert small.code == 2 and "--worker-memory" not in small.err and "hint" not in small.err
+
+
+def test_a_budget_without_room_for_the_shadow_says_so(run: Any, checkpoint: Path, port: int, tmp_path: Path) -> None:
+    """What is said to be the least is enough, and the hint is of use."""
+    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    pack_folder(model, precision="int8")
+    shadow = ["--context", "128", "--threads", "1", "--prefetch", "shadow", "--set", "shadow_precision=int8"]
+    refused = run("generate", model, "--memory", "1MiB", *shadow, "-p", "x")
+    assert refused.code == 2 and "\n  shadow  " in refused.err and "without the shadow" in refused.err
+    assert "without --memory and --prefetch shadow, shows" in " ".join(refused.err.split())
+    least = run("generate", model, "--memory", "1MiB", *shadow, "-p", "x", "--json").json["error"]["allowed"].split()[2]
+    works = run("generate", model, "--memory", least, *shadow, "-p", "x", "--max-new-tokens", "2")
+    assert works.code == 0, works.err
+    assert run("generate", model, "--memory", str(int(least) - 1), *shadow, "-p", "x").code == 2
+    preset = run("generate", model, "--memory", "1MiB", "--cluster", "local", "--preset", "od-moe", "-p", "x")
+    assert "without --memory, --cluster and --preset od-moe, shows" in " ".join(preset.err.split())
+
+
 def test_a_name_that_is_nobody_s_is_refused(
     run: Any, checkpoint: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(*_: object) -> Any:
         raise socket.gaierror(-2, "Name or service not known")
 
-    run("cluster", "invite", "--address", "192.0.2.7")
-    line = run("cluster", "invite").out.split("'")[1].replace("192.0.2.7", "nowhere")
+    run("cluster", "invite", "--address", "127.0.0.1")
+    line = run("cluster", "invite").out.split("'")[1].replace("127.0.0.1", "nowhere")
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     refused = run("cluster", "join", line, checkpoint)
     assert refused.code == 2 and "'nowhere', which is a name that this machine cannot look up" in refused.err
@@ -156,8 +205,22 @@ def test_status_of_a_cluster_that_never_ran(run: Any, port: int) -> None:
     }
     shown = run("cluster", "status")
     assert shown.code == 0 and "no main runs" in shown.out
+    keep_main(new_main("home"))
+    several = run("cluster", "status")
+    assert several.code == 2 and "say which with --name: home, local" in " ".join(several.err.split())
     unknown = run("cluster", "status", "--name", "nowhere")
-    assert unknown.code == 2 and "there are: local" in unknown.err
+    assert unknown.code == 2 and "there are: home, local" in unknown.err
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_status_in_a_narrow_window(run: Any, port: int, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    head = f"cluster local at tcp://127.0.0.1:{port}: no main runs"
+    assert run("cluster", "status").out.splitlines() == [head]
+    times = dict.fromkeys(("seconds_per_load", "seconds_per_expert", "seconds_there_and_back"), 1e-3)
+    worker = {"name": "w", "state": "out", "why": "", "slots": 2, "experts_computed": 7, "deadlines_missed": 0} | times
+    keep_status("local", [worker], is_over=True)
+    assert run("cluster", "status").out.splitlines()[0] == f"{head}; the last one had"
 
 
 def test_bad_input_is_refused_at_once(run: Any, checkpoint: Path, port: int) -> None:

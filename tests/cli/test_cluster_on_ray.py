@@ -57,6 +57,7 @@ def test_workers_end_with_the_command(run: Any, checkpoint: Path, monkeypatch: p
     given = ["--ray", "10.0.0.1:6379", "--worker-memory", "512KiB", "--threads", "1"]
     near = run("cluster", "up", checkpoint, *given)
     assert near.code == 2 and "--address" in near.err
+    monkeypatch.setattr("smoe.cluster.address.check_own", lambda address: None)
     ran = run("cluster", "up", checkpoint, *given, "--address", "192.0.2.7")
     assert ran.code == 130
     assert "--cluster local --set cluster_workers=2" in ran.err

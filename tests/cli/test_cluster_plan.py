@@ -8,7 +8,7 @@ pytest.importorskip("zmq")
 
 from smoe.cluster.identity import keep_main, keep_status, new_main
 
-SIZE = ("--memory", "3MiB", "--context", 128, "--profile", "raspberry-pi-5")
+SIZE = ("--memory", "4MiB", "--context", 128, "--profile", "raspberry-pi-5")
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def test_a_cluster_that_nobody_has_bought(run, checkpoint):
     ran = plan(run, checkpoint, "--workers", 2, "--worker-profile", "laptop-cpu", "--worker-memory", "1MiB", "--json")
     said = ran.json
     assert len(said["workers"]) == 2 and said["workers"][0]["slots"] == 32 and said["link"] == "1Gbit"
-    assert [(case["workers"], case["placement"]) for case in said["cases"]] == [
-        (count, placement) for count in (1, 2) for placement in ("finish", "round-robin")
+    assert [(case["workers"], case["schedule"]) for case in said["cases"]] == [
+        (count, schedule) for count in (1, 2) for schedule in ("finish", "cluster", "round-robin")
     ]
     assert said["cases"][0]["tokens_per_second"] == pytest.approx(1 / said["cases"][0]["seconds_per_token"])
     assert sum("synthetic" in remark for remark in said["remarks"]) == 1
@@ -42,7 +42,19 @@ def test_shown_within_a_narrow_window(run, checkpoint):
     ran = plan(run, checkpoint, "--workers", 2, "--slots", 4, "--link", "100Mbit")
     assert ran.code == 0 and "waits most for" in ran.out and "100Mbit" in ran.out.splitlines()[0]
     assert max(map(len, ran.out.splitlines()[1:])) <= 80
-    assert sum(line.startswith(("finish: ", "round-robin: ")) for line in ran.out.splitlines()) == 2
+    assert sum(line.startswith(("finish: ", "cluster: ", "round-robin: ")) for line in ran.out.splitlines()) == 6
+
+
+@pytest.mark.parametrize("preset", ["cluster", "od-moe"])
+def test_its_presets_are_no_news(run, checkpoint, preset):
+    ran = plan(run, checkpoint, "--workers", 1, "--slots", 4, "--preset", preset)
+    assert ran.code == 0 and "with a shadow on main: --preset cluster" in ran.out
+    assert "smoe pack --precision int4" in ran.err
+
+
+def test_workers_of_several_sizes(run, checkpoint, home):
+    keep_status("home", [member(slots=1), member(slots=8)], is_over=True)
+    assert "workers: room for 1 to 8, a load 2 ms, an expert" in plan(run, checkpoint, "--name", "home").out
 
 
 def test_workers_that_main_has_measured(run, checkpoint, home):
@@ -65,7 +77,7 @@ def test_a_recorded_run_is_asked_for_its_routing(run, checkpoint, traces):
         (("--name", "home", "--slots", 4), "says what the workers are, and so does --slots"),
         (("--name", "home", "--worker-profile", "laptop-cpu"), "and so does --worker-profile"),
         (("--slots", 4, "--worker-memory", "1MiB"), "both say how many experts a worker holds"),
-        (("--worker-memory", "2KiB"), "--worker-memory 2.00 KiB holds no expert"),
+        (("--worker-memory", "2KiB"), "for experts at least, 2.00 KiB were given"),
         (("--worker-profile", "toaster"), "--worker-profile is 'toaster', and there is no such profile"),
         (("--link", "fast"), "--link is 'fast', which is no link's rate; write for example 1Gbit or 100Mbit"),
     ],
@@ -75,7 +87,25 @@ def test_refusals(run, checkpoint, home, options, why):
     assert ran.code != 0 and why in " ".join(ran.err.split()), ran.err
 
 
+def test_the_name_of_a_cluster_is_an_option_of_its_own(run, checkpoint, home):
+    ran = run("cluster", "plan", checkpoint, "--memory", "3MiB", "--cluster", "home")
+    assert ran.code == 2 and "--cluster home is for a run" in ran.err and "it as --name" in " ".join(ran.err.split())
+
+
 def test_workers_that_never_loaded_are_refused(run, checkpoint, home):
     keep_status("home", [member(seconds_per_load=0.0)], is_over=True)
     ran = plan(run, checkpoint, "--name", "home")
     assert ran.code != 0 and "have loaded nothing, so nobody knows what a load takes" in " ".join(ran.err.split())
+
+
+def test_a_plan_of_one_machine_names_what_was_typed(run, checkpoint):
+    preset = run("plan", checkpoint, "--preset", "cluster", "--memory", "3MiB")
+    assert preset.code == 2 and "smoe cluster plan foretells several. Leave out --preset cluster" in preset.err
+    assert "--cluster" not in preset.err and "placement" not in preset.err
+    named = run("plan", checkpoint, "--cluster", "home", "--memory", "3MiB")
+    assert named.code == 2 and named.err.rstrip().endswith("Leave out --cluster")
+
+
+def test_a_missing_pack_is_said_once(run, checkpoint):
+    ran = run("generate", checkpoint, "--prefetch", "shadow", "--memory", "6MiB", "--context", 128, "-p", "x")
+    assert ran.code == 2 and ran.err.count("smoe pack") == 1 and ran.err.count("--precision int4") == 1

@@ -23,7 +23,7 @@ from smoe.cluster.frames import Times
 from smoe.cluster.identity import Main, keep_main, read_main
 from smoe.cluster.remote import _PROOF_ROWS
 from smoe.cluster.worker import WorkerProcess
-from smoe.errors import ClusterError, ConfigError
+from smoe.errors import ClusterError, ConfigError, WorkerRefusedError
 from smoe.kernels.isa import widest
 from smoe.load.worker_experts import open_experts
 from smoe.policy.placement import PLACEMENT
@@ -261,6 +261,30 @@ def test_a_stranger_is_not_let_in(toy: Callable[..., Path], start: Start, open_m
         open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=1.5)
 
 
+def test_a_worker_whose_key_is_not_known_is_told(toy: Callable[..., Path], main: Main, open_model: Open) -> None:
+    """By the connection that is closed, as nobody speaks with it; a worker that is known comes in all the same."""
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    served = open_experts(folder, 1 << 20, configure(threads=1))
+    said: list[str] = []
+    worker = WorkerProcess(member("w"), served)
+    keep_main(Main(main.name, main.address, main.keys))  # its invitation is withdrawn
+
+    def serve() -> None:
+        try:
+            worker.serve()
+        except WorkerRefusedError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises(ClusterError, match="0 of 1 workers"):
+        open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=3.0)
+    thread.join(10)
+    worker.end()
+    served.alone.close()
+    assert len(said) == 1 and "main does not know worker w" in said[0]
+
+
 def test_one_main_at_a_time(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
     folder = toy("qwen3_moe", dtype=torch.bfloat16)
     start(folder, 1)
@@ -273,6 +297,19 @@ def test_who_came_and_was_refused_is_named(toy: Callable[..., Path], start: Star
     start(toy("mixtral", dtype=torch.bfloat16), 1)
     with pytest.raises(ClusterError, match=r"0 of 1 workers.*w0: its weights is"):
         open_model(toy("qwen3_moe", dtype=torch.bfloat16), "minimum", cluster="test", cluster_timeout_seconds=5.0)
+
+
+def test_a_main_that_keeps_no_experts_reads_none_beforehand(
+    toy: Callable[..., Path], start: Start, open_model: Open
+) -> None:
+    """Not even where it has room for all of them."""
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    start(folder, 1)
+    model = open_model(folder, 64 << 20, cluster="test", preload=None, **BY_TURNS)
+    assert model.offload.ledger.resident_share == 1
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    assert model.offload.stats().loads == model.offload.stats().decode_hits == 0
+    assert "no experts resident while workers are there" in repr(model.offload)
 
 
 def test_settings_that_do_not_go_together(toy: Callable[..., Path], open_model: Open) -> None:

@@ -6,6 +6,7 @@ Would catch a request that is lost with its worker, one that is waited for twice
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -168,3 +169,42 @@ def test_who_says_nothing_is_late_though_nothing_was_asked(
     while not any(each.is_here for each in cluster.members) and time.monotonic() < until:
         time.sleep(0.01)
     assert any(each.is_here for each in cluster.members)
+
+
+def test_who_was_lost_and_came_back_is_told_with_all_that_it_has_done(
+    toy: Callable[..., Path], start: Start, open_model: Open
+) -> None:
+    folder = toy("qwen3_moe", dtype=torch.bfloat16)
+    (first,) = start(folder, 1)
+    model = open_model(folder, "minimum", cluster="test")
+    cluster = cluster_of(model)
+    cluster._here = cluster._here._replace(load=lambda: 1e9)
+    oracle.greedy(model)
+    (before,) = cluster.described()
+    assert before["experts_computed"] > 0 and cluster.lost() == []
+    first.end()
+    wait_until(lambda: cluster.lost())
+    (lost,) = cluster.lost()
+    assert (lost["name"], lost["why"]) == ("w0", "left") and abs(lost["at"] - time.time()) < 60
+    again = WorkerProcess(first._me, first._served)
+    thread = threading.Thread(target=again.serve)
+    thread.start()
+    try:
+        assert cluster.wait(1, 30.0)
+        counts = ("experts_computed", "experts_recomputed", "requests", "deadlines_missed")
+        (back,) = cluster.described()
+        assert [back[each] for each in counts] == [before[each] for each in counts]
+        oracle.greedy(model)
+        (after,) = cluster.described()
+        assert after["experts_computed"] > before["experts_computed"] and after["requests"] > before["requests"]
+        assert len(cluster.lost()) == 1
+    finally:
+        again.end()
+        thread.join(10)
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    until = time.monotonic() + 20
+    while not is_so() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert is_so()

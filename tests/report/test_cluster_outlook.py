@@ -12,17 +12,28 @@ from math import inf
 
 import pytest
 
-from smoe.errors import ConfigError, TraceError
+from smoe.errors import BudgetError, ConfigError, TraceError
 from smoe.memory.emulation import read_profile
 from smoe.policy.placement import PLACEMENT
 from smoe.presets import configure
-from smoe.report.cluster_outlook import ENOUGH, HANDING_SECONDS, ClusterOutlook, Network, Wanted, cluster_outlook
+from smoe.report.cluster_outlook import (
+    ENOUGH,
+    HANDING_SECONDS,
+    SCHEDULES,
+    ClusterOutlook,
+    Network,
+    Wanted,
+    cluster_outlook,
+)
 from smoe.routing import Phase, Routing
 from smoe.simulator.cluster_forecast import MeasuredWorker
 from tests.toy import save_toy
 
 MAIN = configure(memory_bytes=3 << 20, context_tokens=128, device="emulated", profile="raspberry-pi-5")
 """The toy: 8 experts, top-4, in each of 4 layers."""
+ROOMY = replace(MAIN, memory_bytes=4 << 20)
+"""Beside a shadow, too."""
+OF_MAIN = ("memory_bytes", "context_tokens", "device", "profile")
 NEAR = Network(inf, way=1e-3, message=1e-4)
 WORKER = MeasuredWorker(load=1e-3, expert=1e-4, hop=1.2e-3, slots=16)
 
@@ -39,16 +50,38 @@ def of(toy: str, wanted: Wanted, network: Network = NEAR, trace: list[Routing] |
     return cluster_outlook(toy, MAIN, wanted, network, trace)
 
 
-def test_every_number_of_workers_and_both_placements(toy: str) -> None:
-    found = of(toy, Wanted(3, [WORKER] * 2))
-    assert [(case.workers, case.placement) for case in found.cases] == [
-        (count, placement) for count in (1, 2, 3) for placement in PLACEMENT
+def test_every_number_of_workers_and_every_schedule(toy: str) -> None:
+    found = cluster_outlook(toy, ROOMY, Wanted(3, [WORKER] * 2), NEAR)
+    assert [(case.workers, case.schedule) for case in found.cases] == [
+        (count, schedule) for count in (1, 2, 3) for schedule in SCHEDULES
     ]
+    assert {case.placement for case in found.cases} == set(PLACEMENT)
     for case in found.cases:
         assert sum(case.waits) == pytest.approx(case.seconds_per_token), "what it waits for is all of it"
         assert case.waits.main == pytest.approx(4 * found.main.layer)
         assert case.placement == "finish" or case.waits.own_loads == case.loads_at_main == 0
-    assert found.as_json()["enough_workers"].keys() == set(PLACEMENT)
+    assert found.as_json()["enough_workers"].keys() == set(SCHEDULES)
+
+
+def test_a_shadow_takes_of_main_s_memory(toy: str) -> None:
+    found = cluster_outlook(toy, ROOMY, Wanted(1, [WORKER]), NEAR)
+    assert found.beside_shadow is not None and 4 <= found.beside_shadow.slots < found.main.slots
+    asked = [configure(preset, **{each: getattr(ROOMY, each) for each in OF_MAIN}) for preset in ("cluster", "od-moe")]
+    for config in asked:
+        assert cluster_outlook(toy, config, Wanted(1, [WORKER]), NEAR).cases == found.cases, "presets are known"
+    without = of(toy, Wanted(1, [WORKER]))
+    assert without.schedules == ["finish", "round-robin"] and without.beside_shadow is None
+    assert sum("for which its memory has no room" in remark for remark in without.remarks) == 2
+    with pytest.raises(ConfigError, match="has it as `name`"):
+        cluster_outlook(toy, configure(memory_bytes=3 << 20, cluster="home"), Wanted(1, [WORKER]), NEAR)
+
+
+def test_a_main_with_room_for_everything_loads_nothing(toy: str) -> None:
+    found = cluster_outlook(toy, replace(MAIN, memory_bytes=64 << 20), Wanted(2, [WORKER]), NEAR)
+    assert found.main.slots == 32
+    for case in found.of("finish"):
+        assert case.loads_at_main == case.loads_at_workers == 0
+    assert found.enough("finish") == 0
 
 
 def test_workers_that_ran_are_taken_as_they_were_measured(toy: str) -> None:
@@ -80,8 +113,10 @@ def test_a_worker_computes_on_its_cpu_and_reads_from_its_disk(toy: str) -> None:
 
 
 def test_a_worker_without_room_is_refused(toy: str) -> None:
-    with pytest.raises(ConfigError, match=r"`worker_memory` 1\.00 KiB holds no expert, each of which takes 24\.0 KiB"):
+    """In the words that a worker has for it, and with its slots."""
+    with pytest.raises(BudgetError, match=r"needs 56\.0 KiB for experts at least, 1\.00 KiB were given"):
         of(toy, Wanted(1, worker_bytes=1024))
+    assert of(toy, Wanted(1, worker_bytes=10 * 28 << 10)).workers[0].slots == 10
 
 
 def test_a_slow_wire_makes_tokens_slower(toy: str) -> None:
@@ -97,7 +132,7 @@ def test_where_another_worker_stops_paying(toy: str) -> None:
 
     def outlook(*seconds: float) -> ClusterOutlook:
         cases = [
-            replace(case, workers=n + 1, placement="finish", seconds_per_token=alone * each)
+            replace(case, workers=n + 1, schedule="finish", seconds_per_token=alone * each)
             for n, each in enumerate(seconds)
         ]
         return replace(found, cases=cases)
@@ -114,7 +149,7 @@ def steps(layers: int, experts: int, count: int) -> list[Routing]:
 def test_a_recorded_run_is_replayed(toy: str) -> None:
     """Four experts a layer, always the same: once they are there nothing is loaded. Drawn ones are said to be."""
     found = of(toy, Wanted(1, [WORKER]), trace=steps(4, 8, 30))
-    assert all(case.loads_at_workers + case.loads_at_main == 0 for case in found.cases if case.placement == "finish")
+    assert all(case.loads_at_workers + case.loads_at_main == 0 for case in found.cases if case.schedule == "finish")
     assert not any("synthetic" in remark for remark in found.remarks)
     assert any("synthetic" in remark for remark in of(toy, Wanted(1, [WORKER])).remarks)
 

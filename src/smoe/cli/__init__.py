@@ -27,9 +27,9 @@ from smoe.cli import (
     verify,
 )
 from smoe.cli.console import complain, print_json_error
-from smoe.cli.interrupts import listening
+from smoe.cli.interrupts import REFUSED, listening
 from smoe.cli.spread import with_options
-from smoe.errors import SmoeError
+from smoe.errors import SmoeError, WorkerRefusedError
 
 _EPILOG = """Try it:
 
@@ -41,8 +41,9 @@ smoe generate ./my-moe --memory 8GiB -p "The capital of France is"
 
 Every command explains itself: smoe COMMAND --help
 
-Exit codes: 0 done, 1 not exact (smoe verify), 2 an error, 130 after Ctrl-C,
-143 after SIGTERM; what there is by then is shown and kept.
+Exit codes: 0 done, 1 not exact (smoe verify), 2 an error, 3 a worker that its
+main refuses, 130 after Ctrl-C, 143 after SIGTERM; what there is by then is
+shown and kept.
 """
 
 _NOT_OF_WORKERS = ("torch", "transformers", "safetensors", "gguf", "huggingface_hub")
@@ -122,7 +123,8 @@ def _explain(error: Exception) -> int:
     """Say what has gone wrong and give the exit code; raises it again where nobody has foreseen it."""
     if isinstance(error, SmoeError):
         complain(error)
-    elif isinstance(error, OSError):
+        return REFUSED if isinstance(error, WorkerRefusedError) else 2
+    if isinstance(error, OSError):
         _let_go_of_stdout()  # what it still holds may be what failed
         print(f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
     elif isinstance(error, ModuleNotFoundError) and error.name in _NOT_OF_WORKERS:

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from smoe.bounds import MOST_THREADS, PRECISION
+from smoe.cli.cluster_address import moved_to
 from smoe.cli.cluster_files import Fetch, Rate, check_fetch, fetched, send
+from smoe.cli.cluster_forget import forget
 from smoe.cli.cluster_on_ray import RayOptions, up_on_ray
 from smoe.cli.cluster_plan import plan
+from smoe.cli.cluster_status import status
 from smoe.cli.cluster_work import DEFAULT_WORKER_MEMORY, Room, Torch, be_worker, check
+from smoe.cli.cluster_workers import keep_running, line_for_main, local_workers
 from smoe.cli.options import Debug, Json, Model
 from smoe.cli.spread import with_options
 from smoe.errors import ClusterError, ConfigError
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from smoe.cluster.identity import Main
-
 MOST_LOCAL = 64
 DEFAULT_LOCAL = 2
 DEFAULT_NAME = "local"
-_ENDING_SECONDS = 10.0
-"""For a worker to end in order."""
-_LEAST_RUN_SECONDS = 5.0
-"""A worker that ends sooner than this is not started again."""
 
 Name = Annotated[str, typer.Option("--name", help="The cluster's name.")]
 Memory = Annotated[
@@ -49,11 +42,11 @@ app = typer.Typer(
     help="Several machines serve one model: start workers, invite others, see who is there.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="""On one machine:
+    epilog=f"""On one machine:
 
-smoe cluster up demo --local 2 --worker-memory 64MiB
+smoe cluster up demo --local 2 --worker-memory 8MiB
 
-smoe generate demo --cluster local --memory 24MiB -p "Once upon a time"
+{line_for_main("demo", DEFAULT_NAME, DEFAULT_LOCAL)}
 
 With others: smoe cluster invite --name home --address 192.168.1.5 here, and
 what it prints there. The main machine is whoever runs smoe generate --cluster.
@@ -92,14 +85,15 @@ def up(
         up_on_ray(on_ray, name, threads, model, (room.memory_bytes, room.slots, precision))
         return
     local = local or DEFAULT_LOCAL
-    main, workers = _local_workers(name, local)
+    main, workers = local_workers(name, local)
     given = ["--precision", precision, *room.as_given]
     given += [] if threads is None else ["--threads", str(threads)]
     given += [] if torch is None else ["--torch" if torch else "--no-torch"]
-    lines = [[sys.executable, "-m", "smoe", "cluster", "work", model, "--name", each, *given] for each in workers]
-    note(f"{local} workers wait for a main at {main.address}, which opens it when it runs; in another terminal:")
-    note(f"smoe generate {model} --cluster {main.name} --set cluster_workers={local} -p ...")
-    _keep_running(lines)
+    lines = {each: [sys.executable, "-m", "smoe", "cluster", "work", model, "--name", each, *given] for each in workers}
+    wait = "workers wait" if local > 1 else "worker waits"
+    note(f"{local} {wait} for a main at {main.address}, which opens it when it runs; in another terminal:")
+    note(line_for_main(model, main.name, local))
+    keep_running(lines)
 
 
 def invite(
@@ -127,10 +121,10 @@ def invite(
 
     check_zmq()
     from smoe.cluster import identity
-    from smoe.cluster.address import checked_address, reach_of
-    from smoe.cluster.identity import INVITATION_SECONDS, invitation, keep_main, new_main
+    from smoe.cluster.address import reach_of
+    from smoe.cluster.identity import INVITATION_SECONDS, checked_name, invitation, keep_main, new_main
 
-    if name in identity.clusters():
+    if checked_name(name, "name") in identity.clusters():
         main = identity.read_main(name)
     else:
         if address is None:
@@ -141,10 +135,10 @@ def invite(
                 allowed="this machine's address in your network",
             )
         main = new_main(name, address)
-    if address is not None:
-        main = replace(main, address=checked_address(address))
     if every_interface is not None:
         main = replace(main, everywhere=every_interface)
+    if address is not None:
+        main = moved_to(main, address)
     reach = reach_of(main.address, main.everywhere)
     main, line = invitation(main)
     keep_main(main)
@@ -183,8 +177,16 @@ def join(
     check_zmq()
     import socket
 
-    from smoe.cluster.identity import accepted, read_worker
+    from smoe.cluster.identity import accepted, is_name, read_worker
 
+    if not invitation.startswith("smoe:") and not is_name(invitation):
+        raise ClusterError(
+            f"{invitation!r:.80} is neither an invitation (the whole line of smoe cluster invite, in quotes) nor the "
+            "name of a cluster that was joined",
+            setting="invitation",
+            given=invitation[:80],
+            allowed="smoe://HOST:PORT/NAME?key=...&code=..., or a cluster's name",
+        )
     if invitation.startswith("smoe:"):
         host = "".join(c for c in socket.gethostname() if c.isascii() and (c.isalnum() or c in "._-")).lstrip("._-")
         me = accepted(invitation, worker or host[:63] or "worker")
@@ -210,121 +212,6 @@ def work(
     be_worker(read_worker(name), model, Room.of(worker_memory, slots), threads, precision, torch)
 
 
-def status(
-    name: Name = DEFAULT_NAME,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on showing it, until Ctrl-C.")] = False,
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Show the workers of a cluster: who is there, what each has computed, how long it takes."""
-    from smoe.load.check_zmq import check_zmq
-
-    check_zmq()
-    from rich.live import Live
-
-    from smoe.cli.console import output, print_json
-    from smoe.cluster.identity import read_main
-
-    main = read_main(name)
-    if json:
-        print_json(_said(main))
-        return
-    if not watch:
-        output().print(_table(main))
-        return
-    with Live(_table(main), console=output(), auto_refresh=False) as live:
-        while True:
-            time.sleep(0.5)
-            live.update(_table(main), refresh=True)
-
-
-def _local_workers(name: str, count: int) -> tuple[Main, list[str]]:
-    """The cluster, and the names under which each worker keeps what it is."""
-    from smoe.cluster.identity import KeyPair, Worker, clusters, keep_main, keep_worker, new_main, read_main
-
-    main = read_main(name) if name in clusters() else new_main(name)
-    names = []
-    for n in range(1, count + 1):
-        me = Worker(f"{name}-{n}", f"{name}-{n}", main.address, main.keys.public, KeyPair.new())
-        main = main.with_worker(me.name, me.keys.public)
-        keep_worker(me)
-        names.append(me.cluster)
-    keep_main(main)
-    return main, names
-
-
-def _keep_running(lines: list[list[str]]) -> None:
-    """Start the workers, start again who ends, and end them all with us."""
-    from smoe.cli.console import warn
-
-    running: dict[int, tuple[subprocess.Popen[bytes], float]] = {}
-
-    def start(n: int) -> None:
-        running[n] = subprocess.Popen(lines[n], stdin=subprocess.DEVNULL), time.monotonic()
-
-    try:
-        for n in range(len(lines)):
-            start(n)
-        while running:
-            time.sleep(0.2)
-            for n, (process, since) in list(running.items()):
-                code = process.poll()
-                if code is None:
-                    continue
-                if time.monotonic() - since < _LEAST_RUN_SECONDS:
-                    warn(f"worker {n + 1} ended at once (exit code {code}) and is not started again")
-                    del running[n]
-                    continue
-                warn(f"worker {n + 1} ended (exit code {code}); it is started again")
-                start(n)
-        raise ClusterError("no worker is left; what each said is above")
-    finally:
-        for process, _ in running.values():
-            process.terminate()
-        for process, _ in running.values():
-            try:
-                process.wait(_ENDING_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def _said(main: Main) -> dict[str, Any]:
-    """What main has said last, and whether it still runs."""
-    import psutil
-
-    from smoe.cluster.identity import read_status
-
-    stored = read_status(main.name)
-    is_running = stored is not None and time.time() - stored["at"] < 3 and psutil.pid_exists(stored["process"])
-    return {
-        "cluster": main.name,
-        "address": main.address,
-        "is_running": is_running,
-        "process": stored["process"] if stored is not None and is_running else None,
-        "known": sorted(main.workers),
-        "workers": stored["workers"] if stored is not None else [],
-    }
-
-
-def _table(main: Main) -> Table:
-    from rich.markup import escape
-    from rich.table import Table
-
-    said = _said(main)
-    state = "main runs" if said["is_running"] else "no main runs; the last one had"
-    table = Table(title=f"cluster {main.name} at {escape(main.address)}: {state}", title_justify="left", box=None)
-    for head in ("worker", "state", "fit", "computed", "late", "a load", "an expert", "there and back"):
-        table.add_column(head, justify="left" if head in ("worker", "state") else "right")
-    for each in said["workers"]:
-        state = each["state"] + (f" ({each['why']})" if each["why"] else "")
-        times = (
-            f"{1e3 * each[key]:.2f} ms" for key in ("seconds_per_load", "seconds_per_expert", "seconds_there_and_back")
-        )
-        counts = (str(each[key]) for key in ("slots", "experts_computed", "deadlines_missed"))
-        table.add_row(escape(each["name"]), escape(state), *counts, *times)
-    return table
-
-
-for _command in (up, invite, join, send, status, plan):
+for _command in (up, invite, join, send, status, plan, forget):
     app.command(help=_command.__doc__)(with_options(_command))
 app.command(hidden=True)(with_options(work))

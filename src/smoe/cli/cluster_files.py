@@ -47,7 +47,7 @@ def send(
     from smoe.models.read_spec import read_spec
     from smoe.presets import configure
 
-    main, bytes_per_second = read_main(name), None if rate is None else parse_rate(rate, "rate")
+    main, bytes_per_second = read_main(name, "name"), None if rate is None else parse_rate(rate, "rate")
     spec, checkpoint = read_spec(model, configure(precision=precision)), whole_checkpoint(model, None)
     checkpoint.experts(spec)  # what could not be served is not sent
     paths = worker_files(checkpoint, spec)

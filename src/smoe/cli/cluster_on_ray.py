@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from smoe.cli.cluster_address import moved_to
+from smoe.cli.cluster_workers import line_for_main
 from smoe.errors import ConfigError
+from smoe.units import format_count
 
 if TYPE_CHECKING:
     from smoe.cluster.identity import Main
@@ -96,8 +99,10 @@ def up_on_ray(on_ray: RayOptions, name: str, threads: int | None, model: str, ro
     try:
         workers.start(on_ray.workers, opening, threads)
         count = len(workers.names)
-        note(f"Ray starts {count} workers; they wait for a main at {main.address}. In another terminal:")
-        note(f"smoe generate {model} --cluster {main.name} --set cluster_workers={count} -p ...")
+        note(
+            f"Ray starts {format_count(count, 'worker')}; they wait for a main at {main.address}. In another terminal:"
+        )
+        note(line_for_main(model, main.name, count))
         while True:
             workers.turn(_TURN_SECONDS)
     finally:
@@ -122,11 +127,11 @@ def token_file() -> Path | None:
 
 def _main_of(name: str, address: str | None) -> Main:
     """The cluster, which is made where there is none of that name."""
-    from smoe.cluster.address import checked_address
-    from smoe.cluster.identity import clusters, keep_main, new_main, read_main
+    from smoe.cluster.identity import checked_name, clusters, keep_main, new_main, read_main
 
-    main = read_main(name) if name in clusters() else new_main(name)
+    is_known = checked_name(name, "name") in clusters()
+    main = read_main(name) if is_known else new_main(name, address or "127.0.0.1")
     if address is not None:
-        main = replace(main, address=checked_address(address))
+        main = moved_to(main, address)
     keep_main(main)
     return main

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -51,7 +52,7 @@ def plan(
 ) -> None:
     """Foretell a cluster's speed, before it is bought or built.
 
-    How long a token takes with 1, 2, ... workers, for both placements, what it waits for, and from where on another
+    How long a token takes with 1, 2, ... workers, by each schedule, what it waits for, and from where on another
     worker does not pay. Who computes what is decided as smoe does it, on simulated machines: main is this one, or
     that of --profile, with --memory; workers are like --worker-profile, or those of a cluster that has run (--name).
     """
@@ -120,7 +121,7 @@ def _measured(name: str) -> list[MeasuredWorker]:
     check_zmq()
     from smoe.cluster.identity import read_main, read_status
 
-    stored = read_status(read_main(name).name)
+    stored = read_status(read_main(name, "name").name)
     known = [each for each in (stored or {"workers": []})["workers"] if each["seconds_per_expert"]]
     if not known:
         raise ClusterError(
@@ -152,43 +153,53 @@ def _print(found: ClusterOutlook, link: str) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from smoe.cli.console import note, output
+    from smoe.cli.console import as_options, note, output
+    from smoe.report.cluster_outlook import SCHEDULES
     from smoe.units import format_digits, format_seconds
 
-    worker, console = found.workers[0], output()
-    main = found.main
+    workers, console = found.workers, output()
+    main, beside = found.main, found.beside_shadow
+    shadowed = "" if beside is None else f" ({beside.slots} beside a shadow)"
     console.print(
         f"[bold]{escape(found.model)}[/bold]  main: a layer {format_seconds(main.layer)}, room for {main.slots} "
-        f"experts; workers: room for {worker.slots}, a load {format_seconds(worker.load)}, an expert "
-        f"{format_seconds(worker.expert)}; {link}",
+        f"experts{shadowed}; workers: room for {_span([each.slots for each in workers], str)}, a load "
+        f"{_span([each.load for each in workers], format_seconds)}, an expert "
+        f"{_span([each.expert for each in workers], format_seconds)}; {link}",
         soft_wrap=True,
         highlight=False,
     )
-    for placement in ("finish", "round-robin"):
-        table = Table(title=placement, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for schedule in found.schedules:
+        console.print(f"[italic]{schedule}[/italic]: {as_options(SCHEDULES[schedule])}", soft_wrap=True)
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for head in ("workers", "ms a token", "tokens/s", "loads a token", "waits most for"):
             table.add_column(head, justify="left" if head.startswith("waits") else "right")
-        if placement == "finish":
+        if schedule == "finish":
             alone = found.alone.run
             table.add_row("none", format_digits(1e3 * alone.seconds_per_token), _rate(alone.tokens_per_second), "", "")
-        for case in found.of(placement):
+        for case in found.of(schedule):
             loads = f"{case.loads_at_workers:.1f} + {case.loads_at_main:.1f}"
             time, rate = format_digits(1e3 * case.seconds_per_token), _rate(case.tokens_per_second)
             table.add_row(str(case.workers), time, rate, loads, _waits(case))
         console.print(table)
-        console.print(_enough(found, placement), soft_wrap=True, highlight=False)
-    for remark in found.remarks:
+        console.print(_enough(found, schedule), soft_wrap=True, highlight=False)
+    for remark in [*(f"missing: {each}" for each in found.alone.missing), *found.remarks]:
         note(remark)
 
 
-def _enough(found: ClusterOutlook, placement: str) -> str:
-    count, most = found.enough(placement), len(found.workers)
+def _span(values: Sequence[Any], words: Callable[[Any], str]) -> str:
+    """From the least to the most, where they are not the same."""
+    least, most = words(min(values)), words(max(values))
+    return least if least == most else f"{least} to {most}"
+
+
+def _enough(found: ClusterOutlook, schedule: str) -> str:
+    count, most = found.enough(schedule), len(found.workers)
     if count == 0:
-        return f"{placement}: [bold]no worker pays[/bold]; main alone is as fast, within 5 %"
+        return f"{schedule}: [bold]no worker pays[/bold]; main alone is as fast, within 5 %"
     if count == most:
-        return f"{placement}: every worker pays, up to {most}"
+        return f"{schedule}: every worker pays, up to {most}"
     are = "worker is" if count == 1 else "workers are"
-    return f"{placement}: [bold]{count} {are} enough[/bold]; {most} would gain less than 5 %"
+    return f"{schedule}: [bold]{count} {are} enough[/bold]; {most} would gain less than 5 %"
 
 
 def _waits(case: ClusterCase) -> str:

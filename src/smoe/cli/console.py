@@ -9,7 +9,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any, TextIO
@@ -21,12 +21,12 @@ from rich.text import Text
 
 from smoe.cli.settings import OPTION_OF, option_of
 from smoe.errors import BudgetError, ContextError, NotMoEError, SmoeError
+from smoe.policy.registry import SHADOW
 from smoe.units import format_bytes, format_remaining
 
 _PATIENCE_SECONDS = 1.0
 _LINE_SECONDS = 10.0
 _HINTS = {
-    BudgetError: "smoe plan MODEL, without --memory, shows what each budget buys.",
     ContextError: "the context is part of the budget: see smoe plan MODEL --context N.",
     NotMoEError: "models with experts are, for example, Qwen/Qwen3-30B-A3B and mistralai/Mixtral-8x7B-v0.1.",
 }
@@ -79,17 +79,23 @@ def _facts_of_a_mistyped_line(error: BaseException) -> dict[str, object]:
     parameter = getattr(error, "param", None)
     if parameter is None:
         return {}
+    given = _value_of(parameter.opts)
+    setting = next((name for name, option in OPTION_OF.items() if option in parameter.opts), parameter.name)
+    allowed = str(getattr(error, "message", "")).removeprefix("Input should be ").partition(", unable to parse")[0]
+    return {"setting": setting, "given": given, "allowed": allowed or "must be given"}
+
+
+def _value_of(options: Sequence[str]) -> str | None:
+    """What was typed last after one of these, an option's names; None: nothing."""
     given = None
     for word, following in zip(sys.argv, [*sys.argv[1:], None], strict=True):
         if not word.startswith("-"):
             continue  # an argument may be called as its command is
-        if word in parameter.opts:
+        if word in options:
             given = following
-        elif word.partition("=")[0] in parameter.opts:
+        elif word.partition("=")[0] in options:
             given = word.partition("=")[2]
-    setting = next((name for name, option in OPTION_OF.items() if option in parameter.opts), parameter.name)
-    allowed = str(getattr(error, "message", "")).removeprefix("Input should be ").partition(", unable to parse")[0]
-    return {"setting": setting, "given": given, "allowed": allowed or "must be given"}
+    return given
 
 
 def stdin() -> TextIO | None:
@@ -121,9 +127,26 @@ def complain(error: SmoeError) -> None:
     """One message, and a hint where there is one."""
     console = errors()
     console.print(f"[bold red]error:[/bold red] {escape(words_of(error))}", soft_wrap=True)
-    for kind, hint in _HINTS.items():
-        if isinstance(error, kind):
-            console.print(f"[bold]hint:[/bold] {escape(hint)}", soft_wrap=True)
+    hints = [hint for kind, hint in _HINTS.items() if isinstance(error, kind)]
+    if isinstance(error, BudgetError) and error.setting != "worker_memory":
+        hints.append(f"smoe plan MODEL, without {_in_words(_not_of_plans())}, shows what each budget buys.")
+    for hint in hints:
+        console.print(f"[bold]hint:[/bold] {escape(hint)}", soft_wrap=True)
+
+
+def _not_of_plans() -> list[str]:
+    """What was typed that smoe plan refuses, and --memory, which it is to choose."""
+    typed = {option: _value_of([option]) for option in ("--cluster", "--preset", "--prefetch")}
+    refused = {"--preset": ("cluster", "od-moe"), "--prefetch": (SHADOW,)}
+    return ["--memory"] + [
+        option if option == "--cluster" else f"{option} {value}"
+        for option, value in typed.items()
+        if value is not None and value in refused.get(option, (value,))
+    ]
+
+
+def _in_words(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 @contextmanager

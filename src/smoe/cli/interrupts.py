@@ -14,6 +14,8 @@ from typing import Any
 import typer
 
 INTERRUPTED, TERMINATED = 130, 143
+REFUSED = 3
+"""The exit code of a worker that its main refuses: whoever keeps it running need not start it again."""
 
 _was_terminated = False
 

@@ -18,7 +18,7 @@ from smoe.generation.generate import encode
 from smoe.load.pretrained import load
 from smoe.models.checkpoint import whole_checkpoint
 from smoe.policy.budget import Ledger
-from smoe.units import format_bytes
+from smoe.units import format_bytes, format_count
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ def loaded(
             encode(tokenizer_of(model, revision), prompts)
         if config.cluster is not None:
             note(_open_to(config.cluster))
-            note(f"waiting for {config.cluster_workers} workers of the cluster {config.cluster}, once the rest is here")
+            awaited = format_count(config.cluster_workers, "worker")
+            note(f"waiting for {awaited} of the cluster {config.cluster}, once the rest is here")
         watch.start(ledger)
 
     try:
@@ -47,10 +48,11 @@ def loaded(
     finally:
         watch.stop()
     engine: Any = ready.offload
-    _log.info("%s is loaded: %s", model, describe(engine.ledger, engine.budget_reason))
+    described = describe(engine.ledger, engine.budget_reason, engine.config.keeps_experts)
+    _log.info("%s is loaded: %s", model, described)
     _log.debug("%s", engine.config)
     try:
-        note(describe(engine.ledger, engine.budget_reason))
+        note(described)
         for name, why in engine.reasons.items():
             value = in_words(getattr(engine.config, name))
             _log.info("%s %s, %s", name, value, why)
@@ -74,12 +76,13 @@ def _open_to(cluster: str) -> str:
     return f"listening at {reach_of(main.address, main.everywhere)}; let in: {main.who_may_come()}"
 
 
-def describe(ledger: Ledger, reason: str) -> str:
-    """The budget in one line."""
+def describe(ledger: Ledger, reason: str, keeps_experts: bool = True) -> str:
+    """The budget in one line; `keeps_experts`: not only where workers fail."""
     entries, hint = ledger.entries(), ""
     if ledger.cache_slots < ledger.demand.total_experts and entries["KV cache"] > entries["expert slots"]:
         hint = f"; the KV cache takes {format_bytes(entries['KV cache'])}: a smaller --context leaves more to experts"
-    return f"budget {format_bytes(ledger.budget_bytes)} ({reason}), {ledger.residents}{hint}"
+    kept = ledger.residents if keeps_experts else ledger.spare
+    return f"budget {format_bytes(ledger.budget_bytes)} ({reason}), {kept}{hint}"
 
 
 def tokenizer_of(model: str, revision: str | None) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 from rich.markup import escape
 
 from smoe.cli.console import errors
@@ -88,14 +91,23 @@ def _experts(report: RunReport) -> str:
 
 
 def _workers(report: RunReport) -> str:
-    """Of a cluster: how many, and what they have computed."""
+    """Of a cluster: how many, what they have computed, and who was lost."""
     if report.workers is None:
         return ""
-    done = ", ".join(
-        f"{each['name']} {each['experts_computed']}" + (f" ({each['why']})" if each["why"] else "")
-        for each in report.workers
-    )
-    return f"experts computed: {done}" if done else "nobody came"
+    if not report.workers:
+        return "nobody came"
+    if not any(each["experts_computed"] for each in report.workers):
+        why = "all experts fit into main's memory" if report.all_fit else "main had every expert sooner itself"
+        done = f"not needed: {why}"
+    else:
+        done = "experts computed: " + ", ".join(f"{each['name']} {each['experts_computed']}" for each in report.workers)
+    lost = {each["name"] for each in report.lost_workers}
+    refused = [f"{each['name']}: {each['why']}" for each in report.workers if each["why"] and each["name"] not in lost]
+    return "; ".join([done, *map(_loss, report.lost_workers), *refused])
+
+
+def _loss(lost: dict[str, Any]) -> str:
+    return f"{lost['name']} was lost at {time.strftime('%H:%M:%S', time.localtime(lost['at']))} ({lost['why']})"
 
 
 def _lossy(report: RunReport) -> str:

@@ -6,6 +6,7 @@ every interface is none that anybody could connect to; to listen at all of them 
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -41,6 +42,20 @@ def checked_address(given: str) -> str:
     if not 0 < port < 65536 or (ip is None and not _NAME.fullmatch(host)):
         raise _refused(given, "is none")
     return f"tcp://{_in_url(ip) if ip is not None else host}:{port}"
+
+
+def check_own(address: str) -> None:
+    """Raise `ClusterError` for an address that this machine has not got, as main could not listen there. A name is
+    believed: what it stands for may be another address tomorrow."""
+    ip = _ip(_parts(checked_address(address))[0])
+    if ip is None:
+        return
+    try:
+        with socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET) as tried:
+            tried.bind((str(ip), 0))
+    except OSError as error:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise _refused(address, "is no address of this machine") from error
 
 
 def to_listen_at(address: str, everywhere: bool) -> Endpoint:

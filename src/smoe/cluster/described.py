@@ -18,7 +18,7 @@ import numpy as np
 import zmq
 
 from smoe.cluster import frames
-from smoe.cluster.dial import dial
+from smoe.cluster.dial import dial, refusal, watched
 from smoe.cluster.frames import Frame, FrameError, Kind
 from smoe.cluster.identity import Worker
 from smoe.errors import ClusterError
@@ -106,7 +106,7 @@ def ask(me: Worker, said: dict[str, Any]) -> Description:
     Raises `ClusterError` where main refuses us, or cannot say."""
     context = zmq.Context()
     try:
-        with context.socket(zmq.DEALER) as dealer:
+        with context.socket(zmq.DEALER) as dealer, watched(dealer, me) as check_known:
             dial(dealer, me, MOST_BYTES)
             asked = -_ASK_SECONDS
             while True:
@@ -115,19 +115,20 @@ def ask(me: Worker, said: dict[str, Any]) -> Description:
                     if dealer.poll(0, zmq.POLLOUT):
                         dealer.send_multipart(frames.talk(Kind.DESCRIBE, said), zmq.NOBLOCK)
                 if not dealer.poll(int(1000 * _TURN_SECONDS)):
+                    check_known()
                     continue
-                found = _heard(dealer.recv_multipart())
+                found = _heard(me, dealer.recv_multipart())
                 if found is not None:
                     return found
     finally:
         context.term()
 
 
-def _heard(parts: list[bytes]) -> Description | None:
+def _heard(me: Worker, parts: list[bytes]) -> Description | None:
     try:
         frame = frames.parse(parts)
         if frame.kind is Kind.REFUSED:
-            raise ClusterError(f"main refuses this worker: {frames.said(frame).get('why', 'it does not say why')}")
+            raise refusal(me, frame)
         return parse_experts(frame) if frame.kind is Kind.EXPERTS else None
     except FrameError as error:
         raise ClusterError(f"main has sent what cannot be: {error}") from error

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-import zmq
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from smoe.cluster import frames
 from smoe.cluster.address import to_connect_to
+from smoe.cluster.frames import Frame
 from smoe.cluster.identity import Worker
+from smoe.errors import WorkerRefusedError
+
+_TURNED_AWAY = 400
+"""What main's authenticator says of a key that may not connect (ZMTP's ZAP); others mean that it failed itself."""
 
 
 def dial(dealer: zmq.Socket[bytes], me: Worker, most_bytes: int) -> str:
@@ -25,3 +36,30 @@ def dial(dealer: zmq.Socket[bytes], me: Worker, most_bytes: int) -> str:
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     dealer.connect(at.address)
     return at.address
+
+
+@contextmanager
+def watched(dealer: zmq.Socket[bytes], me: Worker) -> Iterator[Callable[[], None]]:
+    """Gives what raises `WorkerRefusedError` once main has turned this worker's key away, which says nothing else."""
+    monitor: Any = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+
+    def check() -> None:
+        while monitor.poll(0):
+            if parse_monitor_message(monitor.recv_multipart())["value"] == _TURNED_AWAY:
+                raise WorkerRefusedError(
+                    f"main does not know worker {me.name}: its key was never let in, or is not any more; join with a "
+                    "new invitation (smoe cluster invite, on the main machine)"
+                )
+
+    try:
+        yield check
+    finally:
+        if not dealer.closed:
+            dealer.disable_monitor()
+        monitor.close(linger=0)
+
+
+def refusal(me: Worker, frame: Frame) -> WorkerRefusedError:
+    """What main has said in a REFUSED."""
+    why = frames.said(frame).get("why", "it does not say why")
+    return WorkerRefusedError(f"main refuses worker {me.name}: {why}")

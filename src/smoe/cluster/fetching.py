@@ -20,7 +20,7 @@ import zmq
 
 from smoe import __version__
 from smoe.cluster import files, frames
-from smoe.cluster.dial import dial
+from smoe.cluster.dial import dial, refusal, watched
 from smoe.cluster.files import CHUNK_BYTES, PIECE_BYTES, Manifest, Place
 from smoe.cluster.frames import Frame, FrameError, Kind
 from smoe.cluster.identity import Worker
@@ -106,12 +106,13 @@ class Fetcher:
         is damaged again and again; `DiskSpaceError`, `OSError`."""
         context = zmq.Context()
         try:
-            with context.socket(zmq.DEALER) as dealer:
+            with context.socket(zmq.DEALER) as dealer, watched(dealer, self.me) as check_known:
                 dial(dealer, self.me, files.MOST_BYTES)
                 while not self._is_ending and not self.is_whole:
                     left = self._pace.left_seconds() if self._sent is not None else _TURN_SECONDS
                     dealer.poll(int(1000 * min(_TURN_SECONDS, left or _TURN_SECONDS)) or 1)
                     self.turn(dealer)
+                    check_known()
                 if self.is_whole:
                     self._greet(dealer)  # it may wait for us
                 dealer.close(linger=500)
@@ -155,7 +156,7 @@ class Fetcher:
 
     def _answer(self, frame: Frame) -> None:
         if frame.kind is Kind.REFUSED:
-            raise ClusterError(f"main refuses this worker: {frames.said(frame).get('why', 'it does not say why')}")
+            raise refusal(self.me, frame)
         if frame.kind not in (Kind.SUMMING, Kind.MANIFEST, Kind.SAME, Kind.PIECE):
             return  # to a worker; we are none yet
         self._heard = self._clock()

@@ -2,6 +2,7 @@
 
     clusters/NAME/main.json        main's: its key pair, address, workers by name with their keys, invitations
     clusters/NAME/worker.json      a worker's: its name and key pair, main's address and key
+    clusters/NAME/up.json          the process that keeps workers of this machine running
 
 In the user's configuration folder, readable by the user alone. An invitation is one line for the other machine: the
 address, main's key and a code that is good once, for ten minutes. Main keeps the code's checksum.
@@ -25,6 +26,7 @@ import zmq
 
 from smoe.cluster.address import checked_address
 from smoe.errors import ClusterError
+from smoe.units import format_count
 from smoe.whole_file import partial_of, whole_file
 
 _FORMAT = 1
@@ -80,7 +82,7 @@ class Main:
 
     def who_may_come(self, now: float | None = None) -> str:
         """In words: whose connections are taken."""
-        known = f"{len(self.workers)} known worker{'' if len(self.workers) == 1 else 's'}"
+        known = format_count(len(self.workers), "known worker")
         if not self.expects_someone(now):
             return f"{known} by their keys, nobody else"
         return f"{known} by their keys, and for some minutes whoever has an invitation"
@@ -133,7 +135,7 @@ def checked_name(name: str, setting: str = "cluster") -> str:
 
 def new_main(name: str, address: str = "127.0.0.1", everywhere: bool = False) -> Main:
     """A cluster that nobody belongs to yet."""
-    return Main(checked_name(name), checked_address(address), KeyPair.new(), everywhere=everywhere)
+    return Main(checked_name(name, "name"), checked_address(address), KeyPair.new(), everywhere=everywhere)
 
 
 def clusters() -> list[str]:
@@ -141,16 +143,16 @@ def clusters() -> list[str]:
     return sorted(each.parent.name for each in clusters_folder().glob("*/main.json"))
 
 
-def read_main(name: str) -> Main:
-    """The cluster of this name whose main machine this is. Raises `ClusterError`."""
-    path = _path(name, "main")
+def read_main(name: str, setting: str = "cluster") -> Main:
+    """The cluster of this name, given as this setting, whose main machine this is. Raises `ClusterError`."""
+    path = _path(checked_name(name, setting), "main")
     stored = _read(path)
     if stored is None:
         known = clusters()
         here = f"; there are: {', '.join(known)}" if known else ""
         raise ClusterError(
             f"there is no cluster {name!r} on this machine{here}; start one with smoe cluster up",
-            setting="cluster",
+            setting=setting,
             given=name,
             allowed=", ".join(known) or "none yet",
         )
@@ -188,6 +190,22 @@ def read_worker(name: str) -> Worker:
 def keep_worker(worker: Worker) -> Path:
     """Write it, whole or not at all; returns where. Raises `OSError`."""
     return _keep(_path(worker.cluster, "worker"), asdict(worker))
+
+
+def joined() -> list[str]:
+    """The names of the clusters that this machine is a worker of."""
+    return sorted(each.parent.name for each in clusters_folder().glob("*/worker.json"))
+
+
+def keep_keeper(name: str, process: int, began: float) -> Path:
+    """Say which process, begun at this time (seconds since 1970), keeps this cluster's workers on this machine running;
+    returns where. Raises `OSError`."""
+    return _keep(_path(name, "up"), {"process": process, "began": began})
+
+
+def read_keeper(name: str) -> dict[str, Any] | None:
+    """`process` and `began` of who kept them last; None where there never was one."""
+    return _read(_path(name, "up"))
 
 
 def keep_status(name: str, workers: list[dict[str, Any]], is_over: bool = False) -> Path:
@@ -231,7 +249,7 @@ def accepted(line: str, worker_name: str) -> Worker:
             allowed="smoe://HOST:PORT/NAME?key=...&code=...",
         )
     address = checked_address(f"tcp://{parts.netloc}")
-    return Worker(checked_name(cluster), checked_name(worker_name, "name"), address, key, KeyPair.new(), code)
+    return Worker(checked_name(cluster), checked_name(worker_name, "worker"), address, key, KeyPair.new(), code)
 
 
 def _digest(code: str) -> str:

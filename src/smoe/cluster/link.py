@@ -26,7 +26,7 @@ from smoe.cluster.address import Endpoint
 from smoe.cluster.door import Door, Doorkeeper, user_of
 from smoe.cluster.doorbell import Doorbell
 from smoe.cluster.frames import Frame, FrameError, Kind, Rows
-from smoe.cluster.members import Member, State
+from smoe.cluster.members import Loss, Member, State
 from smoe.cluster.requests import Proof, Request, Trial, resolve
 from smoe.cluster.sending import FILE_KINDS, Courier
 from smoe.cluster.spot_checks import SpotChecks
@@ -77,6 +77,8 @@ class Link:
         self._by_route: dict[bytes, Member] = {}
         self.refused: dict[str, str] = {}
         """Why whoever came last by a name was not let in."""
+        self.losses: list[Loss] = []
+        """Who was there, and was not any more, in this order."""
         self.courier: Courier | None = None
         self._is_ending = False
         self._beaten = 0.0
@@ -182,16 +184,17 @@ class Link:
             return
         for other in [each for each in self.members.values() if each.key == key and each.state is not State.OUT]:
             self._out(other, "came back anew")
-        self._drop_former(found.name)
+        self._drop_former(found)
         found.route, found.heard = route, time.monotonic()
         self.members[found.unit] = self._by_route[route] = found
         self._send(route, frames.talk(Kind.WELCOME, self._doorkeeper.welcome(found)))
         self._try_next(found, iter(self._doorkeeper.proof(found)))
 
-    def _drop_former(self, name: str) -> None:
-        """Of a worker that comes again and again only the last time is kept."""
+    def _drop_former(self, found: Member) -> None:
+        """Of a worker that comes again and again only the last time is kept, and what it has done."""
         for unit, member in list(self.members.items()):
-            if member.name == name and member.state is State.OUT and not self.under_way.owes(member):
+            if member.name == found.name and member.state is State.OUT and not self.under_way.owes(member):
+                found.earlier = found.earlier.beside(member.done)
                 del self.members[unit]
 
     def _try_next(self, member: Member, proofs: Iterator[Proof]) -> None:
@@ -305,6 +308,8 @@ class Link:
     def _out(self, member: Member, why: str) -> None:
         if member.state is State.OUT:
             return
+        if member.state is not State.PROVING:
+            self.losses.append(Loss(member.name, why, time.time()))
         self._send(member.route, frames.alone(Kind.LEAVE))  # so that it may greet us anew
         self._became(member, State.OUT, why)
         self._by_route.pop(member.route, None)
@@ -322,6 +327,7 @@ class Link:
         try:
             self._router.send_multipart([route, *parts], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:  # EHOSTUNREACH: gone; EAGAIN: it takes nothing any more
-            _log.info("cannot reach %r: %s", route, error)
+            member = self._by_route.get(route)
+            _log.info("cannot reach %s: %s", f"worker {member.name}" if member else "a stranger", error)
             return False
         return True

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
+from typing import NamedTuple
 
 from smoe.cluster.frames import Times
 from smoe.compute.unit import Wanted
@@ -31,6 +32,34 @@ _UNKNOWN_SECONDS = 2.0
 """Expected of a request while nothing has been measured."""
 _LATE_USES = 512
 """After so many what was counted before counts half."""
+
+
+class Loss(NamedTuple):
+    """A worker that was there, and was not any more."""
+
+    name: str
+    why: str
+    at: float
+    """Seconds since 1970."""
+
+
+class Done(NamedTuple):
+    """What a worker has done, proofs left out."""
+
+    experts: int = 0
+    """Computed;"""
+    checked: int = 0
+    """of them, recomputed by main."""
+    requests: int = 0
+    missed: int = 0
+    """Deadlines."""
+
+    def beside(self, other: Done) -> Done:
+        """Both together."""
+        return Done(*map(sum, zip(self, other, strict=True)))
+
+
+NOTHING = Done()
 
 
 class State(Enum):
@@ -87,6 +116,9 @@ class Member:
     strikes: int = 0
     """Of them, since the last answer."""
     has_answered: bool = False
+    has_proven: bool = False
+    earlier: Done = NOTHING
+    """What it had done when it was here before."""
     most_rows: float = inf
     """Of one expert that it computes: without torch, as many as its kernels have been tried with."""
     _holds: OrderedDict[ExpertKey, None] = field(default_factory=OrderedDict)
@@ -102,7 +134,14 @@ class Member:
 
     def is_proven(self) -> None:
         """What it computes from now on is asked for by the text."""
+        self.has_proven = True
         self.experts = self.requests = self.uses = self.brought = 0
+
+    @property
+    def done(self) -> Done:
+        """Whenever it was here."""
+        now = Done(self.experts, self.checked, self.requests, self.missed) if self.has_proven else Done()
+        return self.earlier.beside(now)
 
     def takes(self, wanted: Iterable[Wanted]) -> bool:
         """Whether it may be asked for these."""

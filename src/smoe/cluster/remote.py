@@ -130,6 +130,10 @@ class Cluster(Admission):
         out = {member.name: member.why for member in self.members if member.why}
         return out if self.link is None else self.link.refused | out
 
+    def lost(self) -> list[dict[str, Any]]:
+        """Who was there, and was not any more: name, why, when (seconds since 1970)."""
+        return [] if self.link is None else [each._asdict() for each in self.link.losses]
+
     def described(self) -> list[dict[str, Any]]:
         """Of every worker what people and programs want to know; times in seconds."""
         return [_described(member) for member in self.members]
@@ -297,9 +301,10 @@ class Cluster(Admission):
             self.main = self.main.without_worker(member.key)
             with suppress(OSError):
                 keep_main(self.main)
+        done = member.done
         self.doubts.append(
-            f"worker {member.name} {why}, and is let in no longer. Of {member.experts} experts that it has computed "
-            f"{member.checked} had been recomputed here: what was written while it was there may be wrong, so have it "
+            f"worker {member.name} {why}, and is let in no longer. Of {done.experts} experts that it has computed "
+            f"{done.checked} had been recomputed here: what was written while it was there may be wrong, so have it "
             "written again. Find out why (another program on it, its memory, its owner) before you invite it anew "
             "(smoe cluster invite)"
         )
@@ -364,10 +369,10 @@ def _described(member: Member) -> dict[str, Any]:
         "state": member.state.value,
         "why": member.why,
         "slots": member.slots,
-        "experts_computed": member.experts,
-        "experts_recomputed": member.checked,
-        "requests": member.requests,
-        "deadlines_missed": member.missed,
+        "experts_computed": member.done.experts,
+        "experts_recomputed": member.done.checked,
+        "requests": member.done.requests,
+        "deadlines_missed": member.done.missed,
         "seconds_per_load": member.load,
         "seconds_per_expert": member.expert,
         "seconds_there_and_back": member.hop,

@@ -24,13 +24,13 @@ import zmq
 
 from smoe import __version__
 from smoe.cluster import frames
-from smoe.cluster.dial import dial
+from smoe.cluster.dial import dial, refusal, watched
 from smoe.cluster.doorbell import Doorbell
 from smoe.cluster.frames import Frame, FrameError, Kind, Rows, Times
 from smoe.cluster.identity import Worker
 from smoe.compute.experts_alone import ExpertsAlone
 from smoe.config import EngineConfig
-from smoe.errors import ClusterError
+from smoe.errors import WorkerRefusedError
 from smoe.expert import ExpertKey
 from smoe.machine.processor import processor_name
 
@@ -105,10 +105,10 @@ class WorkerProcess:
         self._bell.put([])
 
     def serve(self) -> None:
-        """Until `end`. Raises `ClusterError` where main refuses us."""
+        """Until `end`. Raises `WorkerRefusedError` where main refuses us."""
         context = zmq.Context()
         try:
-            with context.socket(zmq.DEALER) as dealer:
+            with context.socket(zmq.DEALER) as dealer, watched(dealer, self._me) as check_known:
                 self._connect(dealer)
                 poller = zmq.Poller()
                 poller.register(dealer, zmq.POLLIN)
@@ -116,6 +116,8 @@ class WorkerProcess:
                 while not self._is_ending:
                     poller.poll(int(1000 * BEAT_SECONDS))
                     self._turn(dealer)
+                    if not self._is_in:
+                        check_known()
                 self._send(dealer, frames.alone(Kind.LEAVE))
                 dealer.close(linger=200)
         finally:
@@ -181,7 +183,7 @@ class WorkerProcess:
                 return
             self._welcomed(said)
         elif frame.kind is Kind.REFUSED:
-            raise ClusterError(f"main refuses this worker: {frames.said(frame).get('why', 'it does not say why')}")
+            raise refusal(self._me, frame)
         elif frame.kind is Kind.LEAVE:
             self._heard = 0.0
         elif frame.kind is Kind.WORK:
@@ -206,7 +208,9 @@ class WorkerProcess:
         arithmetic, alone = said.get("arithmetic"), self._served.alone
         if arithmetic != self._arithmetic:
             if not isinstance(arithmetic, str) or not alone.compute_by(arithmetic):
-                raise ClusterError(f"main computes by `kernels` {arithmetic}, which this machine cannot")
+                raise WorkerRefusedError(
+                    f"worker {self._me.name}: main computes by `kernels` {arithmetic}, which this machine cannot"
+                )
             self._arithmetic = arithmetic
         self._is_in = True
         self._on_change("belongs to the cluster")

@@ -97,6 +97,9 @@ class Others(Protocol):
     def described(self) -> list[dict[str, Any]]:
         """What each has done, for people and programs."""
 
+    def lost(self) -> list[dict[str, Any]]:
+        """Who was there, and was not any more: name, why, at (seconds since 1970)."""
+
     def close(self) -> None:
         """Let them go; any number of times."""
 

@@ -153,7 +153,7 @@ def _start(
 
 
 def _is_preloaded(config: EngineConfig, ledger: Ledger, pacing: Pacing) -> bool:
-    fits_whole = ledger.cache_slots >= ledger.demand.total_experts and not pacing.is_emulated
+    fits_whole = ledger.cache_slots >= ledger.demand.total_experts and not pacing.is_emulated and config.keeps_experts
     return fits_whole if config.preload is None else config.preload
 
 

@@ -78,10 +78,11 @@ def make_ledger(
 
 
 def share_beside(
-    spec: ModelSpec, config: EngineConfig, device: torch.device, store: ExpertStore | None
+    spec: ModelSpec, config: EngineConfig, device: torch.device, store: ExpertStore | None, shadow_bytes: int = 0
 ) -> Callable[[int], float]:
-    """Says which share of the experts is resident beside so many learned bytes; saying it raises `BudgetError`."""
-    return lambda learned_bytes: make_ledger(spec, config, device, store, learned_bytes)[0].resident_share
+    """Says which share of the experts is resident beside so many learned bytes, and a shadow; saying it raises
+    `BudgetError`."""
+    return lambda learned_bytes: make_ledger(spec, config, device, store, learned_bytes, shadow_bytes)[0].resident_share
 
 
 def demand_of(spec: ModelSpec, config: EngineConfig, device: torch.device, store: ExpertStore) -> Demand:

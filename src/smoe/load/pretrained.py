@@ -21,7 +21,7 @@ from smoe.load.clustered import check_cluster
 from smoe.load.host_slots import reads_directly
 from smoe.load.known import known_of
 from smoe.load.ledger import make_ledger, open_store, share_beside
-from smoe.load.shadow import planned_shadow
+from smoe.load.shadow import least_shadow_bytes, planned_shadow
 from smoe.load.winners import with_winners
 from smoe.load.worker_files import worker_files
 from smoe.machine.available_memory import free_device_bytes
@@ -93,20 +93,23 @@ def load(
     spec = read_spec(model, config, revision)
     checkpoint = local_checkpoint(model)
     experts = None if checkpoint is None else checkpoint.experts(spec)  # a damaged file first, not its sizes
-    if config.memory_bytes is not None:  # what cannot work even in the best case is refused before a download
-        allocate(config.memory_bytes, spec.demand(config, spec.least_slot_bytes()))
+    if config.memory_bytes is not None and checkpoint is None:  # refused before a download: what cannot work at best
+        least = replace(
+            spec.demand(config, spec.least_slot_bytes()), shadow_bytes=least_shadow_bytes(model, spec, config, revision)
+        )
+        allocate(config.memory_bytes, least)
     if checkpoint is None or experts is None:
         checkpoint = whole_checkpoint(model, revision)
         spec = spec_of_whole(checkpoint, spec, config)
         experts = checkpoint.experts(spec)
     by_form = {EXACT: experts} if spec.low is None else {EXACT: experts, LOW: checkpoint.experts(spec.low)}
     stores = {form: open_store(checkpoint, spec, of, device) for form, of in by_form.items()}
-    won = with_winners(config, checkpoint.place, spec, device, share_beside(spec, config, device, stores[EXACT]))
-    config, learned = won.config, won.learned
     shadow = planned_shadow(checkpoint, spec, config, device)
-    ledger, reason = make_ledger(
-        spec, config, device, stores[EXACT], learned.nbytes, 0 if shadow is None else shadow.nbytes
-    )
+    shadow_bytes = 0 if shadow is None else shadow.nbytes
+    share_of = share_beside(spec, config, device, stores[EXACT], shadow_bytes)
+    won = with_winners(config, checkpoint.place, spec, device, share_of)
+    config, learned = won.config, won.learned
+    ledger, reason = make_ledger(spec, config, device, stores[EXACT], learned.nbytes, shadow_bytes)
     if on_ledger is not None:
         on_ledger(ledger)
     known = known_of(config, checkpoint.place, ledger.resident_share)

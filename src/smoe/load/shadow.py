@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -104,7 +105,28 @@ def planned_shadow(
             f"`prefetch` {SHADOW}: this family has layers with a recurrent state, which cannot be told what it should "
             "be at a position; use another `prefetch`"
         )
-    own = replace(
+    own = _its_config(spec, config)
+    its, experts = _its_experts(checkpoint, own)
+    store = open_store(checkpoint, its, experts, device)
+    demand = demand_of(its, own, device, store)
+    ledger = allocate(full_bytes(demand), demand)
+    departure, spares = config.shadow_departure or DEPARTURE[0], config.shadow_spares or 0
+    return PlannedShadow(checkpoint, its, own, ledger, store, device, departure, spares)
+
+
+def least_shadow_bytes(model: str | Path, spec: ModelSpec, config: EngineConfig, revision: str | None = None) -> int:
+    """What the shadow that a configuration asks for takes beside the model, by the model's configuration alone; 0
+    where it asks for none."""
+    if config.prefetch != SHADOW:
+        return 0
+    own = _its_config(spec, config)
+    its = read_spec(model, own, revision)
+    demand = its.demand(own, its.least_slot_bytes())
+    return full_bytes(demand) - (0 if its.dense else demand.weights_bytes)
+
+
+def _its_config(spec: ModelSpec, config: EngineConfig) -> EngineConfig:
+    return replace(
         EngineConfig(
             precision=config.shadow_precision or DEFAULT_SHADOW, prefetch="none", eviction="lru", preload=True
         ),
@@ -117,12 +139,6 @@ def planned_shadow(
         activations=config.activations,
         direct_io="off",
     )
-    its, experts = _its_experts(checkpoint, own)
-    store = open_store(checkpoint, its, experts, device)
-    demand = demand_of(its, own, device, store)
-    ledger = allocate(full_bytes(demand), demand)
-    departure, spares = config.shadow_departure or DEPARTURE[0], config.shadow_spares or 0
-    return PlannedShadow(checkpoint, its, own, ledger, store, device, departure, spares)
 
 
 def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[ModelSpec, Mapping[int, LayerExperts]]:
@@ -130,10 +146,10 @@ def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[ModelSpec, 
         spec = read_spec(checkpoint.place, own)
         return spec, checkpoint.experts(spec)
     except ConfigError as error:
+        why = str(error).removeprefix(f"`precision` {own.precision}: ")
         raise ConfigError(
-            f"a shadow in {own.precision} needs its experts packed: run smoe pack on {checkpoint.place} with "
-            f"`precision` {own.precision}, choose another precision (`shadow_precision`), or another `prefetch` "
-            f"({error})",
+            f"a shadow in {own.precision} needs its experts packed: {why}, or choose another precision "
+            "(`shadow_precision`), or another `prefetch`",
             setting="shadow_precision",
             given=own.precision,
             allowed="a precision that there is a pack of",

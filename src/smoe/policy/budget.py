@@ -217,9 +217,17 @@ class Ledger:
     def residents(self) -> str:
         """What fits the cache slots, in words."""
         low = f" and {self.low_slots} low copies" if self.low_slots else ""
-        shadow = f", beside a shadow of {format_bytes(self.demand.shadow_bytes)}" if self.demand.shadow_bytes else ""
         kept = f"{self.cache_slots} of {self.demand.total_experts} experts{low}"
-        return f"{kept} resident ({self.resident_share:.0%}){shadow}"
+        return f"{kept} resident ({self.resident_share:.0%}){self._beside}"
+
+    @property
+    def spare(self) -> str:
+        """The same where workers compute all experts as long as there are any."""
+        return f"no experts resident while workers are there (room for {self.cache_slots} in case){self._beside}"
+
+    @property
+    def _beside(self) -> str:
+        return f", beside a shadow of {format_bytes(self.demand.shadow_bytes)}" if self.demand.shadow_bytes else ""
 
 
 def allocate(budget_bytes: int, demand: Demand) -> Ledger:
@@ -328,6 +336,7 @@ def _refusal(budget_bytes: int, demand: Demand) -> str:
             f"a budget of {format_bytes(budget_bytes)} cannot hold this model; the least it needs is",
             *lines,
             f"  {'together':<{width}}{format_bytes(minimum_bytes(demand)):>12}",
-            "give more with `memory`, or ask for less with `context_tokens`, `max_sequences` or `prefill_tokens`",
+            "give more with `memory`, or ask for less with `context_tokens`, `max_sequences` or `prefill_tokens`"
+            + (", or do without the shadow (another `prefetch`, or `preset`)" if demand.shadow_bytes else ""),
         ]
     )

@@ -2,7 +2,7 @@
 
     main: the pieces of `smoe plan` -----------------------+
     workers: measured, a profile's CPU, or like main ------+--> `simulator/cluster_forecast.py`, 1 .. N workers,
-    routing: a recorded run, or drawn ---------------------+    `finish` and `round-robin`
+    routing: a recorded run, or drawn ---------------------+    by each of `SCHEDULES`
 
 One sequence, decode steps alone. Not simulated: workers that fail, other work on the machines.
 """
@@ -18,8 +18,10 @@ from typing import Any
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError, TraceError
 from smoe.expert import EXACT, ExpertKey
+from smoe.load.host_slots import worker_sizes
 from smoe.memory.emulation import DeviceProfile
-from smoe.policy.placement import PLACEMENT
+from smoe.policy.budget import Ledger, SlotClass
+from smoe.report.cluster_shadows import beside_shadows, of_one_machine
 from smoe.report.forecast import survey_of
 from smoe.report.on_clock import Work, times_for
 from smoe.report.outlook import Case
@@ -36,7 +38,7 @@ from smoe.simulator.cluster_forecast import (
 from smoe.simulator.cluster_ours import OurRun, Waits
 from smoe.simulator.cluster_shadow import ShadowTimes
 from smoe.simulator.synthetic import SAYS, TYPICAL, Shape, synthesise
-from smoe.units import format_bytes, format_seconds
+from smoe.units import format_seconds
 
 WAY_SECONDS, MESSAGE_SECONDS, HANDING_SECONDS = 1.0e-3, 0.05e-3, 0.1e-3
 """There and back to a worker beside what the wire takes, its threads' waking up included; of it what main does for each
@@ -46,10 +48,17 @@ ENOUGH = 0.05
 """By less than this share of the best time more workers do not pay."""
 _BEFORE, _WARM_UP, _STEPS = 256, 4, 16
 """Decode steps: what filled the slots, some that do not count, those that do."""
-_SHADOW_RECALL, _GATE_RECALL = 0.995, 0.78
-"""Of experts named by a shadow in int8, told every token (docs/papers/od-moe.md), and by the next gate."""
+_SHADOW_RECALL, _GATE_RECALL = {"int8": 0.995, "int4": 0.979, "int3": 0.964, "int2": 0.944}, 0.78
+"""Of experts named by a shadow, told every token (docs/papers/od-moe.md), and by the next gate."""
 _SHADOW_SHARE = 0.5
 """Of an expert's time, in half the bytes."""
+
+SCHEDULES = {
+    "finish": "every expert where it is done first",
+    "cluster": "the same with a shadow on main: `preset` cluster",
+    "round-robin": "workers by turns, with a shadow on main: `preset` od-moe",
+}
+"""What is foretold, in words."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +72,21 @@ class Network:
 
 @dataclass(frozen=True)
 class ClusterCase:
-    """So many workers, by one placement."""
+    """So many workers, by one schedule."""
 
     workers: int
-    placement: str
+    schedule: str
+    """One of `SCHEDULES`."""
     seconds_per_token: float
     waits: Waits
     """Seconds of a token."""
     loads_at_workers: float
     """A token."""
     loads_at_main: float
+
+    @property
+    def placement(self) -> str:
+        return "round-robin" if self.schedule == "round-robin" else "finish"
 
     @property
     def tokens_per_second(self) -> float:
@@ -86,6 +100,7 @@ class ClusterCase:
     def as_json(self) -> dict[str, Any]:
         return {
             "workers": self.workers,
+            "schedule": self.schedule,
             "placement": self.placement,
             "seconds_per_token": self.seconds_per_token,
             "tokens_per_second": self.tokens_per_second,
@@ -114,6 +129,8 @@ class ClusterOutlook:
     alone: Case
     """Main without workers."""
     main: MeasuredMain
+    beside_shadow: MeasuredMain | None
+    """Main where it has a shadow, which leaves room for fewer experts; None: there is no room for a shadow."""
     workers: list[MeasuredWorker]
     network: Network
     cases: list[ClusterCase]
@@ -121,13 +138,18 @@ class ClusterOutlook:
     """Of the experts those that main and all workers have room for."""
     remarks: list[str]
 
-    def of(self, placement: str) -> list[ClusterCase]:
-        """Ascending by workers."""
-        return [case for case in self.cases if case.placement == placement]
+    @property
+    def schedules(self) -> list[str]:
+        """Those that main has room for."""
+        return list(dict.fromkeys(case.schedule for case in self.cases))
 
-    def enough(self, placement: str) -> int:
+    def of(self, schedule: str) -> list[ClusterCase]:
+        """Ascending by workers."""
+        return [case for case in self.cases if case.schedule == schedule]
+
+    def enough(self, schedule: str) -> int:
         """The least number of workers that is within `ENOUGH` of the best; 0: main alone is."""
-        took = [self.alone.run.seconds_per_token, *(case.seconds_per_token for case in self.of(placement))]
+        took = [self.alone.run.seconds_per_token, *(case.seconds_per_token for case in self.of(schedule))]
         return next(workers for workers, seconds in enumerate(took) if seconds <= (1 + ENOUGH) * min(took))
 
     def as_json(self) -> dict[str, Any]:
@@ -136,11 +158,12 @@ class ClusterOutlook:
             "model": self.model,
             "alone_seconds_per_token": self.alone.run.seconds_per_token,
             "main": asdict(self.main),
+            "main_beside_shadow": None if self.beside_shadow is None else asdict(self.beside_shadow),
             "workers": [asdict(worker) for worker in self.workers],
             "network": asdict(self.network),
             "share_of_experts_held": self.share_held,
             "cases": [case.as_json() for case in self.cases],
-            "enough_workers": {placement: self.enough(placement) for placement in PLACEMENT},
+            "enough_workers": {schedule: self.enough(schedule) for schedule in self.schedules},
             "remarks": self.remarks,
         }
 
@@ -170,9 +193,11 @@ def cluster_outlook(
     revision: str | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> ClusterOutlook:
-    """Simulate all of it: some seconds; `tick` hears of each case. `config` is main's, without a cluster; `trace`: a
-    recorded run of the model, None: one is drawn. Raises `ConfigError` where a rate is not known, `TraceError` where
-    the trace is of another model."""
+    """Simulate all of it: some seconds; `tick` hears of each case. `config` is main's, whose presets cluster and od-moe
+    say how its shadows are to be; `trace`: a recorded run of the model, None: one is drawn. Raises `ConfigError` where
+    a rate is not known, `BudgetError` where main or a worker has too little memory, `TraceError` where the trace is of
+    another model."""
+    config, shadows = of_one_machine(config)
     survey = survey_of(model, config, revision)
     if survey.subject is None:
         raise ConfigError(
@@ -183,25 +208,37 @@ def cluster_outlook(
     alone, scene = survey.subject.case(survey.ledger)
     work, pieces = scene.work, alone.run.pieces
     row_bytes = int(survey.spec.config.get_text_config().hidden_size) * survey.spec.dtype.itemsize
-    layer, slots = pieces["layer"] + pieces["deciding"], min(survey.ledger.cache_slots, work.layers * work.experts)
-    ahead = max(1, survey.ledger.staging_slots - 1)
-    main = MeasuredMain(layer, network.message, pieces["load"], pieces["expert"], slots, ahead)
-    workers = list(_workers(wanted, work, scene.machine, network, row_bytes))
+    layer, everything = pieces["layer"] + pieces["deciding"], work.layers * work.experts
+
+    def main_with(ledger: Ledger) -> MeasuredMain:
+        slots, ahead = min(ledger.cache_slots, everything), max(1, ledger.staging_slots - 1)
+        return MeasuredMain(layer, network.message, pieces["load"], pieces["expert"], slots, ahead)
+
+    main = main_with(survey.ledger)
+    beside, shadow_remarks = beside_shadows(model, survey, config, shadows, revision)
+    shadowed = None if beside is None else main_with(beside)
+    workers = list(_workers(wanted, work, survey.ledger.demand.classes, scene.machine, network, row_bytes))
     tokens, before = _replayed(work, trace)
     guesses = survey.subject.predictor_of(survey.spec, config) == "next-gate"
     port = Port(network.bytes_per_second, row_bytes)
+    keys = [(n, expert, EXACT) for n in range(work.layers) for expert in range(work.experts)]
+    shadow = ShadowTimes(layer + work.top_k * main.expert * _SHADOW_SHARE, kv_period=0)
+    named = {name: named_at(tokens, work.experts, _SHADOW_RECALL[precision]) for name, precision in shadows.items()}
+    by_gate = named_at(tokens, work.experts, _GATE_RECALL)
     cases = []
     for count in range(1, len(workers) + 1):
-        run = partial(foretell, main=main, workers=workers[:count], port=port, before=before)
-        unnamed = run(tokens, placement="finish")
-        named = [run(named_at(tokens, work.experts, _GATE_RECALL), placement="finish")] if guesses else []
-        shadow = ShadowTimes(layer + work.top_k * main.expert * _SHADOW_SHARE, kv_period=0)
-        by_turns = run(named_at(tokens, work.experts, _SHADOW_RECALL), placement="round-robin", shadow=shadow)
-        cases.append(_case(count, "finish", min([unnamed, *named], key=_seconds)))  # a guess that costs is switched off
+        run = partial(foretell, workers=workers[:count], port=port, before=before, everything=keys)
+        found = [run(tokens, main, placement="finish")] + [run(by_gate, main, placement="finish")] * guesses
+        cases.append(_case(count, "finish", min(found, key=_seconds)))  # a guess that costs is switched off
+        if shadowed is not None:
+            early = replace(shadow, is_early=True)
+            cases.append(_case(count, "cluster", run(named["cluster"], shadowed, placement="finish", shadow=early)))
+        by_turns = run(named["round-robin"], main, placement="round-robin", shadow=shadow)
         cases.append(_case(count, "round-robin", by_turns))
         tick()
-    held = min(1.0, (slots + sum(worker.slots for worker in workers)) / (work.layers * work.experts))
-    return ClusterOutlook(model, alone, main, workers, network, cases, held, _remarks(wanted, network, trace))
+    held = min(1.0, (main.slots + sum(worker.slots for worker in workers)) / everything)
+    remarks = _remarks(wanted, network, trace) + shadow_remarks
+    return ClusterOutlook(model, alone, main, shadowed, workers, network, cases, held, remarks)
 
 
 def _remarks(wanted: Wanted, network: Network, trace: Sequence[Routing] | None) -> list[str]:
@@ -212,17 +249,19 @@ def _remarks(wanted: Wanted, network: Network, trace: Sequence[Routing] | None) 
             f"the way to a worker and back is taken to be {format_seconds(network.way)} beside the wire, of which main "
             f"spends {format_seconds(network.message)} on each message"
         )
-    found.append(
-        "round-robin with a shadow in int8 on main, told every token: preset od-moe; it needs its memory there, and "
-        "smoe pack --precision int8"
-    )
     return found
 
 
 def _workers(
-    wanted: Wanted, work: Work, machine: DeviceProfile, network: Network, row_bytes: int
+    wanted: Wanted,
+    work: Work,
+    classes: Sequence[SlotClass],
+    machine: DeviceProfile,
+    network: Network,
+    row_bytes: int,
 ) -> Iterator[MeasuredWorker]:
-    """As many as are wanted. Of a way that was measured main's part is taken out, which is simulated."""
+    """As many as are wanted; of a way that was measured main's part is taken out, which is simulated. Raises
+    `BudgetError` for memory that is too little for a worker."""
     mine = 2 * network.message + 2 * row_bytes / network.bytes_per_second
     known = [
         replace(each, hop=max(0.0, each.hop - mine), expert=each.expert + HANDING_SECONDS)
@@ -237,15 +276,8 @@ def _workers(
             round(fmean(each.slots for each in known)),
         )
     else:
-        slots = wanted.worker_bytes // work.expert_bytes if wanted.slots is None else wanted.slots
-        if slots < 1:
-            raise ConfigError(
-                f"`worker_memory` {format_bytes(wanted.worker_bytes)} holds no expert, each of which takes "
-                f"{format_bytes(work.expert_bytes)}",
-                setting="worker_memory",
-                given=wanted.worker_bytes,
-                allowed=f"{work.expert_bytes} bytes at least",
-            )
+        worker_bytes = None if wanted.slots is not None else wanted.worker_bytes
+        slots = sum(count for count, _ in worker_sizes(classes, worker_bytes, wanted.slots))
         load, expert = _on_its_cpu(wanted.profile or machine, work)
         slots = min(slots, work.layers * work.experts)
         others = MeasuredWorker(load, expert + HANDING_SECONDS, max(0.0, network.way - 2 * network.message), slots)
@@ -297,8 +329,8 @@ def _seconds(run: OurRun) -> float:
     return sum(counted) / len(counted)
 
 
-def _case(workers: int, placement: str, run: OurRun) -> ClusterCase:
+def _case(workers: int, schedule: str, run: OurRun) -> ClusterCase:
     counted = len(run.token_seconds) - _WARM_UP
     waits = Waits(*(sum(of) / counted for of in zip(*run.waits[_WARM_UP:], strict=True)))
     there, here = run.loads_since(_WARM_UP)
-    return ClusterCase(workers, placement, _seconds(run), waits, there / counted, here / counted)
+    return ClusterCase(workers, schedule, _seconds(run), waits, there / counted, here / counted)

@@ -39,7 +39,7 @@ from smoe.models.workspace import reserved_kernel_bytes
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_bytes
 from smoe.policy.registry import SHADOW
 from smoe.report.machine_for import files_of, machine_for, pace_for, rates_for, reads_past_cache
-from smoe.report.outlook import Case, Outlook, Subject, outlook_of
+from smoe.report.outlook import Case, Outlook, Subject, outlook_of, preset_of
 from smoe.report.pace import UNKNOWN
 from smoe.simulator.synthetic import SAYS
 from smoe.units import identifier
@@ -224,9 +224,11 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
     """Read the config, divide the budget, get to know the machine. Raises `ConfigError` for what is not simulated."""
     device = choose_device(config)
     if config.cluster is not None or config.placement is not None:
+        preset = preset_of(config)
+        has = f"`placement` {config.placement}" if preset == "own" else f"`preset` {preset}"
+        given = ["`cluster`"] * (config.cluster is not None) + [has] * (config.placement is not None)
         raise ConfigError(
-            "this is about one machine; smoe cluster plan foretells several (`name`: one that has run, as measured). "
-            "Leave out `cluster`, `placement` and `preset` od-moe",
+            f"this is about one machine; smoe cluster plan foretells several. Leave out {' and '.join(given)}",
             setting="cluster",
             given=config.cluster,
             allowed="none in a plan",

@@ -6,6 +6,7 @@ Definitions in prose: `docs/metrics.md`. The command line, the benchmark and pro
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,6 +73,10 @@ class RunReport:
     """What was expected of this run; None where nothing was."""
     workers: list[dict[str, Any]] | None = None
     """Of a cluster, what each worker has done; None without one."""
+    lost_workers: Sequence[dict[str, Any]] = ()
+    """Who of them was there, and was not any more: name, why, at (seconds since 1970)."""
+    all_fit: bool = False
+    """Main has room for every expert."""
 
     @property
     def floor_share(self) -> float | None:
@@ -127,6 +132,7 @@ class RunReport:
             "low_copies": self.low_copies,
             "emulated": self.bench,
             "workers": self.workers,
+            "lost_workers": list(self.lost_workers),
             "was_interrupted": generation.was_interrupted,
             "notes": generation.notes,
             "sequences": [
@@ -144,6 +150,7 @@ class RunReport:
 def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | None = None) -> RunReport:
     """The report of a generation that has just ended; `rates` where the caller has measured them already."""
     engine: Engine = model.offload  # type: ignore[assignment]
+    cluster = engine.executor.compute.others
     decode = generation.decode_counters
     pacing = engine.pacing
     peak = process_peak_bytes()  # before the memory's rate is measured, which may take 64 MiB for a moment
@@ -172,7 +179,9 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         routes=route_shares(decode),
         low_copies=low_copy_shares(engine.config, decode, low_bytes),
         process=process,
-        workers=None if engine.executor.compute.others is None else engine.executor.compute.others.described(),
+        workers=None if cluster is None else cluster.described(),
+        lost_workers=() if cluster is None else cluster.lost(),
+        all_fit=engine.ledger.cache_slots >= engine.ledger.demand.total_experts,
     )
 
 

@@ -234,7 +234,7 @@ class Engine:
         exact = f"{', '.join(config.lossy)} (lossy)" if config.lossy else f"exact, arithmetic {self.arithmetic}"
         return (
             f"smoe engine, {state}: {format_bytes(ledger.budget_bytes)} ({self.budget_reason}), "
-            f"{ledger.residents}\n"
+            f"{ledger.residents if config.keeps_experts else ledger.spare}\n"
             f"eviction {config.eviction}, prefetch {config.prefetch}, {exact}; context {self.context_tokens} tokens x "
             f"{config.max_sequences}; {self._threads} threads on {self._arena.device}\n"
             f"so far {served}, {format_bytes(counters.bytes_read)} read"

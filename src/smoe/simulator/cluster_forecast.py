@@ -70,15 +70,20 @@ def foretell(
     port: Port = Port(),
     before: Sequence[ExpertKey] = (),
     spread: float = SPREAD,
+    everything: Sequence[ExpertKey] = (),
 ) -> OurRun:
     """These tokens on this cluster, whose shadow, if any, runs on main.
 
     `placement`: one of `PLACEMENT`. Workers are told of what tokens name (`DecodedToken.named`): by the shadow, when it
     has come to it, or where there is none by main, as soon as the router of the layer before has spoken. `before`: what
     was used before them, the last at the end: it is dealt out to the machines' slots, which are empty where there is
-    none. `spread`: by how much one measured load differs from the next, as a share.
+    none. `spread`: by how much one measured load differs from the next, as a share. `everything`: all experts, which a
+    main with room for them has read beforehand, as `preload` does; empty: it has not.
     """
     here = WorkerTimes(main.load, main.expert, main.slots) if main.slots and placement == "finish" else None
+    held = _dealt_out(before, main.slots if here is not None else 0, workers, placement, len(tokens[0].chosen[0]))
+    if here is not None and everything and main.slots >= len(everything):
+        held[DEVICE] = list(everything)
     cluster = OurCluster(
         main.layer,
         Wire(port.bytes_per_second, 0.0, main.message),
@@ -88,7 +93,7 @@ def foretell(
         here,
         main.ahead,
         shadow,
-        _dealt_out(before, main.slots if here is not None else 0, workers, placement, len(tokens[0].chosen[0])),
+        held,
         spread,
     )
     return decode(cluster, tokens)

@@ -1,0 +1,26 @@
+"""A cluster's address, as commands change it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from smoe.units import format_count
+
+if TYPE_CHECKING:
+    from smoe.cluster.identity import Main
+
+
+def moved_to(main: Main, address: str) -> Main:
+    """The cluster at this address of this machine; who knew it at another is named. Raises `ClusterError`."""
+    from smoe.cli.console import warn
+    from smoe.cluster.address import check_own, checked_address
+
+    moved = replace(main, address=checked_address(address))
+    if not main.everywhere:
+        check_own(address)
+    if moved.address != main.address:
+        known = format_count(len(main.workers), "known worker")
+        lost = f"; {known} will look for main there: invite them anew" if main.workers else ""
+        warn(f"the cluster {main.name} moves to {moved.address}; it was at {main.address}{lost}")
+    return moved

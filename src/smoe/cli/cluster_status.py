@@ -1,0 +1,109 @@
+"""`smoe cluster status`: who is there."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from smoe.cli.options import Debug, Json
+from smoe.errors import ClusterError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from smoe.cluster.identity import Main
+
+
+def status(
+    name: Annotated[
+        str | None, typer.Option("--name", help="The cluster's name. \\[default: the only one]", show_default=False)
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on showing it, until Ctrl-C.")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show the workers of a cluster: who is there, what each has computed, how long it takes."""
+    from smoe.load.check_zmq import check_zmq
+
+    check_zmq()
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    from smoe.cli.console import output, print_json
+    from smoe.cluster.identity import read_main
+
+    main = read_main(_only_cluster() if name is None else name, "name")
+    said = _said(main)
+    if json:
+        print_json(said)
+        return
+    if not watch:
+        output().print(_head(main, said), soft_wrap=True, markup=False)
+        if said["workers"]:
+            output().print(_table(said))
+        return
+    with Live(Group(Text(_head(main, said)), _table(said)), console=output(), auto_refresh=False) as live:
+        while True:
+            time.sleep(0.5)
+            said = _said(main)
+            live.update(Group(Text(_head(main, said)), _table(said)), refresh=True)
+
+
+def _only_cluster() -> str:
+    """Its name; raises `ClusterError` where there are several, or none."""
+    from smoe.cluster.identity import clusters
+
+    known = clusters()
+    if len(known) == 1:
+        return known[0]
+    if known:
+        message = f"there are several clusters on this machine; say which with `name`: {', '.join(known)}"
+    else:
+        message = "there is no cluster on this machine yet; start one with smoe cluster up, or smoe cluster invite"
+    raise ClusterError(message, setting="name", given=None, allowed=", ".join(known) or "none yet")
+
+
+def _said(main: Main) -> dict[str, Any]:
+    """What main has said last, and whether it still runs."""
+    from smoe.cluster.identity import read_status
+    from smoe.cluster.running import main_process
+
+    stored, process = read_status(main.name), main_process(main.name)
+    return {
+        "cluster": main.name,
+        "address": main.address,
+        "is_running": process is not None,
+        "process": process,
+        "known": sorted(main.workers),
+        "workers": stored["workers"] if stored is not None else [],
+    }
+
+
+def _head(main: Main, said: dict[str, Any]) -> str:
+    """Above the table, which is narrower where nobody is there."""
+    if said["is_running"]:
+        state = "main runs" if said["workers"] else "main runs, and nobody has come yet"
+    else:
+        state = "no main runs; the last one had" if said["workers"] else "no main runs"
+    known = f"; known workers: {', '.join(said['known'])}" if said["known"] and not said["workers"] else ""
+    return f"cluster {main.name} at {main.address}: {state}{known}"
+
+
+def _table(said: dict[str, Any]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None)
+    for head in ("worker", "state", "fit", "computed", "late", "a load", "an expert", "there and back"):
+        table.add_column(head, justify="left" if head in ("worker", "state") else "right")
+    for each in said["workers"]:
+        state = each["state"] + (f" ({each['why']})" if each["why"] else "")
+        times = (
+            f"{1e3 * each[key]:.2f} ms" for key in ("seconds_per_load", "seconds_per_expert", "seconds_there_and_back")
+        )
+        counts = (str(each[key]) for key in ("slots", "experts_computed", "deadlines_missed"))
+        table.add_row(escape(each["name"]), escape(state), *counts, *times)
+    return table

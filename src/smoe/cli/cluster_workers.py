@@ -1,0 +1,92 @@
+"""The workers of `smoe cluster up`: processes of this machine, started and kept running."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from smoe.cli.interrupts import REFUSED
+from smoe.errors import ClusterError
+
+if TYPE_CHECKING:
+    from smoe.cluster.identity import Main
+
+_ENDING_SECONDS = 10.0
+"""For a worker to end in order."""
+_LEAST_RUN_SECONDS = 5.0
+"""A worker that ends sooner than this is not started again."""
+
+
+def line_for_main(model: str, name: str, workers: int) -> str:
+    """What to type to be their main. Of the demo main's own disk has everything sooner than a worker on the same
+    machine, unless workers take turns."""
+    line = f"smoe generate {model} --cluster {name} --set cluster_workers={workers} --memory"
+    return f"{line} 24MiB --set placement=round-robin" if model == "demo" else f"{line} SIZE -p TEXT"
+
+
+def local_workers(name: str, count: int) -> tuple[Main, list[str]]:
+    """The cluster, whose workers this process keeps from now on, and the names under which each keeps what it is.
+    Raises `ClusterError` where another process does."""
+    from smoe.cluster.identity import (
+        KeyPair,
+        Worker,
+        checked_name,
+        clusters,
+        keep_main,
+        keep_worker,
+        new_main,
+        read_main,
+    )
+    from smoe.cluster.running import become_keeper
+
+    become_keeper(checked_name(name, "name"))
+    main = read_main(name) if name in clusters() else new_main(name)
+    names = []
+    for n in range(1, count + 1):
+        me = Worker(f"{name}-{n}", f"{name}-{n}", main.address, main.keys.public, KeyPair.new())
+        main = main.with_worker(me.name, me.keys.public)
+        keep_worker(me)
+        names.append(me.cluster)
+    keep_main(main)
+    return main, names
+
+
+def keep_running(lines: Mapping[str, Sequence[str]]) -> None:
+    """Start the workers, by name, start again who ends, and end them all with us. Whom main refuses is not started
+    again: it would be refused again."""
+    from smoe.cli.console import warn
+
+    running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+
+    def start(name: str) -> None:
+        running[name] = subprocess.Popen(lines[name], stdin=subprocess.DEVNULL), time.monotonic()
+
+    try:
+        for name in lines:
+            start(name)
+        while running:
+            time.sleep(0.2)
+            for name, (process, since) in list(running.items()):
+                code = process.poll()
+                if code is None:
+                    continue
+                if code == REFUSED:
+                    warn(f"worker {name} is not started again: main has refused it, for what it says above")
+                    del running[name]
+                elif time.monotonic() - since < _LEAST_RUN_SECONDS:
+                    warn(f"worker {name} ended at once (exit code {code}) and is not started again")
+                    del running[name]
+                else:
+                    warn(f"worker {name} ended (exit code {code}); it is started again")
+                    start(name)
+        raise ClusterError("no worker is left; what each said is above")
+    finally:
+        for process, _ in running.values():
+            process.terminate()
+        for process, _ in running.values():
+            try:
+                process.wait(_ENDING_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()

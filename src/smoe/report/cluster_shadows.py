@@ -1,0 +1,71 @@
+"""The shadows of a planned cluster: what they take of main's memory, and what is left for experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from smoe.bounds import DEFAULT_SHADOW
+from smoe.config import EngineConfig
+from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
+from smoe.load.shadow import least_shadow_bytes
+from smoe.machine.available_memory import free_device_bytes, less_margin
+from smoe.policy.budget import Ledger, allocate, budget_for_share, full_bytes
+from smoe.policy.registry import SHADOW
+from smoe.report.forecast import Survey
+from smoe.units import format_bytes
+
+
+def of_one_machine(config: EngineConfig) -> tuple[EngineConfig, dict[str, str]]:
+    """(main's without what makes it a cluster's, the precision of each schedule's shadow). Raises `ConfigError`."""
+    if config.cluster is not None:
+        raise ConfigError(
+            f"`cluster` {config.cluster} is for a run; a plan for workers as they were measured has it as `name`",
+            setting="cluster",
+            given=config.cluster,
+            allowed="none in a plan: `name`",
+        )
+    its = config.shadow_precision if config.prefetch == SHADOW else None
+    by_turns = config.placement == "round-robin"
+    shadows = {"cluster": DEFAULT_SHADOW, "round-robin": "int8"}
+    if its is not None:
+        shadows["round-robin" if by_turns else "cluster"] = its
+    usual: dict[str, Any] = dict.fromkeys(("placement", "shadow_precision", "shadow_departure", "shadow_spares"))
+    if config.prefetch == SHADOW:
+        usual |= {"prefetch": "auto", "prefetch_trial": None}
+    return replace(config, **usual), shadows
+
+
+def beside_shadows(
+    model: str, survey: Survey, config: EngineConfig, shadows: Mapping[str, str], revision: str | None
+) -> tuple[Ledger | None, list[str]]:
+    """(main's budget divided beside the shadow of preset cluster, None where that has no room; what to say of each
+    schedule's shadow)."""
+    ledgers, remarks = dict[str, Ledger | None](), []
+    for schedule, precision in shadows.items():
+        what = f"{schedule} with a shadow in {precision} on main"
+        its = replace(config, prefetch=SHADOW, shadow_precision=precision)
+        try:
+            nbytes = least_shadow_bytes(model, survey.spec, its, revision)
+            ledgers[schedule] = _beside(survey, config, nbytes)
+            takes = f"{format_bytes(nbytes)} of its memory"
+        except BudgetError:
+            ledgers[schedule], takes = None, f"{format_bytes(nbytes)}, for which its memory has no room"
+        except (ConfigError, UnsupportedModelError) as error:
+            ledgers[schedule], takes = None, f"which this model cannot have: {error}"
+        preset = "od-moe" if schedule == "round-robin" else schedule
+        remarks.append(f"{what} ({takes}): `preset` {preset}, and first smoe pack --precision {precision}")
+    remarks.append("what a shadow computes, on the same cores as main, is not counted")
+    return ledgers["cluster"], remarks
+
+
+def _beside(survey: Survey, config: EngineConfig, shadow_bytes: int) -> Ledger:
+    """Main's budget with a shadow: as asked, or as much more as there is. Raises `BudgetError`."""
+    demand = replace(survey.ledger.demand, shadow_bytes=shadow_bytes)
+    if config.memory_bytes is not None or survey.is_emulated:
+        return allocate(survey.ledger.budget_bytes, demand)
+    if config.resident_share is not None:
+        return allocate(budget_for_share(config.resident_share, demand), demand)
+    free, _ = free_device_bytes(survey.device)
+    return allocate(min(less_margin(free), full_bytes(demand)), demand)
