@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,29 +155,6 @@ def test_texts_share_a_beginning_that_is_still_in_use(toy: Callable[..., Path], 
     assert [request.reused_tokens for request in requests] == [0, len(PROMPTS[3]), len(PROMPTS[3])]
     for request in requests:
         assert request.new_ids == reference(folder, request.ids, 8)
-
-
-def test_whose_prompt_is_there_goes_first_but_nobody_is_overtaken_for_ever(
-    toy: Callable[..., Path], open_model: Open
-) -> None:
-    """One row. Who has come with nobody before him is overtaken once; when his text has taken the row, nobody's prompt
-    is there any more."""
-    model = open_model(toy("mixtral"), "half")
-    for prefers_known, expected in ((True, "c a b d e"), (False, "a b c d e")):
-        loop = DecodeLoop(model, NoText(), prefers_known=prefers_known)
-        known, order = [5, 6, 7, 8, 9, 10], list[str]()
-        loop.hand_in(asked(known, 2)[0])
-        loop.run(until_idle=True)
-
-        def hear(what: Piece | End, name: str, order: list[str]) -> None:
-            if isinstance(what, End):
-                order.append(name)
-
-        for name, ids in zip("abcde", ([40, 41, 42], [50, 51, 52, 53], known, known, known), strict=True):
-            heard = partial(hear, name=name, order=order)
-            loop.hand_in(Request(ids, Sampling(max_new_tokens=2, ignores_end=True), heard))
-        loop.run(until_idle=True)
-        assert " ".join(order) == expected
 
 
 def test_the_same_seed_draws_the_same_whoever_is_there(toy: Callable[..., Path], open_model: Open) -> None:

@@ -38,19 +38,14 @@ class DecodeLoop:
     """Of one model. `hand_in` and `close` may be called from any thread; one thread at a time calls `step` or `run`."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Any,
-        most_waiting: int | None = None,
-        reads_first: bool = False,
-        prefers_known: bool = True,
+        self, model: PreTrainedModel, tokenizer: Any, most_waiting: int | None = None, reads_first: bool = False
     ) -> None:
         """`most_waiting`: requests that may wait for a row; None: any number. `reads_first`: nobody is decoded while a
-        prompt can be read. `prefers_known`: whose prompt is mostly there may go first."""
+        prompt can be read."""
         self._model, self._tokenizer = model, tokenizer
         self._engine: Engine = model.offload  # type: ignore[assignment]
         self._ends = end_tokens(model, tokenizer)
-        self._most_waiting, self._reads_first, self._prefers_known = most_waiting, reads_first, prefers_known
+        self._most_waiting, self._reads_first = most_waiting, reads_first
         self._changed = threading.Condition()
         self._asked: deque[Request] = deque()
         self._is_closed = False
@@ -75,7 +70,7 @@ class DecodeLoop:
                 raise EngineBusyError(
                     f"{len(self._asked)} requests wait already, which is all that may; try again later"
                 )
-            request.asked, request.ahead = self._engine.now(), len(self._asked)
+            request.asked = self._engine.now()
             self._asked.append(request)
             self._changed.notify_all()
 
@@ -191,32 +186,12 @@ class DecodeLoop:
             with self._changed:
                 if not self._asked:
                     break
-                request = self._next(rows)
-                if self._reading and not self._fits(request):
+                if self._reading and not self._fits(self._asked[0]):
                     break
-                self._withdraw(request)
+                request = self._asked.popleft()
             self._begin(request, rows)
         if not self._reading:
             self._seconds_of = {"reading": 0.0, "decoding": 0.0}
-
-    def _next(self, rows: Rows) -> Request:
-        """Of those who wait the first, or who has most to gain: more than half of its prompt is in a row that others
-        would take. Nobody is overtaken more often than there were requests before it, so nobody waits for more than
-        twice as many."""
-        for request in self._asked if self._prefers_known else ():
-            if 2 * rows.known(request.ids) > len(request.ids):
-                return request
-            if request.overtaken > request.ahead:
-                break
-        return self._asked[0]
-
-    def _withdraw(self, request: Request) -> None:
-        """It waits no longer, and goes before those that came before it."""
-        for other in self._asked:
-            if other is request:
-                break
-            other.overtaken += 1
-        self._asked.remove(request)
 
     def _fits(self, request: Request) -> bool:
         """Whether a prompt can be read in one pass with those that are about to be: all are new and whole, and as many

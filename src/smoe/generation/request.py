@@ -86,10 +86,6 @@ class Request:
     new_ids: list[int] = field(default_factory=list)
     asked: float = 0.0
     """Moments on the engine's clock: when it was handed in,"""
-    ahead: int = 0
-    """How many waited when it came,"""
-    overtaken: int = 0
-    """and how many that came later went first."""
     begun: float = 0.0
     """its reading began,"""
     first: float = 0.0
