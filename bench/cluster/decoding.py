@@ -105,6 +105,7 @@ def decode(asked: Decoding, machines: Mapping[int, Dials]) -> dict[str, Any]:
                 before, before_loads, began = engine.stats(), _loads(machines), time.perf_counter()
         counters, loaded = engine.stats() - before, _loads(machines)
         others = engine.executor.compute.others
+        apart = None if others is None else others.shadow
         return {
             "ttft_seconds": seconds[0],
             "seconds": seconds[asked.untimed + 1 :],
@@ -115,7 +116,8 @@ def decode(asked: Decoding, machines: Mapping[int, Dials]) -> dict[str, Any]:
             "waits": waits([each for each in heard if each.came >= began], asked.tokens, asked.load_there)
             | parts(counters, asked.tokens),
             "slots": engine.ledger.cache_slots,
-            "shadow_bytes": engine.ledger.demand.shadow_bytes,
+            "shadow_bytes": engine.ledger.demand.shadow_bytes or (0 if apart is None else apart["memory_bytes"]),
+            "shadow": apart,
             "workers": [] if others is None else others.described(),
             "seconds_per_shadow_layer": median(shadow) / asked.shape.layers if shadow else None,
             "seconds_per_own_load": counters.read_busy_seconds / max(1, counters.loads + counters.prefetches),

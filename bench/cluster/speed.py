@@ -24,20 +24,25 @@ from bench.cluster.results import spread, write
 from bench.cluster.workers import Shape, Workers
 
 _SHADOW: dict[str, Any] = {"prefetch": "shadow", "shadow_precision": "int4"}
+_APART: dict[str, Any] = {"shadow_on": "cluster"}
 KINDS: dict[str, dict[str, Any]] = {
     "finish": {},
     "finish-shadow": _SHADOW,
+    "finish-shadow-apart": _SHADOW | _APART,
     "finish-shadow-spare": _SHADOW | {"shadow_spares": 1},
     "od-moe": {"preset": "od-moe", "shadow_precision": "int4"},
+    "od-moe-apart": {"preset": "od-moe", "shadow_precision": "int4"} | _APART,
     "od-moe-at-once": {"preset": "od-moe", "shadow_precision": "int4", "shadow_departure": "at-once"},
+    "od-moe-at-once-apart": {"preset": "od-moe", "shadow_precision": "int4", "shadow_departure": "at-once"} | _APART,
     "od-moe-int8": {"preset": "od-moe"},
     "od-moe-next-gate": {"preset": "od-moe", "prefetch": "next-gate"},
     "od-moe-blind": {"preset": "od-moe", "prefetch": "none"},
     "resident": {},
     "resident-od-moe": {"preset": "od-moe", "prefetch": "none"},
     "resident-od-moe-shadow": {"preset": "od-moe", "shadow_precision": "int4"},
+    "resident-od-moe-shadow-apart": {"preset": "od-moe", "shadow_precision": "int4"} | _APART,
 }
-"""Preset and switches of main."""
+"""Preset and switches of main; of *apart* the shadow is a machine more."""
 _CELLS = "1xfinish,4xfinish,1xod-moe,4xod-moe,4xresident,4xresident-od-moe"
 _RUN_SECONDS = 300.0
 _AT_ONCE = Times(0.0, 0.0)
@@ -110,12 +115,12 @@ def measure(options: argparse.Namespace, shape: Shape, cell: Cell, begin: int = 
         reads_all=cell.is_resident,
         begin=begin,
     )
-    slots = cell.slots or shape.all_experts
+    slots, has_shadow = cell.slots or shape.all_experts, KINDS[cell.kind].get("shadow_on") == "cluster"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with (
-            Network(cell.workers + 1, LINKS[cell.link]) as network,
-            Workers(network, folder, shape, times, slots, cell.workers) as workers,
+            Network(cell.workers + 1 + has_shadow, LINKS[cell.link]) as network,
+            Workers(network, folder, shape, times, slots, cell.workers, has_shadow) as workers,
         ):
             machines = {0: Dials()} | workers.dials
             main = workers.main(lambda child: child.say(decode(asked, machines)))

@@ -62,11 +62,21 @@ class Shape:
 class Workers:
     """The workers of one cluster; a context manager, which ends them."""
 
-    def __init__(self, network: Network, folder: Path, shape: Shape, times: Times, slots: int, count: int) -> None:
-        """Each with so many experts in memory."""
+    def __init__(
+        self,
+        network: Network,
+        folder: Path,
+        shape: Shape,
+        times: Times,
+        slots: int,
+        count: int,
+        has_shadow: bool = False,
+    ) -> None:
+        """Each with so many experts in memory; after the last one a shadow, as fast as it goes."""
         self._network, self._folder = network, folder
         self._shape, self._times = shape, times
         self._slots = slots
+        self._shadows = [count + 1] if has_shadow else []
         self.dials = {n: Dials() for n in range(1, count + 1)}
         self.running: dict[int, Child] = {}
         """By the number of the machine."""
@@ -77,6 +87,8 @@ class Workers:
         try:
             for n in self.dials:
                 self._start(n, self._invite())
+            for n in self._shadows:
+                self._start_shadow(n, self._invite())
         except BaseException:
             self.__exit__()
             raise
@@ -117,18 +129,26 @@ class Workers:
 
     def _start(self, n: int, invited: str) -> None:
         self.dials[n].start_anew()
-        given = ["--slots", str(self._slots), "--worker", f"w{n}", "--threads", "1"]
 
-        def begin(_: Child) -> None:
-            self._network.enter(n)
-            os.environ[_CONFIGURATION] = str(self._folder / f"w{n}")
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        def as_acted() -> None:
             act(self._times, self.dials[n])
             lie_when_told(self.dials[n])
-            sys.argv = ["smoe", "cluster", "join", invited, str(self._shape.folder), *given]
+
+        self._join(n, f"w{n}", [invited, str(self._shape.folder), "--slots", str(self._slots)], as_acted)
+
+    def _start_shadow(self, n: int, invited: str) -> None:
+        self._join(n, "shadow", [invited, str(self._shape.folder), "--shadow"], lambda: None)
+
+    def _join(self, n: int, name: str, given: list[str], prepare: Callable[[], None]) -> None:
+        def begin(_: Child) -> None:
+            self._network.enter(n)
+            os.environ[_CONFIGURATION] = str(self._folder / name)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            prepare()
+            sys.argv = ["smoe", "cluster", "join", *given, "--worker", name, "--threads", "1"]
             cli.main()
 
-        self.running[n] = Child(f"worker {n}", begin, self._folder / f"w{n}.log")
+        self.running[n] = Child(name, begin, self._folder / f"{name}.log")
 
 
 @contextmanager

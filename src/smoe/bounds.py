@@ -37,6 +37,8 @@ DEFAULT_SHADOW = "int4"
 """The precision of a shadow."""
 DEPARTURE = ("at-once", "late")
 """When a shadow begins the next token: from its own guess as soon as it is done, or once the model has chosen it."""
+SHADOW_ON = ("main", "cluster")
+"""Where a shadow runs: on a thread of main, or on a machine of the cluster."""
 MOST_SHADOW_SPARES = 64
 EMULATED = "emulated"
 """The device that is emulated on the CPU (`memory/emulation.py`)."""
@@ -71,6 +73,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "low_precision": LOW_PRECISION,
     "shadow_precision": PRECISION[1:],
     "shadow_departure": DEPARTURE,
+    "shadow_on": SHADOW_ON,
     "activations": ACTIVATIONS,
     "direct_io": DIRECT_IO,
     "kernels": KERNELS,
@@ -119,6 +122,7 @@ OWNERS = (
     ("prefetch_asked", "prefetch", HISTORY_PREFETCH),
     ("shadow_precision", "prefetch", (SHADOW,)),
     ("shadow_departure", "prefetch", (SHADOW,)),
+    ("shadow_on", "prefetch", (SHADOW,)),
     ("shadow_spares", "prefetch", (SHADOW,)),
     ("cache_weights", "eviction", (MULTIDIMENSIONAL,)),
     ("cache_records", "eviction", (MULTIDIMENSIONAL,)),

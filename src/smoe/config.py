@@ -105,6 +105,9 @@ class EngineConfig:
     shadow_departure: str | None = None
     """For the prefetch `shadow`: whether it begins the next token from its own guess (at-once, the default), or once
     the model has chosen it (late: OD-MoE, section 3.2)."""
+    shadow_on: str | None = None
+    """For the prefetch `shadow`: where it runs, on a thread of main, or on a machine of the `cluster`; None: there,
+    where one belongs to it, else on main."""
     shadow_spares: int | None = None
     """For the prefetch `shadow`: experts of a layer that it names beside those that it has chosen; None: none."""
     balance: str = "none"

@@ -48,8 +48,8 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 def up(port: int, tmp_path: Path) -> Iterator[Up]:
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(model: Path, count: int) -> subprocess.Popen[bytes]:
-        options = ["--local", str(count), "--worker-memory", "512KiB", "--threads", "1"]
+    def start(model: Path, count: int, *more: str) -> subprocess.Popen[bytes]:
+        options = ["--local", str(count), "--worker-memory", "512KiB", "--threads", "1", *more]
         environment = {**os.environ, "PYTHONPATH": str(Path(smoe.__file__).parents[1])}
         log = (tmp_path / "up.log").open("wb")
         started.append(
@@ -114,6 +114,31 @@ def test_workers_that_are_killed_and_frozen_change_no_word(
     out, err = main.communicate(timeout=120)
     assert main.returncode == 0, err.decode()
     assert json.loads(out)["token_ids"] == alone["token_ids"]
+
+
+@pytest.mark.slow
+def test_a_shadow_of_its_own_takes_no_memory_of_main_s(
+    run: Any, checkpoint: Path, up: Up, port: int, tmp_path: Path
+) -> None:
+    """In 2700 KiB there is no room for one; it is killed, and started again."""
+    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    pack_folder(model, precision="int4")
+    request = ["-p", "Once upon a time", "--max-new-tokens", "40", "--json"]
+    alone = run("generate", model, *SIZE, *request).json
+    with_cluster = ["--cluster", "local", "--preset", "cluster", "--set", "cluster_timeout_seconds=90"]
+    none = run("generate", model, *SIZE, *with_cluster, *request)
+    assert none.code == 2 and "shadow" in none.err
+    process = up(model, 1, "--shadow")
+    workers_of(process, 2)
+    first = run("generate", model, *SIZE, *with_cluster, *request).json
+    assert first["token_ids"] == alone["token_ids"]
+    assert first["shadow"]["name"] == "local-shadow" and first["shadow"]["tokens_followed"] > 20
+    assert "shadow local-shadow in int4" in run("cluster", "status").out
+    (shadow,) = [each for each in workers_of(process, 2) if "--shadow" in each.cmdline()]
+    shadow.kill()
+    again = run("generate", model, *SIZE, *with_cluster, *request)
+    assert again.json["token_ids"] == alone["token_ids"] and again.json["shadow"]["tokens_followed"] > 20
+    assert "shadow: local-shadow, in int4" in again.err
 
 
 def test_an_invitation_is_printed_for_an_address(run: Any, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +227,7 @@ def test_status_of_a_cluster_that_never_ran(run: Any, port: int) -> None:
         "process": None,
         "known": [],
         "workers": [],
+        "shadow": None,
     }
     shown = run("cluster", "status")
     assert shown.code == 0 and "no main runs" in shown.out
@@ -234,6 +260,10 @@ def test_bad_input_is_refused_at_once(run: Any, checkpoint: Path, port: int) -> 
     assert line.code == 2 and "no invitation" in line.err
     never = run("cluster", "join", "local", checkpoint)
     assert never.code == 2 and "no worker of a cluster" in never.err
+    line = ["cluster", "join", "smoe://127.0.0.1:1/x?key=k&code=c", checkpoint, "--shadow"]
+    for option, value in {"--slots": "2", "--worker-memory": "1MiB", "--precision": "int4"}.items():
+        idle = run(*line, option, value)
+        assert idle.code == 2 and f"{option} {value} belongs to" in idle.err
     nobody = run("generate", checkpoint, *SIZE, "--cluster", "local", "--set", "cluster_timeout_seconds=0.2", "-p", "x")
     assert nobody.code == 2 and "0 of 1 workers" in nobody.err
     said = " ".join(nobody.err.split())

@@ -150,3 +150,32 @@ def test_a_failed_pass_spoils_a_recurrent_cache(
         model(token, past_key_values=cache)
     cache.reset()
     assert torch.equal(model(oracle.PROMPT, past_key_values=cache).logits, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_positions_travel_as_bytes(dtype: torch.dtype) -> None:
+    """Keys and values of other sizes, a few positions at a time, into a cache to which nothing was written yet."""
+    config = zoo.make("gpt_oss").config
+    ours, theirs, pattern = RowCache(config, 1, 64), RowCache(config, 1, 32), RowCache(config, 1, 1)
+    for cache, tokens in ((ours, 12), (pattern, 1)):
+        cache.begin(tokens, 1)
+        for layer in range(config.num_hidden_layers):
+            cache.update(keys(tokens, layer).to(dtype), keys(tokens, 50 + layer)[..., :7].to(dtype), layer)
+        cache.commit()
+    for begin, end in ((0, 5), (5, 6), (6, 12)):
+        rows = ours.taken_out(begin, end)
+        assert rows.dtype == torch.uint8 and len(rows) == (end - begin) * ours.position_bytes
+        theirs.put_in(rows, begin, end, pattern)
+    assert theirs.length == 12 and torch.equal(theirs.taken_out(0, 12), ours.taken_out(0, 12))
+    theirs.rewind(4)
+    theirs.put_in(ours.taken_out(4, 7), 4, 7, pattern)
+    assert torch.equal(theirs.taken_out(0, 7), ours.taken_out(0, 7))
+    three = ours.taken_out(0, 3)
+    for begin, end in ((6, 9), (8, 11), (7, 9), (7, 7), (30, 33)):
+        with pytest.raises(ValueError, match="are no positions"):
+            theirs.put_in(three if (begin, end) != (7, 9) else three[:-1], begin, end, pattern)
+    with pytest.raises(ValueError, match="are no positions"):
+        theirs.put_in(ours.taken_out(0, 1).repeat(30), 7, 37, pattern)
+    ours.retire()
+    with pytest.raises(EngineStateError):
+        ours.taken_out(0, 1)

@@ -21,9 +21,10 @@ from smoe.errors import ConfigError, GenerationCancelledError, UnsupportedModelE
 from smoe.load.assembly import scoring_rules
 from smoe.models.kv_cache import RowCache
 from smoe.models.read_spec import read_spec
+from smoe.policy.hearsay import Expected
 from smoe.policy.prediction import Prediction
 from smoe.runtime.running_ahead import RunningAhead, ShadowRouting
-from smoe.runtime.shadow import Alignment, Expected, Greedy, Shadow, shadowing
+from smoe.runtime.shadow import Alignment, Greedy, Shadow, shadowing
 from tests import oracle, zoo
 from tests.packs import pack_folder
 
@@ -118,6 +119,23 @@ def test_another_text_and_one_that_was_taken_back_are_followed(text: Greedy, sha
     ahead.close()
 
 
+def test_a_prompt_behind_a_text_that_was_taken_back_is_followed(text: Greedy, shadow: Shadow) -> None:
+    """As a chat goes on: what the shadow has of the positions in between is of another text."""
+    ahead = RunningAhead(shadow, "late")
+    predictor = ShadowRouting(ahead)
+    ahead.begin(text.next_token, text.cache)
+    assert ahead.wait(60)
+    text.cache.rewind(len(PROMPT) - 9)
+    again = PROMPT[3:15]
+    predictor.begin(torch.tensor([again]), text.cache)
+    text.take(again)
+    ahead.begin(7, text.cache)
+    assert ahead.wait(60)
+    shadow.read(PROMPT[:-9] + again)
+    assert ahead.said()[0] == list(shadow.step(Alignment(1, 1), 7, text.cache))
+    ahead.close()
+
+
 def test_a_cache_that_was_given_up_is_no_end(text: Greedy, shadow: Shadow) -> None:
     ahead, gone = RunningAhead(shadow, "late"), text.cache
     gone.retire()
@@ -139,6 +157,9 @@ class Scripted:
         engine = SimpleNamespace(cancel=self.cancelled.set, close=lambda: None)
         self.text = SimpleNamespace(engine=engine, next_token=11)
 
+    def unlearn(self, unchanged: float) -> None:
+        pass
+
     def follow(self, token: int, position: int, cache: RowCache, say: Callable[[Expected], None]) -> None:
         if token < 0:
             raise ZeroDivisionError("gone")
@@ -154,7 +175,7 @@ class Cache:
     """In a cache's place."""
 
     def __init__(self, length: int) -> None:
-        self.length, self.capacity_tokens = length, 100
+        self.length, self.capacity_tokens, self.rows = length, 100, 1
 
 
 def cache_of(length: int) -> Any:

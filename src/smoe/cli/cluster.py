@@ -13,9 +13,10 @@ from smoe.cli.cluster_files import Fetch, Rate, check_fetch, fetched, send
 from smoe.cli.cluster_forget import forget
 from smoe.cli.cluster_on_ray import RayOptions, up_on_ray
 from smoe.cli.cluster_plan import plan
+from smoe.cli.cluster_shadow import Shadow, be_shadow, check_alone
 from smoe.cli.cluster_status import status
 from smoe.cli.cluster_work import DEFAULT_WORKER_MEMORY, Room, Torch, be_worker, check
-from smoe.cli.cluster_workers import keep_running, line_for_main, local_workers
+from smoe.cli.cluster_workers import keep_running, line_for_main, local_workers, shadow_of
 from smoe.cli.options import Debug, Json, Model
 from smoe.cli.spread import with_options
 from smoe.errors import ClusterError, ConfigError
@@ -66,6 +67,7 @@ def up(
     threads: Threads = None,
     precision: Precision = "auto",
     torch: Torch = None,
+    shadow: Shadow = False,
     debug: Debug = False,
 ) -> None:
     """Start workers on this machine, or on a Ray cluster's nodes, and keep them running until Ctrl-C.
@@ -78,21 +80,27 @@ def up(
 
     check_zmq()
     room, is_on_ray = Room.of(worker_memory, slots), on_ray.are_given(local)
-    if is_on_ray and torch is not None:
-        raise ConfigError.idle("torch", torch, "`local`")
+    for setting, said in {"torch": torch, "shadow": shadow or None}.items():
+        if is_on_ray and said is not None:
+            raise ConfigError.idle(setting, said, "`local`")
     check(model, room, precision, torch)
     if is_on_ray:
         up_on_ray(on_ray, name, threads, model, (room.memory_bytes, room.slots, precision))
         return
     local = local or DEFAULT_LOCAL
-    main, workers = local_workers(name, local)
+    main, workers = local_workers(name, local, shadow)
     given = ["--precision", precision, *room.as_given]
     given += [] if threads is None else ["--threads", str(threads)]
     given += [] if torch is None else ["--torch" if torch else "--no-torch"]
-    lines = {each: [sys.executable, "-m", "smoe", "cluster", "work", model, "--name", each, *given] for each in workers}
+    work = [sys.executable, "-m", "smoe", "cluster", "work", model, "--name"]
+    lines = {each: [*work, each, *given] for each in workers}
+    if shadow:
+        lines[shadow_of(name)] = [*work, shadow_of(name), "--shadow", "--threads", str(threads or 1)]
     wait = "workers wait" if local > 1 else "worker waits"
+    if shadow:
+        wait = f"worker{'s' if local > 1 else ''} and a shadow wait"
     note(f"{local} {wait} for a main at {main.address}, which opens it when it runs; in another terminal:")
-    note(line_for_main(model, main.name, local))
+    note(line_for_main(model, main.name, local, shadow))
     keep_running(lines)
 
 
@@ -164,16 +172,21 @@ def join(
     threads: Threads = None,
     precision: Precision = "auto",
     torch: Torch = None,
+    shadow: Shadow = False,
     debug: Debug = False,
 ) -> None:
-    """Be a worker of another machine's cluster, until Ctrl-C.
+    """Be a worker of another machine's cluster, or its shadow, until Ctrl-C.
 
     The same model must lie here, too; --fetch FOLDER instead of MODEL brings main's files into a folder first (once,
-    verified; interrupted, it goes on where it was), while main runs, or smoe cluster send does there.
+    verified; interrupted, it goes on where it was), while main runs, or smoe cluster send does there. A shadow needs
+    the pack that main's preset asks for as well: smoe pack --precision int4 here, or fetched by --precision int4.
     """
     from smoe.load.check_zmq import check_zmq
 
     check_fetch(model, fetch, rate)
+    if shadow:
+        packs = None if precision == "auto" or fetch is not None else precision
+        check_alone({"worker_memory": worker_memory, "slots": slots, "torch": torch, "precision": packs})
     check_zmq()
     import socket
 
@@ -194,7 +207,10 @@ def join(
         me = read_worker(invitation)
     if fetch is not None:
         me, model = fetched(me, fetch, precision, rate), str(fetch.expanduser().absolute())
-    be_worker(me, model, Room.of(worker_memory, slots), threads, precision, torch)
+    if shadow:
+        be_shadow(me, model, threads)
+    else:
+        be_worker(me, model, Room.of(worker_memory, slots), threads, precision, torch)
 
 
 def work(
@@ -205,11 +221,15 @@ def work(
     threads: Threads = None,
     precision: Precision = "auto",
     torch: Torch = None,
+    shadow: Shadow = False,
 ) -> None:
-    """One of the workers of `smoe cluster up`."""
+    """One of the workers of `smoe cluster up`, or its shadow."""
     from smoe.cluster.identity import read_worker
 
-    be_worker(read_worker(name), model, Room.of(worker_memory, slots), threads, precision, torch)
+    if shadow:
+        be_shadow(read_worker(name), model, threads)
+    else:
+        be_worker(read_worker(name), model, Room.of(worker_memory, slots), threads, precision, torch)
 
 
 for _command in (up, invite, join, send, status, plan, forget):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from smoe.cli.cluster_shadow import shadow_line
 from smoe.cli.options import Debug, Json
 from smoe.errors import ClusterError
 
@@ -24,7 +25,7 @@ def status(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show the workers of a cluster: who is there, what each has computed, how long it takes."""
+    """Show the workers of a cluster, and its shadow: who is there, what each has done, how long it takes."""
     from smoe.load.check_zmq import check_zmq
 
     check_zmq()
@@ -79,6 +80,7 @@ def _said(main: Main) -> dict[str, Any]:
         "process": process,
         "known": sorted(main.workers),
         "workers": stored["workers"] if stored is not None else [],
+        "shadow": stored.get("shadow") if stored is not None else None,
     }
 
 
@@ -89,7 +91,8 @@ def _head(main: Main, said: dict[str, Any]) -> str:
     else:
         state = "no main runs; the last one had" if said["workers"] else "no main runs"
     known = f"; known workers: {', '.join(said['known'])}" if said["known"] and not said["workers"] else ""
-    return f"cluster {main.name} at {main.address}: {state}{known}"
+    shadow = f"\n{shadow_line(said['shadow'])}" if said["shadow"] is not None else ""
+    return f"cluster {main.name} at {main.address}: {state}{known}{shadow}"
 
 
 def _table(said: dict[str, Any]) -> Table:

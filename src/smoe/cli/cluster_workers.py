@@ -19,16 +19,22 @@ _LEAST_RUN_SECONDS = 5.0
 """A worker that ends sooner than this is not started again."""
 
 
-def line_for_main(model: str, name: str, workers: int) -> str:
+def line_for_main(model: str, name: str, workers: int, shadow: bool = False) -> str:
     """What to type to be their main. Of the demo main's own disk has everything sooner than a worker on the same
     machine, unless workers take turns."""
-    line = f"smoe generate {model} --cluster {name} --set cluster_workers={workers} --memory"
+    preset = " --preset cluster" if shadow else ""
+    line = f"smoe generate {model} --cluster {name}{preset} --set cluster_workers={workers} --memory"
     return f"{line} 24MiB --set placement=round-robin" if model == "demo" else f"{line} SIZE -p TEXT"
 
 
-def local_workers(name: str, count: int) -> tuple[Main, list[str]]:
-    """The cluster, whose workers this process keeps from now on, and the names under which each keeps what it is.
-    Raises `ClusterError` where another process does."""
+def shadow_of(name: str) -> str:
+    """What the shadow of a cluster's own is called."""
+    return f"{name}-shadow"
+
+
+def local_workers(name: str, count: int, shadow: bool = False) -> tuple[Main, list[str]]:
+    """The cluster, whose workers this process keeps from now on, and the names under which each keeps what it is; a
+    `shadow` is one more of those, which is not named. Raises `ClusterError` where another process does."""
     from smoe.cluster.identity import (
         KeyPair,
         Worker,
@@ -43,13 +49,12 @@ def local_workers(name: str, count: int) -> tuple[Main, list[str]]:
 
     become_keeper(checked_name(name, "name"))
     main = read_main(name) if name in clusters() else new_main(name)
-    names = []
-    for n in range(1, count + 1):
-        me = Worker(f"{name}-{n}", f"{name}-{n}", main.address, main.keys.public, KeyPair.new())
+    names = [f"{name}-{n}" for n in range(1, count + 1)]
+    for each in [*names, shadow_of(name)] if shadow else names:
+        me = Worker(each, each, main.address, main.keys.public, KeyPair.new())
         main = main.with_worker(me.name, me.keys.public)
         keep_worker(me)
-        names.append(me.cluster)
-    keep_main(main)
+    keep_main(main.with_role(shadow_of(name), shadow))
     return main, names
 
 

@@ -16,6 +16,7 @@ from smoe.cli.settings import in_words
 from smoe.config import EngineConfig
 from smoe.generation.generate import encode
 from smoe.load.pretrained import load
+from smoe.load.shadow_apart import is_apart, placed_shadow
 from smoe.models.checkpoint import whole_checkpoint
 from smoe.policy.budget import Ledger
 from smoe.units import format_bytes, format_count
@@ -40,6 +41,7 @@ def loaded(
         if config.cluster is not None:
             note(_open_to(config.cluster))
             awaited = format_count(config.cluster_workers, "worker")
+            awaited += " and a shadow" if is_apart(placed_shadow(config)) else ""
             note(f"waiting for {awaited} of the cluster {config.cluster}, once the rest is here")
         watch.start(ledger)
 
@@ -60,11 +62,26 @@ def loaded(
         if engine.executor.compute.others is not None:
             came = [each["name"] for each in engine.executor.compute.others.described() if each["state"] == "ready"]
             note(f"workers: {', '.join(came) or 'none yet'}")
+            if is_apart(engine.config):
+                _note_shadow(engine.executor.compute.others.shadow)
         yield ready
     finally:
         engine.close()
         for doubt in engine.executor.compute.others.doubts if engine.executor.compute.others is not None else ():
             warn(doubt)
+
+
+def _note_shadow(said: dict[str, Any] | None) -> None:
+    """Whether the shadow of a cluster is there."""
+    if said is None:
+        warn(
+            "no shadow of the cluster has come, so workers are not told ahead yet; start one (smoe cluster join "
+            "--shadow), or have it here (--set shadow_on=main)"
+        )
+    elif said["state"] == "ready":
+        note(f"shadow: {said['name']}, in {said['precision']}")
+    else:
+        warn(f"the shadow {said['name']} is not ready: it {said['state']}{f', {w}' if (w := said['why']) else ''}")
 
 
 def _open_to(cluster: str) -> str:

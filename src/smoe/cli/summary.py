@@ -34,6 +34,7 @@ def _rows(report: RunReport) -> list[tuple[str, str]]:
         ("forecast", _forecast(report)),
         ("experts", _experts(report)),
         ("workers", _workers(report)),
+        ("shadow", _shadow(report)),
         ("lossy", _lossy(report)),
         ("arithmetic", _arithmetic(report)),
         ("test bench", _bench(report)),
@@ -108,6 +109,15 @@ def _workers(report: RunReport) -> str:
 
 def _loss(lost: dict[str, Any]) -> str:
     return f"{lost['name']} was lost at {time.strftime('%H:%M:%S', time.localtime(lost['at']))} ({lost['why']})"
+
+
+def _shadow(report: RunReport) -> str:
+    """Of a cluster's, where one was followed or came."""
+    if report.shadow is None:
+        return ""
+    from smoe.cli.cluster_shadow import shadow_line
+
+    return shadow_line(report.shadow).removeprefix("shadow ")
 
 
 def _lossy(report: RunReport) -> str:

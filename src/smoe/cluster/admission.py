@@ -33,6 +33,16 @@ class Admission:
             return "its greeting is not whole"
         return self._let_in(name, key, said.get("code"))
 
+    def note_role(self, key: str, is_shadow: bool) -> None:
+        """Remember what who has been admitted with this key is, for the mains that come."""
+        name = self.name_of(key)
+        if name is None or (name in self.main.shadows) == is_shadow:
+            return
+        self._read_again()
+        with self._lock, suppress(OSError):
+            self.main = self.main.with_role(name, is_shadow)
+            keep_main(self.main)
+
     def name_of(self, key: str) -> str | None:
         """What the worker with this key is called; None for a stranger."""
         return next((name for name, its_key in self.main.workers.items() if its_key == key), None)

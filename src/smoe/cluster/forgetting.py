@@ -73,7 +73,7 @@ def forget_worker(name: str, worker: str) -> list[str]:
         if read_worker(folder).name == worker:
             shutil.rmtree(clusters_folder() / folder)
             removed.append(f"worker {folder}: its keys on this machine")
-    keep_main(replace(main, workers=others))
+    keep_main(replace(main.with_role(worker, False), workers=others))
     process = main_process(name)
     if process is not None:
         removed.append(f"main runs (process {process}), and lets it in until it ends")

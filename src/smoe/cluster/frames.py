@@ -9,6 +9,7 @@
     beat, leave          header
     files and pieces     as `files.py` says
     experts              header | JSON object | table [65536]        DESCRIBE asks for it: `described.py`
+    a shadow's           as `shadow_frames.py` says
 
 Nothing is unpickled or evaluated. Lengths are checked against each other before anything is made of them; whoever sends
 what does not fit is believed no more.
@@ -84,6 +85,16 @@ class Kind(IntEnum):
     """A worker without torch asks what experts are."""
     EXPERTS = 16
     """What they are."""
+    SHADOW = 17
+    """A shadow says what it is and has."""
+    FOLLOW = 18
+    """Main decodes this token; or nothing that a shadow follows."""
+    KEYS = 19
+    """Keys and values of some positions."""
+    TAKEN = 20
+    """They have come."""
+    EXPECTED = 21
+    """Experts that a shadow's routers have chosen."""
 
 
 class FrameError(Exception):

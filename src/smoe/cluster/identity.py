@@ -63,14 +63,22 @@ class Main:
     """Until when, in seconds since 1970, by the code's checksum."""
     everywhere: bool = False
     """It listens at all of the machine's interfaces, not at that address alone."""
+    shadows: list[str] = field(default_factory=list)
+    """Of the workers those that are none, but run ahead with a copy of the model, by name."""
 
     def with_worker(self, name: str, key: str) -> Main:
         """A worker more; one of that name that there was is let in no longer."""
         return replace(self, workers=self.workers | {name: key})
 
+    def with_role(self, name: str, is_shadow: bool) -> Main:
+        """A worker that is known to be a shadow, or to be none."""
+        others = [each for each in self.shadows if each != name]
+        return replace(self, shadows=[*others, name] if is_shadow else others)
+
     def without_worker(self, key: str) -> Main:
         """Whoever has this key is let in no longer."""
-        return replace(self, workers={name: its_key for name, its_key in self.workers.items() if its_key != key})
+        left = {name: its_key for name, its_key in self.workers.items() if its_key != key}
+        return replace(self, workers=left, shadows=[name for name in self.shadows if name in left])
 
     def invited(self, code: str, now: float | None = None) -> Main | None:
         """Without the invitation, where the code is of one that is still good; else None."""
@@ -158,7 +166,8 @@ def read_main(name: str, setting: str = "cluster") -> Main:
         )
     try:
         keys, everywhere = KeyPair(**stored["keys"]), stored.get("everywhere", False)
-        return Main(name, stored["address"], keys, stored["workers"], stored["invitations"], everywhere)
+        invitations, shadows = stored["invitations"], stored.get("shadows", [])
+        return Main(name, stored["address"], keys, stored["workers"], invitations, everywhere, shadows)
     except (KeyError, TypeError) as error:
         raise ClusterError(f"{path} is damaged ({error}); delete its folder and start the cluster anew") from error
 
@@ -208,10 +217,12 @@ def read_keeper(name: str) -> dict[str, Any] | None:
     return _read(_path(name, "up"))
 
 
-def keep_status(name: str, workers: list[dict[str, Any]], is_over: bool = False) -> Path:
+def keep_status(
+    name: str, workers: list[dict[str, Any]], shadow: dict[str, Any] | None = None, is_over: bool = False
+) -> Path:
     """Say who is there, now, or was when main ended; returns where. Raises `OSError`."""
-    path = _path(name, "status")
-    content = {"format": _FORMAT, "at": 0 if is_over else time.time(), "process": os.getpid(), "workers": workers}
+    path, at = _path(name, "status"), 0 if is_over else time.time()
+    content = {"format": _FORMAT, "at": at, "process": os.getpid(), "workers": workers, "shadow": shadow}
     partial = partial_of(path)
     partial.write_text(json.dumps(content), encoding="utf8")  # not forced to the disk, which experts are read from
     partial.replace(path)

@@ -29,6 +29,7 @@ from smoe.cluster.frames import Frame, FrameError, Kind, Rows
 from smoe.cluster.members import Loss, Member, State
 from smoe.cluster.requests import Proof, Request, Trial, resolve
 from smoe.cluster.sending import FILE_KINDS, Courier
+from smoe.cluster.shadow_seat import Seat
 from smoe.cluster.spot_checks import SpotChecks
 from smoe.cluster.under_way import UnderWay
 from smoe.compute.unit import ComputeUnit, Wanted
@@ -80,6 +81,8 @@ class Link:
         self.losses: list[Loss] = []
         """Who was there, and was not any more, in this order."""
         self.courier: Courier | None = None
+        self.seat: Seat | None = None
+        """A shadow's."""
         self._is_ending = False
         self._beaten = 0.0
         self.changed = threading.Condition()
@@ -102,6 +105,13 @@ class Link:
     def fetch(self, unit: int, keys: Sequence[ExpertKey]) -> None:
         """Have a worker bring experts in that it does not hold."""
         self._bell.put(lambda: self._fetch(self.members.get(unit), keys))
+
+    def sit(self, seat: Seat) -> None:
+        """Let a shadow in."""
+        seat.changed = self._note_change
+        if seat.following is not None:
+            seat.following.ring = self.wake
+        self.seat = seat
 
     def forget(self, futures: Sequence[Future[torch.Tensor]]) -> None:
         """Nobody waits for these any more."""
@@ -132,6 +142,8 @@ class Link:
                 self._turn()
             except Exception:  # a request must not wait for ever for a thread that has ended
                 _log.exception("the link has failed; what is under way is computed here")
+        if self.seat is not None:
+            self.seat.put_out("", self._send)
         for member in self.members.values():
             if member.state is not State.OUT:
                 self._send_to(member, frames.alone(Kind.LEAVE))
@@ -147,17 +159,23 @@ class Link:
         while self._monitor.poll(0):
             self._monitor.recv_multipart()
             self._beaten = 0.0  # somebody has gone: who does not take a beat is out
+            if self.seat is not None:
+                self.seat.beat_soon()
         self._see_who_is_late(time.monotonic())
+        if self.seat is not None:
+            self.seat.turn(time.monotonic(), self._send)
         self._spot_checks.go_on(self.under_way.needs_rescue)
         if self.courier is not None:
             self.courier.turn(self.under_way.is_idle, self._send)
 
     def _hear(self, parts: list[Any]) -> None:
         route, key = parts[0].bytes, user_of(parts[-1])
-        member = self._by_route.get(route)
+        member, seat = self._by_route.get(route), self.seat
         try:
             frame = frames.parse([part.buffer for part in parts[1:]])
-            if frame.kind is Kind.HELLO:
+            if seat is not None and seat.is_of(route, frame.kind):
+                seat.heard(route, key, frame, time.monotonic(), self._send)
+            elif frame.kind is Kind.HELLO:
                 self._knocked(route, key, frames.said(frame))
             elif frame.kind is Kind.DESCRIBE and (parts := self._doorkeeper.describe(key, frames.said(frame))):
                 self._send(route, parts)
@@ -166,11 +184,14 @@ class Link:
             elif member is not None and member.key == key and member.state is not State.OUT:
                 self._answered(member, frame)
         except FrameError as error:
-            _log.warning("%s sent what cannot be: %s", member.name if member else "a stranger", error)
-            if member is not None:
-                why = f"sent what cannot be: {error}"
+            is_shadow, why = seat is not None and seat.has(route), f"sent what cannot be: {error}"
+            _log.warning("%s %s", member.name if member else "the shadow" if is_shadow else "a stranger", why)
+            if member is not None or is_shadow:
                 self._send(route, frames.talk(Kind.REFUSED, {"why": why}))
+            if member is not None:
                 self._out(member, why)
+            elif seat is not None and is_shadow:
+                seat.leave(why)
 
     def _knocked(self, route: bytes, key: str, said: dict[str, Any]) -> None:
         known = self._by_route.get(route)
@@ -302,6 +323,9 @@ class Link:
     def _became(self, member: Member, state: State, why: str = "") -> None:
         member.state, member.why = state, why
         _log.info("worker %s: %s%s", member.name, state.value, f" ({why})" if why else "")
+        self._note_change()
+
+    def _note_change(self) -> None:
         with self.changed:
             self.changed.notify_all()
 

@@ -30,6 +30,7 @@ from smoe.cluster.link import Link
 from smoe.cluster.members import Member, State
 from smoe.cluster.requests import Proof
 from smoe.cluster.sending import Courier
+from smoe.cluster.shadow_seat import Seat
 from smoe.compute.experts_alone import ExpertsAlone
 from smoe.compute.unit import ComputeUnit, Wanted
 from smoe.errors import ClusterError
@@ -95,6 +96,8 @@ class Cluster(Admission):
         """Tells workers without torch what experts are; None: there are none for such."""
         self.courier: Courier | None = None
         """Sends workers the files that they have not got; None where they must have them."""
+        self.seat: Seat | None = None
+        """For a shadow that is not on main."""
 
     def open(self, arithmetic: str) -> None:
         """Let workers in, which are to compute by this one of `KERNELS`, as main does."""
@@ -108,13 +111,15 @@ class Cluster(Admission):
         if self.courier is not None:
             self.courier.begin(self.link.wake)
             self.link.courier = self.courier
+        if self.seat is not None:
+            self.link.sit(self.seat)
 
     def wait(self, workers: int, seconds: float) -> list[Member]:
-        """The workers that are ready, once there are so many, or the time is up."""
+        """The workers that are ready, once there are so many, and the shadow, if one is wanted; or the time is up."""
         assert self.link is not None
         until = time.monotonic() + seconds
         with self.link.changed:
-            while len(self._here_now()) < workers and (left := until - time.monotonic()) > 0:
+            while self._is_waiting(workers) and (left := until - time.monotonic()) > 0:
                 self.link.changed.wait(left)
         self.begin_pass(0)
         return list(self._ready)
@@ -138,13 +143,19 @@ class Cluster(Admission):
         """Of every worker what people and programs want to know; times in seconds."""
         return [_described(member) for member in self.members]
 
+    @property
+    def shadow(self) -> dict[str, Any] | None:
+        """The same of the shadow that is not on main; None where none has come."""
+        return None if self.seat is None else self.seat.described()
+
     def close(self) -> None:
         """Say good-bye to the workers and give back what main kept for itself. Idempotent."""
-        link, self.link = self.link, None
+        (link, self.link), shadow = (self.link, None), self.shadow
         if link is not None:
             link.close()
             with suppress(OSError):
-                keep_status(self.main.name, [_described(each) for each in link.members.values()], is_over=True)
+                members = [_described(each) for each in link.members.values()]
+                keep_status(self.main.name, members, shadow, is_over=True)
         if self.courier is not None:
             self.courier.close()
         if self.describer is not None:
@@ -203,6 +214,9 @@ class Cluster(Admission):
         """What was expected of this position and those after it was of another text; from any thread."""
         self._ahead.withdraw(position)
 
+    def _is_waiting(self, workers: int) -> bool:
+        return len(self._here_now()) < workers or (self.seat is not None and self.seat.may_come)
+
     def _tell(self, unit: int, keys: list[ExpertKey]) -> None:
         if self.link is not None:
             self.link.fetch(unit, keys)
@@ -238,7 +252,7 @@ class Cluster(Admission):
     def tick(self) -> None:
         """Say in the cluster's folder who is there, for `smoe cluster status`."""
         with suppress(OSError):
-            keep_status(self.main.name, self.described())
+            keep_status(self.main.name, self.described(), self.shadow)
 
     def answered(self, member: Member, keys: Iterable[ExpertKey]) -> None:
         """It has room for others."""
@@ -258,6 +272,7 @@ class Cluster(Admission):
             if not isinstance(found, Described):
                 return found
             most_rows = found.most_rows
+        self.note_role(key, is_shadow=False)
         self._unit += 1
         return Member(self._unit - 1, self.name_of(key) or name, key, b"", slots, most_rows=most_rows)
 

@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,10 +23,10 @@ import zmq
 
 from smoe import __version__
 from smoe.cluster import frames
-from smoe.cluster.dial import dial, refusal, watched
-from smoe.cluster.doorbell import Doorbell
+from smoe.cluster.dial import refusal
 from smoe.cluster.frames import Frame, FrameError, Kind, Rows, Times
 from smoe.cluster.identity import Worker
+from smoe.cluster.talking import Talking
 from smoe.compute.experts_alone import ExpertsAlone
 from smoe.config import EngineConfig
 from smoe.errors import WorkerRefusedError
@@ -37,10 +36,6 @@ from smoe.machine.processor import processor_name
 if TYPE_CHECKING:
     import torch
 
-BEAT_SECONDS = 0.1
-_HELLO_SECONDS = 0.5
-_SILENCE_SECONDS = 3.0
-"""Without a word from main after which it is taken to have gone."""
 PLANNED_ROWS = EngineConfig.prefill_tokens
 """Rows of a request that messages may be long enough for, unless main says that it sends more."""
 _MOST_AHEAD = 64
@@ -76,75 +71,33 @@ class AtHand(NamedTuple):
         return self.rows
 
 
-class WorkerProcess:
+class WorkerProcess(Talking):
     """The talking thread of a worker."""
 
     def __init__(self, me: Worker, served: Served, on_change: Callable[[str], None] = lambda _: None) -> None:
         """`on_change` hears, in words, when it is let in, or main is gone."""
-        self._me = me
+        super().__init__(me, on_change)
         self._served = served
-        self._on_change = on_change
         self._experts = {layer: held.experts for layer, held in served.alone.store.layers.items()}
         self._rows = Rows(served.alone.hidden, served.dtype, PLANNED_ROWS).fitting
-        self._bell: Doorbell[list[Any]] = Doorbell()
         self._ahead = ThreadPoolExecutor(1, "smoe-ahead")
         self._coming = set[Future[None]]()
         """Asked for ahead, and not there yet."""
         self._arithmetic: str | None = None
         """By which few rows are multiplied: None until a main has said it."""
         self._welcomes = 0
-        self._heard = self._said = 0.0
         self._ended = 0.0
         """When the last request was done: what waits for it before is not its own time."""
-        self._is_in = False
-        self._is_ending = False
 
-    def end(self) -> None:
-        """From any thread: `serve` returns soon."""
-        self._is_ending = True
-        self._bell.put([])
+    @property
+    def _part_bytes(self) -> int:
+        return self._rows.part_bytes
 
-    def serve(self) -> None:
-        """Until `end`. Raises `WorkerRefusedError` where main refuses us."""
-        context = zmq.Context()
-        try:
-            with context.socket(zmq.DEALER) as dealer, watched(dealer, self._me) as check_known:
-                self._connect(dealer)
-                poller = zmq.Poller()
-                poller.register(dealer, zmq.POLLIN)
-                poller.register(self._bell.fileno(), zmq.POLLIN)
-                while not self._is_ending:
-                    poller.poll(int(1000 * BEAT_SECONDS))
-                    self._turn(dealer)
-                    if not self._is_in:
-                        check_known()
-                self._send(dealer, frames.alone(Kind.LEAVE))
-                dealer.close(linger=200)
-        finally:
-            context.term()
-            self._ahead.shutdown(cancel_futures=True)
-            self._bell.close()
+    def _over(self) -> None:
+        self._ahead.shutdown(cancel_futures=True)
 
-    def _connect(self, dealer: zmq.Socket[bytes]) -> None:
-        self._address = dial(dealer, self._me, self._rows.part_bytes)
-
-    def _turn(self, dealer: zmq.Socket[bytes]) -> None:
-        """Hear what there is to hear, say what there is to say."""
-        while dealer.poll(0):
-            self._hear(dealer, dealer.recv_multipart(copy=False))
-        for parts in self._bell.take():
-            if parts:
-                self._send(dealer, parts)
-        now = time.monotonic()
-        if self._is_in and now - self._heard > _SILENCE_SECONDS:
-            self._is_in = False
-            self._on_change("main has gone; waiting for it")
-        if not self._is_in and now - self._said > _HELLO_SECONDS:
-            self._said = now
-            self._send(dealer, frames.talk(Kind.HELLO, self._hello()))
-        elif self._is_in and now - self._said > BEAT_SECONDS:
-            self._said = now
-            self._send(dealer, frames.alone(Kind.BEAT))
+    def _greeting(self) -> list[Any]:
+        return frames.talk(Kind.HELLO, self._hello())
 
     def _hello(self) -> dict[str, Any]:
         served = self._served
@@ -162,18 +115,7 @@ class WorkerProcess:
             "arithmetic": self._arithmetic,
         }
 
-    def _send(self, dealer: zmq.Socket[bytes], parts: list[Any]) -> None:
-        with suppress(zmq.Again):  # main is not there; whoever waits asks somebody else
-            dealer.send_multipart(parts, zmq.NOBLOCK, copy=False)
-
-    def _hear(self, dealer: zmq.Socket[bytes], parts: list[Any]) -> None:
-        try:
-            self._answer(dealer, frames.parse([part.buffer for part in parts]))
-        except FrameError as error:
-            _log.warning("main sent what cannot be: %s", error)
-
     def _answer(self, dealer: zmq.Socket[bytes], frame: Frame) -> None:
-        self._heard = time.monotonic()
         if frame.kind is Kind.WELCOME:
             said = frames.said(frame)
             if self._must_make_room(said):

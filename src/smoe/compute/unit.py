@@ -100,6 +100,10 @@ class Others(Protocol):
     def lost(self) -> list[dict[str, Any]]:
         """Who was there, and was not any more: name, why, at (seconds since 1970)."""
 
+    @property
+    def shadow(self) -> dict[str, Any] | None:
+        """The same of the one that runs ahead; None where none came."""
+
     def close(self) -> None:
         """Let them go; any number of times."""
 

@@ -52,6 +52,7 @@ from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.layer import LayerCompute
 from smoe.runtime.rerouting import substitution_of
+from smoe.runtime.running_ahead import ShadowRouting
 from smoe.runtime.seam import attach
 
 _PREFETCH_PAYS_BYTES = 1 << 20
@@ -69,7 +70,7 @@ class Budget(NamedTuple):
     learned: Learned
     weights: str = ""
     """The checkpoint's checksum, where a cluster's workers must have the same."""
-    shadow: Predictor | None = None
+    shadow: ShadowRouting | None = None
     """What says what a copy that runs ahead does, where the prefetch asks for one."""
     files: Mapping[str, Path] = MappingProxyType({})
     """What such workers are sent where they have not got it, by name."""
@@ -107,7 +108,7 @@ def assemble(
         leaves_little = choose_arithmetic(model, spec, config, compute, _host_threads(pacing))
         balancer = _balancer(config, tiers, compute.units.get(HOST), pacing, ledger.demand.slot_bytes)
         seconds_per_byte = LoadRate(transfers, tiers.link).seconds_per_byte
-        asked = Asked(budget.weights, seconds_per_byte, ledger.demand, budget.files, checkpoint[EXACT])
+        asked = Asked(budget.weights, seconds_per_byte, ledger.demand, budget.files, checkpoint[EXACT], budget.shadow)
         others = None if config.cluster is None else cluster_of(model, spec, config, store, compute, asked, made)
         trial = Trial() if _is_on_trial(config) else None
         executor = LayerExecutor(

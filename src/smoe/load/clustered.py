@@ -24,6 +24,7 @@ from smoe.models.spec import ModelSpec
 from smoe.policy.ahead import Here
 from smoe.policy.budget import Demand, SlotClass
 from smoe.runtime.layer import LayerCompute
+from smoe.runtime.running_ahead import ShadowRouting
 
 if TYPE_CHECKING:
     from smoe.cluster.remote import Cluster
@@ -55,6 +56,8 @@ class Asked(NamedTuple):
     """What workers without the checkpoint are sent, by name."""
     stored: Mapping[int, LayerExperts]
     """The experts as the checkpoint has them."""
+    shadow: ShadowRouting | None = None
+    """What says what a copy that runs ahead does, here or elsewhere."""
 
 
 def check_cluster(config: EngineConfig) -> None:
@@ -69,8 +72,12 @@ def check_cluster(config: EngineConfig) -> None:
                 given=config.placement,
                 allowed="only with `cluster`",
             )
-        if config.cluster_verify:
-            raise ConfigError.idle("cluster_verify", config.cluster_verify, "`cluster`")
+        for name, is_given in {
+            "cluster_verify": config.cluster_verify,
+            "shadow_on": config.shadow_on == "cluster",
+        }.items():
+            if is_given:
+                raise ConfigError.idle(name, getattr(config, name), "`cluster`")
         return
     check_zmq()
     from smoe.cluster.identity import read_main
@@ -92,10 +99,12 @@ def cluster_of(
     Raises `ClusterError` where the cluster is unknown, its address taken, or too few workers came.
     """
     from smoe.cluster.describing import Describer
+    from smoe.cluster.following import Following
     from smoe.cluster.frames import Rows
     from smoe.cluster.identity import read_main
     from smoe.cluster.remote import Cluster
     from smoe.cluster.sending import Courier
+    from smoe.cluster.shadow_seat import Seat
     from smoe.load.describe import describe
 
     assert config.cluster is not None
@@ -132,6 +141,8 @@ def cluster_of(
     )
     threads, arithmetic = alone.threads, compute.arithmetic
     cluster.describer = Describer(lambda: describe(asked.weights, asked.stored, math, arithmetic, threads))
+    ahead = None if asked.shadow is None else asked.shadow.ahead
+    cluster.seat = Seat(ahead if isinstance(ahead, Following) else None, {"weights": asked.weights}, cluster)
     cluster.courier = Courier(asked.files, spec.precision, cluster.admitted)
     made.callback(cluster.close)
     cluster.units.update(compute.units)

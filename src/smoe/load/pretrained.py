@@ -22,6 +22,7 @@ from smoe.load.host_slots import reads_directly
 from smoe.load.known import known_of
 from smoe.load.ledger import make_ledger, open_store, share_beside
 from smoe.load.shadow import least_shadow_bytes, planned_shadow
+from smoe.load.shadow_apart import following, is_apart, placed_shadow
 from smoe.load.winners import with_winners
 from smoe.load.worker_files import worker_files
 from smoe.machine.available_memory import free_device_bytes
@@ -37,6 +38,7 @@ from smoe.models.weight_samples import checksum
 from smoe.policy.budget import Ledger, allocate
 from smoe.presets import configure
 from smoe.runtime.lifetime import collect_dropped
+from smoe.runtime.running_ahead import ShadowRouting
 from smoe.units import parse_bytes, parse_share
 
 _TOUCH_SECONDS = 2.0
@@ -90,6 +92,7 @@ def load(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     check_cluster(config)
+    config = placed_shadow(config)
     spec = read_spec(model, config, revision)
     checkpoint = local_checkpoint(model)
     experts = None if checkpoint is None else checkpoint.experts(spec)  # a damaged file first, not its sizes
@@ -124,7 +127,9 @@ def load(
         known = known._replace(config=config, reasons=won.reasons | known.reasons)
         weights = "" if config.cluster is None else checksum(checkpoint.place)
         files = {} if config.cluster is None else worker_files(checkpoint, spec)
-        ahead = None if shadow is None else shadow.open(loaded)
+        ahead = None if shadow is None else shadow.beside(loaded)
+        if is_apart(config):
+            ahead = ShadowRouting(following(spec, config))
         budget = Budget(ledger, reason, known, learned, weights, ahead, files)
         return assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
     except BaseException:

@@ -61,11 +61,12 @@ class PlannedShadow(NamedTuple):
     def _shares_weights(self) -> bool:
         return not self.spec.dense
 
-    def open(self, model: PreTrainedModel) -> ShadowRouting:
-        """Beside `model`, whose weights are there and which nobody has put an engine behind yet."""
-        with threads(_THREADS):
+    def open(self, model: PreTrainedModel | None, computing: int = _THREADS) -> Shadow:
+        """On so many threads; beside `model`, whose weights are there and which nobody has put an engine behind yet, or
+        with weights of its own."""
+        with threads(computing):
             shadow = self.checkpoint.load_dense(self.spec, self.device)
-            if self._shares_weights:
+            if model is not None and self._shares_weights:
                 share_weights(shadow, model)
             arena = Arena(self.ledger.sizes, self.device, huge_pages=False)
             try:
@@ -80,18 +81,15 @@ class PlannedShadow(NamedTuple):
         hear_routers(shadow, engine, unheard)
         heard = Shadow(shadow, scoring_rules(shadow, self.spec), self.spares)
         engine.executor.observers.append(heard)
-        return ShadowRouting(RunningAhead(heard, self.departure))
+        return heard
+
+    def beside(self, model: PreTrainedModel) -> ShadowRouting:
+        """On a thread, beside `model` as `open` wants it."""
+        return ShadowRouting(RunningAhead(self.open(model), self.departure))
 
 
-def planned_shadow(
-    checkpoint: Checkpoint, spec: ModelSpec, config: EngineConfig, device: torch.device
-) -> PlannedShadow | None:
-    """The shadow that a configuration asks for, None where it asks for none; headers alone are read.
-
-    Raises `ConfigError` where there is no such copy, and `UnsupportedModelError` for a family that cannot be aligned.
-    """
-    if config.prefetch != SHADOW:
-        return None
+def check_shadow(spec: ModelSpec, config: EngineConfig) -> None:
+    """Raise `ConfigError` on the emulated device, and `UnsupportedModelError` for a family that cannot be aligned."""
     if config.device == EMULATED:
         raise ConfigError(
             f"`prefetch` {SHADOW} computes on this CPU, whose times the `device` {EMULATED} does not act; use another "
@@ -105,6 +103,18 @@ def planned_shadow(
             f"`prefetch` {SHADOW}: this family has layers with a recurrent state, which cannot be told what it should "
             "be at a position; use another `prefetch`"
         )
+
+
+def planned_shadow(
+    checkpoint: Checkpoint, spec: ModelSpec, config: EngineConfig, device: torch.device
+) -> PlannedShadow | None:
+    """The shadow that a configuration asks for on main, None where it asks for none; headers alone are read.
+
+    Raises `ConfigError` where there is no such copy, and as `check_shadow`.
+    """
+    if config.prefetch != SHADOW or config.shadow_on == "cluster":
+        return None
+    check_shadow(spec, config)
     own = _its_config(spec, config)
     its, experts = _its_experts(checkpoint, own)
     store = open_store(checkpoint, its, experts, device)
@@ -115,9 +125,9 @@ def planned_shadow(
 
 
 def least_shadow_bytes(model: str | Path, spec: ModelSpec, config: EngineConfig, revision: str | None = None) -> int:
-    """What the shadow that a configuration asks for takes beside the model, by the model's configuration alone; 0
-    where it asks for none."""
-    if config.prefetch != SHADOW:
+    """What the shadow that a configuration asks for takes on main, beside the model, by the model's configuration
+    alone; 0 where it asks for none."""
+    if config.prefetch != SHADOW or config.shadow_on == "cluster":
         return 0
     own = _its_config(spec, config)
     its = read_spec(model, own, revision)

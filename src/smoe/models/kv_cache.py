@@ -119,6 +119,47 @@ class RowCache(DynamicCache):
                     to[:, :, at + begin : at + end] = source[:, :, of + begin : of + end]
         self.length = max(self.length, end)
 
+    def taken_out(self, begin: int, end: int) -> torch.Tensor:
+        """Keys and values of positions `begin` to `end`, [bytes] in main memory, for `put_in` of a copy's cache.
+
+        Raises `EngineStateError` where the memory was given back; nothing may be written there meanwhile.
+        """
+        self.check_kept()
+        place = slice(self.start + begin, self.start + end)
+        parts = [each[:, :, place] for store in self._stores for each in store]
+        return torch.cat([each.reshape(-1).view(torch.uint8) for each in parts]).cpu()
+
+    def put_in(self, rows: torch.Tensor, begin: int, end: int, like: RowCache) -> None:
+        """What `taken_out` gave of positions that continue this cache, whose last one is then `end`; `like`: a cache
+        of the same model that something was written to. Raises `ValueError` for bytes of another number, or places
+        that do not continue it."""
+        nbytes = (end - begin) * like.position_bytes
+        if not (begin == self.length and begin < end <= self.capacity_tokens) or rows.numel() != nbytes:
+            raise ValueError(
+                f"{rows.numel()} bytes are no positions {begin} to {end} of a cache of {self.length} tokens, with room "
+                f"for {self.capacity_tokens} of {like.position_bytes} bytes"
+            )
+        at = 0
+        for layer, theirs in zip(self.layers, like.layers, strict=True):
+            for to in () if theirs._store is None else layer._reserved(theirs._store):
+                part = to[:, :, self.start + begin : self.start + end]
+                size = part.numel() * part.element_size()
+                part.copy_(rows[at : at + size].view(to.dtype).view(part.shape))
+                at += size
+        self.length = end
+
+    @property
+    def position_bytes(self) -> int:
+        """Of one position's keys and values in all layers; 0 before anything was written."""
+        ones = [each[:, :, :1] for store in self._stores for each in store]
+        return sum(each.numel() * each.element_size() for each in ones)
+
+    @property
+    def _stores(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of the layers that have written something."""
+        stores = (getattr(layer, "_store", None) for layer in self.layers)
+        return [store for store in stores if store is not None]
+
     @property
     def can_rewind(self) -> bool:
         """Whether all layers address by position (sliding windows too: they keep every position)."""
@@ -161,8 +202,7 @@ class RowCache(DynamicCache):
     @property
     def nbytes(self) -> int:
         """Bytes allocated so far."""
-        storages = [t for layer in self.layers for t in (getattr(layer, "_store", None) or ())]
-        return sum(t.numel() * t.element_size() for t in storages)
+        return sum(t.numel() * t.element_size() for store in self._stores for t in store)
 
 
 class _Storage:

@@ -31,7 +31,9 @@ def of_one_machine(config: EngineConfig) -> tuple[EngineConfig, dict[str, str]]:
     shadows = {"cluster": DEFAULT_SHADOW, "round-robin": "int8"}
     if its is not None:
         shadows["round-robin" if by_turns else "cluster"] = its
-    usual: dict[str, Any] = dict.fromkeys(("placement", "shadow_precision", "shadow_departure", "shadow_spares"))
+    usual: dict[str, Any] = dict.fromkeys(
+        ("placement", "shadow_precision", "shadow_departure", "shadow_on", "shadow_spares")
+    )
     if config.prefetch == SHADOW:
         usual |= {"prefetch": "auto", "prefetch_trial": None}
     return replace(config, **usual), shadows

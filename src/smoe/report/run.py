@@ -77,6 +77,8 @@ class RunReport:
     """Who of them was there, and was not any more: name, why, at (seconds since 1970)."""
     all_fit: bool = False
     """Main has room for every expert."""
+    shadow: dict[str, Any] | None = None
+    """Of its shadow, what that has done; None where none came."""
 
     @property
     def floor_share(self) -> float | None:
@@ -133,6 +135,7 @@ class RunReport:
             "emulated": self.bench,
             "workers": self.workers,
             "lost_workers": list(self.lost_workers),
+            "shadow": self.shadow,
             "was_interrupted": generation.was_interrupted,
             "notes": generation.notes,
             "sequences": [
@@ -182,6 +185,7 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         workers=None if cluster is None else cluster.described(),
         lost_workers=() if cluster is None else cluster.lost(),
         all_fit=engine.ledger.cache_slots >= engine.ledger.demand.total_experts,
+        shadow=None if cluster is None else cluster.shadow,
     )
 
 

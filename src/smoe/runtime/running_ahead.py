@@ -16,78 +16,75 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from math import inf
+from typing import Any, Protocol
 
 from smoe.bounds import DEPARTURE
 from smoe.errors import EngineStateError, GenerationCancelledError
 from smoe.models.kv_cache import RowCache
+from smoe.policy.hearsay import Expected, Hearsay, Step
 from smoe.policy.prediction import Listener, Prediction, Predictor, Sight
-from smoe.runtime.shadow import Expected, Shadow
+from smoe.runtime.shadow import Shadow
 
 _log = logging.getLogger(__name__)
-
-
-class _Step(NamedTuple):
-    """A token at its place in the text of one cache."""
-
-    token: int
-    position: int
-    cache: RowCache
 
 
 class RunningAhead:
     """A thread that a shadow runs on. `begin` and `said` belong to the model's thread; `close` ends it."""
 
-    def __init__(self, shadow: Shadow, departure: str = DEPARTURE[0]) -> None:
-        """`departure`: one of `DEPARTURE`."""
+    def __init__(
+        self,
+        shadow: Shadow,
+        departure: str = DEPARTURE[0],
+        on_said: Callable[[Step, Expected], None] = lambda *_: None,
+    ) -> None:
+        """`departure`: one of `DEPARTURE`; `on_said` hears, on the thread, what may be of use."""
         self._shadow = shadow
         self._at_once = departure == "at-once"
+        self._on_said = on_said
         self._changed = threading.Condition()
-        self._asked: _Step | None = None
-        """What the model decodes; None while nobody wants to know."""
-        self._decoding: _Step | None = None
+        self._hearsay = Hearsay()
+        self._decoding: Step | None = None
         """What the shadow decodes, or has decoded last."""
         self._is_done = True
         """Whether it has."""
-        self._said: dict[_Step, list[Expected]] = {}
-        self.listener: Listener | None = None
-        """Hears everything at once."""
+        self._unchanged = inf
+        """Positions that were not written anew since the last step."""
         self._is_ending = False
         self._thread: threading.Thread | None = None
 
+    def tell(self, listener: Listener) -> None:
+        """It hears everything at once."""
+        self._hearsay.listener = listener
+
     def begin(self, token: int, cache: RowCache) -> None:
         """The model decodes this token behind what is in its cache."""
-        asked = _Step(token, cache.length, cache)
+        asked = Step(token, cache.length, cache)
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="smoe-shadow", daemon=True)
                 self._thread.start()
-            self._asked = asked
-            if asked not in self._said and self.listener is not None:
-                self.listener.withdraw(asked.position)
+            self._hearsay.ask(asked)
             self._cancel_unless(asked)
             self._changed.notify_all()
 
-    def pause(self) -> None:
-        """The model does something that no shadow follows: a prompt, a batch."""
+    def pause(self, cache: RowCache | None = None) -> None:
+        """The model does something that no shadow follows: a prompt, behind what is in this cache, or a batch."""
         with self._changed:
-            self._asked = None
+            self._hearsay.pause()
             self._cancel_unless(None)
+            if cache is not None:
+                self._unchanged = min(self._unchanged, cache.length)
 
     def said(self) -> tuple[list[Expected], list[Expected]]:
         """(what is expected of the token that the model decodes, as far as it has been said; of the one after it)."""
         with self._changed:
-            asked, last = self._asked, self._decoding
-            if asked is None:
-                return [], []
-            is_after = last is not None and last.position == asked.position + 1 and last.cache is asked.cache
-            after = self._said.get(last, ()) if is_after and last is not None else ()
-            return list(self._said.get(asked, ())), list(after)
+            return self._hearsay.said()
 
     def wait(self, seconds: float) -> bool:
-        """Until it has said all that it will say of what was begun; False where that takes longer. For tests."""
+        """Until it has said all that it will say of what was begun; False where that takes longer."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_idle, seconds)
 
@@ -95,6 +92,7 @@ class RunningAhead:
         """End the thread and the shadow's engine; any number of times."""
         with self._changed:
             self._is_ending = True
+            self._hearsay.listener = None
             self._cancel_unless(None)
             self._changed.notify_all()
         if self._thread is not None:
@@ -107,19 +105,19 @@ class RunningAhead:
     def _is_idle(self) -> bool:
         return self._is_ending or (self._is_done and self._next() is None)
 
-    def _next(self) -> _Step | None:
+    def _next(self) -> Step | None:
         """What is to be decoded now; None: nothing."""
-        asked, last = self._asked, self._decoding
+        asked, last = self._hearsay.asked, self._decoding
         if asked is None:
             return None
-        if asked not in self._said:
+        if asked not in self._hearsay:
             return asked
         own = self._shadow.text.next_token
-        if self._at_once and last == asked and self._is_done and asked.position + 1 < asked.cache.capacity_tokens:
-            return _Step(own, asked.position + 1, asked.cache)
+        if self._at_once and last == asked and self._is_done and asked.position + 1 < asked.text.capacity_tokens:
+            return Step(own, asked.position + 1, asked.text)
         return None
 
-    def _cancel_unless(self, wanted: _Step | None) -> None:
+    def _cancel_unless(self, wanted: Step | None) -> None:
         """End the step under way where it is of no use any more."""
         if not self._is_done and self._decoding != wanted:
             self._shadow.text.engine.cancel()
@@ -132,12 +130,15 @@ class RunningAhead:
                 step = self._next()
                 if self._is_ending or step is None:
                     return
-                self._begin(step)
+                self._hearsay.begin(step)
+                self._decoding, self._is_done = step, False
+                unchanged, self._unchanged = self._unchanged, inf
             try:
-                self._shadow.follow(step.token, step.position, step.cache, partial(self._say, step))
+                self._shadow.unlearn(unchanged)
+                self._shadow.follow(step.token, step.position, step.text, partial(self._say, step))
             except GenerationCancelledError:
                 with self._changed:
-                    self._said.pop(step)
+                    self._hearsay.drop(step)
             except EngineStateError as error:
                 _log.debug("the shadow cannot follow this text any more: %s", error)  # its cache has been given up
             except Exception as error:
@@ -147,22 +148,29 @@ class RunningAhead:
                 with self._changed:
                     self._is_done = True
 
-    def _say(self, step: _Step, expected: Expected) -> None:
-        self._said[step].append(expected)
+    def _say(self, step: Step, expected: Expected) -> None:
         with self._changed:
-            listener, is_wanted = self.listener, not self._is_ending and self._is_of(step)
-            if listener is not None and is_wanted:
-                listener.expect(step.position, Prediction(expected.layer, expected.experts))
+            is_wanted = self._hearsay.add(step, expected)
+        if is_wanted:
+            self._on_said(step, expected)
 
-    def _is_of(self, step: _Step) -> bool:
-        """Whether the model decodes it, or may come to it next."""
-        asked = self._asked
-        return asked is not None and (step == asked or step.position == asked.position + 1)
 
-    def _begin(self, step: _Step) -> None:
-        before = self._asked
-        self._said = {each: said for each, said in self._said.items() if each == before} | {step: []}
-        self._decoding, self._is_done = step, False
+class Ahead(Protocol):
+    """A shadow that follows the model's text, wherever it runs. What the model's thread calls; `close` ends it."""
+
+    def tell(self, listener: Listener) -> None:
+        """It hears everything at once, on whosever thread that is."""
+
+    def begin(self, token: int, cache: RowCache) -> None:
+        """The model decodes this token behind what is in its cache."""
+
+    def pause(self, cache: RowCache | None = None) -> None:
+        """The model does something that no shadow follows: a prompt, behind what is in this cache, or a batch."""
+
+    def said(self) -> tuple[list[Expected], list[Expected]]:
+        """(what is expected of the token that the model decodes, as far as it has been said; of the one after it)."""
+
+    def close(self) -> None: ...
 
 
 class ShadowRouting(Predictor):
@@ -171,21 +179,21 @@ class ShadowRouting(Predictor):
     Where several sequences are decoded together it says nothing.
     """
 
-    def __init__(self, ahead: RunningAhead) -> None:
-        self._ahead = ahead
+    def __init__(self, ahead: Ahead) -> None:
+        self.ahead = ahead
         self.helpers = (ahead,)
 
     def begin(self, ids: Any, cache: Any) -> None:
         if ids is None or cache is None or tuple(ids.shape) != (1, 1):
-            self._ahead.pause()
+            self.ahead.pause(cache if cache is not None and cache.rows == 1 else None)
         else:
-            self._ahead.begin(int(ids), cache)
+            self.ahead.begin(int(ids), cache)
 
     def speak_to(self, listener: Listener) -> None:
-        self._ahead.listener = listener
+        self.ahead.tell(listener)
 
     def predict(self, sight: Sight) -> Iterator[Prediction]:
-        now, after = self._ahead.said()
+        now, after = self.ahead.said()
         for expected in now:
             if expected.layer > sight.layer:
                 yield Prediction(expected.layer, expected.experts)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from smoe.errors import UnsupportedModelError
 from smoe.models.kv_cache import RowCache
 from smoe.models.scoring import ScoringRule
+from smoe.policy.hearsay import Expected
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import Routed, StepObserver
 from smoe.runtime.seam import routers_heard
@@ -39,16 +40,6 @@ class Alignment(NamedTuple):
 
     def __str__(self) -> str:
         return f"T{self.token} KV{self.kv}"
-
-
-class Expected(NamedTuple):
-    """What a shadow says of one layer, for the token that it has decoded last."""
-
-    layer: int
-    experts: tuple[int, ...]
-    """Those that its own router chose, best first, and then the spares."""
-    scores: tuple[float, ...]
-    """Of each, what the router ranks by."""
 
 
 class Greedy:
@@ -131,6 +122,10 @@ class Shadow(StepObserver):
         self._aligned = known
         self._say = say
         self.text.take([token])
+
+    def unlearn(self, unchanged: float) -> None:
+        """Positions from this one on have been written anew in the cache that is followed."""
+        self._aligned = int(min(self._aligned, unchanged))
 
     def routed(self, heard: Routed) -> None:
         if self._say is not None:

@@ -1,0 +1,69 @@
+"""Being a cluster's shadow: `smoe cluster join --shadow`, and that of `smoe cluster up --shadow`; a line about one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from smoe.errors import ConfigError
+from smoe.units import format_bytes
+
+if TYPE_CHECKING:
+    from smoe.cluster.identity import Worker
+
+Shadow = Annotated[
+    bool,
+    typer.Option(
+        "--shadow",
+        help="Be, or for up also start, a shadow: a quantised copy of the model that runs ahead and says which experts "
+        "come (main: --preset cluster or od-moe).",
+    ),
+]
+
+
+def check_alone(given: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for what is a worker's."""
+    for name, value in given.items():
+        if value is not None:
+            owner = "`fetch`" if name == "precision" else "a worker"
+            raise ConfigError(
+                f"`{name}` {value} belongs to {owner}, and a `shadow` is opened as main asks; leave it out",
+                setting=name,
+                given=value,
+                allowed="only without `shadow`",
+            )
+
+
+def be_shadow(me: Worker, model: str, threads: int | None) -> None:
+    """Until Ctrl-C, SIGTERM, or main refuses us."""
+    from dataclasses import replace
+
+    from smoe.cli.console import note
+    from smoe.cluster.address import to_connect_to
+    from smoe.cluster.identity import keep_worker
+    from smoe.cluster.shadow_process import ShadowProcess
+    from smoe.load.shadow_apart import ShadowFiles
+
+    to_connect_to(me.address)  # a name that is nobody's is refused before anything is read
+    files = ShadowFiles(model, threads)
+    note(f"shadow {me.name}: waits for a main at {me.address}, which says what it is to open")
+
+    def changed(words: str) -> None:
+        note(f"shadow {me.name}: {words}")
+        if me.code is not None:
+            keep_worker(replace(me, code=None))
+
+    try:
+        ShadowProcess(me, files, changed).serve()
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"shadow {me.name} has ended") from None
+
+
+def shadow_line(said: Mapping[str, Any]) -> str:
+    """One of a cluster's, as main knows it."""
+    state = said["state"] + (f" ({said['why']})" if said["why"] else "")
+    copy = f" in {said['precision']}" if said["precision"] else ""
+    done = f"{said['tokens_followed']} tokens followed, {said['layers_named']} layers named"
+    return f"shadow {said['name']}{copy}: {state}; {done}, {format_bytes(said['bytes_sent'])} of keys and values sent"

@@ -1,0 +1,130 @@
+"""What main and a shadow on another machine say to each other, beside the words of a greeting.
+
+    follow     header (text) | u32 [position, token]; without a body: nothing that a shadow follows
+    keys       header (text) | u32 [begin, end] | keys and values, as `RowCache.taken_out` has them
+    taken      header (text): from the shadow, as what follows
+    expected   header (text) | u32 [n, 4]: position, token, layer, experts | u32 [experts of all]
+
+A *text* is a number that main has drawn: what is said of another one is of no use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from smoe.cluster import frames
+from smoe.cluster.frames import Frame, FrameError, Kind
+
+PART_BYTES = 1 << 17
+"""Of keys and values in one message, unless those of one position are more."""
+MOST_BYTES = 1 << 24
+"""Of a part of a message to a shadow: keys and values of one position, whatever the model."""
+MOST_SAID = 64
+"""Layers in one message."""
+_WHOLE = np.dtype("<u4")
+
+
+class Follow(NamedTuple):
+    """Main decodes a token at its place."""
+
+    text: int
+    position: int
+    token: int
+
+
+class Keys(NamedTuple):
+    """Keys and values of some positions."""
+
+    text: int
+    begin: int
+    end: int
+    rows: Any
+    """Their bytes."""
+
+
+class Said(NamedTuple):
+    """What a shadow has said of one layer."""
+
+    position: int
+    token: int
+    layer: int
+    experts: tuple[int, ...]
+    """Best first."""
+
+
+def follow(step: Follow) -> list[Any]:
+    """Main decodes this."""
+    return [*frames.alone(Kind.FOLLOW, step.text), _numbers([step[1:]])]
+
+
+def pause(text: int) -> list[Any]:
+    """Main does something that no shadow follows."""
+    return frames.alone(Kind.FOLLOW, text)
+
+
+def parse_follow(frame: Frame) -> Follow | None:
+    """None: it is to pause. Raises `FrameError`."""
+    if not frame.body:
+        return None
+    found = _table(frame, 1, 2, parts=1)
+    if len(found) != 1:
+        raise FrameError("more than one token")
+    position, token = found[0]
+    return Follow(frame.request, position, token)
+
+
+def keys(text: int, begin: int, end: int, rows: memoryview) -> list[Any]:
+    """Keys and values of positions `begin` to `end`."""
+    return [*frames.alone(Kind.KEYS, text), _numbers([(begin, end)]), rows]
+
+
+def parse_keys(frame: Frame, position_bytes: int, capacity: int) -> Keys:
+    """Of a model whose positions take so many bytes, in a text of so many positions at most. Raises `FrameError`."""
+    found, rows = _table(frame, 1, 2, parts=2), frame.body[-1]
+    begin, end = found[0] if len(found) == 1 else (0, 0)
+    if not begin < end <= capacity or len(memoryview(rows)) != (end - begin) * position_bytes:
+        raise FrameError("keys and values of another size")
+    return Keys(frame.request, begin, end, rows)
+
+
+def taken(text: int) -> list[Any]:
+    """Keys and values have come."""
+    return frames.alone(Kind.TAKEN, text)
+
+
+def expected(text: int, said: Sequence[Said]) -> list[Any]:
+    """Of `MOST_SAID` layers at most."""
+    heads = [(each.position, each.token, each.layer, len(each.experts)) for each in said]
+    return [*frames.alone(Kind.EXPECTED, text), _numbers(heads), _numbers([[n] for each in said for n in each.experts])]
+
+
+def parse_expected(frame: Frame, experts: Mapping[int, int], named: Mapping[int, int]) -> list[Said]:
+    """For a model whose layers have so many `experts`, of which so many are `named`. Raises `FrameError`."""
+    heads = _table(frame, 1, 4, parts=2)
+    every = [n for (n,) in _table(frame, 2, 1, parts=2)]
+    if not 0 < len(heads) <= MOST_SAID or sum(count for *_, count in heads) != len(every):
+        raise FrameError("experts that are not there")
+    said, at = [], 0
+    for position, token, layer, count in heads:
+        of_layer = tuple(every[at : at + count])
+        if count != named.get(layer) or len(set(of_layer)) != count or max(of_layer) >= experts[layer]:
+            raise FrameError(f"experts {of_layer} of layer {layer}")
+        said.append(Said(position, token, layer, of_layer))
+        at += count
+    return said
+
+
+def _numbers(rows: Sequence[Sequence[int]]) -> bytes:
+    return np.array(rows, _WHOLE).tobytes()
+
+
+def _table(frame: Frame, part: int, columns: int, parts: int) -> list[tuple[int, ...]]:
+    if len(frame.body) != parts:
+        raise FrameError(f"{len(frame.body)} parts")
+    found = frame.body[part - 1]
+    if len(memoryview(found)) % (4 * columns):
+        raise FrameError("a table cut short")
+    return [tuple(row) for row in np.frombuffer(found, _WHOLE).reshape(-1, columns).tolist()]

@@ -1,0 +1,206 @@
+"""A shadow on a machine of its own: follows the text of whoever is main, and names experts as its routers choose them.
+
+    connected --SHADOW--> WELCOME: open this --files are opened, on a thread--> SHADOW --> WELCOME: follows
+                          WELCOME: not needed, or not now; it says SHADOW again
+                          REFUSED: ends, and says why
+
+What is opened stays: the next main mostly wants the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import zmq
+
+from smoe import __version__
+from smoe.cluster import frames, shadow_frames
+from smoe.cluster.dial import refusal
+from smoe.cluster.frames import Frame, Kind
+from smoe.cluster.identity import Worker
+from smoe.cluster.shadow_frames import Said
+from smoe.cluster.talking import Talking
+from smoe.errors import SmoeError
+from smoe.policy.hearsay import Expected, Step
+
+_RETRY_SECONDS = 10.0
+"""After which what could not be opened is tried again, as long as main wants it."""
+_log = logging.getLogger(__name__)
+
+
+class Along(Protocol):
+    """A copy of the model that reads main's text as it comes. Owned by the thread that hears main."""
+
+    @property
+    def capacity(self) -> int:
+        """Positions of a text."""
+
+    @property
+    def position_bytes(self) -> int:
+        """Of keys and values of one position, all layers'."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all memory that it takes."""
+
+    def learn(self, text: int, begin: int, end: int, rows: Any) -> None:
+        """Keys and values of these positions of a text, as bytes. Raises `ValueError` where some before them are
+        missing."""
+
+    def begin(self, text: int, position: int, token: int) -> None:
+        """Main decodes this token. Raises `ValueError` where keys and values before it are missing."""
+
+    def pause(self) -> None:
+        """Main decodes nothing that can be followed."""
+
+    def close(self) -> None:
+        """End it; any number of times."""
+
+
+class Files(Protocol):
+    """A model's files on this machine."""
+
+    weights: str
+    """Their checksum."""
+
+    def open(self, wanted: Mapping[str, Any], on_said: Callable[[Step, Expected], None]) -> Along:
+        """A copy of the model by main's settings. Raises `SmoeError`."""
+
+
+class ShadowProcess(Talking):
+    """The talking thread of a shadow."""
+
+    def __init__(self, me: Worker, files: Files, on_change: Callable[[str], None] = lambda _: None) -> None:
+        """`on_change` hears, in words, when it follows a main, opens files, cannot, or main is gone."""
+        super().__init__(me, on_change)
+        self._files = files
+        self._opened: tuple[Mapping[str, Any], Along] | None = None
+        self._opening: threading.Thread | None = None
+        self._cannot: tuple[Mapping[str, Any], str, float] | None = None
+        """What could not be opened, why, and when that was."""
+        self._text = -1
+        """Which is followed."""
+        self._unsaid: list[Said] = []
+        self._lock = threading.Lock()
+        self._waits_for = ""
+
+    @property
+    def _part_bytes(self) -> int:
+        return shadow_frames.MOST_BYTES
+
+    def _greeting(self) -> list[Any]:
+        said = {
+            "smoe": __version__,
+            "name": self._me.name,
+            "code": self._me.code,
+            "weights": self._files.weights,
+            "opened": None if self._opened is None else self._opened[0],
+            "memory_bytes": 0 if self._opened is None else self._opened[1].nbytes,
+            "cannot": None if self._cannot is None else self._cannot[1],
+        }
+        return frames.talk(Kind.SHADOW, said)
+
+    def _over(self) -> None:
+        opening = self._opening
+        if opening is not None:
+            opening.join()
+        if self._opened is not None:
+            self._opened[1].close()
+
+    def _lost(self) -> None:
+        if self._opened is not None:
+            self._opened[1].pause()
+
+    def _answer(self, dealer: zmq.Socket[bytes], frame: Frame) -> None:
+        if frame.kind is Kind.WELCOME:
+            self._welcomed(frames.said(frame))
+        elif frame.kind is Kind.REFUSED:
+            raise refusal(self._me, frame)
+        elif frame.kind is Kind.LEAVE:
+            self._heard = 0.0
+        elif self._is_in and self._opened is not None and frame.kind in (Kind.KEYS, Kind.FOLLOW):
+            try:
+                self._read(dealer, frame, self._opened[1])
+            except ValueError as error:  # of a text whose beginning has not come here: main begins anew
+                _log.warning("the text cannot be followed: %s", error)
+                self._is_in, self._said = False, 0.0
+
+    def _read(self, dealer: zmq.Socket[bytes], frame: Frame, along: Along) -> None:
+        if frame.kind is Kind.KEYS:
+            keys = shadow_frames.parse_keys(frame, along.position_bytes, along.capacity)
+            along.learn(*keys)
+            self._send(dealer, shadow_frames.taken(keys.text))
+            return
+        step = shadow_frames.parse_follow(frame)
+        if step is None:
+            along.pause()
+            return
+        self._text = step.text
+        along.begin(*step)
+
+    def _welcomed(self, said: dict[str, Any]) -> None:
+        wanted = said.get("wanted")
+        if not isinstance(wanted, dict):
+            self._is_in = False
+            self._wait_for(f"waits: {said.get('why', 'main has no use for it')}"[:500])
+        elif self._opened is not None and self._opened[0] == wanted:
+            if not self._is_in:
+                self._is_in = True
+                self._wait_for("")
+                self._on_change("follows main")
+        elif self._opening is None and self._may_open(wanted):
+            self._is_in = False
+            self._opening = threading.Thread(target=self._open, args=(wanted,), name="smoe-opening", daemon=True)
+            self._opening.start()
+
+    def _wait_for(self, words: str) -> None:
+        """Say what it waits for, once."""
+        if words and words != self._waits_for:
+            self._on_change(words)
+        self._waits_for = words
+
+    def _may_open(self, wanted: Mapping[str, Any]) -> bool:
+        cannot = self._cannot
+        return cannot is None or cannot[0] != wanted or time.monotonic() - cannot[2] > _RETRY_SECONDS
+
+    # -- other threads ------------------------------------------------------------------------------------------------
+
+    def _open(self, wanted: Mapping[str, Any]) -> None:
+        """Open what main wants, in the place of what was open."""
+        before, self._opened = self._opened, None
+        try:
+            if before is not None:
+                before[1].close()
+            self._on_change(f"opens a copy in {str(wanted.get('shadow_precision'))[:20]}")
+            self._opened, self._cannot = (wanted, self._files.open(wanted, self._hear_shadow)), None
+        except (SmoeError, OSError, MemoryError) as error:
+            self._cannot = (wanted, str(error), time.monotonic())
+            self._on_change(f"cannot be what main wants: {error}")
+        except Exception as error:  # main is told, and may want something else
+            _log.exception("the shadow could not be opened")
+            self._cannot = (wanted, f"{type(error).__name__}: {error}", time.monotonic())
+        finally:
+            self._said = 0.0  # greet main at once
+            self._opening = None
+            self._bell.put([])
+
+    def _hear_shadow(self, step: Step, expected: Expected) -> None:
+        """On the thread that it runs on: layers go together where more than one is known by the time that they go."""
+        with self._lock:
+            self._unsaid.append(Said(step.position, step.token, expected.layer, expected.experts))
+            is_first = len(self._unsaid) == 1
+        if is_first:
+            self._bell.put([])
+
+    def _turn(self, dealer: zmq.Socket[bytes]) -> None:
+        super()._turn(dealer)
+        with self._lock:
+            said, self._unsaid = self._unsaid, []
+        for begin in range(0, len(said), shadow_frames.MOST_SAID):
+            if self._is_in:
+                part = said[begin : begin + shadow_frames.MOST_SAID]
+                self._send(dealer, shadow_frames.expected(self._text, part))

@@ -1,0 +1,181 @@
+"""Main's end of a connection to a shadow: one of them has the seat, and follows the text as long as it is heard of.
+
+    shadow   SHADOW (who it is, what it has opened) -->                       opens its files ... SHADOW -->
+    main                                  <-- WELCOME (what it is to open)                 <-- WELCOME: it is in
+    main     KEYS, FOLLOW -->   EXPECTED <--   both BEAT; silent, gone, or nonsense: main goes on without it
+
+A greeting says everything anew, so it does not matter which of the two was there first, or came back. Belongs to the
+link's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from smoe import __version__
+from smoe.cluster import frames
+from smoe.cluster.admission import Admission
+from smoe.cluster.following import Following
+from smoe.cluster.frames import Frame, Kind
+
+BEAT_SECONDS = 0.5
+SILENCE_SECONDS, PATIENCE_SECONDS = 1.0, 10.0
+"""Without a word from the shadow, which says one every 0.1 s, after which main goes on without it; and from one that
+opens its files, which may keep it busy."""
+_WINDOW = 2
+"""Messages with keys and values under way: experts' rows wait behind no more than these."""
+_log = logging.getLogger(__name__)
+
+Send = Callable[[bytes, list[Any]], bool]
+
+
+class Seat:
+    """Who sits there, and what it is sent."""
+
+    def __init__(self, following: Following | None, asked: Mapping[str, Any], admission: Admission) -> None:
+        """`following`: None: this main has no use for a shadow. `asked`: what it must have said of its model."""
+        self.following = following
+        self._asked, self._admission = asked, admission
+        self.name = ""
+        """Who has come last; empty: nobody."""
+        self.state = "out"
+        self.why = ""
+        """Why it is out, or opens nothing."""
+        self.changed: Callable[[], object] = lambda: None
+        self._key = ""
+        self._route = b""
+        self._said: dict[str, Any] = {}
+        self._heard = self._beaten = 0.0
+        self._is_open = False
+        """Whether it has opened what this main wants."""
+        self._under_way = 0
+        """Messages with keys and values that have not been answered."""
+
+    @property
+    def is_in(self) -> bool:
+        """Whether the text is followed."""
+        return self.state == "ready"
+
+    @property
+    def may_come(self) -> bool:
+        """Whether one is wanted that is not in, and nothing is known that keeps it out."""
+        return self.following is not None and not self.is_in and not self.why
+
+    def is_of(self, route: bytes, kind: Kind) -> bool:
+        """Whether a message is for here."""
+        return kind is Kind.SHADOW or self.has(route)
+
+    def has(self, route: bytes) -> bool:
+        """Whether who sits there speaks by this route."""
+        return route == self._route and self.state != "out"
+
+    def heard(self, route: bytes, key: str, frame: Frame, now: float, send: Send) -> None:
+        """A message for here. Raises `FrameError`."""
+        if frame.kind is Kind.SHADOW:
+            self._greeted(route, key, frames.said(frame), now, send)
+        elif key == self._key:
+            self._heard = now
+            if frame.kind is Kind.LEAVE:
+                self.leave("left")
+            elif frame.kind is Kind.TAKEN:
+                self._under_way = max(0, self._under_way - 1)
+            elif frame.kind is Kind.EXPECTED and self.following is not None and self.is_in:
+                self.following.hear(frame)
+
+    def turn(self, now: float, send: Send) -> None:
+        """Send what there is to send, and see whether it is still there."""
+        if self.state == "out":
+            return
+        most = SILENCE_SECONDS if self.is_in else PATIENCE_SECONDS
+        if now - self._heard > most:
+            self.put_out(f"said nothing for {most:g} s", send)
+            return
+        if now - self._beaten > BEAT_SECONDS:
+            self._beaten = now
+            if not send(self._route, frames.alone(Kind.BEAT)):
+                self.leave("has gone")
+        while self.is_in and self.following is not None:
+            parts = self.following.next_message(self._under_way < _WINDOW)
+            if parts is None:
+                return
+            self._under_way += len(parts) > 2  # keys
+            if not send(self._route, parts):
+                self.leave("has gone")
+
+    def beat_soon(self) -> None:
+        """Somebody has gone, maybe this one."""
+        self._beaten = 0.0
+
+    def put_out(self, why: str, send: Send) -> None:
+        """Go on without it; it is told, so that it may greet us anew."""
+        if self.state != "out":
+            send(self._route, frames.alone(Kind.LEAVE))
+            self.leave(why)
+
+    def leave(self, why: str) -> None:
+        """It has gone, or may as well have."""
+        self._became("out", why)
+
+    def described(self) -> dict[str, Any] | None:
+        """What people and programs want to know; None where none has come."""
+        if not self.name:
+            return None
+        following = self.following
+        return {
+            "name": self.name,
+            "state": self.state,
+            "why": self.why,
+            "precision": None if following is None or not self._is_open else following.wanted["shadow_precision"],
+            "memory_bytes": _whole(self._said.get("memory_bytes")),
+            "tokens_followed": 0 if following is None else following.steps,
+            "layers_named": 0 if following is None else following.layers,
+            "bytes_sent": 0 if following is None else following.nbytes,
+        }
+
+    def _greeted(self, route: bytes, key: str, said: dict[str, Any], now: float, send: Send) -> None:
+        why = self._refusal(key, said)
+        if why:
+            send(route, frames.talk(Kind.REFUSED, {"why": why}))
+            return
+        if self.state != "out" and key != self._key:
+            send(route, frames.talk(Kind.WELCOME, {"wanted": None, "why": f"{self.name} is main's shadow already"}))
+            return
+        if self.is_in:
+            self.leave("came back anew")  # or has missed something of ours: in its own eyes it is not in
+        self._admission.note_role(key, is_shadow=True)
+        self._key, self._route, self._heard = key, route, now
+        self.name, self._said = self._admission.name_of(key) or "?", said
+        if self.following is None:
+            self._became("not used")
+            send(route, frames.talk(Kind.WELCOME, {"wanted": None, "why": "this main decodes without it"}))
+            return
+        self._is_open = is_open = said.get("opened") == self.following.wanted
+        self._under_way = 0
+        self._became("ready" if is_open else "opens its files", "" if is_open else _words(said.get("cannot")))
+        send(route, frames.talk(Kind.WELCOME, {"wanted": self.following.wanted}))
+
+    def _refusal(self, key: str, said: dict[str, Any]) -> str:
+        for what, mine in {"smoe": __version__, **self._asked}.items():
+            if said.get(what) != mine:
+                return f"its {what} is {str(said.get(what))[:80]!r}, main has {mine!r}"
+        return self._admission.admitted(key, said)
+
+    def _became(self, state: str, why: str = "") -> None:
+        if (state, why) == (self.state, self.why):
+            return
+        was_in, self.state, self.why = self.is_in, state, why
+        _log.info("shadow %s: %s%s", self.name, state, f" ({why})" if why else "")
+        if self.following is not None and was_in != self.is_in:
+            self.following.start_anew(self.is_in)
+        self.changed()
+
+
+def _whole(said: Any) -> int:
+    return said if type(said) is int and said >= 0 else 0
+
+
+def _words(text: Any) -> str:
+    """As far as it is printable."""
+    return "".join(c for c in text[:500] if c.isprintable()) if isinstance(text, str) else ""

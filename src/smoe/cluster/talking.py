@@ -1,0 +1,123 @@
+"""The talking thread of a machine that belongs to a main's cluster, worker or shadow.
+
+    connected --greeting until answered--> in: beats --nothing heard of main for a while--> greeting again
+
+Whatever else the machine does has threads of its own, which ring when they have something to send.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import zmq
+
+from smoe.cluster import frames
+from smoe.cluster.dial import dial, watched
+from smoe.cluster.doorbell import Doorbell
+from smoe.cluster.frames import Frame, FrameError, Kind
+from smoe.cluster.identity import Worker
+
+BEAT_SECONDS = 0.1
+_HELLO_SECONDS = 0.5
+_SILENCE_SECONDS = 3.0
+"""Without a word from main after which it is taken to have gone."""
+
+_log = logging.getLogger(__name__)
+
+
+class Talking(ABC):
+    """Greets main, hears what it says, and says what was put into `_bell`."""
+
+    def __init__(self, me: Worker, on_change: Callable[[str], None]) -> None:
+        """`on_change` hears, in words, when it is let in, or main is gone."""
+        self._me = me
+        self._on_change = on_change
+        self._bell: Doorbell[list[Any]] = Doorbell()
+        self._heard = self._said = 0.0
+        self._is_in = False
+        self._is_ending = False
+
+    def end(self) -> None:
+        """From any thread: `serve` returns soon."""
+        self._is_ending = True
+        self._bell.put([])
+
+    def serve(self) -> None:
+        """Until `end`. Raises `WorkerRefusedError` where main refuses us."""
+        context = zmq.Context()
+        try:
+            with context.socket(zmq.DEALER) as dealer, watched(dealer, self._me) as check_known:
+                self._connect(dealer)
+                poller = zmq.Poller()
+                poller.register(dealer, zmq.POLLIN)
+                poller.register(self._bell.fileno(), zmq.POLLIN)
+                while not self._is_ending:
+                    poller.poll(int(1000 * BEAT_SECONDS))
+                    self._turn(dealer)
+                    if not self._is_in:
+                        check_known()
+                self._send(dealer, frames.alone(Kind.LEAVE))
+                dealer.close(linger=200)
+        finally:
+            context.term()
+            self._over()
+            self._bell.close()
+
+    @property
+    @abstractmethod
+    def _part_bytes(self) -> int:
+        """The longest part of a message that is received."""
+
+    @abstractmethod
+    def _greeting(self) -> list[Any]:
+        """What is said until main answers."""
+
+    @abstractmethod
+    def _answer(self, dealer: zmq.Socket[bytes], frame: Frame) -> None:
+        """Do what main says. Raises `FrameError`, and `ClusterError` where we are to end."""
+
+    @abstractmethod
+    def _over(self) -> None:
+        """End what else there is."""
+
+    def _lost(self) -> None:
+        """Main has gone."""
+
+    def _connect(self, dealer: zmq.Socket[bytes]) -> None:
+        self._address = dial(dealer, self._me, self._part_bytes)
+
+    def _turn(self, dealer: zmq.Socket[bytes]) -> None:
+        """Hear what there is to hear, say what there is to say."""
+        while dealer.poll(0):
+            self._hear(dealer, dealer.recv_multipart(copy=False))
+        for parts in self._bell.take():
+            if parts:
+                self._send(dealer, parts)
+        now = time.monotonic()
+        if self._is_in and now - self._heard > _SILENCE_SECONDS:
+            self._is_in = False
+            self._lost()
+            self._on_change("main has gone; waiting for it")
+        if not self._is_in and now - self._said > _HELLO_SECONDS:
+            self._said = now
+            self._send(dealer, self._greeting())
+        elif self._is_in and now - self._said > BEAT_SECONDS:
+            self._said = now
+            self._send(dealer, frames.alone(Kind.BEAT))
+
+    def _send(self, dealer: zmq.Socket[bytes], parts: list[Any]) -> None:
+        with suppress(zmq.Again):  # main is not there; whoever waits asks somebody else
+            dealer.send_multipart(parts, zmq.NOBLOCK, copy=False)
+
+    def _hear(self, dealer: zmq.Socket[bytes], parts: list[Any]) -> None:
+        try:
+            frame = frames.parse([part.buffer for part in parts])
+            self._heard = time.monotonic()
+            self._answer(dealer, frame)
+        except FrameError as error:
+            _log.warning("main sent what cannot be: %s", error)

@@ -1,0 +1,113 @@
+"""A shadow on a machine of its own, from both ends: what main asks of it, and its files opened there as main asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smoe.bounds import DEFAULT_SHADOW, DEPARTURE
+from smoe.config import EngineConfig
+from smoe.errors import BudgetError, ClusterError, ConfigError
+from smoe.load.shadow import check_shadow, planned_shadow
+from smoe.machine.available_memory import free_device_bytes, less_margin
+from smoe.models.checkpoint import whole_checkpoint
+from smoe.models.kv_cache import RowCache
+from smoe.models.read_spec import read_spec
+from smoe.models.spec import ModelSpec
+from smoe.models.weight_samples import checksum
+from smoe.policy.hearsay import Expected, Step
+from smoe.policy.registry import SHADOW
+from smoe.presets import configure
+from smoe.runtime.read_along import ReadAlong
+from smoe.runtime.running_ahead import RunningAhead
+from smoe.units import format_bytes
+
+if TYPE_CHECKING:
+    from smoe.cluster.following import Following
+
+_WANTED = {"context_tokens", "dtype", "activations", "shadow_precision", "shadow_departure", "shadow_spares"}
+"""Settings by which main wants a shadow opened: those that one on main would have."""
+
+
+def placed_shadow(config: EngineConfig) -> EngineConfig:
+    """With a place for the shadow, where one is asked for: in the cluster, if one belongs to it, else on main."""
+    if config.prefetch != SHADOW or config.shadow_on is not None:
+        return config
+    place = "main"
+    if config.cluster is not None:
+        from smoe.cluster.identity import read_main
+
+        place = "cluster" if read_main(config.cluster).shadows else "main"
+    return replace(config, shadow_on=place)
+
+
+def is_apart(config: EngineConfig) -> bool:
+    """Whether the shadow is not on main; of a configuration that says where."""
+    return config.prefetch == SHADOW and config.shadow_on == "cluster"
+
+
+def following(spec: ModelSpec, config: EngineConfig) -> Following:
+    """What follows main's text for a shadow that is apart. Raises as `check_shadow`."""
+    from smoe.cluster.following import Following
+
+    check_shadow(spec, config)
+    experts = {site.layer: site.experts for site in spec.sites}
+    chosen, spares = spec.anatomy.top_k, config.shadow_spares or 0
+    named = {layer: min(count, chosen[layer] + spares) for layer, count in experts.items()}
+    wanted = {
+        "context_tokens": spec.context_tokens,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "activations": config.activations,
+        "shadow_precision": config.shadow_precision or DEFAULT_SHADOW,
+        "shadow_departure": config.shadow_departure or DEPARTURE[0],
+        "shadow_spares": spares,
+    }
+    return Following(wanted, experts, named, spec.context_tokens)
+
+
+class ShadowFiles:
+    """A model's files, on the shadow's machine."""
+
+    def __init__(self, model: str | Path, threads: int | None = None) -> None:
+        """Raises `ModelError` where they are not there."""
+        self._model = model
+        self._threads = threads
+        read_spec(model, configure())
+        self._checkpoint = whole_checkpoint(model, None)
+        self.weights = checksum(self._checkpoint.place)
+
+    def open(self, wanted: Mapping[str, Any], on_said: Callable[[Step, Expected], None]) -> ReadAlong:
+        """A copy of the model by main's settings, all of it in memory. Raises `ClusterError` for settings that main
+        cannot mean, `ConfigError` where there is no such pack, `BudgetError` where it does not fit."""
+        from smoe.load.pretrained import choose_device
+
+        config = _config_of(wanted)
+        spec, device = read_spec(self._model, config), choose_device(config)
+        planned = planned_shadow(self._checkpoint, spec, config, device)
+        assert planned is not None
+        nbytes = planned.ledger.budget_bytes + planned.ledger.demand.kv_cache_bytes  # main's keys and values, too
+        room = less_margin(free_device_bytes(device)[0])
+        if nbytes > room:
+            raise BudgetError(
+                f"a shadow in {config.shadow_precision} takes {format_bytes(nbytes)}, {format_bytes(room)} are free "
+                "here; have main want one in fewer bits (`shadow_precision`), or of a shorter text (`context_tokens`)"
+            )
+        heard = planned.open(None, self._threads or torch.get_num_threads())
+        pattern = RowCache(spec.config, 1, 1)
+        heard.follow(0, 0, pattern, lambda _: None)  # its keys and values have shapes then
+        pattern.take_over(heard.text.cache, 0, 1)
+        ahead = RunningAhead(heard, planned.departure, on_said)
+        return ReadAlong(ahead, spec.config, pattern, planned.spec.context_tokens, nbytes)
+
+
+def _config_of(wanted: Mapping[str, Any]) -> EngineConfig:
+    if set(wanted) != _WANTED:
+        raise ClusterError(f"main wants a shadow by settings that are not known here: {str(sorted(wanted))[:200]}")
+    try:
+        return configure(prefetch=SHADOW, **wanted)
+    except (ConfigError, TypeError) as error:
+        raise ClusterError(f"main wants a shadow that cannot be: {error}") from error
