@@ -38,6 +38,7 @@ GIVEN = {
     "recent_costs": ("4", 4),
     "score_window": ("8", 8),
     "shadow_departure": ("late", "late"),
+    "shadow_on": ("main", "main"),
     "shadow_precision": ("int3", "int3"),
     "shadow_spares": ("2", 2),
     "share_substitutes": ("false", False),
