@@ -88,6 +88,7 @@ class TextRows:
             kept = tensor[a, :, begin:end].clone()
             tensor[a, :, begin:end] = tensor[b, :, begin:end]
             tensor[b, :, begin:end] = kept
+        self._windows.clear()  # who follows a text by its window, as a shadow does, must not go on with another one
         self.starts[a], self.starts[b] = self.starts[b], self.starts[a]
         self.lengths[a], self.lengths[b] = self.lengths[b], self.lengths[a]
 
