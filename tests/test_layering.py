@@ -40,6 +40,7 @@ ORDER = (
     "papers",
     "benchmark",
     "eval",
+    "server",
     "cli",
 )
 """Every package imports from those before it only (docs/architecture.md)."""

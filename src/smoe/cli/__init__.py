@@ -21,6 +21,7 @@ from smoe.cli import (
     plan,
     record,
     replay,
+    serve,
     simulate,
     trace_plot,
     tune,
@@ -65,7 +66,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _module in (generate, chat, plan, doctor, bench, eval, tune, pack, verify, record, replay, simulate):
+for _module in (generate, chat, plan, doctor, bench, eval, tune, pack, verify, record, replay, serve, simulate):
     app.command(
         name=_module.__name__.rsplit(".", 1)[1], help=_paragraphs(_module.command.__doc__), epilog=_module.EPILOG
     )(with_options(_module.command))

@@ -59,7 +59,7 @@ class TextStream:
         if cut >= 0:
             self.found_stop, shown, self._held = True, pending[:cut], ""
         else:
-            keep = 0 if is_last else max((_overlap(pending, stop) for stop in self._stop), default=0)
+            keep = 0 if is_last else max((overlap(pending, stop) for stop in self._stop), default=0)
             shown, self._held = pending[: len(pending) - keep], pending[len(pending) - keep :]
         self.text += shown
         return shown
@@ -69,6 +69,6 @@ class TextStream:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Characters at the end of `text` that may be the beginning of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,156 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from smoe.server.choice import Choice, Delta, usage_of
+from smoe.server.events import DONE, PATIENCE_SECONDS, STILL_HERE, EventStream, Json, event, unless_gone
+from smoe.server.fields import ChatAsked, ResponseFormat
+from smoe.server.problem import problem_of, refused
+from smoe.server.serving import Serving
+from smoe.server.talk import Prepared, Talk, prepare
+from smoe.server.texts import Texts
+from smoe.server.tool_calls import ToolCall
+
+
+async def chat_completions(serving: Serving, asked: ChatAsked, request: Request) -> Response:
+    """A conversation goes on, `n` times; whole or as it comes."""
+    asked.check_unsupported()
+    serving.check_name(asked.model)
+    fields = dict(asked.names)
+    if asked.max_completion_tokens is None:
+        fields["max_new_tokens"] = "max_tokens"
+    talk = _talk(asked)
+    prepared = await serving.prepare(lambda: prepare(serving, asked, talk, fields), fields)
+    texts = serving.ask(prepared.wanted, fields)
+    answer = _Answer(serving, asked, prepared, texts)
+    if asked.stream:
+        return EventStream(answer.events(), texts)
+    return Json(await unless_gone(request, answer.whole()))
+
+
+def _talk(asked: ChatAsked) -> Talk:
+    if asked.top_logprobs and not asked.logprobs:
+        raise refused("'top_logprobs' needs 'logprobs' to be true", "top_logprobs")
+    most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    template = dict(asked.chat_template_kwargs or {})
+    if asked.reasoning_effort is not None:
+        template.setdefault("reasoning_effort", asked.reasoning_effort)
+    return Talk(
+        messages=[message.model_dump(exclude_none=True) for message in asked.messages],
+        tools=[tool.model_dump(exclude_none=True) for tool in asked.tools or ()],
+        tool_choice=asked.tool_choice,
+        schema=schema_of(asked.response_format),
+        template=template,
+        max_new_tokens=most,
+        texts=asked.n or 1,
+        logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
+    )
+
+
+def schema_of(form: ResponseFormat | None) -> dict[str, Any] | None:
+    """What an answer must keep to; None for any text."""
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return {"type": "object"}
+    if form.json_schema is None or form.json_schema.schema_ is None:
+        raise refused(
+            "'response_format' of the type json_schema needs a 'json_schema' with a 'schema'", "response_format"
+        )
+    return form.json_schema.schema_
+
+
+class _Answer:
+    """One answer under way."""
+
+    def __init__(self, serving: Serving, asked: ChatAsked, prepared: Prepared, texts: Texts) -> None:
+        self._serving, self._asked, self._texts = serving, asked, texts
+        self._choices = prepared.choices(texts.requests)
+        self._fields = asked.names
+        self._head = {
+            "id": "chatcmpl-" + secrets.token_hex(12),
+            "created": int(time.time()),
+            "model": serving.name,
+            "system_fingerprint": serving.fingerprint,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        with self._texts as texts:
+            try:
+                while not texts.are_over:
+                    for heard in await texts.next(PATIENCE_SECONDS):
+                        self._choices[heard.number].take(heard.what)
+            except Exception as error:
+                raise problem_of(error, self._fields) from error
+        choices = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage_of(self._choices)}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as it comes. What goes wrong is an event, too: the status has been sent."""
+        with self._texts as texts:
+            try:
+                for index in range(len(self._choices)):
+                    yield self._chunk(index, {"role": "assistant", "content": ""})
+                while not texts.are_over:
+                    news, said = await texts.next(PATIENCE_SECONDS), b""
+                    for heard in news:
+                        said += self._added(heard.number, self._choices[heard.number].take(heard.what))
+                    if said or not news:
+                        yield said or STILL_HERE
+                if self._asked.wants_usage:
+                    yield event({**self._chunk_head(), "choices": [], "usage": usage_of(self._choices)})
+            except Exception as error:
+                yield event(problem_of(error, self._fields).body)
+            yield DONE
+
+    def _added(self, index: int, delta: Delta) -> bytes:
+        choice, said = self._choices[index], b""
+        if not delta.is_empty:
+            added: dict[str, Any] = {}
+            if delta.text or not delta.calls:
+                added["content"] = delta.text
+            if delta.calls:
+                before = len(choice.calls) - len(delta.calls)
+                added["tool_calls"] = [{"index": before + n, **_call(call)} for n, call in enumerate(delta.calls)]
+            said = self._chunk(index, added, self._logprobs(delta.said))
+        if choice.finish_reason is not None:
+            said += self._chunk(index, {}, None, choice.finish_reason)
+        return said
+
+    def _chunk_head(self) -> dict[str, Any]:
+        head = {**self._head, "object": "chat.completion.chunk"}
+        return head | {"usage": None} if self._asked.wants_usage else head
+
+    def _chunk(self, index: int, delta: Any, logprobs: Any = None, reason: str | None = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return event({**self._chunk_head(), "choices": [choice]})
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.calls:
+            message["content"] = choice.text if choice.text.strip() else None
+            message["tool_calls"] = [_call(call) for call in choice.calls]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(choice.said),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _logprobs(self, said: list[Any]) -> dict[str, Any] | None:
+        if not self._asked.logprobs:
+            return None
+        return {"content": [each.in_words(self._serving.tokens) for each in said], "refusal": None}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

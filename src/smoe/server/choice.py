@@ -1,0 +1,104 @@
+"""One text of an answer, put together from what the decode loop says of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from smoe.generation.request import End, Piece, Reason, Request
+from smoe.server.problem import over
+from smoe.server.token_text import TokenTexts
+from smoe.server.tool_calls import Parser, PlainText, ToolCall
+
+
+class Said(NamedTuple):
+    """A token, and how probable it and the likeliest ones were."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+    def in_words(self, texts: TokenTexts) -> dict[str, Any]:
+        """As chat completions have it."""
+        top = [_one(texts, token, logprob) for token, logprob in self.top]
+        return {**_one(texts, self.token, self.logprob), "top_logprobs": top}
+
+
+class Delta(NamedTuple):
+    """What a piece adds."""
+
+    text: str
+    calls: list[ToolCall]
+    said: list[Said]
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.text or self.calls or self.said)
+
+
+@dataclass
+class Choice:
+    """Takes pieces; gives what each adds, and holds all of it."""
+
+    request: Request
+    parser: Parser = field(default_factory=PlainText)
+    markers: dict[int, str] = field(default_factory=dict)
+    """Tokens that texts leave out, and that `parser` looks for."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that are no part of a text."""
+    text: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
+    reason: Reason | None = None
+    """Once it has ended."""
+
+    def take(self, what: Piece | End) -> Delta:
+        """Raises what the text has failed of; an `ApiError` where the server has ended it."""
+        if isinstance(what, End):
+            if what.error is not None:
+                raise what.error
+            if what.reason is Reason.CANCELLED:
+                raise over()
+            self.reason = what.reason
+            shown, calls = self.parser.push(what.text)
+            rest, more = self.parser.flush()
+            return self._keep(Delta(shown + rest, calls + more, []))
+        said = []
+        if what.logprob is not None and what.token not in self.ends:
+            said.append(Said(what.token, what.logprob, tuple((each.token, each.logprob) for each in what.top)))
+        return self._keep(Delta(*self.parser.push(self.markers.get(what.token, "") + what.text), said))
+
+    def _keep(self, delta: Delta) -> Delta:
+        self.text += delta.text
+        self.calls += delta.calls
+        self.said += delta.said
+        return delta
+
+    @property
+    def finish_reason(self) -> str | None:
+        """In OpenAI's words; None while it goes on."""
+        if self.reason is None:
+            return None
+        if self.reason is Reason.LENGTH:
+            return "length"
+        return "tool_calls" if self.calls else "stop"
+
+
+def usage_of(choices: list[Choice]) -> dict[str, Any]:
+    """The numbers of tokens: of the prompts, each once, and of all texts."""
+    prompts = {id(choice.request.ids): choice.request for choice in reversed(choices)}
+    prompt, cached = (
+        sum(counts) for counts in zip(*((len(r.ids), r.reused_tokens) for r in prompts.values()), strict=True)
+    )
+    new = sum(len(choice.request.new_ids) for choice in choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _one(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
+    text, data = texts.of(token)
+    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": data}

@@ -1,0 +1,102 @@
+"""Answers while somebody is there to hear them: streams of server-sent events, and whole ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from smoe.server.texts import Texts
+
+_T = TypeVar("_T")
+PATIENCE_SECONDS = 15.0
+"""A stream that says nothing for so long sends a comment: proxies and clients then know that it lives."""
+STILL_HERE = b": still here\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def to_json(value: Any) -> bytes:
+    """Half characters become question marks: a tool's description may have some."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf8", "replace")
+
+
+def event(value: Any, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    data = b"data: " + to_json(value) + b"\n\n"
+    return data if name is None else f"event: {name}\n".encode() + data
+
+
+class Json(Response):
+    """An answer in one piece."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return to_json(content)
+
+
+class ClientGoneError(Exception):
+    """Whoever asked has left."""
+
+
+async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
+    """What `work` gives. Raises `ClientGoneError`, and cancels it, where the client leaves before."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        await _cancelled(working, leaving)
+
+
+class EventStream(Response):
+    """Events as they come, until they end or the client leaves: then texts that have not ended are cancelled."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], texts: Texts) -> None:
+        super().__init__(
+            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        del self.headers["content-length"]
+        self._events, self._texts = events, texts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writing = asyncio.ensure_future(self._write(send))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        finally:
+            self._texts.cancel()
+            await _cancelled(writing, leaving)
+            await self._events.aclose()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _left(receive: Receive) -> None:
+    """Wait until the client has left."""
+    message: Message = {"type": ""}
+    while message["type"] != "http.disconnect":
+        message = await receive()
+
+
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with suppress(asyncio.CancelledError, Exception):
+            await task

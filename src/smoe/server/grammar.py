@@ -1,0 +1,112 @@
+"""Texts that are JSON, whatever the model would rather say: a grammar narrows its choice at every token.
+
+The grammars are llguidance's. A request's is compiled before it is handed in, so that a schema that cannot be kept is
+refused and not discovered later.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from smoe.errors import ModelError
+from smoe.server.problem import ApiError, refused
+
+_LONGEST_SCHEMA = 200_000
+"""Characters."""
+_COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""A model that may write space writes nothing else, if it is small enough."""
+
+
+class Grammars:
+    """Of one model's tokens. Made when the first is asked for: a large vocabulary takes a second."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
+        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, sorted(ends)
+        self._making = threading.Lock()
+        self._tokens: Any = None
+
+    def of_schema(self, schema: dict[str, Any], param: str) -> Grammar:
+        """JSON that keeps to a schema. Raises an `ApiError` that names `param` for one that cannot be kept."""
+        import llguidance
+
+        try:
+            text = json.dumps(schema)
+            if len(text) > _LONGEST_SCHEMA:
+                raise refused(f"the schema is longer than {_LONGEST_SCHEMA} characters", param, "invalid_json_schema")
+            return self.of_rules(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT), param)
+        except (ValueError, RecursionError) as error:
+            raise _cannot_be_kept(error, param) from error
+
+    def of_object(self) -> Grammar:
+        """Any JSON object."""
+        return self.of_schema({"type": "object"}, "response_format")
+
+    def of_lark(self, rules: str, param: str) -> Grammar:
+        """A grammar in llguidance's own form."""
+        import llguidance
+
+        return self.of_rules(llguidance.LLMatcher.grammar_from_lark(rules), param)
+
+    def of_rules(self, rules: str, param: str) -> Grammar:
+        """A grammar as llguidance keeps it."""
+        import llguidance
+
+        matcher = llguidance.LLMatcher(self._known_tokens(), rules)
+        if matcher.is_error():
+            raise _cannot_be_kept(matcher.get_error(), param)
+        return Grammar(matcher, self._vocabulary)
+
+    def _known_tokens(self) -> Any:
+        import llguidance.hf
+
+        with self._making:
+            if self._tokens is None:
+                if not self._ends:
+                    raise refused("this model has no token that ends a text, so none can be made to keep to a form")
+                self._tokens = llguidance.hf.from_tokenizer(self._tokenizer, self._vocabulary, list(self._ends))
+            return self._tokens
+
+
+class Grammar:
+    """The rules that one text keeps to: a `Constraint` of the decode loop."""
+
+    def __init__(self, matcher: Any, vocabulary: int) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._mask = np.zeros((vocabulary + 31) // 32, np.int32)
+
+    def another(self) -> Grammar:
+        """The same rules for another text."""
+        return Grammar(self._matcher.deep_copy(), self._vocabulary)
+
+    def narrow(self, logits: torch.Tensor) -> None:
+        """logits [V]: those of tokens that may not come next become minus infinity."""
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self._check()
+        allowed = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[: self._vocabulary]
+        forbidden = torch.from_numpy(allowed == 0).to(logits.device)
+        logits[: self._vocabulary].masked_fill_(forbidden, -torch.inf)
+        logits[self._vocabulary :] = -torch.inf
+
+    def take(self, token: int) -> None:
+        """This one came."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ModelError(f"the text cannot be made to keep to its form: {_first_line(self._matcher.get_error())}")
+
+
+def _cannot_be_kept(why: object, param: str) -> ApiError:
+    return refused(f"'{param}' cannot be kept to: {_first_line(str(why))}", param, "invalid_json_schema")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:300]

@@ -1,0 +1,133 @@
+"""Who may ask, and how much: what every request passes before anything looks at it.
+
+    Host is ours -> Origin may ask -> body within bounds, in time -> key is right -> the API
+
+A page that somebody's browser shows can send requests to this machine: names that lead to it (DNS rebinding) are told
+by `Host`, other pages by `Origin`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from smoe.server.events import Json
+from smoe.server.problem import ApiError
+from smoe.server.settings import ServerConfig, is_loopback
+
+_log = logging.getLogger(__name__)
+BODY_SECONDS = 60.0
+"""A body that takes longer to come is not waited for."""
+
+Counted = Callable[[str, int], None]
+"""Hears the path and status of every answer."""
+
+
+class Guard:
+    """Around an application."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, open_paths: frozenset[str], counted: Counted) -> None:
+        """`open_paths`: what everybody may have without a key."""
+        self._app, self._config, self._open, self._counted = app, config, open_paths, counted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # nothing here speaks over web sockets
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        path = scope["path"]
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._counted(path, message["status"])
+                _log.info("%s %s %d", scope["method"], path, message["status"])
+            await send(message)
+
+        try:
+            headers = Headers(scope=scope)
+            self._check_host(headers)
+            self._check_origin(headers)
+            self._check_key(path, headers)
+            receive = await self._with_body(headers, receive)
+        except ApiError as problem:
+            await Json(problem.body, problem.status, problem.headers)(scope, receive, counting)
+            return
+        await self._app(scope, receive, counting)
+
+    def _check_host(self, headers: Headers) -> None:
+        host = _name_of(headers.get("host", ""))
+        if self._config.is_local and not (host and is_loopback(host)):
+            raise ApiError(
+                403,
+                f"this server answers to localhost alone, not to {host[:100]!r}",
+                type="permission_error",
+                code="unknown_host",
+            )
+
+    def _check_origin(self, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if origin is None or "*" in self._config.allow_origin or origin in self._config.allow_origin:
+            return
+        if urlsplit(origin).netloc != headers.get("host", ""):
+            message = f"pages of {origin[:100]!r} may not ask this server; it would have to be started so that they may"
+            raise ApiError(403, message, type="permission_error", code="unknown_origin")
+
+    def _check_key(self, path: str, headers: Headers) -> None:
+        key = self._config.api_key
+        if key is None or path in self._open:
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(given.strip().encode("utf8", "replace"), key.encode())
+        if scheme.lower() != "bearer" or not is_right:
+            message = "the API key is missing or wrong; send 'Authorization: Bearer KEY' with the key of this server"
+            raise ApiError(401, message, code="invalid_api_key")
+
+    async def _with_body(self, headers: Headers, receive: Receive) -> Receive:
+        """The whole body is read here, as far as there may be one; what follows reads it from memory."""
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length[:20]) > self._config.max_body_bytes:
+            raise self._too_large()
+        try:
+            first = await asyncio.wait_for(self._body(receive), BODY_SECONDS)
+        except asyncio.TimeoutError:
+            message = f"the request's body has not come within {BODY_SECONDS:g} seconds"
+            raise ApiError(408, message, code="request_timeout") from None
+        pending = [first]
+
+        async def replayed() -> Message:
+            return pending.pop() if pending else await receive()
+
+        return replayed
+
+    async def _body(self, receive: Receive) -> Message:
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return message
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._config.max_body_bytes:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return {"type": "http.request", "body": b"".join(parts), "more_body": False}
+
+    def _too_large(self) -> ApiError:
+        message = f"the request's body is larger than {self._config.max_body_bytes} bytes, which is all that is read"
+        return ApiError(413, message, code="request_too_large")
+
+
+def _name_of(host: str) -> str:
+    """A Host header without its port."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""

@@ -1,0 +1,26 @@
+"""Whether models can be served here. Imports nothing heavy: the command line asks before anything is loaded."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from smoe.errors import ConfigError
+
+_NEEDED = {
+    "fastapi": "fastapi",
+    "uvicorn": "uvicorn",
+    "prometheus_client": "prometheus-client",
+    "llguidance": "llguidance",
+}
+
+
+def check_server() -> None:
+    """Raise `ConfigError` where a library that a server needs is not installed."""
+    missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"a server needs {', '.join(missing)}, not installed here; run: pip install 'smoe[serve]'",
+            setting="serve",
+            given="a server",
+            allowed=f"none without {', '.join(missing)}",
+        )

@@ -1,0 +1,99 @@
+"""What a server counts, for Prometheus (`/metrics`). Names begin with `smoe_`; units are seconds, bytes, tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from smoe.generation.loop import DecodeLoop
+from smoe.generation.request import End, Piece, Request
+from smoe.runtime.engine import Engine
+
+_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_GAP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10)
+
+
+class Meters:
+    """Of one server. `heard` is called by the loop's thread, all else by any."""
+
+    def __init__(self, engine: Engine, loop: DecodeLoop) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._said: dict[int, float] = {}
+        """When each request that is decoded last had a token."""
+        self.answers = Counter(
+            "smoe_http_requests_total", "Answers given, by path and status.", ("path", "status"), registry=registry
+        )
+        self._texts = Counter("smoe_texts_total", "Texts that have ended, and why.", ("reason",), registry=registry)
+        self._prompt = Counter("smoe_prompt_tokens_total", "Tokens of prompts whose reading began.", registry=registry)
+        self._reused = Counter(
+            "smoe_prompt_tokens_reused_total", "Of those, tokens that had been read before.", registry=registry
+        )
+        self._new = Counter("smoe_generated_tokens_total", "Tokens generated.", registry=registry)
+        self._first = Histogram(
+            "smoe_time_to_first_token_seconds",
+            "From being asked to the first token.",
+            buckets=_FIRST,
+            registry=registry,
+        )
+        self._queued = Histogram(
+            "smoe_queue_seconds", "From being asked to having a place.", buckets=_FIRST, registry=registry
+        )
+        self._gap = Histogram(
+            "smoe_time_between_tokens_seconds", "Between two tokens of a text.", buckets=_GAP, registry=registry
+        )
+        registry.register(_Live(engine, loop))  # type: ignore[arg-type]
+
+    def heard(self, request: Request, what: Piece | End) -> None:
+        """One more token of a text, or its end."""
+        now = time.perf_counter()
+        if isinstance(what, End):
+            self._said.pop(id(request), None)
+            self._texts.labels(what.reason.value).inc()
+            return
+        self._new.inc()
+        before = self._said.get(id(request))
+        if before is not None:
+            self._gap.observe(now - before)
+        else:
+            self._prompt.inc(len(request.ids))
+            self._reused.inc(request.reused_tokens)
+            self._queued.observe(request.begun - request.asked)
+            self._first.observe(request.first - request.asked)
+        self._said[id(request)] = now
+
+    def shown(self) -> bytes:
+        """All of it, in Prometheus's text form."""
+        return generate_latest(self._registry)
+
+
+class _Live:
+    """What the engine and the loop know already, read when somebody asks."""
+
+    def __init__(self, engine: Engine, loop: DecodeLoop) -> None:
+        self._engine, self._loop = engine, loop
+
+    def collect(self) -> Iterator[Metric]:
+        counters, ledger = self._engine.stats(), self._engine.ledger
+        yield GaugeMetricFamily("smoe_texts_running", "Texts that are read or decoded.", self._loop.running)
+        yield GaugeMetricFamily("smoe_texts_waiting", "Texts that wait for a place.", self._loop.waiting)
+        yield GaugeMetricFamily("smoe_budget_bytes", "The memory budget.", ledger.budget_bytes)
+        yield GaugeMetricFamily(
+            "smoe_expert_hit_ratio", "Of the experts decoding used, the share at hand.", counters.hit_ratio
+        )
+        for name, what, value in (
+            ("expert_uses", "Experts that decoding has used.", counters.decode_uses),
+            ("expert_hits", "Of those, experts that were at hand.", counters.decode_hits),
+            ("expert_loads", "Loads of missing experts.", counters.loads),
+            ("expert_prefetches", "Loads ahead.", counters.prefetches),
+            ("expert_prefetches_used", "Of those, loads that were wanted.", counters.prefetches_used),
+            ("experts_substituted", "Routes served by a substitute, or dropped.", counters.substituted),
+            ("expert_read_bytes", "Bytes of experts read from disk.", counters.bytes_read),
+            ("expert_read_seconds", "Time with at least one read under way.", counters.read_busy_seconds),
+            ("expert_wait_seconds", "Time in which passes waited for experts.", counters.wait_seconds),
+            ("forward_seconds", "Time in passes of the model.", counters.forward_seconds),
+            ("forward_passes", "Passes of the model.", counters.forward_passes),
+        ):
+            yield CounterMetricFamily(f"smoe_{name}", what, value)

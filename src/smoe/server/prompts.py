@@ -1,0 +1,129 @@
+"""From conversations and texts to a prompt's tokens, by the model's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from smoe.generation.generate import encode
+from smoe.server.problem import ApiError, refused
+from smoe.server.tool_calls import form_of
+
+_SOMETHING = [{"role": "user", "content": "?"}]
+_A_TOOL = {
+    "type": "function",
+    "function": {"name": "tool_of_no_name", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+class Prompts:
+    """Of one tokenizer."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        template = tokenizer.chat_template
+        self.has_template = template is not None
+        self._source = "\n".join(template.values()) if isinstance(template, dict) else template or ""
+        self.takes_tools = self.has_template and self._shows_tools()
+        self.tool_form = form_of(self._source) if self.takes_tools else None
+        """How the model writes calls; None where nobody here knows."""
+
+    def of_text(self, text: str) -> list[int]:
+        """A text to be gone on with, with what the tokenizer puts before it. Raises `ConfigError` for one of no
+        tokens."""
+        _check_characters(text, "prompt")
+        ids: list[int] = encode(self._tokenizer, [text]).input_ids[0].tolist()
+        return ids
+
+    def of_tokens(self, ids: Sequence[int]) -> list[int]:
+        """Tokens as they are. Raises an `ApiError` for what is none."""
+        if any(not 0 <= token < self._vocabulary for token in ids):
+            raise refused(f"'prompt' has tokens that there are not; they go from 0 to {self._vocabulary - 1}", "prompt")
+        return list(ids)
+
+    def of_messages(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None,
+        given: dict[str, Any],
+        param: str = "messages",
+    ) -> list[int]:
+        """A conversation, as the template writes it, up to where the model answers. `given` is the template's."""
+        if not self.has_template:
+            message = (
+                "this model has no chat template, so it cannot be talked with; ask /v1/completions to continue a text"
+            )
+            raise refused(message, param, "no_chat_template")
+        if tools and not self.takes_tools:
+            raise refused("this model's chat template has no place for tools; leave them out", "tools", "no_tools")
+        turns = [self._turn(message, param) for message in messages]
+        text = self._written(turns, list(tools) if tools else None, given, param)
+        _check_characters(text, param)
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _written(self, turns: list[dict[str, Any]], tools: list[Any] | None, given: dict[str, Any], param: str) -> str:
+        own = {"add_generation_prompt": True, "tokenize": False, "tools": tools}
+        try:
+            text: str = self._tokenizer.apply_chat_template(turns, **{**given, **own})
+        except Exception as error:  # a template is a program, and what it makes of a conversation is its own affair
+            why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+            raise refused(f"this model's chat template cannot write this conversation: {why}", param) from error
+        return text
+
+    def _shows_tools(self) -> bool:
+        """Whether the template says anything of tools."""
+        try:
+            without = self._written(_SOMETHING, None, {}, "messages")
+            return self._written(_SOMETHING, [_A_TOOL], {}, "messages") != without
+        except ApiError:
+            return False
+
+    def _turn(self, message: dict[str, Any], param: str) -> dict[str, Any]:
+        """A message as templates expect it: text in one piece, the arguments of calls as values."""
+        role = message["role"]
+        if role == "developer" and "developer" not in self._source:
+            role = "system"
+        turn = {"role": "tool" if role == "function" else role, "content": text_of(message.get("content"), param)}
+        for name in ("name", "reasoning_content", "tool_call_id"):
+            if message.get(name) is not None:
+                turn[name] = message[name]
+        if message.get("tool_calls"):
+            turn["tool_calls"] = [_as_values(call, param) for call in message["tool_calls"]]
+        return turn
+
+
+def text_of(content: str | Sequence[dict[str, Any]] | None, param: str) -> str:
+    """A message's text, of whatever parts. Raises an `ApiError` for parts that are no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        kind = part.get("type")
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
+            raise refused(f"this model reads text alone; a part of a message has the type {str(kind)[:40]!r}", param)
+        texts.append(text)
+    return "".join(texts)
+
+
+def _as_values(call: dict[str, Any], param: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise refused("a message's 'tool_calls' must each have a 'function' with a 'name'", param)
+    arguments = function.get("arguments", "{}")
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        value = arguments
+    return {**call, "function": {**function, "arguments": value}}
+
+
+def _check_characters(text: str, param: str) -> None:
+    """Refuse half a character: a lone surrogate, which JSON can write and no tokenizer takes."""
+    try:
+        text.encode("utf8")
+    except UnicodeEncodeError as error:
+        raise refused("the text has half a character (a lone surrogate), which is no text", param) from error

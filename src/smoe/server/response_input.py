@@ -1,0 +1,98 @@
+"""What a response is asked of, in the words of chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from smoe.server.fields import ResponseAsked
+from smoe.server.problem import refused
+from smoe.server.prompts import text_of
+from smoe.server.talk import Talk
+
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+def talk_of(asked: ResponseAsked, before: list[dict[str, Any]]) -> tuple[Talk, list[dict[str, Any]]]:
+    """What is to be said, and the conversation that the answer will be kept with: `before` it what was kept."""
+    messages = before + messages_of(asked.input)
+    first = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
+    effort = (asked.reasoning or {}).get("effort")
+    talk = Talk(
+        messages=first + messages,
+        tools=[_tool(tool) for tool in asked.tools or ()],
+        tool_choice=asked.tool_choice,
+        schema=_schema(asked),
+        schema_field="text.format",
+        template={} if effort is None else {"reasoning_effort": effort},
+        max_new_tokens=asked.max_output_tokens,
+    )
+    return talk, messages
+
+
+def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items of an `input` as messages. Raises an `ApiError` for what is none."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[dict[str, Any]] = []
+    for item in given:
+        kind = item.get("type", "message")
+        if kind == "message":
+            messages.append(_message(item))
+        elif kind == "function_call":
+            _add_call(messages, item)
+        elif kind == "function_call_output":
+            output = item.get("output")
+            content = output if isinstance(output, str) else text_of(_parts(output), "input")
+            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": content})
+        elif kind != "reasoning":  # what a model thought is nothing that it is told again
+            raise refused(
+                f"'input' has an item of the type {str(kind)[:40]!r}, which this server does not know", "input"
+            )
+    if not messages:
+        raise refused("'input' is empty; give some text", "input")
+    return messages
+
+
+def _message(item: dict[str, Any]) -> dict[str, Any]:
+    role, content = item.get("role"), item.get("content")
+    if role not in _ROLES:
+        raise refused(f"'input' has a message whose role is none of {', '.join(_ROLES)}", "input")
+    return {"role": role, "content": content if isinstance(content, str) else text_of(_parts(content), "input")}
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise refused("what an item of 'input' holds must be text, or a list of parts", "input")
+    return content
+
+
+def _add_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    """Calls that follow each other, or a text, are one message."""
+    function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+    call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+        raise refused("'tools' may be functions with a 'name' alone; this server has no tools of its own", "tools")
+    if not isinstance(tool.get("parameters") or {}, dict):
+        raise refused("the 'parameters' of a tool must be a JSON schema", "tools")
+    wanted: Iterable[str] = ("name", "description", "parameters")
+    return {"type": "function", "function": {name: tool[name] for name in wanted if tool.get(name) is not None}}
+
+
+def _schema(asked: ResponseAsked) -> dict[str, Any] | None:
+    form = (asked.text.format if asked.text is not None else None) or {"type": "text"}
+    kind = form.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind == "json_schema" and isinstance(form.get("schema"), dict):
+        schema: dict[str, Any] = form["schema"]
+        return schema
+    raise refused("'text.format' must be text, json_object, or json_schema with a 'schema'", "text.format")

@@ -1,0 +1,224 @@
+"""`/v1/responses`, as far as chat clients use it: text and functions, whole or as events, gone on with by name."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from smoe.generation.request import Reason
+from smoe.server.choice import Choice, Delta
+from smoe.server.events import PATIENCE_SECONDS, STILL_HERE, EventStream, Json, event, unless_gone
+from smoe.server.fields import ResponseAsked
+from smoe.server.kept import Kept
+from smoe.server.problem import ApiError, problem_of
+from smoe.server.response_input import talk_of
+from smoe.server.serving import Serving
+from smoe.server.talk import prepare
+from smoe.server.texts import Texts
+from smoe.server.tool_calls import ToolCall
+
+
+class Responses:
+    """Those of one server."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._kept = Kept()
+
+    def get(self, name: str) -> dict[str, Any]:
+        """One that was given."""
+        return self._kept.get(name).response
+
+    def delete(self, name: str) -> dict[str, Any]:
+        """Forget one."""
+        self._kept.delete(name)
+        return {"id": name, "object": "response", "deleted": True}
+
+    async def make(self, asked: ResponseAsked, request: Request) -> Response:
+        """One more."""
+        asked.check_unsupported()
+        serving = self._serving
+        serving.check_name(asked.model)
+        before: list[dict[str, Any]] = []
+        if asked.previous_response_id is not None:
+            before = self._kept.get(asked.previous_response_id, "previous_response_id").messages
+        talk, messages = talk_of(asked, before)
+        fields = dict(asked.names)
+        prepared = await serving.prepare(lambda: prepare(serving, asked, talk, fields), fields)
+        texts = serving.ask(prepared.wanted, fields)
+        answer = _Answer(self._kept, serving.name, asked, prepared.choices(texts.requests)[0], texts, messages)
+        if asked.stream:
+            return EventStream(answer.events(), texts)
+        return Json(await unless_gone(request, answer.whole()))
+
+
+class _Answer:
+    """One response under way."""
+
+    def __init__(
+        self,
+        kept: Kept,
+        model: str,
+        asked: ResponseAsked,
+        choice: Choice,
+        texts: Texts,
+        messages: list[dict[str, Any]],
+    ) -> None:
+        self._kept, self._asked, self._choice, self._texts, self._messages = kept, asked, choice, texts, messages
+        self._output: list[dict[str, Any]] = []
+        self._events = 0
+        self._response = _begun(asked, model)
+
+    async def whole(self) -> dict[str, Any]:
+        """The response in one piece."""
+        with self._texts as texts:
+            try:
+                while not texts.are_over:
+                    for heard in await texts.next(PATIENCE_SECONDS):
+                        for _ in self._added(self._choice.take(heard.what)):
+                            pass
+            except Exception as error:
+                raise problem_of(error, self._asked.names) from error
+        for _ in self._close_message():
+            pass
+        return self._ended()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The response as it comes. What goes wrong is an event, too: the status has been sent."""
+        with self._texts as texts:
+            try:
+                yield self._event("response.created", response=self._response)
+                yield self._event("response.in_progress", response=self._response)
+                while not texts.are_over:
+                    news = await texts.next(PATIENCE_SECONDS)
+                    said = b"".join(part for heard in news for part in self._added(self._choice.take(heard.what)))
+                    if said or not news:
+                        yield said or STILL_HERE
+                yield b"".join(self._close_message())
+                response = self._ended()
+                yield self._event(f"response.{response['status']}", response=response)
+            except Exception as error:
+                yield self._event("response.failed", response=self._failed(problem_of(error, self._asked.names)))
+
+    def _added(self, delta: Delta) -> Iterator[bytes]:
+        """What a piece adds: text goes on with the message, a call is an item of its own."""
+        if delta.text:
+            if not self._output or self._output[-1]["type"] != "message":
+                yield from self._open_message()
+            self._output[-1]["content"][0]["text"] += delta.text
+            yield self._event("response.output_text.delta", **self._place, delta=delta.text, logprobs=[])
+        for call in delta.calls:
+            yield from self._close_message()
+            yield from self._call(call)
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        item = self._output[-1]
+        return {"item_id": item["id"], "output_index": len(self._output) - 1, "content_index": 0}
+
+    def _open_message(self) -> Iterator[bytes]:
+        message = {
+            "id": "msg_" + secrets.token_hex(12),
+            "type": "message",
+            "status": "in_progress",
+            "role": "assistant",
+        }
+        part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._output.append(message | {"content": []})
+        yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
+        self._output[-1]["content"].append(part)
+        yield self._event("response.content_part.added", **self._place, part=part)
+
+    def _close_message(self) -> Iterator[bytes]:
+        if not self._output or self._output[-1]["status"] != "in_progress":
+            return
+        message = self._output[-1]
+        part = message["content"][0]
+        message["status"] = "incomplete" if self._choice.reason is Reason.LENGTH else "completed"
+        yield self._event("response.output_text.done", **self._place, text=part["text"], logprobs=[])
+        yield self._event("response.content_part.done", **self._place, part=part)
+        yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=message)
+
+    def _call(self, call: ToolCall) -> Iterator[bytes]:
+        item = {"id": "fc_" + secrets.token_hex(12), "type": "function_call", "call_id": call.id, "name": call.name}
+        index = len(self._output)
+        self._output.append({**item, "arguments": call.arguments, "status": "completed"})
+        yield self._event(
+            "response.output_item.added", output_index=index, item={**item, "arguments": "", "status": "in_progress"}
+        )
+        place = {"item_id": item["id"], "output_index": index}
+        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
+        yield self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
+        yield self._event("response.output_item.done", output_index=index, item=self._output[index])
+
+    def _event(self, type: str, **what: Any) -> bytes:
+        self._events += 1
+        return event({"type": type, **what, "sequence_number": self._events - 1}, type)
+
+    def _ended(self) -> dict[str, Any]:
+        """The finished response; kept, unless it was not to be."""
+        request, is_cut = self._choice.request, self._choice.reason is Reason.LENGTH
+        prompt, new = len(request.ids), len(request.new_ids)
+        self._response |= {
+            "status": "incomplete" if is_cut else "completed",
+            "completed_at": None if is_cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._output,
+            "usage": {
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": request.reused_tokens, "cache_write_tokens": 0},
+                "output_tokens": new,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": prompt + new,
+            },
+        }
+        if self._asked.store is not False:
+            self._kept.put(self._response, [*self._messages, self._said()])
+        return self._response
+
+    def _said(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self._choice.text}
+        if self._choice.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self._choice.calls
+            ]
+        return message
+
+    def _failed(self, problem: ApiError) -> dict[str, Any]:
+        code = problem.code if problem.status < 500 else "server_error"
+        return self._response | {"status": "failed", "error": {"code": code, "message": problem.message}}
+
+
+def _begun(asked: ResponseAsked, model: str) -> dict[str, Any]:
+    """A response that has nothing yet."""
+    return {
+        "id": "resp_" + secrets.token_hex(16),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "metadata": asked.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": asked.previous_response_id,
+        "reasoning": asked.reasoning or {"effort": None, "summary": None},
+        "store": asked.store is not False,
+        "temperature": asked.temperature,
+        "text": {"format": (asked.text.format if asked.text is not None else None) or {"type": "text"}},
+        "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
+        "tools": asked.tools or [],
+        "top_p": asked.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": asked.user,
+    }

@@ -1,0 +1,67 @@
+"""From a request's fields to how tokens are chosen. What a request does not say is the model's own."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+from transformers import PreTrainedModel
+
+from smoe.errors import ConfigError
+from smoe.generation.sampling import Sampling
+from smoe.server.fields import Asked, Completing
+from smoe.server.problem import refused
+
+_MOST_BIASES = 1024
+
+
+def sampling_of(asked: Asked, model: PreTrainedModel, max_new_tokens: int) -> Sampling:
+    """Raises `ConfigError` for values out of bounds, an `ApiError` for tokens that there are not."""
+    own = model.generation_config
+    temperature, narrows = asked.temperature, asked.top_p is not None or bool(asked.top_k)
+    if temperature is None:
+        temperature = (1.0 if own.temperature is None else own.temperature) if own.do_sample or narrows else 0.0
+    sampling = Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=_first(asked.top_p, own.top_p, 1.0),
+        top_k=int(_first(asked.top_k, own.top_k, 0)),
+        repetition_penalty=_first(asked.repetition_penalty, own.repetition_penalty, 1.0),
+        seed=asked.seed if asked.seed is not None else secrets.randbelow(2**31),
+    )
+    if not sampling.temperature:  # the likeliest token, among however many
+        sampling = replace(sampling, top_p=1.0, top_k=0)
+    if not isinstance(asked, Completing):
+        return sampling
+    return replace(
+        sampling,
+        stop=asked.stops,
+        presence_penalty=_first(asked.presence_penalty, 0.0),
+        frequency_penalty=_first(asked.frequency_penalty, 0.0),
+        logit_bias=_biases(asked.logit_bias or {}, int(model.config.get_text_config().vocab_size)),
+    )
+
+
+def another(sampling: Sampling, number: int) -> Sampling:
+    """The same for the `number`-th text of a request: it draws with a seed of its own."""
+    return replace(sampling, seed=(sampling.seed + number) % 2**63) if number else sampling
+
+
+def _first(*values: float | None) -> float:
+    """The first that is there."""
+    return next(value for value in values if value is not None)
+
+
+def _biases(given: dict[str, float], vocabulary: int) -> tuple[tuple[int, float], ...]:
+    if len(given) > _MOST_BIASES:
+        raise refused(f"'logit_bias' may name {_MOST_BIASES} tokens at most", "logit_bias")
+    found = []
+    for name, bias in given.items():
+        if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocabulary):
+            raise refused(
+                f"'logit_bias' names {name[:20]!r}; tokens are numbers from 0 to {vocabulary - 1}", "logit_bias"
+            )
+        if not -100 <= bias <= 100:
+            raise ConfigError.out_of_bounds("logit_bias", bias, "between -100 and 100")
+        found.append((int(name), float(bias)))
+    return tuple(found)

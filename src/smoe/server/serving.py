@@ -1,0 +1,151 @@
+"""A model that many may ask: its decode loop on a thread, and what turns requests into prompts and back."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel
+
+from smoe import __version__
+from smoe.errors import EngineStateError
+from smoe.generation.generate import end_tokens
+from smoe.generation.loop import DecodeLoop
+from smoe.generation.request import Request
+from smoe.runtime.engine import Engine
+from smoe.server.grammar import Grammars
+from smoe.server.meters import Meters
+from smoe.server.problem import ApiError, over, problem_of
+from smoe.server.prompts import Prompts
+from smoe.server.settings import ServerConfig
+from smoe.server.texts import Texts, Wanted
+from smoe.server.token_text import TokenTexts
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class Serving:
+    """One model under one name. `start`, then requests, then `close`."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str, config: ServerConfig) -> None:
+        self.model, self.name, self.config = model, name, config
+        self.engine: Engine = model.offload  # type: ignore[assignment]
+        self.began = int(time.time())
+        self.vocabulary = int(model.config.get_text_config().vocab_size)
+        self.ends = frozenset(end_tokens(model, tokenizer))
+        self.prompts = Prompts(tokenizer, self.vocabulary)
+        self.tokens = TokenTexts(tokenizer)
+        self.grammars = Grammars(tokenizer, self.vocabulary, sorted(self.ends))
+        self.tokenizer = tokenizer
+        self.fingerprint = _fingerprint(name, self.engine)
+        self._loop = DecodeLoop(model, tokenizer, config.max_waiting)
+        self.meters = Meters(self.engine, self._loop)
+        self._asked: weakref.WeakSet[Texts] = weakref.WeakSet()
+        self._broken: Exception | None = None
+        self._is_ending = False
+        self._thread = threading.Thread(target=self._run, name="smoe-decode", daemon=True)
+        self._preparing = ThreadPoolExecutor(1, "smoe-prompts")
+        """Tokenizers are not made for several threads, and a long prompt is not to hold the others' answers up."""
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End what is under way, and wait until it has."""
+        self._is_ending = True
+        self._loop.close()
+        self._loop.cancel_all()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._preparing.shutdown()
+
+    def end_soon(self) -> None:
+        """Take no more requests; those that there are go on."""
+        self._is_ending = True
+        self._loop.close()
+
+    def end_now(self) -> None:
+        """End what is under way."""
+        self._loop.cancel_all()
+
+    @property
+    def state(self) -> str:
+        """ok, ending or failed."""
+        return "failed" if self._broken is not None else "ending" if self._is_ending else "ok"
+
+    @property
+    def running(self) -> int:
+        """Texts that are read or decoded."""
+        return self._loop.running
+
+    @property
+    def waiting(self) -> int:
+        """Texts without a place."""
+        return self._loop.waiting
+
+    async def prepare(self, work: Callable[[], _T], fields: Mapping[str, str]) -> _T:
+        """Tokenise, compile a grammar: beside the server's own thread. Raises an `ApiError` in the request's words."""
+        self.refuse_if_ending()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
+        except Exception as error:
+            raise problem_of(error, fields) from error
+
+    def ask(self, wanted: Sequence[Wanted], fields: Mapping[str, str]) -> Texts:
+        """Have texts made. Raises an `ApiError`, in the request's words, where they will not be."""
+        self.refuse_if_ending()
+        try:
+            texts = Texts(self._loop, wanted, self.meters.heard)
+        except Exception as error:
+            raise problem_of(error, fields) from error
+        self._asked.add(texts)
+        return texts
+
+    def check(self, wanted: Wanted, fields: Mapping[str, str]) -> None:
+        """Raise the `ApiError` that `ask` would for a prompt of no tokens, or of too many."""
+        try:
+            self._loop.check(Request(wanted.ids, wanted.sampling, lambda what: None))
+        except Exception as error:
+            raise problem_of(error, fields) from error
+
+    def refuse_if_ending(self) -> None:
+        """Raise an `ApiError` where nothing will be answered any more."""
+        if self._broken is not None:
+            raise ApiError(500, "the server has failed; its log says why", type="server_error", code="internal_error")
+        if self._is_ending:
+            raise over()
+
+    def check_name(self, model: str) -> None:
+        """Raise an `ApiError` where another model is asked for."""
+        if model != self.name:
+            message = f"the model {model[:100]!r} does not exist here; this server has {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def room_for(self, ids: Sequence[int]) -> int:
+        """New tokens that the context leaves to a prompt: one at least."""
+        return max(1, self.engine.context_tokens - len(ids))
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+        except Exception as error:
+            _log.exception("the decode loop has failed; nothing is answered any more")
+            self._broken = error
+            self._loop.close()
+            for texts in list(self._asked):
+                texts.give_up(EngineStateError("the decode loop has failed"))
+
+
+def _fingerprint(name: str, engine: Engine) -> str:
+    """What decides, beside the request, what is answered."""
+    decides = (name, __version__, engine.arithmetic, sorted(map(str, engine.config.lossy)))
+    return "smoe_" + hashlib.sha256(repr(decides).encode()).hexdigest()[:12]

@@ -1,0 +1,88 @@
+"""Where a server listens, who may ask it, and how much at once."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from dataclasses import dataclass, field
+
+from smoe.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """One server. Checked when it is made: nobody listens to more than one machine without saying who may ask."""
+
+    host: str = LOOPBACK
+    """An address of this machine; others than loopback need an `api_key`, or `no_auth`."""
+    port: int = 8000
+    """0: any free one."""
+    api_key: str | None = field(default=None, repr=False)
+    """What clients must send; None: nothing is asked of them."""
+    no_auth: bool = False
+    """Let everybody ask who reaches `host`."""
+    allow_origin: tuple[str, ...] = ()
+    """Origins of web pages, beside our own, that may ask: `https://chat.example`; `*` for all."""
+    max_waiting: int = 64
+    """Texts that may wait for a place; those who come then are told to come again."""
+    max_body_bytes: int = 4 << 20
+    drain_seconds: float = 30.0
+    """How long texts that are under way may go on once the server is told to end."""
+
+    def __post_init__(self) -> None:
+        for name, holds, allowed in (
+            ("port", 0 <= self.port < 2**16, "between 0 (any free one) and 65535"),
+            ("max_waiting", self.max_waiting >= 1, "a whole number of at least 1"),
+            ("max_body_bytes", self.max_body_bytes >= 1024, "at least 1 KiB"),
+            ("drain_seconds", 0 <= self.drain_seconds < math.inf, "a number of seconds of at least 0"),
+        ):
+            if not holds:
+                raise ConfigError.out_of_bounds(name, getattr(self, name), allowed)
+        self._check_key()
+        for origin in self.allow_origin:
+            scheme, _, rest = origin.partition("://")
+            if origin != "*" and (not scheme or not rest or "/" in rest):
+                raise ConfigError.out_of_bounds("allow_origin", origin, "an origin such as https://chat.example, or *")
+
+    def _check_key(self) -> None:
+        if self.api_key is not None and (
+            not self.api_key.isascii() or not self.api_key.isprintable() or " " in self.api_key or not self.api_key
+        ):
+            raise ConfigError(
+                "the `api_key` must be printable ASCII without spaces, as it travels in a header",
+                setting="api_key",
+                given="another",
+                allowed="printable ASCII without spaces",
+            )
+        if self.api_key is not None and self.no_auth:
+            raise ConfigError(
+                "`api_key` and `no_auth` exclude each other; leave one out",
+                setting="no_auth",
+                given=True,
+                allowed="nothing beside `api_key`",
+            )
+        if not self.is_local and self.api_key is None and not self.no_auth:
+            raise ConfigError(
+                f"`host` {self.host} lets other machines ask; give an `api_key` that they must send (in the "
+                "environment: SMOE_API_KEY), or `no_auth` to let everybody ask who reaches it",
+                setting="host",
+                given=self.host,
+                allowed=f"{LOOPBACK} without `api_key` or `no_auth`",
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this machine alone can ask."""
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or an address (`::1` with or without brackets) is this machine's own."""
+    if host.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False

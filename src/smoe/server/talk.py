@@ -1,0 +1,102 @@
+"""What chat completions and responses have in common: a conversation that the model goes on with, perhaps by tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from smoe.generation.request import Request
+from smoe.server.choice import Choice
+from smoe.server.fields import Asked
+from smoe.server.grammar import Grammar
+from smoe.server.problem import refused
+from smoe.server.sampled import another, sampling_of
+from smoe.server.serving import Serving
+from smoe.server.texts import Wanted
+from smoe.server.tool_calls import PARSERS, Parser, PlainText
+from smoe.server.tool_rules import must_call
+
+
+@dataclass
+class Talk:
+    """What is to be said, in our own words."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """As chat completions have them."""
+    tool_choice: str | dict[str, Any] | None = None
+    schema: dict[str, Any] | None = None
+    """What the answer must keep to."""
+    schema_field: str = "response_format"
+    template: dict[str, Any] = field(default_factory=dict)
+    """For the chat template."""
+    max_new_tokens: int | None = None
+    """None: as many as there is room for."""
+    texts: int = 1
+    logprobs: int | None = None
+
+
+@dataclass
+class Prepared:
+    """What is handed in, and how what comes is read."""
+
+    wanted: list[Wanted]
+    parser: type[Parser]
+    markers: dict[int, str]
+    ends: frozenset[int]
+
+    def choices(self, requests: Sequence[Request]) -> list[Choice]:
+        """For the requests that were made of `wanted`."""
+        return [Choice(request, self.parser(), self.markers, self.ends) for request in requests]
+
+
+def prepare(serving: Serving, asked: Asked, talk: Talk, fields: dict[str, str]) -> Prepared:
+    """Tokens, sampling, grammar. Takes a while: not for the server's own thread."""
+    offered, must = _offered(talk)
+    ids = serving.prompts.of_messages(talk.messages, offered, talk.template, fields["prompt"])
+    room = serving.room_for(ids)
+    sampling = sampling_of(asked, serving.model, room if talk.max_new_tokens is None else talk.max_new_tokens)
+    serving.check(Wanted(ids, sampling), fields)
+    form = serving.prompts.tool_form if offered else None
+    parser = PARSERS[form] if form is not None else PlainText
+    markers = _special(serving.tokenizer, parser)
+    grammar: Grammar | None = None
+    if must:
+        grammar = must_call(serving.grammars, form, markers, must)
+    elif talk.schema is not None:
+        grammar = serving.grammars.of_schema(talk.schema, talk.schema_field)
+    grammars = [grammar if grammar is None or not number else grammar.another() for number in range(talk.texts)]
+    wanted = [Wanted(ids, another(sampling, n), talk.logprobs, each) for n, each in enumerate(grammars)]
+    return Prepared(wanted, parser, markers, serving.ends)
+
+
+def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The tools that the model is told of, and those one of which it must call, if it must."""
+    choice, tools = talk.tool_choice, talk.tools
+    if choice is None or choice == "auto":
+        return tools, []
+    if choice == "none":
+        return [], []
+    if choice == "required" and tools:
+        return tools, tools
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function", choice)
+        name = function.get("name") if isinstance(function, dict) else None
+        if named := [tool for tool in tools if tool["function"]["name"] == name]:
+            return tools, named
+    raise refused(
+        "'tool_choice' must be none, auto, required or a function that is one of 'tools'; required needs 'tools'",
+        "tool_choice",
+    )
+
+
+def _special(tokenizer: Any, parser: type[Parser]) -> dict[int, str]:
+    """Of what a parser looks for, the tokens that texts leave out."""
+    found = {}
+    added = tokenizer.added_tokens_decoder
+    for text in parser.tokens:
+        token = tokenizer.convert_tokens_to_ids(text)
+        if token in added and added[token].special and added[token].content == text:
+            found[token] = text
+    return found

@@ -1,0 +1,42 @@
+"""Single tokens as clients want to see them beside their probabilities: a text, and the bytes that it stands for."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_NO_CHARACTER = "\ufffd"
+
+
+class TokenTexts:
+    """Of one tokenizer. What has been asked once is known."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def of(self, token: int) -> tuple[str, list[int]]:
+        """A token's text, and its bytes: of half a character, which is no text, the bytes are the token's own."""
+        if token not in self._known:
+            text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            known = _bytes_of(self._tokenizer.convert_ids_to_tokens(token)) if _NO_CHARACTER in text else None
+            self._known[token] = text, list(text.encode("utf8") if known is None else known)
+        return self._known[token]
+
+
+def _bytes_of(piece: str | None) -> bytes | None:
+    """The bytes that a vocabulary's entry stands for; None where it is not written byte by byte."""
+    if piece is None:
+        return None
+    if found := _BYTE.fullmatch(piece):
+        return bytes([int(found[1], 16)])
+    letters = _letters()
+    return bytes(letters[letter] for letter in piece) if all(letter in letters for letter in piece) else None
+
+
+def _letters() -> dict[str, int]:
+    """GPT-2's alphabet: a printable character for every byte."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
