@@ -19,7 +19,7 @@ from smoe.server.problem import ApiError, refused
 
 _LONGEST_SCHEMA = 200_000
 """Characters."""
-_COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """A model that may write space writes nothing else, if it is small enough."""
 
 
@@ -39,7 +39,7 @@ class Grammars:
             text = json.dumps(schema)
             if len(text) > _LONGEST_SCHEMA:
                 raise refused(f"the schema is longer than {_LONGEST_SCHEMA} characters", param, "invalid_json_schema")
-            return self.of_rules(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT), param)
+            return self.of_rules(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=COMPACT), param)
         except (ValueError, RecursionError) as error:
             raise _cannot_be_kept(error, param) from error
 

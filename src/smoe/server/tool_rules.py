@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smoe.server.grammar import Grammar, Grammars
+from smoe.server.grammar import COMPACT, Grammar, Grammars
 from smoe.server.problem import refused
 
 
@@ -19,7 +19,8 @@ def must_call(
         message = "how this model writes calls is not known here, so it cannot be made to; give 'tool_choice' auto"
         raise refused(message, "tool_choice", "unsupported_parameter")
     key = "parameters" if form == "llama" else "arguments"
-    one = "%json " + json.dumps({"anyOf": [_schema(tool["function"], key) for tool in tools]})
+    calls = [_schema(tool["function"], key) for tool in tools]
+    one = "%json " + json.dumps({"x-guidance": COMPACT, "anyOf": calls})
     marker = {text: f"<[{token}]>" for token, text in special.items()}
     if form == "hermes":
         begin, end = (marker.get(text, json.dumps(text)) for text in ("<tool_call>", "</tool_call>"))

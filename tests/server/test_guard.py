@@ -1,0 +1,114 @@
+"""Who may ask. Would catch a page of another site that uses this machine's server, a key that opens nothing, a body that
+fills the memory."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import openai
+import pytest
+
+from smoe.server import guard
+from tests.server.conftest import Running, served
+
+KEY = "a-key-of-ours"
+BODY = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+
+
+def test_other_names_of_this_machine_are_refused(running: Running) -> None:
+    for host in ("evil.example", "evil.example:8000", "192.168.1.5", "", "localhost.evil.example"):
+        answer = running.http("GET", "/v1/models", Host=host)
+        assert (answer.status, answer.error["code"]) == (403, "unknown_host"), host
+    for host in ("localhost", "localhost:9", "127.0.0.1", "[::1]:8000", "LOCALHOST"):
+        assert running.http("GET", "/v1/models", Host=host).status == 200, host
+
+
+def test_pages_of_other_sites_are_refused(running: Running) -> None:
+    for origin in ("https://evil.example", "null", "http://localhost:1"):
+        answer = running.http("POST", "/v1/chat/completions", BODY, Origin=origin)
+        assert (answer.status, answer.error["code"]) == (403, "unknown_origin"), origin
+    assert running.http("POST", "/v1/chat/completions", BODY, Origin=running.url).status == 200
+
+
+def test_pages_may_ask_that_were_let_in(demo: Any, demo_tokenizer: Any) -> None:
+    page = "https://chat.example"
+    with served(demo, demo_tokenizer, allow_origin=(page,), api_key=KEY) as running:
+        wishes = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        allowed = running.http("OPTIONS", "/v1/chat/completions", Origin=page, **wishes)
+        assert allowed.status == 200 and allowed.headers["access-control-allow-origin"] == page
+        answer = running.http("GET", "/v1/models", Origin=page, Authorization=f"Bearer {KEY}")
+        assert answer.status == 200 and answer.headers["access-control-allow-origin"] == page
+        assert running.http("GET", "/v1/models", Origin=page).headers["access-control-allow-origin"] == page  # a 401
+        assert running.http("GET", "/v1/models", Origin="https://evil.example").status == 403
+
+
+def test_a_key_is_asked_for(demo: Any, demo_tokenizer: Any) -> None:
+    with served(demo, demo_tokenizer, api_key=KEY) as running:
+        assert running.chat().choices
+        for given in ("", "Bearer", "Bearer other", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer \u00e9"):
+            for path in ("/v1/models", "/metrics", "/nowhere"):
+                answer = running.http("GET", path, Authorization=given)
+                assert (answer.status, answer.error["code"]) == (401, "invalid_api_key"), given
+        assert running.http("GET", "/health").status == 200
+        with pytest.raises(openai.AuthenticationError):
+            running.client.with_options(api_key="other").models.list()
+
+
+def test_bodies_have_a_bound(demo: Any, demo_tokenizer: Any) -> None:
+    with served(demo, demo_tokenizer, max_body_bytes=2048) as running:
+        large = json.dumps({**BODY, "user": "x" * 3000}).encode()
+        answer = running.http("POST", "/v1/chat/completions", large)
+        assert (answer.status, answer.error["code"]) == (413, "request_too_large")
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as line:  # nobody says how long it will be
+            line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+            line.sendall(b"1000\r\n" + b"x" * 4096 + b"\r\n")
+            assert b"413" in line.recv(100)
+        assert running.chat().choices
+
+
+def test_bodies_that_do_not_come_are_not_waited_for(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.05)
+    host, port = running.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as line:
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
+        assert b"408" in line.recv(100)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{", "no JSON"),
+        (b"[1]", "JSON object"),
+        (b'"x"', "JSON object"),
+        (b"", "JSON object"),
+        (b"\xff\xfe", ""),
+        (b'{"a":' * 100_000, ""),
+        (b'{"model": "demo", "prompt": "x", "seed": ' + b"9" * 5000 + b"}", ""),
+        (b'{"model": "demo", "prompt": "\\ud800"}', "half a character"),
+        (b'{"model": "demo", "prompt": "x", "temperature": NaN}', "temperature"),
+        (b'{"model": "demo", "prompt": "x", "logit_bias": {"1": Infinity}}', "logit_bias"),
+    ],
+    ids=range(10),
+)
+def test_bodies_that_are_none_are_refused(running: Running, body: bytes, words: str) -> None:
+    answer = running.http("POST", "/v1/completions", body, **{"Content-Type": "application/json"})
+    assert answer.status == 400 and words in answer.error["message"]
+
+
+def test_half_characters_are_refused_wherever_they_stand(running: Running) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "\ud800"}}
+    for fields in ({"tools": [tool]}, {"model": "\ud800"}, {"messages": [{"role": "user", "content": "\ud800"}]}):
+        assert running.http("POST", "/v1/chat/completions", {**BODY, **fields}).status in (400, 404)
+    text = {"model": "demo", "input": "x", "max_output_tokens": 1}
+    for more in ({"text": {"format": {"type": "text", "x": "\ud800"}}}, {"metadata": {"a": "\ud800"}}):
+        assert running.http("POST", "/v1/responses", {**text, **more}).status in (200, 400)
+
+
+def test_paths_that_there_are_not_and_methods_that_they_do_not_take(running: Running) -> None:
+    assert running.http("GET", "/v1/nothing").error["message"] == "there is no /v1/nothing"
+    wrong = running.http("GET", "/v1/chat/completions")
+    assert wrong.status == 405 and "GET" in wrong.error["message"]
+    assert running.http("GET", "/v1/models/other").status == 404

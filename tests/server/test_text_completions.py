@@ -1,0 +1,78 @@
+"""Plain completions. Would catch prompts that are mixed up, and probabilities beside the wrong tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from smoe.generation.generate import generate
+from smoe.generation.sampling import Sampling
+from tests.server.conftest import Running
+
+PROMPTS = ["Once upon a time", "The dog was", "One day, Tom"]
+
+
+def complete(running: Running, prompt: Any, **fields: Any) -> Any:
+    fields = {"max_tokens": 8, "temperature": 0, **fields}
+    return running.client.completions.create(model="demo", prompt=prompt, **fields)
+
+
+def test_each_prompt_is_gone_on_with_as_it_is_alone(running: Running, demo: Any, demo_tokenizer: Any) -> None:
+    expected = [generate(demo, demo_tokenizer, [text], Sampling(max_new_tokens=8)).answers[0].text for text in PROMPTS]
+    ids = [demo_tokenizer(text)["input_ids"] for text in PROMPTS]
+    for prompt in (PROMPTS, ids):
+        answer = complete(running, prompt)
+        assert [choice.text for choice in answer.choices] == expected
+        assert answer.usage.prompt_tokens == sum(map(len, ids))
+    assert complete(running, PROMPTS[0]).choices[0].text == expected[0]
+    assert complete(running, ids[1]).choices[0].text == expected[1]
+
+
+def test_sixteen_tokens_unless_said_otherwise(running: Running) -> None:
+    answer = complete(running, PROMPTS[0], max_tokens=openai.omit)
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (16, "length")
+
+
+def test_a_stream_is_the_whole_text(running: Running) -> None:
+    whole = complete(running, PROMPTS, n=2, max_tokens=12)
+    texts = dict.fromkeys(range(6), "")
+    last = None
+    for chunk in complete(running, PROMPTS, n=2, max_tokens=12, stream=True, stream_options={"include_usage": True}):
+        last = chunk
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert list(texts.values()) == [choice.text for choice in whole.choices]
+    assert last is not None and last.usage.total_tokens == whole.usage.total_tokens
+
+
+def test_logprobs_lie_beside_their_tokens(running: Running) -> None:
+    choice = complete(running, PROMPTS[0], logprobs=2).choices[0]
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert [choice.text.startswith(token, place) for place, token in
+            zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True)] == [True] * 8  # fmt: skip
+    for token, logprob, top in zip(
+        choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
+    ):
+        assert top[token] == logprob == max(top.values()) and len(top) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [4096]}, "prompt"),
+        ({"prompt": [[-1]]}, "prompt"),
+        ({"suffix": "the end"}, "suffix"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 3}, "best_of"),
+        ({"prompt": ["x"] * 65, "n": 2}, "n"),
+        ({"logprobs": 99}, "logprobs"),
+        ({"max_tokens": -1}, "max_tokens"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(running: Running, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        complete(running, fields.pop("prompt", "x"), **fields)
+    assert isinstance(refused.value.body, dict) and refused.value.body["param"] == param
