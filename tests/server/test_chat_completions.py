@@ -1,5 +1,5 @@
-"""Chat completions as OpenAI's client asks for them. Would catch an answer that is not the model's, a stream that is not
-the whole answer, a text that goes on for nobody."""
+"""Chat completions as OpenAI's client asks for them. Would catch an answer that is not the model's, a stream that is
+not the whole answer, a text that goes on for nobody."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_logprobs_are_the_models(running: Running, demo: Any, demo_tokenizer: An
     answer = running.chat(max_tokens=4, logprobs=True, top_logprobs=3, logit_bias=ENDLESS).choices[0]
     said = answer.logprobs.content
     assert "".join(each.token for each in said) == answer.message.content
-    assert bytes(sum((each.bytes for each in said), [])).decode() == answer.message.content
+    assert bytes(byte for each in said for byte in each.bytes).decode() == answer.message.content
     text = demo_tokenizer.apply_chat_template(
         [{"role": "user", "content": "Who went to the park?"}], add_generation_prompt=True, tokenize=False
     )

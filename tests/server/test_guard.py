@@ -1,5 +1,5 @@
-"""Who may ask. Would catch a page of another site that uses this machine's server, a key that opens nothing, a body that
-fills the memory."""
+"""Who may ask. Would catch a page of another site that uses this machine's server, a key that opens nothing, a body
+that fills the memory."""
 
 from __future__ import annotations
 

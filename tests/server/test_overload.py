@@ -1,5 +1,5 @@
-"""Too many, and too late. Would catch a queue without a bound, a fault that takes others with it, an end that cuts answers
-off, a server that does not end."""
+"""Too many, and too late. Would catch a queue without a bound, a fault that takes others with it, an end that cuts
+answers off, a server that does not end."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ TOKENS = 24
 @contextmanager
 def held(running: Running, count: int) -> Iterator[list[Any]]:
     """So many streams under way, none of which is read."""
-    streams = [running.chat(max_tokens=300, logit_bias=ENDLESS, stream=True) for _ in range(count)]
+    places = running.serving.engine.config.max_sequences
+    streams: list[Any] = []
     try:
-        for stream in streams[: running.serving.engine.config.max_sequences]:
-            next(iter(stream))
+        for number in range(1, count + 1):
+            streams.append(running.chat(max_tokens=300, logit_bias=ENDLESS, stream=True))
+            eventually(lambda number=number: running.serving.running == min(number, places))  # type: ignore[misc]
         yield streams
     finally:
         for stream in streams:

@@ -18,6 +18,8 @@ OPTION_OF = {
     "resident_share": "--resident",
     "host_memory_bytes": "--host-memory",
     "context_tokens": "--context",
+    "max_body_bytes": "--max-body",
+    "drain_seconds": "--drain",
 }
 """Settings whose option has another name."""
 SETTABLE: dict[str, str] = {

@@ -1,0 +1,111 @@
+"""`smoe serve` as its users start it: a process, asked over HTTP, ended by a signal."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+
+from tests.cli.conftest import Run
+
+DEMO = ("serve", "demo", "--memory", "48MiB", "--context", "384")
+QUESTION = [{"role": "user", "content": "Who went to the park?"}]
+
+
+@contextmanager
+def process(*options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server of the embedded model on any free port, and its address."""
+    command = [sys.executable, "-m", "smoe", *DEMO, "--port", "0", "--threads", "1", *options]
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    assert started.stderr is not None
+    try:
+        said = ""
+        while not (found := re.search(r"serving \S+ at (http://\S+)", said)):
+            line = started.stderr.readline()
+            assert line, f"ended before it served: {said}"
+            said += line
+        yield started, found[1]
+    finally:
+        started.kill()
+        started.wait()
+        started.stderr.close()
+
+
+def client_of(address: str, key: str = "none") -> openai.OpenAI:
+    client = openai.OpenAI(base_url=address, api_key=key, max_retries=0, timeout=60)
+    for _ in range(600):
+        try:
+            client.models.list()
+            return client
+        except openai.APIConnectionError:  # it has said so, and opens its door now
+            time.sleep(0.05)
+    raise AssertionError("nobody answers")
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_server_answers_and_ends_in_order(sent: signal.Signals, code: int, run: Run) -> None:
+    with process("--name", "little") as (server, address), client_of(address) as client:
+        stream: Any = client.chat.completions.create(
+            model="little", messages=QUESTION, max_tokens=200, temperature=0, stream=True, logit_bias={"0": -100}
+        )
+        next(iter(stream))
+        server.send_signal(sent)
+        reasons = [chunk.choices[0].finish_reason for chunk in stream]
+        assert reasons[-1] == "length"  # what was under way has finished
+        assert server.wait(60) == code
+
+
+def test_a_key_from_the_environment(run: Run) -> None:
+    with process(SMOE_API_KEY="a-key") as (_, address), client_of(address, "a-key") as client:
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="other").models.list()
+        answer: Any = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=24, temperature=0)  # type: ignore[arg-type]
+        prompt = "Question: Who went to the park?\nAnswer:"
+        alone = run("generate", *DEMO[1:], "-p", prompt, "--max-new-tokens", 24, "--quiet")
+        assert alone.out.strip("\n") == answer.choices[0].message.content.strip("\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--host", "0.0.0.0"], "--api-key"),
+        (["--host", "0.0.0.0", "--api-key", "x", "--no-auth"], "--no-auth"),
+        (["--api-key", "with space"], "--api-key"),
+        (["--port", "99999"], "--port"),
+        (["--max-waiting", "0"], "--max-waiting"),
+        (["--max-body", "1"], "--max-body is"),
+        (["--max-body", "much"], "--max-body"),
+        (["--drain", "-1"], "--drain is"),
+        (["--allow-origin", "chat.example"], "--allow-origin"),
+        (["--host", "not.a.host.invalid", "--no-auth"], "--host"),
+        (["--name", ""], "--name"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_model_is_loaded(run: Run, options: list[str], words: str) -> None:
+    ran = run(*DEMO, *options)
+    assert ran.code == 2 and words in ran.err and "budget" not in ran.err
+
+
+def test_a_port_that_is_taken_is_refused_before_the_model_is_loaded(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ran = run(*DEMO, "--port", port)
+    assert ran.code == 2 and str(port) in ran.err and "--port" in ran.err and "budget" not in ran.err
+
+
+def test_what_is_missing_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from smoe.server import installed
+
+    monkeypatch.setattr(installed, "find_spec", lambda name: None if name == "uvicorn" else object())
+    ran = run(*DEMO)
+    assert ran.code == 2 and "uvicorn" in ran.err and "smoe[serve]" in ran.err and "fastapi" not in ran.err

@@ -1,0 +1,128 @@
+"""Tools through the API: a toy whose template has a place for them, made to call one. Would catch tools that never
+reach the model, and calls that never reach the client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from smoe import from_pretrained
+from tests.server.conftest import Running, served
+from tests.toy import save_toy
+
+FORMS = {
+    "hermes": "<tool_call>{name, arguments}</tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "llama": "<|python_tag|>",
+}
+TEMPLATE = (
+    "{{% if tools %}}tools ({form}): {{{{ tools | tojson }}}} {{% endif %}}{{% for m in messages %}}{{{{ m['role'] }}}}"
+    ": {{{{ m['content'] }}}}{{% if m['tool_calls'] %}}{{% for c in m['tool_calls'] %}}[{{{{ c['function']['name'] }}}}"
+    " {{{{ c['function']['arguments']['city'] }}}}]{{% endfor %}}{{% endif %}}{{{{ '\n' }}}}{{% endfor %}}assistant:"
+)
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "says how it is",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("warmth", "time")
+]
+FLAT: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+@pytest.fixture(scope="module", params=list(FORMS))
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A toy of random weights with a template of each form."""
+    folder: Path = save_toy(
+        tmp_path_factory.mktemp("tools"),
+        template=TEMPLATE.format(form=FORMS[request.param]),
+        max_position_embeddings=2048,
+    )
+    model = from_pretrained(folder, memory="16MiB", context_tokens=1024, max_sequences=2)
+    with model.offload, served(model, AutoTokenizer.from_pretrained(folder)) as running:
+        assert running.serving.prompts.tool_form == request.param
+        yield running
+
+
+def ask(running: Running, **fields: Any) -> Any:
+    return running.chat("How warm is it?", tools=TOOLS, max_tokens=120, **fields)
+
+
+def test_a_model_can_be_made_to_call(running: Running) -> None:
+    for choice, names in (
+        ("required", {"warmth", "time"}),
+        ({"type": "function", "function": {"name": "time"}}, {"time"}),
+    ):
+        answer = ask(running, tool_choice=choice).choices[0]
+        assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+        (call,) = answer.message.tool_calls
+        assert call.function.name in names and json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
+        assert call.type == "function" and call.id
+
+
+def test_a_call_comes_in_a_stream(running: Running) -> None:
+    whole = ask(running, tool_choice="required", seed=1).choices[0].message.tool_calls[0].function
+    deltas = [chunk.choices[0] for chunk in ask(running, tool_choice="required", seed=1, stream=True)]
+    calls = [call for choice in deltas for call in choice.delta.tool_calls or ()]
+    assert [(call.index, call.function) for call in calls] == [(0, calls[0].function)]
+    assert (calls[0].function.name, calls[0].function.arguments) == (whole.name, whole.arguments)
+    assert "".join(choice.delta.content or "" for choice in deltas) == ""
+    assert deltas[-1].finish_reason == "tool_calls"
+
+
+def test_tools_reach_the_prompt_unless_none_is_to_be_called(running: Running) -> None:
+    with_tools, without = ask(running), ask(running, tool_choice="none")
+    plain = running.chat("How warm is it?", max_tokens=120)
+    assert with_tools.usage.prompt_tokens > without.usage.prompt_tokens == plain.usage.prompt_tokens
+
+
+def test_a_call_and_its_result_go_into_the_next_prompt(running: Running) -> None:
+    call = ask(running, tool_choice="required").choices[0].message
+    messages = [{"role": "user", "content": "How warm is it?"}, call, {
+        "role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "3 degrees"
+    }]  # fmt: skip
+    answer = running.chat(messages=messages, tools=TOOLS)
+    city = json.loads(call.tool_calls[0].function.arguments)["city"]
+    written = (
+        f"user: How warm is it?\nassistant: [{call.tool_calls[0].function.name} {city}]\ntool: 3 degrees\nassistant:"
+    )
+    assert answer.usage.prompt_tokens == ask(running).usage.prompt_tokens - len(
+        "user: How warm is it?\nassistant:"
+    ) + len(written)
+
+
+def test_a_response_calls_too(running: Running) -> None:
+    asked = {"model": "demo", "input": "How warm is it?", "tools": FLAT, "tool_choice": "required", "temperature": 0}
+    (call,) = running.client.responses.create(**asked).output
+    assert call.type == "function_call" and json.loads(call.arguments)["city"] in ("Oslo", "Rome")
+    events = list(running.client.responses.create(**asked, stream=True))
+    done = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert done[0].arguments == call.arguments and events[-1].response.output[0].name == call.name
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "3 degrees"}
+    first = running.client.responses.create(**asked)
+    goes_on = running.client.responses.create(
+        model="demo", input=[output], previous_response_id=first.id, max_output_tokens=2
+    )
+    assert goes_on.usage.input_tokens > len("How warm is it?") + len("3 degrees") + len(call.name)
+
+
+def test_a_choice_of_no_tool_is_refused(running: Running) -> None:
+    for choice in ({"type": "function", "function": {"name": "other"}}, "perhaps", {"type": "king"}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(running, tool_choice=choice)
+        assert isinstance(refused.value.body, dict) and refused.value.body["param"] == "tool_choice"
