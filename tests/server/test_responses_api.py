@@ -118,7 +118,7 @@ def test_the_oldest_is_forgotten() -> None:
     assert len(kept) == 3 and kept.get("2")
     with pytest.raises(ApiError):
         kept.get("1")
-    kept.put({"id": "long"}, [{"role": "user", "content": "x" * 965}])
+    kept.put({"id": "long"}, [{"role": "user", "content": "x" * 950}])
     assert len(kept) == 1 and kept.get("long")
     kept.put({"id": "too long"}, [{"role": "user", "content": "x" * 1000}])
     assert len(kept) == 0

@@ -29,7 +29,7 @@ async def chat_completions(serving: Serving, asked: ChatAsked, request: Request)
         fields["max_new_tokens"] = "max_tokens"
     talk = _talk(asked)
     prepared = await serving.prepare(lambda: prepare(serving, asked, talk, fields), fields)
-    texts = serving.ask(prepared.wanted, fields)
+    texts = serving.ask(prepared.wanted, fields, bool(asked.stream))
     answer = _Answer(serving, asked, prepared, texts)
     if asked.stream:
         return EventStream(answer.events(), texts)

@@ -29,7 +29,7 @@ async def completions(serving: Serving, asked: CompletionAsked, request: Request
     serving.check_name(asked.model)
     fields = dict(asked.names)
     wanted = await serving.prepare(lambda: _wanted(serving, asked), fields)
-    texts = serving.ask(wanted, fields)
+    texts = serving.ask(wanted, fields, bool(asked.stream))
     answer = _Answer(serving, asked, texts)
     if asked.stream:
         return EventStream(answer.events(), texts)

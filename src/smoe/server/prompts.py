@@ -35,8 +35,7 @@ class Prompts:
         """A text to be gone on with, with what the tokenizer puts before it. Raises `ConfigError` for one of no
         tokens."""
         _check_characters(text, "prompt")
-        ids: list[int] = encode(self._tokenizer, [text]).input_ids[0].tolist()
-        return ids
+        return encode(self._tokenizer, [text])[0]
 
     def of_tokens(self, ids: Sequence[int]) -> list[int]:
         """Tokens as they are. Raises an `ApiError` for what is none."""

@@ -50,7 +50,7 @@ class Responses:
         talk, messages = talk_of(asked, before)
         fields = dict(asked.names)
         prepared = await serving.prepare(lambda: prepare(serving, asked, talk, fields), fields)
-        texts = serving.ask(prepared.wanted, fields)
+        texts = serving.ask(prepared.wanted, fields, bool(asked.stream))
         answer = _Answer(self._kept, serving.name, asked, prepared.choices(texts.requests)[0], texts, messages)
         if asked.stream:
             return EventStream(answer.events(), texts)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from smoe import __version__
 from smoe.errors import EngineStateError
-from smoe.generation.generate import end_tokens
+from smoe.generation.choices import end_tokens
 from smoe.generation.loop import DecodeLoop
 from smoe.generation.request import Request
 from smoe.runtime.engine import Engine
@@ -25,7 +25,7 @@ from smoe.server.meters import Meters
 from smoe.server.problem import ApiError, over, problem_of
 from smoe.server.prompts import Prompts
 from smoe.server.settings import ServerConfig
-from smoe.server.texts import Texts, Wanted
+from smoe.server.texts import Bell, Texts, Wanted
 from smoe.server.token_text import TokenTexts
 
 _log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class Serving:
         self.fingerprint = _fingerprint(name, self.engine)
         self._loop = DecodeLoop(model, tokenizer, config.max_waiting)
         self.meters = Meters(self.engine, self._loop)
+        self._bell = Bell()
         self._asked: weakref.WeakSet[Texts] = weakref.WeakSet()
         self._broken: Exception | None = None
         self._is_ending = False
@@ -100,11 +101,12 @@ class Serving:
         except Exception as error:
             raise problem_of(error, fields) from error
 
-    def ask(self, wanted: Sequence[Wanted], fields: Mapping[str, str]) -> Texts:
-        """Have texts made. Raises an `ApiError`, in the request's words, where they will not be."""
+    def ask(self, wanted: Sequence[Wanted], fields: Mapping[str, str], is_streamed: bool) -> Texts:
+        """Have texts made; what is not streamed is looked at when it ends. Raises an `ApiError`, in the request's
+        words, where they will not be."""
         self.refuse_if_ending()
         try:
-            texts = Texts(self._loop, wanted, self.meters.heard)
+            texts = Texts(self._loop, self._bell, wanted, self.meters.heard, is_streamed)
         except Exception as error:
             raise problem_of(error, fields) from error
         self._asked.add(texts)
@@ -136,13 +138,14 @@ class Serving:
 
     def _run(self) -> None:
         try:
-            self._loop.run()
+            self._loop.run(after_step=self._bell.ring)
         except Exception as error:
             _log.exception("the decode loop has failed; nothing is answered any more")
             self._broken = error
             self._loop.close()
             for texts in list(self._asked):
                 texts.give_up(EngineStateError("the decode loop has failed"))
+            self._bell.ring()
 
 
 def _fingerprint(name: str, engine: Engine) -> str:

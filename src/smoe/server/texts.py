@@ -1,13 +1,14 @@
-"""What the decode loop's thread says of one request's texts, brought to the server's.
+"""What the decode loop's thread says of requests' texts, brought to the server's.
 
-loop's thread   Piece  Piece  Piece  End        one call each, which returns at once
-                  \\     |     /     /
-server's        [Piece, Piece, Piece]  [End]    as much as has come by the time it looks
+loop's thread   Piece Piece  Piece  ring()   Piece  End   ring()      once a step, for all requests together
+                     \\      |     /              \\     /
+server's              [Piece, Piece, Piece]       [Piece, End]        as much as has come by the time it looks
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NamedTuple
@@ -18,6 +19,36 @@ from smoe.generation.sampling import Sampling
 
 Metered = Callable[[Request, Piece | End], None]
 """Hears everything first, on the loop's thread."""
+
+
+class Bell:
+    """Wakes whoever waits for texts, in the server's thread. Two threads that wake each other for every token of every
+    text take each other's time: with eight texts a sixth of a step's."""
+
+    def __init__(self) -> None:
+        self._for: deque[Texts] = deque()
+        self._here: asyncio.AbstractEventLoop | None = None
+
+    def hang(self) -> None:
+        """In the server's thread, before anything is asked."""
+        self._here = asyncio.get_running_loop()
+
+    def note(self, texts: Texts) -> None:
+        """Something has been said that somebody waits for; any thread."""
+        if not texts.is_noted:
+            texts.is_noted = True
+            self._for.append(texts)
+
+    def ring(self) -> None:
+        """After every step; any thread."""
+        if self._for and self._here is not None and not self._here.is_closed():
+            self._here.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        while self._for:
+            texts = self._for.popleft()
+            texts.is_noted = False
+            texts.wake()
 
 
 class Wanted(NamedTuple):
@@ -39,47 +70,70 @@ class Heard(NamedTuple):
 class Texts:
     """The texts of one HTTP request. Whoever leaves its `with` cancels those that have not ended."""
 
-    def __init__(self, loop: DecodeLoop, wanted: Sequence[Wanted], metered: Metered) -> None:
-        """Hands all of them in, or none: raises what `DecodeLoop.hand_in` does."""
-        self._loop, self._metered = loop, metered
-        self._here = asyncio.get_running_loop()
-        self._heard: list[Heard] = []
+    def __init__(
+        self, loop: DecodeLoop, bell: Bell, wanted: Sequence[Wanted], metered: Metered, is_in_a_hurry: bool
+    ) -> None:
+        """Hands all of them in, or none: raises what `DecodeLoop.hand_in` does. Who is in no hurry is woken by ends
+        alone."""
+        self._loop, self._bell, self._metered, self._is_in_a_hurry = loop, bell, metered, is_in_a_hurry
+        self._said: deque[Heard] = deque()
+        """What nobody has taken yet."""
         self._waiter: asyncio.Future[None] | None = None
         self._left = set(range(len(wanted)))
+        self.is_noted = False
+        """The bell's."""
         self.requests: list[Request] = []
+        bell.hang()
         try:
-            for index, each in enumerate(wanted):
-                self.requests.append(self._request(index, each))
+            for number, each in enumerate(wanted):
+                self.requests.append(self._request(number, each))
                 loop.hand_in(self.requests[-1])
         except Exception:
             self.cancel()
             raise
 
-    def _request(self, index: int, wanted: Wanted) -> Request:
+    def _request(self, number: int, wanted: Wanted) -> Request:
         def hear(what: Piece | End) -> None:
             self._metered(request, what)
-            self._here.call_soon_threadsafe(self._take, Heard(index, what))
+            self._hear(Heard(number, what))
 
         request = Request(wanted.ids, wanted.sampling, hear, wanted.logprobs, wanted.constraint)
         return request
 
+    def _hear(self, heard: Heard) -> None:
+        self._said.append(heard)
+        if self._is_in_a_hurry or isinstance(heard.what, End):
+            self._bell.note(self)
+
     @property
     def are_over(self) -> bool:
         """Whether every text has ended, and all that was said has been taken."""
-        return not self._left and not self._heard
+        return not self._left
 
     async def next(self, patience_seconds: float) -> list[Heard]:
         """What has been said since the last call; empty where nothing was for so long."""
-        if not self._heard:
-            self._waiter = self._here.create_future()
-            timer = self._here.call_later(patience_seconds, self._wake)
+        if not self._said:
+            here = asyncio.get_running_loop()
+            self._waiter = here.create_future()
+            timer = here.call_later(patience_seconds, self.wake)
             try:
                 await self._waiter
             finally:
                 timer.cancel()
                 self._waiter = None
-        heard, self._heard = self._heard, []
-        return heard
+        news = []
+        while self._said:
+            heard = self._said.popleft()
+            if heard.number in self._left:
+                news.append(heard)
+                if isinstance(heard.what, End):
+                    self._left.remove(heard.number)
+        return news
+
+    def wake(self) -> None:
+        """In the server's thread: whoever waits in `next` looks."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def cancel(self) -> None:
         """End what has not ended, within a step."""
@@ -90,8 +144,8 @@ class Texts:
 
     def give_up(self, error: Exception) -> None:
         """The loop has failed: nobody will say more."""
-        for index in range(len(self.requests)):
-            self._here.call_soon_threadsafe(self._take, Heard(index, End(Reason.FAILED, "", error)))
+        for number in range(len(self.requests)):
+            self._hear(Heard(number, End(Reason.FAILED, "", error)))
 
     def __enter__(self) -> Texts:
         return self
@@ -100,14 +154,3 @@ class Texts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.cancel()
-
-    def _take(self, heard: Heard) -> None:
-        if heard.number in self._left:
-            self._heard.append(heard)
-            if isinstance(heard.what, End):
-                self._left.remove(heard.number)
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
