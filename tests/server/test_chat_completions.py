@@ -182,6 +182,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "response_format",
         "kept",
     ),
+    ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs", "may not have"),
     ({"extra_body": {"temprature": 1}}, "temprature", "Unrecognized request argument supplied: temprature"),
     ({"extra_body": {"web_search_options": {}}}, "web_search_options", "not supported"),
     ({"seed": 2**70}, "seed", "64 bits"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,8 @@ class Prompts:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         template = tokenizer.chat_template
         self.has_template = template is not None
+        self._not_given = {*inspect.signature(tokenizer.apply_chat_template).parameters}
+        """What a request may not give to the template: what the library itself looks at, a template among it."""
         self._source = "\n".join(template.values()) if isinstance(template, dict) else template or ""
         self.takes_tools = self.has_template and self._shows_tools()
         self.tool_form = form_of(self._source) if self.takes_tools else None
@@ -64,9 +67,11 @@ class Prompts:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _written(self, turns: list[dict[str, Any]], tools: list[Any] | None, given: dict[str, Any], param: str) -> str:
+        if taken := sorted(self._not_given & given.keys()):
+            raise refused(f"'chat_template_kwargs' may not have {taken[0]!r}", "chat_template_kwargs")
         own = {"add_generation_prompt": True, "tokenize": False, "tools": tools}
         try:
-            text: str = self._tokenizer.apply_chat_template(turns, **{**given, **own})
+            text: str = self._tokenizer.apply_chat_template(turns, **given, **own)
         except Exception as error:  # a template is a program, and what it makes of a conversation is its own affair
             why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise refused(f"this model's chat template cannot write this conversation: {why}", param) from error

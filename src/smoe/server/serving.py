@@ -143,9 +143,12 @@ class Serving:
             _log.exception("the decode loop has failed; nothing is answered any more")
             self._broken = error
             self._loop.close()
-            for texts in list(self._asked):
-                texts.give_up(EngineStateError("the decode loop has failed"))
-            self._bell.ring()
+            self._bell.say(self._give_up)
+
+    def _give_up(self) -> None:
+        for texts in list(self._asked):
+            texts.give_up(EngineStateError("the decode loop has failed"))
+        self._bell.ring()
 
 
 def _fingerprint(name: str, engine: Engine) -> str:

@@ -41,8 +41,13 @@ class Bell:
 
     def ring(self) -> None:
         """After every step; any thread."""
-        if self._for and self._here is not None and not self._here.is_closed():
-            self._here.call_soon_threadsafe(self._wake)
+        if self._for:
+            self.say(self._wake)
+
+    def say(self, what: Callable[[], None]) -> None:
+        """Have something done in the server's thread; any thread."""
+        if self._here is not None and not self._here.is_closed():
+            self._here.call_soon_threadsafe(what)
 
     def _wake(self) -> None:
         while self._for:
