@@ -58,6 +58,11 @@ def test_usage_counts_tokens(running: Running, demo_tokenizer: Any) -> None:
     assert second.usage.prompt_tokens_details.cached_tokens == second.usage.prompt_tokens - 1  # one token is read again
 
 
+def test_what_texts_of_one_request_share_is_not_counted_as_cached(running: Running) -> None:
+    usage = running.chat("Zebras zip zestfully, do they?", n=3, max_tokens=2).usage
+    assert usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens // 2
+
+
 def test_a_stream_is_the_whole_answer(running: Running) -> None:
     whole = running.chat(QUESTIONS[0], max_tokens=24, logit_bias=ENDLESS)
     chunks = list(
@@ -89,7 +94,7 @@ def test_several_texts_draw_their_own_tokens_again_and_again(running: Running) -
     assert [choice.index for choice in first.choices] == [0, 1]
     assert texts[0] != texts[1]
     assert texts == [choice.message.content for choice in second.choices]
-    assert first.usage.completion_tokens == 24
+    assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (running.chat().usage.prompt_tokens, 24)
     streamed = {0: "", 1: ""}
     for chunk in running.chat(**asked, stream=True):
         streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
@@ -136,25 +141,35 @@ def test_penalties_and_biases_change_what_is_said(running: Running, demo_tokeniz
     assert running.chat(max_tokens=3, logit_bias={str(token): 100}).choices[0].message.content == " dog" * 3
 
 
+def cancelled(running: Running) -> float:
+    """Texts that were, so far."""
+    for line in running.http("GET", "/metrics").text.splitlines():
+        if line.startswith('smoe_texts_total{reason="cancelled"}'):
+            return float(line.split()[1])
+    return 0.0
+
+
 def test_a_client_that_leaves_a_stream_frees_its_place(running: Running) -> None:
+    before = cancelled(running)
     stream = running.chat(max_tokens=300, logit_bias=ENDLESS, stream=True)
     next(iter(stream))
     eventually(lambda: running.serving.running == 1)
     stream.close()
     eventually(lambda: running.serving.running == 0)
-    cancelled = running.http("GET", "/metrics").text
-    assert 'smoe_texts_total{reason="cancelled"}' in cancelled
+    assert cancelled(running) == before + 1
 
 
 def test_a_client_that_leaves_while_it_waits_frees_its_place(running: Running) -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "n": 6, "logit_bias": ENDLESS}
     data = json.dumps(body).encode()
     host, port = running.url.removeprefix("http://").split(":")
+    before = cancelled(running)
     with socket.create_connection((host, int(port))) as line:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
         line.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
         eventually(lambda: running.serving.running == 4 and running.serving.waiting == 2)
     eventually(lambda: running.serving.running == running.serving.waiting == 0)
+    assert cancelled(running) == before + 6
 
 
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [

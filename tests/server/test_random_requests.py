@@ -14,7 +14,7 @@ from tests.server.conftest import Running, eventually
 TEXT = st.text(max_size=8) | st.sampled_from(["text", "function", "json_object", "json_schema", "required", "\ud800"])
 SCALARS = st.none() | st.booleans() | st.integers(-3, 300) | st.integers() | st.floats() | TEXT
 NAMES = st.sampled_from(
-    "type role content text name function parameters arguments schema json_schema format call_id output id".split()
+    ["type", "role", "content", "text", "name", "function", "parameters", "arguments", "schema", "format", "call_id"]
 )
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES | TEXT, inner, max_size=4), max_leaves=8

@@ -72,7 +72,10 @@ class EngineOptions:
     ] = None
     max_sequences: Annotated[
         int | None,
-        typer.Option(help="Sequences that run together. \\[default: the number of prompts; smoe serve: 4]", rich_help_panel=_MEMORY),
+        typer.Option(
+            help="Sequences that run together. \\[default: the number of prompts; smoe serve: 4]",
+            rich_help_panel=_MEMORY,
+        ),
     ] = None
     device: Annotated[
         str | None,

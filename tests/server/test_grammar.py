@@ -1,0 +1,70 @@
+"""Grammars as the decode loop uses them, beside JSON's own parser. Would catch a mask that lies beside its tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from smoe.server.grammar import Grammars
+from smoe.server.problem import ApiError
+from tests.toy import END, ascii_tokenizer
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "ages": {"type": "array", "items": {"enum": [1, 22]}, "maxItems": 3},
+    },
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}
+
+
+def grammars() -> tuple[Any, Grammars]:
+    tokenizer = ascii_tokenizer()
+    return tokenizer, Grammars(tokenizer, len(tokenizer) + 7, [tokenizer.convert_tokens_to_ids(END)])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_is_drawn_keeps_to_the_schema(seed: int) -> None:
+    tokenizer, made = grammars()
+    first = made.of_schema(PERSON, "response_format")
+    generator = torch.Generator().manual_seed(seed)
+    for grammar in (first.another(), first):  # what one text has taken is not the other's
+        ids: list[int] = []
+        while not ids or ids[-1] != tokenizer.convert_tokens_to_ids(END):
+            logits = torch.randn(len(tokenizer) + 9, generator=generator)
+            grammar.narrow(logits)
+            assert torch.isinf(logits[len(tokenizer) :]).all()
+            ids.append(int(torch.multinomial(logits.softmax(0), 1, generator=generator)))
+            grammar.take(ids[-1])
+            assert len(ids) < 200
+        value = json.loads(tokenizer.decode(ids[:-1]))
+        assert set(value) == {"name", "ages"} and len(value["name"]) <= 5
+        assert len(value["ages"]) <= 3 and set(value["ages"]) <= {1, 22}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "king"},
+        {"$ref": "#/nowhere"},
+        {"type": "string", "pattern": "("},
+        {"enum": []},
+        {"type": "integer", "minimum": 3, "maximum": 2},
+        {"description": "x" * 300_000},
+    ],
+    ids=range(6),
+)
+def test_what_cannot_be_kept_to_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as refused:
+        grammars()[1].of_schema(schema, "response_format")
+    assert (refused.value.status, refused.value.param) == (400, "response_format")
+
+
+def test_a_model_without_an_end_keeps_to_nothing() -> None:
+    with pytest.raises(ApiError, match="no token that ends"):
+        Grammars(ascii_tokenizer(), 98, []).of_object()
