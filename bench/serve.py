@@ -9,12 +9,13 @@ runs in processes of their own too (`--here`), in turns, round by round.
                the library's loop with as many rows, and our decode loop without HTTP
     overhead   one client: milliseconds a token beside the decode loop without HTTP, and with the page's feed open
     gaps       one client's times between tokens while another one's prompt of 512 tokens is read
-    follow-up  time to the first token of 20 more tokens after a conversation of 1000, beside reading all of it
+    follow-up  time to the first token of 20 more tokens after nearly a context's, beside reading all
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import http.client
 import itertools
 import json
@@ -60,7 +61,7 @@ def _speed(options: argparse.Namespace) -> dict[str, Any]:
     ours = {}
     with served(options) as server:
         for clients in _CLIENTS:
-            streams = _together(server, [_prompt(n, 24) for n in range(clients)], NEW_TOKENS)
+            streams = _together(server, [_prompt(options, n, 24) for n in range(clients)], NEW_TOKENS)
             ours[clients] = _rate([each.times for each in streams])
     alone = _by_engine(options, ["--clients", ",".join(map(str, _CLIENTS))])
     return {
@@ -72,9 +73,13 @@ def _speed(options: argparse.Namespace) -> dict[str, Any]:
 def _overhead(options: argparse.Namespace) -> dict[str, float]:
     """Median milliseconds a token of one client."""
     with served(options, sequences=1) as server:
-        ours = [_between(server.ask(_prompt(n, 24), 2 * NEW_TOKENS).times) for n in range(3)]
+        ours = [_between(server.ask(_prompt(options, n, 24), 2 * NEW_TOKENS).times) for n in range(3)]
         with server.watched() as is_there:
-            watched = [_between(server.ask(_prompt(n, 24), 2 * NEW_TOKENS).times) for n in range(3)] if is_there else []
+            watched = (
+                [_between(server.ask(_prompt(options, n, 24), 2 * NEW_TOKENS).times) for n in range(3)]
+                if is_there
+                else []
+            )
     alone = _by_engine(options, ["--clients", "1", "--new-tokens", str(2 * NEW_TOKENS)])
     return {
         "served_ms": statistics.median(ours),
@@ -86,13 +91,13 @@ def _overhead(options: argparse.Namespace) -> dict[str, float]:
 def _gaps(options: argparse.Namespace) -> dict[str, float]:
     """Milliseconds between one client's tokens: before, and while another one's prompt is read."""
     with served(options) as server:
-        server.ask(_prompt(0, 24), 8)
+        server.ask(_prompt(options, 0, 24), 8)
         first = Stream()
-        thread = threading.Thread(target=server.ask, args=(_prompt(1, 24), 400, first))
+        thread = threading.Thread(target=server.ask, args=(_prompt(options, 1, 24), 400, first))
         thread.start()
         while len(first.times) < 100:
             time.sleep(0.005)
-        second = server.ask(_prompt(2, 512), 1)
+        second = server.ask(_prompt(options, 2, 512), 1)
         while thread.is_alive() and len(first.times) < 240:
             time.sleep(0.005)
         first.is_given_up = True
@@ -114,13 +119,15 @@ def _gaps(options: argparse.Namespace) -> dict[str, float]:
 
 
 def _follow_up(options: argparse.Namespace) -> dict[str, float]:
-    """Seconds to the first token: of a prompt of 1000 tokens, of its conversation gone on with, of as long a text."""
+    """Seconds to the first token: of a prompt that leaves 120 tokens of the context, of its conversation gone on with,
+    of as long a text."""
+    length = options.context - 120
     with served(options, sequences=1) as server:
-        server.ask(_prompt(9, 24), 4)
-        prompt = _prompt(3, 1000)
+        server.ask(_prompt(options, 9, 24), 4)
+        prompt = _prompt(options, 3, length)
         first = server.ask(prompt, 16)
-        more = server.ask(prompt + first.text + _prompt(4, 20), 4)
-        whole = server.ask(_prompt(5, 1036), 4)
+        more = server.ask(prompt + first.text + _prompt(options, 4, 20), 4)
+        whole = server.ask(_prompt(options, 5, length + 36), 4)
     waits = [each.times[0] - each.asked for each in (first, more, whole)]
     return dict(zip(("first_seconds", "follow_up_seconds", "whole_seconds"), waits, strict=True))
 
@@ -148,11 +155,20 @@ def _p95(values: Sequence[float]) -> float:
     return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
-def _prompt(number: int, tokens: int) -> str:
-    """A piece of a text, of about so many tokens, that no other one begins like."""
-    words = TEXT.split()
-    begin = (number * 137) % (len(words) // 2)
-    return " ".join((words[begin:] * 8)[: int(tokens / 1.35)])
+def _prompt(options: argparse.Namespace, number: int, tokens: int) -> str:
+    """A piece of a text, of so many tokens or hardly fewer, that no other one begins like."""
+    tokenizer, ids = _tokenizer(options.model)
+    begin = (number * 211) % (len(ids) // 2)
+    text: str = tokenizer.decode((ids[begin:] * 8)[:tokens])
+    return text
+
+
+@functools.cache
+def _tokenizer(model: str) -> tuple[Any, list[int]]:
+    from smoe.models.checkpoint import whole_checkpoint
+
+    tokenizer = whole_checkpoint(model, None).tokenizer()
+    return tokenizer, list(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
 
 
 # -- the server, over HTTP --------------------------------------------------------------------------------------------
@@ -287,7 +303,7 @@ def _here(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     sampling = Sampling(max_new_tokens=options.new_tokens, ignores_end=True)
     found: dict[str, dict[str, float]] = {"library": {}, "loop": {}}
     for count in counts:
-        prompts = encode(tokenizer, [_prompt(n, 24) for n in range(count)])
+        prompts = encode(tokenizer, [_prompt(options, n, 24) for n in range(count)])
         times: list[list[float]] = [[] for _ in prompts]
 
         def heard(what: Piece | End, into: list[float]) -> None:
@@ -328,9 +344,7 @@ def _library_rate(model: Any, tokenizer: Any, batch: Any, sampling: Any) -> floa
 
 def _end_of(model: str) -> int | None:
     """The model's end token, which no answer is to have."""
-    from smoe.models.checkpoint import whole_checkpoint
-
-    end = whole_checkpoint(model, None).tokenizer().eos_token_id
+    end = _tokenizer(model)[0].eos_token_id
     return None if end is None else int(end)
 
 
@@ -361,7 +375,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a folder, or demo")
     parser.add_argument("--memory", default="9GiB")
-    parser.add_argument("--context", type=int, default=1536)
+    parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
