@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -215,6 +215,16 @@ class Server:
         connection.close()
         return stream
 
+    def wait(self) -> None:
+        """Until it is healthy."""
+        while True:
+            with suppress(ConnectionRefusedError):
+                connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=10)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
+            time.sleep(0.05)
+
     @contextmanager
     def watched(self) -> Iterator[bool]:
         """Inside, somebody looks at the page; False where there is none."""
@@ -238,7 +248,9 @@ def served(options: argparse.Namespace, sequences: int = 8) -> Iterator[Server]:
     words += ["--max-sequences", str(sequences), "--port", "0", *_settings(options)]
     process = subprocess.Popen([sys.executable, "-m", "smoe", *words], stderr=subprocess.PIPE, text=True)
     try:
-        yield Server(_port_of(process), _end_of(options.model))
+        server = Server(_port_of(process), _end_of(options.model))
+        server.wait()
+        yield server
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
