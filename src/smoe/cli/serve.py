@@ -119,6 +119,7 @@ def command(server: ServerOptions, engine: EngineOptions, model: Model = "demo",
         if not serving.prompts.has_template:
             note("this model has no chat template: it continues texts (/v1/completions) and cannot be talked with")
         serving.start()
+        door.listen()  # before anybody is told of it: who comes before the server looks waits a moment
         try:
             note(f"serving {name} at {address_of(door)}/v1 (Ctrl-C ends it)", is_asked=True)
             Server(serving).run([door])
