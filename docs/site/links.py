@@ -31,7 +31,9 @@ _HEADING = re.compile(r"^#{1,6} +(?P<title>.+?)(?: +#+)? *$", re.MULTILINE)
 
 def pages(root: Path = ROOT) -> list[str]:
     """The documentation: all pages of `docs/`, and what they, and the first pages of the repository, link to."""
-    found = [page.relative_to(root).as_posix() for page in [*sorted(root.glob("*.md")), *sorted(root.glob("docs/**/*.md"))]]
+    found = [
+        page.relative_to(root).as_posix() for page in [*sorted(root.glob("*.md")), *sorted(root.glob("docs/**/*.md"))]
+    ]
     for page in found:  # grows
         for _, target, _ in links(root, page):
             if target.endswith(".md") and target not in found and (root / target).is_file():
