@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -86,7 +87,7 @@ def try_out(place: Path, wheel: Path, torch: str) -> None:
     run("smoe", "plan", "demo", "--memory", "20MiB", "--context", "512")
     commands = run("smoe", "--help").stdout
     for extra, command in (("serve", ("serve", "demo")), ("cluster", ("cluster", "up", "demo", "--local", "1"))):
-        if f" {extra} " not in commands:
+        if not re.search(rf"^\W*{extra} ", commands, re.MULTILINE):
             continue
         run("smoe", extra, "--help")
         refusal = run("smoe", *command, fails=True)
