@@ -16,13 +16,16 @@ GPU_OUT    ?= runs/gpu
 # each other, and so share what they have made, and helps the others out when it is done.
 JOBS   ?= -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-limited limited-avx2 limited-core limited-one-thread limited-disagreeing lint env clean help gpu
+.PHONY: demo test test-limited limited-avx2 limited-core limited-one-thread limited-disagreeing lint docs wheel wheel-test \
+        env clean help gpu
 
 help:
 	@echo "make demo   install into $(VENV) and generate text with the embedded model in $(MEMORY)"
 	@echo "make test   run the test suite"
 	@echo "make test-limited   once more what hangs on the CPU, as on machines with less than this one"
 	@echo "make lint   ruff and mypy"
+	@echo "make docs   the documentation as a site, into build/site; fails where a link leads nowhere"
+	@echo "make wheel  is everything in the wheel, and nothing else?  make wheel-test   ... and does it run where only it is?"
 	@echo "make gpu    everything that needs a GPU, by $(GPU_PYTHON), into $(GPU_OUT); goes on where it was cut off"
 
 env: $(VENV)/.installed
@@ -75,8 +78,23 @@ lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# What makes the site has an environment of its own: it needs nothing of ours, which it reads without importing it.
+$(VENV)-docs/.installed: docs/requirements.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet --no-compile -r docs/requirements.txt
+	@touch $@
+
+docs: $(VENV)-docs/.installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
+
+wheel:
+	$(PYTHON) .ci/wheel.py
+
+wheel-test:
+	$(PYTHON) .ci/wheel.py --install --torch "$(TORCH)"
+
 gpu:
 	PYTHONPATH=src HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m bench.gpu --out $(GPU_OUT)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-docs build .pytest_cache .mypy_cache .ruff_cache

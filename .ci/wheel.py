@@ -1,0 +1,101 @@
+"""The wheel that users install: `make wheel` looks into it, `make wheel-test` installs it where there is nothing else.
+
+Standard library only. Run as `python .ci/wheel.py [--install] [--torch REQUIREMENT]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "src/smoe/"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--install", action="store_true", help="install it into a fresh environment and run it there")
+    parser.add_argument("--torch", default="torch", help="the requirement to install first")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        wheel = built(Path(folder))
+        wrong = differences(wheel)
+        if wrong:
+            sys.exit("\n".join(wrong))
+        print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB, every file of the package and no other")
+        if given.install:
+            try_out(Path(folder) / "bare", wheel, given.torch)
+
+
+def built(folder: Path) -> Path:
+    """The wheel, made as `pip install .` makes it."""
+    say = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    subprocess.run(say, check=True)
+    (wheel,) = folder.glob("smoe-*.whl")
+    return wheel
+
+
+def differences(wheel: Path) -> list[str]:
+    """What the wheel lacks, has too much, or has otherwise than the repository."""
+    listed = subprocess.run(["git", "ls-files", "-z", PACKAGE], cwd=ROOT, check=True, capture_output=True, text=True)
+    wanted = {path.removeprefix("src/") for path in listed.stdout.split("\0") if path}
+    with zipfile.ZipFile(wheel) as inside:
+        names = {name for name in inside.namelist() if not name.endswith("/")}
+        about = {name for name in names if name.split("/")[0].endswith(".dist-info")}
+        wrong = [f"{name} is not in the wheel" for name in sorted(wanted - names)]
+        wrong += [f"{name} is in the wheel and not in the repository" for name in sorted(names - wanted - about)]
+        changed = sorted(name for name in wanted & names if inside.read(name) != (ROOT / "src" / name).read_bytes())
+        wrong += [f"{name} is another in the wheel" for name in changed]
+        if not any(name.endswith("/LICENSE") for name in about):
+            wrong.append("the licence is not in the wheel")
+        metadata = inside.read(next(name for name in about if name.endswith("/METADATA"))).decode()
+    if "\nRequires-Python: " not in metadata:
+        wrong.append("the wheel does not say which Python it is for")
+    return wrong
+
+
+def try_out(place: Path, wheel: Path, torch: str) -> None:
+    """Install the wheel, without extras, into an environment that has nothing, and use it as a user would."""
+    subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+    programs = place / ("Scripts" if os.name == "nt" else "bin")
+    # nothing of the repository may be found, nor what other runs have measured
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SMOE_", "VIRTUAL"))}
+    clean |= {"XDG_CACHE_HOME": str(place / "cache"), "HF_HUB_OFFLINE": "1"}
+
+    def run(*words: str, fails: bool = False) -> subprocess.CompletedProcess[str]:
+        program = str(programs / words[0])
+        done = subprocess.run([program, *words[1:]], cwd=place, env=clean, capture_output=True, text=True)
+        if (done.returncode != 0) != fails:
+            sys.exit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        return done
+
+    limits = str(ROOT / "constraints.txt")
+    run("python", "-m", "pip", "install", "--quiet", "--no-compile", "-c", limits, torch)
+    run("python", "-m", "pip", "install", "--quiet", "--no-compile", "-c", limits, str(wheel))
+    print(run("smoe", "--version").stdout.strip())
+    assert "site-packages" in run("python", "-c", "import smoe; print(smoe.__file__)").stdout, "another smoe was found"
+    story = ("generate", "demo", "--memory", "20MiB", "--context", "512", "--max-new-tokens", "20")
+    answer = json.loads(run("smoe", *story, "--json", "-p", "Once upon a time").stdout)
+    print("smoe generate demo:", json.dumps(answer)[:200])
+    run("smoe", "plan", "demo", "--memory", "20MiB", "--context", "512")
+    commands = run("smoe", "--help").stdout
+    for extra, command in (("serve", ("serve", "demo")), ("cluster", ("cluster", "up", "demo", "--local", "1"))):
+        if not re.search(rf"^\W*{extra} ", commands, re.MULTILINE):
+            continue
+        run("smoe", extra, "--help")
+        refusal = run("smoe", *command, fails=True)
+        missing = f"smoe[{extra}]"
+        assert missing in refusal.stderr.replace("\n", ""), f"{command} does not name {missing}:\n{refusal.stderr}"
+        print(f"smoe {' '.join(command)}: says that {missing} is missing")
+    print("1 passed, 0 failed")
+
+
+if __name__ == "__main__":
+    main()
