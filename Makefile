@@ -85,7 +85,7 @@ $(VENV)-docs/.installed: docs/requirements.txt
 	@touch $@
 
 docs: $(VENV)-docs/.installed
-	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
 
 wheel:
 	$(PYTHON) .ci/wheel.py
