@@ -259,18 +259,22 @@ def time_shares(generation: Generation, has_link: bool) -> dict[str, float]:
     whole, decode = generation.decode_seconds, generation.decode_counters
     if whole <= 0:
         return {}
-    outside = max(0.0, whole - decode.forward_seconds)
-    parts = {
+    parts = seconds_by_part(decode, whole, has_link)
+    total = sum(parts.values()) or 1.0
+    return {name: seconds / total for name, seconds in parts.items()}
+
+
+def seconds_by_part(decode: Counters, whole: float, has_link: bool) -> dict[str, float]:
+    """What `whole` seconds of decode steps, with these counts, went to. What is no forward pass is Python."""
+    return {
         LINK if has_link else DISK: decode.wait_seconds,
         **({DEVICE: decode.device_wait_seconds} if decode.device_wait_seconds else {}),
         HOST: decode.host_wait_seconds,
         EXPERTS: decode.compute_seconds,
         DENSE: decode.dense_seconds,
         AHEAD: decode.look_ahead_seconds,
-        PYTHON: decode.plan_seconds + outside,
+        PYTHON: decode.plan_seconds + max(0.0, whole - decode.forward_seconds),
     }
-    total = sum(parts.values()) or 1.0
-    return {name: seconds / total for name, seconds in parts.items()}
 
 
 def process_peak_bytes() -> int | None:

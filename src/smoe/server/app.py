@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,10 +10,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from smoe import __version__
+from smoe.report.watched import Watched
 from smoe.server.chat import chat_completions
 from smoe.server.completion import completions
 from smoe.server.events import ClientGoneError, Json
@@ -23,9 +22,7 @@ from smoe.server.guard import Guard
 from smoe.server.problem import ApiError, problem_of
 from smoe.server.responses import Responses
 from smoe.server.serving import Serving
-
-PAGE = Path(__file__).parent / "page"
-"""What a browser is shown at `/`, where there is something."""
+from smoe.server.watching import Watching, add_page
 _CLIENT_LEFT = 499
 _UNKNOWN = "(other)"
 
@@ -37,7 +34,7 @@ def make_app(serving: Serving) -> ASGIApp:
     _add_models(app, serving)
     _add_api(app, serving)
     _add_state(app, serving)
-    open_paths = frozenset({"/health"} | _add_page(app))
+    open_paths = frozenset({"/health"} | add_page(app, _watching(serving)))
     known = {getattr(route, "path", "") for route in app.routes}
 
     def counted(path: str, status: int) -> None:
@@ -98,12 +95,15 @@ def _add_state(app: FastAPI, serving: Serving) -> None:
         return Response(serving.meters.shown(), media_type="text/plain; version=0.0.4")
 
 
-def _add_page(app: FastAPI) -> set[str]:
-    """The page, where there is one; returns its paths, which need no key: it asks for it."""
-    if not PAGE.is_dir():
-        return set()
-    app.mount("/", StaticFiles(directory=PAGE, html=True), name="page")
-    return {"/"} | {"/" + path.relative_to(PAGE).as_posix() for path in PAGE.rglob("*") if path.is_file()}
+def _watching(serving: Serving) -> Watching:
+    """What the page shows of it."""
+    talks = "chat" if serving.prompts.has_template else "text"
+    about = {"name": serving.name, "talks": talks, "context": serving.engine.context_tokens}
+
+    def state() -> dict[str, int]:
+        return {"running": serving.running, "waiting": serving.waiting}
+
+    return Watching(Watched(serving.engine), about, state, lambda: serving.state != "ok")
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -1,0 +1,149 @@
+"""The page at `/`, and what it shows: an engine at work, told to everybody who looks.
+
+    /        the page: files of `page/`, nothing from anywhere else
+    /watch   server-sent events: `model` once (what does not change), then `look`, up to ten a second (what has)
+
+One look serves all who look; while nobody does, the engine is not watched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import FileResponse, Response, StreamingResponse
+
+from smoe.report.watched import Watched
+from smoe.server.events import PATIENCE_SECONDS, STILL_HERE, event
+
+_log = logging.getLogger(__name__)
+PAGE = Path(__file__).parent / "page"
+LOOK_SECONDS = 0.1
+_MOST_BEHIND = 100
+"""Looks that somebody may lag behind; who lags more is sent away, and begins anew."""
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class Watching:
+    """Of one engine. All but `say` belongs to the server's own thread."""
+
+    def __init__(
+        self, watched: Watched, about: dict[str, Any], state: Callable[[], dict[str, Any]], is_over: Callable[[], bool]
+    ) -> None:
+        """`about`: what the page is told beside the engine's own description; `state`: what may change beside it;
+        `is_over`: whether nobody is told anything any more."""
+        self.looks = 0
+        """Made so far."""
+        self._watched, self._about, self._state, self._is_over = watched, about, state, is_over
+        self._queues: set[asyncio.Queue[bytes | None]] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._said: deque[str] = deque()
+        self._text = ""
+        self._told: dict[str, Any] = {}
+
+    def say(self, text: str) -> None:
+        """More of a text that is shown in the place of a chat; from any thread."""
+        self._said.append(text)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """What one of those who look is told, until it is over or they leave."""
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_BEHIND)
+        if not self._queues:
+            self._watched.begin()
+            self._task = asyncio.create_task(self._look_on())
+        self._look()  # the others are told by now what this one is told as a whole
+        self._queues.add(queue)
+        model, whole = event(self._about | self._watched.described(), "model"), event(self._whole(), "look")
+        try:
+            yield model
+            yield whole
+            while True:
+                try:
+                    data = await asyncio.wait_for(queue.get(), PATIENCE_SECONDS)
+                except asyncio.TimeoutError:
+                    data = STILL_HERE
+                if data is None:
+                    return
+                yield data
+        finally:
+            self._queues.discard(queue)
+            if not self._queues and self._task is not None:
+                self._task.cancel()
+                self._task = None
+                self._watched.end()
+
+    def _whole(self) -> dict[str, Any]:
+        """How things stand."""
+        tiers = [pair for place in enumerate(self._watched.tiers) for pair in place if place[1]]
+        return {"tiers": tiers} | self._told | ({"text": self._text} if self._text else {})
+
+    async def _look_on(self) -> None:
+        try:
+            while not self._is_over():
+                await asyncio.sleep(LOOK_SECONDS)
+                self._look()
+        except Exception:
+            _log.exception("the engine can no longer be watched; nothing else is touched by that")
+        for queue in self._queues:
+            _put(queue, None)
+
+    def _look(self) -> None:
+        """One look, told to all who are there."""
+        self.looks += 1
+        found = self._watched.look()
+        state = self._state()
+        found |= {name: value for name, value in state.items() if self._told.get(name) != value}
+        self._told = state
+        said = "".join(self._said.popleft() for _ in range(len(self._said)))
+        if said:
+            self._text += said
+            found["text"] = said
+        if found:
+            data = event(found, "look")
+            for queue in self._queues:
+                _put(queue, data)
+
+
+def _put(queue: asyncio.Queue[bytes | None], data: bytes | None) -> None:
+    """For one of those who look; who has not taken the last hundred is sent away."""
+    if queue.full():
+        while not queue.empty():
+            queue.get_nowait()
+        data = None
+    queue.put_nowait(data)
+
+
+def add_page(app: FastAPI, watching: Watching) -> set[str]:
+    """The page and what it watches; returns the paths that need no key: the page asks for it."""
+
+    @app.get("/watch")
+    async def watch() -> Response:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(watching.events(), media_type="text/event-stream", headers=headers)
+
+    files = {f"/{path.name}": path for path in sorted(PAGE.iterdir()) if path.suffix in _KINDS}
+    files["/"] = files.pop("/index.html")
+    for address, path in files.items():
+        app.add_api_route(address, _shows(path), methods=["GET", "HEAD"], include_in_schema=False)
+    return set(files)
+
+
+def _shows(path: Path) -> Callable[[], Any]:
+    async def show() -> Response:
+        return FileResponse(path, media_type=_KINDS[path.suffix], headers=HEADERS)
+
+    return show
