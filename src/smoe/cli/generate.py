@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,6 +41,8 @@ and SIGTERM end the text early and still print the summary.
 
 DEMO_PROMPT = "Once upon a time"
 _SHORT_PROMPT = 500
+_OPEN_SECONDS = 60.0
+"""How long a run that is to be watched waits for somebody."""
 
 
 def command(
@@ -51,6 +54,14 @@ def command(
         str | None,
         typer.Option(help="LOSSY: as little substitution as meets this time per token (80ms); needs smoe tune."),
     ] = None,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            help="Show the run as a page on this machine: which experts are where, what is read, what is waited for. "
+            "Begins when the page is opened, or after a minute.",
+        ),
+    ] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -62,9 +73,13 @@ def command(
     from smoe.cli.console import is_quiet, print_json
     from smoe.cli.interrupts import exit_code
 
+    if watch:
+        from smoe.server.installed import check_server
+
+        check_server()
     seconds = _seconds(tpot, engine)
     texts = read_prompts(prompts, model)
-    report = _run(model, texts, engine, to_sampling(sampling), seconds, streams=not json)
+    report = _run(model, texts, engine, to_sampling(sampling), seconds, streams=not json, watch=watch)
     if json:
         print_json(_identity(model, sampling) | report.as_json())
     elif not is_quiet():
@@ -143,7 +158,14 @@ def _meet(seconds: float, model: str, preset: str, ready: PreTrainedModel) -> No
 
 
 def _run(
-    model: str, texts: list[str], engine: EngineOptions, sampling: Sampling, tpot: float | None, streams: bool
+    model: str,
+    texts: list[str],
+    engine: EngineOptions,
+    sampling: Sampling,
+    tpot: float | None,
+    *,
+    streams: bool,
+    watch: bool,
 ) -> RunReport:
     from smoe.cli.console import Patience, note, warn
     from smoe.cli.session import loaded, tokenizer_of
@@ -157,7 +179,7 @@ def _run(
         config, tpot = replace(config, max_perplexity_increase=None, tpot_seconds=tpot), None
     elif tpot is not None:
         config = substituting(engine, len(texts))
-    with loaded(model, config, engine.revision, texts) as ready:
+    with loaded(model, config, engine.revision, texts) as ready, _shown(ready, model, texts, watch) as say:
         if tpot is not None:
             _meet(tpot, model, engine.preset, ready)
         tokenizer = tokenizer_of(model, engine.revision)
@@ -168,8 +190,8 @@ def _run(
         bar = Patience("reading the prompt" if len(texts) == 1 and streams else "generating")
         bar.start()
         try:
-            writer = _writer(len(texts)) if streams else None
-            generation = generate(ready, tokenizer, texts, sampling, _after(bar.stop, writer) if writer else None)
+            writer = _after(bar.stop, _writer(len(texts)), say) if streams else say
+            generation = generate(ready, tokenizer, texts, sampling, writer)
         finally:
             bar.stop()
         if streams:
@@ -206,14 +228,37 @@ def _writer(prompts: int) -> OnText | None:
     return write
 
 
-def _after(stop: Callable[[], None], write: OnText) -> OnText:
-    """Text only once the bar has gone."""
+def _after(stop: Callable[[], None], write: OnText | None, say: OnText | None) -> OnText | None:
+    """Text only once the bar has gone; to the page as well."""
 
     def write_after(row: int, text: str) -> None:
-        stop()
-        write(row, text)
+        if write is not None:
+            stop()
+            write(row, text)
+        if say is not None:
+            say(row, text)
 
-    return write_after
+    return None if write is None and say is None else write_after
+
+
+@contextmanager
+def _shown(ready: PreTrainedModel, model: str, texts: list[str], watch: bool) -> Iterator[OnText | None]:
+    """Inside, where it was asked for, the run is shown as a page, from when somebody has opened it; yields what the
+    page is told of a single text."""
+    if not watch:
+        yield None
+        return
+    from smoe.cli.console import note
+    from smoe.server.beside import shown
+
+    engine: Any = ready.offload
+    with shown(engine, model) as page:
+        note(f"the run begins when {page.address} is opened, or in {_OPEN_SECONDS:.0f} s", is_asked=True)
+        page.wait(_OPEN_SECONDS)
+        is_single = len(texts) == 1
+        if is_single:
+            page.say(texts[0])
+        yield (lambda row, text: page.say(text)) if is_single else None
 
 
 def _finish(answers: list[Answer]) -> None:

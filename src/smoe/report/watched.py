@@ -7,9 +7,7 @@ lie flat, `[expert, count, expert, count, ...]`.
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ from smoe.policy.plan import DEVICE, FIRST_WORKER
 from smoe.report.run import seconds_by_part
 from smoe.routing import Phase
 from smoe.runtime.engine import Engine
-from smoe.runtime.watch import LayerNote, PassNote, Watch
+from smoe.runtime.watch import PassNote, Watch
 from smoe.simulator.stack_distances import misses_by_size
 
 ABSENT, LOW_COMING, COMING, LOW_HERE, PASSING, HERE = range(6)
@@ -28,8 +26,7 @@ ABSENT, LOW_COMING, COMING, LOW_HERE, PASSING, HERE = range(6)
 or in a cache slot. The best that there is of it."""
 TIERS = ("absent", "low coming", "coming", "low", "passing", "here")
 EVENTS = ("used", "read", "replaced", "right", "wrong", "by_cpu", "by_worker")
-"""What befalls an expert: a step used it; a load began, asked for or guessed; a route of its was served by another
-expert or nobody; it was prefetched and wanted, or not; the CPU beside the device, or a worker, computed it."""
+"""What befalls an expert (`runtime/watch.py`), prompts and decode steps together."""
 CURVE_USES = 8192
 """Of the last decode steps: the second half is counted, the first has filled the caches."""
 CURVE_SECONDS = 2.0
@@ -42,21 +39,21 @@ class Watched:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._table = engine.executor.table
-        self._watch = Watch(engine.executor)
-        experts = {layer: held.experts for layer, held in sorted(engine.store.layers.items())}
-        starts = np.cumsum([0, *experts.values()]).tolist()
-        self._first = dict(zip(experts, starts, strict=False))
+        self._experts = {layer: held.experts for layer, held in sorted(engine.store.layers.items())}
+        self._starts = np.cumsum([0, *self._experts.values()])
+        self._count = int(self._starts[-1])
+        self._first: dict[int, int] = dict(zip(self._experts, self._starts.tolist(), strict=False))
         """The number of each layer's first expert."""
-        self._experts = experts
-        self._count = starts[-1]
+        self._watch = Watch(engine.executor, self._first)
         self.tiers = bytes(self._count)
         """Of every expert, as of the last look."""
-        self._last_pass: PassNote | None = None
-        self._uses: deque[int] = deque(maxlen=CURVE_USES)
-        self._drawn = -CURVE_SECONDS
-        self._has_new_uses = False
         self._was_busy = True
         """Whether passes were made before the last look."""
+        self._last_pass: PassNote | None = None
+        self._uses = np.zeros(0, np.int64)
+        """The last `CURVE_USES` of decode steps."""
+        self._drawn = -CURVE_SECONDS
+        self._has_new_uses = False
 
     def begin(self) -> None:
         """Somebody looks: from now on things are noted."""
@@ -97,60 +94,47 @@ class Watched:
         them, and the seconds' `parts`; `prompt`: tokens read; `tiers` [expert, tier, ...] where another; every one of
         `EVENTS` [expert, count, ...]; `curve`: [slots, ...] and the share of the uses that would be `misses`.
         """
-        notes, found = self._watch.taken(), dict[str, Any]()
-        events = {name: Counter[int]() for name in EVENTS}
-        passes = []
-        for note in notes:
-            if isinstance(note, LayerNote):
-                self._count_layer(note, events)
-            else:
-                passes.append(note)
+        noted, passes = self._watch.taken()
+        found: dict[str, Any] = {}
+        decoded = np.array(noted.pop("decoded"), np.int64)
+        if len(decoded):
+            self._uses = np.concatenate([self._uses, self._in_order(decoded)])[-CURVE_USES:]
+            self._has_new_uses = True
+            noted["used"].extend(decoded.tolist())
+        is_busy = bool(passes or noted["used"])
+        for name, numbers in noted.items():
+            if numbers:
+                counts = np.bincount(numbers)
+                found[name] = _pairs(np.flatnonzero(counts), counts)
         if passes:
             found |= self._passes(passes)
-        found |= {name: list(chain.from_iterable(count.items())) for name, count in events.items() if count}
-        if notes or self._was_busy:  # what its last layer did to the slots is seen by the look after
+        if is_busy or self._was_busy:  # what its last layer did to the slots is seen by the look after
             changed = self._changed_tiers()
             if changed:
                 found["tiers"] = changed
-        self._was_busy = bool(notes)
+        self._was_busy = is_busy
         now = self._engine.now()
         if self._has_new_uses and now - self._drawn >= CURVE_SECONDS:
             self._drawn, self._has_new_uses = now, False
             found["curve"] = self._curve()
         return found
 
-    def _count_layer(self, note: LayerNote, events: dict[str, Counter[int]]) -> None:
-        routing, decision, first = note.routing, note.decision, self._first[note.routing.layer]
-        served = sorted(first + serve.key[1] for serve in decision.plan.serves)
-        events["used"].update(served)
-        if routing.phase is Phase.DECODE:
-            self._uses.extend(served)
-            self._has_new_uses = True
-        for serve in decision.plan.serves:
-            if serve.unit != DEVICE:
-                events["by_cpu" if serve.unit < FIRST_WORKER else "by_worker"][first + serve.key[1]] += 1
-        events["read"].update(first + load.key[1] for load in decision.plan.loads)
-        for name, keys in (("read", note.fetched), ("right", note.right), ("wrong", note.wrong)):
-            if keys:
-                events[name].update(self._number(key) for key in keys)
-        served_rows = decision.routing.top_k_index
-        if served_rows is not routing.top_k_index:
-            for chosen, got in zip(routing.top_k_index, served_rows, strict=True):
-                events["replaced"].update(first + a for a, b in zip(chosen, got, strict=True) if a != b)
+    def _in_order(self, numbers: np.ndarray) -> np.ndarray:
+        """The experts of each layer of each step ascending: plans take those first that are here, routers do not."""
+        layers = np.searchsorted(self._starts, numbers, side="right")
+        runs = np.cumsum(np.diff(layers, prepend=layers[:1]) != 0)
+        return numbers[np.lexsort((numbers, runs))]
 
     def _passes(self, passes: Sequence[PassNote]) -> dict[str, Any]:
         """Of the decode steps that another has followed: what is between two of them belongs to the first."""
         tokens, seconds, read, sums = 0, 0.0, 0, Counters()
-        for note in passes:
-            before, self._last_pass = self._last_pass, note
-            if before is None or before.phase is not Phase.DECODE or note.phase is not Phase.DECODE:
-                continue
-            if note.counters.forward_passes <= before.counters.forward_passes:
-                continue  # counted anew, or made again after an error
-            tokens += before.tokens
-            seconds += note.now - before.now
-            read += note.bytes_read - before.bytes_read
-            sums = _sum(sums, note.counters - before.counters)
+        for run in self._runs(passes):
+            first, last = run[0], run[-1]
+            tokens += sum(note.tokens for note in run[:-1])
+            seconds += last.now - first.now
+            read += last.bytes_read - first.bytes_read
+            sums = last.counters - first.counters if sums == Counters() else _sum(sums, last.counters - first.counters)
+        self._last_pass = passes[-1]
         found: dict[str, Any] = {}
         prompt = sum(note.tokens for note in passes if note.phase is Phase.PREFILL)
         if prompt:
@@ -168,24 +152,40 @@ class Watched:
             }
         return found
 
+    def _runs(self, passes: Sequence[PassNote]) -> list[list[PassNote]]:
+        """Stretches of decode steps with nothing in between, of two and more."""
+        runs: list[list[PassNote]] = [[]]
+        for note in passes if self._last_pass is None else (self._last_pass, *passes):
+            before = runs[-1][-1] if runs[-1] else None
+            # what was counted anew, or made again after an error, is no next step
+            if before is not None and note.counters.forward_passes <= before.counters.forward_passes:
+                runs.append([])
+            if note.phase is Phase.DECODE:
+                runs[-1].append(note)
+            else:
+                runs.append([])
+        return [run for run in runs if len(run) > 1]
+
     def _changed_tiers(self) -> list[int]:
         """Pairs of an expert and where it is now, of those that are elsewhere than at the last look."""
-        table, before = self._table, self.tiers
+        table, before, first = self._table, self.tiers, self._first
         now = np.zeros(self._count, np.uint8)
-        ready, staged = list(table.ready), table.staged.copy()
-        for keys, own, low in ((list(table.inflight), COMING, LOW_COMING), (ready, HERE, LOW_HERE)):
-            numbers = [(self._number(key), low if key[2] == LOW else own) for key in keys]
-            if numbers:
-                at, tier = np.array(numbers).T
-                np.maximum.at(now, at, tier.astype(np.uint8))
-        passing = [self._number(key) for key in staged if key[2] != LOW]
+        inflight, ready, staged = list(table.inflight), list(table.ready), list(table.staged)
+        if table.has_low:
+            for keys, low in ((inflight, LOW_COMING), (ready, LOW_HERE)):
+                numbers = [first[key[0]] + key[1] for key in keys if key[2] == LOW]
+                now[numbers] = np.maximum(now[numbers], low)
+            inflight, ready, staged = ([key for key in keys if key[2] != LOW] for keys in (inflight, ready, staged))
+        coming = [first[layer] + expert for layer, expert, _ in inflight]
+        now[coming] = np.maximum(now[coming], COMING)
+        now[[first[layer] + expert for layer, expert, _ in ready]] = HERE
+        passing = [self._number(key) for key in staged]
         now[passing] = np.minimum(now[passing], PASSING)
         self.tiers = now.tobytes()
-        changed = np.flatnonzero(now != np.frombuffer(before, np.uint8))
-        return np.stack([changed, now[changed]], 1).reshape(-1).tolist()  # type: ignore[no-any-return]
+        return _pairs(np.flatnonzero(now != np.frombuffer(before, np.uint8)), now)
 
     def _curve(self) -> dict[str, list[float]]:
-        misses = misses_by_size(np.array(self._uses, np.int64), len(self._uses) // 2)
+        misses = misses_by_size(self._uses, len(self._uses) // 2)
         slots = np.unique(np.linspace(0, len(misses) - 1, CURVE_POINTS).astype(int))
         counted = len(self._uses) - len(self._uses) // 2
         return {"slots": slots.tolist(), "misses": (misses[slots] / counted).round(4).tolist()}
@@ -196,3 +196,9 @@ class Watched:
 
 def _sum(left: Counters, right: Counters) -> Counters:
     return Counters(**{name: value + getattr(right, name) for name, value in vars(left).items()})
+
+
+def _pairs(numbers: np.ndarray, of: np.ndarray) -> list[int]:
+    """[number, what `of` has there, ...]"""
+    found: list[int] = np.stack([numbers, of[numbers]], 1).reshape(-1).tolist()
+    return found

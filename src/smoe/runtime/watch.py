@@ -1,41 +1,34 @@
-"""What an engine does, noted for whoever looks: every layer that was planned, and the moment of every pass.
+"""What an engine does, noted for whoever looks: what befalls each expert, and the moment of every pass.
 
     engine's thread   routed | planned --> note ......... | routed | planned --> note ...
     whoever looks                      ^ `taken`, some times a second, counts (`report/watched.py`)
 
-The engine's thread keeps references and counts nothing; while nobody looks it hears of nothing.
+Experts are noted by numbers that run through all layers, in queues that either thread may touch at any time: nothing of
+a plan is kept, so what the engine throws away stays young, and collecting garbage costs it nothing more. Some 2 us a
+layer; while nobody looks the engine hears of nothing.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from copy import copy
 from typing import NamedTuple
 
 from smoe.expert import ExpertKey
 from smoe.metrics import Counters
+from smoe.policy.plan import DEVICE, FIRST_WORKER, LayerPlan
 from smoe.policy.step import Decision
 from smoe.routing import Phase, Routing
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.observer import Routed, StepObserver
 
-MOST_NOTES = 1 << 14
-"""Beyond so many the oldest are dropped: some 100 tokens that nobody has looked at."""
-
-
-class LayerNote(NamedTuple):
-    """One layer of one pass."""
-
-    routing: Routing
-    """The router's choice."""
-    decision: Decision
-    fetched: Sequence[ExpertKey]
-    """What began to be prefetched since the layer before."""
-    right: Sequence[ExpertKey]
-    """Prefetched, and wanted now."""
-    wrong: Sequence[ExpertKey]
-    """Prefetched, and dropped now."""
+EVENTS = ("decoded", "read", "used", "replaced", "right", "wrong", "by_cpu", "by_worker")
+"""What befalls an expert: a decode step, or another one, used it; a load began, asked for or guessed; a route of its
+was served by another expert or nobody; it was prefetched and wanted, or not; the CPU beside the device, or a worker,
+computed it."""
+_MOST = 1 << 17
+"""Beyond so many of a kind the oldest are dropped: nobody has looked for some hundred tokens."""
 
 
 class PassNote(NamedTuple):
@@ -50,16 +43,16 @@ class PassNote(NamedTuple):
     bytes_read: int
 
 
-Note = LayerNote | PassNote
-
-
 class Watch(StepObserver):
     """Notes on one engine. `begin`, `taken` and `end` may be called by one thread beside the engine's."""
 
-    def __init__(self, executor: LayerExecutor) -> None:
+    def __init__(self, executor: LayerExecutor, first: Mapping[int, int]) -> None:
+        """`first`: the number of each layer's first expert."""
         self._executor = executor
-        self._first = min(executor.compute.store.layers)
-        self._notes: deque[Note] = deque(maxlen=MOST_NOTES)
+        self._first = first
+        self._entry = min(first)
+        self._events = {name: deque[int](maxlen=_MOST) for name in EVENTS}
+        self._passes: deque[PassNote] = deque(maxlen=_MOST)
         self._staged: frozenset[ExpertKey] = frozenset()
         """Copies in staging slots when the layer's router had been heard; what is dropped then was guessed wrong."""
         self._known: frozenset[ExpertKey] = frozenset()
@@ -67,40 +60,61 @@ class Watch(StepObserver):
 
     def begin(self) -> None:
         """Somebody looks."""
-        self._notes.clear()
+        self.taken()
+        self._staged = self._known = frozenset()
         self._executor.observers = [*self._executor.observers, self]  # another list: the engine may go through the old
 
     def end(self) -> None:
         """Nobody looks any more."""
         self._executor.observers = [each for each in self._executor.observers if each is not self]
 
-    def taken(self) -> list[Note]:
-        """All notes since the last time, the oldest first."""
-        notes, found = self._notes, list[Note]()
-        while notes:
-            found.append(notes.popleft())
-        return found
+    def taken(self) -> tuple[dict[str, list[int]], list[PassNote]]:
+        """All since the last time, the oldest first: by kind the experts, layer after layer; and the passes."""
+        return {name: _drained(queue) for name, queue in self._events.items()}, _drained(self._passes)
 
     def routed(self, heard: Routed) -> None:
         self._staged = frozenset(self._executor.table.staged)
 
     def planned(self, routing: Routing, decision: Decision) -> None:
-        if routing.layer == self._first:
+        if routing.layer == self._entry:
             self._note_pass(routing)
-        staged, known = self._staged, self._known
-        if not staged:
-            self._notes.append(LayerNote(routing, decision, (), (), ()))
-            self._known = staged
-            return
-        here = self._executor.table.staged
-        right = [serve.key for serve in decision.plan.serves if serve.key in staged]
-        wrong = [key for key in staged if key not in here]
-        self._notes.append(LayerNote(routing, decision, [key for key in staged if key not in known], right, wrong))
-        self._known = staged.intersection(here).difference(right)
-        self._staged = frozenset()
+        plan, first, events = decision.plan, self._first[routing.layer], self._events
+        used = "decoded" if routing.phase is Phase.DECODE else "used"
+        events[used].extend([first + serve.key[1] for serve in plan.serves])
+        if plan.loads:
+            events["read"].extend([first + load.key[1] for load in plan.loads])
+        if self._executor.compute.units:
+            self._note_units(plan, first)
+        if decision.routing.top_k_index is not routing.top_k_index:
+            for chosen, got in zip(routing.top_k_index, decision.routing.top_k_index, strict=True):
+                events["replaced"].extend([first + a for a, b in zip(chosen, got, strict=True) if a != b])
+        if self._staged:
+            self._note_guesses(plan)
+        else:
+            self._known = self._staged
 
     def _note_pass(self, routing: Routing) -> None:
         executor, none = self._executor, routing.experts
         tokens = sum(min(chosen) != none for chosen in routing.top_k_index)
         read = executor.arrivals.transfers.bytes_read
-        self._notes.append(PassNote(executor.now(), routing.phase, tokens, copy(executor.counters), read))
+        self._passes.append(PassNote(executor.now(), routing.phase, tokens, copy(executor.counters), read))
+
+    def _note_units(self, plan: LayerPlan, first: int) -> None:
+        for serve in plan.serves:
+            if serve.unit != DEVICE:
+                self._events["by_cpu" if serve.unit < FIRST_WORKER else "by_worker"].append(first + serve.key[1])
+
+    def _note_guesses(self, plan: LayerPlan) -> None:
+        """What has begun to be prefetched, what of it is wanted now, and what has just been dropped."""
+        staged, here = self._staged, self._executor.table.staged
+        right = [serve.key for serve in plan.serves if serve.key in staged]
+        wrong = [key for key in staged if key not in here]
+        begun = [key for key in staged if key not in self._known]
+        for name, keys in (("read", begun), ("right", right), ("wrong", wrong)):
+            self._events[name].extend([self._first[key[0]] + key[1] for key in keys])
+        self._known = staged.intersection(here).difference(right)
+        self._staged = frozenset()
+
+
+def _drained(queue: deque) -> list:  # type: ignore[type-arg]
+    return [queue.popleft() for _ in range(len(queue))]

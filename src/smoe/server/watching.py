@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
@@ -48,12 +49,19 @@ class Watching:
         `is_over`: whether nobody is told anything any more."""
         self.looks = 0
         """Made so far."""
+        self.has_begun = threading.Event()
+        """Set once somebody has looked."""
         self._watched, self._about, self._state, self._is_over = watched, about, state, is_over
         self._queues: set[asyncio.Queue[bytes | None]] = set()
         self._task: asyncio.Task[None] | None = None
         self._said: deque[str] = deque()
         self._text = ""
         self._told: dict[str, Any] = {}
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether anybody looks."""
+        return bool(self._queues)
 
     def say(self, text: str) -> None:
         """More of a text that is shown in the place of a chat; from any thread."""
@@ -67,6 +75,7 @@ class Watching:
             self._task = asyncio.create_task(self._look_on())
         self._look()  # the others are told by now what this one is told as a whole
         self._queues.add(queue)
+        self.has_begun.set()
         model, whole = event(self._about | self._watched.described(), "model"), event(self._whole(), "look")
         try:
             yield model

@@ -1,0 +1,71 @@
+"""The page beside a run of the command line: on this machine alone, on a thread of its own, as long as the run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from smoe.report.watched import Watched
+from smoe.runtime.engine import Engine
+from smoe.server.guard import Guard
+from smoe.server.listening import address_of, bound
+from smoe.server.settings import ServerConfig
+from smoe.server.watching import LOOK_SECONDS, Watching, add_page
+
+_START_SECONDS = 10.0
+
+
+class Beside:
+    """A page that shows one run."""
+
+    def __init__(self, address: str, watching: Watching) -> None:
+        self.address = address
+        self.watching = watching
+
+    def say(self, text: str) -> None:
+        """More of the run's text."""
+        self.watching.say(text)
+
+    def wait(self, seconds: float) -> bool:
+        """Until somebody looks; False where nobody has within so many seconds."""
+        return self.watching.has_begun.wait(seconds)
+
+
+@contextmanager
+def shown(engine: Engine, name: str, port: int = 0) -> Iterator[Beside]:
+    """Inside, the engine is shown at `address`; afterwards those who look are told that the run is over.
+
+    Raises `ConfigError` where the port is taken.
+    """
+    config, phase = ServerConfig(port=port), {"running": 1}
+    is_over = threading.Event()
+    about = {"name": name, "talks": None, "context": engine.context_tokens}
+    watching = Watching(Watched(engine), about, lambda: dict(phase), is_over.is_set)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    guarded = Guard(app, config, frozenset(add_page(app, watching)), lambda path, status: None)
+    with bound(config) as door:
+        settings = uvicorn.Config(guarded, log_config=None, access_log=False, lifespan="off", server_header=False)
+        server = uvicorn.Server(settings)
+        thread = threading.Thread(target=server.run, args=([door],), name="smoe-page", daemon=True)
+        thread.start()
+        try:
+            _wait_until_started(server)
+            yield Beside(address_of(door), watching)
+        finally:
+            phase |= {"running": 0, "over": 1}
+            if watching.is_watched:
+                time.sleep(3 * LOOK_SECONDS)  # a look that tells the end
+            is_over.set()
+            server.should_exit = True
+            thread.join(_START_SECONDS)
+
+
+def _wait_until_started(server: uvicorn.Server) -> None:
+    end = time.monotonic() + _START_SECONDS
+    while not server.started and time.monotonic() < end:
+        time.sleep(0.01)
