@@ -16,7 +16,9 @@ def drawn(count: int, different: int, seed: int) -> list[int]:
     return [min(int(chance.expovariate(4 / different)), different - 1) for _ in range(count)]
 
 
-@pytest.mark.parametrize(("count", "different"), [(0, 1), (1, 1), (2, 1), (2, 2), (7, 3), (64, 9), (333, 40), (1000, 700)])
+@pytest.mark.parametrize(
+    ("count", "different"), [(0, 1), (1, 1), (2, 1), (2, 2), (7, 3), (64, 9), (333, 40), (1000, 700)]
+)
 def test_distances_are_places_in_the_stack(count: int, different: int) -> None:
     keys, stack, expected = drawn(count, different, count), list[int](), []
     for key in keys:

@@ -23,6 +23,7 @@ from smoe.server.problem import ApiError, problem_of
 from smoe.server.responses import Responses
 from smoe.server.serving import Serving
 from smoe.server.watching import Watching, add_page
+
 _CLIENT_LEFT = 499
 _UNKNOWN = "(other)"
 

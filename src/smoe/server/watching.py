@@ -3,7 +3,8 @@
     /        the page: files of `page/`, nothing from anywhere else
     /watch   server-sent events: `model` once (what does not change), then `look`, up to ten a second (what has)
 
-One look serves all who look; while nobody does, the engine is not watched.
+One look serves all who look; while nobody does, the engine is not watched. A look is one call of the server's loop and
+another for each who looks: every time that this thread goes on, the engine's may have to wait for it to get a core.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Watching:
         """Set once somebody has looked."""
         self._watched, self._about, self._state, self._is_over = watched, about, state, is_over
         self._queues: set[asyncio.Queue[bytes | None]] = set()
-        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._quiet = 0
+        """Looks since something was told."""
         self._said: deque[str] = deque()
         self._text = ""
         self._told: dict[str, Any] = {}
@@ -72,7 +75,7 @@ class Watching:
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_BEHIND)
         if not self._queues:
             self._watched.begin()
-            self._task = asyncio.create_task(self._look_on())
+            self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look_on)
         self._look()  # the others are told by now what this one is told as a whole
         self._queues.add(queue)
         self.has_begun.set()
@@ -81,18 +84,15 @@ class Watching:
             yield model
             yield whole
             while True:
-                try:
-                    data = await asyncio.wait_for(queue.get(), PATIENCE_SECONDS)
-                except asyncio.TimeoutError:
-                    data = STILL_HERE
+                data = await queue.get()
                 if data is None:
                     return
                 yield data
         finally:
             self._queues.discard(queue)
-            if not self._queues and self._task is not None:
-                self._task.cancel()
-                self._task = None
+            if not self._queues and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
                 self._watched.end()
 
     def _whole(self) -> dict[str, Any]:
@@ -100,15 +100,21 @@ class Watching:
         tiers = [pair for place in enumerate(self._watched.tiers) for pair in place if place[1]]
         return {"tiers": tiers} | self._told | ({"text": self._text} if self._text else {})
 
-    async def _look_on(self) -> None:
+    def _look_on(self) -> None:
         try:
-            while not self._is_over():
-                await asyncio.sleep(LOOK_SECONDS)
-                self._look()
+            self._look()
         except Exception:
             _log.exception("the engine can no longer be watched; nothing else is touched by that")
+            self._tell(None)
+            return
+        if self._is_over():
+            self._tell(None)
+        else:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look_on)
+
+    def _tell(self, data: bytes | None) -> None:
         for queue in self._queues:
-            _put(queue, None)
+            _put(queue, data)
 
     def _look(self) -> None:
         """One look, told to all who are there."""
@@ -121,10 +127,10 @@ class Watching:
         if said:
             self._text += said
             found["text"] = said
-        if found:
-            data = event(found, "look")
-            for queue in self._queues:
-                _put(queue, data)
+        self._quiet += 1
+        if found or self._quiet * LOOK_SECONDS >= PATIENCE_SECONDS:
+            self._quiet = 0
+            self._tell(event(found, "look") if found else STILL_HERE)
 
 
 def _put(queue: asyncio.Queue[bytes | None], data: bytes | None) -> None:

@@ -10,7 +10,7 @@ export class Chat {
     Object.assign(this, { title, log, form, prompt, send, stop, anew, tokens, temperature, settings, onRefused });
     this.messages = [];
     this.running = null;
-    this.talks = null;
+    this.talks = undefined; // nothing has been said of it
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.submit();

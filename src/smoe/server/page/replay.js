@@ -80,7 +80,9 @@ export class Replay {
     this.due -= steps;
     if (steps) this.onLook(this.go(Math.min(this.trace.steps, this.next + steps)));
     this.say();
-    if (this.next >= this.trace.steps) this.pause();
+    if (this.next < this.trace.steps) return;
+    this.pause();
+    this.onLook({ curve: this.curve() });
   }
 
   /** What happens up to a step. */

@@ -1,0 +1,257 @@
+"""The page in a real browser: Chromium, where there is one.
+
+Would catch a script that the page's own policy stops, an answer that is drawn as markup, a stop that does not stop, a
+page that is wider than a phone, a map that shows other experts than are there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from smoe import from_pretrained
+from smoe.server.beside import shown
+from smoe.trace.recorder import recording
+from tests import oracle
+from tests.server.conftest import ENDLESS, Running, eventually, served
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+PATIENCE = 60_000
+
+
+class Browsing:
+    """Pages of one browser, and what they complained about."""
+
+    def __init__(self, browser: Any) -> None:
+        self._browser = browser
+        self.complaints: list[str] = []
+
+    def open(self, url: str, width: int = 1280, height: int = 900, **options: Any) -> Any:
+        page = self._browser.new_context(viewport={"width": width, "height": height}, **options).new_page()
+        page.set_default_timeout(PATIENCE)
+        page.on(
+            "console", lambda said: self.complaints.append(said.text) if said.type in ("error", "warning") else None
+        )
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.goto(url)
+        page.locator("#legend li").first.wait_for()
+        return page
+
+    def close(self) -> None:
+        for context in self._browser.contexts:
+            context.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as started:
+        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def browsing(browser: Any) -> Iterator[Browsing]:
+    found = Browsing(browser)
+    yield found
+    found.close()
+    assert found.complaints == []
+
+
+@pytest.fixture(scope="module")
+def long_running(demo_tokenizer: Any) -> Iterator[Running]:
+    """The embedded model with all the room that it was made for; its end token does not come."""
+    model = from_pretrained("demo", memory="30MiB", context_tokens=1024)
+    with model.offload, served(model, demo_tokenizer) as running:
+        yield running
+
+
+def say(page: Any, text: str, tokens: int) -> None:
+    if not page.locator("#tokens").is_visible():
+        page.locator("#settings summary").click()
+    page.fill("#tokens", str(tokens))
+    page.fill("#temperature", "0")
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+
+
+def test_an_answer_streams_and_the_map_moves(running: Running, browsing: Browsing) -> None:
+    page = browsing.open(running.url)
+    assert page.title() == "demo – smoe" and page.inner_text("#state") == "idle"
+    say(page, "Who went to the park?", 60)
+    page.locator("#stop").wait_for()
+    page.locator(".turn.assistant .words:not(:empty)").wait_for()
+    page.locator(".turn.assistant .by").wait_for()
+    expected = running.chat("Who went to the park?", max_tokens=60).choices[0].message.content
+    assert page.inner_text(".turn.assistant .words").strip() == expected.strip()
+    assert page.locator("#send").is_visible() and not page.locator("#stop").is_visible()
+    assert float(page.inner_text("#speed")) > 0 and "%" in page.inner_text("#hits")
+    assert page.locator("#time-legend li").count() > 1 and page.locator("#memory-legend li").count() > 3
+    page.locator("#curve svg polyline").wait_for()
+
+
+def test_stop_stops(long_running: Running, browsing: Browsing) -> None:
+    page = browsing.open(long_running.url)
+    page.route("**/v1/chat/completions", lambda route: route.continue_(post_data=_endless(route.request)))
+    say(page, "Tell me a story.", 900)
+    page.locator(".turn.assistant .words:not(:empty)").wait_for()
+    page.click("#stop")
+    page.locator(".turn.assistant .by:has-text('stopped')").wait_for()
+    eventually(lambda: long_running.serving.running == 0)
+    page.locator("#state:has-text('idle')").wait_for()
+    say(page, "Go on.", 5)
+    page.locator(".turn.assistant .by").nth(1).wait_for()
+    assert page.locator(".turn.user").count() == 2
+
+
+def test_a_thousand_tokens(long_running: Running, browsing: Browsing) -> None:
+    """As long as the embedded model can: the log scrolls along, and the end is the end of the text."""
+    page = browsing.open(long_running.url)
+    page.route("**/v1/chat/completions", lambda route: route.continue_(post_data=_endless(route.request)))
+    say(page, "Tell me a long story.", 990)
+    page.locator(".turn.assistant .by").wait_for()
+    assert "990 tokens" in page.inner_text(".turn.assistant .by")
+    log = page.locator("#log")
+    assert log.evaluate("log => log.scrollHeight - log.scrollTop - log.clientHeight") < 60
+    assert len(page.inner_text(".turn.assistant .words")) > 2000
+
+
+def _endless(request: Any) -> Any:
+    return {**request.post_data_json, "logit_bias": ENDLESS}
+
+
+def test_what_comes_is_text_and_never_markup(running: Running, browsing: Browsing) -> None:
+    page = browsing.open(running.url)
+    evil = '<img src=x onerror="document.title=1"><b>bold</b>'
+    pieces = "".join(f'data: {{"choices":[{{"delta":{{"content":{part}}}}}]}}\n\n' for part in _json_parts(evil))
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=200, body=pieces + "data: [DONE]\n\n"))
+    say(page, evil, 5)
+    page.locator(".turn.assistant .by").wait_for()
+    assert page.inner_text(".turn.assistant .words") == page.inner_text(".turn.user .words") == evil
+    assert page.locator("#log img").count() == page.locator("#log b").count() == 0
+
+
+def _json_parts(text: str) -> list[str]:
+    return [json.dumps(text[n : n + 7]) for n in range(0, len(text), 7)]
+
+
+def test_a_refusal_is_told(running: Running, browsing: Browsing) -> None:
+    page = browsing.open(running.url)
+    say(page, "word " * 2000, 5)
+    told = page.locator(".turn.problem")
+    told.wait_for()
+    assert "384" in told.inner_text() and told.get_attribute("role") == "alert"
+    assert browsing.complaints and all("400" in each for each in browsing.complaints)
+    browsing.complaints.clear()  # the browser notes every refusal
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 768, 1600])
+def test_it_fits_and_can_be_read(width: int, scheme: str, running: Running, browsing: Browsing) -> None:
+    page = browsing.open(running.url, width=width, height=740, color_scheme=scheme, device_scale_factor=2)
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    light = page.evaluate("() => getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)[0] > 128")
+    assert light is (scheme == "light")
+    for name in ("#send", "#prompt", "#open-trace", "#map"):
+        box = page.locator(name).bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= width + 0.5, name
+        assert box["height"] >= 24, f"{name} can be hit"
+
+
+def test_the_keyboard_is_enough(running: Running, browsing: Browsing) -> None:
+    """From the head to the chat to the map, in the order of the page; on the map arrows go from expert to expert."""
+    page = browsing.open(running.url)
+    order = []
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        order.append(page.evaluate("() => document.activeElement.id || document.activeElement.tagName"))
+        if order[-1] == "map":
+            break
+    assert [name for name in order if name in ("open-trace", "prompt", "send", "map")] == [
+        "open-trace",
+        "prompt",
+        "send",
+        "map",
+    ]
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+        page.keyboard.press(key)
+    assert page.inner_text("#tip").startswith("Layer 1, expert 1:")
+    page.keyboard.press("Escape")
+    assert page.inner_text("#tip") == ""
+    unlabelled = page.evaluate(
+        "() => [...document.querySelectorAll('input, textarea, button, canvas[tabindex]')]"
+        ".filter(e => !(e.labels?.length || e.ariaLabel || e.getAttribute('aria-labelledby') || e.textContent.trim()))"
+        ".map(e => e.id)"
+    )
+    assert unlabelled == []
+
+
+def test_the_map_names_what_is_under_the_pointer(running: Running, browsing: Browsing) -> None:
+    running.chat(max_tokens=4)
+    page = browsing.open(running.url)
+    table = running.serving.engine.executor.table
+    layer, expert, _ = min(key for key in table.ready if key not in table.staged)
+    layers = sorted(running.serving.engine.store.layers)
+    box = page.locator("#map").bounding_box()
+    across = int(box["width"] / 64)
+    down = box["height"] / len(layers)
+    page.mouse.move(box["x"] + (expert + 0.5) * across, box["y"] + (layers.index(layer) + 0.5) * down)
+    page.locator("#tip:not(:empty)").wait_for()
+    assert page.inner_text("#tip").startswith(f"Layer {layer}, expert {expert}: in memory.")
+
+
+def test_a_key_is_asked_for(demo: PreTrainedModel, demo_tokenizer: Any, browser: Any) -> None:
+    with served(demo, demo_tokenizer, api_key="a-key") as running:
+        page = browser.new_context().new_page()
+        page.goto(running.url)
+        page.fill("#key", "a-key")
+        page.press("#key", "Enter")
+        page.locator("#legend li").first.wait_for()
+        assert not page.locator("#key-form").is_visible()
+        say(page, "Hello", 3)
+        page.locator(".turn.assistant .by").wait_for()
+        page.context.close()
+
+
+def test_a_trace_is_replayed(running: Running, browsing: Browsing, demo: PreTrainedModel, tmp_path: Path) -> None:
+    """A cache of the size that is chosen: with room for everything, all that was used is there in the end."""
+    model = demo
+    path = tmp_path / "run.trace"
+    with recording(model, path):
+        model.generate(oracle.PROMPT, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    page = browsing.open(running.url)
+    page.set_input_files("#trace-file", str(path))
+    page.locator("#replay").wait_for()
+    page.locator("#replay-share").evaluate("e => { e.value = 100; e.dispatchEvent(new Event('input')); }")
+    page.locator("#replay-speed").evaluate("e => { e.value = 9; e.dispatchEvent(new Event('input')); }")
+    page.locator("#replay-play:has-text('Play')").wait_for()
+    assert page.inner_text("#replay-at-said") == "20 of 20"
+    assert "all fit in memory" in page.inner_text("#map-sub")
+    page.locator("#curve svg polyline").wait_for()
+    page.click("#replay-end")
+    assert not page.locator("#replay").is_visible() and "fit in memory" in page.inner_text("#map-sub")
+    junk = tmp_path / "junk.trace"
+    junk.write_bytes(b"no trace at all" * 100)
+    page.set_input_files("#trace-file", str(junk))
+    page.locator("#tip:has-text('is no trace')").wait_for()
+
+
+def test_a_run_of_the_command_line_is_shown(
+    toy: Callable[..., Path], open_model: Callable[..., Any], browsing: Browsing
+) -> None:
+    model = open_model(toy("qwen3_moe"), "half")
+    with shown(model.offload, "toy") as run:
+        page = browsing.open(run.address)
+        run.say("Once upon")
+        model.generate(oracle.PROMPT, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        page.locator("#log:has-text('Once upon')").wait_for()
+        assert not page.locator("#ask").is_visible()
+    page.locator("#state:has-text('the run has ended')").wait_for()
