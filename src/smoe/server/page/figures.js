@@ -142,7 +142,7 @@ export class Figures {
     for (const size of [0.25, 0.5, 0.75, 1].map((part) => Math.round(part * most))) {
       svg.append(words(x(size), height - 30, this.model.expert_bytes ? fits(size) : size, size === most ? "end" : "middle"));
     }
-    svg.append(words(left, height - 30, "0"), words(width - 10, height - 8, "room for experts", "end"), words(left + 6, top + 16, "of the uses missed"));
+    svg.append(words(left, height - 30, "0"), words(width - 10, height - 8, "room for experts", "end"), words(width - 10, top + 16, "of the uses missed", "end"));
     svg.append(draw("polyline", { class: "line", points: slots.map((size, n) => `${x(size).toFixed(1)},${y(misses[n]).toFixed(1)}`).join(" ") }));
     svg.append(draw("line", { class: "now", x1: x(now), x2: x(now), y1: y(0), y2: y(1) }));
     if (this.hits !== null) svg.append(draw("circle", { cx: x(now), cy: y(1 - this.hits), r: 5 }));
