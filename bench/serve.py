@@ -288,7 +288,7 @@ def _together(server: Server, prompts: Sequence[str], tokens: int) -> list[Strea
 def _by_engine(options: argparse.Namespace, more: Sequence[str]) -> dict[str, dict[str, float]]:
     """{way: {clients: tokens a second}} in a process of its own."""
     words = [options.model, "--memory", options.memory, "--context", str(options.context), "--here", *more]
-    words += [word for each in options.set for word in ("--set", each)]
+    words += _settings(options)
     done = subprocess.run([sys.executable, "-m", "bench.serve", *words], stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

@@ -25,8 +25,9 @@ from bench.gpu.link import link_rates
 from bench.widen import widen
 from smoe.benchmark.ablation import DEVICE_ABLATIONS, PROMPT_TOKENS, TIMED_TOKENS, WARM_TOKENS, ablate
 from smoe.config import EngineConfig
+from smoe.load.device import choose_device
 from smoe.load.ledger import demand_of, open_store
-from smoe.load.pretrained import choose_device, load
+from smoe.load.pretrained import load
 from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.files import fetch
 from smoe.models.read_spec import read_spec

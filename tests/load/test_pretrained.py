@@ -14,7 +14,6 @@ from smoe import from_pretrained
 from smoe.compute.expert_math import ExpertMath
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.kernels.spinning_pool import is_supported
-from smoe.load import pretrained
 from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
 from smoe.models.experts import is_experts
@@ -30,11 +29,11 @@ Open = Callable[..., PreTrainedModel]
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert pretrained.choose_device(configure(device="cuda:1")) == torch.device("cuda:1")
+    assert choose_device(configure(device="cuda:1")) == torch.device("cuda:1")
     with pytest.raises(
         ConfigError, match="`device` is 'cuda:2'; choose one of: cpu, cuda:0, cuda:1, emulated"
     ) as error:
-        pretrained.choose_device(configure(device="cuda:2"))
+        choose_device(configure(device="cuda:2"))
     assert error.value.facts["setting"] == "device"
 
 

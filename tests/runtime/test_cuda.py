@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from smoe import from_pretrained
 from smoe.expert import EXACT
+from smoe.load.device import choose_device
 from smoe.load.ledger import demand_of, open_store
-from smoe.load.pretrained import choose_device
 from smoe.memory.link import CudaLink
 from smoe.memory.movers import HostMover
 from smoe.memory.page_lock import CudaRegistry

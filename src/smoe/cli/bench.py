@@ -133,7 +133,8 @@ def _ablate(
     from smoe.cli.ablation import print_table
     from smoe.cli.console import gives_json, is_quiet, print_json, progress, warn
     from smoe.cli.interrupts import exit_code
-    from smoe.load.pretrained import choose_device, load
+    from smoe.load.device import choose_device
+    from smoe.load.pretrained import load
 
     if name not in ABLATIONS:
         raise ConfigError.no_choice("ablation", name, ABLATIONS)

@@ -243,7 +243,7 @@ def _of_shadow(config: EngineConfig, name: str) -> EngineConfig:
 def _check_room(model: str, revision: str | None, configs: dict[str, EngineConfig]) -> None:
     """Raise `ConfigError` where a pack is missing, or the shadows are larger than what is free; say what they take."""
     from smoe.cli.console import note
-    from smoe.load.pretrained import choose_device
+    from smoe.load.device import choose_device
     from smoe.machine.available_memory import free_device_bytes, less_margin
     from smoe.models.checkpoint import whole_checkpoint
     from smoe.models.read_spec import read_spec

@@ -31,7 +31,7 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.keeping import Keeping
     from smoe.eval.tournament import hold, tokens_of
-    from smoe.load.pretrained import choose_device
+    from smoe.load.device import choose_device
     from smoe.load.winners import CHOICES, remember, where
     from smoe.models.files import fetch
     from smoe.models.read_spec import read_spec

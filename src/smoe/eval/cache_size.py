@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
+from smoe.load.device import choose_device
 from smoe.load.ledger import make_ledger
-from smoe.load.pretrained import choose_device
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Ledger
 

@@ -18,6 +18,7 @@ from smoe.errors import ConfigError
 from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble
 from smoe.load.clustered import check_cluster
+from smoe.load.device import choose_device
 from smoe.load.host_slots import reads_directly
 from smoe.load.known import known_of
 from smoe.load.ledger import make_ledger, open_store, share_beside
@@ -165,32 +166,3 @@ def _settled_reads(
     spare = free_device_bytes(device)[0] - ledger.budget_bytes
     is_direct = reads_directly(config, sum(store.total_bytes for store in stores), spare)
     return replace(config, direct_io="on" if is_direct else "off")
-
-
-def choose_device(config: EngineConfig) -> torch.device:
-    """The device asked for, else the first GPU, else the CPU."""
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.device == EMULATED:
-        return torch.device("cpu")
-    try:
-        device = torch.device(config.device)
-    except RuntimeError as error:
-        raise _no_device(config.device) from error
-    if device.type not in ("cpu", "cuda"):
-        raise _no_device(config.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"`device` is {config.device}, and no CUDA device is usable here; leave `device` out to run on the CPU",
-            setting="device",
-            given=config.device,
-            allowed="cpu or emulated on this machine",
-        )
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        allowed = ", ".join(f"cuda:{number}" for number in range(torch.cuda.device_count()))
-        raise ConfigError.no_choice("device", config.device, ["cpu", allowed, "emulated"])
-    return device
-
-
-def _no_device(given: str) -> ConfigError:
-    return ConfigError.out_of_bounds("device", given, "auto, cpu, cuda, a numbered GPU such as cuda:1, or emulated")

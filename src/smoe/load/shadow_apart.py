@@ -12,6 +12,7 @@ import torch
 from smoe.bounds import DEFAULT_SHADOW, DEPARTURE
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError, ClusterError, ConfigError
+from smoe.load.device import choose_device
 from smoe.load.shadow import check_shadow, planned_shadow
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.models.checkpoint import whole_checkpoint
@@ -83,8 +84,6 @@ class ShadowFiles:
     def open(self, wanted: Mapping[str, Any], on_said: Callable[[Step, Expected], None]) -> ReadAlong:
         """A copy of the model by main's settings, all of it in memory. Raises `ClusterError` for settings that main
         cannot mean, `ConfigError` where there is no such pack, `BudgetError` where it does not fit."""
-        from smoe.load.pretrained import choose_device
-
         config = _config_of(wanted)
         spec, device = read_spec(self._model, config), choose_device(config)
         planned = planned_shadow(self._checkpoint, spec, config, device)

@@ -21,8 +21,8 @@ from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.load.assembly import predictor_name
+from smoe.load.device import choose_device
 from smoe.load.ledger import make_ledger, open_if_here, share_beside
-from smoe.load.pretrained import choose_device
 from smoe.load.winners import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at
