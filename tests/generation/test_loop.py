@@ -144,6 +144,29 @@ def test_a_text_that_is_gone_on_with_is_not_read_again(toy: Callable[..., Path],
     assert again.new_ids == reference(folder, conversation, 4)
 
 
+def test_conversations_that_begin_alike_keep_their_rows(toy: Callable[..., Path], open_model: Open) -> None:
+    """As all do that a chat template has written: three of them in turn, on four rows; of a fifth and sixth the one
+    that nobody has wanted longest goes."""
+    folder = toy("mixtral")
+    loop = DecodeLoop(open_model(folder, "half", max_sequences=4), NoText())
+    texts = [[7, 8, 9 + n, *range(20 + n, 30 + n)] for n in range(6)]
+
+    def ask(n: int) -> int:
+        request, _ = asked(texts[n], 3)
+        loop.hand_in(request)
+        loop.run(until_idle=True)
+        assert request.new_ids == reference(folder, texts[n], 3)
+        texts[n] = [*texts[n], *request.new_ids, 40, 41]
+        return request.reused_tokens
+
+    assert [ask(n) for n in (0, 1, 2)] == [0, 2, 2]
+    for _ in range(2):
+        known = [len(text) - 3 for text in texts[:3]]  # two tokens are the question, the one before was not computed
+        assert [ask(n) for n in (0, 1, 2)] == known
+    assert [ask(n) for n in (3, 4)] == [2, 2]  # the fourth row, then the first conversation's
+    assert ask(1) > 10 and ask(0) == 2
+
+
 def test_texts_share_a_beginning_that_is_still_in_use(toy: Callable[..., Path], open_model: Open) -> None:
     """As the answers to one question do."""
     folder = toy("mixtral")

@@ -14,6 +14,7 @@ from smoe import from_pretrained
 from smoe.compute.expert_math import ExpertMath
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.kernels.spinning_pool import is_supported
+from smoe.load.device import choose_device
 from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
 from smoe.models.experts import is_experts

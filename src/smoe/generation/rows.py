@@ -60,23 +60,29 @@ class Rows:
         return max(self._common(ids))
 
     def take(self, ids: Sequence[int]) -> tuple[int, int]:
-        """A free row for this prompt, and how many of its tokens are there already, one short of all at most."""
+        """A free row for this prompt, and how many of its tokens are there already, one short of all at most.
+
+        A row's text that it goes on with is taken over. Of one that it only begins like, such as another conversation
+        by the same template, the beginning is copied, to an empty row or that of the text nobody has wanted longest.
+        """
         self._turns += 1
         free = [row for row, is_taken in enumerate(self._is_taken) if not is_taken]
         common = self._common(ids)
-        row = max(free, key=lambda row: (common[row], not self._ids[row], -self._used[row]))
-        best = max(range(len(common)), key=lambda each: (common[each], each == row))
+        best = max(range(len(common)), key=lambda row: (common[row], not self._is_taken[row]))
+        row = best
+        if self._is_taken[best] or 2 * common[best] < len(self._ids[best]):
+            row = min(free, key=lambda row: (bool(self._ids[row]), self._used[row]))
         if self._texts is not None:
-            if common[best] > common[row]:
+            if row != best:
                 self._texts.copy(best, row, common[best])
                 self._ids[row] = self._ids[best][: common[best]]
-            self._texts.rewind(row, common[best])
+                common[row] = common[best]
+            self._texts.rewind(row, common[row])
         elif not common[row]:
             self._alone[row].reset()
-        kept = common[best] if self._texts is not None else common[row]
-        del self._ids[row][kept:]
+        del self._ids[row][common[row] :]
         self._is_taken[row], self._used[row] = True, self._turns
-        return row, kept
+        return row, common[row]
 
     def _common(self, ids: Sequence[int]) -> list[int]:
         """Of every row, how many tokens a prompt has in common with its text, one short of all at most."""
