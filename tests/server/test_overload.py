@@ -134,10 +134,19 @@ def test_a_server_that_ends_lets_answers_finish(demo: Any, demo_tokenizer: Any) 
         eventually(lambda: running.serving.state == "ending")
         with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
             running.chat()
+        eventually(lambda: bool(running.told))
+        assert running.told == ["ending: 1 answer under way has up to 60 s; Ctrl-C again ends them now"]
         texts += [chunk.choices[0].delta.content for chunk in stream]
         assert "".join(filter(None, texts)) == expected
         running.thread.join(60)
         assert not running.thread.is_alive()
+
+
+def test_a_server_that_has_nothing_to_finish_says_nothing(demo: Any, demo_tokenizer: Any) -> None:
+    with served(demo, demo_tokenizer) as running:
+        assert running.chat().choices
+        eventually(lambda: running.serving.running == 0)
+    assert not running.told
 
 
 def test_what_has_not_finished_by_then_is_told_so(demo: Any, demo_tokenizer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -122,7 +123,7 @@ def command(server: ServerOptions, engine: EngineOptions, model: Model = "demo",
         door.listen()  # before anybody is told of it: who comes before the server looks waits a moment
         try:
             note(f"serving {name} at {address_of(door)}/v1 (Ctrl-C ends it)", is_asked=True)
-            Server(serving).run([door])
+            Server(serving, partial(note, is_asked=True)).run([door])
         finally:
             serving.close()
 

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -61,7 +62,8 @@ def address_of(door: socket.socket) -> str:
 class Server(uvicorn.Server):
     """uvicorn, which drains before it ends. `run` returns when it has, or raises what a signal raises here."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, tell: Callable[[str], None] = _log.warning) -> None:
+        """`tell`: how whoever started it is told what they should know at once."""
         super().__init__(
             uvicorn.Config(
                 make_app(serving),
@@ -73,7 +75,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(serving.config.drain_seconds) + _LAST_SECONDS,
             )
         )
-        self._serving = serving
+        self._serving, self._tell = serving, tell
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal; the second one ends what is left."""
@@ -88,7 +90,9 @@ class Server(uvicorn.Server):
         serving.end_soon()
         under_way, seconds = serving.running + serving.waiting, serving.config.drain_seconds
         if under_way:
-            _log.warning("ending: %d texts may go on for %g s; Ctrl-C once more ends them now", under_way, seconds)
+            answers = "1 answer" if under_way == 1 else f"{under_way} answers"
+            verb = "has" if under_way == 1 else "have"
+            self._tell(f"ending: {answers} under way {verb} up to {seconds:g} s; Ctrl-C again ends them now")
         deadline = asyncio.get_running_loop().call_later(seconds, serving.end_now)
         try:
             await super().shutdown(sockets)
