@@ -9,6 +9,7 @@ a second Ctrl-C                at once
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -42,7 +43,10 @@ def bound(config: ServerConfig) -> socket.socket:
             door.close()
             raise
     except (OSError, UnicodeError) as error:
-        about = "host" if isinstance(error, (socket.gaierror, UnicodeError)) else "port"
+        is_of_the_host = (
+            isinstance(error, (socket.gaierror, UnicodeError)) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
+        )
+        about = "host" if is_of_the_host else "port"
         why = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             f"cannot listen at `host` {config.host}, `port` {config.port}: {why}; give another `{about}`",
