@@ -88,7 +88,7 @@ def served(model: PreTrainedModel, tokenizer: Any, **config: Any) -> Iterator[Ru
         serving = Serving(model, tokenizer, "demo", settings)
         serving.start()
         told: list[str] = []
-        server = Server(serving, told.append)
+        server = Server(serving, told.append, told.append)
         thread = threading.Thread(target=server.run, args=([door],))
         url = address_of(door)
         thread.start()

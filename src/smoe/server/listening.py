@@ -66,11 +66,13 @@ def address_of(door: socket.socket) -> str:
 class Server(uvicorn.Server):
     """uvicorn, which drains before it ends. `run` returns when it has, or raises what a signal raises here."""
 
-    def __init__(self, serving: Serving, tell: Callable[[str], None] = _log.warning) -> None:
-        """`tell`: how whoever started it is told what they should know at once."""
+    def __init__(
+        self, serving: Serving, tell: Callable[[str], None] = _log.warning, warn: Callable[[str], None] = _log.warning
+    ) -> None:
+        """`tell` and `warn`: how whoever started it is told what they should know at once."""
         super().__init__(
             uvicorn.Config(
-                make_app(serving),
+                make_app(serving, warn),
                 log_config=None,
                 access_log=False,
                 server_header=False,
