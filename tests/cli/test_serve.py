@@ -88,6 +88,7 @@ def test_a_key_from_the_environment(run: Run) -> None:
         (["--drain", "-1"], "--drain is"),
         (["--allow-origin", "chat.example"], "--allow-origin"),
         (["--host", "not.a.host.invalid", "--no-auth"], "--host"),
+        (["--host", "192.0.2.1", "--no-auth"], "give another --host"),  # for documents: no machine has it
         (["--name", ""], "--name"),
     ],
 )

@@ -49,6 +49,8 @@ class Running(NamedTuple):
     serving: Serving
     server: Server
     thread: threading.Thread
+    told: list[str]
+    """What whoever started it was told."""
 
     def http(self, method: str, path: str, body: Any = None, **headers: str) -> Answered:
         """One request as it is: `body` is bytes, or what becomes JSON."""
@@ -85,7 +87,8 @@ def served(model: PreTrainedModel, tokenizer: Any, **config: Any) -> Iterator[Ru
     with bound(settings) as door:
         serving = Serving(model, tokenizer, "demo", settings)
         serving.start()
-        server = Server(serving)
+        told: list[str] = []
+        server = Server(serving, told.append, told.append)
         thread = threading.Thread(target=server.run, args=([door],))
         url = address_of(door)
         thread.start()
@@ -93,7 +96,7 @@ def served(model: PreTrainedModel, tokenizer: Any, **config: Any) -> Iterator[Ru
             eventually(lambda: server.started)
             key = settings.api_key or "none"
             with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_SECONDS) as client:
-                yield Running(url, client, serving, server, thread)
+                yield Running(url, client, serving, server, thread, told)
         finally:
             server.should_exit = True
             thread.join()

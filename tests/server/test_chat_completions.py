@@ -174,6 +174,7 @@ def test_a_client_that_leaves_while_it_waits_frees_its_place(running: Running) -
 
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": -1}, "temperature", "must be 0"),
+    ({"temperature": 2.1}, "temperature", "between 0 and 2"),
     ({"top_p": 2}, "top_p", "at most 1"),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
     ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens", "at least 1"),

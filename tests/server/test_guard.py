@@ -32,6 +32,19 @@ def test_pages_of_other_sites_are_refused(running: Running) -> None:
     assert running.http("POST", "/v1/chat/completions", BODY, Origin=running.url).status == 200
 
 
+def test_whoever_started_it_is_told_once_how_a_page_may_ask(
+    demo: Any, demo_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_MOST_WARNINGS", 2)
+    with served(demo, demo_tokenizer) as running:
+        for origin in ("https://chat.example", "https://chat.example", "null", "https://third.example"):
+            assert running.http("GET", "/v1/models", Origin=origin).status == 403
+        assert running.told == [
+            "a web page of https://chat.example was refused; `allow_origin` https://chat.example lets it ask",
+            "a web page of no origin (null) was refused; it may ask where every page may: `allow_origin` *",
+        ]
+
+
 def test_pages_may_ask_that_were_let_in(demo: Any, demo_tokenizer: Any) -> None:
     page = "https://chat.example"
     with served(demo, demo_tokenizer, allow_origin=(page,), api_key=KEY) as running:

@@ -45,9 +45,29 @@ def test_who_comes_when_all_places_are_taken_is_told_when_to_come_again(demo: An
             assert error.value.code == "queue_full" and int(error.value.response.headers["retry-after"]) > 0
         eventually(lambda: running.serving.waiting == running.serving.running == 0)
         assert running.chat().choices
-        with pytest.raises(openai.RateLimitError):  # all texts of a request, or none
-            running.chat(n=16, max_tokens=300, logit_bias=ENDLESS)
-        eventually(lambda: running.serving.waiting == running.serving.running == 0)
+
+
+def test_what_never_has_room_is_no_matter_of_coming_again(demo: Any, demo_tokenizer: Any) -> None:
+    with served(demo, demo_tokenizer, max_waiting=2) as running:
+        for ask in (
+            lambda: running.chat(n=7),
+            lambda: running.client.completions.create(model="demo", prompt=["Tom"] * 7, max_tokens=2),
+        ):
+            with pytest.raises(openai.BadRequestError, match=r"7 texts; .* 6 texts at once: 4 places and a queue of 2"):
+                ask()
+        assert running.serving.waiting == running.serving.running == 0
+        assert len(running.chat(n=6).choices) == 6
+
+
+def test_a_request_has_room_for_all_its_texts_or_hands_in_none(
+    demo: Any, demo_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(demo, demo_tokenizer, max_waiting=2) as running, held(running, 4):
+        handed_in: list[Any] = []
+        monkeypatch.setattr(running.serving._loop, "hand_in", handed_in.append)
+        with pytest.raises(openai.RateLimitError, match="3 texts, room for 2"):
+            running.chat(n=3)
+        assert not handed_in
 
 
 def test_a_text_that_fails_fails_alone(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,10 +134,19 @@ def test_a_server_that_ends_lets_answers_finish(demo: Any, demo_tokenizer: Any) 
         eventually(lambda: running.serving.state == "ending")
         with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
             running.chat()
+        eventually(lambda: bool(running.told))
+        assert running.told == ["ending: 1 answer under way has up to 60 s; Ctrl-C again ends them now"]
         texts += [chunk.choices[0].delta.content for chunk in stream]
         assert "".join(filter(None, texts)) == expected
         running.thread.join(60)
         assert not running.thread.is_alive()
+
+
+def test_a_server_that_has_nothing_to_finish_says_nothing(demo: Any, demo_tokenizer: Any) -> None:
+    with served(demo, demo_tokenizer) as running:
+        assert running.chat().choices
+        eventually(lambda: running.serving.running == 0)
+    assert not running.told
 
 
 def test_what_has_not_finished_by_then_is_told_so(demo: Any, demo_tokenizer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -109,7 +110,7 @@ def command(server: ServerOptions, engine: EngineOptions, model: Model = "demo",
     check_server()
     config = server.config()
     name = _name(server.name, model)
-    from smoe.cli.console import note
+    from smoe.cli.console import note, warn
     from smoe.cli.session import loaded, tokenizer_of
     from smoe.server.listening import Server, address_of, bound
     from smoe.server.serving import Serving
@@ -122,7 +123,7 @@ def command(server: ServerOptions, engine: EngineOptions, model: Model = "demo",
         door.listen()  # before anybody is told of it: who comes before the server looks waits a moment
         try:
             note(f"serving {name} at {address_of(door)}/v1 (Ctrl-C ends it)", is_asked=True)
-            Server(serving).run([door])
+            Server(serving, partial(note, is_asked=True), warn).run([door])
         finally:
             serving.close()
 

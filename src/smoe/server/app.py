@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -28,8 +29,8 @@ _CLIENT_LEFT = 499
 _UNKNOWN = "(other)"
 
 
-def make_app(serving: Serving) -> ASGIApp:
-    """The application that serves one model."""
+def make_app(serving: Serving, warn: Callable[[str], None]) -> ASGIApp:
+    """The application that serves one model. `warn`: tells whoever started it."""
     app = FastAPI(title="smoe", version=__version__, docs_url=None, redoc_url=None)
     _add_errors(app)
     _add_models(app, serving)
@@ -41,7 +42,7 @@ def make_app(serving: Serving) -> ASGIApp:
     def counted(path: str, status: int) -> None:
         serving.meters.answers.labels(path if path in known else _UNKNOWN, status).inc()
 
-    guarded: ASGIApp = Guard(app, serving.config, open_paths, counted)
+    guarded: ASGIApp = Guard(app, serving.config, open_paths, counted, warn)
     if serving.config.allow_origin:
         origins = list(serving.config.allow_origin)
         guarded = CORSMiddleware(guarded, origins, allow_methods=["*"], allow_headers=["*"])

@@ -24,6 +24,8 @@ from smoe.server.settings import ServerConfig, is_loopback
 _log = logging.getLogger(__name__)
 BODY_SECONDS = 60.0
 """A body that takes longer to come is not waited for."""
+_MOST_WARNINGS = 20
+_LONGEST_ORIGIN = 200
 
 Counted = Callable[[str, int], None]
 """Hears the path and status of every answer."""
@@ -32,9 +34,18 @@ Counted = Callable[[str, int], None]
 class Guard:
     """Around an application."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, open_paths: frozenset[str], counted: Counted) -> None:
-        """`open_paths`: what everybody may have without a key."""
-        self._app, self._config, self._open, self._counted = app, config, open_paths, counted
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        open_paths: frozenset[str],
+        counted: Counted,
+        warn: Callable[[str], None] = _log.warning,
+    ) -> None:
+        """`open_paths`: what everybody may have without a key. `warn`: tells whoever started the server."""
+        self._app, self._config, self._open, self._counted, self._warn = app, config, open_paths, counted, warn
+        self._refused: set[str] = set()
+        """Origins that were warned of."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -78,7 +89,21 @@ class Guard:
             return
         if urlsplit(origin).netloc != headers.get("host", ""):
             message = f"pages of {origin[:100]!r} may not ask this server; it would have to be started so that they may"
+            self._warn_of(origin)
             raise ApiError(403, message, type="permission_error", code="unknown_origin")
+
+    def _warn_of(self, origin: str) -> None:
+        """Once of each; a page's reader sees no more than that it fails."""
+        if len(origin) > _LONGEST_ORIGIN or origin in self._refused or len(self._refused) >= _MOST_WARNINGS:
+            return
+        self._refused.add(origin)
+        shown = origin if origin.isprintable() else repr(origin)
+        if "://" in origin:
+            self._warn(f"a web page of {shown} was refused; `allow_origin` {shown} lets it ask")
+        else:
+            self._warn(
+                f"a web page of no origin ({shown}) was refused; it may ask where every page may: `allow_origin` *"
+            )
 
     def _check_key(self, path: str, headers: Headers) -> None:
         key = self._config.api_key

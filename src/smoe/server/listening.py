@@ -9,10 +9,12 @@ a second Ctrl-C                at once
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
 import socket
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -41,7 +43,10 @@ def bound(config: ServerConfig) -> socket.socket:
             door.close()
             raise
     except (OSError, UnicodeError) as error:
-        about = "host" if isinstance(error, (socket.gaierror, UnicodeError)) else "port"
+        is_of_the_host = (
+            isinstance(error, (socket.gaierror, UnicodeError)) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
+        )
+        about = "host" if is_of_the_host else "port"
         why = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
             f"cannot listen at `host` {config.host}, `port` {config.port}: {why}; give another `{about}`",
@@ -61,10 +66,13 @@ def address_of(door: socket.socket) -> str:
 class Server(uvicorn.Server):
     """uvicorn, which drains before it ends. `run` returns when it has, or raises what a signal raises here."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(
+        self, serving: Serving, tell: Callable[[str], None] = _log.warning, warn: Callable[[str], None] = _log.warning
+    ) -> None:
+        """`tell` and `warn`: how whoever started it is told what they should know at once."""
         super().__init__(
             uvicorn.Config(
-                make_app(serving),
+                make_app(serving, warn),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -73,7 +81,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(serving.config.drain_seconds) + _LAST_SECONDS,
             )
         )
-        self._serving = serving
+        self._serving, self._tell = serving, tell
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal; the second one ends what is left."""
@@ -88,7 +96,9 @@ class Server(uvicorn.Server):
         serving.end_soon()
         under_way, seconds = serving.running + serving.waiting, serving.config.drain_seconds
         if under_way:
-            _log.warning("ending: %d texts may go on for %g s; Ctrl-C once more ends them now", under_way, seconds)
+            answers = "1 answer" if under_way == 1 else f"{under_way} answers"
+            verb = "has" if under_way == 1 else "have"
+            self._tell(f"ending: {answers} under way {verb} up to {seconds:g} s; Ctrl-C again ends them now")
         deadline = asyncio.get_running_loop().call_later(seconds, serving.end_now)
         try:
             await super().shutdown(sockets)

@@ -59,6 +59,12 @@ def refused(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def busy(why: str) -> ApiError:
+    """There is no room now: status 429."""
+    message, seconds = f"the server is busy: {why}", _RETRY_SECONDS
+    return ApiError(429, message, type="rate_limit_error", code="queue_full", retry_after_seconds=seconds)
+
+
 def over() -> ApiError:
     """The server ends: status 503."""
     return ApiError(
@@ -80,9 +86,7 @@ def problem_of(error: Exception, fields: Mapping[str, str]) -> ApiError:
         param = fields.get(error.setting, error.setting) if error.setting is not None else None
         return refused(in_fields(str(error), fields), param)
     if isinstance(error, EngineBusyError):
-        message = f"the server is busy: {error}"
-        seconds = _RETRY_SECONDS
-        return ApiError(429, message, type="rate_limit_error", code="queue_full", retry_after_seconds=seconds)
+        return busy(str(error))
     if isinstance(error, (EngineStateError, GenerationCancelledError)):
         return over()
     _log.error("a request has failed", exc_info=error)

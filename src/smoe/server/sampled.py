@@ -13,6 +13,8 @@ from smoe.server.fields import Asked, Completing
 from smoe.server.problem import refused
 
 _MOST_BIASES = 1024
+_HOTTEST = 2.0
+"""As OpenAI has it."""
 
 
 def sampling_of(asked: Asked, model: PreTrainedModel, max_new_tokens: int) -> Sampling:
@@ -21,6 +23,8 @@ def sampling_of(asked: Asked, model: PreTrainedModel, max_new_tokens: int) -> Sa
     temperature, narrows = asked.temperature, asked.top_p is not None or bool(asked.top_k)
     if temperature is None:
         temperature = (1.0 if own.temperature is None else own.temperature) if own.do_sample or narrows else 0.0
+    if asked.temperature is not None and asked.temperature > _HOTTEST:
+        raise ConfigError.out_of_bounds("temperature", asked.temperature, f"between 0 and {_HOTTEST:g}")
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

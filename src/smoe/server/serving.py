@@ -22,7 +22,7 @@ from smoe.generation.request import Request
 from smoe.runtime.engine import Engine
 from smoe.server.grammar import Grammars
 from smoe.server.meters import Meters
-from smoe.server.problem import ApiError, over, problem_of
+from smoe.server.problem import ApiError, busy, over, problem_of, refused
 from smoe.server.prompts import Prompts
 from smoe.server.settings import ServerConfig
 from smoe.server.texts import Bell, Texts, Wanted
@@ -46,7 +46,8 @@ class Serving:
         self.grammars = Grammars(tokenizer, self.vocabulary, sorted(self.ends))
         self.tokenizer = tokenizer
         self.fingerprint = _fingerprint(name, self.engine)
-        self._loop = DecodeLoop(model, tokenizer, config.max_waiting)
+        self._places = self.engine.config.max_sequences
+        self._loop = DecodeLoop(model, tokenizer, self._places + config.max_waiting)
         self.meters = Meters(self.engine, self._loop)
         self._bell = Bell()
         self._asked: weakref.WeakSet[Texts] = weakref.WeakSet()
@@ -105,12 +106,27 @@ class Serving:
         """Have texts made; what is not streamed is looked at when it ends. Raises an `ApiError`, in the request's
         words, where they will not be."""
         self.refuse_if_ending()
+        self._check_room(len(wanted))
         try:
             texts = Texts(self._loop, self._bell, wanted, self.meters.heard, is_streamed)
         except Exception as error:
             raise problem_of(error, fields) from error
         self._asked.add(texts)
         return texts
+
+    def _check_room(self, texts: int) -> None:
+        """Refuse, before any is handed in, what will never have room together, and what has none now."""
+        places, queue = self._places, self.config.max_waiting
+        if texts > places + queue:
+            message = (
+                f"'n', times prompts, asks for {texts} texts; this server takes {places + queue} texts at once: "
+                f"{places} places and a queue of {queue}"
+            )
+            raise refused(message, "n")
+        room = places + queue - self.running - self.waiting
+        if texts > room:
+            wanted = "there is no room for another text" if texts == 1 else f"{texts} texts, room for {max(0, room)}"
+            raise busy(f"{wanted}; try again later")
 
     def check(self, wanted: Wanted, fields: Mapping[str, str]) -> None:
         """Raise the `ApiError` that `ask` would for a prompt of no tokens, or of too many."""
