@@ -9,7 +9,7 @@ import pytest
 
 from smoe.generation.generate import generate
 from smoe.generation.sampling import Sampling
-from tests.server.conftest import Running
+from tests.server.conftest import Running, served
 
 PROMPTS = ["Once upon a time", "The dog was", "One day, Tom"]
 
@@ -76,3 +76,14 @@ def test_what_cannot_be_done_is_refused(running: Running, fields: dict[str, Any]
     with pytest.raises(openai.BadRequestError) as refused:
         complete(running, fields.pop("prompt", "x"), **fields)
     assert isinstance(refused.value.body, dict) and refused.value.body["param"] == param
+
+
+def test_more_context_is_advised_where_the_model_has_more(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = running.serving.model.config.get_text_config()
+    own = running.serving.engine.context_tokens
+    for positions, is_advised in ((own + 1, True), (own, False)):
+        monkeypatch.setattr(config, "max_position_embeddings", positions)
+        with served(running.serving.model, running.serving.tokenizer) as other:
+            with pytest.raises(openai.BadRequestError, match="shorten the prompt") as error:
+                other.client.completions.create(model="demo", prompt=[1] * own)
+            assert ("more context" in str(error.value)) == is_advised

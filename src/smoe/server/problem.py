@@ -76,12 +76,15 @@ def over() -> ApiError:
     )
 
 
-def problem_of(error: Exception, fields: Mapping[str, str]) -> ApiError:
-    """An error of the library, told to a client. `fields`: what settings are called in its request."""
+def problem_of(error: Exception, fields: Mapping[str, str], is_whole_context: bool = False) -> ApiError:
+    """An error of the library, told to a client. `fields`: what settings are called in its request.
+    `is_whole_context`: the model has no more positions than it is served with."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextError):
-        return refused(_about_context(error), fields.get("prompt", "prompt"), "context_length_exceeded")
+        return refused(
+            _about_context(error, is_whole_context), fields.get("prompt", "prompt"), "context_length_exceeded"
+        )
     if isinstance(error, ConfigError):
         param = fields.get(error.setting, error.setting) if error.setting is not None else None
         return refused(in_fields(str(error), fields), param)
@@ -98,14 +101,12 @@ def in_fields(message: str, fields: Mapping[str, str]) -> str:
     return _SETTING.sub(lambda found: f"'{fields.get(found[1], found[1])}'", message)
 
 
-def _about_context(error: ContextError) -> str:
+def _about_context(error: ContextError, is_whole: bool) -> str:
     """In the words that clients look for."""
     given = re.search(r"has (\d+) tokens", str(error))
     tokens = f", and the prompt has {given[1]}" if given else ""
-    return (
-        f"this model's maximum context length is {error.given} tokens here{tokens}; shorten the prompt, or have the "
-        "server started with more context"
-    )
+    more = "" if is_whole else ", or have the server started with more context"
+    return f"this model's maximum context length is {error.given} tokens here{tokens}; shorten the prompt{more}"
 
 
 def _of_ours(error: Exception) -> str:

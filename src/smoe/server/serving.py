@@ -40,6 +40,8 @@ class Serving:
         self.engine: Engine = model.offload  # type: ignore[assignment]
         self.began = int(time.time())
         self.vocabulary = int(model.config.get_text_config().vocab_size)
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._is_whole_context = isinstance(positions, int) and self.engine.context_tokens >= positions
         self.ends = frozenset(end_tokens(model, tokenizer))
         self.prompts = Prompts(tokenizer, self.vocabulary)
         self.tokens = TokenTexts(tokenizer)
@@ -110,7 +112,7 @@ class Serving:
         try:
             texts = Texts(self._loop, self._bell, wanted, self.meters.heard, is_streamed)
         except Exception as error:
-            raise problem_of(error, fields) from error
+            raise problem_of(error, fields, self._is_whole_context) from error
         self._asked.add(texts)
         return texts
 
@@ -133,7 +135,7 @@ class Serving:
         try:
             self._loop.check(Request(wanted.ids, wanted.sampling, lambda what: None))
         except Exception as error:
-            raise problem_of(error, fields) from error
+            raise problem_of(error, fields, self._is_whole_context) from error
 
     def refuse_if_ending(self) -> None:
         """Raise an `ApiError` where nothing will be answered any more."""
