@@ -116,8 +116,8 @@ def pool():
 
 
 def near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Within eight roundings to bf16 of the largest number: of 5,400 draws half were within 2, the worst within 4.3."""
-    return bool((ours.float() - theirs.float()).abs().max() <= 8 * 2.0**-8 * theirs.float().abs().max())
+    """Within four roundings to bf16 of the largest number: of 5,400 draws all but one were."""
+    return bool((ours.float() - theirs.float()).abs().max() <= 4 * 2.0**-8 * theirs.float().abs().max())
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)

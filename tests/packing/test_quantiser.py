@@ -61,8 +61,7 @@ def plain(weights: torch.Tensor, form: Format, size: int) -> torch.Tensor:
 @settings(max_examples=25, deadline=None)
 @given(kind=st.sampled_from(["normal", "outliers", "positive", "constant", "some zero"]), seed=st.integers(0, 999))
 def test_it_is_better_than_rounding(name: str, kind: str, seed: int) -> None:
-    """No worse at least, but for what scales in 4, 6 and 16 bits cost: of Q3_K with outliers once 0.0028 was; and the
-    error told is that of the bytes."""
+    """No worse at least, but for what scales in 4 and 16 bits cost; and the error told is that of the bytes."""
     weights, form = weights_of(kind, seed), FORMATS[name]
     data, squared = quantised(weights, form)
     assert data.shape == (5, form.row_bytes(COLUMNS))
@@ -70,7 +69,7 @@ def test_it_is_better_than_rounding(name: str, kind: str, seed: int) -> None:
     numbers = torch.from_numpy(form.decode(data.numpy()))
     assert squared == pytest.approx(float((numbers - weights).double().square().sum()), rel=1e-3, abs=1e-12)
     most = relative(weights, plain(weights, form, GROUP[name]))
-    assert relative(weights, numbers) <= 1.02 * most + (0.08 if LEVELS[name] == 3 else 0.005)
+    assert relative(weights, numbers) <= 1.02 * most + (0.08 if LEVELS[name] == 3 else 0.002)
 
 
 @pytest.mark.parametrize(("name", "most"), MOST.items())
