@@ -14,7 +14,7 @@ from smoe.cluster.following import Following
 from smoe.cluster.frames import FrameError, Kind
 from smoe.cluster.shadow_frames import Said
 from smoe.errors import EngineStateError
-from smoe.policy.prediction import Prediction
+from tests.listener import Heard
 
 BYTES = shadow_frames.PART_BYTES // 10
 """Of a position."""
@@ -30,19 +30,6 @@ class Cache:
         if self.is_retired:
             raise EngineStateError("gone")
         return torch.zeros((end - begin) * BYTES, dtype=torch.uint8)
-
-
-class Heard:
-    """A listener."""
-
-    def __init__(self) -> None:
-        self.said: list[tuple[Any, ...]] = []
-
-    def expect(self, position: int, named: Prediction) -> None:
-        self.said.append((position, named.layer, *named.experts))
-
-    def withdraw(self, position: int) -> None:
-        self.said.append((position,))
 
 
 @pytest.fixture

@@ -187,8 +187,7 @@ class Frozen(ShadowProcess):
     asleep = 0.0
 
     def _turn(self, dealer: Any) -> None:
-        time.sleep(self.asleep)
-        self.asleep = 0.0
+        time.sleep(vars(self).pop("asleep", 0.0))
         super()._turn(dealer)
 
 

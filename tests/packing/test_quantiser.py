@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from smoe.bounds import PRECISION
@@ -60,6 +60,8 @@ def plain(weights: torch.Tensor, form: Format, size: int) -> torch.Tensor:
 @every
 @settings(max_examples=25, deadline=None)
 @given(kind=st.sampled_from(["normal", "outliers", "positive", "constant", "some zero"]), seed=st.integers(0, 999))
+@example(kind="outliers", seed=842)  # a block's other groups beside one of large numbers
+@example(kind="outliers", seed=637)
 def test_it_is_better_than_rounding(name: str, kind: str, seed: int) -> None:
     """No worse at least, but for what scales in 4 and 16 bits cost; and the error told is that of the bytes."""
     weights, form = weights_of(kind, seed), FORMATS[name]

@@ -22,10 +22,10 @@ from smoe.load.assembly import scoring_rules
 from smoe.models.kv_cache import RowCache
 from smoe.models.read_spec import read_spec
 from smoe.policy.hearsay import Expected
-from smoe.policy.prediction import Prediction
 from smoe.runtime.running_ahead import RunningAhead, ShadowRouting
 from smoe.runtime.shadow import Alignment, Greedy, Shadow, shadowing
 from tests import oracle, zoo
+from tests.listener import Heard
 from tests.packs import pack_folder
 
 Open = Callable[..., PreTrainedModel]
@@ -200,19 +200,6 @@ def test_what_is_of_no_use_any_more_is_cancelled() -> None:
     assert ahead.wait(10) and ahead.said() == ([], [])
     ahead.close()
     ahead.close()
-
-
-class Heard:
-    """A listener."""
-
-    def __init__(self) -> None:
-        self.said: list[tuple[Any, ...]] = []
-
-    def expect(self, position: int, named: Prediction) -> None:
-        self.said.append((position, named.layer, *named.experts))
-
-    def withdraw(self, position: int) -> None:
-        self.said.append((position,))
 
 
 def test_a_listener_hears_everything_at_once() -> None:

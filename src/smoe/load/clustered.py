@@ -98,25 +98,13 @@ def cluster_of(
 
     Raises `ClusterError` where the cluster is unknown, its address taken, or too few workers came.
     """
-    from smoe.cluster.describing import Describer
-    from smoe.cluster.following import Following
     from smoe.cluster.frames import Rows
     from smoe.cluster.identity import read_main
     from smoe.cluster.remote import Cluster
-    from smoe.cluster.sending import Courier
-    from smoe.cluster.shadow_seat import Seat
-    from smoe.load.describe import describe
 
     assert config.cluster is not None
     main = read_main(config.cluster)
-    math = experts_math(model, spec, store, config.activations)
-    if not all(layer.is_movable for layer in math.values()):
-        raise ConfigError(
-            "this family's experts end in a norm that only the main machine has; it cannot be served by a `cluster`",
-            setting="cluster",
-            given=config.cluster,
-            allowed="none for this model",
-        )
+    math = _movable_math(model, spec, config, store)
     own = [each for each in asked.demand.all_classes if each.form == EXACT]
     alone = experts_alone(store, math, own, host_sizes(own, 0, LEAST_SLOTS), config)
     same = {"weights": asked.weights, "precision": spec.precision, "dtype": str(spec.dtype)}
@@ -139,17 +127,44 @@ def cluster_of(
         config.shadow_spares or 0,
         config.cluster_verify,
     )
-    threads, arithmetic = alone.threads, compute.arithmetic
-    cluster.describer = Describer(lambda: describe(asked.weights, asked.stored, math, arithmetic, threads))
-    ahead = None if asked.shadow is None else asked.shadow.ahead
-    cluster.seat = Seat(ahead if isinstance(ahead, Following) else None, {"weights": asked.weights}, cluster)
-    cluster.courier = Courier(asked.files, spec.precision, cluster.admitted)
+    _furnish(cluster, spec, asked, math, compute.arithmetic, alone.threads)
     made.callback(cluster.close)
     cluster.units.update(compute.units)
     compute.others, compute.units = cluster, cluster.units
     cluster.open(compute.arithmetic)
     _wait_for_workers(cluster, config)
     return cluster
+
+
+def _movable_math(
+    model: PreTrainedModel, spec: ModelSpec, config: EngineConfig, store: ExpertStore
+) -> dict[int, ExpertMath]:
+    """By layer. Raises `ConfigError` for experts that no other machine can compute."""
+    math = experts_math(model, spec, store, config.activations)
+    if not all(layer.is_movable for layer in math.values()):
+        raise ConfigError(
+            "this family's experts end in a norm that only the main machine has; it cannot be served by a `cluster`",
+            setting="cluster",
+            given=config.cluster,
+            allowed="none for this model",
+        )
+    return math
+
+
+def _furnish(
+    cluster: Cluster, spec: ModelSpec, asked: Asked, math: dict[int, ExpertMath], arithmetic: str, threads: int
+) -> None:
+    """What workers are told and sent, and the shadow's seat."""
+    from smoe.cluster.describing import Describer
+    from smoe.cluster.following import Following
+    from smoe.cluster.sending import Courier
+    from smoe.cluster.shadow_seat import Seat
+    from smoe.load.describe import describe
+
+    cluster.describer = Describer(lambda: describe(asked.weights, asked.stored, math, arithmetic, threads))
+    ahead = None if asked.shadow is None else asked.shadow.ahead
+    cluster.seat = Seat(ahead if isinstance(ahead, Following) else None, {"weights": asked.weights}, cluster)
+    cluster.courier = Courier(asked.files, spec.precision, cluster.admitted)
 
 
 def _wait_for_workers(cluster: Cluster, config: EngineConfig) -> None:

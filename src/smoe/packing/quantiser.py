@@ -131,6 +131,7 @@ def _around_zero(blocks: torch.Tensor, form: Format) -> Blocks:
     scales = (steps / _divisor(scale)).round().clamp(-form.scale_zero, form.scale_zero - 1)
     for _ in range(_REFITS):
         scale = _slope(of_groups, scales * _codes_around_zero(of_groups, scale * scales, form.zero), scale, (1, 2))
+        scales = _best_nearby(of_groups, scale, scales, form)
     scale = _half(scale)
     codes = _codes_around_zero(of_groups, scale * scales, form.zero) + form.zero
     return Blocks(
@@ -138,6 +139,19 @@ def _around_zero(blocks: torch.Tensor, form: Format) -> Blocks:
         scale.view(-1).half().numpy(),
         group_scales=scales[..., 0].to(torch.int8).numpy(),
     )
+
+
+def _best_nearby(of_groups: torch.Tensor, scale: torch.Tensor, scales: torch.Tensor, form: Format) -> torch.Tensor:
+    """Every group's scale code, or one beside it where that leaves a smaller error: beside a group of large numbers the
+    others' codes are small, and the nearest is not always the best."""
+    best: tuple[torch.Tensor, ...] | None = None
+    for step in (0, -1, 1):
+        tried = (scales + step).clamp(-form.scale_zero, form.scale_zero - 1)
+        found = scale * tried
+        error = (_codes_around_zero(of_groups, found, form.zero) * found - of_groups).square().sum(2, keepdim=True)
+        best = (error, tried) if best is None else _better(best, (error, tried))
+    assert best is not None
+    return best[1]
 
 
 def _codes(numbers: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, most: int) -> torch.Tensor:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from smoe.server.answer import Answer, head_of
 from smoe.server.choice import Choice, Delta, usage_of
-from smoe.server.events import DONE, PATIENCE_SECONDS, STILL_HERE, EventStream, Json, event, unless_gone
+from smoe.server.events import event
 from smoe.server.fields import ChatAsked, ResponseFormat
-from smoe.server.problem import problem_of, refused
+from smoe.server.problem import refused
 from smoe.server.serving import Serving
 from smoe.server.talk import Prepared, Talk, prepare
 from smoe.server.texts import Texts
@@ -30,10 +28,7 @@ async def chat_completions(serving: Serving, asked: ChatAsked, request: Request)
     talk = _talk(asked)
     prepared = await serving.prepare(lambda: prepare(serving, asked, talk, fields), fields)
     texts = serving.ask(prepared.wanted, fields, bool(asked.stream))
-    answer = _Answer(serving, asked, prepared, texts)
-    if asked.stream:
-        return EventStream(answer.events(), texts)
-    return Json(await unless_gone(request, answer.whole()))
+    return await _Answer(serving, asked, prepared, texts).to(request, bool(asked.stream))
 
 
 def _talk(asked: ChatAsked) -> Talk:
@@ -68,49 +63,23 @@ def schema_of(form: ResponseFormat | None) -> dict[str, Any] | None:
     return form.json_schema.schema_
 
 
-class _Answer:
-    """One answer under way."""
-
+class _Answer(Answer):
     def __init__(self, serving: Serving, asked: ChatAsked, prepared: Prepared, texts: Texts) -> None:
-        self._serving, self._asked, self._texts = serving, asked, texts
-        self._choices = prepared.choices(texts.requests)
-        self._fields = asked.names
-        self._head = {
-            "id": "chatcmpl-" + secrets.token_hex(12),
-            "created": int(time.time()),
-            "model": serving.name,
-            "system_fingerprint": serving.fingerprint,
-        }
+        super().__init__(texts, prepared.choices(texts.requests), asked.names)
+        self._asked, self._tokens = asked, serving.tokens
+        self._head = head_of(serving, "chatcmpl-")
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
-        with self._texts as texts:
-            try:
-                while not texts.are_over:
-                    for heard in await texts.next(PATIENCE_SECONDS):
-                        self._choices[heard.number].take(heard.what)
-            except Exception as error:
-                raise problem_of(error, self._fields) from error
+    def _ended(self) -> dict[str, Any]:
         choices = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage_of(self._choices)}
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes. What goes wrong is an event, too: the status has been sent."""
-        with self._texts as texts:
-            try:
-                for index in range(len(self._choices)):
-                    yield self._chunk(index, {"role": "assistant", "content": ""})
-                while not texts.are_over:
-                    news, said = await texts.next(PATIENCE_SECONDS), b""
-                    for heard in news:
-                        said += self._added(heard.number, self._choices[heard.number].take(heard.what))
-                    if said or not news:
-                        yield said or STILL_HERE
-                if self._asked.wants_usage:
-                    yield event({**self._chunk_head(), "choices": [], "usage": usage_of(self._choices)})
-            except Exception as error:
-                yield event(problem_of(error, self._fields).body)
-            yield DONE
+    def _begun(self) -> bytes:
+        return b"".join(self._chunk(index, {"role": "assistant", "content": ""}) for index in range(len(self._choices)))
+
+    def _last(self) -> bytes:
+        if not self._asked.wants_usage:
+            return b""
+        return event({**self._chunk_head(), "choices": [], "usage": usage_of(self._choices)})
 
     def _added(self, index: int, delta: Delta) -> bytes:
         choice, said = self._choices[index], b""
@@ -149,7 +118,7 @@ class _Answer:
     def _logprobs(self, said: list[Any]) -> dict[str, Any] | None:
         if not self._asked.logprobs:
             return None
-        return {"content": [each.in_words(self._serving.tokens) for each in said], "refusal": None}
+        return {"content": [each.in_words(self._tokens) for each in said], "refusal": None}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from smoe.server.choice import Choice, Said, usage_of
-from smoe.server.events import DONE, PATIENCE_SECONDS, STILL_HERE, EventStream, Json, event, unless_gone
+from smoe.server.answer import Answer, head_of
+from smoe.server.choice import Choice, Delta, Said, usage_of
+from smoe.server.events import event
 from smoe.server.fields import MOST_TEXTS, CompletionAsked
-from smoe.server.problem import problem_of, refused
+from smoe.server.problem import refused
 from smoe.server.sampled import another, sampling_of
 from smoe.server.serving import Serving
 from smoe.server.texts import Texts, Wanted
@@ -30,10 +28,7 @@ async def completions(serving: Serving, asked: CompletionAsked, request: Request
     fields = dict(asked.names)
     wanted = await serving.prepare(lambda: _wanted(serving, asked), fields)
     texts = serving.ask(wanted, fields, bool(asked.stream))
-    answer = _Answer(serving, asked, texts)
-    if asked.stream:
-        return EventStream(answer.events(), texts)
-    return Json(await unless_gone(request, answer.whole()))
+    return await _Answer(serving, asked, texts).to(request, bool(asked.stream))
 
 
 def _wanted(serving: Serving, asked: CompletionAsked) -> list[Wanted]:
@@ -61,54 +56,29 @@ def _prompts(serving: Serving, given: str | list[str] | list[int] | list[list[in
     return [texts.of_text(each) if isinstance(each, str) else texts.of_tokens(each) for each in given]  # type: ignore[arg-type]
 
 
-class _Answer:
-    """One answer under way."""
-
+class _Answer(Answer):
     def __init__(self, serving: Serving, asked: CompletionAsked, texts: Texts) -> None:
-        self._tokens, self._asked, self._texts = serving.tokens, asked, texts
-        self._choices = [Choice(request, ends=serving.ends) for request in texts.requests]
+        super().__init__(texts, [Choice(request, ends=serving.ends) for request in texts.requests], asked.names)
+        self._tokens, self._asked = serving.tokens, asked
         self._said = [0] * len(self._choices)
         """Characters of each text that its tokens have had so far."""
-        self._head = {
-            "id": "cmpl-" + secrets.token_hex(12),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": serving.name,
-            "system_fingerprint": serving.fingerprint,
-        }
+        self._head = head_of(serving, "cmpl-") | {"object": "text_completion"}
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
-        with self._texts as texts:
-            try:
-                while not texts.are_over:
-                    for heard in await texts.next(PATIENCE_SECONDS):
-                        self._choices[heard.number].take(heard.what)
-            except Exception as error:
-                raise problem_of(error, self._asked.names) from error
+    def _ended(self) -> dict[str, Any]:
         choices = [self._choice(index, each.text, each.said, each) for index, each in enumerate(self._choices)]
         return {**self._head, "choices": choices, "usage": usage_of(self._choices)}
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes. What goes wrong is an event, too: the status has been sent."""
+    def _added(self, index: int, delta: Delta) -> bytes:
+        choice = self._choices[index]
+        if delta.is_empty and choice.reason is None:
+            return b""
         usage = {"usage": None} if self._asked.wants_usage else {}
-        with self._texts as texts:
-            try:
-                while not texts.are_over:
-                    news, said = await texts.next(PATIENCE_SECONDS), b""
-                    for heard in news:
-                        choice = self._choices[heard.number]
-                        delta = choice.take(heard.what)
-                        if not delta.is_empty or choice.reason is not None:
-                            added = self._choice(heard.number, delta.text, delta.said, choice)
-                            said += event({**self._head, "choices": [added], **usage})
-                    if said or not news:
-                        yield said or STILL_HERE
-                if usage:
-                    yield event({**self._head, "choices": [], "usage": usage_of(self._choices)})
-            except Exception as error:
-                yield event(problem_of(error, self._asked.names).body)
-            yield DONE
+        return event({**self._head, "choices": [self._choice(index, delta.text, delta.said, choice)], **usage})
+
+    def _last(self) -> bytes:
+        return (
+            event({**self._head, "choices": [], "usage": usage_of(self._choices)}) if self._asked.wants_usage else b""
+        )
 
     def _choice(self, index: int, text: str, said: list[Said], choice: Choice) -> dict[str, Any]:
         return {

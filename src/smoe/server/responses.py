@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from smoe.generation.request import Reason
+from smoe.server.answer import Answer
 from smoe.server.choice import Choice, Delta
-from smoe.server.events import PATIENCE_SECONDS, STILL_HERE, EventStream, Json, event, unless_gone
+from smoe.server.events import event
 from smoe.server.fields import ResponseAsked
 from smoe.server.kept import Kept
-from smoe.server.problem import ApiError, problem_of
+from smoe.server.problem import ApiError
 from smoe.server.response_input import talk_of
 from smoe.server.serving import Serving
 from smoe.server.talk import prepare
@@ -52,13 +53,11 @@ class Responses:
         prepared = await serving.prepare(lambda: prepare(serving, asked, talk, fields), fields)
         texts = serving.ask(prepared.wanted, fields, bool(asked.stream))
         answer = _Answer(self._kept, serving.name, asked, prepared.choices(texts.requests)[0], texts, messages)
-        if asked.stream:
-            return EventStream(answer.events(), texts)
-        return Json(await unless_gone(request, answer.whole()))
+        return await answer.to(request, bool(asked.stream))
 
 
-class _Answer:
-    """One response under way."""
+class _Answer(Answer):
+    done = b""
 
     def __init__(
         self,
@@ -69,52 +68,50 @@ class _Answer:
         texts: Texts,
         messages: list[dict[str, Any]],
     ) -> None:
-        self._kept, self._asked, self._choice, self._texts, self._messages = kept, asked, choice, texts, messages
+        super().__init__(texts, [choice], asked.names)
+        self._kept, self._asked, self._choice, self._messages = kept, asked, choice, messages
         self._output: list[dict[str, Any]] = []
         self._events = 0
-        self._response = _begun(asked, model)
+        self._response = _empty(asked, model)
 
-    async def whole(self) -> dict[str, Any]:
-        """The response in one piece."""
-        with self._texts as texts:
-            try:
-                while not texts.are_over:
-                    for heard in await texts.next(PATIENCE_SECONDS):
-                        for _ in self._added(self._choice.take(heard.what)):
-                            pass
-            except Exception as error:
-                raise problem_of(error, self._asked.names) from error
-        for _ in self._close_message():
-            pass
-        return self._ended()
+    def _keep(self, index: int, delta: Delta) -> None:
+        self._added(index, delta)
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The response as it comes. What goes wrong is an event, too: the status has been sent."""
-        with self._texts as texts:
-            try:
-                yield self._event("response.created", response=self._response)
-                yield self._event("response.in_progress", response=self._response)
-                while not texts.are_over:
-                    news = await texts.next(PATIENCE_SECONDS)
-                    said = b"".join(part for heard in news for part in self._added(self._choice.take(heard.what)))
-                    if said or not news:
-                        yield said or STILL_HERE
-                yield b"".join(self._close_message())
-                response = self._ended()
-                yield self._event(f"response.{response['status']}", response=response)
-            except Exception as error:
-                yield self._event("response.failed", response=self._failed(problem_of(error, self._asked.names)))
+    def _ended(self) -> dict[str, Any]:
+        self._close()
+        return self._finished()
 
-    def _added(self, delta: Delta) -> Iterator[bytes]:
-        """What a piece adds: text goes on with the message, a call is an item of its own."""
+    def _begun(self) -> bytes:
+        return b"".join(
+            self._event(f"response.{state}", response=self._response) for state in ("created", "in_progress")
+        )
+
+    def _added(self, index: int, delta: Delta) -> bytes:
+        """Text goes on with the message, a call is an item of its own."""
+        return b"".join(self._items(delta))
+
+    def _last(self) -> bytes:
+        closed = self._close()
+        response = self._finished()
+        return closed + self._event(f"response.{response['status']}", response=response)
+
+    def _failed(self, problem: ApiError) -> bytes:
+        code = problem.code if problem.status < 500 else "server_error"
+        error = {"code": code, "message": problem.message}
+        return self._event("response.failed", response=self._response | {"status": "failed", "error": error})
+
+    def _items(self, delta: Delta) -> Iterator[bytes]:
         if delta.text:
             if not self._output or self._output[-1]["type"] != "message":
                 yield from self._open_message()
             self._output[-1]["content"][0]["text"] += delta.text
             yield self._event("response.output_text.delta", **self._place, delta=delta.text, logprobs=[])
         for call in delta.calls:
-            yield from self._close_message()
+            yield self._close()
             yield from self._call(call)
+
+    def _close(self) -> bytes:
+        return b"".join(self._close_message())
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -160,7 +157,7 @@ class _Answer:
         self._events += 1
         return event({"type": type, **what, "sequence_number": self._events - 1}, type)
 
-    def _ended(self) -> dict[str, Any]:
+    def _finished(self) -> dict[str, Any]:
         """The finished response; kept, unless it was not to be."""
         request, is_cut = self._choice.request, self._choice.reason is Reason.LENGTH
         prompt, new = len(request.ids), len(request.new_ids)
@@ -190,12 +187,8 @@ class _Answer:
             ]
         return message
 
-    def _failed(self, problem: ApiError) -> dict[str, Any]:
-        code = problem.code if problem.status < 500 else "server_error"
-        return self._response | {"status": "failed", "error": {"code": code, "message": problem.message}}
 
-
-def _begun(asked: ResponseAsked, model: str) -> dict[str, Any]:
+def _empty(asked: ResponseAsked, model: str) -> dict[str, Any]:
     """A response that has nothing yet."""
     return {
         "id": "resp_" + secrets.token_hex(16),
