@@ -21,6 +21,7 @@ from smoe.server.events import ClientGoneError, Json
 from smoe.server.fields import ChatAsked, CompletionAsked, ResponseAsked
 from smoe.server.guard import Guard
 from smoe.server.problem import ApiError, problem_of
+from smoe.server.request_lines import RequestLines
 from smoe.server.responses import Responses
 from smoe.server.serving import Serving
 from smoe.server.watching import Watching, add_page
@@ -46,7 +47,7 @@ def make_app(serving: Serving, warn: Callable[[str], None]) -> ASGIApp:
     if serving.config.allow_origin:
         origins = list(serving.config.allow_origin)
         guarded = CORSMiddleware(guarded, origins, allow_methods=["*"], allow_headers=["*"])
-    return guarded
+    return RequestLines(guarded)
 
 
 def _add_models(app: FastAPI, serving: Serving) -> None:

@@ -59,7 +59,6 @@ class Guard:
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._counted(path, message["status"])
-                _log.info("%s %s %d", scope["method"], path, message["status"])
             await send(message)
 
         try:
