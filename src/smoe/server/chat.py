@@ -24,9 +24,7 @@ async def chat_completions(serving: Serving, asked: ChatAsked, request: Request)
     """A conversation goes on, `n` times; whole or as it comes."""
     asked.check_unsupported()
     serving.check_name(asked.model)
-    fields = dict(asked.names)
-    if asked.max_completion_tokens is None:
-        fields["max_new_tokens"] = "max_tokens"
+    fields = asked.settings
     talk = _talk(asked)
     prepared = await serving.prepare(lambda: prepare(serving, asked, talk, fields), fields)
     texts = serving.ask(prepared.wanted, fields, bool(asked.stream))
@@ -74,7 +72,7 @@ class _Answer:
     def __init__(self, serving: Serving, asked: ChatAsked, prepared: Prepared, texts: Texts) -> None:
         self._serving, self._asked, self._texts = serving, asked, texts
         self._choices = prepared.choices(texts.requests)
-        self._fields = asked.names
+        self._fields = asked.settings
         self._head = {
             "id": "chatcmpl-" + secrets.token_hex(12),
             "created": int(time.time()),

@@ -27,7 +27,7 @@ async def completions(serving: Serving, asked: CompletionAsked, request: Request
     """Every prompt is gone on with, `n` times; whole or as it comes."""
     asked.check_unsupported()
     serving.check_name(asked.model)
-    fields = dict(asked.names)
+    fields = asked.settings
     wanted = await serving.prepare(lambda: _wanted(serving, asked), fields)
     texts = serving.ask(wanted, fields, bool(asked.stream))
     answer = _Answer(serving, asked, texts)
@@ -46,15 +46,13 @@ def _wanted(serving: Serving, asked: CompletionAsked) -> list[Wanted]:
     for ids in prompts:
         for _ in range(asked.n or 1):
             wanted.append(Wanted(ids, another(sampling, len(wanted)), asked.logprobs))
-        serving.check(wanted[-1], asked.names)
+        serving.check(wanted[-1], asked.settings)
     return wanted
 
 
 def _prompts(serving: Serving, given: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
     if isinstance(given, str):
         return [serving.prompts.of_text(given)]
-    if not given:
-        raise refused("'prompt' is an empty list; give some text", "prompt")
     if isinstance(given[0], int):
         return [serving.prompts.of_tokens(given)]  # type: ignore[arg-type]
     texts = serving.prompts
@@ -85,7 +83,7 @@ class _Answer:
                     for heard in await texts.next(PATIENCE_SECONDS):
                         self._choices[heard.number].take(heard.what)
             except Exception as error:
-                raise problem_of(error, self._asked.names) from error
+                raise problem_of(error, self._asked.settings) from error
         choices = [self._choice(index, each.text, each.said, each) for index, each in enumerate(self._choices)]
         return {**self._head, "choices": choices, "usage": usage_of(self._choices)}
 
@@ -107,7 +105,7 @@ class _Answer:
                 if usage:
                     yield event({**self._head, "choices": [], "usage": usage_of(self._choices)})
             except Exception as error:
-                yield event(problem_of(error, self._asked.names).body)
+                yield event(problem_of(error, self._asked.settings).body)
             yield DONE
 
     def _choice(self, index: int, text: str, said: list[Said], choice: Choice) -> dict[str, Any]:

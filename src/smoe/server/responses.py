@@ -48,7 +48,7 @@ class Responses:
         if asked.previous_response_id is not None:
             before = self._kept.get(asked.previous_response_id, "previous_response_id").messages
         talk, messages = talk_of(asked, before)
-        fields = dict(asked.names)
+        fields = asked.settings
         prepared = await serving.prepare(lambda: prepare(serving, asked, talk, fields), fields)
         texts = serving.ask(prepared.wanted, fields, bool(asked.stream))
         answer = _Answer(self._kept, serving.name, asked, prepared.choices(texts.requests)[0], texts, messages)
@@ -83,7 +83,7 @@ class _Answer:
                         for _ in self._added(self._choice.take(heard.what)):
                             pass
             except Exception as error:
-                raise problem_of(error, self._asked.names) from error
+                raise problem_of(error, self._asked.settings) from error
         for _ in self._close_message():
             pass
         return self._ended()
@@ -103,7 +103,7 @@ class _Answer:
                 response = self._ended()
                 yield self._event(f"response.{response['status']}", response=response)
             except Exception as error:
-                yield self._event("response.failed", response=self._failed(problem_of(error, self._asked.names)))
+                yield self._event("response.failed", response=self._failed(problem_of(error, self._asked.settings)))
 
     def _added(self, delta: Delta) -> Iterator[bytes]:
         """What a piece adds: text goes on with the message, a call is an item of its own."""
