@@ -18,12 +18,12 @@ import argparse
 import json
 import os
 import sys
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from bench.serve.beside import here
 from bench.serve.measures import MEASURES, NEW_TOKENS
+from bench.serve.results import write
 
 
 def main() -> None:
@@ -36,26 +36,7 @@ def main() -> None:
         for part in found:
             found[part].append(MEASURES[part](options))
             print(f"round {number + 1}, {part}: {json.dumps(found[part][-1])}", file=sys.stderr, flush=True)
-    _finish(options, found)
-
-
-def _finish(options: argparse.Namespace, found: dict[str, list[Any]]) -> None:
-    from smoe.machine.measure import describe_machine, describe_versions
-
-    outcome = {
-        "bench": "serve",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "asked": {
-            "model": Path(options.model).name,
-            **{name: getattr(options, name) for name in ("memory", "context", "parts", "rounds", "set")},
-        },
-        "rounds": found,
-    }
-    print(json.dumps(outcome))
-    if options.out is not None:
-        options.out.write_text(json.dumps(outcome) + "\n")
+    write("serve", options, ("memory", "context", "parts", "rounds", "set"), {"rounds": found})
 
 
 def _parse() -> argparse.Namespace:

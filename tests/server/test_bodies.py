@@ -79,6 +79,12 @@ def test_bodies_in_other_words_for_the_same_form_are_read(running: Running) -> N
     ):
         assert running.http("POST", "/v1/completions", GOOD, **headers).status == 200
     assert running.http("POST", "/v1/completions", b"\xef\xbb\xbf" + GOOD, **JSON).status == 200
+    assert (
+        running.http(
+            "POST", "/v1/completions", with_field('"n": 2.0, "seed": -0.0, "temperature": 1.50'), **JSON
+        ).status
+        == 200
+    )
     whole = with_field('"user": "\\ud83d\\ude00", "seed": ' + "0" * 1)
     assert running.http("POST", "/v1/completions", whole, **JSON).status == 200
 

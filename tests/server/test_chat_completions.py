@@ -133,6 +133,14 @@ def test_json_keeps_to_its_schema(running: Running) -> None:
     assert begun.message.content.startswith("{")
 
 
+def test_hardly_any_heat_is_none(running: Running) -> None:
+    greedy = running.chat(max_tokens=8, logit_bias=ENDLESS).choices[0].message.content
+    body = {"logit_bias": ENDLESS, "extra_body": {"repetition_penalty": 1.0}}
+    for temperature in (1e-30, 5e-324):
+        assert running.chat(max_tokens=8, temperature=temperature, **body).choices[0].message.content == greedy
+    assert running.chat(max_tokens=8, temperature=1e-19, top_p=1, **body).choices
+
+
 def test_penalties_and_biases_change_what_is_said(running: Running, demo_tokenizer: Any) -> None:
     plain = running.chat(max_tokens=32, logit_bias=ENDLESS).choices[0].message.content
     assert running.chat(max_tokens=32, logit_bias=ENDLESS, frequency_penalty=2).choices[0].message.content != plain

@@ -23,6 +23,8 @@ from smoe.server.problem import ApiError, refused
 _DEEPEST = 100
 """Objects and lists within each other: some of what looks at them later goes down by recursion."""
 _MOST_DIGITS = 100
+_EXACT = 2.0**53
+"""Below it, whole numbers are themselves as floats."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _T = TypeVar("_T", bound=Asked)
 
@@ -99,10 +101,11 @@ def _whole(digits: str) -> int:
 
 
 def _number(digits: str) -> float:
+    """2.0 is 2, as JSON schemas have it: whoever asks for whole numbers takes it."""
     value = float(digits)
     if value in (float("inf"), float("-inf")):
         raise refused(f"the body has {shortened(digits)}, which is too large to be reckoned with")
-    return value
+    return int(value) if value.is_integer() and abs(value) < _EXACT else value
 
 
 def _no_number(name: str) -> NoReturn:

@@ -57,7 +57,7 @@ class Asked(BaseModel):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
     """Not OpenAI's: choose among so many tokens; 0: all."""
-    repetition_penalty: float | None = Field(default=None, gt=0)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     """Not OpenAI's: above 1, fewer repetitions."""
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     """The same seed draws the same text again. 64 bits."""

@@ -98,12 +98,12 @@ OPERATIONS = (
         is_open=True,
     ),
     Operation("get", "/metrics", "Counters, for Prometheus.", {METRICS_TYPE: "Prometheus's text form."}),
-    Operation("get", "/openapi.json", "This description.", {_JSON: {"type": "object"}}),
+    Operation("get", "/openapi.json", "This description.", {_JSON: {"schema": {"type": "object"}}}),
     Operation(
         "get",
         "/watch",
         "What the engine does: the page's events, `model` once and `look` up to ten times a second.",
-        {_EVENTS: "Events."},
+        {_EVENTS: {}},
         takes_head=False,
     ),
     Operation("get", "/", "The page.", {"text/html; charset=utf-8": "HTML."}, is_open=True),
@@ -137,7 +137,13 @@ def document(model: str, needs_key: bool) -> dict[str, Any]:
 
 def _described(operation: Operation, needs_key: bool) -> dict[str, Any]:
     statuses = {*_OF_ALL, *operation.refusals, *((401,) if needs_key and not operation.is_open else ())}
-    responses = {"200": {"description": "As asked.", "content": _content(operation.content)}}
+    events = operation.content.get(_EVENTS)
+    said = (
+        f"As asked; where `stream` is true events, whose data is a `{events.__name__}`."
+        if isinstance(events, type)
+        else "As asked."
+    )
+    responses = {"200": {"description": said, "content": _content(operation.content)}}
     responses |= {
         str(status): {"description": _REFUSALS[status], "content": _content({_JSON: operation.others[status]})}
         for status in operation.others
@@ -164,12 +170,12 @@ def _refusal(status: int) -> dict[str, Any]:
 def _content(kinds: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, what in kinds.items():
-        if isinstance(what, (str, dict)):
-            found[kind] = {"schema": {"type": "string", "description": what} if isinstance(what, str) else what}
+        if isinstance(what, str):
+            found[kind] = {"schema": {"type": "string", "description": what}}
+        elif isinstance(what, dict):
+            found[kind] = what
         elif kind == _EVENTS:  # OpenAPI 3.1 has no word for what an event holds
-            said = f"Where `stream` is true: events, whose data is a `{what.__name__}`."
-            data = {"$ref": _REF.format(model=what.__name__)}
-            found[kind] = {"schema": {"type": "string", "description": said}, "x-event-data": data}
+            found[kind] = {"x-event-data": {"$ref": _REF.format(model=what.__name__)}}
         else:
             found[kind] = {"schema": {"$ref": _REF.format(model=what.__name__)}}
     return found
