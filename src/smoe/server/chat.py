@@ -22,9 +22,7 @@ async def chat_completions(serving: Serving, asked: ChatAsked, request: Request)
     """A conversation goes on, `n` times; whole or as it comes."""
     asked.check_unsupported()
     serving.check_name(asked.model)
-    fields = dict(asked.names)
-    if asked.max_completion_tokens is None:
-        fields["max_new_tokens"] = "max_tokens"
+    fields = asked.settings
     talk = _talk(asked)
     prepared = await serving.prepare(lambda: prepare(serving, asked, talk, fields), fields)
     texts = serving.ask(prepared.wanted, fields, bool(asked.stream))
@@ -65,7 +63,7 @@ def schema_of(form: ResponseFormat | None) -> dict[str, Any] | None:
 
 class _Answer(Answer):
     def __init__(self, serving: Serving, asked: ChatAsked, prepared: Prepared, texts: Texts) -> None:
-        super().__init__(texts, prepared.choices(texts.requests), asked.names)
+        super().__init__(texts, prepared.choices(texts.requests), asked.settings)
         self._asked, self._tokens = asked, serving.tokens
         self._head = head_of(serving, "chatcmpl-")
 

@@ -145,7 +145,10 @@ class Guard:
                 return {"type": "http.request", "body": b"".join(parts), "more_body": False}
 
     def _too_large(self) -> ApiError:
-        message = f"the request's body is larger than {self._config.max_body_bytes} bytes, which is all that is read"
+        message = (
+            f"the request's body is larger than {self._config.max_body_bytes} bytes, which is all that is read; "
+            "send less, or have the server started with a larger 'max_body'"
+        )
         return ApiError(413, message, code="request_too_large")
 
 

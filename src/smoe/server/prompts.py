@@ -37,7 +37,6 @@ class Prompts:
     def of_text(self, text: str) -> list[int]:
         """A text to be gone on with, with what the tokenizer puts before it. Raises `ConfigError` for one of no
         tokens."""
-        _check_characters(text, "prompt")
         return encode(self._tokenizer, [text])[0]
 
     def of_tokens(self, ids: Sequence[int]) -> list[int]:
@@ -126,7 +125,7 @@ def _as_values(call: dict[str, Any], param: str) -> dict[str, Any]:
 
 
 def _check_characters(text: str, param: str) -> None:
-    """Refuse half a character: a lone surrogate, which JSON can write and no tokenizer takes."""
+    """Refuse half a character (a lone surrogate): a call's arguments are JSON within JSON, which can write one."""
     try:
         text.encode("utf8")
     except UnicodeEncodeError as error:

@@ -49,7 +49,7 @@ class Responses:
         if asked.previous_response_id is not None:
             before = self._kept.get(asked.previous_response_id, "previous_response_id").messages
         talk, messages = talk_of(asked, before)
-        fields = dict(asked.names)
+        fields = asked.settings
         prepared = await serving.prepare(lambda: prepare(serving, asked, talk, fields), fields)
         texts = serving.ask(prepared.wanted, fields, bool(asked.stream))
         answer = _Answer(self._kept, serving.name, asked, prepared.choices(texts.requests)[0], texts, messages)
@@ -68,7 +68,7 @@ class _Answer(Answer):
         texts: Texts,
         messages: list[dict[str, Any]],
     ) -> None:
-        super().__init__(texts, [choice], asked.names)
+        super().__init__(texts, [choice], asked.settings)
         self._kept, self._asked, self._choice, self._messages = kept, asked, choice, messages
         self._output: list[dict[str, Any]] = []
         self._events = 0
