@@ -48,7 +48,7 @@ class _State:
         """What the process ends by: of several signals the first that is no Ctrl-C, as that may mean less."""
         self.heard = 0
         self.answer: Callable[[int], None] | None = None
-        self.ends_at_the_first = self.is_ending = self.as_json = False
+        self.ends_at_the_first = self.is_ending = self.is_leaving = self.as_json = False
 
 
 _state = _State()
@@ -162,7 +162,9 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 def _leave(number: int) -> NoReturn:
     """At once. No library is asked to write: it may be what was cut."""
-    words = "interrupted"
+    if _state.is_leaving:  # one more, in the middle of the word
+        os._exit(128 + number)
+    _state.is_leaving, words = True, "interrupted"
     with suppress(OSError):
         if _state.as_json and not _state.is_ending:
             os.write(1, f"{json.dumps(_as_json(words))}\n".encode())

@@ -83,7 +83,9 @@ class _Answer(Answer):
         choice, said = self._choices[index], b""
         if not delta.is_empty:
             added: dict[str, Any] = {}
-            if delta.text or not delta.calls:
+            if delta.thought:
+                added["reasoning_content"] = delta.thought
+            if delta.text or not (delta.calls or delta.thought):
                 added["content"] = delta.text
             if delta.calls:
                 before = len(choice.calls) - len(delta.calls)
@@ -103,6 +105,8 @@ class _Answer(Answer):
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.thought:
+            message["reasoning_content"] = choice.thought
         if choice.calls:
             message["content"] = choice.text if choice.text.strip() else None
             message["tool_calls"] = [_call(call) for call in choice.calls]
