@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import re
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -28,12 +28,12 @@ class Held(NamedTuple):
 
 def held(pid: int) -> Held:
     """Of a process and of those that it has started."""
-    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    processes: list[Any] = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     memory = [each.memory_full_info() for each in processes]
     return Held(
         sum(each.rss for each in memory),
         sum(each.uss for each in memory),
-        sum(each.num_fds() for each in processes),
+        sum(each.num_fds() if psutil.POSIX else each.num_handles() for each in processes),
         sum(len(each.net_connections()) for each in processes),
         sum(each.num_threads() for each in processes),
     )

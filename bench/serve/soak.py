@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from bench.serve.filling import fill
 from bench.serve.held import MOST_GROWTH, Held, grown, held, quiet, read, texts_of
 from bench.serve.prompts import TEXT
 from bench.serve.results import write
@@ -133,6 +134,7 @@ def main() -> None:
     options = _parse()
     words = ["--memory", options.memory, "--context", str(options.context), "--max-waiting", str(options.waiting)]
     with running(options.model, options.sequences, words) as server:
+        fill(server.port, "served")
         soak = Soak(server.port, server.pid, "served", options.clients, options.seed)
         try:
             with suppress(KeyboardInterrupt):

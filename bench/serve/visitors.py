@@ -138,7 +138,9 @@ class Visitor:
         return "left"
 
     def _asks_nonsense(self) -> str:
-        odd = self._dice.choice([{"temperature": 9}, {"n": 0}, {"prompt": []}, {"max_tokens": "x"}, {"zz": 1}])
+        odd: dict[str, Any] = self._dice.choice(
+            [{"temperature": 9}, {"n": 0}, {"prompt": []}, {"max_tokens": "x"}, {"zz": 1}]
+        )
         status, _ = self._ask("/v1/completions", self._text("x") | odd)
         if status != 400:
             raise VisitError(f"{odd} is answered with {status}")

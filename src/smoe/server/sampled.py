@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
+from smoe.generation.choices import COLDEST
 from smoe.generation.sampling import Sampling
 from smoe.server.fields import Asked, Completing
 from smoe.server.problem import refused
@@ -26,8 +27,8 @@ def sampling_of(asked: Asked, model: PreTrainedModel, max_new_tokens: int) -> Sa
         repetition_penalty=_first(asked.repetition_penalty, own.repetition_penalty, 1.0),
         seed=asked.seed if asked.seed is not None else secrets.randbelow(2**31),
     )
-    if not sampling.temperature:  # the likeliest token, among however many
-        sampling = replace(sampling, top_p=1.0, top_k=0)
+    if sampling.temperature is not None and sampling.temperature <= COLDEST:  # the likeliest token, of however many
+        sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
     if not isinstance(asked, Completing):
         return sampling
     return replace(
