@@ -134,6 +134,7 @@ class _Answer(Answer):
     def _open(self, kind: str) -> Iterator[bytes]:
         name, more = _PARTS[kind]
         item: dict[str, Any] = {"type": kind, "status": "in_progress"}
+        part: dict[str, Any]
         if kind == "message":
             item, part = {"id": "msg_" + secrets.token_hex(12), **item, "role": "assistant"}, {"annotations": []}
         else:
