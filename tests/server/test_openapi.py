@@ -33,7 +33,7 @@ def data_of(answer: Answered) -> list[str]:
 
 def test_every_path_and_method_is_described(running: Running) -> None:
     app: Any = running.server.config.app
-    while not hasattr(app, "routes"):  # what is around it
+    while not hasattr(app, "routes"):  # what every request passes is around it
         app = app._app
     routes = {
         (route.path.replace(":path", ""), method.lower())
