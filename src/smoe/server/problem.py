@@ -55,8 +55,8 @@ class ApiError(Exception):
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """What was asked cannot be done: status 400."""
-    return ApiError(400, message, param=param, code=code)
+    """What was asked cannot be done: status 400. Where a field is named, programs are told at least that it is that."""
+    return ApiError(400, message, param=param, code="invalid_value" if code is None and param is not None else code)
 
 
 def busy(why: str) -> ApiError:
