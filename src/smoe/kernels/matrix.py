@@ -65,11 +65,11 @@ def own_order() -> Products | None:
 
 
 def _compiled(form: Format, isa: Isa, activations: str) -> Products:
-    from smoe.kernels import quantised  # needs llvmlite, which not every machine has
+    from smoe.kernels import quantised, quantised_whole  # need llvmlite, which not every machine has
 
     names = [*(quantised.products_name(form, rows) for rows in _ROWS), quantised.unpack_name(form)]
     one, two, four, unpack = _addresses(quantised.module_of([form], isa, activations), names)
-    return Products((one, two, four), unpack, activations)
+    return Products((one, two, four), unpack, activations if quantised_whole.fits(form) else BF16)
 
 
 def _addresses(source: str, names: Sequence[str]) -> list[int]:
