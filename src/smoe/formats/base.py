@@ -171,7 +171,8 @@ class Format:
             meant: Floats = np.array(self.table, np.float32)[code]
             return meant
         if self.is_float8:
-            return FLOAT8[code]
+            meant8: Floats = FLOAT8[code]
+            return meant8
         if self.is_signed:
             return code.astype(np.uint8).view(np.int8).astype(np.float32)
         return (code - np.int32(self.zero)).astype(np.float32)

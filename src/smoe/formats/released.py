@@ -18,9 +18,8 @@ SCALE_BYTES = 4
 
 def _pairs(numbers: int, byte: int) -> tuple[Run, ...]:
     """Two codes a byte; 32 numbers at a time, so that registers find theirs in two neighbours."""
-    return tuple(
-        Run(32 * n + odd, 16, (Field(byte + 16 * n, 4 * odd, 15),), step=2) for n in range(numbers // 32) for odd in (0, 1)
-    )
+    places = [(32 * n + odd, Field(byte + 16 * n, 4 * odd, 15)) for n in range(numbers // 32) for odd in (0, 1)]
+    return tuple(Run(first, 16, (field,), step=2) for first, field in places)
 
 
 def _weights(bits: int, numbers: int) -> Format:
