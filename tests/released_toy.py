@@ -149,12 +149,23 @@ def _awq(weight: torch.Tensor, stem: str, said: dict[str, Any]) -> tuple[Tensors
     }, numbers
 
 
+def write(folder: Path, tensors: Tensors, config: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({key: each.contiguous() for key, each in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def save(
-    folder: Path, said: dict[str, Any], change: Callable[[Tensors], None] | None = None, size: int = 128
+    folder: Path,
+    said: dict[str, Any],
+    change: Callable[[Tensors], Any] | None = None,
+    size: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> PreTrainedModel:
     """Write a toy of Qwen3's family, every linear layer but routers and the output quantised; the library's model of
-    the numbers that this stands for, in bf16. `change` is what a test does to the file's tensors."""
-    model = zoo.make("qwen3_moe", dtype=torch.bfloat16, hidden_size=size, moe_intermediate_size=size, head_dim=32)
+    the numbers that this stands for. Tokens use every expert: no router can stand between two. `change` is what a test does to the file's tensors."""
+    sizes = {"hidden_size": size, "moe_intermediate_size": size, "head_dim": 32}
+    model = zoo.make("qwen3_moe", dtype=dtype, num_experts_per_tok=zoo.EXPERTS, **sizes)
     found: Tensors = {}
     with torch.no_grad():
         for name, weight in model.state_dict().items():
@@ -162,20 +173,19 @@ def save(
                 for expert, whole in enumerate(weight):
                     kinds = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
                     for kind, rows in zip(kinds, whole.chunk(len(kinds)), strict=True):
-                        stem = f"{name.rpartition('.')[0]}.{expert}.{kind}"
-                        tensors, numbers = quantised(rows, said, stem)
-                        found |= tensors
-                        rows.copy_(numbers)
+                        found |= _replaced(rows, said, f"{name.rpartition('.')[0]}.{expert}.{kind}")
             elif name.endswith("_proj.weight"):
-                tensors, numbers = quantised(weight, said, name.removesuffix(".weight"))
-                found |= tensors
-                weight.copy_(numbers)
+                found |= _replaced(weight, said, name.removesuffix(".weight"))
             else:
                 found[name] = weight.clone()
     if change is not None:
         change(found)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({key: each.contiguous() for key, each in found.items()}, folder / "model.safetensors", {"format": "pt"})
-    config = {**model.config.to_dict(), "quantization_config": said}
-    (folder / "config.json").write_text(json.dumps(config))
+    write(folder, found, {**model.config.to_dict(), "quantization_config": said})
     return model
+
+
+def _replaced(weight: torch.Tensor, said: dict[str, Any], stem: str) -> Tensors:
+    """A matrix as the file has it; `weight` becomes what this stands for."""
+    tensors, numbers = quantised(weight, said, stem)
+    weight.copy_(numbers)
+    return tensors
