@@ -1,6 +1,19 @@
 """`python -m smoe` is `smoe`."""
 
-from smoe.cli import main
+from __future__ import annotations
+
+import os
+import signal
+
+
+def main() -> None:
+    """The program. Before it can answer a Ctrl-C in words, and when all has been said, it leaves without any."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    from smoe.cli import main as run
+
+    run()
+
 
 if __name__ == "__main__":
     main()

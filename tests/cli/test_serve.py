@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -26,8 +27,9 @@ QUESTION = [{"role": "user", "content": "Who went to the park?"}]
 def process(*options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server of the embedded model on any free port, and its address."""
     command = [sys.executable, "-m", "smoe", *DEMO, "--port", "0", "--threads", "1", *options]
-    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
-    assert started.stderr is not None
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    started = subprocess.Popen(command, text=True, env={**os.environ, **environment}, **pipes)
+    assert started.stdout is not None and started.stderr is not None
     try:
         said = ""
         while not (found := re.search(r"serving \S+ at (http://\S+)", said)):
@@ -38,6 +40,7 @@ def process(*options: str, **environment: str) -> Iterator[tuple[subprocess.Pope
     finally:
         started.kill()
         started.wait()
+        started.stdout.close()
         started.stderr.close()
 
 
@@ -52,9 +55,19 @@ def client_of(address: str, key: str = "none") -> openai.OpenAI:
     raise AssertionError("nobody answers")
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_server_answers_and_ends_in_order(sent: signal.Signals, code: int, run: Run) -> None:
-    with process("--name", "little") as (server, address), client_of(address) as client:
+def over(server: subprocess.Popen[str], code: int) -> tuple[list[Any], str]:
+    """The JSON lines and the words of a server that has been told to end; it has no terminal, so no colours."""
+    out, err = server.communicate(timeout=60)
+    assert server.returncode == code and "Traceback" not in err and "\x1b" not in err, err
+    return [json.loads(line) for line in out.splitlines()], err
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "option"),
+    [(signal.SIGTERM, 143, "--json"), (signal.SIGINT, 130, "-v"), (signal.SIGHUP, 129, "--quiet")],
+)
+def test_a_server_answers_and_ends_in_order(sent: signal.Signals, code: int, option: str) -> None:
+    with process("--name", "little", option) as (server, address), client_of(address) as client:
         stream: Any = client.chat.completions.create(
             model="little", messages=QUESTION, max_tokens=200, temperature=0, stream=True, logit_bias={"0": -100}
         )
@@ -62,7 +75,59 @@ def test_a_server_answers_and_ends_in_order(sent: signal.Signals, code: int, run
         server.send_signal(sent)
         reasons = [chunk.choices[0].finish_reason for chunk in stream]
         assert reasons[-1] == "length"  # what was under way has finished
-        assert server.wait(60) == code
+        told, err = over(server, code)
+    assert "ended\n" in err
+    if option == "--json":
+        listening, ended = told
+        assert (listening["event"], listening["url"], listening["model"]) == ("listening", address, "little")
+        assert (listening["context_tokens"], listening["max_sequences"]) == (384, 4)
+        assert (ended["event"], ended["requests"], ended["new_tokens"]) == ("ended", 1, 200)
+        assert 0 < ended["peak_memory_bytes"] <= ended["memory_budget_bytes"] == listening["memory_budget_bytes"]
+    else:
+        assert not told
+    assert ("POST /v1/chat/completions 200 " in err) == (option == "-v")
+    assert ("1 request\n" in err and "200 new" in err) == (option == "-v")
+
+
+def test_told_twice_it_ends_at_once() -> None:
+    with process("--drain", "600") as (server, address), client_of(address) as client:
+        stream: Any = client.completions.create(
+            model="demo", prompt="Tom", max_tokens=370, stream=True, logit_bias={"0": -100}
+        )
+        next(iter(stream))
+        server.send_signal(signal.SIGINT)
+        assert server.stderr is not None
+        while "Ctrl-C again" not in server.stderr.readline():  # two at once may be one to the system
+            pass
+        server.send_signal(signal.SIGINT)
+        with pytest.raises(openai.APIError, match="shut down"):
+            list(stream)
+        over(server, 130)
+
+
+HITS_ITSELF = """
+import os, signal, sys, threading, time
+from smoe.cli import main
+
+def hit(moment):
+    while moment not in sys.modules:
+        time.sleep(0.001)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+threading.Thread(target=hit, args=(sys.argv.pop(),), daemon=True).start()
+main()
+"""
+"""A server that two signals reach as soon as a module is being imported."""
+
+
+@pytest.mark.parametrize("moment", ["torch", "smoe.load.assembly", "smoe.load.selftest", "smoe.server.app"])
+def test_whenever_ctrl_c_comes_while_it_loads_it_ends_in_order(moment: str) -> None:
+    line = [sys.executable, "-c", HITS_ITSELF, *DEMO, "--port", "0", moment]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 130 and "Traceback" not in ended.stderr, ended.stderr
+    assert "interrupted\n" in ended.stderr or "ended\n" in ended.stderr
 
 
 def test_a_key_from_the_environment(run: Run) -> None:
@@ -102,6 +167,15 @@ def test_a_port_that_is_taken_is_refused_before_the_model_is_loaded(run: Run) ->
         port = taken.getsockname()[1]
         ran = run(*DEMO, "--port", port)
     assert ran.code == 2 and str(port) in ran.err and "--port" in ran.err and "budget" not in ran.err
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_heavy_is_imported() -> None:
+    code = "import sys\nfrom smoe.cli import main\ntry: main()\nexcept SystemExit: print('torch' in sys.modules)"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        line = [sys.executable, "-c", code, *DEMO, "--port", str(taken.getsockname()[1])]
+        ran = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert "in use" in ran.stderr and ran.stdout == "False\n"
+    assert sys.platform != "linux" or f"(process {os.getpid()})" in ran.stderr
 
 
 def test_what_is_missing_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

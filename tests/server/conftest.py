@@ -16,7 +16,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from smoe import from_pretrained
 from smoe.models.files import DEMO_FOLDER
-from smoe.server.listening import Server, address_of, bound
+from smoe.server.door import address_of, bound
+from smoe.server.listening import Server
 from smoe.server.serving import Serving
 from smoe.server.settings import ServerConfig
 

@@ -133,6 +133,14 @@ def test_json_keeps_to_its_schema(running: Running) -> None:
     assert begun.message.content.startswith("{")
 
 
+def test_hardly_any_heat_is_none(running: Running) -> None:
+    greedy = running.chat(max_tokens=8, logit_bias=ENDLESS).choices[0].message.content
+    body = {"logit_bias": ENDLESS, "extra_body": {"repetition_penalty": 1.0}}
+    for temperature in (1e-30, 5e-324):
+        assert running.chat(max_tokens=8, temperature=temperature, **body).choices[0].message.content == greedy
+    assert running.chat(max_tokens=8, temperature=1e-19, top_p=1, **body).choices
+
+
 def test_penalties_and_biases_change_what_is_said(running: Running, demo_tokenizer: Any) -> None:
     plain = running.chat(max_tokens=32, logit_bias=ENDLESS).choices[0].message.content
     assert running.chat(max_tokens=32, logit_bias=ENDLESS, frequency_penalty=2).choices[0].message.content != plain
@@ -173,21 +181,23 @@ def test_a_client_that_leaves_while_it_waits_frees_its_place(running: Running) -
 
 
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
-    ({"temperature": -1}, "temperature", "must be 0"),
+    ({"temperature": -1}, "temperature", "between 0 and 2"),
     ({"temperature": 2.1}, "temperature", "between 0 and 2"),
     ({"top_p": 2}, "top_p", "at most 1"),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
     ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens", "at least 1"),
     ({"presence_penalty": 3}, "presence_penalty", "between"),
-    ({"n": 0}, "n", "greater"),
-    ({"stop": [""]}, "stop", "empty"),
+    ({"n": 0}, "n", "between 1 and 128"),
+    ({"stop": [""]}, "stop", "of 1 to 256 characters"),
     ({"stop": ["x"] * 99}, "stop", "16"),
     ({"logit_bias": {"lily": 1}}, "logit_bias", "tokens are numbers"),
     ({"logit_bias": {"4096": 1}}, "logit_bias", "4095"),
     ({"logit_bias": {"1": 101}}, "logit_bias", "between -100"),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
     ({"messages": []}, "messages", "at least 1"),
-    ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "system"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "you must provide"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "must be a string"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "system"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", "text alone"),
     ({"messages": [{"role": "user", "content": "x " * 900}]}, "messages", "maximum context length is 384"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "no place"),
@@ -201,7 +211,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs", "may not have"),
     ({"extra_body": {"temprature": 1}}, "temprature", "Unrecognized request argument supplied: temprature"),
     ({"extra_body": {"web_search_options": {}}}, "web_search_options", "not supported"),
-    ({"seed": 2**70}, "seed", "64 bits"),
+    ({"seed": 2**70}, "seed", "9223372036854775807"),
 ]
 
 

@@ -68,3 +68,10 @@ def test_what_cannot_be_kept_to_is_refused(schema: dict[str, Any]) -> None:
 def test_a_model_without_an_end_keeps_to_nothing() -> None:
     with pytest.raises(ApiError, match="no token that ends"):
         Grammars(ascii_tokenizer(), 98, []).of_object()
+
+
+def test_a_model_that_never_ends_a_text_cannot_be_held_to_a_form() -> None:
+    tokenizer = ascii_tokenizer()
+    with pytest.raises(ApiError, match="no token that ends a text") as error:
+        Grammars(tokenizer, len(tokenizer), []).of_schema(PERSON, "text.format")
+    assert (error.value.param, error.value.status) == ("text.format", 400)

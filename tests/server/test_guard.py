@@ -74,6 +74,7 @@ def test_bodies_have_a_bound(demo: Any, demo_tokenizer: Any) -> None:
         large = json.dumps({**BODY, "user": "x" * 3000}).encode()
         answer = running.http("POST", "/v1/chat/completions", large)
         assert (answer.status, answer.error["code"]) == (413, "request_too_large")
+        assert "2048 bytes" in answer.error["message"] and "'max_body'" in answer.error["message"]
         host, port = running.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=30) as line:  # nobody says how long it will be
             line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -90,38 +91,30 @@ def test_bodies_that_do_not_come_are_not_waited_for(running: Running, monkeypatc
         assert b"408" in line.recv(100)
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (b"{", "no JSON"),
-        (b"[1]", "JSON object"),
-        (b'"x"', "JSON object"),
-        (b"", "JSON object"),
-        (b"\xff\xfe", ""),
-        (b'{"a":' * 100_000, ""),
-        (b'{"model": "demo", "prompt": "x", "seed": ' + b"9" * 5000 + b"}", ""),
-        (b'{"model": "demo", "prompt": "\\ud800"}', "half a character"),
-        (b'{"model": "demo", "prompt": "x", "temperature": NaN}', "temperature"),
-        (b'{"model": "demo", "prompt": "x", "logit_bias": {"1": Infinity}}', "logit_bias"),
-    ],
-    ids=range(10),
-)
-def test_bodies_that_are_none_are_refused(running: Running, body: bytes, words: str) -> None:
-    answer = running.http("POST", "/v1/completions", body, **{"Content-Type": "application/json"})
-    assert answer.status == 400 and words in answer.error["message"]
-
-
-def test_half_characters_are_refused_wherever_they_stand(running: Running) -> None:
-    tool = {"type": "function", "function": {"name": "f", "description": "\ud800"}}
-    for fields in ({"tools": [tool]}, {"model": "\ud800"}, {"messages": [{"role": "user", "content": "\ud800"}]}):
-        assert running.http("POST", "/v1/chat/completions", {**BODY, **fields}).status in (400, 404)
-    text = {"model": "demo", "input": "x", "max_output_tokens": 1}
-    for more in ({"text": {"format": {"type": "text", "x": "\ud800"}}}, {"metadata": {"a": "\ud800"}}):
-        assert running.http("POST", "/v1/responses", {**text, **more}).status in (200, 400)
-
-
 def test_paths_that_there_are_not_and_methods_that_they_do_not_take(running: Running) -> None:
-    assert running.http("GET", "/v1/nothing").error["message"] == "there is no /v1/nothing"
-    wrong = running.http("GET", "/v1/chat/completions")
-    assert wrong.status == 405 and "GET" in wrong.error["message"]
+    for path, words in (
+        ("/v1/nothing", "there is no /v1/nothing here; /openapi.json says"),
+        ("/chat/completions", "/v1/chat/completions is what there is"),
+        ("/models", "/v1/models is what there is"),
+        ("/" + "x" * 3000, "x..."),
+    ):
+        answer = running.http("GET", path)
+        assert answer.status == 404 and words in answer.error["message"] and len(answer.error["message"]) < 300
+    for method, path, taken in (
+        ("GET", "/v1/chat/completions", "POST"),
+        ("POST", "/", "GET, HEAD"),
+        ("PUT", "/v1/responses/resp_x", "DELETE, GET, HEAD"),
+        ("HEAD", "/watch", "GET"),
+    ):
+        answer = running.http(method, path)
+        assert answer.status == 405 and answer.headers["Allow"] == taken
+        if method != "HEAD":
+            assert answer.error["message"] == f"{path} takes no {method}; it takes {taken}"
     assert running.http("GET", "/v1/models/other").status == 404
+
+
+def test_what_is_read_may_be_asked_for_without_its_body(running: Running) -> None:
+    for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/demo", "/openapi.json", "/main.js"):
+        answer = running.http("HEAD", path)
+        assert (answer.status, answer.text) == (200, "") and int(answer.headers["content-length"]) > 0, path
+    assert running.http("HEAD", "/v1/responses/resp_x").status == 404

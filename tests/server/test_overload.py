@@ -4,6 +4,7 @@ answers off, a server that does not end."""
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -209,3 +210,42 @@ def test_metrics_count(running: Running) -> None:
     assert grown["smoe_expert_uses_total"] >= grown["smoe_expert_hits_total"] > 0
     assert grown["smoe_forward_passes_total"] > 0 and 0 < after["smoe_expert_hit_ratio"] <= 1
     assert after["smoe_texts_running"] == after["smoe_texts_waiting"] == 0
+
+
+def test_a_client_that_never_reads_holds_nobody_up_and_is_let_go(
+    demo: Any, demo_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("smoe.server.listening._LAST_SECONDS", 0.2)
+    with served(demo, demo_tokenizer, drain_seconds=0.05) as running:
+        body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 300}
+        body |= {"logprobs": True, "top_logprobs": 20, "logit_bias": ENDLESS}
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect((host, int(port)))
+            sent = json.dumps(body).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            deaf.sendall(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent)
+            eventually(lambda: running.serving.running == 1)
+            (line,) = (each for each in running.server.server_state.connections if not each.flow.read_paused)
+            line.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            assert running.chat().choices
+            eventually(lambda: line.flow.write_paused)
+            assert running.chat().choices
+            eventually(lambda: running.serving.running == 0)  # its text is made all the same
+            running.server.should_exit = True
+            running.thread.join(60)
+            assert not running.thread.is_alive()
+
+
+def test_told_twice_it_ends_at_once(demo: Any, demo_tokenizer: Any) -> None:
+    with served(demo, demo_tokenizer, drain_seconds=600) as running:
+        stream = running.chat(max_tokens=300, logit_bias=ENDLESS, stream=True)
+        next(iter(stream))
+        running.server.handle_exit(2)
+        running.server.handle_exit(2)
+        with pytest.raises(openai.APIError, match="shut down") as error:
+            list(stream)
+        assert error.value.code == "shutting_down"
+        running.thread.join(60)
+        assert not running.thread.is_alive()

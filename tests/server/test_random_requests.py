@@ -1,56 +1,72 @@
-"""Whatever is asked, the answer is the API's: would catch a field whose odd values end in an error of ours."""
+"""Whatever is asked, the answer is one that the API's description allows. Would catch a field whose odd values end in
+an error of ours, a status or an answer that nobody was told of, a request without an answer. `python -m
+bench.serve.fuzz` sends ten thousand to a server in a process of its own."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+import pytest
 
-from smoe.server.fields import ChatAsked, CompletionAsked, ResponseAsked
+from bench.serve.fuzz import Fuzz
+from bench.serve.odd_requests import short
+from bench.serve.promises import Promises
+from smoe.server.openapi import document
 from tests.server.conftest import Running, eventually
 
-TEXT = st.text(max_size=8) | st.sampled_from(["text", "function", "json_object", "json_schema", "required", "\ud800"])
-SCALARS = st.none() | st.booleans() | st.integers(-3, 300) | st.integers() | st.floats() | TEXT
-NAMES = st.sampled_from(
-    ["type", "role", "content", "text", "name", "function", "parameters", "arguments", "schema", "format", "call_id"]
-)
-VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES | TEXT, inner, max_size=4), max_leaves=8
-)
-WORDS: list[dict[str, str]] = [{"role": "user", "content": "Who?"}]
-PATHS: dict[str, tuple[dict[str, Any], type]] = {
-    "/v1/chat/completions": ({"messages": WORDS, "max_tokens": 2}, ChatAsked),
-    "/v1/completions": ({"prompt": "Once", "max_tokens": 2}, CompletionAsked),
-    "/v1/responses": ({"input": "Who?", "max_output_tokens": 2}, ResponseAsked),
-}
+KINDS = {"described, positive", "described, negative", "odd fields", "usual"}
+CHAT = "/v1/chat/completions"
 
 
-@st.composite
-def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    """A good request with some of its fields replaced."""
-    path = draw(st.sampled_from(list(PATHS)))
-    body, asked = PATHS[path]
-    odd = draw(st.dictionaries(st.sampled_from(list(asked.model_fields)), VALUES, max_size=3))  # type: ignore[attr-defined]
-    short = {name: value for name, value in odd.items() if not (value is None and name in body)}  # not to the end
-    return path, {"model": "demo", **body, **short}
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(asked=requests())
-def test_odd_requests_are_answered_or_refused(running: Running, asked: tuple[str, dict[str, Any]]) -> None:
-    path, body = asked
-    answer = running.http("POST", path, body)
-    assert answer.status in (200, 400, 404, 429), (answer, body)
-    if answer.status != 200:
-        assert answer.error["message"] and answer.error["type"]
-    elif answer.headers["content-type"] == "application/json":
-        assert json.loads(answer.text)["model"] == "demo"
-    else:
-        assert "server_error" not in answer.text
+def test_odd_requests_are_answered_as_described(running: Running) -> None:
+    fuzz = Fuzz(int(running.url.rsplit(":", 1)[1]), 120, 5)
+    fuzz.run()
+    assert fuzz.sent == 120 and not fuzz.found
+    assert {each.partition(":")[0] for each in fuzz.statuses} >= KINDS
+    assert sum(count for each, count in fuzz.statuses.items() if each.endswith(": 200")) > 10
 
 
 def test_nothing_is_left_of_them(running: Running) -> None:
     eventually(lambda: running.serving.running == running.serving.waiting == 0)
     assert running.chat().choices and running.serving.state == "ok"
+
+
+REFUSAL = {"error": {"message": "x", "type": "invalid_request_error", "param": None, "code": None}}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "body", "words"),
+    [
+        (400, "application/json", REFUSAL, None),
+        (422, "application/json", REFUSAL, "422 is not described"),
+        (500, "application/json", REFUSAL, "status 500"),
+        (400, "text/plain", REFUSAL, "text/plain is not described"),
+        (400, "application/json", {"detail": "x"}, "no Refusal"),
+        (400, "application/json", {"error": {"message": "x"}}, "no Refusal"),
+        (200, "application/json", {"choices": []}, "no ChatCompletion"),
+        (200, "text/event-stream", "data: [DONE]\n\n", None),
+        (200, "text/event-stream", 'data: {"choices": []}\n\n', "does not end"),
+        (200, "text/event-stream", 'data: {"choices": []}\n\ndata: [DONE]\n\n', "no ChatChunk"),
+        (200, "text/event-stream", 'data: {"error": {"type": "server_error"}}\n\ndata: [DONE]\n\n', "error of ours"),
+        (200, "text/event-stream", ": still here\n\n", "no events"),
+    ],
+)
+def test_what_is_not_as_described_is_found(status: int, kind: str, body: Any, words: str | None) -> None:
+    text = body if isinstance(body, str) else json.dumps(body)
+    found = Promises(document("demo", False)).broken_by("POST", CHAT, status, kind, text)
+    assert found is None if words is None else words in (found or "")
+
+
+def test_requests_are_made_short_and_neither_right_nor_wrong() -> None:
+    assert short(CHAT, {}) == {"max_tokens": 4}
+    assert short(CHAT, {"max_tokens": 900, "n": 9}) == {"max_tokens": 4, "n": 3}
+    assert short("/v1/responses", {"max_output_tokens": None}) == {"max_output_tokens": 4}
+    for wrong in (
+        {"max_tokens": "x"},
+        {"max_tokens": 0},
+        {"max_tokens": True, "n": 129},
+        {"max_tokens": 2.5, "n": -1},
+        [1],
+    ):
+        assert short(CHAT, wrong) == wrong

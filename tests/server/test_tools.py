@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from smoe import from_pretrained
+from smoe.server import answers
 from tests.server.conftest import Running, served
 from tests.toy import save_toy
 
@@ -119,6 +120,22 @@ def test_a_response_calls_too(running: Running) -> None:
         model="demo", input=[output], previous_response_id=first.id, max_output_tokens=2
     )
     assert goes_on.usage.input_tokens > len("How warm is it?") + len("3 degrees") + len(call.name)
+
+
+def test_calls_are_answered_as_is_described(running: Running) -> None:
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "max_tokens": 120}
+    response = {"model": "demo", "input": "x", "tools": FLAT}
+    for path, body, whole, event in (
+        ("/v1/chat/completions", chat, answers.ChatCompletion, answers.ChatChunk),
+        ("/v1/responses", response, answers.ResponseAnswer, answers.ResponseEvent),
+    ):
+        asked = {**body, "tool_choice": "required", "temperature": 0}
+        whole.model_validate(json.loads(running.http("POST", path, asked).text))
+        told = running.http("POST", path, {**asked, "stream": True}).text.splitlines()
+        for line in told:
+            if line.startswith("data: {"):
+                event.model_validate(json.loads(line.removeprefix("data: ")))
+        assert '"arguments"' in "".join(told)
 
 
 def test_a_choice_of_no_tool_is_refused(running: Running) -> None:

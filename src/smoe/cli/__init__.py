@@ -43,8 +43,8 @@ smoe generate ./my-moe --memory 8GiB -p "The capital of France is"
 Every command explains itself: smoe COMMAND --help
 
 Exit codes: 0 done, 1 not exact (smoe verify), 2 an error, 3 a worker that its
-main refuses, 130 after Ctrl-C, 143 after SIGTERM; what there is by then is
-shown and kept.
+main refuses, 130 after Ctrl-C, 143 after SIGTERM, 129 where the terminal has
+gone (SIGHUP); what there is by then is shown and kept.
 """
 
 _NOT_OF_WORKERS = ("torch", "transformers", "safetensors", "gguf", "huggingface_hub")
@@ -106,7 +106,10 @@ def main() -> None:
     as_json = "--json" in sys.argv[1:]
     try:
         with listening():
-            code = app(prog_name="smoe", standalone_mode=not as_json)
+            try:
+                code = app(prog_name="smoe", standalone_mode=not as_json)
+            finally:
+                sys.stdout.flush()
     except BrokenPipeError:
         _let_go_of_stdout()  # whoever read us has left; so do we, quietly
         code = 1

@@ -1,37 +1,67 @@
-"""SIGTERM means what Ctrl-C means: the work at hand ends in order and what it has brought so far is kept.
+"""SIGTERM and SIGHUP mean what Ctrl-C means: the work at hand ends in order and what it has brought so far is kept.
 
-Ctrl-C leaves with exit code 130, SIGTERM with 143, as shells have it.
+a signal           a `KeyboardInterrupt` wherever the program is, or it is told to who answers them (`answered_by`)
+in an import       leaves at once: there is nothing to keep, and a library that is cut in two says strange things
+while it ends      leaves at once, after a word
+
+Ctrl-C leaves with exit code 130, SIGTERM with 143, SIGHUP (the terminal has gone) with 129, as shells have it. A signal
+that whoever started the program has it ignore (`nohup`, `&` in a script) stays ignored.
 """
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NoReturn
 
 import typer
 
-INTERRUPTED, TERMINATED = 130, 143
+if sys.platform != "win32":
+    import termios
+
 REFUSED = 3
 """The exit code of a worker that its main refuses: whoever keeps it running need not start it again."""
 
-_was_terminated = False
+_HANGUP = getattr(signal, "SIGHUP", None)
+_NUMBERS = [number for number in (signal.SIGINT, signal.SIGTERM, _HANGUP) if number is not None]
+_SHOW_CURSOR = "\x1b[?25h"
+_PATIENCE = 2
+"""Signals that a program which ends at the first one takes before it leaves at once: a key may be pressed twice."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, wherever the program was."""
+    """SIGTERM or SIGHUP, wherever the program was."""
+
+
+class _State:
+    """Of the process, since `listening` began."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        """What the process ends by: of several signals the first that is no Ctrl-C, as that may mean less."""
+        self.heard = 0
+        self.answer: Callable[[int], None] | None = None
+        self.ends_at_the_first = self.is_ending = self.is_leaving = self.as_json = False
+
+
+_state = _State()
 
 
 def was_terminated() -> bool:
     """Whether the process was asked to end, and not only what it is doing."""
-    return _was_terminated
+    return _state.first not in (None, signal.SIGINT)
 
 
 def exit_code() -> int:
     """The exit code of a command that was interrupted."""
-    return TERMINATED if _was_terminated else INTERRUPTED
+    return 128 + (_state.first or signal.SIGINT)
 
 
 @contextmanager
@@ -39,32 +69,119 @@ def ending_in_order(*, as_json: bool) -> Iterator[None]:
     """Inside, an interrupt that nobody has answered ends the command: a word, and its exit code."""
     from smoe.cli.console import print_json, warn
 
+    _state.as_json = as_json
     try:
         yield
     except KeyboardInterrupt as interrupt:
+        _state.is_ending = True
         words = str(interrupt) or "interrupted"
         warn(words)
         if as_json:
-            print_json({"error": {"type": "Interrupted", "message": words}})
+            print_json(_as_json(words))
         raise typer.Exit(exit_code()) from None
 
 
 @contextmanager
-def listening() -> Iterator[None]:
-    """Inside, SIGTERM raises `Terminated`, a `KeyboardInterrupt`, in the main thread."""
-    global _was_terminated
-    _was_terminated = False
-    if threading.current_thread() is not threading.main_thread():  # nobody else may ask for signals
+def at_the_first() -> Iterator[None]:
+    """Inside, one signal ends the command, whoever swallows the `KeyboardInterrupt` or makes another error of it; one
+    more changes nothing, as it is ending; with a third it leaves at once."""
+    _state.ends_at_the_first = True
+    try:
         yield
-        return
-    before = signal.signal(signal.SIGTERM, _terminate)
+    except typer.Exit:
+        raise
+    except Exception:
+        check()
+        raise
+    check()
+
+
+@contextmanager
+def answered_by(answer: Callable[[int], None]) -> Iterator[None]:
+    """Inside, signals are told to `answer` (in the main thread, between any two steps of it) and raise nothing."""
+    check()
+    _state.answer = answer
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        _state.answer = None
 
 
-def _terminate(*_: Any) -> None:
-    global _was_terminated
-    _was_terminated = True
-    raise Terminated
+def check() -> None:
+    """Raise the `KeyboardInterrupt` of a signal that was heard, where a destructor or a library has swallowed it."""
+    if _state.heard:
+        raise Terminated if was_terminated() else KeyboardInterrupt
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """Inside, signals mean what this module says. In the main thread alone: nobody else may ask for them."""
+    global _state
+    _state = _State()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _NUMBERS}
+    unraisable = sys.unraisablehook
+    for number, handler in before.items():
+        if handler not in (signal.SIG_IGN, None):
+            signal.signal(number, _hear)
+    sys.unraisablehook = lambda what: None if what.exc_type in (KeyboardInterrupt, Terminated) else unraisable(what)
+    try:
+        yield
+    finally:
+        sys.unraisablehook = unraisable
+        for number, handler in before.items():
+            if signal.getsignal(number) is _hear:
+                signal.signal(number, handler)
+
+
+def _hear(number: int, frame: FrameType | None) -> None:
+    if number == _HANGUP:
+        _forget_the_terminal()
+        if _state.first == _HANGUP:  # from the shell and from the terminal: they mean one thing
+            return
+    _state.heard += 1
+    if _state.first in (None, signal.SIGINT):
+        _state.first = number
+    if _state.is_ending or _is_importing(frame) or (_state.ends_at_the_first and _state.heard > _PATIENCE):
+        _leave(number)
+    if _state.answer is not None:
+        _state.answer(number)
+    elif not _state.ends_at_the_first or _state.heard == 1:
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _leave(number: int) -> NoReturn:
+    """At once. No library is asked to write: it may be what was cut."""
+    if _state.is_leaving:  # one more, in the middle of the word
+        os._exit(128 + number)
+    _state.is_leaving, words = True, "interrupted"
+    with suppress(OSError):
+        if _state.as_json and not _state.is_ending:
+            os.write(1, f"{json.dumps(_as_json(words))}\n".encode())
+    with suppress(OSError):
+        os.write(2, f"{_SHOW_CURSOR if os.isatty(2) else ''}{words}\n".encode())
+    os._exit(128 + number)
+
+
+def _as_json(words: str) -> dict[str, Any]:
+    return {"error": {"type": "Interrupted", "message": words}}
+
+
+def _forget_the_terminal() -> None:
+    """What is still to be said goes nowhere where the terminal has gone, and is no error."""
+    for stream in (1, 2):
+        try:
+            termios.tcgetattr(stream)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)

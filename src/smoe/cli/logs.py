@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from smoe.errors import ConfigError
 
@@ -18,7 +18,8 @@ class _ToStderr(logging.Handler):
     """Writes to stderr as it is at the moment: a bar takes its place while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        with suppress(OSError):  # a log that cannot be written, on a full disk, fails nobody's work
+            print(self.format(record), file=sys.stderr, flush=True)
 
 
 @contextmanager

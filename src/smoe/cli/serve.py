@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from smoe.cli.options import Debug, EngineOptions, Model
+from smoe.cli.options import Debug, EngineOptions, Json, Model
 from smoe.errors import ConfigError
 from smoe.units import parse_bytes
 
 if TYPE_CHECKING:
+    from smoe.server.serving import Serving
     from smoe.server.settings import ServerConfig
+    from smoe.server.totals import Totals
 
 EPILOG = """Examples:
 
@@ -26,7 +29,8 @@ SMOE_API_KEY=secret smoe serve ./my-moe --memory 8GiB --host 0.0.0.0
 
 OpenAI's clients, and programs that speak to them, take the address that it
 says, http://127.0.0.1:8000/v1. docs/serve.md lists what can be asked. Ctrl-C
-and SIGTERM let answers that are under way finish.
+and SIGTERM let answers that are under way finish; a second one ends them, a
+third leaves at once.
 """
 
 _SERVER = "Server"
@@ -99,7 +103,9 @@ class ServerOptions:
         )
 
 
-def command(server: ServerOptions, engine: EngineOptions, model: Model = "demo", debug: Debug = False) -> None:
+def command(
+    server: ServerOptions, engine: EngineOptions, model: Model = "demo", json: Json = False, debug: Debug = False
+) -> None:
     """Serve a model over HTTP, as OpenAI's clients ask for it.
 
     Several are answered at once (--max-sequences; 4 unless said otherwise), each as it would be alone. Listens on this
@@ -110,22 +116,85 @@ def command(server: ServerOptions, engine: EngineOptions, model: Model = "demo",
     check_server()
     config = server.config()
     name = _name(server.name, model)
-    from smoe.cli.console import note, warn
-    from smoe.cli.session import loaded, tokenizer_of
-    from smoe.server.listening import Server, address_of, bound
-    from smoe.server.serving import Serving
+    from smoe.cli.interrupts import at_the_first, exit_code
+    from smoe.server.door import bound
 
-    with bound(config) as door, loaded(model, engine.config(_SEQUENCES), engine.revision) as ready:
+    with at_the_first(), bound(config) as door:
+        totals = _serve(door, config, name, model, engine, json)
+        _tell_the_end(totals, json)
+        raise typer.Exit(exit_code())
+
+
+def _serve(
+    door: socket.socket, config: ServerConfig, name: str, model: str, engine: EngineOptions, as_json: bool
+) -> Totals:
+    """Until it is told to end."""
+    from smoe.cli.console import note, warn
+    from smoe.cli.interrupts import answered_by
+    from smoe.cli.session import loaded, tokenizer_of
+    from smoe.server.door import opened
+    from smoe.server.listening import Server
+    from smoe.server.serving import Serving
+    from smoe.server.totals import totals_of
+
+    def warned(text: str) -> None:
+        with suppress(OSError):  # whoever reads it may have gone, or its disk be full: the server goes on
+            warn(text)
+
+    def told(text: str) -> None:
+        with suppress(OSError):
+            note(text, is_asked=True)
+
+    with loaded(model, engine.config(_SEQUENCES), engine.revision) as ready:
         serving = Serving(ready, tokenizer_of(model, engine.revision), name, config)
         if not serving.prompts.has_template:
             note("this model has no chat template: it continues texts (/v1/completions) and cannot be talked with")
-        serving.start()
-        door.listen()  # before anybody is told of it: who comes before the server looks waits a moment
-        try:
-            note(f"serving {name} at {address_of(door)}/v1 (Ctrl-C ends it)", is_asked=True)
-            Server(serving, partial(note, is_asked=True), warn).run([door])
-        finally:
-            serving.close()
+        listener = Server(serving, told, warned)
+        with answered_by(listener.handle_exit):
+            serving.start()
+            try:
+                opened(door, config)  # before anybody is told of it: who comes before the server looks waits a moment
+                _tell_where(door, serving, as_json)
+                listener.run([door])
+            finally:
+                serving.close()
+        return totals_of(serving)
+
+
+def _tell_where(door: socket.socket, serving: Serving, as_json: bool) -> None:
+    from smoe.cli.console import note, print_json
+    from smoe.server.door import addresses_of
+
+    addresses, config = [f"{address}/v1" for address in addresses_of(door)], serving.config
+    note(f"serving {serving.name} at {' and '.join(addresses)} (Ctrl-C ends it)", is_asked=True)
+    if config.no_auth and not config.is_local:
+        note("everybody who reaches this machine there may ask: no key is wanted (--no-auth)", is_asked=True)
+    if as_json:
+        print_json(
+            {
+                "event": "listening",
+                "url": addresses[0],
+                "urls": addresses,
+                "model": serving.name,
+                "context_tokens": serving.engine.context_tokens,
+                "max_sequences": serving.engine.config.max_sequences,
+                "max_waiting": config.max_waiting,
+                "memory_budget_bytes": serving.engine.ledger.budget_bytes,
+                "needs_key": config.api_key is not None,
+            }
+        )
+
+
+def _tell_the_end(totals: Totals, as_json: bool) -> None:
+    from smoe.cli.console import is_quiet, note, print_json
+
+    note("ended", is_asked=True)
+    if as_json:
+        print_json({"event": "ended", **totals.as_json()})
+    elif not is_quiet():
+        from smoe.cli.summary import print_totals
+
+        print_totals(totals)
 
 
 def _name(given: str | None, model: str) -> str:

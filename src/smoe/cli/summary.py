@@ -1,15 +1,20 @@
-"""The closing summary of a generation, on stderr: how fast, from where, inside what, and how close to the hardware."""
+"""The closing summaries of a generation and of a server, on stderr: how fast, from where, inside what, and how close
+to the hardware."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
 from smoe.cli.console import errors
 from smoe.report.run import RunReport
-from smoe.units import format_bytes, format_rate, format_seconds
+from smoe.units import format_bytes, format_count, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from smoe.server.totals import Totals
 
 _NONE = "-"
 _MET = 1.1
@@ -18,9 +23,34 @@ _MET = 1.1
 
 def print_summary(report: RunReport) -> None:
     """One line a subject; long ones wrap where the terminal does."""
+    _print(_rows(report))
+
+
+def print_totals(totals: Totals) -> None:
+    """The same of a server."""
+    read = totals.prompt_tokens - totals.reused_tokens
+    tokens = f"{read:,} read, {totals.reused_tokens:,} known from before, {totals.new_tokens:,} new"
+    if totals.tokens_per_second is not None:
+        tokens += f" = {format_rate(totals.tokens_per_second)} while somebody waited"
+    requests, parts = format_count(totals.requests, "request"), []
+    parts += [f"{totals.refused_requests:,} refused"] if totals.refused_requests else []
+    parts += [f"{totals.failed_requests:,} failed"] if totals.failed_requests else []
+    rows = [
+        ("answered", ", ".join([requests, *parts])),
+        ("tokens", tokens),
+        ("memory", _memory(totals)),
+        ("whole process", _whole(totals.process_peak_bytes)),
+    ]
+    if totals.hit_ratio is not None:
+        experts = f"{totals.hit_ratio:.1%} were in memory, {format_bytes(totals.bytes_read)} read"
+        rows.insert(2, ("experts", experts))
+    _print([(name, value) for name, value in rows if value])
+
+
+def _print(rows: Sequence[tuple[str, str]]) -> None:
     console = errors()
     console.print()
-    for name, value in _rows(report):
+    for name, value in rows:
         console.print(f"[dim]{name:<16}[/dim]{escape(value)}", soft_wrap=True)
 
 
@@ -170,7 +200,7 @@ def _bench(report: RunReport) -> str:
     )
 
 
-def _memory(report: RunReport) -> str:
+def _memory(report: RunReport | Totals) -> str:
     budget = format_bytes(report.memory_budget_bytes)
     return f"{format_bytes(report.peak_memory_bytes)} of the budget of {budget} at most"
 
@@ -178,12 +208,16 @@ def _memory(report: RunReport) -> str:
 def _process(report: RunReport) -> str:
     """The operating system's own peak, and what it is made of."""
     if report.process is None:
-        return "" if report.process_peak_bytes is None else f"{format_bytes(report.process_peak_bytes)} at most"
+        return _whole(report.process_peak_bytes)
     whole, libraries, budget, scratch = (format_bytes(size) for size in report.process)
     return (
         f"{whole} at most: interpreter and libraries {libraries}, budget {budget}, the libraries' kernels and scratch "
         f"{scratch}"
     )
+
+
+def _whole(peak_bytes: int | None) -> str:
+    return "" if peak_bytes is None else f"{format_bytes(peak_bytes)} at most"
 
 
 def _limit(report: RunReport) -> str:

@@ -8,6 +8,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from smoe.generation.sampling import Sampling
 
+COLDEST = 1e-20
+"""Below it the likeliest token is the only one, and float32 has no room for logits that are divided by it."""
+
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
     """The tokens that end a text: the checkpoint's generation config knows them, else the tokenizer."""
@@ -50,7 +53,7 @@ def _choice(sampling: Sampling) -> dict[str, Any]:
     }
     if sampling.temperature is None:  # who narrows a choice wants one
         return given | ({"do_sample": True} if sampling.top_p is not None or sampling.top_k is not None else {})
-    if sampling.temperature > 0:
+    if sampling.temperature > COLDEST:
         given |= {"do_sample": True}
     else:  # the library's defaults, or it would warn of settings without a use
         given |= {"do_sample": False, "temperature": 1.0, "top_k": 50}

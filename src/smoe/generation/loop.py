@@ -56,6 +56,8 @@ class DecodeLoop:
         """In the order of their rows, from 0 on."""
         self._seconds_of = {"reading": 0.0, "decoding": 0.0}
         """Spent while both were wanted."""
+        self.busy_seconds = 0.0
+        """In which somebody waited for a token; of the time until `run` last had nothing to do."""
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
@@ -127,10 +129,14 @@ class DecodeLoop:
                 if not self._has_work:
                     return
             with self._engine.turn():
-                while self._has_work:
-                    self.step()
-                    if after_step is not None:
-                        after_step()
+                began = self._engine.now()
+                try:
+                    while self._has_work:
+                        self.step()
+                        if after_step is not None:
+                            after_step()
+                finally:
+                    self.busy_seconds += self._engine.now() - began
 
     def give_up(self) -> None:
         """End everything now, whatever `run` was in the middle of: what has been said stays said."""

@@ -47,7 +47,7 @@ class Sampling:
             ("top_k", top_k is None or top_k >= 0, "0 (all) or more"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            ("repetition_penalty", penalty is None or 0 < penalty < math.inf, "above 0 (1: none)"),
+            ("repetition_penalty", penalty is None or 0.01 <= penalty <= 100, "between 0.01 and 100 (1: none)"),
         ):
             if not holds:
                 raise ConfigError.out_of_bounds(name, getattr(self, name), allowed)

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Scope
 
 from smoe import __version__
 from smoe.report.watched import Watched
+from smoe.server.body import asked_of
 from smoe.server.chat import chat_completions
 from smoe.server.completion import completions
 from smoe.server.events import ClientGoneError, Json
+from smoe.server.field_errors import shortened
 from smoe.server.fields import ChatAsked, CompletionAsked, ResponseAsked
 from smoe.server.guard import Guard
+from smoe.server.openapi import METRICS_TYPE, document
 from smoe.server.problem import ApiError, problem_of
+from smoe.server.request_lines import RequestLines
 from smoe.server.responses import Responses
 from smoe.server.serving import Serving
 from smoe.server.watching import Watching, add_page
 
 _CLIENT_LEFT = 499
 _UNKNOWN = "(other)"
+_READ = ["GET", "HEAD"]
 
 
 def make_app(serving: Serving, warn: Callable[[str], None]) -> ASGIApp:
     """The application that serves one model. `warn`: tells whoever started it."""
-    app = FastAPI(title="smoe", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="smoe", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
     _add_models(app, serving)
     _add_api(app, serving)
@@ -46,18 +50,18 @@ def make_app(serving: Serving, warn: Callable[[str], None]) -> ASGIApp:
     if serving.config.allow_origin:
         origins = list(serving.config.allow_origin)
         guarded = CORSMiddleware(guarded, origins, allow_methods=["*"], allow_headers=["*"])
-    return guarded
+    return RequestLines(guarded)
 
 
 def _add_models(app: FastAPI, serving: Serving) -> None:
     model = {"id": serving.name, "object": "model", "created": serving.began, "owned_by": "smoe"}
     model |= {"max_model_len": serving.engine.context_tokens}
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=_READ)
     async def models() -> Response:
         return Json({"object": "list", "data": [model]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=_READ)
     async def one_model(name: str) -> Response:
         serving.check_name(name)
         return Json(model)
@@ -67,18 +71,18 @@ def _add_api(app: FastAPI, serving: Serving) -> None:
     kept = Responses(serving)
 
     @app.post("/v1/chat/completions")
-    async def chat(asked: ChatAsked, request: Request) -> Response:
-        return await chat_completions(serving, asked, request)
+    async def chat(request: Request) -> Response:
+        return await chat_completions(serving, await asked_of(ChatAsked, request), request)
 
     @app.post("/v1/completions")
-    async def complete(asked: CompletionAsked, request: Request) -> Response:
-        return await completions(serving, asked, request)
+    async def complete(request: Request) -> Response:
+        return await completions(serving, await asked_of(CompletionAsked, request), request)
 
     @app.post("/v1/responses")
-    async def respond(asked: ResponseAsked, request: Request) -> Response:
-        return await kept.make(asked, request)
+    async def respond(request: Request) -> Response:
+        return await kept.make(await asked_of(ResponseAsked, request), request)
 
-    @app.get("/v1/responses/{name}")
+    @app.api_route("/v1/responses/{name}", methods=_READ)
     async def one_response(name: str) -> Response:
         return Json(kept.get(name))
 
@@ -88,13 +92,19 @@ def _add_api(app: FastAPI, serving: Serving) -> None:
 
 
 def _add_state(app: FastAPI, serving: Serving) -> None:
-    @app.get("/health")
+    described = Json(document(serving.name, serving.config.api_key is not None))
+
+    @app.api_route("/health", methods=_READ)
     async def health() -> Response:
         return Json({"status": serving.state}, 200 if serving.state == "ok" else 503)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:
-        return Response(serving.meters.shown(), media_type="text/plain; version=0.0.4")
+        return Response(serving.meters.shown(), media_type=METRICS_TYPE)
+
+    @app.api_route("/openapi.json", methods=_READ)
+    async def description() -> Response:
+        return described
 
 
 def _watching(serving: Serving) -> Watching:
@@ -116,15 +126,12 @@ def _add_errors(app: FastAPI) -> None:
     async def told(request: Request, problem: ApiError) -> Response:
         return shown(problem)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return shown(_of_fields(error))
-
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        message = {404: f"there is no {request.url.path}", 405: f"{request.url.path} takes no {request.method}"}
-        answer = shown(ApiError(error.status_code, message.get(error.status_code, str(error.detail))))
+        answer = shown(ApiError(error.status_code, _of_path(app, request.scope, error)))
         answer.headers.update(error.headers or {})
+        if error.status_code == 405:
+            answer.headers["Allow"] = ", ".join(_methods_of(app.routes, request.scope))
         return answer
 
     @app.exception_handler(ClientGoneError)
@@ -136,18 +143,19 @@ def _add_errors(app: FastAPI) -> None:
         return shown(problem_of(error, {}))
 
 
-def _of_fields(error: RequestValidationError) -> ApiError:
-    """What is wrong with the first field that is."""
-    first: dict[str, Any] = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    param = ".".join(place) or None
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', 'it cannot be read')}")
-    if param is None:
-        return ApiError(400, "the body must be a JSON object, sent with 'Content-Type: application/json'")
-    if first["type"] == "extra_forbidden":
-        message = f"Unrecognized request argument supplied: {param}"
-        return ApiError(400, message, param=param, code="unknown_parameter")
-    if first["type"] == "missing":
-        return ApiError(400, f"you must provide '{param}'", param=param, code="missing_required_parameter")
-    return ApiError(400, f"'{param}' is wrong: {first['msg']}", param=param, code="invalid_type")
+def _of_path(app: FastAPI, scope: Scope, error: HTTPException) -> str:
+    path = shortened(scope["path"])
+    if error.status_code == 405:
+        return f"{path} takes no {scope['method'][:20]}; it takes {', '.join(_methods_of(app.routes, scope))}"
+    if error.status_code != 404:
+        return str(error.detail)
+    meant = f"/v1{path}".rstrip("/")
+    if _methods_of(app.routes, {**scope, "path": meant}):
+        return f"there is no {path} here; {meant} is what there is"
+    return f"there is no {path} here; /openapi.json says which paths there are, those of the API begin with /v1"
+
+
+def _methods_of(routes: list[BaseRoute], scope: Scope) -> list[str]:
+    """What a path takes; nothing where there is none."""
+    found = (getattr(route, "methods", ()) for route in routes if route.matches(scope)[0] is not Match.NONE)
+    return sorted({method for methods in found for method in methods})

@@ -12,8 +12,8 @@ from fastapi import FastAPI
 
 from smoe.report.watched import Watched
 from smoe.runtime.engine import Engine
+from smoe.server.door import address_of, bound
 from smoe.server.guard import Guard
-from smoe.server.listening import address_of, bound
 from smoe.server.settings import ServerConfig
 from smoe.server.watching import LOOK_SECONDS, Watching, add_page
 

@@ -22,9 +22,7 @@ async def chat_completions(serving: Serving, asked: ChatAsked, request: Request)
     """A conversation goes on, `n` times; whole or as it comes."""
     asked.check_unsupported()
     serving.check_name(asked.model)
-    fields = dict(asked.names)
-    if asked.max_completion_tokens is None:
-        fields["max_new_tokens"] = "max_tokens"
+    fields = asked.settings
     talk = _talk(asked)
     prepared = await serving.prepare(lambda: prepare(serving, asked, talk, fields), fields)
     texts = serving.ask(prepared.wanted, fields, bool(asked.stream))
@@ -65,7 +63,7 @@ def schema_of(form: ResponseFormat | None) -> dict[str, Any] | None:
 
 class _Answer(Answer):
     def __init__(self, serving: Serving, asked: ChatAsked, prepared: Prepared, texts: Texts) -> None:
-        super().__init__(texts, prepared.choices(texts.requests), asked.names)
+        super().__init__(texts, prepared.choices(texts.requests), asked.settings)
         self._asked, self._tokens = asked, serving.tokens
         self._head = head_of(serving, "chatcmpl-")
 
@@ -85,7 +83,9 @@ class _Answer(Answer):
         choice, said = self._choices[index], b""
         if not delta.is_empty:
             added: dict[str, Any] = {}
-            if delta.text or not delta.calls:
+            if delta.thought:
+                added["reasoning_content"] = delta.thought
+            if delta.text or not (delta.calls or delta.thought):
                 added["content"] = delta.text
             if delta.calls:
                 before = len(choice.calls) - len(delta.calls)
@@ -105,6 +105,8 @@ class _Answer(Answer):
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.thought:
+            message["reasoning_content"] = choice.thought
         if choice.calls:
             message["content"] = choice.text if choice.text.strip() else None
             message["tool_calls"] = [_call(call) for call in choice.calls]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from smoe.generation.request import End, Piece, Reason, Request
 from smoe.server.problem import over
+from smoe.server.thinking import Thinking
 from smoe.server.token_text import TokenTexts
 from smoe.server.tool_calls import Parser, PlainText, ToolCall
 
@@ -30,10 +31,11 @@ class Delta(NamedTuple):
     text: str
     calls: list[ToolCall]
     said: list[Said]
+    thought: str = ""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.text or self.calls or self.said)
+        return not (self.text or self.calls or self.said or self.thought)
 
 
 @dataclass
@@ -43,10 +45,14 @@ class Choice:
     request: Request
     parser: Parser = field(default_factory=PlainText)
     markers: dict[int, str] = field(default_factory=dict)
-    """Tokens that texts leave out, and that `parser` looks for."""
+    """Tokens that texts leave out, and that `parser` and `thinking` look for."""
     ends: frozenset[int] = frozenset()
     """Tokens that are no part of a text."""
+    thinking: Thinking | None = None
+    """What tells thoughts from the answer; None: all is the answer."""
     text: str = ""
+    thought: str = ""
+    thought_tokens: int = 0
     calls: list[ToolCall] = field(default_factory=list)
     said: list[Said] = field(default_factory=list)
     reason: Reason | None = None
@@ -60,16 +66,28 @@ class Choice:
             if what.reason is Reason.CANCELLED:
                 raise over()
             self.reason = what.reason
-            shown, calls = self.parser.push(what.text)
-            rest, more = self.parser.flush()
-            return self._keep(Delta(shown + rest, calls + more, []))
+            return self._keep(self._read(what.text, [], is_last=True))
         said = []
         if what.logprob is not None and what.token not in self.ends:
             said.append(Said(what.token, what.logprob, tuple((each.token, each.logprob) for each in what.top)))
-        return self._keep(Delta(*self.parser.push(self.markers.get(what.token, "") + what.text), said))
+        return self._keep(self._read(self.markers.get(what.token, "") + what.text, said))
+
+    def _read(self, text: str, said: list[Said], is_last: bool = False) -> Delta:
+        thought = ""
+        if self.thinking is not None:
+            self.thought_tokens += self.thinking.is_thinking and not is_last
+            thought, text = self.thinking.push(text)
+            if is_last:
+                thought, text = (some + rest for some, rest in zip((thought, text), self.thinking.flush(), strict=True))
+        shown, calls = self.parser.push(text)
+        if is_last:
+            rest, more = self.parser.flush()
+            shown, calls = shown + rest, calls + more
+        return Delta(shown, calls, said, thought)
 
     def _keep(self, delta: Delta) -> Delta:
         self.text += delta.text
+        self.thought += delta.thought
         self.calls += delta.calls
         self.said += delta.said
         return delta
@@ -91,12 +109,16 @@ def usage_of(choices: list[Choice]) -> dict[str, Any]:
         sum(counts) for counts in zip(*((len(r.ids), r.reused_tokens) for r in prompts.values()), strict=True)
     )
     new = sum(len(choice.request.new_ids) for choice in choices)
-    return {
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if any(choice.thinking is not None for choice in choices):
+        thought = sum(choice.thought_tokens for choice in choices)
+        usage["completion_tokens_details"] = {"reasoning_tokens": thought}
+    return usage
 
 
 def _one(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:

@@ -25,7 +25,7 @@ async def completions(serving: Serving, asked: CompletionAsked, request: Request
     """Every prompt is gone on with, `n` times; whole or as it comes."""
     asked.check_unsupported()
     serving.check_name(asked.model)
-    fields = dict(asked.names)
+    fields = asked.settings
     wanted = await serving.prepare(lambda: _wanted(serving, asked), fields)
     texts = serving.ask(wanted, fields, bool(asked.stream))
     return await _Answer(serving, asked, texts).to(request, bool(asked.stream))
@@ -41,15 +41,13 @@ def _wanted(serving: Serving, asked: CompletionAsked) -> list[Wanted]:
     for ids in prompts:
         for _ in range(asked.n or 1):
             wanted.append(Wanted(ids, another(sampling, len(wanted)), asked.logprobs))
-        serving.check(wanted[-1], asked.names)
+        serving.check(wanted[-1], asked.settings)
     return wanted
 
 
 def _prompts(serving: Serving, given: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
     if isinstance(given, str):
         return [serving.prompts.of_text(given)]
-    if not given:
-        raise refused("'prompt' is an empty list; give some text", "prompt")
     if isinstance(given[0], int):
         return [serving.prompts.of_tokens(given)]  # type: ignore[arg-type]
     texts = serving.prompts
@@ -58,7 +56,7 @@ def _prompts(serving: Serving, given: str | list[str] | list[int] | list[list[in
 
 class _Answer(Answer):
     def __init__(self, serving: Serving, asked: CompletionAsked, texts: Texts) -> None:
-        super().__init__(texts, [Choice(request, ends=serving.ends) for request in texts.requests], asked.names)
+        super().__init__(texts, [Choice(request, ends=serving.ends) for request in texts.requests], asked.settings)
         self._tokens, self._asked = serving.tokens, asked
         self._said = [0] * len(self._choices)
         """Characters of each text that its tokens have had so far."""

@@ -1,14 +1,15 @@
 """What is asked of the API, field by field, as OpenAI names them.
 
 A field that nobody knows is refused, as OpenAI refuses it. One that OpenAI knows is used, ignored where the answer is
-right without it, or refused where it would not be (`check_unsupported`).
+right without it, or refused where it would not be (`check_unsupported`). Bounds stand here for whoever reads the API's
+description; what is no request's affair alone is checked where it is used.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field
 
 from smoe.server.problem import refused
 
@@ -16,60 +17,93 @@ MOST_TEXTS = 128
 """Of one request."""
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
+_MOST_BIASES = 1024
+_HOTTEST = 2.0
+"""As OpenAI has it."""
+
+Tokens = Annotated[int | None, Field(ge=1)]
+Likeliest = Annotated[int | None, Field(ge=0, le=20)]
+Penalty = Annotated[float | None, Field(ge=-2, le=2)]
+Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Token = Annotated[int, Field(ge=0)]
+
+
+def _tell_unsupported(schema: dict[str, Any], kind: type[BaseModel]) -> None:
+    """In a schema: what fields that are not supported may be."""
+    for name, harmless in getattr(kind, "unsupported", {}).items():
+        schema["properties"][name] = {
+            "enum": [None, *harmless],
+            "default": None,
+            "description": "Not supported: leave it out.",
+        }
 
 
 class Asked(BaseModel):
-    """What every kind of request has. `seed` and the rest are checked when a `Sampling` is made of them."""
+    """What every kind of request has."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, use_attribute_docstrings=True, json_schema_extra=_tell_unsupported
+    )
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Fields that would change the answer in a way that we cannot, and the values that do not."""
     names: ClassVar[dict[str, str]] = {}
     """What our settings are called here."""
 
     model: str
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    """The model's name: /v1/models."""
+    temperature: float | None = Field(default=None, ge=0, le=_HOTTEST)
+    """0: the likeliest token. Left out: the model's own, as of all that follows."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
     """Not OpenAI's: choose among so many tokens; 0: all."""
-    repetition_penalty: float | None = None
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     """Not OpenAI's: above 1, fewer repetitions."""
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    """The same seed draws the same text again. 64 bits."""
     stream: bool | None = None
+    """Events as they come, in the place of the whole answer."""
     user: str | None = None
+    """Ignored."""
 
     def check_unsupported(self) -> None:
         """Refuse what would be answered wrongly."""
         for name, harmless in self.unsupported.items():
             value = getattr(self, name)
-            if value is not None and value not in harmless:
+            if value is not None and not any(type(value) is type(each) and value == each for each in harmless):
                 raise refused(f"'{name}' is not supported by this server; leave it out", name, "unsupported_parameter")
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What the library's settings are called in this request: those alone that it has."""
+        return {name: name for name in type(self).model_fields} | self.names
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
     include_usage: bool | None = None
+    """Whether a stream ends with the numbers of tokens."""
 
 
 class Completing(Asked):
     """What chat and plain completions have in common."""
 
     n: int | None = Field(default=None, ge=1, le=MOST_TEXTS)
-    stop: str | list[str] | None = None
-    max_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    """Texts for each prompt; the n-th draws with `seed` + n."""
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
+    """Where a text ends; what it ends at is no part of it."""
+    max_tokens: Tokens = None
+    presence_penalty: Penalty = None
+    frequency_penalty: Penalty = None
+    logit_bias: dict[str, Bias] | None = Field(default=None, max_length=_MOST_BIASES)
+    """Tokens, by their numbers, and what is added to their logits."""
     stream_options: StreamOptions | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Where the text ends. Raises an `ApiError` for too many, or for none that is text."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > _MOST_STOPS or any(len(stop) > _LONGEST_STOP for stop in stops):
-            raise refused(f"'stop' may have {_MOST_STOPS} strings of {_LONGEST_STOP} characters at most", "stop")
-        return tuple(stops)
+        """Where the text ends."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def wants_usage(self) -> bool:
@@ -83,19 +117,27 @@ class CompletionAsked(Completing):
     unsupported = {"suffix": ("",), "echo": (False,), "best_of": (1,)}
     names: ClassVar = {"max_new_tokens": "max_tokens"}
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = Field(default=None, ge=0, le=20)
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_TEXTS)]
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[list[Token]], Field(min_length=1, max_length=MOST_TEXTS)]
+    )
+    """A text, several, a text's tokens, or those of several."""
+    logprobs: Likeliest = None
+    """How many of the likeliest tokens to name beside each."""
     suffix: str | None = None
     echo: bool | None = None
     best_of: int | None = None
 
 
 class Function(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, use_attribute_docstrings=True)
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    """A JSON schema."""
 
 
 class Tool(BaseModel):
@@ -105,25 +147,42 @@ class Tool(BaseModel):
     function: Function
 
 
-class Message(BaseModel):
+class _Message(BaseModel):
     """One of a conversation. What else clients keep in it is ignored."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
 
+class GivenMessage(_Message):
+    """What somebody other than the model says."""
+
+    role: Literal["system", "developer", "user", "tool", "function"]
+    content: str | list[dict[str, Any]]
+    """A text, or its parts: `{"type": "text", "text": ...}`."""
+
+
+class AssistantMessage(_Message):
+    """What the model has said: text, calls of tools, or both."""
+
+    role: Literal["assistant"]
+    content: str | list[dict[str, Any]] | None = None
+
+
+Message = Annotated[GivenMessage | AssistantMessage, Discriminator("role")]
+
+
 class JsonSchema(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
+    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=(), use_attribute_docstrings=True)
 
     name: str | None = None
     strict: bool | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """What the answer keeps to, token by token."""
 
 
 class ResponseFormat(BaseModel):
@@ -147,14 +206,17 @@ class ChatAsked(Completing):
     names: ClassVar = {"max_new_tokens": "max_completion_tokens", "prompt": "messages"}
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Tokens = None
+    """Goes before `max_tokens`. Neither: as many as the context has room for."""
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    top_logprobs: Likeliest = None
+    """Needs `logprobs`."""
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = Field(default=None, max_length=128)
     tool_choice: str | dict[str, Any] | None = None
+    """`none`, `auto`, `required`, or a function of `tools`."""
     reasoning_effort: str | None = None
-    """Given to the chat template, as `reasoning_effort`."""
+    """Given to the chat template."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Not OpenAI's: given to the chat template."""
     audio: Any = None
@@ -175,13 +237,20 @@ class ChatAsked(Completing):
     store: Any = None
     verbosity: Any = None
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """`max_new_tokens` by the name that this request gives it."""
+        found = super().settings
+        return found | ({"max_new_tokens": "max_tokens"} if self.max_completion_tokens is None else {})
+
 
 class ResponseText(BaseModel):
     """How a response is written."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
     format: dict[str, Any] | None = None
+    """`{"type": "text"}`, `json_object`, or `json_schema` with a `schema`."""
 
 
 class ResponseAsked(Asked):
@@ -199,14 +268,21 @@ class ResponseAsked(Asked):
     names: ClassVar = {"max_new_tokens": "max_output_tokens", "prompt": "input"}
 
     input: str | list[dict[str, Any]]
+    """A text, or the items of a conversation: messages, calls of functions and what they gave."""
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    """For this response alone."""
+    max_output_tokens: Tokens = None
+    """Left out: as many as the context has room for."""
     previous_response_id: str | None = None
+    """A stored response, whose conversation goes on."""
     store: bool | None = None
+    """Whether the response is kept, so that others can go on with it; left out: yes."""
     text: ResponseText | None = None
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
+    """Functions alone."""
     tool_choice: str | dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
+    """Given back."""
     reasoning: dict[str, Any] | None = None
     """Its `effort` is given to the chat template."""
     background: Any = None

@@ -57,18 +57,19 @@ class Grammars:
         """A grammar as llguidance keeps it."""
         import llguidance
 
-        matcher = llguidance.LLMatcher(self._known_tokens(), rules)
+        matcher = llguidance.LLMatcher(self._known_tokens(param), rules)
         if matcher.is_error():
             raise _cannot_be_kept(matcher.get_error(), param)
         return Grammar(matcher, self._vocabulary)
 
-    def _known_tokens(self) -> Any:
+    def _known_tokens(self, param: str) -> Any:
         import llguidance.hf
 
         with self._making:
             if self._tokens is None:
                 if not self._ends:
-                    raise refused("this model has no token that ends a text, so none can be made to keep to a form")
+                    message = "this model has no token that ends a text, so none can be made to keep to a form"
+                    raise refused(message, param, "unsupported_parameter")
                 self._tokens = llguidance.hf.from_tokenizer(self._tokenizer, self._vocabulary, list(self._ends))
             return self._tokens
 

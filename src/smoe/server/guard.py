@@ -59,7 +59,6 @@ class Guard:
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._counted(path, message["status"])
-                _log.info("%s %s %d", scope["method"], path, message["status"])
             await send(message)
 
         try:
@@ -146,7 +145,10 @@ class Guard:
                 return {"type": "http.request", "body": b"".join(parts), "more_body": False}
 
     def _too_large(self) -> ApiError:
-        message = f"the request's body is larger than {self._config.max_body_bytes} bytes, which is all that is read"
+        message = (
+            f"the request's body is larger than {self._config.max_body_bytes} bytes, which is all that is read; "
+            "send less, or have the server started with a larger 'max_body'"
+        )
         return ApiError(413, message, code="request_too_large")
 
 

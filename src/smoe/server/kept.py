@@ -8,7 +8,7 @@ from typing import Any
 
 from smoe.server.problem import ApiError
 
-_MOST_RESPONSES = 1000
+MOST_RESPONSES = 1000
 _MOST_CHARACTERS = 32 << 20
 
 
@@ -24,7 +24,7 @@ class KeptResponse:
 class Kept:
     """In memory: gone when the server ends."""
 
-    def __init__(self, most: int = _MOST_RESPONSES, most_characters: int = _MOST_CHARACTERS) -> None:
+    def __init__(self, most: int = MOST_RESPONSES, most_characters: int = _MOST_CHARACTERS) -> None:
         self._most, self._most_characters = most, most_characters
         self._responses: OrderedDict[str, KeptResponse] = OrderedDict()
         self._characters = 0

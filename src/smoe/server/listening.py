@@ -1,70 +1,39 @@
-"""The server itself: its socket, and how it ends.
+"""The server itself, and how it ends.
 
 told to end (SIGTERM, Ctrl-C)  no more connections; who asks is told 503
       |  drain_seconds         texts under way go on
       v                        what is left is cancelled: a whole answer becomes 503, a stream ends with an error
-a second Ctrl-C                at once
+      |  _LAST_SECONDS         for that to be written
+      v                        who has not taken it is let go
+told once more                 the same, without drain_seconds
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
-import signal
+import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
 
-from smoe.errors import ConfigError
 from smoe.server.app import make_app
 from smoe.server.serving import Serving
-from smoe.server.settings import ServerConfig
 
 _log = logging.getLogger(__name__)
-_LAST_SECONDS = 10
-"""For answers that were cancelled to be written."""
+_LAST_SECONDS = 2
+_SPARE_SECONDS = 10
+"""After which uvicorn stops waiting for connections that should be gone by then."""
 
-
-def bound(config: ServerConfig) -> socket.socket:
-    """A socket at the server's address, which nobody hears yet: before anything heavy, as it may be taken. Raises
-    `ConfigError`."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        door = socket.socket(family, kind, protocol)
-        try:
-            if os.name == "posix":
-                door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            door.bind(address)
-        except OSError:
-            door.close()
-            raise
-    except (OSError, UnicodeError) as error:
-        is_of_the_host = (
-            isinstance(error, (socket.gaierror, UnicodeError)) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
-        )
-        about = "host" if is_of_the_host else "port"
-        why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"cannot listen at `host` {config.host}, `port` {config.port}: {why}; give another `{about}`",
-            setting=about,
-            given=getattr(config, about),
-            allowed="an address of this machine and a port that is free",
-        ) from error
-    return door
-
-
-def address_of(door: socket.socket) -> str:
-    """Where it is reached, as the beginning of a URL."""
-    host, port = door.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # it would tell stderr of each client that was let go
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which drains before it ends. `run` returns when it has, or raises what a signal raises here."""
+    """uvicorn, which drains before it ends. `run` returns when it has. It asks for no signals: whoever started it tells
+    it of them by `handle_exit`."""
 
     def __init__(
         self, serving: Serving, tell: Callable[[str], None] = _log.warning, warn: Callable[[str], None] = _log.warning
@@ -78,30 +47,52 @@ class Server(uvicorn.Server):
                 server_header=False,
                 lifespan="off",
                 timeout_keep_alive=30,
-                timeout_graceful_shutdown=int(serving.config.drain_seconds) + _LAST_SECONDS,
+                timeout_graceful_shutdown=math.ceil(serving.config.drain_seconds) + _LAST_SECONDS + _SPARE_SECONDS,
             )
         )
         self._serving, self._tell = serving, tell
+        self._is_in_a_hurry = False
+        self._here: asyncio.AbstractEventLoop | None = None
+        """While it ends."""
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal; the second one ends what is left."""
-        if self.should_exit:
-            self._serving.end_now()
-            self.force_exit = sig == signal.SIGINT
-        super().handle_exit(sig, frame)
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None. uvicorn would raise them once more within its own coroutine."""
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None = None) -> None:
+        """It is to end; told once more, at once. In the thread of `run`, between any two steps of it."""
+        if self.should_exit and not self._is_in_a_hurry:
+            self._is_in_a_hurry = True
+            if self._here is not None:
+                self._here.call_soon_threadsafe(self._end_now)
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let what is under way go on for a while, then end it."""
-        serving = self._serving
+        serving, self._here = self._serving, asyncio.get_running_loop()
         serving.end_soon()
         under_way, seconds = serving.running + serving.waiting, serving.config.drain_seconds
-        if under_way:
+        if self._is_in_a_hurry:
+            self._end_now()
+        elif under_way:
             answers = "1 answer" if under_way == 1 else f"{under_way} answers"
             verb = "has" if under_way == 1 else "have"
             self._tell(f"ending: {answers} under way {verb} up to {seconds:g} s; Ctrl-C again ends them now")
-        deadline = asyncio.get_running_loop().call_later(seconds, serving.end_now)
+        deadline = self._here.call_later(seconds, self._end_now)
         try:
             await super().shutdown(sockets)
         finally:
+            self._here = None
             deadline.cancel()
             serving.end_now()
+
+    def _end_now(self) -> None:
+        self._serving.end_now()
+        asyncio.get_running_loop().call_later(_LAST_SECONDS, self._let_go)
+
+    def _let_go(self) -> None:
+        """Of clients that do not take what they have been sent."""
+        for connection in list(self.server_state.connections):
+            _log.info("a client has not taken its answer and is let go")
+            connection.transport.abort()

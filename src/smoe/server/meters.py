@@ -64,6 +64,16 @@ class Meters:
             self._first.observe(request.first - request.asked)
         self._said[id(request)] = now
 
+    def count(self, name: str) -> dict[tuple[str, ...], float]:
+        """Of a counter of ours (`smoe_generated_tokens`), each value by its labels' values."""
+        found = [each for each in self._registry.collect() if each.name == name]
+        return {
+            tuple(sample.labels.values()): sample.value
+            for each in found
+            for sample in each.samples
+            if sample.name.endswith("_total")
+        }
+
     def shown(self) -> bytes:
         """All of it, in Prometheus's text form."""
         return generate_latest(self._registry)

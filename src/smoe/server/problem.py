@@ -55,8 +55,8 @@ class ApiError(Exception):
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """What was asked cannot be done: status 400."""
-    return ApiError(400, message, param=param, code=code)
+    """What was asked cannot be done: status 400. Where a field is named, programs are told at least that it is that."""
+    return ApiError(400, message, param=param, code="invalid_value" if code is None and param is not None else code)
 
 
 def busy(why: str) -> ApiError:
@@ -77,17 +77,16 @@ def over() -> ApiError:
 
 
 def problem_of(error: Exception, fields: Mapping[str, str], is_whole_context: bool = False) -> ApiError:
-    """An error of the library, told to a client. `fields`: what settings are called in its request.
-    `is_whole_context`: the model has no more positions than it is served with."""
+    """An error of the library, told to a client. `fields`: what settings are called in its request; one that is not
+    there is the server's own affair. `is_whole_context`: the model has no more positions than it is served with."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextError):
         return refused(
             _about_context(error, is_whole_context), fields.get("prompt", "prompt"), "context_length_exceeded"
         )
-    if isinstance(error, ConfigError):
-        param = fields.get(error.setting, error.setting) if error.setting is not None else None
-        return refused(in_fields(str(error), fields), param)
+    if isinstance(error, ConfigError) and error.setting is not None and error.setting in fields:
+        return refused(in_fields(str(error), fields), fields[error.setting], "invalid_value")
     if isinstance(error, EngineBusyError):
         return busy(str(error))
     if isinstance(error, (EngineStateError, GenerationCancelledError)):

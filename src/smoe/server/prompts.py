@@ -11,8 +11,11 @@ from jinja2 import TemplateError
 
 from smoe.generation.generate import encode
 from smoe.server.problem import ApiError, refused
+from smoe.server.thinking import is_begun, may_think
 from smoe.server.tool_calls import form_of
 
+_LAST_TOKENS = 16
+"""Of a prompt: among them the mark that begins a thought, in one token or several, and the space after it."""
 _SOMETHING = [{"role": "user", "content": "?"}]
 _A_TOOL = {
     "type": "function",
@@ -33,11 +36,18 @@ class Prompts:
         self.takes_tools = self.has_template and self._shows_tools()
         self.tool_form = form_of(self._source) if self.takes_tools else None
         """How the model writes calls; None where nobody here knows."""
+        self._thinks = may_think(self._source)
+
+    def has_begun_to_think(self, ids: Sequence[int]) -> bool | None:
+        """Whether a conversation's prompt ends within a thought; None where this model writes none that are known
+        here."""
+        if not self._thinks:
+            return None
+        return is_begun(self._tokenizer.decode(list(ids[-_LAST_TOKENS:]), skip_special_tokens=False))
 
     def of_text(self, text: str) -> list[int]:
         """A text to be gone on with, with what the tokenizer puts before it. Raises `ConfigError` for one of no
         tokens."""
-        _check_characters(text, "prompt")
         return encode(self._tokenizer, [text])[0]
 
     def of_tokens(self, ids: Sequence[int]) -> list[int]:
@@ -126,7 +136,7 @@ def _as_values(call: dict[str, Any], param: str) -> dict[str, Any]:
 
 
 def _check_characters(text: str, param: str) -> None:
-    """Refuse half a character: a lone surrogate, which JSON can write and no tokenizer takes."""
+    """Refuse half a character (a lone surrogate): a call's arguments are JSON within JSON, which can write one."""
     try:
         text.encode("utf8")
     except UnicodeEncodeError as error:

@@ -23,6 +23,12 @@ from smoe.server.talk import prepare
 from smoe.server.texts import Texts
 from smoe.server.tool_calls import ToolCall
 
+_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "message": ("output_text", {"logprobs": []}),
+    "reasoning": ("reasoning_text", {}),
+}
+"""Of an item of text: what its one part is called, and what is said besides."""
+
 
 class Responses:
     """Those of one server."""
@@ -49,7 +55,7 @@ class Responses:
         if asked.previous_response_id is not None:
             before = self._kept.get(asked.previous_response_id, "previous_response_id").messages
         talk, messages = talk_of(asked, before)
-        fields = dict(asked.names)
+        fields = asked.settings
         prepared = await serving.prepare(lambda: prepare(serving, asked, talk, fields), fields)
         texts = serving.ask(prepared.wanted, fields, bool(asked.stream))
         answer = _Answer(self._kept, serving.name, asked, prepared.choices(texts.requests)[0], texts, messages)
@@ -68,7 +74,7 @@ class _Answer(Answer):
         texts: Texts,
         messages: list[dict[str, Any]],
     ) -> None:
-        super().__init__(texts, [choice], asked.names)
+        super().__init__(texts, [choice], asked.settings)
         self._kept, self._asked, self._choice, self._messages = kept, asked, choice, messages
         self._output: list[dict[str, Any]] = []
         self._events = 0
@@ -101,45 +107,52 @@ class _Answer(Answer):
         return self._event("response.failed", response=self._response | {"status": "failed", "error": error})
 
     def _items(self, delta: Delta) -> Iterator[bytes]:
+        if delta.thought:
+            yield from self._write("reasoning", delta.thought)
         if delta.text:
-            if not self._output or self._output[-1]["type"] != "message":
-                yield from self._open_message()
-            self._output[-1]["content"][0]["text"] += delta.text
-            yield self._event("response.output_text.delta", **self._place, delta=delta.text, logprobs=[])
+            yield from self._write("message", delta.text)
         for call in delta.calls:
             yield self._close()
             yield from self._call(call)
 
     def _close(self) -> bytes:
-        return b"".join(self._close_message())
+        return b"".join(self._close_text())
 
     @property
     def _place(self) -> dict[str, Any]:
         item = self._output[-1]
         return {"item_id": item["id"], "output_index": len(self._output) - 1, "content_index": 0}
 
-    def _open_message(self) -> Iterator[bytes]:
-        message = {
-            "id": "msg_" + secrets.token_hex(12),
-            "type": "message",
-            "status": "in_progress",
-            "role": "assistant",
-        }
-        part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        self._output.append(message | {"content": []})
-        yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
-        self._output[-1]["content"].append(part)
-        yield self._event("response.content_part.added", **self._place, part=part)
+    def _write(self, kind: str, text: str) -> Iterator[bytes]:
+        if not self._output or self._output[-1]["type"] != kind:
+            yield self._close()
+            yield from self._open(kind)
+        self._output[-1]["content"][0]["text"] += text
+        name, more = _PARTS[kind]
+        yield self._event(f"response.{name}.delta", **self._place, delta=text, **more)
 
-    def _close_message(self) -> Iterator[bytes]:
-        if not self._output or self._output[-1]["status"] != "in_progress":
+    def _open(self, kind: str) -> Iterator[bytes]:
+        name, more = _PARTS[kind]
+        item: dict[str, Any] = {"type": kind, "status": "in_progress"}
+        part: dict[str, Any]
+        if kind == "message":
+            item, part = {"id": "msg_" + secrets.token_hex(12), **item, "role": "assistant"}, {"annotations": []}
+        else:
+            item, part = {"id": "rs_" + secrets.token_hex(12), **item, "summary": []}, {}
+        self._output.append(item | {"content": []})
+        yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
+        self._output[-1]["content"].append({"type": name, "text": "", **part, **more})
+        yield self._event("response.content_part.added", **self._place, part=self._output[-1]["content"][0])
+
+    def _close_text(self) -> Iterator[bytes]:
+        if not self._output or self._output[-1].get("status") != "in_progress":
             return
-        message = self._output[-1]
-        part = message["content"][0]
-        message["status"] = "incomplete" if self._choice.reason is Reason.LENGTH else "completed"
-        yield self._event("response.output_text.done", **self._place, text=part["text"], logprobs=[])
+        item = self._output[-1]
+        part, (name, more) = item["content"][0], _PARTS[item["type"]]
+        item["status"] = "incomplete" if self._choice.reason is Reason.LENGTH else "completed"
+        yield self._event(f"response.{name}.done", **self._place, text=part["text"], **more)
         yield self._event("response.content_part.done", **self._place, part=part)
-        yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=message)
+        yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
     def _call(self, call: ToolCall) -> Iterator[bytes]:
         item = {"id": "fc_" + secrets.token_hex(12), "type": "function_call", "call_id": call.id, "name": call.name}
@@ -170,7 +183,7 @@ class _Answer(Answer):
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": request.reused_tokens, "cache_write_tokens": 0},
                 "output_tokens": new,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._choice.thought_tokens},
                 "total_tokens": prompt + new,
             },
         }

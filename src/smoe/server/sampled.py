@@ -7,14 +7,10 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from smoe.errors import ConfigError
+from smoe.generation.choices import COLDEST
 from smoe.generation.sampling import Sampling
 from smoe.server.fields import Asked, Completing
 from smoe.server.problem import refused
-
-_MOST_BIASES = 1024
-_HOTTEST = 2.0
-"""As OpenAI has it."""
 
 
 def sampling_of(asked: Asked, model: PreTrainedModel, max_new_tokens: int) -> Sampling:
@@ -23,8 +19,6 @@ def sampling_of(asked: Asked, model: PreTrainedModel, max_new_tokens: int) -> Sa
     temperature, narrows = asked.temperature, asked.top_p is not None or bool(asked.top_k)
     if temperature is None:
         temperature = (1.0 if own.temperature is None else own.temperature) if own.do_sample or narrows else 0.0
-    if asked.temperature is not None and asked.temperature > _HOTTEST:
-        raise ConfigError.out_of_bounds("temperature", asked.temperature, f"between 0 and {_HOTTEST:g}")
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -33,8 +27,8 @@ def sampling_of(asked: Asked, model: PreTrainedModel, max_new_tokens: int) -> Sa
         repetition_penalty=_first(asked.repetition_penalty, own.repetition_penalty, 1.0),
         seed=asked.seed if asked.seed is not None else secrets.randbelow(2**31),
     )
-    if not sampling.temperature:  # the likeliest token, among however many
-        sampling = replace(sampling, top_p=1.0, top_k=0)
+    if sampling.temperature is not None and sampling.temperature <= COLDEST:  # the likeliest token, of however many
+        sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
     if not isinstance(asked, Completing):
         return sampling
     return replace(
@@ -57,15 +51,13 @@ def _first(*values: float | None) -> float:
 
 
 def _biases(given: dict[str, float], vocabulary: int) -> tuple[tuple[int, float], ...]:
-    if len(given) > _MOST_BIASES:
-        raise refused(f"'logit_bias' may name {_MOST_BIASES} tokens at most", "logit_bias")
     found = []
     for name, bias in given.items():
         if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocabulary):
             raise refused(
-                f"'logit_bias' names {name[:20]!r}; tokens are numbers from 0 to {vocabulary - 1}", "logit_bias"
+                f"'logit_bias' names {name[:20]!r}; tokens are numbers from 0 to {vocabulary - 1}",
+                "logit_bias",
+                "invalid_value",
             )
-        if not -100 <= bias <= 100:
-            raise ConfigError.out_of_bounds("logit_bias", bias, "between -100 and 100")
         found.append((int(name), float(bias)))
     return tuple(found)

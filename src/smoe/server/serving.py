@@ -24,6 +24,7 @@ from smoe.server.grammar import Grammars
 from smoe.server.meters import Meters
 from smoe.server.problem import ApiError, busy, over, problem_of, refused
 from smoe.server.prompts import Prompts
+from smoe.server.request_lines import note_asked
 from smoe.server.settings import ServerConfig
 from smoe.server.texts import Bell, Texts, Wanted
 from smoe.server.token_text import TokenTexts
@@ -96,6 +97,11 @@ class Serving:
         """Texts without a place."""
         return self._loop.waiting
 
+    @property
+    def busy_seconds(self) -> float:
+        """In which somebody waited for a token."""
+        return self._loop.busy_seconds
+
     async def prepare(self, work: Callable[[], _T], fields: Mapping[str, str]) -> _T:
         """Tokenise, compile a grammar: beside the server's own thread. Raises an `ApiError` in the request's words."""
         self.refuse_if_ending()
@@ -114,6 +120,7 @@ class Serving:
         except Exception as error:
             raise problem_of(error, fields, self._is_whole_context) from error
         self._asked.add(texts)
+        note_asked(texts)
         return texts
 
     def _check_room(self, texts: int) -> None:

@@ -14,6 +14,7 @@ from smoe.server.problem import refused
 from smoe.server.sampled import another, sampling_of
 from smoe.server.serving import Serving
 from smoe.server.texts import Wanted
+from smoe.server.thinking import TOKENS, Thinking
 from smoe.server.tool_calls import PARSERS, Parser, PlainText
 from smoe.server.tool_rules import must_call
 
@@ -45,10 +46,16 @@ class Prepared:
     parser: type[Parser]
     markers: dict[int, str]
     ends: frozenset[int]
+    has_begun_to_think: bool | None
+    """Within the prompt; None: this model, or this answer, has no thoughts."""
 
     def choices(self, requests: Sequence[Request]) -> list[Choice]:
         """For the requests that were made of `wanted`."""
-        return [Choice(request, self.parser(), self.markers, self.ends) for request in requests]
+        begun = self.has_begun_to_think
+        return [
+            Choice(request, self.parser(), self.markers, self.ends, None if begun is None else Thinking(begun))
+            for request in requests
+        ]
 
 
 def prepare(serving: Serving, asked: Asked, talk: Talk, fields: dict[str, str]) -> Prepared:
@@ -60,7 +67,7 @@ def prepare(serving: Serving, asked: Asked, talk: Talk, fields: dict[str, str]) 
     serving.check(Wanted(ids, sampling), fields)
     form = serving.prompts.tool_form if offered else None
     parser = PARSERS[form] if form is not None else PlainText
-    markers = _special(serving.tokenizer, parser)
+    markers = _special(serving.tokenizer, parser.tokens)
     grammar: Grammar | None = None
     if must:
         grammar = must_call(serving.grammars, form, markers, must)
@@ -68,7 +75,10 @@ def prepare(serving: Serving, asked: Asked, talk: Talk, fields: dict[str, str]) 
         grammar = serving.grammars.of_schema(talk.schema, talk.schema_field)
     grammars = [grammar if grammar is None or not number else grammar.another() for number in range(talk.texts)]
     wanted = [Wanted(ids, another(sampling, n), talk.logprobs, each) for n, each in enumerate(grammars)]
-    return Prepared(wanted, parser, markers, serving.ends)
+    begun = serving.prompts.has_begun_to_think(ids) if grammar is None else None  # what keeps to a form is the answer
+    if begun is not None:
+        markers |= _special(serving.tokenizer, TOKENS)
+    return Prepared(wanted, parser, markers, serving.ends, begun)
 
 
 def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -91,11 +101,11 @@ def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     )
 
 
-def _special(tokenizer: Any, parser: type[Parser]) -> dict[int, str]:
+def _special(tokenizer: Any, tokens: Sequence[str]) -> dict[int, str]:
     """Of what a parser looks for, the tokens that texts leave out."""
     found = {}
     added = tokenizer.added_tokens_decoder
-    for text in parser.tokens:
+    for text in tokens:
         token = tokenizer.convert_tokens_to_ids(text)
         if token in added and added[token].special and added[token].content == text:
             found[token] = text

@@ -88,6 +88,8 @@ class Texts:
         self.is_noted = False
         """The bell's."""
         self.requests: list[Request] = []
+        self.reasons: list[Reason] = []
+        """Why texts have ended, in the order of their ends."""
         bell.hang()
         try:
             for number, each in enumerate(wanted):
@@ -107,6 +109,8 @@ class Texts:
 
     def _hear(self, heard: Heard) -> None:
         self._said.append(heard)
+        if isinstance(heard.what, End):
+            self.reasons.append(heard.what.reason)
         if self._is_in_a_hurry or isinstance(heard.what, End):
             self._bell.note(self)
 

@@ -105,6 +105,8 @@ export class Chat {
       if (piece.usage) found.tokens = piece.usage.completion_tokens;
       const choice = piece.choices?.[0];
       if (!choice) continue;
+      const thought = choice.delta?.reasoning_content;
+      if (thought) this.grow((answer.thought ??= this.thought(answer)), thought);
       let more = (isChat ? choice.delta?.content : choice.text) ?? "";
       if (isChat && !found.text) more = more.trimStart();
       if (choice.finish_reason === "length") found.reason = "no more room, or tokens";
@@ -153,6 +155,13 @@ export class Chat {
     const made = { turn, words, node: null, pending: "" };
     this.log.scrollTop = this.log.scrollHeight;
     return made;
+  }
+
+  /** What is thought before an answer, above it. */
+  thought(answer) {
+    const words = make("div", "words given");
+    answer.turn.prepend(words);
+    return { turn: answer.turn, words, node: null, pending: "" };
   }
 
   /** More of it; what comes between two pictures is drawn at once. */

@@ -1,0 +1,1 @@
+"""`smoe serve` as a whole process: what it costs, what it stands."""

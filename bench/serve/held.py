@@ -1,0 +1,79 @@
+"""What a server's process holds: memory, files, sockets, threads; and what it says of its texts."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import time
+from typing import Any, NamedTuple
+
+import psutil
+
+MOST_GROWTH = 0.02
+"""Of memory, once it is warm."""
+_QUIET_SECONDS = 60.0
+
+
+class Held(NamedTuple):
+    """At one moment."""
+
+    rss_bytes: int
+    uss_bytes: int
+    """Its own alone: what would be free if it ended."""
+    files: int
+    sockets: int
+    """Connections, the one that listens among them."""
+    threads: int
+
+
+def held(pid: int) -> Held:
+    """Of a process and of those that it has started."""
+    processes: list[Any] = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    memory = [each.memory_full_info() for each in processes]
+    return Held(
+        sum(each.rss for each in memory),
+        sum(each.uss for each in memory),
+        sum(each.num_fds() if psutil.POSIX else each.num_handles() for each in processes),
+        sum(len(each.net_connections()) for each in processes),
+        sum(each.num_threads() for each in processes),
+    )
+
+
+def grown(before: Held, after: Held) -> dict[str, float]:
+    """By how much of what it was memory has grown: 0.01 is 1 %."""
+    return {
+        "rss": after.rss_bytes / before.rss_bytes - 1.0,
+        "uss": after.uss_bytes / before.uss_bytes - 1.0,
+    }
+
+
+def texts_of(port: int) -> tuple[int, int]:
+    """Texts running and waiting, as the server itself says."""
+    said = read(port, "/metrics")
+    found = [re.search(rf"^smoe_texts_{name} (\S+)$", said, re.MULTILINE) for name in ("running", "waiting")]
+    if None in found:
+        raise ValueError("the server's /metrics do not say how many texts there are")
+    running, waiting = (int(float(each[1])) for each in found if each is not None)
+    return running, waiting
+
+
+def quiet(port: int) -> tuple[int, int]:
+    """Texts running and waiting, once there are none or a minute is over."""
+    until = time.monotonic() + _QUIET_SECONDS
+    while (left := texts_of(port)) != (0, 0) and time.monotonic() < until:
+        time.sleep(0.05)
+    return left
+
+
+def read(port: int, path: str, seconds: float = 30.0) -> str:
+    """What a path of a server on this machine says; raises `OSError` where it is not 200."""
+    line = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
+    try:
+        line.request("GET", path)
+        answer = line.getresponse()
+        text = answer.read().decode()
+        if answer.status != 200:
+            raise OSError(f"{path} says {answer.status}: {text[:200]}")
+        return text
+    finally:
+        line.close()

@@ -1,0 +1,333 @@
+"""What the API answers, described: the other half of `/openapi.json`.
+
+Answers are put together as plain dictionaries where they come to be; tests hold real ones against these models, which
+allow nothing that they do not name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Answer(BaseModel):
+    """Anything that is answered."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+class Problem(Answer):
+    """What has gone wrong."""
+
+    message: str
+    """For people: what was given, what is allowed."""
+    type: Literal["invalid_request_error", "permission_error", "rate_limit_error", "server_error"]
+    param: str | None
+    """The field that it is about, as `messages[0].role`."""
+    code: str | None
+    """For programs."""
+
+
+class Refusal(Answer):
+    """Every error, in OpenAI's shape."""
+
+    error: Problem
+
+
+# -- models, health ---------------------------------------------------------------------------------------------------
+
+
+class Model(Answer):
+    """The model that is served."""
+
+    id: str
+    """Its name, as requests give it."""
+    object: Literal["model"]
+    created: int
+    """When the server began, in seconds since 1970."""
+    owned_by: Literal["smoe"]
+    max_model_len: int
+    """Tokens of a prompt and its answer together."""
+
+
+class Models(Answer):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Health(Answer):
+    status: Literal["ok", "ending", "failed"]
+
+
+# -- what completions have in common ----------------------------------------------------------------------------------
+
+
+class CachedTokens(Answer):
+    cached_tokens: int
+    """Of the prompt, tokens that had been read before."""
+
+
+class Usage(Answer):
+    """Numbers of tokens; a prompt counts once, however many texts are made of it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Completed(Answer):
+    """The head of every completion."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    """The same as long as the same request is answered in the same way."""
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+# -- chat -------------------------------------------------------------------------------------------------------------
+
+
+class LikelyToken(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class SaidToken(LikelyToken):
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(Answer):
+    content: list[SaidToken]
+    refusal: None
+
+
+class CalledFunction(Answer):
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class Call(Answer):
+    """A tool that the model wants to be called."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(Answer):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[Call] = Field(default=[], min_length=1)
+
+
+class ChatChoice(Answer):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(Completed):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CallDelta(Call):
+    index: int
+
+
+class ChatDelta(Answer):
+    """What is added."""
+
+    role: Literal["assistant"] = "assistant"
+    """In the first chunk of a choice."""
+    content: str = ""
+    tool_calls: list[CallDelta] = Field(default=[], min_length=1)
+
+
+class ChatChunkChoice(Answer):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(Completed):
+    """The data of an event of a stream; the last one is `[DONE]`."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    """In the last chunk, where `stream_options.include_usage` asks for it."""
+
+
+# -- plain completions ------------------------------------------------------------------------------------------------
+
+
+class TextLogprobs(Answer):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class TextChoice(Answer):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class TextCompletion(Completed):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class TextChunkChoice(TextChoice):
+    finish_reason: Literal["stop", "length"] | None  # type: ignore[assignment]
+
+
+class TextChunk(Completed):
+    """The data of an event of a stream; the last one is `[DONE]`."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChunkChoice]
+    usage: Usage | None = None
+
+
+# -- responses --------------------------------------------------------------------------------------------------------
+
+
+class OutputText(Answer):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any] = Field(max_length=0)
+    logprobs: list[Any] = Field(max_length=0)
+
+
+class OutputMessage(Answer):
+    id: str
+    type: Literal["message"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputCall(Answer):
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    """JSON."""
+    status: Literal["in_progress", "completed"]
+
+
+class ResponseCached(CachedTokens):
+    cache_write_tokens: int
+
+
+class ReasoningTokens(Answer):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Answer):
+    input_tokens: int
+    input_tokens_details: ResponseCached
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
+class ResponseError(Answer):
+    code: str | None
+    message: str
+
+
+class Incomplete(Answer):
+    reason: Literal["max_output_tokens"]
+
+
+class TextForm(Answer):
+    format: dict[str, Any]
+
+
+class ResponseAnswer(Answer):
+    """A response; beside what is written, what was asked."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseError | None
+    incomplete_details: Incomplete | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage | OutputCall]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    store: bool
+    temperature: float | None
+    text: TextForm
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float | None
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+
+
+class ResponseEvent(Answer):
+    """The data of an event of a stream; which other fields there are hangs on the type."""
+
+    type: Literal[
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ]
+    sequence_number: int
+    response: ResponseAnswer | None = None
+    item: OutputMessage | OutputCall | None = None
+    part: OutputText | None = None
+    item_id: str | None = None
+    output_index: int | None = None
+    content_index: int | None = None
+    delta: str | None = None
+    text: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    logprobs: list[Any] | None = Field(default=None, max_length=0)
+
+
+class Deleted(Answer):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]

@@ -1,0 +1,142 @@
+"""A request's body: from bytes to what is asked, or to why not.
+
+One JSON object in UTF-8, as it is: not compressed, no key twice, no number that is none (NaN, Infinity) or that nobody
+needs, no half characters, and not nested without end, so that whatever looks at it later need not think of these.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import ValidationError
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+
+from smoe.server.events import ClientGoneError
+from smoe.server.field_errors import refusal_of, shortened
+from smoe.server.fields import Asked
+from smoe.server.problem import ApiError, refused
+
+_DEEPEST = 100
+"""Objects and lists within each other: some of what looks at them later goes down by recursion."""
+_MOST_DIGITS = 100
+_EXACT = 2.0**53
+"""Below it, whole numbers are themselves as floats."""
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+_T = TypeVar("_T", bound=Asked)
+
+
+async def asked_of(kind: type[_T], request: Request) -> _T:
+    """What a request asks. Raises an `ApiError` for what is none, `ClientGoneError` where it does not come."""
+    _check_form(request.headers)
+    try:
+        data = await request.body()
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    value = _value_of(data)
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise refusal_of(kind, error, value) from error
+
+
+def _check_form(headers: Headers) -> None:
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", ""):
+        message = f"bodies are not taken compressed ('Content-Encoding: {encoding[:40]}'); send it as it is"
+        raise ApiError(415, message, code="unsupported_content_encoding")
+    given, _, more = headers.get("content-type", "").partition(";")
+    kind = given.strip().lower()
+    charset = re.search(r"charset\s*=\s*\"?([^\s\";]+)", more.lower())
+    if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
+        what = f"it came as {given.strip()[:60]!r}" if kind else "it came without a 'Content-Type'"
+        message = f"the body must be a JSON object, sent with 'Content-Type: application/json'; {what}"
+        raise ApiError(415, message, code="unsupported_media_type")
+    if charset is not None and charset[1] not in ("utf-8", "utf8", "us-ascii"):
+        message = f"the body must be JSON in UTF-8; its 'Content-Type' says {charset[1][:40]!r}"
+        raise ApiError(415, message, code="unsupported_media_type")
+
+
+def _value_of(data: bytes) -> Any:
+    """The JSON that a body is."""
+    data = data.removeprefix(codecs.BOM_UTF8)
+    if not data.strip():
+        raise refused("the body is empty; it must be a JSON object")
+    try:
+        text = data.decode("utf8")
+    except UnicodeDecodeError as error:
+        why = f"byte {error.start} is 0x{data[error.start]:02x}"
+        raise refused(f"the body is no JSON: it is not UTF-8 ({why})") from error
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_object, parse_int=_whole, parse_float=_number, parse_constant=_no_number
+        )
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise refused(f"the body is no JSON: {error.msg} ({where})") from error
+    except RecursionError:
+        raise _too_deep() from None
+    _check_depth(value)
+    if _HALF.search(text):
+        _check_characters(value)
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise refused(f"the body has {shortened(twice)!r} twice in one object; which of the two is meant?")
+    return found
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise refused(f"the body has a number of {len(digits)} digits; at most {_MOST_DIGITS} are read")
+    return int(digits)
+
+
+def _number(digits: str) -> float:
+    """2.0 is 2, as JSON schemas have it: whoever asks for whole numbers takes it."""
+    value = float(digits)
+    if value in (float("inf"), float("-inf")):
+        raise refused(f"the body has {shortened(digits)}, which is too large to be reckoned with")
+    return int(value) if value.is_integer() and abs(value) < _EXACT else value
+
+
+def _no_number(name: str) -> NoReturn:
+    raise refused(f"the body is no JSON: {name} is no number there")
+
+
+def _check_depth(value: Any) -> None:
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        inner = (each for one in level if isinstance(one, (dict, list)) for each in _inside(one))
+        level = [each for each in inner if isinstance(each, (dict, list))]
+        if depth > _DEEPEST:
+            raise _too_deep()
+
+
+def _inside(value: dict[str, Any] | list[Any]) -> Any:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _too_deep() -> ApiError:
+    return refused(f"the body has more than {_DEEPEST} objects and lists within each other; nest them less")
+
+
+def _check_characters(value: Any) -> None:
+    """Refuse half a character: a lone surrogate, which JSON can write and which is no text."""
+    parts = value.items() if isinstance(value, dict) else [(None, value)]
+    for name, part in parts:
+        try:
+            json.dumps([name, part], ensure_ascii=False).encode("utf8")
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            message = f"the body has half a character (a lone surrogate, {half}), which is no text"
+            raise refused(message, None if name is None else shortened(name)) from error

@@ -1,0 +1,105 @@
+"""The server's socket, and the addresses by which it is reached. Imports nothing heavy: what cannot be had is refused
+before anything is loaded.
+
+    bound    the port is ours; who knocks is told that nobody is there
+    opened   who knocks waits until the server looks
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+
+from smoe.errors import ConfigError
+from smoe.server.settings import ServerConfig
+
+_ELSEWHERE = "192.0.2.1"
+"""For documents: nobody has it. The way there begins at this machine's own address."""
+
+
+def bound(config: ServerConfig) -> socket.socket:
+    """A socket at the server's address. Raises `ConfigError`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        door = socket.socket(family, kind, protocol)
+        try:
+            if os.name == "posix":
+                door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            door.bind(address)
+        except OSError:
+            door.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        raise _refused(config, error) from error
+    return door
+
+
+def opened(door: socket.socket, config: ServerConfig) -> None:
+    """Have it listen. Raises `ConfigError` where somebody else, bound as early as we, listens by now."""
+    try:
+        door.listen()
+    except OSError as error:
+        raise _refused(config, error) from error
+
+
+def address_of(door: socket.socket) -> str:
+    """Where it is reached from here, as the beginning of a URL."""
+    host, port = door.getsockname()[:2]
+    return _url("localhost" if ipaddress.ip_address(host).is_unspecified else host, port)
+
+
+def addresses_of(door: socket.socket) -> list[str]:
+    """Where it is reached from here and, where that is another address, from other machines."""
+    host, port = door.getsockname()[:2]
+    here = [address_of(door)]
+    if not ipaddress.ip_address(host).is_unspecified:
+        return here
+    own = _own_address(door.family)
+    return here if own is None else [*here, _url(own, port)]
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _own_address(family: int) -> str | None:
+    """By which other machines see this one, as far as its routes say; nothing is sent. None where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_ELSEWHERE, 9))
+            own = str(probe.getsockname()[0])
+        except OSError:
+            own = socket.gethostname() if family == socket.AF_INET6 else ""
+    return own or None
+
+
+def _refused(config: ServerConfig, error: OSError | UnicodeError) -> ConfigError:
+    number = getattr(error, "errno", None)
+    is_of_the_host = isinstance(error, (socket.gaierror, UnicodeError)) or number == errno.EADDRNOTAVAIL
+    about = "host" if is_of_the_host else "port"
+    why = getattr(error, "strerror", None) or str(error)
+    if number == errno.EADDRINUSE:
+        why += _by_whom(config.port)
+    instead = f"give another `{about}`" + ("" if is_of_the_host else " (0: any free one)")
+    return ConfigError(
+        f"cannot listen at `host` {config.host}, `port` {config.port}: {why}; {instead}",
+        setting=about,
+        given=getattr(config, about),
+        allowed="an address of this machine and a port that is free",
+    )
+
+
+def _by_whom(port: int) -> str:
+    """Who listens there, as far as the system says."""
+    import psutil
+
+    try:
+        found = {
+            each.pid for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port and each.pid
+        }
+        names = [f"{psutil.Process(pid).name()} (process {pid})" for pid in sorted(found)]
+    except (psutil.Error, OSError, RuntimeError):  # it may not be ours to know
+        return ""
+    return f" by {', '.join(names)}" if names else ""

@@ -1,0 +1,201 @@
+"""Why a request's fields are refused, in the API's words: what was given, and what is allowed.
+
+pydantic says where and what kind of error; what is allowed is read from the same JSON schema that describes the API.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ValidationError
+
+from smoe.server.problem import ApiError, refused
+
+_LONGEST_SHOWN = 60
+_LONGEST_NAME = 80
+_BOUNDS = {
+    "greater_than_equal": ("ge", "_below_min_value"),
+    "greater_than": ("gt", "_below_min_value"),
+    "less_than_equal": ("le", "_above_max_value"),
+}
+_LENGTHS = {
+    "too_long": "array_above_max_length",
+    "string_too_short": "string_below_min_length",
+    "string_too_long": "string_above_max_length",
+}
+_PLURALS = {"string": "strings", "integer": "whole numbers", "number": "numbers", "object": "objects", "array": "lists"}
+
+
+class _Place(NamedTuple):
+    """Where an error is."""
+
+    name: str
+    """As OpenAI writes it: `messages[0].role`."""
+    shown: str
+    """The same, with keys that the client chose."""
+    schema: dict[str, Any]
+    given: Any
+
+
+def refusal_of(kind: type[BaseModel], error: ValidationError, body: Any) -> ApiError:
+    """What is wrong with the first field that is."""
+    errors = error.errors(include_url=False, include_context=True, include_input=False)
+    if not errors[0]["loc"]:
+        return refused(f"the body must be a JSON object; it is {shown(body)}")
+    place = _place(kind, errors[0]["loc"], body)
+    here = [each for each in errors if _place(kind, each["loc"], body).name == place.name]
+    # of a union, the branch that the value has the type of, if there is one
+    first = next((each for each in here if not each["type"].endswith("_type")), here[0])
+    found = first["type"]
+    if found == "extra_forbidden":
+        message = f"Unrecognized request argument supplied: {place.name}"
+        return refused(message, place.name, "unknown_parameter")
+    if found in ("missing", "union_tag_not_found"):
+        name = place.name + (".role" if found == "union_tag_not_found" else "")
+        return refused(f"you must provide '{name}'", name, "missing_required_parameter")
+    if found == "union_tag_invalid":
+        roles = _roles(place.schema)
+        role = place.given.get("role") if isinstance(place.given, dict) else None
+        return refused(
+            f"'{place.name}.role' is {shown(role)}; it must be {roles}", f"{place.name}.role", "invalid_value"
+        )
+    allowed = words_of(place.schema, kind)
+    return refused(f"'{place.shown}' is {shown(place.given)}; it must be {allowed}", place.name, _code(first))
+
+
+def shown(value: Any) -> str:
+    """A value of a request in a message: bounded, whatever it is."""
+    if value == [] or value == {}:
+        return "an empty list" if value == [] else "an empty object"
+    text = json.dumps(value, ensure_ascii=False)
+    if len(text) <= _LONGEST_SHOWN:
+        return text
+    if isinstance(value, (list, dict)):
+        return f"a list of {len(value)}" if isinstance(value, list) else f"an object of {len(value)} fields"
+    return f"{text[:_LONGEST_SHOWN]}..."
+
+
+def shortened(name: str) -> str:
+    """A field's name, which may be anything, in a message."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+
+
+def words_of(schema: dict[str, Any], kind: type[BaseModel]) -> str:
+    """What a JSON schema allows."""
+    schema = _resolved(schema, kind)
+    choices = _choices(schema)
+    if len(choices) > 1:
+        return (" or " if len(choices) == 2 else ", or ").join(words_of(each, kind) for each in choices)
+    if "oneOf" in schema:
+        return "an object"
+    if "enum" in schema or "const" in schema:
+        values = [each for each in schema.get("enum", [schema.get("const")]) if each is not None]
+        return ("one of: " if len(values) > 1 else "") + ", ".join(map(shown, values))
+    type_ = schema.get("type")
+    if type_ in ("integer", "number"):
+        return ("a whole number" if type_ == "integer" else "a number") + _bounds(schema)
+    if type_ == "string":
+        return "a string" + _lengths(schema, "minLength", "maxLength", "characters")
+    if type_ == "array":
+        items = _resolved(schema.get("items", {}), kind)
+        what = _PLURALS.get("object" if "oneOf" in items else items.get("type", ""), "values")
+        if what == "lists":
+            what = f"lists of {_PLURALS.get(items['items'].get('type', ''), 'values')}"
+        return "a list" + _lengths(schema, "minItems", "maxItems", what)
+    if type_ == "object" and "maxProperties" in schema:
+        return f"an object of at most {schema['maxProperties']} fields"
+    return {"boolean": "true or false", "object": "an object"}.get(str(type_), "left out")
+
+
+def _bounds(schema: dict[str, Any]) -> str:
+    least, most = schema.get("minimum"), schema.get("maximum")
+    if least is not None and most is not None:
+        return f" between {_number(least)} and {_number(most)}"
+    above = schema.get("exclusiveMinimum")
+    words = [
+        f"{word} {_number(value)}"
+        for word, value in (("of at least", least), ("above", above), ("at most", most))
+        if value is not None
+    ]
+    return " " + " and ".join(words) if words else ""
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _lengths(schema: dict[str, Any], least_name: str, most_name: str, what: str) -> str:
+    least, most = schema.get(least_name), schema.get(most_name)
+    if least is None and most is None:
+        return "" if what == "characters" else f" of {what}"
+    if least is None:
+        return f" of at most {most} {what}"
+    return f" of {what}, at least {least}" if most is None else f" of {least} to {most} {what}"
+
+
+def _code(error: Any) -> str:
+    found, facts = error["type"], error.get("ctx", {})
+    if found in _BOUNDS:
+        bound, code = _BOUNDS[found]
+        return ("integer" if isinstance(facts[bound], int) else "decimal") + code
+    if found == "too_short":
+        return "empty_array" if facts["actual_length"] == 0 else "array_below_min_length"
+    if found == "too_long" and facts["field_type"] == "Dictionary":
+        return "object_above_max_properties"
+    if found.endswith("_type"):
+        return "invalid_type"
+    return _LENGTHS.get(found, "invalid_value")
+
+
+def _place(kind: type[BaseModel], loc: Sequence[str | int], body: Any) -> _Place:
+    """Along the way that pydantic names, as far as it is one of the request's own and no branch of a union."""
+    schema, given, name, is_ours = _schema_of(kind), body, "", True
+    path = ""
+    for part in loc:
+        schema = _resolved(schema, kind)
+        if "oneOf" in schema:  # the part is the role that was said
+            schema = schema["discriminator"]["mapping"].get(str(part), {})
+            schema = {"$ref": schema} if isinstance(schema, str) else schema
+            continue
+        if len(_choices(schema)) > 1:
+            break
+        if isinstance(part, int):
+            schema, step = schema.get("items", {}), f"[{part}]"
+            given = given[part] if isinstance(given, list) and part < len(given) else None
+        else:
+            is_ours &= "properties" in schema
+            more = schema.get("additionalProperties")
+            schema = schema.get("properties", {}).get(part, more if isinstance(more, dict) else {})
+            step = shortened(part) if not path else f".{shortened(part)}"
+            given = given.get(part) if isinstance(given, dict) else None
+        path += step
+        name += step if is_ours else ""
+    return _Place(name, path, _resolved(schema, kind), given)
+
+
+def _choices(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a union chooses between, beside null."""
+    return [each for each in schema.get("anyOf", ()) if each.get("type") != "null"]
+
+
+def _resolved(schema: dict[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
+    """A schema without references and the possibility of null."""
+    while True:
+        if "$ref" in schema:
+            schema = _schema_of(kind)["$defs"][schema["$ref"].rsplit("/", 1)[1]]
+        elif len(choices := _choices(schema)) == 1:
+            schema = choices[0]
+        else:
+            return schema
+
+
+def _roles(schema: dict[str, Any]) -> str:
+    return "one of: " + ", ".join(map(shown, schema["discriminator"]["mapping"]))
+
+
+@functools.cache
+def _schema_of(kind: type[BaseModel]) -> dict[str, Any]:
+    return kind.model_json_schema()

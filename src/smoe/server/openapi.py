@@ -1,0 +1,195 @@
+"""What `/openapi.json` says: every path, what it takes and all that it may answer.
+
+Written here and not derived from the functions that answer: errors have one shape whoever finds them, most of them
+before any function is called (`guard.py`), and an answer may be a stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from smoe import __version__
+from smoe.server import answers
+from smoe.server.fields import Asked, ChatAsked, CompletionAsked, ResponseAsked
+
+METRICS_TYPE = "text/plain; version=0.0.4"
+_JSON, _EVENTS = "application/json", "text/event-stream"
+_REF = "#/components/schemas/{model}"
+_REFUSALS = {
+    400: "What was asked cannot be done, or is none; `param` names the field.",
+    401: "The key is missing or wrong.",
+    403: "Nobody may ask by this name of the machine, or no page of this origin.",
+    404: "There is no such model, or no such response.",
+    408: "The body has not come in time.",
+    413: "The body is larger than the server reads.",
+    415: "The body is not sent as JSON, or is compressed.",
+    429: "All places are taken, and as many wait as may; `Retry-After` says when to come again.",
+    500: "Something has failed in the server; this request alone is lost.",
+    503: "The server is being ended, or has failed.",
+}
+_OF_ALL = (403, 408, 413, 500)
+_OF_ASKING = (400, 404, 415, 429, 503)
+_ABOUT = """\
+As OpenAI's API. Errors have one shape, `Refusal`; beside those that are named with the paths, a path that there is not
+is 404, and a method that a path does not take 405. Once a stream has begun its status has been sent: what goes wrong
+then is an event, `data: {"error": ...}`, of responses `response.failed`.
+"""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One method of one path."""
+
+    method: str
+    path: str
+    summary: str
+    content: dict[str, Any]
+    """Of the answer of status 200, by media type: a model, or what is said of it."""
+    asked: type[Asked] | None = None
+    refusals: tuple[int, ...] = ()
+    """Statuses beside those that every path can answer."""
+    others: dict[int, type[BaseModel]] = field(default_factory=dict)
+    """Statuses whose body is no `Refusal`."""
+    is_open: bool = False
+    """Whether no key is asked for."""
+    takes_head: bool = True
+    """Of a GET: whether it takes HEAD as well."""
+
+
+OPERATIONS = (
+    Operation("get", "/v1/models", "The one model.", {_JSON: answers.Models}),
+    Operation("get", "/v1/models/{name}", "The model of this name.", {_JSON: answers.Model}, refusals=(404,)),
+    Operation(
+        "post",
+        "/v1/chat/completions",
+        "A conversation, gone on with.",
+        {_JSON: answers.ChatCompletion, _EVENTS: answers.ChatChunk},
+        ChatAsked,
+        _OF_ASKING,
+    ),
+    Operation(
+        "post",
+        "/v1/completions",
+        "Texts, gone on with as they are.",
+        {_JSON: answers.TextCompletion, _EVENTS: answers.TextChunk},
+        CompletionAsked,
+        _OF_ASKING,
+    ),
+    Operation(
+        "post",
+        "/v1/responses",
+        "A conversation, which later ones can go on with by its name.",
+        {_JSON: answers.ResponseAnswer, _EVENTS: answers.ResponseEvent},
+        ResponseAsked,
+        _OF_ASKING,
+    ),
+    Operation("get", "/v1/responses/{name}", "A response.", {_JSON: answers.ResponseAnswer}, refusals=(404,)),
+    Operation("delete", "/v1/responses/{name}", "Forget a response.", {_JSON: answers.Deleted}, refusals=(404,)),
+    Operation(
+        "get",
+        "/health",
+        "Whether it answers.",
+        {_JSON: answers.Health},
+        others={503: answers.Health},
+        is_open=True,
+    ),
+    Operation("get", "/metrics", "Counters, for Prometheus.", {METRICS_TYPE: "Prometheus's text form."}),
+    Operation("get", "/openapi.json", "This description.", {_JSON: {"schema": {"type": "object"}}}),
+    Operation(
+        "get",
+        "/watch",
+        "What the engine does: the page's events, `model` once and `look` up to ten times a second.",
+        {_EVENTS: {}},
+        takes_head=False,
+    ),
+    Operation("get", "/", "The page.", {"text/html; charset=utf-8": "HTML."}, is_open=True),
+)
+
+
+def document(model: str, needs_key: bool) -> dict[str, Any]:
+    """The description of a server of one model, as OpenAPI 3.1 has it."""
+    paths: dict[str, dict[str, Any]] = {}
+    for each in OPERATIONS:
+        described = _described(each, needs_key)
+        paths.setdefault(each.path, {})[each.method] = described
+        if each.method == "get" and each.takes_head:
+            answered = {
+                status: {"description": found["description"]} for status, found in described["responses"].items()
+            }
+            paths[each.path]["head"] = {**described, "summary": f"{each.summary} Without it.", "responses": answered}
+    found: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "smoe", "version": __version__, "description": _ABOUT},
+        "paths": paths,
+        "components": {
+            "schemas": _schemas(model),
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer", "description": "The key of this server, if it has one."}
+            },
+        },
+    }
+    return found | ({"security": [{"bearer": []}]} if needs_key else {})
+
+
+def _described(operation: Operation, needs_key: bool) -> dict[str, Any]:
+    statuses = {*_OF_ALL, *operation.refusals, *((401,) if needs_key and not operation.is_open else ())}
+    events = operation.content.get(_EVENTS)
+    said = (
+        f"As asked; where `stream` is true events, whose data is a `{events.__name__}`."
+        if isinstance(events, type)
+        else "As asked."
+    )
+    responses = {"200": {"description": said, "content": _content(operation.content)}}
+    responses |= {
+        str(status): {"description": _REFUSALS[status], "content": _content({_JSON: operation.others[status]})}
+        for status in operation.others
+    }
+    responses |= {str(status): _refusal(status) for status in statuses - operation.others.keys()}
+    found: dict[str, Any] = {"summary": operation.summary, "responses": dict(sorted(responses.items()))}
+    if "{name}" in operation.path:
+        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        found["parameters"] = [name]
+    if operation.asked is not None:
+        found["requestBody"] = {"required": True, "content": _content({_JSON: operation.asked})}
+    if operation.is_open and needs_key:
+        found["security"] = []
+    return found
+
+
+def _refusal(status: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"description": _REFUSALS[status], "content": _content({_JSON: answers.Refusal})}
+    if status in (429, 503):
+        found["headers"] = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
+    return found
+
+
+def _content(kinds: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind, what in kinds.items():
+        if isinstance(what, str):
+            found[kind] = {"schema": {"type": "string", "description": what}}
+        elif isinstance(what, dict):
+            found[kind] = what
+        elif kind == _EVENTS:  # OpenAPI 3.1 has no word for what an event holds
+            found[kind] = {"x-event-data": {"$ref": _REF.format(model=what.__name__)}}
+        else:
+            found[kind] = {"schema": {"$ref": _REF.format(model=what.__name__)}}
+    return found
+
+
+def _schemas(model: str) -> dict[str, Any]:
+    """All models that are used; requests may name the one model alone."""
+    kinds: list[type[BaseModel]] = [answers.Refusal]
+    for each in OPERATIONS:
+        asked = [] if each.asked is None else [each.asked]
+        kinds += [kind for kind in (*each.content.values(), *asked) if isinstance(kind, type)]
+    _, found = models_json_schema([(kind, "validation") for kind in dict.fromkeys(kinds)], ref_template=_REF)
+    schemas: dict[str, Any] = found["$defs"]
+    for each in OPERATIONS:
+        if each.asked is not None:
+            schemas[each.asked.__name__]["properties"]["model"] |= {"enum": [model]}
+    return schemas

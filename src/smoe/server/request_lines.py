@@ -1,0 +1,99 @@
+"""One line of the log for every request, when it is over, for whoever shows the log (`-v`).
+
+    POST /v1/chat/completions 200 6.51s prompt=34 reused=12 new=200 first=0.12s rate=31.2/s ended=length
+    GET /v1/models 200 0.00s
+
+`first`: from being asked to the first token; `rate`: tokens a second from there on, of all texts together. `ended`:
+length, stop, failed, cut_off (by the server's end), client_gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextvars import ContextVar
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from smoe.generation.request import Reason
+from smoe.server.texts import Texts
+
+_log = logging.getLogger(__name__)
+_CLIENT_LEFT = 499
+_LONGEST_PATH = 200
+_ENDED = {
+    Reason.LENGTH: "length",
+    Reason.END: "stop",
+    Reason.STOP: "stop",
+    Reason.FAILED: "failed",
+    Reason.CANCELLED: "cut_off",
+}
+_asked: ContextVar[list[Texts] | None] = ContextVar("asked", default=None)
+"""By the request at hand, where its line is wanted."""
+
+
+def note_asked(texts: Texts) -> None:
+    """These are made for the request at hand."""
+    asked = _asked.get()
+    if asked is not None:
+        asked.append(texts)
+
+
+class RequestLines:
+    """Around an application."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _log.isEnabledFor(logging.INFO):
+            await self._app(scope, receive, send)
+            return
+        began, status, is_whole = time.perf_counter(), 0, False
+        asked: list[Texts] = []
+        _asked.set(asked)
+
+        async def seen(message: Message) -> None:
+            nonlocal status, is_whole
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                is_whole = not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, seen)
+        finally:
+            words = [scope["method"], _shown(scope["path"]), str(status), f"{time.perf_counter() - began:.2f}s"]
+            if asked:
+                words += _of_texts(asked, is_whole and status != _CLIENT_LEFT)
+            _log.info("%s", " ".join(words))
+
+
+def _of_texts(asked: Sequence[Texts], is_whole: bool) -> list[str]:
+    requests = [request for texts in asked for request in texts.requests]
+    prompts = {id(request.ids): request for request in reversed(requests)}.values()
+    begun = [request for request in requests if request.new_ids]
+    new = sum(len(request.new_ids) for request in begun)
+    words = [
+        f"prompt={sum(len(request.ids) for request in prompts)}",
+        f"reused={sum(request.reused_tokens for request in prompts)}",
+        f"new={new}",
+    ]
+    if begun:
+        first = min(request.first for request in begun)
+        words.append(f"first={first - min(request.asked for request in begun):.2f}s")
+        seconds = max(request.ended for request in begun) - first
+        if new > len(begun) and seconds > 0:
+            words.append(f"rate={(new - len(begun)) / seconds:.1f}/s")
+    reasons = (
+        {_ENDED[reason]: None for texts in asked for reason in texts.reasons} if is_whole else {"client_gone": None}
+    )
+    return [*words, f"ended={','.join(reasons) or 'cut_off'}"]
+
+
+def _shown(path: str) -> str:
+    """A path is whatever a client has sent: no line of its own, and none that fills the log."""
+    short = path[:_LONGEST_PATH]
+    return short if short.isprintable() and " " not in short else repr(short)

@@ -1,0 +1,71 @@
+"""What a server has done, in numbers, when it ends."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from smoe.report.run import process_peak_bytes
+from smoe.server.serving import Serving
+
+_ASKING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Paths by which a model is asked for text."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of one server, from its start."""
+
+    requests: int
+    """For text, whatever came of them."""
+    refused_requests: int
+    """Of those, what was answered with 4xx."""
+    failed_requests: int
+    """Of those, what was answered with 5xx."""
+    prompt_tokens: int
+    """Of prompts whose reading began."""
+    reused_tokens: int
+    """Of those, tokens that had been read before."""
+    new_tokens: int
+    busy_seconds: float
+    """In which somebody waited for a token."""
+    hit_ratio: float | None
+    """Of the experts that decoding used, the share at hand; None where nothing was decoded."""
+    bytes_read: int
+    """Of experts, from disk."""
+    peak_memory_bytes: int
+    memory_budget_bytes: int
+    process_peak_bytes: int | None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens, of all texts together, in the time in which somebody waited for one."""
+        return self.new_tokens / self.busy_seconds if self.new_tokens and self.busy_seconds > 0 else None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+
+
+def totals_of(serving: Serving) -> Totals:
+    """Of a server whose model is still there."""
+    engine, meters = serving.engine, serving.meters
+    answers = {labels: int(n) for labels, n in meters.count("smoe_http_requests").items() if labels[0] in _ASKING}
+    counters = engine.stats()
+
+    def whole(name: str) -> int:
+        return int(sum(meters.count(name).values()))
+
+    return Totals(
+        requests=sum(answers.values()),
+        refused_requests=sum(count for (_, status), count in answers.items() if status.startswith("4")),
+        failed_requests=sum(count for (_, status), count in answers.items() if status.startswith("5")),
+        prompt_tokens=whole("smoe_prompt_tokens"),
+        reused_tokens=whole("smoe_prompt_tokens_reused"),
+        new_tokens=whole("smoe_generated_tokens"),
+        busy_seconds=serving.busy_seconds,
+        hit_ratio=counters.hit_ratio if counters.decode_uses else None,
+        bytes_read=counters.bytes_read,
+        peak_memory_bytes=engine.peak_memory_bytes(),
+        memory_budget_bytes=engine.ledger.budget_bytes,
+        process_peak_bytes=process_peak_bytes(),
+    )

@@ -1,0 +1,67 @@
+"""What the log says of requests, and what a server says of all of them. Would catch a line per token, a client that
+writes lines of its own, numbers that are not those of the answer."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+
+from smoe.server.totals import totals_of
+from tests.server.conftest import ENDLESS, Running, eventually, served
+
+TOKENS = 12
+
+
+def test_one_line_says_how_it_went(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "smoe.server")
+    usage = running.chat(max_tokens=TOKENS, logit_bias=ENDLESS).usage
+    reused = usage.prompt_tokens_details.cached_tokens
+    eventually(lambda: bool(caplog.messages))
+    (line,) = caplog.messages
+    assert re.fullmatch(
+        rf"POST /v1/chat/completions 200 \d+\.\d\ds prompt={usage.prompt_tokens} reused={reused} new={TOKENS} "
+        r"first=\d+\.\d\ds rate=[\d.]+/s ended=length",
+        line,
+    )
+    caplog.clear()
+    list(running.chat(max_tokens=TOKENS, stream=True, n=2, stop="zzz", logit_bias=ENDLESS))
+    eventually(lambda: bool(caplog.messages))
+    assert f" new={2 * TOKENS} " in caplog.messages[0] and f" prompt={usage.prompt_tokens} " in caplog.messages[0]
+    caplog.clear()
+    running.http("GET", "/nowhere%0aGET%20/secret%20200")
+    eventually(lambda: bool(caplog.messages))
+    assert re.fullmatch(r"GET '/nowhere\\nGET /secret 200' 404 \d+\.\d\ds", caplog.messages[0])
+
+
+def test_a_client_that_leaves_is_told_from_an_answer(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "smoe.server")
+    stream = running.chat(max_tokens=300, logit_bias=ENDLESS, stream=True)
+    next(iter(stream))
+    stream.close()
+    eventually(lambda: bool(caplog.messages))
+    assert caplog.messages[0].endswith("ended=client_gone")
+
+
+def test_nobody_asks_no_line_is_made(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "smoe.server")
+    assert running.chat().choices
+    eventually(lambda: running.serving.running == 0)
+    assert not caplog.messages
+
+
+def test_totals_are_the_sums_of_answers(demo: Any, demo_tokenizer: Any) -> None:
+    with served(demo, demo_tokenizer) as running:
+        usages = [running.chat(max_tokens=TOKENS, logit_bias=ENDLESS).usage for _ in range(3)]
+        assert running.http("POST", "/v1/chat/completions", {"model": "demo"}).status == 400
+        running.http("GET", "/health")
+        eventually(lambda: running.serving.running == 0)
+    totals = totals_of(running.serving)
+    assert (totals.requests, totals.refused_requests, totals.failed_requests) == (4, 1, 0)
+    assert totals.new_tokens == 3 * TOKENS
+    assert totals.prompt_tokens == sum(usage.prompt_tokens for usage in usages)
+    assert totals.reused_tokens == sum(usage.prompt_tokens_details.cached_tokens for usage in usages) > 0
+    assert totals.tokens_per_second is not None and totals.tokens_per_second > 0
+    assert totals.as_json()["tokens_per_second"] == totals.tokens_per_second

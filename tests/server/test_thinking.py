@@ -1,0 +1,129 @@
+"""Thoughts and answers, however a text is cut into pieces. Would catch a thought that is shown as the answer, an answer
+that is taken for a thought, a text that is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from smoe import from_pretrained
+from smoe.generation.sampler import Sampler
+from smoe.server.thinking import Thinking, is_begun, may_think
+from tests.server.conftest import Running, served
+from tests.toy import save_toy
+
+TEXTS = [
+    (False, "Yes.", "", "Yes."),
+    (False, " Yes.", "", " Yes."),
+    (False, "<think>\nI see.\n</think>\n\nYes. </think>", "I see.", "Yes. </think>"),
+    (False, "\n<think> a < b </thin </think> <think>", "a < b </thin", "<think>"),
+    (False, "<think>cut off </thi", "cut off </thi", ""),
+    (False, "<think>\n\n</think>\n\nYes.", "", "Yes."),
+    (False, "<thin", "", "<thin"),
+    (False, "So: <think>x</think>", "", "So: <think>x</think>"),
+    (True, "\nI see.\n</think>\nYes.\n", "I see.", "Yes.\n"),
+    (True, "cut off ", "cut off", ""),
+    (False, "", "", ""),
+]
+
+
+@pytest.mark.parametrize(("begun", "text", "thought", "said"), TEXTS, ids=range(len(TEXTS)))
+def test_thoughts_are_told_wherever_a_text_is_cut(begun: bool, text: str, thought: str, said: str) -> None:
+    for a, b in combinations(range(len(text) + 2), 2):
+        thinking, found = Thinking(begun), ["", ""]
+        for part in (text[:a], text[a:b], text[b:]):
+            found = [some + more for some, more in zip(found, thinking.push(part), strict=True)]
+        found = [some + more for some, more in zip(found, thinking.flush(), strict=True)]
+        assert found == [thought, said], (text[:a], text[a:b], text[b:])
+
+
+def test_neither_part_is_held_back() -> None:
+    thinking = Thinking(False)
+    assert thinking.push("<think>I see") == ("I see", "") and thinking.is_thinking
+    assert thinking.push(" you.</think>Yes") == (" you.", "Yes") and not thinking.is_thinking
+    assert Thinking(False).push("Yes") == ("", "Yes")
+
+
+def test_who_thinks_is_told_by_templates_and_prompts() -> None:
+    assert may_think("{{ content.split('</think>')[-1] }}") and not may_think("{{ content }}")
+    assert is_begun("assistant\n<think>\n") and not is_begun("<think>\n\n</think>\n\n")
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% else %}<think></think>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A toy whose template has it think unless told otherwise."""
+    folder: Path = save_toy(tmp_path_factory.mktemp("thinks"), template=TEMPLATE, max_position_embeddings=2048)
+    model = from_pretrained(folder, memory="16MiB", context_tokens=1024, max_sequences=2)
+    with model.offload, served(model, AutoTokenizer.from_pretrained(folder)) as running:
+        yield running
+
+
+@pytest.fixture
+def script(running: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has the model write something, and end."""
+
+    def write(text: str) -> None:
+        ids = [*running.serving.tokenizer(text, add_special_tokens=False)["input_ids"], *running.serving.ends]
+        left: dict[int, Iterator[int]] = {}
+
+        def choose(sampler: Sampler, logits: Any) -> Any:
+            return next(left.setdefault(id(sampler), iter(ids))), None, ()
+
+        monkeypatch.setattr(Sampler, "choose", choose)
+
+    return write
+
+
+def test_clients_get_thoughts_beside_the_answer(running: Running, script: Callable[[str], None]) -> None:
+    script("I see.\n</think>\n\nYes.")
+    answer = running.chat(max_tokens=100)
+    message = answer.choices[0].message
+    assert (message.reasoning_content, message.content) == ("I see.", "Yes.")
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len("I see.\n</think>")
+    deltas = [chunk.choices[0].delta for chunk in running.chat(max_tokens=100, stream=True)]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "I see."
+    assert "".join(delta.content or "" for delta in deltas) == "Yes."
+    cut = running.chat(max_tokens=4).choices[0]
+    assert (cut.message.reasoning_content, cut.message.content, cut.finish_reason) == ("I se", "", "length")
+
+
+def test_a_template_that_is_told_not_to_think_has_answers_alone(
+    running: Running, script: Callable[[str], None]
+) -> None:
+    script("Yes.")
+    message = running.chat(max_tokens=100, extra_body={"chat_template_kwargs": {"enable_thinking": False}}).choices[0]
+    assert message.message.content == "Yes." and not hasattr(message.message, "reasoning_content")
+
+
+def test_what_must_keep_to_a_form_is_the_answer(running: Running) -> None:
+    schema = {"name": "s", "schema": {"type": "object", "properties": {}, "additionalProperties": False}}
+    form = {"type": "json_schema", "json_schema": schema}
+    message = running.chat(max_tokens=20, response_format=form).choices[0].message
+    assert message.content == "{}" and not hasattr(message, "reasoning_content")
+
+
+def test_responses_have_an_item_of_it(running: Running, script: Callable[[str], None]) -> None:
+    script("I see.</think>Yes.")
+    response = running.client.responses.create(model="demo", input="Hi", max_output_tokens=100)
+    thought, _ = response.output
+    assert (thought.type, thought.content[0].text) == ("reasoning", "I see.")
+    assert response.output_text == "Yes." and response.usage.output_tokens_details.reasoning_tokens > 0
+    events = list(running.client.responses.create(model="demo", input="Hi", max_output_tokens=100, stream=True))
+    said = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+    assert said == "I see." and events[-1].response.output[1].content[0].text == "Yes."
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    again = running.client.responses.create(
+        model="demo", input="And?", previous_response_id=response.id, max_output_tokens=100
+    )
+    assert again.output_text == "Yes."
