@@ -97,6 +97,7 @@ def test_paths_that_there_are_not_and_methods_that_they_do_not_take(running: Run
         ("/chat/completions", "/v1/chat/completions is what there is"),
         ("/models", "/v1/models is what there is"),
         ("/" + "x" * 3000, "x..."),
+        ("/v1/models%0A", r"there is no '/v1/models\n' here"),
     ):
         answer = running.http("GET", path)
         assert answer.status == 404 and words in answer.error["message"] and len(answer.error["message"]) < 300

@@ -87,3 +87,23 @@ def test_more_context_is_advised_where_the_model_has_more(running: Running, monk
             with pytest.raises(openai.BadRequestError, match="shorten the prompt") as error:
                 other.client.completions.create(model="demo", prompt=[1] * own)
             assert ("more context" in str(error.value)) == is_advised
+
+
+def test_a_prompt_without_end_is_refused_by_its_beginning(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    tokenizer = running.serving.prompts._tokenizer
+
+    def noting(text: Any, **fields: Any) -> Any:
+        lengths.append(len(text if isinstance(text, str) else text[0]))
+        return tokenizer(text, **fields)
+
+    monkeypatch.setattr(running.serving.prompts, "_tokenizer", noting)
+    room = running.serving.engine.context_tokens
+    for text in ("once upon a time " * 60_000, "\u00e9" * 300_000):
+        answer = running.http("POST", "/v1/completions", {"model": "demo", "prompt": text})
+        assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+        assert (
+            answer.error["param"] == "prompt" and f"{room} tokens here; shorten the prompt" in answer.error["message"]
+        )
+    assert max(lengths) <= 16 * room
+    assert len(running.serving.prompts.of_text(" " * 20 * room)) < room, "spaces are few tokens: looked at to the end"

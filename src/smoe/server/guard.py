@@ -66,6 +66,7 @@ class Guard:
             self._check_host(headers)
             self._check_origin(headers)
             self._check_key(path, headers)
+            _check_path(path)
             receive = await self._with_body(headers, receive)
         except ApiError as problem:
             await Json(problem.body, problem.status, problem.headers)(scope, receive, counting)
@@ -150,6 +151,12 @@ class Guard:
             "send less, or have the server started with a larger 'max_body'"
         )
         return ApiError(413, message, code="request_too_large")
+
+
+def _check_path(path: str) -> None:
+    """A path that ends with a line feed is not the one without, though patterns take it for that."""
+    if not path.isprintable():
+        raise ApiError(404, f"there is no {path[:100]!r} here; paths have no such characters")
 
 
 def _name_of(host: str) -> str:

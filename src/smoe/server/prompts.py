@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from smoe.errors import ContextError
 from smoe.generation.generate import encode
 from smoe.server.problem import ApiError, refused
 from smoe.server.thinking import is_begun, may_think
@@ -16,6 +17,9 @@ from smoe.server.tool_calls import form_of
 
 _LAST_TOKENS = 16
 """Of a prompt: among them the mark that begins a thought, in one token or several, and the space after it."""
+_CHARACTERS, _MARGIN = 16, 16
+"""Of a prompt so many characters for each token that there is room for are looked at first. Where these are too many
+tokens already, and more than the last few, which more characters might join, so is the whole."""
 _SOMETHING = [{"role": "user", "content": "?"}]
 _A_TOOL = {
     "type": "function",
@@ -26,8 +30,9 @@ _A_TOOL = {
 class Prompts:
     """Of one tokenizer."""
 
-    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
-        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+    def __init__(self, tokenizer: Any, vocabulary: int, context_tokens: int) -> None:
+        """`context_tokens`: longer prompts need not be split into tokens to the end."""
+        self._tokenizer, self._vocabulary, self._context_tokens = tokenizer, vocabulary, context_tokens
         template = tokenizer.chat_template
         self.has_template = template is not None
         self._not_given = {*inspect.signature(tokenizer.apply_chat_template).parameters}
@@ -47,7 +52,8 @@ class Prompts:
 
     def of_text(self, text: str) -> list[int]:
         """A text to be gone on with, with what the tokenizer puts before it. Raises `ConfigError` for one of no
-        tokens."""
+        tokens, `ContextError` for one of far too many."""
+        self._check_length(text)
         return encode(self._tokenizer, [text])[0]
 
     def of_tokens(self, ids: Sequence[int]) -> list[int]:
@@ -74,6 +80,7 @@ class Prompts:
         turns = [self._turn(message, param) for message in messages]
         text = self._written(turns, list(tools) if tools else None, given, param)
         _check_characters(text, param)
+        self._check_length(text)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _written(self, turns: list[dict[str, Any]], tools: list[Any] | None, given: dict[str, Any], param: str) -> str:
@@ -86,6 +93,21 @@ class Prompts:
             why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise refused(f"this model's chat template cannot write this conversation: {why}", param) from error
         return text
+
+    def _check_length(self, text: str) -> None:
+        """Refuse by its beginning a text that is much too long: a million characters take the tokenizer seconds, in
+        which nobody else's prompt is looked at, and hundreds of megabytes."""
+        beginning, most = text[: _CHARACTERS * self._context_tokens], self._context_tokens
+        if len(beginning) == len(text):
+            return
+        if len(self._tokenizer(beginning, add_special_tokens=False)["input_ids"]) > most + _MARGIN:
+            raise ContextError(
+                f"the prompt has many more than the {most} tokens that the context has room for; shorten it or raise "
+                "`context_tokens`",
+                setting="context_tokens",
+                given=most,
+                allowed="more for this prompt",
+            )
 
     def _shows_tools(self) -> bool:
         """Whether the template says anything of tools."""

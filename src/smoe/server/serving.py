@@ -44,7 +44,7 @@ class Serving:
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._is_whole_context = isinstance(positions, int) and self.engine.context_tokens >= positions
         self.ends = frozenset(end_tokens(model, tokenizer))
-        self.prompts = Prompts(tokenizer, self.vocabulary)
+        self.prompts = Prompts(tokenizer, self.vocabulary, self.engine.context_tokens)
         self.tokens = TokenTexts(tokenizer)
         self.grammars = Grammars(tokenizer, self.vocabulary, sorted(self.ends))
         self.tokenizer = tokenizer
@@ -108,7 +108,7 @@ class Serving:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
         except Exception as error:
-            raise problem_of(error, fields) from error
+            raise problem_of(error, fields, self._is_whole_context) from error
 
     def ask(self, wanted: Sequence[Wanted], fields: Mapping[str, str], is_streamed: bool) -> Texts:
         """Have texts made; what is not streamed is looked at when it ends. Raises an `ApiError`, in the request's
