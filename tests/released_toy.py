@@ -161,11 +161,13 @@ def save(
     change: Callable[[Tensors], Any] | None = None,
     size: int = 128,
     dtype: torch.dtype = torch.bfloat16,
+    **more: Any,
 ) -> PreTrainedModel:
     """Write a toy of Qwen3's family, every linear layer but routers and the output quantised; the library's model of
-    the numbers that this stands for. Tokens use every expert: no router can stand between two. `change` is what a test does to the file's tensors."""
+    the numbers that this stands for. Tokens use every expert: no router can stand between two. `change` is what a test
+    does to the file's tensors."""
     sizes = {"hidden_size": size, "moe_intermediate_size": size, "head_dim": 32}
-    model = zoo.make("qwen3_moe", dtype=dtype, num_experts_per_tok=zoo.EXPERTS, **sizes)
+    model = zoo.make("qwen3_moe", dtype=dtype, num_experts_per_tok=zoo.EXPERTS, **sizes, **more)
     found: Tensors = {}
     with torch.no_grad():
         for name, weight in model.state_dict().items():

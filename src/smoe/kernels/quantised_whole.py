@@ -58,11 +58,6 @@ class _Codes(NamedTuple):
     """What one stands for: a table's numbers are multiples of it."""
 
 
-def fits(form: Format) -> bool:
-    """Whether codes of this format are whole numbers that every CPU multiplies so."""
-    return form.is_signed or (not form.is_float8 and form.most < _MOST_IN_16_BITS)
-
-
 def together(isa: Isa, form: Format) -> int:
     """Blocks that share a register."""
     return max(1, 4 * isa.lanes // form.numbers)

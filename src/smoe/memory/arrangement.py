@@ -23,6 +23,8 @@ SCALE_KINDS = ("F32", "BF16", "F16")
 """Types that scales may have in a file."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """AWQ: which codes of a word, counted from its lowest bits, belong to eight outputs that follow each other."""
+_AWQ_LOWER, _AWQ_UPPER = (0, 4, 1, 5), (2, 6, 3, 7)
+"""The other way round: to which of eight outputs the lower halves of a word's bytes belong, and the upper ones."""
 
 
 class Arrangement(Protocol):
@@ -181,12 +183,20 @@ class TurnedCodes:
         return self.numbers * self.grid.rows // 2
 
     def put(self, source: Bytes, slot: memoryview, target: int, begin: int) -> None:
-        words = source.view("<u4").reshape(-1, self.grid.rows // 8)
-        codes = _codes(words, 4, True).reshape(-1, 2, self.grid.rows)
-        pairs = (codes[:, 0] | codes[:, 1] << 4).reshape(-1, self.numbers // 2, self.grid.rows)
-        strides = (self.grid.blocks * self.grid.stride, self.grid.stride, 1)
-        target += begin // self.unit * self.grid.stride
-        np.ndarray((self.grid.rows, *pairs.shape[:2]), "u1", slot, target, strides)[:] = pairs.transpose(2, 0, 1)
+        rows = source.reshape(-1, 2, self.grid.rows // 2)
+        first, second = rows[:, 0], rows[:, 1]
+        block, count = begin // self.unit, len(source) // self.unit
+        row_bytes = self.grid.blocks * self.grid.stride
+        shape = (self.grid.rows // 8, count, self.numbers // 2)
+        strides = (8 * row_bytes, self.grid.stride, 1)
+        for outputs, pairs in (
+            (_AWQ_LOWER, first & 15 | second << 4),
+            (_AWQ_UPPER, first >> 4 | second & np.uint8(240)),
+        ):
+            of_words = pairs.reshape(count, self.numbers // 2, -1, 4)
+            for n, output in enumerate(outputs):
+                at = target + block * self.grid.stride + output * row_bytes
+                np.ndarray(shape, "u1", slot, at, strides)[:] = of_words[..., n].transpose(2, 0, 1)
 
 
 def _as_float32(source: Bytes, kind: str) -> npt.NDArray[np.float32]:

@@ -67,7 +67,7 @@ class SafetensorsFolder:
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
         if spec.precision != "auto":
             return bytes_in_precision(spec)
-        if self._scheme is not None:
+        if self._scheme is not None and not self._scheme.is_reordered:  # which can only be packed
             return released_bytes(spec.sites, spec.dtype, self._scheme, self.config_place)
         return expert_bytes(spec.sites, spec.dtype, self.config_place) if self._has_mxfp4 else None
 
