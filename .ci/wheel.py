@@ -9,14 +9,17 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import urllib.request
 import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "src/smoe/"
+SERVE = ("serve", "demo", "--memory", "48MiB", "--context", "512", "--port", "0")
 
 
 def main() -> None:
@@ -62,7 +65,8 @@ def differences(wheel: Path) -> list[str]:
 
 
 def try_out(place: Path, wheel: Path, torch: str) -> None:
-    """Install the wheel, without extras, into an environment that has nothing, and use it as a user would."""
+    """Install the wheel into an environment that has nothing, and use it as a user would: without extras, then as a
+    server."""
     subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
     programs = place / ("Scripts" if os.name == "nt" else "bin")
     # nothing of the repository may be found, nor what other runs have measured
@@ -94,7 +98,35 @@ def try_out(place: Path, wheel: Path, torch: str) -> None:
         missing = f"smoe[{extra}]"
         assert missing in refusal.stderr.replace("\n", ""), f"{command} does not name {missing}:\n{refusal.stderr}"
         print(f"smoe {' '.join(command)}: says that {missing} is missing")
+    run("python", "-m", "pip", "install", "--quiet", "--no-compile", "-c", limits, f"{wheel}[serve]")
+    print("smoe serve demo:", asked([str(programs / "smoe"), *SERVE], place, clean))
     print("1 passed, 0 failed")
+
+
+def asked(command: list[str], place: Path, environment: dict[str, str]) -> str:
+    """Start a server, ask it for a text, end it; what it wrote."""
+    server = subprocess.Popen(command, cwd=place, env=environment, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    try:
+        said = ""
+        while not (found := re.search(r"serving demo at (http://\S+)", said)):
+            line = server.stderr.readline()
+            if not line:
+                sys.exit(f"{' '.join(command)} ended before it served:\n{said}")
+            said += line
+        body = json.dumps({"model": "demo", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 12}).encode()
+        request = urllib.request.Request(f"{found[1]}/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            text: str = json.loads(answer.read())["choices"][0]["text"]
+        assert text.strip(), "it answered with nothing"
+        server.terminate()
+        code = server.wait(60)
+        assert os.name == "nt" or code == 128 + signal.SIGTERM, f"it ended with {code}"
+        return text
+    finally:
+        server.kill()
+        server.wait()
+        server.stderr.close()
 
 
 if __name__ == "__main__":

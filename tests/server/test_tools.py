@@ -45,6 +45,39 @@ TOOLS: list[Any] = [
 ]
 FLAT: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
+SENT_BY_OPEN_WEBUI = {
+    "stream": True,
+    "model": "demo",
+    "messages": [{"role": "user", "content": "Hello"}],
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "get_current_timestamp",
+                "description": "Get the current Unix timestamp in seconds.",
+                "parameters": {"properties": {}, "type": "object"},
+            },
+        },
+        {
+            "type": "function",
+            "function": {
+                "name": "ask_user",
+                "description": "Ask the user clarifying questions before continuing.",
+                "parameters": {
+                    "properties": {
+                        "questions": {"items": {"additionalProperties": True, "type": "object"}, "type": "array"},
+                        "allow_other": {"default": True, "type": "boolean"},
+                        "timeout_ms": {"default": 120000, "type": "integer"},
+                    },
+                    "required": ["questions"],
+                    "type": "object",
+                },
+            },
+        },
+    ],
+}
+"""Two of the 36 tools that come with every message of Open WebUI 0.12, most of their descriptions left out."""
+
 
 @pytest.fixture(scope="module", params=list(FORMS))
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
@@ -143,3 +176,10 @@ def test_a_choice_of_no_tool_is_refused(running: Running) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             ask(running, tool_choice=choice)
         assert isinstance(refused.value.body, dict) and refused.value.body["param"] == "tool_choice"
+
+
+def test_what_open_webui_sends_is_taken(running: Running) -> None:
+    answer = running.http("POST", "/v1/chat/completions", {**SENT_BY_OPEN_WEBUI, "max_tokens": 4})
+    assert answer.status == 200 and answer.text.endswith("data: [DONE]\n\n") and '"error"' not in answer.text
+    must = {**SENT_BY_OPEN_WEBUI, "stream": False, "tool_choice": "required", "max_tokens": 4}
+    assert running.http("POST", "/v1/chat/completions", must).status == 200, "its schemas can be kept to"

@@ -76,7 +76,10 @@ class Prompts:
             )
             raise refused(message, param, "no_chat_template")
         if tools and not self.takes_tools:
-            raise refused("this model's chat template has no place for tools; leave them out", "tools", "no_tools")
+            message = (
+                "this model's chat template has no place for tools; switch them off in the program that sends them"
+            )
+            raise refused(message, "tools", "no_tools")
         turns = [self._turn(message, param) for message in messages]
         text = self._written(turns, list(tools) if tools else None, given, param)
         _check_characters(text, param)
