@@ -38,14 +38,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, said in released_toy.SCHEMES.items():
         scheme = read_scheme({"quantization_config": said}, "config.json")
         assert scheme is not None
         if not scheme.is_reordered:
-            rows.append({"form": name, **measured(said, options.inner, options.hidden)})
+            row = measured(said, options.inner, options.hidden)
+            rows.append({"form": name, **row})
             if not options.json:
-                row = rows[-1]
                 print(
                     f"{name:28} {row['bytes'] / 1e6:6.2f} MB   arranged {row['arranged_ms']:6.2f} ms   "
                     f"copied {row['copied_ms']:5.2f} ms   {row['gb_per_second']:5.2f} GB/s",

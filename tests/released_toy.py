@@ -43,6 +43,15 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=False
     ),
     "compressed int8": compressed("pack-quantized", num_bits=8, type="int", strategy="channel", symmetric=True),
+    "compressed int4, in order of activations": compressed(
+        "pack-quantized",
+        num_bits=4,
+        type="int",
+        strategy="group",
+        group_size=GROUP,
+        symmetric=False,
+        actorder="group",
+    ),
     "gptq": GPTQ,
     "gptq, 8 bits": {**GPTQ, "bits": 8, "group_size": -1},
     "gptq v2": {**GPTQ, "checkpoint_format": "gptq_v2", "group_size": 64},
@@ -57,7 +66,8 @@ def quantised(weight: torch.Tensor, said: dict[str, Any], stem: str) -> tuple[Te
     method = said["quant_method"]
     if method == "fp8":
         block = said["weight_block_size"]
-        return _fp8(weight, stem, "weight_scale_inv", *(block or (len(weight), weight.shape[1])), whole=block is None)
+        rows, columns = block or weight.shape
+        return _fp8(weight, stem, "weight_scale_inv", rows, columns, block is None)
     if method == "compressed-tensors":
         weights = said["config_groups"]["group_0"]["weights"]
         if weights["type"] == "float":
@@ -106,17 +116,23 @@ def in_words(codes: torch.Tensor, bits: int, order: tuple[int, ...] | None = Non
 
 
 def _compressed(weight: torch.Tensor, stem: str, said: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
-    bits = said["num_bits"]
+    bits, columns = said["num_bits"], weight.shape[1]
     group = said.get("group_size", -1) if said["strategy"] == "group" else -1
-    codes, scales, zeros, numbers = _grid(weight, bits, group, not said["symmetric"])
-    scales = scales.bfloat16()
-    group = weight.shape[1] // scales.shape[1]
-    numbers = (codes - zeros.repeat_interleave(group, 1)) * scales.float().repeat_interleave(group, 1)
+    order = torch.arange(columns)
+    if said.get("actorder") == "group":
+        order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+    codes, scales, zeros, _ = _grid(weight[:, order], bits, group, not said["symmetric"])
+    codes, scales = codes[:, torch.argsort(order)], scales.bfloat16()
+    groups = torch.empty(columns, dtype=torch.int32)
+    groups[order] = (torch.arange(columns) // (columns // scales.shape[1])).int()
+    numbers = (codes - zeros[:, groups.long()]) * scales.float()[:, groups.long()]
     found = {
         f"{stem}.weight_packed": in_words(codes, bits),
         f"{stem}.weight_scale": scales,
         f"{stem}.weight_shape": torch.tensor(weight.shape),
     }
+    if said.get("actorder") == "group":
+        found[f"{stem}.weight_g_idx"] = groups
     if not said["symmetric"]:
         found[f"{stem}.weight_zero_point"] = in_words(zeros.t().contiguous(), bits).t().contiguous()
     return found, numbers

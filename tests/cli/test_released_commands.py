@@ -38,7 +38,7 @@ def test_they_are_planned_served_and_verified(name, row_bytes, run, tmp_path):
 
 
 def test_what_cannot_be_served_is_packed(run, tmp_path):
-    folder = saved(tmp_path, REORDERED)
+    folder = saved(tmp_path, REORDERED[0])
     asked = ("generate", folder, *SMALL, "-p", "Hello", "--max-new-tokens", "4")
     ran = run(*asked)
     assert ran.code == 2 and "smoe pack" in ran.err and "act-order" in ran.err

@@ -28,10 +28,9 @@ def released_numbers(matrix: StoredTensor, read: Callable[[StoredTensor], torch.
     if matrix.scheme == "compressed-tensors":
         whole = _words(codes, bits).flatten(1)
         middle = 1 << bits - 1 if stored is None else _words(stored.t(), bits).flatten(1)[:, : matrix.shape[0]].t()
-        offsets = torch.as_tensor(middle).expand(gains.shape)
-        each = matrix.shape[1] // gains.shape[1]
-        return (whole - offsets.repeat_interleave(each, 1)) * gains.repeat_interleave(each, 1)
-    return _turned(matrix, codes, gains, stored, bits, [read(each) for each in _orders(matrix)])
+        group = _groups(matrix, gains.shape[1], read)
+        return (whole - torch.as_tensor(middle).expand(gains.shape)[:, group]) * gains[:, group]
+    return _turned(matrix, codes, gains, stored, bits, _groups(matrix, gains.shape[0], read))
 
 
 def _turned(
@@ -40,7 +39,7 @@ def _turned(
     gains: torch.Tensor,
     stored: torch.Tensor | None,
     bits: int,
-    orders: Sequence[torch.Tensor],
+    group: torch.Tensor,
 ) -> torch.Tensor:
     """Of GPTQ and AWQ, whose matrices lie column by column."""
     outputs, columns = matrix.shape
@@ -51,7 +50,6 @@ def _turned(
     else:
         zeros = _words(stored, bits, _AWQ_PLACES if is_awq else None).flatten(1)
         zeros = (zeros + _less(matrix)) % (1 << bits)
-    group = orders[0].long() if orders else torch.arange(columns) // (columns // gains.shape[0])
     numbers: torch.Tensor = (whole - zeros[group]) * gains[group]
     assert numbers.shape == (columns, outputs)
     return numbers.t()
@@ -61,9 +59,12 @@ def _less(matrix: StoredTensor) -> int:
     return next((each.arrangement.less for each in matrix.made_of if isinstance(each.arrangement, Zeros)), 0)
 
 
-def _orders(matrix: StoredTensor) -> list[StoredTensor]:
-    """Which group a column belongs to, where that is said."""
-    return [each.tensor for each in matrix.made_of if each.arrangement is None]
+def _groups(matrix: StoredTensor, count: int, read: Callable[[StoredTensor], torch.Tensor]) -> torch.Tensor:
+    """[columns]: which of so many groups each belongs to."""
+    order = next((each.tensor for each in matrix.made_of if each.arrangement is None), None)
+    if order is not None:
+        return read(order).long()
+    return torch.arange(matrix.shape[1]) // (matrix.shape[1] // count)
 
 
 def _everywhere(gains: torch.Tensor, shape: Sequence[int], scales: Scales) -> torch.Tensor:

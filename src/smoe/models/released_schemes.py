@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from smoe.errors import UnsupportedModelError
 from smoe.formats.base import Format
@@ -83,12 +83,11 @@ def _fp8(said: Mapping[str, Any], whose: str) -> Scheme:
 
 def _compressed(said: Mapping[str, Any], whose: str) -> Scheme:
     groups = said.get("config_groups")
-    kinds = (
-        [each.get("weights") for each in groups.values() if isinstance(each, dict)] if isinstance(groups, dict) else []
-    )
-    if not kinds or not all(isinstance(kind, dict) and kind == kinds[0] for kind in kinds):
+    kinds = [each.get("weights") for each in groups.values()] if _holds_objects(groups) else []
+    weights: Any = kinds[0] if kinds else None
+    if not isinstance(weights, dict) or any(kind != weights for kind in kinds):
         _refuse(whose, f"have {len(kinds) or 'no'} kinds of weights in 'config_groups'")
-    weights, form = kinds[0], said.get("format")
+    form = said.get("format")
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     columns_each, rows_each = _shared(weights, strategy, whose)
     if kind == "float" and bits == 8:
@@ -105,6 +104,10 @@ def _compressed(said: Mapping[str, Any], whose: str) -> Scheme:
         has_zeros=not weights.get("symmetric", True),
         is_reordered=is_reordered,
     )
+
+
+def _holds_objects(groups: object) -> TypeGuard[dict[str, dict[str, Any]]]:
+    return isinstance(groups, dict) and all(isinstance(each, dict) for each in groups.values())
 
 
 def _shared(weights: Mapping[str, Any], strategy: object, whose: str) -> tuple[int | None, int]:
