@@ -26,7 +26,7 @@ def check_activations(model: PreTrainedModel, config: EngineConfig, compute: Lay
     if isinstance(store, QuantisedStore):
         forms += [matrix.form for layer in store.layers for matrix in store.matrices(layer)]
     if not any(map(fits, forms)):
-        owner = "weights quantised to whole numbers of up to 7 bits, or signed ones: a GGUF file's, or `precision`"
+        owner = "quantised weights whose codes are whole numbers (7 bits, or signed): a GGUF file's, or `precision`"
         raise ConfigError.idle("activations", config.activations, owner)
     if compute.device.type != "cpu":
         why = f"it is for computing on a CPU, and this model is on {compute.device}; use `device` cpu"

@@ -168,7 +168,9 @@ def expert_bytes(experts: LayerExperts, dtype: torch.dtype) -> int:
 
 
 def blocks_bytes(matrix: StoredTensor) -> int:
-    """A quantised matrix as blocks."""
+    """A matrix in a slot: as blocks, or, of plain numbers, as it is stored."""
+    if matrix.dtype not in FORMATS:
+        return matrix.nbytes
     return matrix.shape[0] * FORMATS[matrix.dtype].row_bytes(matrix.shape[1])
 
 
