@@ -10,7 +10,7 @@ from gguf.quants import dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from smoe.formats.base import Format
-from smoe.formats.registry import OPENAI
+from smoe.formats.registry import OPENAI, RELEASED
 
 
 def random_rows(form: Format, rows: int, columns: int, seed: int, spread: float = 0.01) -> npt.NDArray[np.uint8]:
@@ -19,11 +19,15 @@ def random_rows(form: Format, rows: int, columns: int, seed: int, spread: float 
     data = chance.integers(0, 256, (rows, form.row_bytes(columns)), dtype=np.uint8)
     blocks = data.reshape(-1, form.nbytes)
     for scalar in form.scalars:
-        if scalar.is_exponent:
+        if scalar.kind == "E8M0":
             blocks[:, scalar.byte] = chance.integers(110, 125, len(blocks))
         else:
-            scales = chance.uniform(-spread, spread, (len(blocks), 1)).astype(np.float16)
-            blocks[:, scalar.byte : scalar.byte + 2] = scales.view(np.uint8)
+            kind = np.float16 if scalar.kind == "F16" else np.float32
+            scales = chance.uniform(-spread, spread, (len(blocks), 1)).astype(np.float16).astype(kind)
+            blocks[:, scalar.byte : scalar.byte + scalar.nbytes] = scales.view(np.uint8)
+    if form.is_float8:
+        codes = blocks[:, form.scale.nbytes :]
+        codes[codes & 127 == 127] = 8  # no numbers
     return data
 
 
@@ -40,6 +44,23 @@ def by_transformers(form: Format, data: npt.NDArray[np.uint8]) -> npt.NDArray[np
     return columns[0].t().numpy()
 
 
+def by_torch(form: Format, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """Releases' formats as their packages unpack them: (code - zero point) * scale, eight codes a word of 32 bits; and
+    torch's own type of eight bits."""
+    blocks = torch.from_numpy(data.reshape(-1, form.nbytes))
+    scale = blocks[:, :4].contiguous().view(torch.float32)
+    if form.is_float8:
+        numbers = blocks[:, 4:].contiguous().view(torch.float8_e4m3fn).float() * scale
+    else:
+        bits = int(form.name[1])
+        words = blocks[:, 5:].contiguous().view(torch.int32).unsqueeze(2)
+        codes = (words >> torch.arange(0, 32, bits, dtype=torch.int32)) & ((1 << bits) - 1)
+        numbers = (codes.flatten(1) - blocks[:, 4:5].int()) * scale
+    return numbers.view(len(data), -1).numpy()
+
+
 def by_others(form: Format, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     """Whichever knows the format."""
+    if form.name in RELEASED:
+        return by_torch(form, data)
     return (by_transformers if form.name in OPENAI else by_gguf)(form, data)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smoe.formats.base import Field, Format, Group
-from smoe.formats.registry import FORMATS, GGML, OPENAI
+from smoe.formats.registry import FORMATS, GGML, OPENAI, RELEASED
 from tests.formats.blocks import by_others, random_rows
 
 every = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
@@ -26,7 +26,7 @@ def test_the_block_is_as_large_as_in_ggml(form: Format) -> None:
     assert GGML_QUANT_SIZES[GGMLQuantizationType[form.name]] == (form.numbers, form.nbytes)
 
 
-@pytest.mark.parametrize("form", (GGML | OPENAI).values(), ids=GGML | OPENAI)
+@pytest.mark.parametrize("form", (GGML | OPENAI | RELEASED).values(), ids=GGML | OPENAI | RELEASED)
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), spread=st.sampled_from([0.0, 1e-7, 0.01, 100.0]))
 def test_numbers_are_those_of_others(form: Format, seed: int, spread: float) -> None:
@@ -74,6 +74,9 @@ def test_every_number_has_one_place(form: Format) -> None:
     assert max(used + [f.byte for group in form.groups for f in codes_of(group)]) < form.nbytes
 
 
+NO_NUMBERS = {"E8M0": (255,), "F16": (0x7C00, 0xFC00, 0x7E00), "F32": (0x7F800000, 0xFF800000, 0x7FC00000)}
+
+
 def codes_of(group: Group) -> tuple[Field, ...]:
     return group.scale + group.minimum
 
@@ -83,9 +86,15 @@ def test_scales_that_are_no_numbers_are_found(form: Format) -> None:
     data = random_rows(form, 4, form.numbers, 0)
     assert form.is_finite(data)
     for scalar in form.scalars:
-        for bits in (255,) if scalar.is_exponent else (0x7C00, 0xFC00, 0x7E00):
+        for bits in NO_NUMBERS[scalar.kind]:
             broken = data.copy()
-            broken[2, scalar.byte :][: 1 if scalar.is_exponent else 2] = np.array([bits], np.uint16).view(np.uint8)[
-                : 1 if scalar.is_exponent else 2
-            ]
+            broken[2, scalar.byte :][: scalar.nbytes] = list(bits.to_bytes(scalar.nbytes, "little"))
             assert not form.is_finite(broken)
+
+
+def test_codes_that_are_no_numbers_are_found() -> None:
+    form = FORMATS["FP8"]
+    for code in (0x7F, 0xFF):
+        data = random_rows(form, 4, form.numbers, 0)
+        data[2, 9] = code
+        assert not form.is_finite(data)

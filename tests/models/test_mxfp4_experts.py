@@ -302,8 +302,8 @@ def test_the_same_weight_twice(tmp_path: Path) -> None:
     ("family", "quantisation", "says"),
     [
         ("qwen3_moe", mxfp4_toy.QUANTISATION, r"quantised \(mxfp4\), 'qwen3_moe'"),
-        ("gpt_oss", {"quant_method": "fp8"}, r"quantised \(fp8\), 'gpt_oss'"),
-        ("gpt_oss", {"quant_method": "gptq", "bits": 4}, r"quantised \(gptq\)"),
+        ("gpt_oss", {"quant_method": "bitsandbytes"}, r"quantised \(bitsandbytes\), 'gpt_oss'"),
+        ("gpt_oss", {"quant_method": "hqq", "bits": 4}, r"quantised \(hqq\)"),
         ("gpt_oss", {}, r"quantised \(\?\)"),
     ],
 )

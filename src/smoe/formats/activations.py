@@ -18,6 +18,14 @@ LARGEST = 127.0
 LEAST = 2.0**-100
 """Smaller magnitudes count as zero: what 127 would have to be divided by is no number of float32."""
 
+MOST_CODE = 127
+"""The largest unsigned code of which two, times 127 each, are a number of 16 bits: a CPU may add them so."""
+
+
+def fits(form: Format) -> bool:
+    """Whether the codes of a format are whole numbers that bytes of x can be multiplied with."""
+    return form.is_signed or (not form.is_float8 and form.most <= MOST_CODE)
+
 
 def in_8_bits(form: Format, x: Floats) -> npt.NDArray[np.float64]:
     """x [..., K] as products with a matrix of this format see it, [..., K] in float64.

@@ -21,6 +21,22 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 
+_NAN8 = 127
+"""A code of E4M3 that is no number, but for its sign."""
+
+
+def _float8() -> Floats:
+    """What the 256 codes of E4M3 (OCP 8-bit Floating Point Specification, version 1.0) stand for."""
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, (code & 7) / 8
+    size = np.where(exponent == 0, np.ldexp(mantissa, -6), np.ldexp(1 + mantissa, exponent - 7))
+    size[code & 127 == _NAN8] = np.nan
+    return np.where(code & 128, -size, size).astype(np.float32)
+
+
+FLOAT8 = _float8()
+
+
 class Field(NamedTuple):
     """Some bits of a byte: (byte >> shift & mask) << left. A code is the sum of its fields."""
 
@@ -57,11 +73,16 @@ class Group(NamedTuple):
 
 
 class Scalar(NamedTuple):
-    """A number of the block: fp16, or where `is_exponent` one byte e for 2 ** (e - 127); times `sign`."""
+    """A number of the block, times `sign`."""
 
     byte: int
-    is_exponent: bool = False
+    kind: str = "F16"
+    """F16, F32, or E8M0: one byte e for 2 ** (e - 127)."""
     sign: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return {"F16": 2, "F32": 4, "E8M0": 1}[self.kind]
 
 
 @dataclass(frozen=True)
@@ -81,6 +102,8 @@ class Format:
     """What is subtracted from a code."""
     is_signed: bool = False
     """Codes are signed bytes."""
+    is_float8: bool = False
+    """Codes are numbers of 8 bits, E4M3 without infinities: sign, four bits of exponent, three of mantissa."""
     table: tuple[float, ...] | None = None
     """What the codes stand for, where it is not themselves."""
     scale_zero: int = 0
@@ -123,9 +146,17 @@ class Format:
         return out.reshape(*data.shape[:-1], -1)
 
     def is_finite(self, data: Bytes) -> bool:
-        """Whether no scale of these blocks is NaN or infinite; codes cannot be."""
+        """Whether no scale of these blocks is NaN or infinite, nor a code that is a number itself."""
         blocks = data.reshape(-1, self.nbytes)
-        return all(_is_finite(blocks, scalar) for scalar in self.scalars)
+        return all(_is_finite(blocks, scalar) for scalar in self.scalars) and not self._has_nan_codes(blocks)
+
+    def _has_nan_codes(self, blocks: Bytes) -> bool:
+        if not self.is_float8:
+            return False
+        (run,) = self.groups[0].runs
+        (field,) = run.fields
+        codes = blocks[:, field.byte : field.byte + run.numbers]
+        return int((codes & 127).max(initial=0)) == _NAN8
 
     def _scale_code(self, blocks: Bytes, group: Group) -> Floats:
         if not group.scale:
@@ -139,6 +170,9 @@ class Format:
         if self.table is not None:
             meant: Floats = np.array(self.table, np.float32)[code]
             return meant
+        if self.is_float8:
+            meant8: Floats = FLOAT8[code]
+            return meant8
         if self.is_signed:
             return code.astype(np.uint8).view(np.int8).astype(np.float32)
         return (code - np.int32(self.zero)).astype(np.float32)
@@ -159,15 +193,18 @@ def _minimum_code(blocks: Bytes, group: Group) -> Floats:
 
 
 def _scalar(blocks: Bytes, scalar: Scalar) -> Floats:
-    if scalar.is_exponent:
+    if scalar.kind == "E8M0":
         power: Floats = np.ldexp(np.float32(1), blocks[:, scalar.byte].astype(np.int32) - 127).astype(np.float32)
         return power
-    halves = np.ascontiguousarray(blocks[:, scalar.byte : scalar.byte + 2]).view(np.float16)[:, 0]
-    numbers: Floats = halves.astype(np.float32) * np.float32(scalar.sign)
+    kind = np.float16 if scalar.kind == "F16" else np.float32
+    stored = np.ascontiguousarray(blocks[:, scalar.byte : scalar.byte + scalar.nbytes]).view(kind)[:, 0]
+    numbers: Floats = stored.astype(np.float32) * np.float32(scalar.sign)
     return numbers
 
 
 def _is_finite(blocks: Bytes, scalar: Scalar) -> bool:
-    if scalar.is_exponent:
+    if scalar.kind == "E8M0":
         return not bool((blocks[:, scalar.byte] == 255).any())
+    if scalar.kind == "F32":
+        return bool(np.isfinite(_scalar(blocks, scalar)).all())
     return not bool((blocks[:, scalar.byte + 1] & 0x7C == 0x7C).any())

@@ -13,7 +13,7 @@ MXFP4 = Format(
     "MXFP4",
     32,
     17,
-    Scalar(0, is_exponent=True),
+    Scalar(0, "E8M0"),
     (Group((Run(0, 16, (Field(1, 0, 15),)), Run(16, 16, (Field(1, 4, 15),)))),),
     table=_TABLE,
 )
@@ -21,7 +21,7 @@ MXFP4_PAIRS = Format(
     "MXFP4_PAIRS",
     32,
     17,
-    Scalar(0, is_exponent=True),
+    Scalar(0, "E8M0"),
     (Group((Run(0, 16, (Field(1, 0, 15),), step=2), Run(1, 16, (Field(1, 4, 15),), step=2))),),
     table=_TABLE,
 )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from smoe.bounds import BF16
+from smoe.formats.activations import fits as activations_fit
 from smoe.formats.base import Format
 from smoe.kernels.isa import Isa, widest
 from smoe.kernels.jit import address_of, compile_functions
@@ -69,7 +70,7 @@ def _compiled(form: Format, isa: Isa, activations: str) -> Products:
 
     names = [*(quantised.products_name(form, rows) for rows in _ROWS), quantised.unpack_name(form)]
     one, two, four, unpack = _addresses(quantised.module_of([form], isa, activations), names)
-    return Products((one, two, four), unpack, activations)
+    return Products((one, two, four), unpack, activations if activations_fit(form) else BF16)
 
 
 def _addresses(source: str, names: Sequence[str]) -> list[int]:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from smoe.bounds import BF16, INT8
+from smoe.formats.activations import fits as activations_fit
 from smoe.formats.base import Format, Group
 from smoe.kernels import quantised_dots, quantised_whole
 from smoe.kernels.builder import FLOAT, HALF_WORD, POINTER, WORD, Code, Value
@@ -58,7 +59,7 @@ def module_of(forms: Sequence[Format], isa: Isa, activations: str = BF16) -> str
     """
     module = ir.Module()
     for form in forms:
-        if activations == INT8:
+        if activations == INT8 and activations_fit(form):
             quantised_whole.arrangement(module, isa, form)
         for rows in (1, 2, 4):
             _products(module, isa, form, _way(isa, form, activations), rows)
@@ -84,7 +85,7 @@ class _Way(NamedTuple):
 
 
 def _way(isa: Isa, form: Format, activations: str) -> _Way:
-    if activations == INT8:
+    if activations == INT8 and activations_fit(form):
         return _Way(0, quantised_whole.row_of, quantised_whole.add_block, quantised_whole.together(isa, form))
     add_block = _add_halves if quantised_dots.fits(isa, form) else _add_reals
     return _Way(subtracted(isa, form), _row, add_block)

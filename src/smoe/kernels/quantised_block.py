@@ -8,7 +8,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from smoe.formats.base import Bits, Field, Format, Scalar
-from smoe.kernels.builder import BYTE, FLOAT, HALF, WORD, Code, Value
+from smoe.kernels.builder import BYTE, FLOAT, HALF, HALF_WORD, WORD, Code, Value
 
 
 class Row(NamedTuple):
@@ -65,6 +65,8 @@ def codes_of(code: Code, form: Format, fields: Sequence[Field | Bits], place: Va
         assert isinstance(field, Field)
         raw = code.load(code.registers(BYTE), code.at(place, field.byte + i))
         return build.sitofp(build.sext(raw, kind), code.registers(FLOAT))
+    if form.is_float8:
+        return _float8(code, fields, place, i)
     total = None
     for field in fields:
         part = _bits(code, field, place, i) if isinstance(field, Bits) else _field(code, field, place, i)
@@ -72,6 +74,18 @@ def codes_of(code: Code, form: Format, fields: Sequence[Field | Bits], place: Va
     if form.table is not None:
         return code.looked_up(form.table, total)
     return build.sitofp(total, code.registers(FLOAT))
+
+
+def _float8(code: Code, fields: Sequence[Field | Bits], place: Value, i: int) -> Value:
+    """Bytes in E4M3, by way of 16 bits: one more bit of exponent, whose middle lies 8 higher."""
+    build, halves = code.build, code.registers(HALF_WORD)
+    (field,) = fields
+    assert isinstance(field, Field)
+    raw = build.zext(code.load(code.registers(BYTE), code.at(place, field.byte + i)), halves)
+    sign = build.shl(build.and_(raw, code.halves([128] * code.isa.lanes)), code.halves([8] * code.isa.lanes))
+    rest = build.shl(build.and_(raw, code.halves([127] * code.isa.lanes)), code.halves([7] * code.isa.lanes))
+    half = build.bitcast(build.or_(sign, rest), code.registers(HALF))
+    return build.fmul(build.fpext(half, code.registers(FLOAT)), code.reals(256.0))
 
 
 def _field(code: Code, field: Field, place: Value, i: int) -> Value:
@@ -114,13 +128,13 @@ def scales_of(code: Code, form: Format, place: Value, zero: int) -> Scales:
 def _scalar(code: Code, scalar: Scalar, place: Value) -> Value:
     build = code.build
     at = code.at(place, scalar.byte)
-    if scalar.is_exponent:
+    if scalar.kind == "E8M0":
         bits = build.shl(build.zext(code.load(BYTE, at), WORD), ir.Constant(WORD, 23))
         # 2 ** -127 has no bits of its own in that place
         tiny = ir.Constant(WORD, 1 << 22)
         is_least = build.icmp_unsigned("==", bits, ir.Constant(WORD, 0))
         return build.bitcast(build.select(is_least, tiny, bits), FLOAT)
-    number = build.fpext(code.load(HALF, at), FLOAT)
+    number = code.load(FLOAT, at) if scalar.kind == "F32" else build.fpext(code.load(HALF, at), FLOAT)
     return number if scalar.sign > 0 else build.fneg(number)
 
 

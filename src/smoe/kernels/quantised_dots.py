@@ -36,7 +36,7 @@ class _Piece(NamedTuple):
 
 def fits(isa: Isa, form: Format) -> bool:
     """Whether codes of this format become bf16 numbers exactly, and the CPU multiplies them."""
-    return isa.has_bf16_dots and not form.is_signed
+    return isa.has_bf16_dots and not (form.is_signed or form.is_float8) and form.most < SHIFT
 
 
 def subtracted(isa: Isa, form: Format) -> int:

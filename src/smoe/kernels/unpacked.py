@@ -53,6 +53,8 @@ def _scale_code(form: Format, blocks: torch.Tensor, group: Group) -> torch.Tenso
 def _values(form: Format, codes: torch.Tensor) -> torch.Tensor:
     if form.table is not None:
         return torch.tensor(form.table, device=codes.device)[codes]
+    if form.is_float8:
+        return codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
     if form.is_signed:
         return codes.to(torch.uint8).view(torch.int8).float()
     return (codes - form.zero).float()
@@ -60,8 +62,9 @@ def _values(form: Format, codes: torch.Tensor) -> torch.Tensor:
 
 def _scalar(blocks: torch.Tensor, scalar: Scalar) -> torch.Tensor:
     """float32 [blocks, 1]"""
-    if scalar.is_exponent:
+    if scalar.kind == "E8M0":
         exponents = blocks[:, scalar.byte : scalar.byte + 1].int()
         return torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
-    halves = blocks[:, scalar.byte : scalar.byte + 2].contiguous().view(torch.float16)
-    return halves.float() * scalar.sign
+    kind = torch.float16 if scalar.kind == "F16" else torch.float32
+    stored = blocks[:, scalar.byte : scalar.byte + scalar.nbytes].contiguous().view(kind)
+    return stored.float() * scalar.sign

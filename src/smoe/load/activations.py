@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from smoe.bounds import BF16
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
+from smoe.formats.activations import fits
 from smoe.memory.quantised_store import QuantisedStore
 from smoe.models.quantised_linear import QuantisedLinear
 from smoe.runtime.layer import LayerCompute
@@ -19,9 +20,13 @@ def check_activations(model: PreTrainedModel, config: EngineConfig, compute: Lay
     """
     if config.activations == BF16:
         return
-    has_codes = isinstance(compute.store, QuantisedStore)
-    if not (has_codes or any(isinstance(module, QuantisedLinear) for module in model.modules())):
-        owner = "quantised weights: a GGUF file that has them, or `precision`"
+    store = compute.store
+    forms = [module.form for module in model.modules() if isinstance(module, QuantisedLinear)]
+    has_codes = isinstance(store, QuantisedStore)
+    if isinstance(store, QuantisedStore):
+        forms += [matrix.form for layer in store.layers for matrix in store.matrices(layer)]
+    if not any(map(fits, forms)):
+        owner = "quantised weights whose codes are whole numbers (7 bits, or signed): a GGUF file's, or `precision`"
         raise ConfigError.idle("activations", config.activations, owner)
     if compute.device.type != "cpu":
         why = f"it is for computing on a CPU, and this model is on {compute.device}; use `device` cpu"

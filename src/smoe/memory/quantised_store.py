@@ -26,10 +26,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from smoe.errors import CheckpointError
+from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
 from smoe.memory.dtypes import TORCH
+from smoe.memory.gguf_tensors import read_bytes
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import (
     MATRIX_ALIGNMENT,
@@ -38,15 +39,12 @@ from smoe.memory.store import (
     Part,
     Piece,
     Placement,
-    Spread,
+    arranged_pieces,
     locate,
     pieces_of,
     reads_of,
     runs_of,
 )
-
-_SCALE_BYTES = 1
-"""Of a block whose scale lies apart in the file: it comes first in the slot, the codes behind it."""
 
 
 class StoredMatrix(NamedTuple):
@@ -83,7 +81,7 @@ class QuantisedStore(ExpertStore):
             data = np.frombuffer(buffer, np.uint8, matrix.nbytes, placement.parts[matrix.name])
             if not matrix.form.is_finite(data):
                 tensor = self._pieces(layer, expert)[matrix.name]
-                tensor = tensor.scales or tensor
+                tensor = tensor.made_of[1].tensor if tensor.made_of else tensor
                 remedy = "run smoe pack" if tensor.is_packed else "download the checkpoint"
                 raise CheckpointError(
                     f"{tensor.path}: {tensor.key!r} ({matrix.part} of expert {expert} in layer {layer}) has a scale "
@@ -93,7 +91,7 @@ class QuantisedStore(ExpertStore):
 
     def _in_place(self, layer: int, expert: int) -> Placement | None:
         matrices = self._pieces(layer, expert)
-        if any(tensor.scales is not None for tensor in matrices.values()):
+        if any(tensor.made_of for tensor in matrices.values()):
             return None
         tensors = matrices | self._biases_along(layer, expert)
         spans = {name: (tensor.path, tensor.offset, tensor.nbytes) for name, tensor in tensors.items()}
@@ -129,7 +127,7 @@ class QuantisedStore(ExpertStore):
             for matrix in self._matrices[layer]:
                 if matrix.part == part.name:
                     parts[matrix.name] = target
-                    pieces += _blocks(tensors[matrix.name], matrix.form, target)
+                    pieces += _ingredients(tensors[matrix.name], target)
                     target = _aligned(target + matrix.nbytes)
         return Placement((), parts, tuple(pieces), target, self._layout_of(layer, parts), target)
 
@@ -165,8 +163,15 @@ def is_quantised(layers: Mapping[int, LayerExperts]) -> bool:
 def expert_bytes(experts: LayerExperts, dtype: torch.dtype) -> int:
     """An expert of a layer in its slot, without alignment: matrices as they are stored, biases in `dtype`."""
     first = experts.sources[0]
-    matrices = sum(tensor.nbytes for part in experts.parts if not _is_bias(part) for tensor in first[part.name])
+    matrices = sum(blocks_bytes(tensor) for part in experts.parts if not _is_bias(part) for tensor in first[part.name])
     return matrices + dtype.itemsize * sum(prod(part.shape) for part in filter(_is_bias, experts.parts))
+
+
+def blocks_bytes(matrix: StoredTensor) -> int:
+    """A matrix in a slot: as blocks, or, of plain numbers, as it is stored."""
+    if matrix.dtype not in FORMATS:
+        return matrix.nbytes
+    return matrix.shape[0] * FORMATS[matrix.dtype].row_bytes(matrix.shape[1])
 
 
 def _is_bias(part: Part) -> bool:
@@ -187,14 +192,27 @@ def _aligned(offset: int) -> int:
     return -(-offset // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
 
 
-def _blocks(tensor: StoredTensor, form: Format, target: int) -> list[Piece]:
-    """What makes the blocks of a matrix whose codes and scales lie apart; `target`: where they begin in the slot."""
-    assert tensor.scales is not None, "an expert is staged whole or not at all"
-    codes, scale = Spread(form.nbytes - _SCALE_BYTES, form.nbytes), Spread(_SCALE_BYTES, form.nbytes)
-    return [
-        *pieces_of(tensor, target + _SCALE_BYTES, 1, codes),
-        *pieces_of(tensor.scales, target, 1, scale),
-    ]
+def _ingredients(matrix: StoredTensor, target: int) -> Iterator[Piece]:
+    """Everything that a matrix is made of, from `target` on."""
+    for each in matrix.made_of:
+        if each.arrangement is None:
+            raise UnsupportedModelError(
+                f"{matrix.path}: {matrix.key!r} has its columns in another order than its scales (act-order), by "
+                f"{each.tensor.key!r}; such weights cannot be served as they lie: run smoe pack with `precision` int8 "
+                "or int4, and serve that"
+            )
+        yield from arranged_pieces(each.tensor, target + each.place, each.arrangement)
+
+
+def assembled(matrix: StoredTensor) -> torch.Tensor:
+    """A matrix whose codes and scales lie apart, as blocks: uint8 [outputs, bytes of a row]."""
+    form = FORMATS[matrix.dtype]
+    found = torch.empty(matrix.shape[0], form.row_bytes(matrix.shape[1]), dtype=torch.uint8)
+    slot = found.view(-1).numpy().data
+    for each in matrix.made_of:
+        if each.arrangement is not None:
+            each.arrangement.put(read_bytes(each.tensor).numpy(), slot, each.place, 0)
+    return found
 
 
 def _matrices_of(experts: LayerExperts) -> tuple[StoredMatrix, ...]:

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from smoe.errors import CheckpointError
+from smoe.memory.arrangement import Arrangement
 from smoe.memory.checkpoint_json import check_regular, parse_object, read_object
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -50,6 +51,16 @@ def check_identity(path: Path, descriptor: int, expected: FileIdentity) -> None:
         )
 
 
+class Ingredient(NamedTuple):
+    """One of the tensors that a quantised matrix is made of in a slot."""
+
+    tensor: StoredTensor
+    place: int
+    """Where its first byte belongs, from where the matrix begins."""
+    arrangement: Arrangement | None
+    """None: it says in which order columns are, which nothing here can follow."""
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor of a checkpoint: its bytes are `path[offset : offset + nbytes]`, row-major."""
@@ -63,8 +74,11 @@ class StoredTensor:
     """Its name in the file; a row of a fused tensor has that tensor's."""
     identity: FileIdentity | None = None
     """The file as it was when its header was read."""
-    scales: StoredTensor | None = None
-    """Of a quantised tensor whose scales lie apart: these. `offset` and `nbytes` are then those of the codes alone."""
+    made_of: tuple[Ingredient, ...] = ()
+    """Of a quantised matrix whose codes and scales lie apart: codes, scales and what else there is, as they are stored.
+    The other fields are then the codes', but for `dtype` and `shape`, which are the matrix's."""
+    scheme: str = ""
+    """Of such a matrix: whose they are (`models/released_schemes.py`)."""
 
     @property
     def is_packed(self) -> bool:

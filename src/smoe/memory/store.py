@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from smoe.errors import CheckpointError
 from smoe.formats.registry import FORMATS
+from smoe.memory.arrangement import Arrangement
 from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor
 
 EXPERT_DTYPES = ("BF16", "F16", "F32")
@@ -63,14 +64,6 @@ class Read(NamedTuple):
     need: int
 
 
-class Spread(NamedTuple):
-    """Where the bytes of a piece go that lie together in the file and apart in the slot: every `width` of them to the
-    next `stride` bytes."""
-
-    width: int
-    stride: int
-
-
 class Piece(NamedTuple):
     """A run of elements of one stored tensor: read into a staging buffer, then copied, and converted, into the slot."""
 
@@ -81,9 +74,11 @@ class Piece(NamedTuple):
     dtype: str
     """As stored."""
     target: int
-    """Where in the slot they belong."""
-    spread: Spread | None = None
-    """None: one behind the other. Else they are bytes, of which nothing is converted."""
+    """Where in the slot they belong; with an arrangement, where the first byte of the tensor does."""
+    arrangement: Arrangement | None = None
+    """None: one behind the other."""
+    begin: int = 0
+    """With an arrangement: bytes of the tensor before these."""
 
 
 class Placement(NamedTuple):
@@ -226,9 +221,7 @@ class ExpertStore:
         for layer in self.layers.values():
             for parts in layer.sources:
                 for tensor in (tensor for tensors in parts.values() for tensor in tensors):
-                    yield tensor
-                    if tensor.scales is not None:
-                        yield tensor.scales
+                    yield from (each.tensor for each in tensor.made_of) if tensor.made_of else (tensor,)
 
     def _layout(self, experts: LayerExperts, parts: Mapping[str, int]) -> int:
         return self._layouts.setdefault((experts.parts, *parts.items()), len(self._layouts))
@@ -298,26 +291,40 @@ def _check_part(whose: str, part: Part, tensors: Sequence[StoredTensor]) -> None
         )
 
 
-def pieces_of(tensor: StoredTensor, target: int, item_bytes: int, spread: Spread | None = None) -> list[Piece]:
+def pieces_of(tensor: StoredTensor, target: int, item_bytes: int) -> list[Piece]:
     """A tensor in pieces of at most `STAGED_BYTES`: a reading thread's buffer stays small, whatever the expert.
 
     `item_bytes` are those of an element in the slot.
     """
-    pieces: list[Piece] = []
-    stored_item, item_bytes = (ITEM_BYTES[tensor.dtype], item_bytes) if spread is None else spread
-    for begin in range(0, tensor.nbytes, STAGED_BYTES):
-        offset, nbytes = tensor.offset + begin, min(STAGED_BYTES, tensor.nbytes - begin)
-        shift = offset % PAGE
-        read = Read(tensor.path, offset - shift, page_ceil(shift + nbytes), 0, shift + nbytes)
-        pieces.append(Piece(read, shift, nbytes, tensor.dtype, target + begin // stored_item * item_bytes, spread))
-    return pieces
+    stored_item = ITEM_BYTES[tensor.dtype]
+    return [
+        Piece(*_piece(tensor, begin, STAGED_BYTES), tensor.dtype, target + begin // stored_item * item_bytes)
+        for begin in range(0, tensor.nbytes, STAGED_BYTES)
+    ]
+
+
+def arranged_pieces(tensor: StoredTensor, target: int, arrangement: Arrangement) -> list[Piece]:
+    """The same of a tensor whose bytes an arrangement brings to their places, from `target` on; larger pieces where it
+    wants more at once."""
+    most = max(1, STAGED_BYTES // arrangement.unit) * arrangement.unit
+    return [
+        Piece(*_piece(tensor, begin, most), tensor.dtype, target, arrangement, begin)
+        for begin in range(0, tensor.nbytes, most)
+    ]
+
+
+def _piece(tensor: StoredTensor, begin: int, most: int) -> tuple[Read, int, int]:
+    """(read, where in its buffer the piece begins, bytes of it)"""
+    offset, nbytes = tensor.offset + begin, min(most, tensor.nbytes - begin)
+    shift = offset % PAGE
+    return Read(tensor.path, offset - shift, page_ceil(shift + nbytes), 0, shift + nbytes), shift, nbytes
 
 
 def row_of(tensor: StoredTensor, row: int) -> StoredTensor:
     """Row `row` of a fused tensor [E, ...] as a stored tensor of its own."""
     nbytes = tensor.nbytes // tensor.shape[0]
-    scales = None if tensor.scales is None else row_of(tensor.scales, row)
-    return replace(tensor, offset=tensor.offset + row * nbytes, nbytes=nbytes, shape=tensor.shape[1:], scales=scales)
+    made_of = tuple(each._replace(tensor=row_of(each.tensor, row)) for each in tensor.made_of)
+    return replace(tensor, offset=tensor.offset + row * nbytes, nbytes=nbytes, shape=tensor.shape[1:], made_of=made_of)
 
 
 def _elements(shape: Sequence[int]) -> int:

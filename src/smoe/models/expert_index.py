@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from smoe.errors import CheckpointError, UnsupportedModelError
-from smoe.formats.registry import FORMATS
+from smoe.formats.registry import FORMATS, RELEASED
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import LayerExperts, row_of
 from smoe.models.experts import ExpertsSite
@@ -67,14 +67,17 @@ def index_experts(
 
 def stored_as(model: PreTrainedModel, name: str, tensors: Mapping[str, StoredTensor]) -> str:
     """Where a parameter of the library's name comes from: file and key, for an error; else that name."""
+    key = next((key for key, target in parameter_names(model, tensors).items() if target == name), None)
+    return repr(name) if key is None else f"{key!r} in {tensors[key].path}"
+
+
+def parameter_names(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str, str]:
+    """The library's name of what every key of a checkpoint becomes, or becomes a part of."""
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     state = model.state_dict()
-    for key, tensor in tensors.items():
-        if rename_source_key(key, renamings, converters, model.base_model_prefix, state)[0] == name:
-            return f"{key!r} in {tensor.path}"
-    return repr(name)
+    return {key: rename_source_key(key, renamings, converters, model.base_model_prefix, state)[0] for key in tensors}
 
 
 def _check_dense(key: str, tensor: StoredTensor, parameter: torch.Tensor) -> None:
@@ -83,7 +86,7 @@ def _check_dense(key: str, tensor: StoredTensor, parameter: torch.Tensor) -> Non
             f"{key!r} in {tensor.path} has the shape {list(tensor.shape)}, another shape than its config.json says: "
             f"{list(parameter.shape)}; download the checkpoint again"
         )
-    if parameter.is_floating_point() and tensor.dtype not in _FLOATS:
+    if parameter.is_floating_point() and tensor.dtype not in (*_FLOATS, *RELEASED):
         raise CheckpointError(
             f"{key!r} in {tensor.path} is {tensor.dtype}, not a floating-point number; smoe reads {', '.join(_FLOATS)}"
         )

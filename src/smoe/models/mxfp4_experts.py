@@ -17,7 +17,8 @@ import torch
 
 from smoe.errors import CheckpointError
 from smoe.formats.mxfp4 import MXFP4_PAIRS
-from smoe.memory.safetensors_index import StoredTensor
+from smoe.memory.arrangement import Spread
+from smoe.memory.safetensors_index import Ingredient, StoredTensor
 from smoe.memory.store import LayerExperts
 from smoe.models.experts import ExpertsSite
 
@@ -110,4 +111,8 @@ def _joined(codes: StoredTensor, scales: StoredTensor) -> StoredTensor:
             f"they should be [experts, rows, blocks] and [experts, rows, blocks, {_CODE_BYTES}]; download again"
         )
     shape = (*leading, blocks * MXFP4_PAIRS.numbers)
-    return replace(codes, dtype=MXFP4_PAIRS.name, shape=shape, scales=scales)
+    made_of = (
+        Ingredient(codes, 1, Spread(_CODE_BYTES, MXFP4_PAIRS.nbytes)),
+        Ingredient(scales, 0, Spread(1, MXFP4_PAIRS.nbytes)),
+    )
+    return replace(codes, dtype=MXFP4_PAIRS.name, shape=shape, made_of=made_of, scheme="mxfp4")

@@ -17,13 +17,17 @@ from smoe.memory.gguf_header import is_gguf
 from smoe.memory.gguf_tensors import plain_tensor, read_bytes
 from smoe.memory.safetensors_index import StoredTensor, check_identity, read_header
 from smoe.memory.store import LayerExperts, Part
+from smoe.models.released_numbers import released_numbers
+from smoe.models.released_schemes import METHODS
 
 
 def reference_parameters(experts: LayerExperts, chosen: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Fused parameters [len(chosen), ...] of one layer, by part name."""
     parameters: dict[str, torch.Tensor] = {}
     for part in experts.parts:
-        rows = [_joined([_tensor(piece) for piece in experts.sources[expert][part.name]], part) for expert in chosen]
+        rows = [
+            _joined([stored_numbers(piece) for piece in experts.sources[expert][part.name]], part) for expert in chosen
+        ]
         stored = torch.stack(rows).to(dtype)
         parameters[part.name] = stored.transpose(1, 2).contiguous() if part.is_turned else stored
     return parameters
@@ -35,12 +39,14 @@ def _joined(pieces: Sequence[torch.Tensor], part: Part) -> torch.Tensor:
     return joined.reshape(part.stored_shape)
 
 
-def _tensor(piece: StoredTensor) -> torch.Tensor:
+def stored_numbers(piece: StoredTensor) -> torch.Tensor:
     """The numbers of a stored tensor, or of a row of one."""
     if is_gguf(piece.path):
         return plain_tensor(piece)
-    if piece.scales is not None:
-        codes, scales = _by_key(piece), _by_key(piece.scales)
+    if piece.scheme in METHODS:
+        return released_numbers(piece, _by_key)
+    if piece.made_of:
+        codes, scales, *_ = (_by_key(each.tensor) for each in piece.made_of)
         numbers: torch.Tensor = convert_moe_packed_tensors(codes.unsqueeze(0), scales.unsqueeze(0))  # exact in bf16
         return numbers[0].t()
     if piece.dtype in FORMATS:

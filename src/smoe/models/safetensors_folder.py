@@ -24,6 +24,9 @@ from smoe.models.generation_file import check_generation
 from smoe.models.mxfp4_experts import check_mxfp4, expert_bytes, has_mxfp4_experts, joined
 from smoe.models.packed import Contents, Packed, bytes_in_precision, experts_in_precision, not_gatherable, read_packed
 from smoe.models.registration import register_local_families
+from smoe.models.released_layers import load_released, quantised_layers, released_bytes
+from smoe.models.released_schemes import Scheme, read_scheme
+from smoe.models.released_tensors import joined as released
 from smoe.models.spec import ModelSpec
 
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -43,7 +46,7 @@ class SafetensorsFolder:
             config: PretrainedConfig = AutoConfig.from_pretrained(
                 self.place, trust_remote_code=False, local_files_only=True
             )
-        if self._has_mxfp4:
+        if self._has_mxfp4 or self._scheme is not None:
             del config.quantization_config  # with it the library would convert, or fetch kernels
         return config
 
@@ -54,8 +57,7 @@ class SafetensorsFolder:
         return index_checkpoint(self.place)
 
     def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
-        tensors = joined(self.tensors()) if self._has_mxfp4 else self.tensors()
-        stored = index_experts(self.place, spec.shell, spec.sites, tensors)
+        stored = index_experts(self.place, spec.shell, spec.sites, self._matrices())
         if self._has_mxfp4:
             check_mxfp4(stored)
         if spec.precision == "auto":
@@ -63,12 +65,22 @@ class SafetensorsFolder:
         return experts_in_precision(self.place, spec)
 
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
-        if spec.precision == "auto":
-            return expert_bytes(spec.sites, spec.dtype, self.config_place) if self._has_mxfp4 else None
-        return bytes_in_precision(spec)
+        if spec.precision != "auto":
+            return bytes_in_precision(spec)
+        if self._scheme is not None and not self._scheme.is_reordered:  # which can only be packed
+            return released_bytes(spec.sites, spec.dtype, self._scheme, self.config_place)
+        return expert_bytes(spec.sites, spec.dtype, self.config_place) if self._has_mxfp4 else None
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
-        return {}
+        if self._scheme is None or not self.has_weights():
+            return {}
+        return quantised_layers(spec, self._matrices())
+
+    def _matrices(self) -> dict[str, StoredTensor]:
+        """The tensors, with those joined that are one matrix."""
+        if self._scheme is not None:
+            return released(self.tensors(), self._scheme)
+        return joined(self.tensors()) if self._has_mxfp4 else self.tensors()
 
     def packed(self, contents: Contents) -> Packed | None:
         return read_packed(self.place, contents)
@@ -83,13 +95,27 @@ class SafetensorsFolder:
                 "int2 for experts in MXFP4",
             )
 
+        if self._scheme is not None:
+            raise not_gatherable(
+                f"the experts in {self.place} are quantised ({self._scheme.method}); packed without `precision` they "
+                "would be unpacked and take up to four times the space: use the model as it is, or pack it with "
+                "`precision` int4",
+                "int8, int4, int3 or int2 for quantised experts",
+            )
+
     @cached_property
     def _has_mxfp4(self) -> bool:
         return has_mxfp4_experts(read_object(self.config_place))
 
+    @cached_property
+    def _scheme(self) -> Scheme | None:
+        return read_scheme(read_object(self.config_place), self.config_place)
+
     def load_dense(self, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
         spec.config._experts_implementation = "eager"
         check_generation(self.place)
+        if self._scheme is not None:
+            return load_released(self.place, spec, self._matrices()).to(device).eval().requires_grad_(False)
         with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {self.place}"):
             loaded, report = AutoModelForCausalLM.from_pretrained(
                 self.place,

@@ -18,6 +18,7 @@ from smoe.config import EngineConfig
 from smoe.errors import CheckpointError
 from smoe.expert import EXACT, LOW
 from smoe.memory.dtypes import SAFETENSORS
+from smoe.memory.quantised_store import blocks_bytes
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import PAGE, page_ceil
 from smoe.models.anatomy import Anatomy
@@ -68,7 +69,7 @@ class ModelSpec:
         """Everything but the routed experts, as it is kept; tied weights once."""
         weights = dict(self.shell.named_parameters())
         plain: int = sum(weights[name].numel() for name in self.dense) * self.dtype.itemsize
-        return self.anatomy.weights_bytes - plain + sum(stored.nbytes for stored in self.dense.values())
+        return self.anatomy.weights_bytes - plain + sum(map(blocks_bytes, self.dense.values()))
 
     @property
     def expert_bytes(self) -> int:

@@ -1,0 +1,111 @@
+"""The layers beside the experts of a quantised release: those that are plain linear ones stay quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import GenerationConfig, PreTrainedModel
+
+from smoe.errors import CheckpointError
+from smoe.formats.registry import FORMATS
+from smoe.memory.quantised_store import assembled
+from smoe.memory.safetensors_index import StoredTensor
+from smoe.models.dense import check_loaded, move_to_own_memory, quiet_library
+from smoe.models.expert_index import parameter_names, stored_as
+from smoe.models.experts import ExpertsSite, without_expert_weights
+from smoe.models.files import naming
+from smoe.models.quantised_linear import can_stay_quantised, keep_quantised
+from smoe.models.reference import stored_numbers
+from smoe.models.released_schemes import Scheme
+from smoe.models.spec import ModelSpec
+
+
+def released_bytes(
+    sites: Sequence[ExpertsSite], dtype: torch.dtype, scheme: Scheme, config_place: Path
+) -> dict[int, int]:
+    """An expert of every layer by the configuration alone, biases in `dtype`. Raises `CheckpointError` for rows that
+    are not made of whole blocks."""
+    found = {}
+    for site in sites:
+        found[site.layer] = 0
+        for part in site.parts:
+            if len(part.shape) == 1:
+                found[site.layer] += part.shape[0] * dtype.itemsize
+                continue
+            rows, columns = part.shape[::-1] if site.is_transposed else part.shape
+            form = scheme.form(columns)
+            if form is None:
+                raise CheckpointError(
+                    f"{config_place}: rows of {part.name} have {columns} numbers by its sizes, and scales are for "
+                    f"{scheme.columns_each or 'all'} of them; download it again"
+                )
+            found[site.layer] += rows * form.row_bytes(columns)
+    return found
+
+
+def quantised_layers(spec: ModelSpec, matrices: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Matrices that stay quantised, by the library's names."""
+    found = {}
+    experts = {site.name for site in spec.sites}
+    quantised = [key for key, tensor in matrices.items() if tensor.made_of and tensor.made_of[-1].arrangement]
+    for key, name in parameter_names(spec.shell, quantised).items():
+        owner = name.rpartition(".")[0]
+        if owner not in experts and can_stay_quantised(spec.shell.get_submodule(owner)):
+            found[name] = matrices[key]
+    return found
+
+
+def load_released(place: Path, spec: ModelSpec, matrices: Mapping[str, StoredTensor]) -> PreTrainedModel:
+    """The library's model with all weights but the experts', those of `spec.dense` quantised."""
+    state = _state(spec, matrices)
+    with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {place}"):
+        loaded, report = type(spec.shell).from_pretrained(
+            None,
+            config=spec.config,
+            state_dict=state,
+            dtype=spec.dtype,
+            experts_implementation="eager",
+            ignore_mismatched_sizes=True,  # reported below, as an error of ours
+            output_loading_info=True,
+        )
+    check_loaded(loaded, report, place, lambda name: stored_as(spec.shell, name, matrices))
+    move_to_own_memory(loaded)
+    for name, tensor in spec.dense.items():
+        keep_quantised(loaded, name, FORMATS[tensor.dtype], _blocks(tensor), spec.dtype)
+    loaded.name_or_path = loaded.config.name_or_path = str(place)  # for messages: the loader had no name
+    if (place / "generation_config.json").exists():
+        loaded.generation_config = GenerationConfig.from_pretrained(place, local_files_only=True)
+    model: PreTrainedModel = loaded
+    return model
+
+
+def _state(spec: ModelSpec, matrices: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    """What the loader is given, by the keys of an unquantised release; nothing behind what stays quantised."""
+    experts = {site.name for site in spec.sites}
+    shapes = {name: parameter.shape for name, parameter in spec.shell.named_parameters()}
+    found = {}
+    for key, name in parameter_names(spec.shell, matrices).items():
+        tensor = matrices[key]
+        if name.rpartition(".")[0] in experts:
+            continue
+        if name in spec.dense:
+            found[key] = torch.zeros((), dtype=spec.dtype).expand(shapes[name])
+        elif tensor.made_of:
+            found[key] = stored_numbers(tensor).to(spec.dtype)
+        else:
+            with safe_open(tensor.path, framework="pt") as file:
+                found[key] = file.get_tensor(tensor.key)
+    return found
+
+
+def _blocks(tensor: StoredTensor) -> torch.Tensor:
+    codes = assembled(tensor)
+    if not FORMATS[tensor.dtype].is_finite(codes.numpy()):
+        raise CheckpointError(
+            f"{tensor.path}: {tensor.key!r} has a scale that is NaN or infinite, or a number that is none; download "
+            "the checkpoint again"
+        )
+    return codes

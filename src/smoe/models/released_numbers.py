@@ -1,0 +1,78 @@
+"""The numbers of a quantised release's matrix, whole, by the formulas of the packages that wrote it: what blocks in
+slots are compared with, and what is packed anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from smoe.memory.arrangement import Scales, Zeros
+from smoe.memory.safetensors_index import StoredTensor
+
+_AWQ_PLACES = (0, 16, 4, 20, 8, 24, 12, 28)
+"""Where in a word the codes of eight outputs begin."""
+
+
+def released_numbers(matrix: StoredTensor, read: Callable[[StoredTensor], torch.Tensor]) -> torch.Tensor:
+    """float32 [outputs, columns]; `read` gives a stored tensor as it is."""
+    codes, place = read(matrix.made_of[0].tensor), matrix.made_of[1]
+    scales = place.arrangement
+    assert isinstance(scales, Scales)
+    gains = read(place.tensor).float().reshape(scales.shape)
+    if codes.dtype is torch.float8_e4m3fn:
+        return codes.float() * _everywhere(gains, matrix.shape, scales)
+    bits = int(matrix.dtype[1])
+    zeros = next((each.tensor for each in matrix.made_of if isinstance(each.arrangement, Zeros)), None)
+    stored = None if zeros is None else read(zeros)
+    if matrix.scheme == "compressed-tensors":
+        whole = _words(codes, bits).flatten(1)
+        middle = 1 << bits - 1 if stored is None else _words(stored.t(), bits).flatten(1)[:, : matrix.shape[0]].t()
+        group = _groups(matrix, gains.shape[1], read)
+        return (whole - torch.as_tensor(middle).expand(gains.shape)[:, group]) * gains[:, group]
+    return _turned(matrix, codes, gains, stored, bits, _groups(matrix, gains.shape[0], read))
+
+
+def _turned(
+    matrix: StoredTensor,
+    codes: torch.Tensor,
+    gains: torch.Tensor,
+    stored: torch.Tensor | None,
+    bits: int,
+    group: torch.Tensor,
+) -> torch.Tensor:
+    """Of GPTQ and AWQ, whose matrices lie column by column."""
+    outputs, columns = matrix.shape
+    is_awq = matrix.scheme == "awq"
+    whole = _words(codes, bits, _AWQ_PLACES).flatten(1) if is_awq else _words(codes.t(), bits).flatten(1).t()
+    if stored is None:
+        zeros = torch.full(gains.shape, 1 << bits - 1)
+    else:
+        zeros = _words(stored, bits, _AWQ_PLACES if is_awq else None).flatten(1)
+        zeros = (zeros + _less(matrix)) % (1 << bits)
+    numbers: torch.Tensor = (whole - zeros[group]) * gains[group]
+    assert numbers.shape == (columns, outputs)
+    return numbers.t()
+
+
+def _less(matrix: StoredTensor) -> int:
+    return next((each.arrangement.less for each in matrix.made_of if isinstance(each.arrangement, Zeros)), 0)
+
+
+def _groups(matrix: StoredTensor, count: int, read: Callable[[StoredTensor], torch.Tensor]) -> torch.Tensor:
+    """[columns]: which of so many groups each belongs to."""
+    order = next((each.tensor for each in matrix.made_of if each.arrangement is None), None)
+    if order is not None:
+        return read(order).long()
+    return torch.arange(matrix.shape[1]) // (matrix.shape[1] // count)
+
+
+def _everywhere(gains: torch.Tensor, shape: Sequence[int], scales: Scales) -> torch.Tensor:
+    tall = gains.repeat_interleave(scales.rows_each, 0)[: shape[0]]
+    return tall.repeat_interleave(shape[1] // gains.shape[1], 1)
+
+
+def _words(words: torch.Tensor, bits: int, places: Sequence[int] | None = None) -> torch.Tensor:
+    """int32 [a, b] -> codes [a, b, codes of a word]"""
+    shifts = torch.tensor(places or range(0, 32, bits), dtype=torch.int32)
+    return (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)

@@ -1,0 +1,164 @@
+"""How quantised releases on the hub say, in config.json, what their matrices are: fp8 with block scales, compressed-
+tensors, GPTQ, AWQ.
+
+    quant_method          numbers of a group                       stored
+    fp8                   128 columns of 128 rows                  row by row
+    compressed-tensors    32 k columns, a row, or a block          row by row
+    gptq, awq             32 k columns, or a whole row             column by column, turned on their way to a slot
+
+Whatever else is quantised in ways that are not read here is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeGuard
+
+from smoe.errors import UnsupportedModelError
+from smoe.formats.base import Format
+from smoe.formats.released import FP8, WEIGHTS
+
+METHODS = ("fp8", "compressed-tensors", "gptq", "awq")
+_GROUPS = (128, 64, 32)
+_TAKE = "take another release of the model: unquantised, in one of the forms that docs/formats.md lists, or a GGUF file"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a config.json says of its quantised matrices."""
+
+    method: str
+    """Of `METHODS`."""
+    bits: int = 8
+    is_float: bool = False
+    columns_each: int | None = None
+    """Columns of the matrix that share a scale; None: a whole row."""
+    rows_each: int = 1
+    """Rows that share one; 0: all."""
+    has_zeros: bool = False
+    """Zero points are stored."""
+    less: int = 0
+    """What stored zero points are too small by."""
+    is_reordered: bool = False
+    """Columns of a group do not lie together (GPTQ's act-order): such matrices are read to be packed only."""
+
+    def form(self, columns: int) -> Format | None:
+        """What a matrix with rows of so many numbers becomes in a slot; None where they are no whole blocks."""
+        if self.is_float:
+            each = self.columns_each or columns
+            return FP8 if columns % FP8.numbers == 0 and each % FP8.numbers == 0 else None
+        each = self.columns_each or columns
+        numbers = next((group for group in _GROUPS if each % group == 0), None)
+        return None if numbers is None or columns % each else WEIGHTS[self.bits, numbers]
+
+
+def read_scheme(config: Mapping[str, Any], place: object) -> Scheme | None:
+    """What `quantization_config` of a config.json says; None where there is none, or it is of another method.
+
+    Raises `UnsupportedModelError` for what cannot be read, naming it.
+    """
+    said = config.get("quantization_config") or config.get("compression_config")
+    if not isinstance(said, dict) or said.get("quant_method") not in METHODS:
+        return None
+    method = str(said["quant_method"])
+    reader = {"fp8": _fp8, "compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}[method]
+    return reader(said, f"{place}: experts quantised by {method}")
+
+
+def _refuse(whose: str, what: str) -> NoReturn:
+    raise UnsupportedModelError(f"{whose} {what}, which smoe does not read; {_TAKE}")
+
+
+def _fp8(said: Mapping[str, Any], whose: str) -> Scheme:
+    size = said.get("weight_block_size")
+    if said.get("fmt", "e4m3") != "e4m3":
+        _refuse(whose, f"are in the format {said['fmt']!r:.40}")
+    if size is None:
+        return Scheme("fp8", is_float=True, rows_each=0)
+    if not (isinstance(size, (list, tuple)) and len(size) == 2 and size[1] == FP8.numbers and _is_count(size[0])):
+        _refuse(whose, f"have blocks of {size!r:.40} instead of [128, 128]")
+    return Scheme("fp8", is_float=True, columns_each=FP8.numbers, rows_each=int(size[0]))
+
+
+def _compressed(said: Mapping[str, Any], whose: str) -> Scheme:
+    groups = said.get("config_groups")
+    kinds = [each.get("weights") for each in groups.values()] if _holds_objects(groups) else []
+    weights: Any = kinds[0] if kinds else None
+    if not isinstance(weights, dict) or any(kind != weights for kind in kinds):
+        _refuse(whose, f"have {len(kinds) or 'no'} kinds of weights in 'config_groups'")
+    form = said.get("format")
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
+    columns_each, rows_each = _shared(weights, strategy, whose)
+    if kind == "float" and bits == 8:
+        return Scheme("compressed-tensors", 8, True, columns_each, rows_each)
+    if kind != "int" or bits not in (4, 8) or form != "pack-quantized":
+        _refuse(whose, f"are {kind} with {bits} bits in the format {form!r:.40}")
+    if strategy not in ("group", "channel"):
+        _refuse(whose, f"have scales by {strategy!r:.40}")
+    is_reordered = weights.get("actorder") not in (None, False, "static", "weight")
+    return Scheme(
+        "compressed-tensors",
+        bits,
+        columns_each=columns_each,
+        has_zeros=not weights.get("symmetric", True),
+        is_reordered=is_reordered,
+    )
+
+
+def _holds_objects(groups: object) -> TypeGuard[dict[str, dict[str, Any]]]:
+    return isinstance(groups, dict) and all(isinstance(each, dict) for each in groups.values())
+
+
+def _shared(weights: Mapping[str, Any], strategy: object, whose: str) -> tuple[int | None, int]:
+    """(columns, rows) that share a scale: see `Scheme`."""
+    if strategy == "tensor":
+        return None, 0
+    if strategy == "channel":
+        return None, 1
+    size, block = weights.get("group_size"), weights.get("block_structure")
+    if strategy == "group" and _is_count(size):
+        return size, 1
+    if strategy == "block" and isinstance(block, (list, tuple)) and len(block) == 2 and all(map(_is_count, block)):
+        return int(block[1]), int(block[0])
+    _refuse(whose, f"have scales by {strategy!r:.40} of {size if strategy == 'group' else block!r:.40}")
+
+
+def _gptq(said: Mapping[str, Any], whose: str) -> Scheme:
+    bits, group = said.get("bits"), said.get("group_size")
+    if bits not in (4, 8):
+        _refuse(whose, f"have {bits!r:.40} bits")
+    if said.get("is_marlin_format") or said.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
+        _refuse(whose, f"are in the format {said.get('checkpoint_format', 'marlin')!r:.40}")
+    return Scheme(
+        "gptq",
+        bits,
+        columns_each=_group(group, whose),
+        has_zeros=True,
+        less=0 if said.get("checkpoint_format") == "gptq_v2" else 1,
+        is_reordered=bool(said.get("desc_act")),
+    )
+
+
+def _awq(said: Mapping[str, Any], whose: str) -> Scheme:
+    bits, version = said.get("bits", said.get("w_bit")), str(said.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm":
+        _refuse(whose, f"have {bits!r:.40} bits in the version {version!r:.40}")
+    return Scheme(
+        "awq",
+        4,
+        columns_each=_group(said.get("group_size", said.get("q_group_size")), whose),
+        has_zeros=bool(said.get("zero_point", True)),
+    )
+
+
+def _group(size: object, whose: str) -> int | None:
+    if size == -1:
+        return None
+    if not _is_count(size):
+        _refuse(whose, f"have groups of {size!r:.40} columns")
+    return size  # type: ignore[return-value]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,205 @@
+"""Quantised releases (fp8, compressed-tensors, GPTQ, AWQ) beside the library's model of the numbers they stand for.
+
+Would catch: a word's codes in another order, zero points one off, scales of another row or turned, a matrix that is not
+turned, a result that hangs on the budget or on where pieces of a file end, a layer beside the experts left as codes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from smoe import from_pretrained
+from smoe.errors import CheckpointError, SmoeError, UnsupportedModelError
+from smoe.formats.registry import FORMATS
+from smoe.memory.quantised_store import assembled
+from smoe.memory.safetensors_index import index_checkpoint
+from smoe.models.quantised_linear import QuantisedLinear
+from smoe.models.reference import stored_numbers
+from smoe.models.released_schemes import read_scheme
+from smoe.models.released_tensors import joined
+from tests import oracle, released_toy
+from tests.models.test_gguf_quantised import assert_near, steps
+from tests.released_toy import SCHEMES, Tensors
+
+Open = Callable[..., PreTrainedModel]
+REORDERED = ["gptq, in order of activations", "compressed int4, in order of activations"]
+SERVED = [name for name in SCHEMES if name not in REORDERED]
+served = pytest.mark.parametrize("name", SERVED)
+FIRST = "model.layers.0.mlp.experts.0.gate_proj"
+
+
+@served
+def test_logits_are_those_of_the_dequantised_model(name: str, tmp_path: Path, open_model: Open) -> None:
+    wanted = steps(released_toy.save(tmp_path, SCHEMES[name]), oracle.PROMPT)
+    models = [open_model(tmp_path, budget) for budget in ("full", "minimum")]
+    full, minimum = (steps(model, oracle.PROMPT) for model in models)
+    assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
+    assert_near(full, wanted, 0.04)
+    assert sum(isinstance(module, QuantisedLinear) for module in models[0].modules()) == 4 * 4
+
+
+@served
+def test_in_32_bits_they_are_equal_but_for_the_last_ones(name: str, tmp_path: Path, open_model: Open) -> None:
+    """And so where the layers beside the experts are unpacked at load."""
+    theirs = released_toy.save(tmp_path, SCHEMES[name], dtype=torch.float32)
+    for more in ({}, {"dense_precision": "dtype"}):
+        ours = steps(open_model(tmp_path, "half", dtype="float32", **more), oracle.PROMPT)
+        assert_near(ours, steps(theirs, oracle.PROMPT), 1e-5)
+
+
+@served
+def test_blocks_are_the_numbers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every matrix: what blocks decode to, what the package's formula gives, and what was written. Also of one with
+    rows that are no whole number of words or blocks of scales, read in pieces."""
+    model = released_toy.save(tmp_path, SCHEMES[name], size=256)
+    matrices = matrices_of(tmp_path)
+    quantised = [key for key, tensor in matrices.items() if tensor.made_of]
+    assert len(quantised) == 4 * (4 + 3 * 8)
+    for key in [quantised[0], quantised[-1], f"{FIRST}.weight", "model.layers.2.self_attn.k_proj.weight"]:
+        form = FORMATS[matrices[key].dtype]
+        numbers = torch.from_numpy(form.decode(assembled(matrices[key]).numpy()))
+        assert torch.equal(numbers, stored_numbers(matrices[key]))
+        if "experts" not in key:
+            assert torch.equal(numbers.bfloat16(), model.get_parameter(key).data)
+
+
+@pytest.mark.parametrize("rows", [200, 24])
+@pytest.mark.parametrize("name", ["fp8", "compressed int4, zeros", "gptq", "awq", "compressed fp8"])
+def test_pieces_may_end_anywhere(name: str, rows: int, tmp_path: Path) -> None:
+    """As a reading thread brings them: unit by unit, in any number, in any order."""
+    tensors, numbers = released_toy.quantised(torch.randn(rows, 256), SCHEMES[name], "a")
+    released_toy.write(tmp_path, tensors, {"quantization_config": SCHEMES[name]})
+    matrix = matrices_of(tmp_path)["a.weight"]
+    wanted, form = assembled(matrix), FORMATS[matrix.dtype]
+    assert torch.equal(torch.from_numpy(form.decode(wanted.numpy())), numbers)
+    chance = np.random.default_rng(0)
+    slot = np.zeros(wanted.numel(), np.uint8)
+    for each in matrix.made_of:
+        assert each.arrangement is not None
+        data = np.fromfile(each.tensor.path, np.uint8, each.tensor.nbytes, offset=each.tensor.offset)
+        units = len(data) // each.arrangement.unit
+        cuts = sorted({0, units, *chance.integers(0, units + 1, 3).tolist()})
+        for begin, end in chance.permutation([*itertools.pairwise(cuts)]).tolist():
+            at = begin * each.arrangement.unit
+            each.arrangement.put(data[at : end * each.arrangement.unit], slot.data, each.place, at)
+    assert np.array_equal(slot, wanted.numpy().ravel())
+
+
+@pytest.mark.parametrize("name", REORDERED)
+def test_columns_in_another_order_are_for_packing(name: str, tmp_path: Path) -> None:
+    theirs = released_toy.save(tmp_path, SCHEMES[name])
+    with pytest.raises(UnsupportedModelError, match=r"act-order.*run smoe pack with `precision` int8 or int4"):
+        from_pretrained(tmp_path, memory="1GiB")
+    matrices = matrices_of(tmp_path)
+    for key in ("model.layers.1.self_attn.q_proj.weight", f"{FIRST}.weight"):
+        assert stored_numbers(matrices[key]).shape == matrices[key].shape
+    numbers = stored_numbers(matrices["model.layers.1.self_attn.q_proj.weight"])
+    assert torch.equal(numbers.bfloat16(), theirs.get_parameter("model.layers.1.self_attn.q_proj.weight").data)
+
+
+BAD: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
+    "no scales": ("gptq", lambda t: t.pop(f"{FIRST}.scales"), "no shard has the scales that belong to it"),
+    "no codes": ("compressed int4", lambda t: t.pop(f"{FIRST}.weight_packed"), "no shard has .*weight_packed"),
+    "no zeros": ("awq", lambda t: t.pop(f"{FIRST}.qzeros"), "no shard has .*qzeros"),
+    "short scales": (
+        "gptq",
+        lambda t: t.update({f"{FIRST}.scales": t[f"{FIRST}.scales"][:-1].clone()}),
+        r"belongs F32 or BF16 or F16\[4, 128\]",
+    ),
+    "turned scales": (
+        "fp8",
+        lambda t: t.update({f"{FIRST}.weight_scale_inv": torch.ones(2, 1)}),
+        r"belongs .*\[1, 1\]",
+    ),
+    "integers": (
+        "compressed int4",
+        lambda t: t.update({f"{FIRST}.weight_scale": t[f"{FIRST}.weight_scale"].int()}),
+        "is I32",
+    ),
+    "plain codes": ("fp8", lambda t: t.update({f"{FIRST}.weight": torch.ones(128, 128)}), "should be F8_E4M3"),
+    "NaN": (
+        "awq",
+        lambda t: t[f"{FIRST}.scales"].view(-1)[5:6].fill_(float("nan")),
+        "NaN or infinite",
+    ),
+    "no number": (
+        "fp8",
+        lambda t: t[f"{FIRST}.weight"].view(torch.uint8)[3, 4:5].fill_(0x7F),
+        "NaN or infinite",
+    ),
+    "mixed": (
+        "fp8",
+        lambda t: (t.pop(f"{FIRST}.weight_scale_inv"), t.update({f"{FIRST}.weight": torch.ones(128, 128).bfloat16()})),
+        "BF16",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_files_are_refused_by_name(what: str, tmp_path: Path) -> None:
+    name, change, message = BAD[what]
+    released_toy.save(tmp_path, SCHEMES[name], change=change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        model = from_pretrained(tmp_path, memory="1GiB", context_tokens=64)
+        steps(model, oracle.PROMPT)
+    assert "experts.0.gate_proj" in str(caught.value) or "experts 0 and 1" in str(caught.value)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "three bits": ({**released_toy.GPTQ, "bits": 3}, "gptq have 3 bits"),
+    "marlin": ({**released_toy.GPTQ, "checkpoint_format": "marlin"}, "in the format 'marlin'"),
+    "gemv": ({**released_toy.AWQ, "version": "gemv"}, "in the version 'gemv'"),
+    "other blocks": ({**released_toy.FP8, "weight_block_size": [64, 64]}, r"blocks of \[64, 64\]"),
+    "e5m2": ({**released_toy.FP8, "fmt": "e5m2"}, "format 'e5m2'"),
+    "nvfp4": (
+        released_toy.compressed(
+            "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16
+        ),
+        "tensor_group",
+    ),
+    "whole numbers": (
+        released_toy.compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+        "int with 8 bits in the format 'int-quantized'",
+    ),
+    "two kinds": (
+        {
+            **released_toy.INT4,
+            "config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}},
+        },
+        "have 2 kinds of weights",
+    ),
+    "nothing": ({"quant_method": "compressed-tensors"}, "have no kinds of weights"),
+    "odd groups": ({**released_toy.GPTQ, "group_size": "all"}, "groups of 'all' columns"),
+    "another method": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "is quantised .bitsandbytes"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_read_is_refused_by_its_configuration(what: str, tmp_path: Path) -> None:
+    said, message = REFUSED[what]
+    released_toy.save(tmp_path, SCHEMES["gptq"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    with pytest.raises(UnsupportedModelError, match=message):
+        from_pretrained(tmp_path, memory="1GiB")
+
+
+def test_groups_that_are_no_whole_blocks(tmp_path: Path) -> None:
+    released_toy.save(tmp_path, {**released_toy.GPTQ, "group_size": 16})
+    with pytest.raises(SmoeError, match="16 with one scale, which make no whole blocks"):
+        from_pretrained(tmp_path, memory="1GiB")
+
+
+def matrices_of(folder: Path) -> dict[str, Any]:
+    said = read_scheme(json.loads((folder / "config.json").read_text()), folder)
+    assert said is not None
+    return joined(index_checkpoint(folder), said)
