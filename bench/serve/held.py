@@ -18,8 +18,9 @@ class Held(NamedTuple):
     """At one moment."""
 
     rss_bytes: int
-    uss_bytes: int
-    """Its own alone: what would be free if it ended."""
+    own_bytes: int
+    """Of that what no file is behind. Pages of libraries that others use as well are shared until those end: they would
+    seem to have come then."""
     files: int
     sockets: int
     """Connections, the one that listens among them."""
@@ -29,10 +30,10 @@ class Held(NamedTuple):
 def held(pid: int) -> Held:
     """Of a process and of those that it has started."""
     processes: list[Any] = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    memory = [each.memory_full_info() for each in processes]
+    memory = [each.memory_info() for each in processes]
     return Held(
         sum(each.rss for each in memory),
-        sum(each.uss for each in memory),
+        sum(each.rss - getattr(each, "shared", 0) for each in memory),
         sum(each.num_fds() if psutil.POSIX else each.num_handles() for each in processes),
         sum(len(each.net_connections()) for each in processes),
         sum(each.num_threads() for each in processes),
@@ -43,7 +44,7 @@ def grown(before: Held, after: Held) -> dict[str, float]:
     """By how much of what it was memory has grown: 0.01 is 1 %."""
     return {
         "rss": after.rss_bytes / before.rss_bytes - 1.0,
-        "uss": after.uss_bytes / before.uss_bytes - 1.0,
+        "own": after.own_bytes / before.own_bytes - 1.0,
     }
 
 

@@ -20,6 +20,14 @@ def isa(request: pytest.FixtureRequest) -> Isa:
     return request.param
 
 
-@pytest.fixture(scope="session", params=FORMATS.values(), ids=FORMATS)
+LIKE_OTHERS = ("W4_64", "W8_32", "W8_64")
+"""Formats that differ from one that is tested by the length of a block alone."""
+
+
+@pytest.fixture(
+    scope="session",
+    params=[form for form in FORMATS.values() if form.name not in LIKE_OTHERS],
+    ids=lambda form: form.name,
+)
 def form(request: pytest.FixtureRequest) -> Format:
     return request.param

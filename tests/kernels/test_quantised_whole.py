@@ -12,11 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from smoe.bounds import INT8
-from smoe.formats.activations import in_8_bits
+from smoe.bounds import BF16, INT8
+from smoe.formats.activations import fits, in_8_bits
 from smoe.formats.base import Bits, Format
+from smoe.formats.registry import FORMATS
 from smoe.kernels.isa import ISAS_OF, Isa
 from smoe.kernels.jit import is_available
+from smoe.kernels.matrix import products_of
 from tests.formats.blocks import random_rows
 from tests.kernels.products import columns_of, compiled, exact, multiplied
 
@@ -29,6 +31,19 @@ def isa(request: pytest.FixtureRequest) -> Isa:
     if not request.param.is_here:
         pytest.skip(f"this CPU has no {request.param.name}")
     return request.param
+
+
+@pytest.fixture(scope="session", params=[form for form in FORMATS.values() if fits(form)], ids=lambda form: form.name)
+def form(request: pytest.FixtureRequest) -> Format:
+    return request.param
+
+
+def test_other_formats_are_multiplied_as_without_it() -> None:
+    others = [form for form in FORMATS.values() if not fits(form)]
+    assert {form.name for form in others} == {"FP8", "W8_32", "W8_64", "W8_128"}
+    for form in others:
+        found = products_of(form, INT8)
+        assert found is None or found.activations == BF16
 
 
 @pytest.fixture

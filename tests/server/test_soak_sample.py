@@ -23,7 +23,7 @@ def soak(demo: Any, demo_tokenizer: Any) -> Any:
 def test_clients_who_come_and_go_leave_nothing_behind(soak: Soak) -> None:
     soak.run(4.0, 2.0)
     ended = soak.end()
-    assert not soak.problems(ended, {"rss": 0.0, "uss": 0.0})
+    assert not soak.problems(ended, {"rss": 0.0, "own": 0.0})
     assert soak.visits and soak.looks, "how many there are of either is the machine's affair"
     assert soak.first and ended["is_text_equal"]
 
@@ -43,7 +43,7 @@ def test_what_is_left_behind_is_found(soak: Soak) -> None:
         "after": soak.before._replace(files=soak.before.files + 1, threads=1000)._asdict(),
         "is_text_equal": False,
     }
-    found = "\n".join(soak.problems(ended, {"rss": 0.021, "uss": -0.05}))
+    found = "\n".join(soak.problems(ended, {"rss": 0.021, "own": -0.05}))
     for words in (
         "whole: status 500",
         "rss has grown by 2.1%",
