@@ -47,7 +47,7 @@ def test_what_is_left_behind_is_found(soak: Soak) -> None:
     for words in (
         "whole: status 500",
         "rss has grown by 2.1%",
-        "uss has",
+        "own has",
         "1 running",
         "another text",
         "files",
