@@ -33,6 +33,8 @@ from bench.serve.visitors import BOUND_SECONDS, VisitError, Visitor
 
 _CLOSED_SECONDS = 40.0
 """For lines that nobody uses to be closed: the server keeps them for 30."""
+_COUNTED = ("files", "sockets", "threads")
+"""What there must not be more of."""
 
 
 class Soak:
@@ -68,7 +70,7 @@ class Soak:
         """Once all have gone: how things stand."""
         left = quiet(self._port)
         until = time.monotonic() + _CLOSED_SECONDS
-        while (after := held(self._pid)).sockets > self.before.sockets and time.monotonic() < until:
+        while self._has_more(after := held(self._pid)) and time.monotonic() < until:  # a file may be read just now
             time.sleep(0.5)
         last = self.visitor(-1).greedy()
         return {
@@ -78,6 +80,10 @@ class Soak:
             "is_text_equal": last == self.first and all(look["is_text_equal"] for look in self.looks),
         }
 
+    def _has_more(self, now: Held) -> bool:
+        """More lines, files or threads than at first."""
+        return any(getattr(now, name) > getattr(self.before, name) for name in _COUNTED)
+
     def problems(self, ended: dict[str, Any], growth: dict[str, float]) -> list[str]:
         """What of it should not be, in words; none where all is well."""
         after, before = ended["after"], ended["before"]
@@ -86,9 +92,7 @@ class Soak:
         told += [f"{each} {name} are left" for name, each in ended["left"].items() if each]
         told += [] if ended["is_text_equal"] else ["the same prompt had another text"]
         return told + [
-            f"{after[name]} {name} afterwards, {before[name]} before"
-            for name in ("files", "sockets", "threads")
-            if after[name] > before[name]
+            f"{after[name]} {name} afterwards, {before[name]} before" for name in _COUNTED if after[name] > before[name]
         ]
 
     def visitor(self, number: int) -> Visitor:
