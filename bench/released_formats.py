@@ -13,21 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from bench.quantised_products import best
 from smoe.machine.processor import processor_name
 from smoe.memory.safetensors_index import StoredTensor, index_checkpoint
 from smoe.models.released_schemes import read_scheme
 from smoe.models.released_tensors import joined
 from tests import released_toy
-
-ROUNDS = 7
 
 
 def main() -> None:
@@ -91,16 +88,6 @@ def measured(said: dict[str, Any], inner: int, hidden: int) -> dict[str, float]:
 
 def _bytes(tensor: StoredTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.fromfile(tensor.path, np.uint8, tensor.nbytes, offset=tensor.offset)
-
-
-def best(job: Callable[[], object]) -> float:
-    """Seconds of the fastest round."""
-    seconds = []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        job()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
 
 
 if __name__ == "__main__":

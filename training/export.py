@@ -31,7 +31,8 @@ from training.model import ModelConfig, MoeModel
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}{{ 'Answer: ' + message['content'] + eos_token }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{{ 'Answer:' + ('' if message['content'].startswith(' ') else ' ') + message['content'] + eos_token }}"
     "{% elif message['role'] == 'user' %}"
     "{{ message['content'] if 'Question:' in message['content'] else 'Question: ' + message['content'] }}{{ '\\n' }}"
     "{% else %}{{ message['content'] + '\\n' }}{% endif %}"

@@ -36,6 +36,23 @@ def check_loaded(
             raise CheckpointError(f"{stored_as(name)} holds NaN or infinity ({place}); download the checkpoint again")
 
 
+def built_of(
+    state: Mapping[str, torch.Tensor], shell: PreTrainedModel, dtype: torch.dtype
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """The library's model of these weights, by a checkpoint's keys or the library's own, as `shell` is of nothing; and
+    its loader's report for `check_loaded`."""
+    loaded, report = type(shell).from_pretrained(
+        None,
+        config=shell.config,
+        state_dict=dict(state),
+        dtype=dtype,
+        experts_implementation="eager",
+        ignore_mismatched_sizes=True,  # reported, for an error of ours
+        output_loading_info=True,
+    )
+    return loaded, report
+
+
 def move_to_own_memory(model: PreTrainedModel) -> None:
     """Copy the weights out of the library's file mapping: a mapped file that is cut short kills the process, one that
     is overwritten changes the model, and mapped pages can be dropped.

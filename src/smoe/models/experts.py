@@ -7,15 +7,17 @@ computes. Models whose experts are not of such a class are refused: nothing abou
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from smoe.errors import NotMoEError, UnsupportedModelError
+from smoe.errors import CheckpointError, NotMoEError, UnsupportedModelError
+from smoe.formats.base import Format
 from smoe.memory.store import Part
 from smoe.models.dense import one_at_a_time
 
@@ -81,6 +83,36 @@ def _site(name: str, module: nn.Module) -> ExpertsSite:
         )
     parts = tuple(Part(n, shape[1:]) for n, shape in shapes.items())
     return ExpertsSite(int(indices[0]), name, experts, parts, bool(module.is_transposed))
+
+
+def stored_expert_bytes(
+    sites: Sequence[ExpertsSite],
+    dtype: torch.dtype,
+    form_of: Callable[[int], Format | None],
+    config_place: Path,
+    blocks: str,
+) -> dict[int, int]:
+    """An expert of every layer by the configuration alone: matrices by `form_of` their columns, biases in `dtype`;
+    `blocks`: what they should be made of, in words.
+
+    Raises `CheckpointError` for rows that are not made of whole blocks.
+    """
+    found = {}
+    for site in sites:
+        found[site.layer] = 0
+        for part in site.parts:
+            if len(part.shape) == 1:
+                found[site.layer] += part.shape[0] * dtype.itemsize
+                continue
+            rows, columns = part.shape[::-1] if site.is_transposed else part.shape
+            form = form_of(columns)
+            if form is None:
+                raise CheckpointError(
+                    f"{config_place}: rows of {part.name} have {columns} numbers by its sizes, and {blocks}; download "
+                    "it again"
+                )
+            found[site.layer] += rows * form.row_bytes(columns)
+    return found
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from smoe.memory.gguf_tensors import is_readable, read_bytes, read_tensor
 from smoe.memory.quantised_store import expert_bytes, is_quantised
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import LayerExperts
-from smoe.models.dense import check_loaded, quiet_library
+from smoe.models.dense import built_of, check_loaded, quiet_library
 from smoe.models.expert_index import missing_weights
 from smoe.models.experts import without_expert_weights
 from smoe.models.files import naming
@@ -115,15 +115,7 @@ class GgufFile:
             if order is not None:
                 state[name] = state[name][order]
         with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {self.place}"):
-            loaded, report = type(spec.shell).from_pretrained(
-                None,
-                config=spec.config,
-                state_dict=state,
-                dtype=spec.dtype,
-                experts_implementation="eager",
-                ignore_mismatched_sizes=True,  # reported below, as an error of ours
-                output_loading_info=True,
-            )
+            loaded, report = built_of(state, spec.shell, spec.dtype)
         check_loaded(loaded, report, self.place, lambda name: f"{keys.get(name, name)!r} in {self.place}")
         for name, tensor in spec.dense.items():
             codes, order = self._codes(tensor), row_order(self._family, name, spec.config, tensor.shape[0])

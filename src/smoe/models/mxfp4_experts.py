@@ -8,19 +8,16 @@ mlp.experts.down_proj_...         [E, H, I / 32, ...]         biases beside them
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from smoe.errors import CheckpointError
+from smoe.formats.base import Format
 from smoe.formats.mxfp4 import MXFP4_PAIRS
 from smoe.memory.arrangement import Spread
 from smoe.memory.safetensors_index import Ingredient, StoredTensor
 from smoe.memory.store import LayerExperts
-from smoe.models.experts import ExpertsSite
 
 FAMILIES = ("gpt_oss",)
 _CODES, _SCALES = "_blocks", "_scales"
@@ -35,26 +32,9 @@ def has_mxfp4_experts(config: Mapping[str, Any]) -> bool:
     return method == "mxfp4" and config.get("model_type") in FAMILIES
 
 
-def expert_bytes(sites: Sequence[ExpertsSite], dtype: torch.dtype, config_place: Path) -> dict[int, int]:
-    """An expert of every layer by the configuration alone: matrices in MXFP4, biases in `dtype`.
-
-    Raises `CheckpointError` for rows that are not made of whole blocks.
-    """
-    found = {}
-    for site in sites:
-        found[site.layer] = 0
-        for part in site.parts:
-            if len(part.shape) == 1:
-                found[site.layer] += part.shape[0] * dtype.itemsize
-                continue
-            columns, outputs = part.shape  # as the library has them in these families
-            if not MXFP4_PAIRS.fits(columns):
-                raise CheckpointError(
-                    f"{config_place}: rows of {part.name} have {columns} numbers by its sizes, and MXFP4 comes in "
-                    f"blocks of {MXFP4_PAIRS.numbers}; download it again"
-                )
-            found[site.layer] += outputs * MXFP4_PAIRS.row_bytes(columns)
-    return found
+def form_of(columns: int) -> Format | None:
+    """What rows of so many numbers are stored in; None where they are no whole blocks."""
+    return MXFP4_PAIRS if MXFP4_PAIRS.fits(columns) else None
 
 
 def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

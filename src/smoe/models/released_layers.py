@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,37 +13,13 @@ from smoe.errors import CheckpointError
 from smoe.formats.registry import FORMATS
 from smoe.memory.quantised_store import assembled
 from smoe.memory.safetensors_index import StoredTensor
-from smoe.models.dense import check_loaded, move_to_own_memory, quiet_library
+from smoe.models.dense import built_of, check_loaded, move_to_own_memory, quiet_library
 from smoe.models.expert_index import parameter_names, stored_as
-from smoe.models.experts import ExpertsSite, without_expert_weights
+from smoe.models.experts import without_expert_weights
 from smoe.models.files import naming
 from smoe.models.quantised_linear import can_stay_quantised, keep_quantised
 from smoe.models.reference import stored_numbers
-from smoe.models.released_schemes import Scheme
 from smoe.models.spec import ModelSpec
-
-
-def released_bytes(
-    sites: Sequence[ExpertsSite], dtype: torch.dtype, scheme: Scheme, config_place: Path
-) -> dict[int, int]:
-    """An expert of every layer by the configuration alone, biases in `dtype`. Raises `CheckpointError` for rows that
-    are not made of whole blocks."""
-    found = {}
-    for site in sites:
-        found[site.layer] = 0
-        for part in site.parts:
-            if len(part.shape) == 1:
-                found[site.layer] += part.shape[0] * dtype.itemsize
-                continue
-            rows, columns = part.shape[::-1] if site.is_transposed else part.shape
-            form = scheme.form(columns)
-            if form is None:
-                raise CheckpointError(
-                    f"{config_place}: rows of {part.name} have {columns} numbers by its sizes, and scales are for "
-                    f"{scheme.columns_each or 'all'} of them; download it again"
-                )
-            found[site.layer] += rows * form.row_bytes(columns)
-    return found
 
 
 def quantised_layers(spec: ModelSpec, matrices: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -62,15 +38,7 @@ def load_released(place: Path, spec: ModelSpec, matrices: Mapping[str, StoredTen
     """The library's model with all weights but the experts', those of `spec.dense` quantised."""
     state = _state(spec, matrices)
     with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {place}"):
-        loaded, report = type(spec.shell).from_pretrained(
-            None,
-            config=spec.config,
-            state_dict=state,
-            dtype=spec.dtype,
-            experts_implementation="eager",
-            ignore_mismatched_sizes=True,  # reported below, as an error of ours
-            output_loading_info=True,
-        )
+        loaded, report = built_of(state, spec.shell, spec.dtype)
     check_loaded(loaded, report, place, lambda name: stored_as(spec.shell, name, matrices))
     move_to_own_memory(loaded)
     for name, tensor in spec.dense.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,22 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from smoe.errors import ModelError
+from smoe.formats.base import Format
+from smoe.formats.mxfp4 import MXFP4_PAIRS
 from smoe.memory.checkpoint_json import read_object
 from smoe.memory.safetensors_index import StoredTensor, has_shards, index_checkpoint
 from smoe.memory.store import LayerExperts
 from smoe.models.config_file import check_config
 from smoe.models.dense import check_loaded, move_to_own_memory, quiet_library
 from smoe.models.expert_index import index_experts, stored_as
-from smoe.models.experts import without_expert_weights
+from smoe.models.experts import stored_expert_bytes, without_expert_weights
 from smoe.models.files import naming
 from smoe.models.generation_file import check_generation
-from smoe.models.mxfp4_experts import check_mxfp4, expert_bytes, has_mxfp4_experts, joined
+from smoe.models.mxfp4_experts import check_mxfp4, has_mxfp4_experts, joined
+from smoe.models.mxfp4_experts import form_of as mxfp4_form
 from smoe.models.packed import Contents, Packed, bytes_in_precision, experts_in_precision, not_gatherable, read_packed
 from smoe.models.registration import register_local_families
-from smoe.models.released_layers import load_released, quantised_layers, released_bytes
+from smoe.models.released_layers import load_released, quantised_layers
 from smoe.models.released_schemes import Scheme, read_scheme
 from smoe.models.released_tensors import joined as released
 from smoe.models.spec import ModelSpec
@@ -67,9 +70,18 @@ class SafetensorsFolder:
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
         if spec.precision != "auto":
             return bytes_in_precision(spec)
-        if self._scheme is not None and not self._scheme.is_reordered:  # which can only be packed
-            return released_bytes(spec.sites, spec.dtype, self._scheme, self.config_place)
-        return expert_bytes(spec.sites, spec.dtype, self.config_place) if self._has_mxfp4 else None
+        form_of, blocks = self._stored_in()
+        if form_of is None:
+            return None
+        return stored_expert_bytes(spec.sites, spec.dtype, form_of, self.config_place, blocks)
+
+    def _stored_in(self) -> tuple[Callable[[int], Format | None] | None, str]:
+        """What rows of so many numbers are stored in, where experts are quantised, and its blocks in words."""
+        if self._has_mxfp4:
+            return mxfp4_form, f"MXFP4 comes in blocks of {MXFP4_PAIRS.numbers}"
+        if self._scheme is None or self._scheme.is_reordered:  # the latter can only be packed
+            return None, ""
+        return self._scheme.form, f"scales are for {self._scheme.columns_each or 'all'} of them"
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
         if self._scheme is None or not self.has_weights():

@@ -103,7 +103,7 @@ def in_fields(message: str, fields: Mapping[str, str]) -> str:
 def _about_context(error: ContextError, is_whole: bool) -> str:
     """In the words that clients look for."""
     given = re.search(r"has (\d+) tokens", str(error))
-    tokens = f", and the prompt has {given[1]}" if given else ""
+    tokens = f", and the prompt has {given[1] if given else 'many more'}"
     more = "" if is_whole else ", or have the server started with more context"
     return f"this model's maximum context length is {error.given} tokens here{tokens}; shorten the prompt{more}"
 

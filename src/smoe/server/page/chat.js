@@ -76,6 +76,7 @@ export class Chat {
     } catch (error) {
       if (running.signal.aborted) found.reason = "stopped";
       else this.problem(error);
+      if (!found.text && !running.signal.aborted && !this.prompt.value) this.prompt.value = text; // to be sent again
     }
     this.running = null;
     this.busy(false);
@@ -137,6 +138,8 @@ export class Chat {
     const told = this.turn("problem");
     told.turn.setAttribute("role", "alert");
     this.grow(told, error instanceof Refused ? error.message : "The server cannot be reached; is it still running?");
+    const isFull = error.code === "context_length_exceeded" && this.talks === "chat" && this.messages.length > 1;
+    if (isFull) this.grow(told, ". The conversation is full: New begins another one.");
   }
 
   busy(isBusy) {

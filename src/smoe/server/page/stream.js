@@ -10,9 +10,10 @@ export const key = {
 
 /** What the server refuses, in its own words. */
 export class Refused extends Error {
-  constructor(status, message) {
+  constructor(status, message, code = null) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -23,11 +24,11 @@ export async function ask(path, { body, signal } = {}) {
   const method = body === undefined ? "GET" : "POST";
   const answer = await fetch(path, { method, headers, body: body && JSON.stringify(body), signal, cache: "no-store" });
   if (answer.ok) return answer;
-  let message = `the server answered ${answer.status}`;
+  let message = `the server answered ${answer.status}`, code = null;
   try {
-    message = (await answer.json()).error.message;
+    ({ message, code } = (await answer.json()).error);
   } catch { /* no JSON: the status says enough */ }
-  throw new Refused(answer.status, message);
+  throw new Refused(answer.status, message, code);
 }
 
 /** Server-sent events of an answer, as { name, data }. */
