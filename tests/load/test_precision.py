@@ -57,7 +57,7 @@ def dequantised(place: Path, precision: str, theirs: PreTrainedModel, most: floa
     [
         *((family, precision) for family in ("mixtral", "gpt_oss") for precision in ("int8", "int4", "int3", "int2")),
         # other names and shapes of the same weights: a byte each, and numbers that share bytes
-        *((family, precision) for family in ("qwen2_moe", "deepseek_v3", "granitemoe") for precision in ("int8", "int3")),
+        *((family, form) for family in ("qwen2_moe", "deepseek_v3", "granitemoe") for form in ("int8", "int3")),
     ],
 )
 def test_logits_are_those_of_the_dequantised_model(
