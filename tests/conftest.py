@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported: no test may reach the network
+# As `smoe` sets it, which here is imported after torch: threads of torch that wait for each other leave the core to
+# whoever works. Where there are fewer cores than threads they would spin for nearly all of the time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,7 +45,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before the tests are imported: some hold the proofs by name."""
+    """Before the tests are imported: some hold the proofs by name.
+
+    A shell that starts the suite in the background has it ignore Ctrl-C, and whatever the suite starts, too.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     promised.disagreeing.update(config.getoption("--disagree"))
     promised.disagree(pytest.MonkeyPatch(), *promised.disagreeing)
 

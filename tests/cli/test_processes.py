@@ -41,8 +41,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def start(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
     def start(*arguments: object, **named: object) -> subprocess.Popen[bytes]:
         streams: dict[str, object] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        words = [a if isinstance(a, bytes) else str(a) for a in arguments]
-        return subprocess.Popen([*LINE, *words], env=environment(tmp_path), **(streams | named))  # type: ignore[call-overload]
+        return subprocess.Popen([*LINE, *map(str, arguments)], env=environment(tmp_path), **(streams | named))  # type: ignore[call-overload]
 
     return start
 
@@ -106,14 +105,37 @@ def test_an_eval_that_ends_keeps_nothing(run, checkpoint, tmp_path, monkeypatch)
     assert not list(tmp_path.glob("smoe-*"))
 
 
-def test_a_closed_stdin_is_said(start, checkpoint):
-    close = {"preexec_fn": lambda: os.close(0), "stdin": None}
-    code, out, err = ended(start("chat", checkpoint, *SMALL, **close))
-    assert (code, out) == (2, "") and "stdin" in err and "error:" in err
-    code, _, err = ended(start("generate", checkpoint, *SMALL, **close))
-    assert code == 2 and "there is no prompt" in err
-    code, _, err = ended(start("generate", checkpoint, *SMALL, "--prompt-file", "-", **close))
-    assert code == 2 and "stdin is closed" in err
+ONE_AFTER_THE_OTHER = """
+import json, sys
+from smoe.cli import main
+for line in json.loads(sys.argv.pop()):
+    sys.argv[1:] = line
+    try:
+        main()
+    except SystemExit as end:
+        print(end.code, end="\\f", flush=True)
+    print(end="\\f", file=sys.stderr, flush=True)
+"""
+"""The commands of the last argument, one after the other; code and a form feed behind each."""
+
+
+def test_a_closed_stdin_is_said_and_an_argument_that_is_no_text(checkpoint, tmp_path):
+    asked = [
+        ["chat", checkpoint, *SMALL],
+        ["generate", checkpoint, *SMALL],
+        ["generate", checkpoint, *SMALL, "--prompt-file", "-"],
+        ["generate", checkpoint, *SMALL, "-p", os.fsdecode(b"caf\xe9")],
+    ]
+    line = [sys.executable, "-c", ONE_AFTER_THE_OTHER, json.dumps(asked, default=str)]
+    closed = {"preexec_fn": lambda: os.close(0)}
+    ran = subprocess.run(line, env=environment(tmp_path), capture_output=True, text=True, timeout=120, **closed)
+    assert ran.returncode == 0 and "Traceback" not in ran.stderr, ran.stderr
+    assert ran.stdout.split("\f")[:-1] == ["2"] * len(asked), "a code each, and nothing else"
+    chat, none, file, no_text = ran.stderr.split("\f")[:-1]
+    assert "stdin" in chat and "error:" in chat
+    assert "there is no prompt" in none
+    assert "stdin is closed" in file
+    assert "--prompt" in no_text and "UTF-8" in no_text
 
 
 def test_closed_output_is_survived(start, checkpoint):
@@ -123,8 +145,6 @@ def test_closed_output_is_survived(start, checkpoint):
 
 
 def test_bytes_that_are_no_text(start, checkpoint):
-    code, out, err = ended(start("generate", checkpoint, *SMALL, "-p", b"caf\xe9"))
-    assert (code, out) == (2, "") and "--prompt" in err and "UTF-8" in err
     process = start("generate", checkpoint, *SMALL, stdin=subprocess.PIPE)
     process.stdin.write(b"caf\xe9")
     process.stdin.close()

@@ -89,8 +89,15 @@ def test_a_server_answers_and_ends_in_order(sent: signal.Signals, code: int, opt
     assert ("1 request\n" in err and "200 new" in err) == (option == "-v")
 
 
-def test_told_twice_it_ends_at_once() -> None:
-    with process("--drain", "600") as (server, address), client_of(address) as client:
+def test_with_a_key_from_the_environment_and_told_twice_it_ends_at_once(run: Run) -> None:
+    key = {"SMOE_API_KEY": "a-key"}
+    with process("--drain", "600", **key) as (server, address), client_of(address, "a-key") as client:
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="other").models.list()
+        answer: Any = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=24, temperature=0)  # type: ignore[arg-type]
+        prompt = "Question: Who went to the park?\nAnswer:"
+        alone = run("generate", *DEMO[1:], "-p", prompt, "--max-new-tokens", 24, "--quiet")
+        assert alone.out.strip("\n") == answer.choices[0].message.content.strip("\n")
         stream: Any = client.completions.create(
             model="demo", prompt="Tom", max_tokens=370, stream=True, logit_bias={"0": -100}
         )
@@ -128,16 +135,6 @@ def test_whenever_ctrl_c_comes_while_it_loads_it_ends_in_order(moment: str) -> N
     ended = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 130 and "Traceback" not in ended.stderr, ended.stderr
     assert "interrupted\n" in ended.stderr or "ended\n" in ended.stderr
-
-
-def test_a_key_from_the_environment(run: Run) -> None:
-    with process(SMOE_API_KEY="a-key") as (_, address), client_of(address, "a-key") as client:
-        with pytest.raises(openai.AuthenticationError):
-            client.with_options(api_key="other").models.list()
-        answer: Any = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=24, temperature=0)  # type: ignore[arg-type]
-        prompt = "Question: Who went to the park?\nAnswer:"
-        alone = run("generate", *DEMO[1:], "-p", prompt, "--max-new-tokens", 24, "--quiet")
-        assert alone.out.strip("\n") == answer.choices[0].message.content.strip("\n")
 
 
 @pytest.mark.parametrize(

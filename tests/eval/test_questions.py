@@ -225,9 +225,24 @@ def demo(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def as_usual() -> tuple[list[Question], list[bool], int]:
+    """Some questions, which of them the embedded model answers, and in how many steps."""
+    from transformers import AutoTokenizer
+
+    asked, counted = read_questions(None)[:5], list[int]()
+    model = oracle.open_model(DEMO_FOLDER, "full", context_tokens=512)
+    with model.offload:
+        right = Questions(asked)(model, AutoTokenizer.from_pretrained(DEMO_FOLDER), counted.append)
+    return asked, right, len(counted)
+
+
 @pytest.mark.parametrize("ends", [0, [0], [5, 0]], ids=str)
 def test_the_generation_config_says_where_an_answer_ends(
-    demo: Path, open_model: Callable[..., PreTrainedModel], ends: Any
+    demo: Path,
+    open_model: Callable[..., PreTrainedModel],
+    as_usual: tuple[list[Question], list[bool], int],
+    ends: Any,
 ) -> None:
     """A tokenizer that names no end token, and a list of them."""
     from transformers import AutoTokenizer
@@ -241,10 +256,7 @@ def test_the_generation_config_says_where_an_answer_ends(
     assert tokenizer.eos_token_id is None
     model = open_model(demo, "full", context_tokens=512)
     count: list[int] = []
-    asked = read_questions(None)[:12]
+    asked, usually_right, steps = as_usual
     right = Questions(asked)(model, tokenizer, count.append)
-    whole = AutoTokenizer.from_pretrained(DEMO_FOLDER)
-    usual = open_model(DEMO_FOLDER, "full", context_tokens=512)
-    counted: list[int] = []
-    assert right == Questions(asked)(usual, whole, counted.append) and any(right)
-    assert len(count) == len(counted), "an answer goes on after its end"
+    assert right == usually_right and any(right)
+    assert len(count) == steps, "an answer goes on after its end"

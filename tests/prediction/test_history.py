@@ -157,11 +157,11 @@ def test_traces_of_several_runs_have_sequences_of_their_own() -> None:
     assert len(both.chosen) == 6
 
 
-@pytest.fixture
-def recorded(tmp_path: Path, toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]) -> Path:
-    path = tmp_path / "run.trace"
-    model = open_model(toy("mixtral"), "half", prefetch="none")
-    with recording(model, path):
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, toy: Callable[..., Path]) -> Path:
+    path = tmp_path_factory.mktemp("recorded") / "run.trace"
+    model = oracle.open_model(toy("mixtral"), "half", prefetch="none")
+    with model.offload, recording(model, path):
         for start in range(2):
             oracle.greedy(model, oracle.PROMPT[:, start:])
     return path

@@ -6,6 +6,7 @@ dropped before its layer has come, or one that a prompt finds in its way.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -74,17 +75,15 @@ def test_stacked_logits_are_the_routers_own(family: str, dtype: torch.dtype, toy
 
 @pytest.mark.parametrize("switches", [{}, {"alpha": 0.3}, {"alpha": 0.3, "prefetch_what": "chosen"}], ids=str)
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "granitemoe"])
-@pytest.mark.parametrize("rows", [1, 3])
 def test_the_next_layer_is_guessed_as_by_the_next_gate(
-    rows: int, family: str, switches: dict[str, float], toy: Toy, open_model: Open
+    family: str, switches: dict[str, float], toy: Toy, open_model: Open
 ) -> None:
     """The rule gives the router's own choice, in its order; with an alpha the top-score ones of it alone."""
     model = open_model(toy(family), "half", prefetch="stacked-gates", max_sequences=3, **switches)
     stacked, gate = stacked_of(model), model.offload.executor._predictors[Phase.PREFILL]
     assert isinstance(gate, NextGate) and gate.alpha == stacked.alpha == switches.get("alpha", 0.0)
-    hidden = some_hidden(model, rows)
-    for layer in zoo.sparse_layers(model)[:-1]:
-        sight = Sight(layer, hidden)
+    for rows, layer in itertools.product((1, 3), zoo.sparse_layers(model)[:-1]):
+        sight = Sight(layer, some_hidden(model, rows))
         assert list(stacked.predict(sight))[:1] == list(gate.predict(sight)) != []
 
 

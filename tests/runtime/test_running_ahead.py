@@ -6,6 +6,7 @@ on after the end, a shadow whose failure ends the model's text.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -257,14 +258,26 @@ def test_batches_and_prompts_are_not_followed() -> None:
     ahead.close()
 
 
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A toy of a family with its experts in int4, written once."""
+
+    @functools.cache
+    def folder(family: str) -> Path:
+        folder = zoo.save(family, tmp_path_factory.mktemp(family), dtype=torch.bfloat16)
+        pack_folder(folder, precision="int4")
+        return folder
+
+    return folder
+
+
 @pytest.mark.parametrize("departure", ["late", "at-once"])
 @pytest.mark.parametrize("budget", ["half", "minimum"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_bits_are_those_of_the_unmodified_model(
-    family: str, budget: str, departure: str, tmp_path: Path, open_model: Open
+    family: str, budget: str, departure: str, packed: Callable[[str], Path], open_model: Open
 ) -> None:
-    folder = zoo.save(family, tmp_path / "model", dtype=torch.bfloat16)
-    pack_folder(folder, precision="int4")
+    folder = packed(family)
     model = open_model(folder, budget, prefetch="shadow", shadow_departure=departure)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     model.offload.executor.table.check()
