@@ -107,9 +107,9 @@ class Process:
         return self._process.poll() is not None
 
     def end(self) -> int:
-        """By Ctrl-C; returns its exit code."""
+        """By SIGTERM, which nobody starts it without hearing, as Ctrl-C in the background; returns its exit code."""
         if not self.has_ended:
-            self._process.send_signal(signal.SIGINT)
+            self._process.send_signal(signal.SIGTERM)
         return self._process.wait(_ENDING_SECONDS)
 
     def _port(self) -> int:
