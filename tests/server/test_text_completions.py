@@ -103,7 +103,8 @@ def test_a_prompt_without_end_is_refused_by_its_beginning(running: Running, monk
         answer = running.http("POST", "/v1/completions", {"model": "demo", "prompt": text})
         assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
         assert (
-            answer.error["param"] == "prompt" and f"{room} tokens here; shorten the prompt" in answer.error["message"]
+            answer.error["param"] == "prompt"
+            and f"{room} tokens here, and the prompt has many more" in answer.error["message"]
         )
     assert max(lengths) <= 16 * room
     assert len(running.serving.prompts.of_text(" " * 20 * room)) < room, "spaces are few tokens: looked at to the end"

@@ -10,11 +10,13 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smoe.errors import CheckpointError
-from smoe.memory.arrangement import Arrangement
 from smoe.memory.checkpoint_json import check_regular, parse_object, read_object
+
+if TYPE_CHECKING:
+    from smoe.memory.arrangement import Arrangement
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
