@@ -40,9 +40,9 @@ def load_released(place: Path, spec: ModelSpec, matrices: Mapping[str, StoredTen
     with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {place}"):
         loaded, report = built_of(state, spec.shell, spec.dtype)
     check_loaded(loaded, report, place, lambda name: stored_as(spec.shell, name, matrices))
-    move_to_own_memory(loaded)
     for name, tensor in spec.dense.items():
         keep_quantised(loaded, name, FORMATS[tensor.dtype], _blocks(tensor), spec.dtype)
+    move_to_own_memory(loaded)  # of what is left: nothing lies behind what was replaced
     loaded.name_or_path = loaded.config.name_or_path = str(place)  # for messages: the loader had no name
     if (place / "generation_config.json").exists():
         loaded.generation_config = GenerationConfig.from_pretrained(place, local_files_only=True)
