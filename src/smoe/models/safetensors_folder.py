@@ -60,7 +60,7 @@ class SafetensorsFolder:
         return index_checkpoint(self.place)
 
     def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
-        stored = index_experts(self.place, spec.shell, spec.sites, self._matrices())
+        stored = index_experts(self.place, spec.shell, spec.sites, self._matrices)
         if self._has_mxfp4:
             check_mxfp4(stored)
         if spec.precision == "auto":
@@ -86,10 +86,12 @@ class SafetensorsFolder:
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
         if self._scheme is None or not self.has_weights():
             return {}
-        return quantised_layers(spec, self._matrices())
+        return quantised_layers(spec, self._matrices)
 
+    @cached_property
     def _matrices(self) -> dict[str, StoredTensor]:
-        """The tensors, with those joined that are one matrix."""
+        """The tensors, with those joined that are one matrix: tens of thousands, which are asked for three times. Each
+        knows which file it was."""
         if self._scheme is not None:
             return released(self.tensors(), self._scheme)
         return joined(self.tensors()) if self._has_mxfp4 else self.tensors()
@@ -127,7 +129,7 @@ class SafetensorsFolder:
         spec.config._experts_implementation = "eager"
         check_generation(self.place)
         if self._scheme is not None:
-            return load_released(self.place, spec, self._matrices()).to(device).eval().requires_grad_(False)
+            return load_released(self.place, spec, self._matrices).to(device).eval().requires_grad_(False)
         with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {self.place}"):
             loaded, report = AutoModelForCausalLM.from_pretrained(
                 self.place,
