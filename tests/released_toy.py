@@ -7,6 +7,7 @@ half of a word, order or zero point in our own reading shows.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 
 
@@ -52,6 +54,14 @@ SCHEMES: dict[str, dict[str, Any]] = {
         symmetric=False,
         actorder="group",
     ),
+    "nvfp4": NVFP4,
+    "compressed nvfp4": compressed(
+        "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True
+    ),
+    "compressed mxfp4": compressed(
+        "mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32, symmetric=True
+    ),
+    "modelopt fp8": {"quant_method": "modelopt", "quant_algo": "FP8"},
     "gptq": GPTQ,
     "gptq, 8 bits": {**GPTQ, "bits": 8, "group_size": -1},
     "gptq v2": {**GPTQ, "checkpoint_format": "gptq_v2", "group_size": 64},
@@ -70,9 +80,15 @@ def quantised(weight: torch.Tensor, said: dict[str, Any], stem: str) -> tuple[Te
         return _fp8(weight, stem, "weight_scale_inv", rows, columns, block is None)
     if method == "compressed-tensors":
         weights = said["config_groups"]["group_0"]["weights"]
+        if weights["type"] == "float" and weights["num_bits"] == 4:
+            return _float4(weight, stem, weights["group_size"], True)
         if weights["type"] == "float":
             return _fp8(weight, stem, "weight_scale", 1, weight.shape[1])
         return _compressed(weight, stem, weights)
+    if method == "modelopt":
+        if said["quant_algo"] == "NVFP4":
+            return _float4(weight, stem, 16, False)
+        return _fp8(weight, stem, "weight_scale", weight.shape[0], weight.shape[1], True)
     return _awq(weight, stem, said) if method == "awq" else _gptq(weight, stem, said)
 
 
@@ -88,6 +104,35 @@ def _fp8(
             codes[at] = (weight[at].float() / scales[i, j]).to(torch.float8_e4m3fn)
             numbers[at] = codes[at].float() * scales[i, j]
     return {f"{stem}.weight": codes, f"{stem}.{ending}": scales[0, 0] if whole else scales}, numbers
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def _float4(weight: torch.Tensor, stem: str, group: int, divides: bool) -> tuple[Tensors, torch.Tensor]:
+    """NVFP4 by groups of 16, MXFP4 by groups of 32."""
+    groups = weight.float().unflatten(1, (-1, group))
+    largest = groups.abs().amax(2)
+    if group == 32:
+        exponents = (largest / 6).log2().ceil().clamp(-100, 100)
+        beside = {f"{stem}.weight_scale": (exponents + 127).to(torch.uint8)}
+        gains = torch.exp2(exponents)
+    else:
+        factor = largest.amax() / (6 * 448)
+        scales = (largest / 6 / factor).to(torch.float8_e4m3fn)
+        beside = {f"{stem}.weight_scale": scales}
+        if divides:
+            beside[f"{stem}.weight_global_scale"] = (1 / factor).reshape(1)
+            gains = scales.float() / beside[f"{stem}.weight_global_scale"]
+        else:
+            beside |= {f"{stem}.weight_scale_2": factor, f"{stem}.input_scale": torch.tensor(0.01)}
+            gains = scales.float() * factor
+    steps = (groups / gains.unsqueeze(2)).nan_to_num(0)
+    places = (steps.abs().unsqueeze(3) - E2M1).abs().argmin(3)
+    numbers = (E2M1[places] * torch.where(steps < 0, -1.0, 1.0) * gains.unsqueeze(2)).flatten(1)
+    codes = (places + 8 * (steps < 0)).flatten(1)
+    packed = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+    return {f"{stem}.{'weight_packed' if divides else 'weight'}": packed} | beside, numbers
 
 
 def _grid(weight: torch.Tensor, bits: int, group: int, has_zeros: bool) -> tuple[torch.Tensor, ...]:
@@ -177,22 +222,28 @@ def save(
     change: Callable[[Tensors], Any] | None = None,
     size: int = 128,
     dtype: torch.dtype = torch.bfloat16,
+    family: str = "qwen3_moe",
+    is_fused: bool = False,
     **more: Any,
 ) -> PreTrainedModel:
-    """Write a toy of Qwen3's family, every linear layer but routers and the output quantised; the library's model of
-    the numbers that this stands for. Tokens use every expert: no router can stand between two. `change` is what a test
-    does to the file's tensors."""
+    """Write a toy, every linear layer but routers and the output quantised; the library's model of the numbers that
+    this stands for. Tokens use every expert: no router can stand between two. `change` is what a test does to the
+    file's tensors; `is_fused`: the experts of a layer lie in one tensor."""
     sizes = {"hidden_size": size, "moe_intermediate_size": size, "head_dim": 32}
-    model = zoo.make("qwen3_moe", dtype=dtype, num_experts_per_tok=zoo.EXPERTS, **sizes, **more)
+    model = zoo.make(family, dtype=dtype, **{"num_experts_per_tok": zoo.EXPERTS, **sizes, **more})
     found: Tensors = {}
     with torch.no_grad():
         for name, weight in model.state_dict().items():
-            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            if is_fused and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                each = [_replaced(whole, said, "x") for whole in weight]
+                found[name] = torch.stack([one["x.weight"] for one in each])
+                found[f"{name}_scale_inv"] = torch.stack([one["x.weight_scale_inv"] for one in each])
+            elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
                 for expert, whole in enumerate(weight):
                     kinds = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
                     for kind, rows in zip(kinds, whole.chunk(len(kinds)), strict=True):
                         found |= _replaced(rows, said, f"{name.rpartition('.')[0]}.{expert}.{kind}")
-            elif name.endswith("_proj.weight"):
+            elif re.search(r"_proj(_with_mqa)?\.weight$", name):
                 found |= _replaced(weight, said, name.removesuffix(".weight"))
             else:
                 found[name] = weight.clone()

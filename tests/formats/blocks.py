@@ -25,8 +25,8 @@ def random_rows(form: Format, rows: int, columns: int, seed: int, spread: float 
             kind = np.float16 if scalar.kind == "F16" else np.float32
             scales = chance.uniform(-spread, spread, (len(blocks), 1)).astype(np.float16).astype(kind)
             blocks[:, scalar.byte : scalar.byte + scalar.nbytes] = scales.view(np.uint8)
-    if form.is_float8:
-        codes = blocks[:, form.scale.nbytes :]
+    if form.is_float8 or form.has_float8_scales:
+        codes = blocks[:, form.scale.nbytes :][:, : len(form.groups) if form.has_float8_scales else None]
         codes[codes & 127 == 127] = 8  # no numbers
     return data
 
@@ -49,6 +49,8 @@ def by_torch(form: Format, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float3
     torch's own type of eight bits."""
     blocks = torch.from_numpy(data.reshape(-1, form.nbytes))
     scale = blocks[:, :4].contiguous().view(torch.float32)
+    if form.has_float8_scales:
+        return by_pairs(form, blocks).view(len(data), -1).numpy()
     if form.is_float8:
         numbers = blocks[:, 4:].contiguous().view(torch.float8_e4m3fn).float() * scale
     else:
@@ -57,6 +59,18 @@ def by_torch(form: Format, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float3
         codes = (words >> torch.arange(0, 32, bits, dtype=torch.int32)) & ((1 << bits) - 1)
         numbers = (codes.flatten(1) - blocks[:, 4:5].int()) * scale
     return numbers.view(len(data), -1).numpy()
+
+
+def by_pairs(form: Format, blocks: torch.Tensor) -> torch.Tensor:
+    """NVFP4: [blocks, bytes] -> [blocks, numbers]; a byte of codes has one of each of two groups of 16."""
+    groups = form.numbers // 16
+    scales = blocks[:, 4 : 4 + groups].contiguous().view(torch.float8_e4m3fn).float()
+    codes = blocks[:, 4 + groups :].view(len(blocks), -1, 16)
+    numbers = torch.stack((codes & 15, codes >> 4), 2).flatten(1, 2).long()  # [blocks, groups, 16]
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    meant = torch.where(numbers < 8, 1.0, -1.0) * sizes[numbers & 7]
+    gains = blocks[:, :4].contiguous().view(torch.float32) * scales
+    return (gains.unsqueeze(2) * meant).flatten(1)
 
 
 def by_others(form: Format, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:

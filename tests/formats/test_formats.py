@@ -93,8 +93,11 @@ def test_scales_that_are_no_numbers_are_found(form: Format) -> None:
 
 
 def test_codes_that_are_no_numbers_are_found() -> None:
-    form = FORMATS["FP8"]
-    for code in (0x7F, 0xFF):
-        data = random_rows(form, 4, form.numbers, 0)
-        data[2, 9] = code
-        assert not form.is_finite(data)
+    for name, byte in (("FP8", 9), ("NVFP4_64", 4), ("NVFP4_128", 11)):
+        form = FORMATS[name]
+        for code in (0x7F, 0xFF):
+            data = random_rows(form, 4, form.numbers, 0)
+            data[2, byte] = code
+            assert not form.is_finite(data)
+            data[2, byte] = 8
+            assert form.is_finite(data)

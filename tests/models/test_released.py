@@ -1,4 +1,4 @@
-"""Quantised releases (fp8, compressed-tensors, GPTQ, AWQ) beside the library's model of the numbers they stand for.
+"""Quantised releases (fp8, NVFP4, compressed-tensors, GPTQ, AWQ) beside the library's model of the numbers they stand for.
 
 Would catch: a word's codes in another order, zero points one off, scales of another row or turned, a matrix that is not
 turned, a result that hangs on the budget or on where pieces of a file end, a layer beside the experts left as codes.
@@ -56,6 +56,37 @@ def test_in_32_bits_they_are_equal_but_for_the_last_ones(name: str, tmp_path: Pa
         assert_near(ours, steps(theirs, oracle.PROMPT), 1e-5)
 
 
+@pytest.mark.parametrize("said", [released_toy.FP8, {**released_toy.FP8, "weight_block_size": None}], ids=str)
+def test_experts_of_a_layer_in_one_tensor(said: dict[str, Any], tmp_path: Path, open_model: Open) -> None:
+    theirs = released_toy.save(tmp_path, said, is_fused=True, dtype=torch.float32, moe_intermediate_size=256)
+    wanted, budgets = steps(theirs, oracle.PROMPT), ("full", "minimum")
+    full, minimum = (steps(open_model(tmp_path, budget, dtype="float32"), oracle.PROMPT) for budget in budgets)
+    assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
+    assert_near(full, wanted, 1e-5)
+
+
+LATENT = {"kv_lora_rank": 128, "q_lora_rank": 128, "v_head_dim": 32, "topk_group": 4, "intermediate_size": 256}
+"""What DeepSeek's attention has instead of `head_dim`; all groups of experts."""
+
+
+def _further_tokens(tensors: Tensors) -> None:
+    """The layer behind the last one that guesses further tokens, as DeepSeek-V3's files have it."""
+    for key in [key for key in tensors if key.startswith("model.layers.3.")]:
+        tensors[key.replace("layers.3", "layers.4")] = tensors[key].clone()
+    more, _ = released_toy.quantised(torch.randn(128, 256), released_toy.FP8, "model.layers.4.eh_proj")
+    tensors |= more | {"model.layers.4.enorm.weight": torch.ones(128)}
+
+
+def test_deepseek_v3_as_it_was_released(tmp_path: Path, open_model: Open) -> None:
+    """Attention by way of fewer numbers, in fp8 as well; a matrix whose rows are no whole blocks of 128."""
+    sizes = {"dtype": torch.float32, "head_dim": 8, **LATENT}
+    theirs = released_toy.save(tmp_path, released_toy.FP8, _further_tokens, family="deepseek_v3", **sizes)
+    wanted, budgets = steps(theirs, oracle.PROMPT), ("full", "minimum")
+    full, minimum = (steps(open_model(tmp_path, budget, dtype="float32"), oracle.PROMPT) for budget in budgets)
+    assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
+    assert_near(full, wanted, 1e-5)
+
+
 @served
 def test_blocks_are_the_numbers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every matrix: what blocks decode to, what the package's formula gives, and what was written. Also of one with
@@ -67,13 +98,17 @@ def test_blocks_are_the_numbers(name: str, tmp_path: Path, monkeypatch: pytest.M
     for key in [quantised[0], quantised[-1], f"{FIRST}.weight", "model.layers.2.self_attn.k_proj.weight"]:
         form = FORMATS[matrices[key].dtype]
         numbers = torch.from_numpy(form.decode(assembled(matrices[key]).numpy()))
-        assert torch.equal(numbers, stored_numbers(matrices[key]))
+        # the package divides by NVFP4's factor what we multiply with its reciprocal
+        slack = 3e-7 if name == "compressed nvfp4" else 0
+        torch.testing.assert_close(numbers, stored_numbers(matrices[key]), rtol=slack, atol=0)
         if "experts" not in key:
             assert torch.equal(numbers.bfloat16(), model.get_parameter(key).data)
 
 
 @pytest.mark.parametrize("rows", [200, 24])
-@pytest.mark.parametrize("name", ["fp8", "compressed int4, zeros", "gptq", "awq", "compressed fp8"])
+@pytest.mark.parametrize(
+    "name", ["fp8", "compressed int4, zeros", "gptq", "awq", "compressed fp8", "nvfp4", "compressed mxfp4"]
+)
 def test_pieces_may_end_anywhere(name: str, rows: int, tmp_path: Path) -> None:
     """As a reading thread brings them: unit by unit, in any number, in any order."""
     tensors, numbers = released_toy.quantised(torch.randn(rows, 256), SCHEMES[name], "a")
@@ -136,6 +171,22 @@ BAD: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
         lambda t: t[f"{FIRST}.weight"].view(torch.uint8)[3, 4:5].fill_(0x7F),
         "NaN or infinite",
     ),
+    "no factor": ("nvfp4", lambda t: t.pop(f"{FIRST}.weight_scale_2"), "no shard has .*weight_scale_2"),
+    "a factor that divides by nothing": (
+        "compressed nvfp4",
+        lambda t: t[f"{FIRST}.weight_global_scale"].zero_(),
+        "NaN or infinite",
+    ),
+    "no scale of a group": (
+        "nvfp4",
+        lambda t: t[f"{FIRST}.weight_scale"].view(torch.uint8)[3, 4:5].fill_(0x7F),
+        "NaN or infinite",
+    ),
+    "scales of another kind": (
+        "nvfp4",
+        lambda t: t.update({f"{FIRST}.weight_scale": t[f"{FIRST}.weight_scale"].float()}),
+        "belongs F8_E4M3",
+    ),
     "mixed": (
         "fp8",
         lambda t: (t.pop(f"{FIRST}.weight_scale_inv"), t.update({f"{FIRST}.weight": torch.ones(128, 128).bfloat16()})),
@@ -160,12 +211,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemv": ({**released_toy.AWQ, "version": "gemv"}, "in the version 'gemv'"),
     "other blocks": ({**released_toy.FP8, "weight_block_size": [64, 64]}, r"blocks of \[64, 64\]"),
     "e5m2": ({**released_toy.FP8, "fmt": "e5m2"}, "format 'e5m2'"),
-    "nvfp4": (
+    "nvfp4 in other groups": ({**released_toy.NVFP4, "group_size": 32}, "groups of 32 columns in NVFP4"),
+    "nvfp4 in other groups, compressed": (
         released_toy.compressed(
-            "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16
+            "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=32
         ),
-        "tensor_group",
+        "groups of 32 columns in the format 'nvfp4-pack-quantized'",
     ),
+    "several ways": ({**released_toy.NVFP4, "quant_algo": "MIXED_PRECISION"}, "quantised as 'MIXED_PRECISION'"),
     "whole numbers": (
         released_toy.compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
         "int with 8 bits in the format 'int-quantized'",
@@ -190,6 +243,12 @@ def test_what_is_not_read_is_refused_by_its_configuration(what: str, tmp_path: P
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
     with pytest.raises(UnsupportedModelError, match=message):
+        from_pretrained(tmp_path, memory="1GiB")
+
+
+def test_matrices_that_lie_the_other_way_round(tmp_path: Path) -> None:
+    released_toy.save(tmp_path, released_toy.FP8, family="gpt_oss", is_fused=True, intermediate_size=128)
+    with pytest.raises(UnsupportedModelError, match=r"experts\.(gate_up|down)_proj.* with an output in every column"):
         from_pretrained(tmp_path, memory="1GiB")
 
 

@@ -68,6 +68,36 @@ def test_awq_as_the_package_converts_it(name: str, tmp_path: Path) -> None:
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "compressed nvfp4", "compressed mxfp4"])
+def test_numbers_of_four_bits(name: str, tmp_path: Path) -> None:
+    """Any codes; NVIDIA's form as the package turns it into its own. Its classes decode to bf16 by way of scales in
+    bf16, so their parts are called, with float32."""
+    from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.entrypoints.convert.converters.modelopt_nvfp4 import ModelOptNvfp4Converter
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    shape, chance = (48, 256), torch.Generator().manual_seed(2)
+    tensors, _ = released_toy.quantised(torch.randn(shape, generator=chance), SCHEMES[name], "model.a")
+    codes = tensors["model.a.weight" if name == "nvfp4" else "model.a.weight_packed"]
+    codes.copy_(torch.randint(0, 256, codes.shape, generator=chance, dtype=torch.uint8))
+    found = ours(tmp_path, tensors, name)
+    if name == "nvfp4":
+        tensors = ModelOptNvfp4Converter(targets=("re:.*",)).process(dict(tensors))
+    said = SCHEMES["compressed nvfp4" if name == "nvfp4" else name]["config_groups"]["group_0"]["weights"]
+    scales = tensors["model.a.weight_scale"]
+    wanted = dequantize(
+        unpack_fp4_from_uint8(tensors["model.a.weight_packed"], *shape, dtype=torch.float32),
+        MXFP4PackedCompressor._decompress_scale(scales, torch.float32) if "mxfp4" in name else scales.float(),
+        args=QuantizationArgs.model_validate(said),
+        global_scale=tensors.get("model.a.weight_global_scale"),
+        dtype=torch.float32,
+    )
+    for numbers in found:  # a reciprocal may be rounded, here or there
+        torch.testing.assert_close(numbers, wanted, rtol=0 if "mxfp4" in name else 3e-7, atol=0)
+
+
 def test_fp8_as_the_package_dequantises_it(tmp_path: Path) -> None:
     from compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer import FP8BlockDequantizer
 

@@ -110,6 +110,8 @@ class Format:
     """What is subtracted from a group's scale code."""
     has_signed_scales: bool = False
     """Groups' scale codes are signed bytes."""
+    has_float8_scales: bool = False
+    """Groups' scale codes are numbers of 8 bits, as `is_float8` says it."""
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
@@ -151,17 +153,22 @@ class Format:
         return all(_is_finite(blocks, scalar) for scalar in self.scalars) and not self._has_nan_codes(blocks)
 
     def _has_nan_codes(self, blocks: Bytes) -> bool:
-        if not self.is_float8:
+        """Whether a number of 8 bits, a code or a group's scale, is none."""
+        if self.is_float8:
+            (run,) = self.groups[0].runs
+            (field,), count = run.fields, run.numbers
+        elif self.has_float8_scales:
+            (field,), count = self.groups[0].scale, len(self.groups)
+        else:
             return False
-        (run,) = self.groups[0].runs
-        (field,) = run.fields
-        codes = blocks[:, field.byte : field.byte + run.numbers]
-        return int((codes & 127).max(initial=0)) == _NAN8
+        return int((blocks[:, field.byte : field.byte + count] & 127).max(initial=0)) == _NAN8
 
     def _scale_code(self, blocks: Bytes, group: Group) -> Floats:
         if not group.scale:
             return np.ones(len(blocks), np.float32)
         code = _code(blocks, group.scale, 0)
+        if self.has_float8_scales:
+            return FLOAT8[code]
         if self.has_signed_scales:
             return code.astype(np.uint8).view(np.int8).astype(np.float32)
         return (code - self.scale_zero).astype(np.float32)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from smoe.formats.base import Field, Format, Group, Run, Scalar
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_TABLE = (*_E2M1, *(-number for number in _E2M1))
+_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_SIZES, *(-number for number in _SIZES))
+"""What codes of four bits stand for."""
 MXFP4 = Format(
     "MXFP4",
     32,
     17,
     Scalar(0, "E8M0"),
     (Group((Run(0, 16, (Field(1, 0, 15),)), Run(16, 16, (Field(1, 4, 15),)))),),
-    table=_TABLE,
+    table=E2M1,
 )
 MXFP4_PAIRS = Format(
     "MXFP4_PAIRS",
@@ -23,6 +24,6 @@ MXFP4_PAIRS = Format(
     17,
     Scalar(0, "E8M0"),
     (Group((Run(0, 16, (Field(1, 0, 15),), step=2), Run(1, 16, (Field(1, 4, 15),), step=2))),),
-    table=_TABLE,
+    table=E2M1,
 )
 """OpenAI's. Its files have codes and scales in tensors of their own; the block is put together in the slot."""

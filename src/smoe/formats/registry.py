@@ -6,7 +6,7 @@ from smoe.formats.base import Format
 from smoe.formats.grouped import INT2, INT3, INT4
 from smoe.formats.k_quants import Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
 from smoe.formats.mxfp4 import MXFP4, MXFP4_PAIRS
-from smoe.formats.released import FP8, WEIGHTS
+from smoe.formats.released import FP8, NVFP4, WEIGHTS
 from smoe.formats.rounded import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 
 GGML: dict[str, Format] = {
@@ -17,8 +17,8 @@ OWN: dict[str, Format] = {each.name: each for each in (INT4, INT3, INT2)}
 """Those that `smoe pack` writes, beside ggml's."""
 OPENAI: dict[str, Format] = {MXFP4_PAIRS.name: MXFP4_PAIRS}
 """What OpenAI's releases become in slots."""
-RELEASED: dict[str, Format] = {each.name: each for each in (FP8, *WEIGHTS.values())}
-"""What other releases become in slots: fp8, compressed-tensors, AWQ, GPTQ."""
+RELEASED: dict[str, Format] = {each.name: each for each in (FP8, *WEIGHTS.values(), *NVFP4.values())}
+"""What other releases become in slots: fp8, NVFP4, compressed-tensors, AWQ, GPTQ."""
 FORMATS = GGML | OWN | OPENAI | RELEASED
 
 PRECISIONS: dict[str, tuple[Format, ...]] = {

@@ -3,17 +3,23 @@ put together in a slot (`memory/arrangement.py`).
 
     FP8           scale | 128 numbers of eight bits                           8.25 bits
     W4_G, W8_G    scale | zero point | codes of G numbers                     4.3 and 8.3 bits with 128, 5.25 with 32
+    NVFP4_B       scale | scales of B / 16 groups | codes of B numbers        4.75 bits with 128, 5 with 64
 
-A scale is a float32, whatever the file has it in. Of codes of four bits a byte has two neighbours, the lower half
-first: as words of 32 bits with eight codes are in compressed-tensors and GPTQ.
+A scale is a float32, whatever the file has it in; those of NVFP4's groups are of eight bits, E4M3. Of codes of four
+bits a byte has two neighbours, the lower half first: as words of 32 bits with eight codes are in compressed-tensors and
+GPTQ. In NVFP4 it has one of each of two groups, which files have not (`memory/arrangement.py`): registers then find a
+group in neighbouring bytes.
 """
 
 from __future__ import annotations
 
 from smoe.formats.base import Field, Format, Group, Run, Scalar
+from smoe.formats.mxfp4 import E2M1
 
 SCALE_BYTES = 4
-"""Of a block, which begins with it; a zero point follows where there is one."""
+"""Of a block, which begins with it; a zero point, or its groups' scales, follow where there are any."""
+NVFP4_GROUP = 16
+"""Numbers that share a scale of eight bits."""
 
 
 def _pairs(numbers: int, byte: int) -> tuple[Run, ...]:
@@ -38,5 +44,19 @@ def _weights(bits: int, numbers: int) -> Format:
 FP8 = Format(
     "FP8", 128, SCALE_BYTES + 128, Scalar(0, "F32"), (Group((Run(0, 128, (Field(SCALE_BYTES),)),)),), is_float8=True
 )
+
+
+def _nvfp4(numbers: int) -> Format:
+    scales = numbers // NVFP4_GROUP
+    codes = SCALE_BYTES + scales
+    places = [(n, Field(codes + n // 2 * 16, n % 2 * 4, 15)) for n in range(scales)]
+    runs = [(Run(NVFP4_GROUP * n, NVFP4_GROUP, (place,)),) for n, place in places]
+    groups = tuple(Group(run, (Field(SCALE_BYTES + n),)) for n, run in enumerate(runs))
+    nbytes, scale = codes + numbers // 2, Scalar(0, "F32")
+    return Format(f"NVFP4_{numbers}", numbers, nbytes, scale, groups, table=E2M1, has_float8_scales=True)
+
+
 WEIGHTS = {(bits, numbers): _weights(bits, numbers) for bits in (4, 8) for numbers in (32, 64, 128)}
 """By bits of a code, and numbers that share a scale."""
+NVFP4 = {numbers: _nvfp4(numbers) for numbers in (128, 64)}
+"""By the numbers of a block, the larger first."""

@@ -66,7 +66,9 @@ def codes_of(code: Code, form: Format, fields: Sequence[Field | Bits], place: Va
         raw = code.load(code.registers(BYTE), code.at(place, field.byte + i))
         return build.sitofp(build.sext(raw, kind), code.registers(FLOAT))
     if form.is_float8:
-        return _float8(code, fields, place, i)
+        (field,) = fields
+        assert isinstance(field, Field)
+        return _float8(code, code.load(code.registers(BYTE), code.at(place, field.byte + i)))
     total = None
     for field in fields:
         part = _bits(code, field, place, i) if isinstance(field, Bits) else _field(code, field, place, i)
@@ -76,16 +78,14 @@ def codes_of(code: Code, form: Format, fields: Sequence[Field | Bits], place: Va
     return build.sitofp(total, code.registers(FLOAT))
 
 
-def _float8(code: Code, fields: Sequence[Field | Bits], place: Value, i: int) -> Value:
-    """Bytes in E4M3, by way of 16 bits: one more bit of exponent, whose middle lies 8 higher."""
-    build, halves = code.build, code.registers(HALF_WORD)
-    (field,) = fields
-    assert isinstance(field, Field)
-    raw = build.zext(code.load(code.registers(BYTE), code.at(place, field.byte + i)), halves)
-    sign = build.shl(build.and_(raw, code.halves([128] * code.isa.lanes)), code.halves([8] * code.isa.lanes))
-    rest = build.shl(build.and_(raw, code.halves([127] * code.isa.lanes)), code.halves([7] * code.isa.lanes))
-    half = build.bitcast(build.or_(sign, rest), code.registers(HALF))
-    return build.fmul(build.fpext(half, code.registers(FLOAT)), code.reals(256.0))
+def _float8(code: Code, codes: Value) -> Value:
+    """Bytes in E4M3 as floats, by way of 16 bits: one more bit of exponent, whose middle lies 8 higher."""
+    build, count = code.build, codes.type.count
+    raw = build.zext(codes, code.registers(HALF_WORD, count))
+    sign = build.shl(build.and_(raw, code.halves([128] * count)), code.halves([8] * count))
+    rest = build.shl(build.and_(raw, code.halves([127] * count)), code.halves([7] * count))
+    half = build.bitcast(build.or_(sign, rest), code.registers(HALF, count))
+    return build.fmul(build.fpext(half, code.registers(FLOAT, count)), code.reals(256.0, count))
 
 
 def _field(code: Code, field: Field, place: Value, i: int) -> Value:
@@ -110,11 +110,9 @@ def scales_of(code: Code, form: Format, place: Value, zero: int) -> Scales:
     """Gains and offsets of a block's groups; codes are too large by `zero`."""
     build, groups = code.build, len(form.groups)
     gains = code.splat(_scalar(code, form.scale, place), groups)
-    codes = _group_codes(code, [group.scale for group in form.groups], place, form.has_signed_scales)
+    codes = _scale_codes(code, form, place)
     if codes is not None:
-        if form.scale_zero:
-            codes = build.sub(codes, code.words([form.scale_zero] * groups))
-        gains = build.fmul(build.sitofp(codes, code.registers(FLOAT, groups)), gains)
+        gains = build.fmul(codes, gains)
     by_gain = build.fmul(gains, code.reals(float(zero), groups)) if zero else None
     if form.minimum is None:
         return Scales(gains, by_gain)
@@ -123,6 +121,19 @@ def scales_of(code: Code, form: Format, place: Value, zero: int) -> Scales:
     if codes is not None:
         offsets = build.fmul(build.sitofp(codes, code.registers(FLOAT, groups)), offsets)
     return Scales(gains, offsets if by_gain is None else build.fadd(offsets, by_gain))
+
+
+def _scale_codes(code: Code, form: Format, place: Value) -> Value:
+    """What the block's scale is multiplied with for every group, as floats; None where that is nothing."""
+    build, groups = code.build, len(form.groups)
+    codes = _group_codes(code, [group.scale for group in form.groups], place, form.has_signed_scales)
+    if codes is None:
+        return None
+    if form.has_float8_scales:
+        return _float8(code, build.trunc(codes, code.registers(BYTE, groups)))
+    if form.scale_zero:
+        codes = build.sub(codes, code.words([form.scale_zero] * groups))
+    return build.sitofp(codes, code.registers(FLOAT, groups))
 
 
 def _scalar(code: Code, scalar: Scalar, place: Value) -> Value:

@@ -47,6 +47,8 @@ def _scale_code(form: Format, blocks: torch.Tensor, group: Group) -> torch.Tenso
     code = _codes(blocks, group.scale, 1)
     if form.has_signed_scales:
         code = code.to(torch.uint8).view(torch.int8).int()
+    if form.has_float8_scales:
+        return _float8(code)
     return (code - form.scale_zero).float()
 
 
@@ -54,10 +56,14 @@ def _values(form: Format, codes: torch.Tensor) -> torch.Tensor:
     if form.table is not None:
         return torch.tensor(form.table, device=codes.device)[codes]
     if form.is_float8:
-        return codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+        return _float8(codes)
     if form.is_signed:
         return codes.to(torch.uint8).view(torch.int8).float()
     return (codes - form.zero).float()
+
+
+def _float8(codes: torch.Tensor) -> torch.Tensor:
+    return codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 def _scalar(blocks: torch.Tensor, scalar: Scalar) -> torch.Tensor:

@@ -92,6 +92,8 @@ class Scales:
     is_turned: bool = False
     zero: int | None = None
     """What every block has behind its scale, where that is the same for all."""
+    is_divisor: bool = False
+    """Stored is what numbers are divided by."""
 
     @property
     def unit(self) -> int:
@@ -99,6 +101,9 @@ class Scales:
 
     def put(self, source: Bytes, slot: memoryview, target: int, begin: int) -> None:
         found = _as_float32(source, self.kind).reshape(-1, self.shape[1])
+        if self.is_divisor:
+            with np.errstate(divide="ignore"):  # what is infinite then is found when the expert is first read
+                found = np.reciprocal(found)
         first = begin // self.unit
         if self.is_turned:
             self._put_turned(found, slot, target, first)
@@ -149,6 +154,32 @@ class Zeros:
         rows = min(len(words) * each, self.grid.rows - first * each)
         found = codes.transpose(0, 2, 1).reshape(-1, self.width)[:rows]
         self.grid.of_rows("u1", slot, target, first * each, rows)[:] = np.repeat(found, self.blocks_each, axis=1)
+
+
+@dataclass(frozen=True)
+class PairsApart:
+    """Codes of four bits, two neighbours a byte, of groups of 16: a byte of the slot has one of each of two groups."""
+
+    numbers: int
+    """Of a block."""
+    stride: int
+    """Bytes of a block."""
+
+    @property
+    def unit(self) -> int:
+        return self.numbers // 2
+
+    def put(self, source: Bytes, slot: memoryview, target: int, begin: int) -> None:
+        """By whole words, eight codes at a time: a quarter of what it takes byte by byte."""
+        apart = source.astype("<u2")
+        apart |= apart << 4
+        apart &= 0x0F0F  # a code each byte
+        groups = apart.view("<u8").reshape(-1, 2, 2)  # [of 32 numbers, group, eight codes]
+        joined = np.empty((len(groups), 2), "<u8")
+        for half in range(2):  # neither in one: the loop would go over two words
+            np.left_shift(groups[:, 1, half], 4, out=joined[:, half])
+            joined[:, half] |= groups[:, 0, half]
+        Spread(self.unit, self.stride).put(joined.reshape(-1).view("u1"), slot, target, begin)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from smoe.errors import CheckpointError, UnsupportedModelError
-from smoe.formats.registry import FORMATS, RELEASED
+from smoe.formats.registry import FORMATS
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import LayerExperts, row_of
 from smoe.models.experts import ExpertsSite
@@ -53,6 +53,7 @@ def index_experts(
         site, part = wanted[target]
         pieces = found[site.layer, part]
         if pattern is None:
+            _check_rows(site, tensor)
             for expert in range(_fused_experts(site, tensor)):
                 pieces[expert].append((0, row_of(tensor, expert)))
         else:
@@ -86,7 +87,7 @@ def _check_dense(key: str, tensor: StoredTensor, parameter: torch.Tensor) -> Non
             f"{key!r} in {tensor.path} has the shape {list(tensor.shape)}, another shape than its config.json says: "
             f"{list(parameter.shape)}; download the checkpoint again"
         )
-    if parameter.is_floating_point() and tensor.dtype not in (*_FLOATS, *RELEASED):
+    if parameter.is_floating_point() and tensor.dtype not in _FLOATS and not tensor.made_of:
         raise CheckpointError(
             f"{key!r} in {tensor.path} is {tensor.dtype}, not a floating-point number; smoe reads {', '.join(_FLOATS)}"
         )
@@ -121,6 +122,14 @@ def _fused_experts(site: ExpertsSite, tensor: StoredTensor) -> int:
             f"{list(tensor.shape)}"
         )
     return site.experts
+
+
+def _check_rows(site: ExpertsSite, tensor: StoredTensor) -> None:
+    if site.is_transposed and tensor.scheme:
+        raise UnsupportedModelError(
+            f"{tensor.path}: {tensor.key!r} holds quantised matrices of all experts with an output in every column; "
+            "smoe reads such ones with an output in every row: take another release of the model"
+        )
 
 
 def _check_operations(converter: WeightConverter, key: str) -> None:

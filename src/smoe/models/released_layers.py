@@ -25,11 +25,11 @@ from smoe.models.spec import ModelSpec
 def quantised_layers(spec: ModelSpec, matrices: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Matrices that stay quantised, by the library's names."""
     found = {}
-    experts = {site.name for site in spec.sites}
+    experts, known = {site.name for site in spec.sites}, spec.shell.state_dict()
     quantised = [key for key, tensor in matrices.items() if tensor.made_of and tensor.made_of[-1].arrangement]
     for key, name in parameter_names(spec.shell, quantised).items():
         owner = name.rpartition(".")[0]
-        if owner not in experts and can_stay_quantised(spec.shell.get_submodule(owner)):
+        if name in known and owner not in experts and can_stay_quantised(spec.shell.get_submodule(owner)):
             found[name] = matrices[key]
     return found
 
@@ -51,16 +51,16 @@ def load_released(place: Path, spec: ModelSpec, matrices: Mapping[str, StoredTen
 
 
 def _state(spec: ModelSpec, matrices: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
-    """What the loader is given, by the keys of an unquantised release; nothing behind what stays quantised."""
-    experts = {site.name for site in spec.sites}
-    shapes = {name: parameter.shape for name, parameter in spec.shell.named_parameters()}
+    """What the loader is given, by the keys of an unquantised release; nothing behind what stays quantised. What the
+    library has no place for, such as layers that guess further tokens, is not read."""
+    experts, known = {site.name for site in spec.sites}, spec.shell.state_dict()
     found = {}
     for key, name in parameter_names(spec.shell, matrices).items():
         tensor = matrices[key]
-        if name.rpartition(".")[0] in experts:
+        if name not in known or name.rpartition(".")[0] in experts:
             continue
         if name in spec.dense:
-            found[key] = torch.zeros((), dtype=spec.dtype).expand(shapes[name])
+            found[key] = torch.zeros((), dtype=spec.dtype).expand(known[name].shape)
         elif tensor.made_of:
             found[key] = stored_numbers(tensor).to(spec.dtype)
         else:

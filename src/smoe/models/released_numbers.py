@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from smoe.formats.mxfp4 import E2M1, MXFP4_PAIRS
 from smoe.memory.arrangement import Scales, Zeros
 from smoe.memory.safetensors_index import StoredTensor
 
@@ -16,6 +17,8 @@ _AWQ_PLACES = (0, 16, 4, 20, 8, 24, 12, 28)
 
 def released_numbers(matrix: StoredTensor, read: Callable[[StoredTensor], torch.Tensor]) -> torch.Tensor:
     """float32 [outputs, columns]; `read` gives a stored tensor as it is."""
+    if matrix.dtype.startswith("NVFP4") or matrix.dtype == MXFP4_PAIRS.name:
+        return _float4(*(read(each.tensor) for each in matrix.made_of), is_divided=matrix.scheme != "modelopt")
     codes, place = read(matrix.made_of[0].tensor), matrix.made_of[1]
     scales = place.arrangement
     assert isinstance(scales, Scales)
@@ -31,6 +34,19 @@ def released_numbers(matrix: StoredTensor, read: Callable[[StoredTensor], torch.
         group = _groups(matrix, gains.shape[1], read)
         return (whole - torch.as_tensor(middle).expand(gains.shape)[:, group]) * gains[:, group]
     return _turned(matrix, codes, gains, stored, bits, _groups(matrix, gains.shape[0], read))
+
+
+def _float4(
+    codes: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | None = None, *, is_divided: bool
+) -> torch.Tensor:
+    """Codes [N, K / 2], scales [N, groups] as E4M3 with a factor for the matrix, or as exponents."""
+    meant = torch.tensor(E2M1)[torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()]
+    if factor is None:
+        gains = torch.exp2(scales.view(torch.uint8).float() - 127)
+    else:
+        gains = scales.float() / factor.float() if is_divided else scales.float() * factor.float()
+    numbers: torch.Tensor = meant * gains.repeat_interleave(meant.shape[1] // gains.shape[1], 1)
+    return numbers
 
 
 def _turned(

@@ -1,9 +1,10 @@
 """How quantised releases on the hub say, in config.json, what their matrices are: fp8 with block scales, compressed-
-tensors, GPTQ, AWQ.
+tensors, NVIDIA's modelopt, GPTQ, AWQ.
 
     quant_method          numbers of a group                       stored
     fp8                   128 columns of 128 rows                  row by row
-    compressed-tensors    32 k columns, a row, or a block          row by row
+    compressed-tensors    32 k columns, a row, or a block; NVFP4   row by row
+    modelopt              NVFP4: 16 columns; fp8: the matrix       row by row
     gptq, awq             32 k columns, or a whole row             column by column, turned on their way to a slot
 
 Whatever else is quantised in ways that are not read here is refused with the reason.
@@ -17,10 +18,13 @@ from typing import Any, NoReturn, TypeGuard
 
 from smoe.errors import UnsupportedModelError
 from smoe.formats.base import Format
-from smoe.formats.released import FP8, WEIGHTS
+from smoe.formats.mxfp4 import MXFP4_PAIRS
+from smoe.formats.released import FP8, NVFP4, NVFP4_GROUP, WEIGHTS
 
-METHODS = ("fp8", "compressed-tensors", "gptq", "awq")
+METHODS = ("fp8", "compressed-tensors", "modelopt", "gptq", "awq")
 _GROUPS = (128, 64, 32)
+_FLOAT4 = {"nvfp4-pack-quantized": NVFP4_GROUP, "mxfp4-pack-quantized": MXFP4_PAIRS.numbers}
+"""compressed-tensors' formats of codes that are numbers of four bits: columns that share a scale."""
 _TAKE = "take another release of the model: unquantised, in one of the forms that docs/formats.md lists, or a GGUF file"
 
 
@@ -32,6 +36,7 @@ class Scheme:
     """Of `METHODS`."""
     bits: int = 8
     is_float: bool = False
+    """Numbers of eight bits are E4M3, those of four E2M1."""
     columns_each: int | None = None
     """Columns of the matrix that share a scale; None: a whole row."""
     rows_each: int = 1
@@ -43,8 +48,16 @@ class Scheme:
     is_reordered: bool = False
     """Columns of a group do not lie together (GPTQ's act-order): such matrices are read to be packed only."""
 
+    @property
+    def is_float4(self) -> bool:
+        """NVFP4, by groups of 16, or MXFP4, by groups of 32."""
+        return self.is_float and self.bits == 4
+
     def form(self, columns: int) -> Format | None:
         """What a matrix with rows of so many numbers becomes in a slot; None where they are no whole blocks."""
+        if self.is_float4:
+            forms = NVFP4.values() if self.columns_each == NVFP4_GROUP else (MXFP4_PAIRS,)
+            return next((form for form in forms if form.fits(columns)), None)
         if self.is_float:
             each = self.columns_each or columns
             return FP8 if columns % FP8.numbers == 0 and each % FP8.numbers == 0 else None
@@ -62,8 +75,8 @@ def read_scheme(config: Mapping[str, Any], place: object) -> Scheme | None:
     if not isinstance(said, dict) or said.get("quant_method") not in METHODS:
         return None
     method = str(said["quant_method"])
-    reader = {"fp8": _fp8, "compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}[method]
-    return reader(said, f"{place}: experts quantised by {method}")
+    readers = {"fp8": _fp8, "compressed-tensors": _compressed, "modelopt": _modelopt, "gptq": _gptq, "awq": _awq}
+    return readers[method](said, f"{place}: experts quantised by {method}")
 
 
 def _refuse(whose: str, what: str) -> NoReturn:
@@ -89,6 +102,10 @@ def _compressed(said: Mapping[str, Any], whose: str) -> Scheme:
         _refuse(whose, f"have {len(kinds) or 'no'} kinds of weights in 'config_groups'")
     form = said.get("format")
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
+    if form in _FLOAT4:
+        if weights.get("group_size") != _FLOAT4[form]:
+            _refuse(whose, f"have groups of {weights.get('group_size')!r:.40} columns in the format {form!r}")
+        return Scheme("compressed-tensors", 4, True, _FLOAT4[form])
     columns_each, rows_each = _shared(weights, strategy, whose)
     if kind == "float" and bits == 8:
         return Scheme("compressed-tensors", 8, True, columns_each, rows_each)
@@ -122,6 +139,17 @@ def _shared(weights: Mapping[str, Any], strategy: object, whose: str) -> tuple[i
     if strategy == "block" and isinstance(block, (list, tuple)) and len(block) == 2 and all(map(_is_count, block)):
         return int(block[1]), int(block[0])
     _refuse(whose, f"have scales by {strategy!r:.40} of {size if strategy == 'group' else block!r:.40}")
+
+
+def _modelopt(said: Mapping[str, Any], whose: str) -> Scheme:
+    algorithm = str(said.get("quant_algo")).upper()
+    if algorithm == "FP8":
+        return Scheme("modelopt", is_float=True, rows_each=0)
+    if algorithm != "NVFP4":
+        _refuse(whose, f"are quantised as {said.get('quant_algo')!r:.40}")
+    if said.get("group_size", NVFP4_GROUP) != NVFP4_GROUP:
+        _refuse(whose, f"have groups of {said['group_size']!r:.40} columns in NVFP4")
+    return Scheme("modelopt", 4, True, NVFP4_GROUP)
 
 
 def _gptq(said: Mapping[str, Any], whose: str) -> Scheme:

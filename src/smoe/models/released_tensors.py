@@ -1,8 +1,11 @@
 """The tensors of a quantised release, those that make up a matrix joined to the one weight that they are.
 
-    fp8                  X.weight (F8_E4M3 [N, K]), X.weight_scale_inv [N / 128, K / 128]
+    fp8                  X.weight (F8_E4M3 [N, K]), X.weight_scale_inv [N / 128, K / 128]; of all experts X, X_scale_inv
     compressed-tensors   X.weight (fp8), or X.weight_packed (I32 [N, K / 8]); X.weight_scale [N, K / G],
                          X.weight_zero_point (I32 [N / 8, K / G])
+      in four-bit floats X.weight_packed (U8 [N, K / 2]), X.weight_scale (F8_E4M3 [N, K / 16], or exponents U8
+                         [N, K / 32]); of NVFP4 X.weight_global_scale, by which numbers are divided
+    modelopt             X.weight (fp8, or U8 [N, K / 2]), X.weight_scale as above; of NVFP4 X.weight_scale_2
     GPTQ                 X.qweight (I32 [K / 8, N]), X.scales [K / G, N], X.qzeros (I32 [K / G, N / 8]), X.g_idx [K]
     AWQ                  X.qweight (I32 [K, N / 8]), X.scales, X.qzeros as above
 
@@ -17,14 +20,17 @@ from dataclasses import dataclass, replace
 
 from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.formats.base import Format
-from smoe.formats.released import SCALE_BYTES
-from smoe.memory.arrangement import SCALE_KINDS, Grid, Scales, Spread, TurnedCodes, TurnedWords, Zeros
+from smoe.formats.mxfp4 import MXFP4_PAIRS
+from smoe.formats.released import NVFP4_GROUP, SCALE_BYTES
+from smoe.memory.arrangement import SCALE_KINDS, Grid, PairsApart, Scales, Spread, TurnedCodes, TurnedWords, Zeros
 from smoe.memory.safetensors_index import Ingredient, StoredTensor
+from smoe.memory.store import row_of
 from smoe.models.released_schemes import Scheme
 
 _BESIDE = (
     ".weight_shape",
     ".input_scale",
+    ".input_global_scale",
     ".output_scale",
     ".input_zero_point",
     ".activation_scale",
@@ -43,16 +49,21 @@ def joined(tensors: Mapping[str, StoredTensor], scheme: Scheme) -> dict[str, Sto
     Raises `CheckpointError` where something of a matrix is missing, or does not fit the rest, `UnsupportedModelError`
     for rows that are no whole blocks.
     """
-    names = _NAMES[scheme.method, scheme.is_float]
+    names = _names_of(scheme)
     found, used = {}, set()
     for key, scales in tensors.items():
         if key.endswith(names.scales):
-            matrix = _Matrix(tensors, key.removesuffix(names.scales), names, scheme, scales)
+            matrix = _matrix(tensors, key.removesuffix(names.scales), names, scheme, scales)
             found[f"{matrix.stem}.weight"] = matrix.joined()
             used.update(matrix.keys)
+        elif scheme.method == "fp8" and key.endswith(_OF_ALL.scales):
+            stem = key.removesuffix(_OF_ALL.scales)
+            found[stem], made_of = _of_all_experts(tensors, stem, scheme, scales)
+            used.update(made_of)
     rest = {key: each for key, each in tensors.items() if key not in used and not key.endswith(_BESIDE)}
     for key, tensor in rest.items():
-        if key in found or (key.endswith((names.codes, names.zeros)) and tensor.dtype not in ("BF16", "F16", "F32")):
+        is_quantised = tensor.dtype not in ("BF16", "F16", "F32")
+        if key in found or (key.endswith((names.codes, names.zeros)) and is_quantised):
             raise CheckpointError(
                 f"{tensor.path} has {key!r}, but no shard has the scales that belong to it "
                 f"({key.removesuffix(names.codes)}{names.scales}); the checkpoint is incomplete"
@@ -70,13 +81,44 @@ class _Names:
     order: str = ".g_idx"
 
 
-_NAMES = {
-    ("fp8", True): _Names(".weight", ".weight_scale_inv", ".none"),
-    ("compressed-tensors", True): _Names(".weight", ".weight_scale", ".none"),
-    ("compressed-tensors", False): _Names(".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx"),
-    ("gptq", False): _Names(".qweight", ".scales", ".qzeros"),
-    ("awq", False): _Names(".qweight", ".scales", ".qzeros"),
-}
+_NONE = ".none"
+_OF_ALL = _Names("", "_scale_inv", _NONE)
+"""Of matrices of all experts, which the library's keys know without `.weight`."""
+
+
+def _names_of(scheme: Scheme) -> _Names:
+    if scheme.method in ("gptq", "awq"):
+        return _Names(".qweight", ".scales", ".qzeros")
+    if scheme.method == "fp8":
+        return _Names(".weight", ".weight_scale_inv", _NONE)
+    if scheme.method == "modelopt" or (scheme.is_float and not scheme.is_float4):
+        return _Names(".weight", ".weight_scale", _NONE)
+    return _Names(".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx")
+
+
+def _matrix(
+    tensors: Mapping[str, StoredTensor], stem: str, names: _Names, scheme: Scheme, scales: StoredTensor
+) -> _Matrix:
+    return (_Float4 if scheme.is_float4 else _Matrix)(tensors, stem, names, scheme, scales)
+
+
+def _of_all_experts(
+    tensors: Mapping[str, StoredTensor], stem: str, scheme: Scheme, scales: StoredTensor
+) -> tuple[StoredTensor, list[str]]:
+    """The matrices of all experts of a layer [E, outputs, columns], and the keys of what they are made of."""
+    whole = {key: tensors[key] for key in (stem, stem + _OF_ALL.scales) if key in tensors}
+    for tensor in whole.values():
+        if not tensor.shape or not tensor.nbytes or tensor.shape[0] != scales.shape[0]:
+            raise CheckpointError(
+                f"{tensor.path}: {tensor.key!r} has the shape {list(tensor.shape)}, and {scales.key!r} "
+                f"{list(scales.shape)}: scales of all experts' matrices are for as many; download the checkpoint again"
+            )
+    first = {key: row_of(tensor, 0) for key, tensor in whole.items()}
+    matrix = _Matrix(first, stem, _OF_ALL, scheme, first[scales.key])
+    one = matrix.joined()
+    made_of = tuple(each._replace(tensor=whole[each.tensor.key]) for each in one.made_of)
+    shape = (scales.shape[0], *one.shape)
+    return replace(whole[stem], dtype=one.dtype, shape=shape, made_of=made_of, scheme=scheme.method), matrix.keys
 
 
 class _Matrix:
@@ -173,3 +215,46 @@ class _Matrix:
                 f"{tensor.path}: {tensor.key!r} is {tensor.dtype}{list(tensor.shape)}; to {self._codes.key!r}, "
                 f"{list(self._codes.shape)}, belongs {' or '.join(kinds)}{list(shape)}; download the checkpoint again"
             )
+
+
+class _Float4(_Matrix):
+    """One of NVFP4 or MXFP4: numbers of four bits, two neighbours a byte, with a scale of eight bits for each group."""
+
+    def __init__(
+        self, tensors: Mapping[str, StoredTensor], stem: str, names: _Names, scheme: Scheme, scales: StoredTensor
+    ) -> None:
+        super().__init__(tensors, stem, names, scheme, scales)
+        self._has_factor = scheme.columns_each == NVFP4_GROUP
+        self._divides = scheme.method != "modelopt"
+        ending = ".weight_global_scale" if self._divides else ".weight_scale_2"
+        self._factor = self._other(tensors, ending) if self._has_factor else None
+        """Of the whole matrix."""
+
+    @property
+    def keys(self) -> list[str]:
+        return super().keys + ([] if self._factor is None else [self._factor.key])
+
+    def _shape(self) -> tuple[int, int]:
+        codes = self._codes
+        if codes.dtype != "U8" or len(codes.shape) != 2 or not codes.nbytes:
+            raise CheckpointError(
+                f"{codes.path}: {codes.key!r} is {codes.dtype}{list(codes.shape)}, and by config.json it should be U8 "
+                "with two dimensions; download the checkpoint again"
+            )
+        return codes.shape[0], 2 * codes.shape[1]
+
+    def _made_of(self, grid: Grid, form: Format, columns: int) -> tuple[Ingredient, ...]:
+        shape = (grid.rows, columns // (self._scheme.columns_each or columns))
+        if self._factor is None:
+            self._check(self._scales, shape, ("U8", "F8_E8M0"))
+            codes = Spread(MXFP4_PAIRS.numbers // 2, form.nbytes)
+            return Ingredient(self._codes, 1, codes), Ingredient(self._scales, 0, Spread(1, form.nbytes))
+        self._check(self._scales, shape, ("F8_E4M3",))
+        self._check(self._factor, (1, 1), ("F32",))
+        each = form.numbers // NVFP4_GROUP
+        factor = Scales(grid, "F32", (1, 1), grid.rows, grid.blocks, is_divisor=self._divides)
+        return (
+            Ingredient(self._codes, SCALE_BYTES + each, PairsApart(form.numbers, form.nbytes)),
+            Ingredient(self._scales, SCALE_BYTES, Spread(each, form.nbytes)),
+            Ingredient(self._factor, 0, factor),
+        )
