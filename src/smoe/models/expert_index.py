@@ -22,6 +22,7 @@ from smoe.formats.registry import FORMATS
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import LayerExperts, row_of
 from smoe.models.experts import ExpertsSite
+from smoe.models.released_schemes import METHODS
 
 _MERGING = ("MergeModulelist", "Concatenate")
 _FLOATS = ("BF16", "F16", "F32", "F64")
@@ -125,7 +126,7 @@ def _fused_experts(site: ExpertsSite, tensor: StoredTensor) -> int:
 
 
 def _check_rows(site: ExpertsSite, tensor: StoredTensor) -> None:
-    if site.is_transposed and tensor.scheme:
+    if site.is_transposed and tensor.scheme in METHODS:
         raise UnsupportedModelError(
             f"{tensor.path}: {tensor.key!r} holds quantised matrices of all experts with an output in every column; "
             "smoe reads such ones with an output in every row: take another release of the model"
