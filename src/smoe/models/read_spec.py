@@ -85,8 +85,8 @@ def _refuse_quantised(model_config: PretrainedConfig, path: Path) -> None:
         )
         raise UnsupportedModelError(
             f"{path}: the checkpoint is quantised ({method!s:.80}), {model_config.model_type!r}; smoe reads bf16, fp16 "
-            "and fp32 checkpoints, fp8, NVFP4, compressed-tensors, GPTQ, AWQ, gpt_oss in mxfp4, and GGUF files: take one of "
-            "these releases of the model"
+            "and fp32 checkpoints, fp8, NVFP4, compressed-tensors, GPTQ, AWQ, gpt_oss in mxfp4, and GGUF files: take "
+            "one of these releases of the model"
         )
 
 
