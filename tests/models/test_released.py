@@ -1,4 +1,4 @@
-"""Quantised releases (fp8, NVFP4, compressed-tensors, GPTQ, AWQ) beside the library's model of the numbers they stand for.
+"""Quantised releases (fp8, NVFP4, compressed-tensors, GPTQ, AWQ) beside the library's model of their numbers.
 
 Would catch: a word's codes in another order, zero points one off, scales of another row or turned, a matrix that is not
 turned, a result that hangs on the budget or on where pieces of a file end, a layer beside the experts left as codes.

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from smoe import from_pretrained
 from smoe.generation.sampler import Sampler
+from smoe.server import answers
 from smoe.server.thinking import Thinking, is_begun, may_think
 from tests.server.conftest import Running, served
 from tests.toy import save_toy
@@ -96,6 +97,24 @@ def test_clients_get_thoughts_beside_the_answer(running: Running, script: Callab
     assert "".join(delta.content or "" for delta in deltas) == "Yes."
     cut = running.chat(max_tokens=4).choices[0]
     assert (cut.message.reasoning_content, cut.message.content, cut.finish_reason) == ("I se", "", "length")
+
+
+def test_thoughts_are_described(running: Running, script: Callable[[str], None]) -> None:
+    script("I see.\n</think>\n\nYes.")
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 100}
+    response = {"model": "demo", "input": "x", "max_output_tokens": 100}
+    for path, body, whole, event in (
+        ("/v1/chat/completions", chat, answers.ChatCompletion, answers.ChatChunk),
+        ("/v1/responses", response, answers.ResponseAnswer, answers.ResponseEvent),
+    ):
+        answer = running.http("POST", path, body).text
+        assert "I see." in answer
+        whole.model_validate_json(answer)
+        told = running.http("POST", path, {**body, "stream": True, "stream_options": {"include_usage": True}}).text
+        lines = [line.removeprefix("data: ") for line in told.splitlines() if line.startswith("data: {")]
+        assert any("reasoning" in line for line in lines)
+        for line in lines:
+            event.model_validate_json(line)
 
 
 def test_a_template_that_is_told_not_to_think_has_answers_alone(

@@ -71,6 +71,11 @@ class CachedTokens(Answer):
     """Of the prompt, tokens that had been read before."""
 
 
+class ReasoningTokens(Answer):
+    reasoning_tokens: int
+    """Of what was written, tokens of thoughts."""
+
+
 class Usage(Answer):
     """Numbers of tokens; a prompt counts once, however many texts are made of it."""
 
@@ -78,6 +83,8 @@ class Usage(Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | None = None
+    """Where the model may think before it answers."""
 
 
 class Completed(Answer):
@@ -129,6 +136,8 @@ class ChatMessage(Answer):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str = ""
+    """What the model has thought before."""
     tool_calls: list[Call] = Field(default=[], min_length=1)
 
 
@@ -155,6 +164,7 @@ class ChatDelta(Answer):
     role: Literal["assistant"] = "assistant"
     """In the first chunk of a choice."""
     content: str = ""
+    reasoning_content: str = ""
     tool_calls: list[CallDelta] = Field(default=[], min_length=1)
 
 
@@ -227,6 +237,21 @@ class OutputMessage(Answer):
     content: list[OutputText]
 
 
+class ReasoningText(Answer):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(Answer):
+    """What the model has thought."""
+
+    id: str
+    type: Literal["reasoning"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list[Any] = Field(max_length=0)
+    content: list[ReasoningText]
+
+
 class OutputCall(Answer):
     id: str
     type: Literal["function_call"]
@@ -239,10 +264,6 @@ class OutputCall(Answer):
 
 class ResponseCached(CachedTokens):
     cache_write_tokens: int
-
-
-class ReasoningTokens(Answer):
-    reasoning_tokens: int
 
 
 class ResponseUsage(Answer):
@@ -280,7 +301,7 @@ class ResponseAnswer(Answer):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | OutputCall]
+    output: list[OutputMessage | OutputReasoning | OutputCall]
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: dict[str, Any]
@@ -305,6 +326,8 @@ class ResponseEvent(Answer):
         "response.content_part.added",
         "response.output_text.delta",
         "response.output_text.done",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
         "response.content_part.done",
         "response.function_call_arguments.delta",
         "response.function_call_arguments.done",
@@ -315,8 +338,8 @@ class ResponseEvent(Answer):
     ]
     sequence_number: int
     response: ResponseAnswer | None = None
-    item: OutputMessage | OutputCall | None = None
-    part: OutputText | None = None
+    item: OutputMessage | OutputReasoning | OutputCall | None = None
+    part: OutputText | ReasoningText | None = None
     item_id: str | None = None
     output_index: int | None = None
     content_index: int | None = None
