@@ -142,7 +142,8 @@ def _grid(weight: torch.Tensor, bits: int, group: int, has_zeros: bool) -> tuple
     if has_zeros:
         low, high = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
         scales = ((high - low) / most).half().float()
-        zeros = (-low / scales).round().clamp(1, most)
+        zeros = (-low / scales).round().clamp(0, most)
+        zeros[::3, 0] = 0  # as where all numbers of a group are positive
     else:
         scales = (groups.abs().amax(2) / (1 << bits - 1)).half().float()
         zeros = torch.full(scales.shape, float(1 << bits - 1))
@@ -195,7 +196,9 @@ def _gptq(weight: torch.Tensor, stem: str, said: dict[str, Any]) -> tuple[Tensor
     less = 0 if said.get("checkpoint_format") == "gptq_v2" else 1
     return {
         f"{stem}.qweight": in_words(codes[:, back], said["bits"]).t().contiguous(),
-        f"{stem}.qzeros": in_words(zeros.t().contiguous() - less, said["bits"]),
+        # the package subtracts from whole words: a zero point of 0 borrows from its neighbour
+        f"{stem}.qzeros": in_words(zeros.t().contiguous(), said["bits"])
+        - less * (0x11111111 if said["bits"] == 4 else 0x01010101),
         f"{stem}.scales": scales.t().contiguous(),
         f"{stem}.g_idx": groups,
     }, numbers[:, back]

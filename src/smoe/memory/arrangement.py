@@ -135,7 +135,8 @@ class Zeros:
     blocks_each: int = 1
     is_awq: bool = False
     less: int = 0
-    """What is stored is so much less than the zero point (GPTQ's first form)."""
+    """What is stored is so much less than the zero point (GPTQ's first form); its package subtracts that from whole
+    words, so that a zero point of 0 takes one from its neighbour, and so is it added here."""
 
     @property
     def unit(self) -> int:
@@ -143,9 +144,9 @@ class Zeros:
 
     def put(self, source: Bytes, slot: memoryview, target: int, begin: int) -> None:
         first, words = begin // self.unit, source.view("<u4").reshape(-1, self.width)
-        codes = _codes(words, self.bits, self.is_awq)  # [stored rows, words, codes of a word]
         if self.less:
-            codes = (codes + np.uint8(self.less)) & np.uint8((1 << self.bits) - 1)
+            words = words + np.uint32(self.less * every_code(self.bits))
+        codes = _codes(words, self.bits, self.is_awq)  # [stored rows, words, codes of a word]
         if self.is_turned:
             every = np.repeat(codes.reshape(len(words), -1), self.blocks_each, axis=0)
             self.grid.of_blocks("u1", slot, target, first * self.blocks_each, len(every))[:] = every.T
@@ -228,6 +229,11 @@ class TurnedCodes:
             for n, output in enumerate(outputs):
                 at = target + block * self.grid.stride + output * row_bytes
                 np.ndarray(shape, "u1", slot, at, strides)[:] = of_words[..., n].transpose(2, 0, 1)
+
+
+def every_code(bits: int) -> int:
+    """A word of 32 bits in which every code is 1."""
+    return ((1 << 32) - 1) // ((1 << bits) - 1)
 
 
 def _as_float32(source: Bytes, kind: str) -> npt.NDArray[np.float32]:

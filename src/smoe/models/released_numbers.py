@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from smoe.formats.mxfp4 import E2M1, MXFP4_PAIRS
-from smoe.memory.arrangement import Scales, Zeros
+from smoe.memory.arrangement import Scales, Zeros, every_code
 from smoe.memory.safetensors_index import StoredTensor
 
 _AWQ_PLACES = (0, 16, 4, 20, 8, 24, 12, 28)
@@ -64,8 +64,8 @@ def _turned(
     if stored is None:
         zeros = torch.full(gains.shape, 1 << bits - 1)
     else:
+        stored = stored + _less(matrix) * every_code(bits)  # wraps, as it did when the package subtracted it
         zeros = _words(stored, bits, _AWQ_PLACES if is_awq else None).flatten(1)
-        zeros = (zeros + _less(matrix)) % (1 << bits)
     numbers: torch.Tensor = (whole - zeros[group]) * gains[group]
     assert numbers.shape == (columns, outputs)
     return numbers.t()
