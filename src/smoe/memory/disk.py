@@ -1,17 +1,15 @@
 """The disk: page-aligned reads of byte ranges, past the page cache where the file system allows.
 
-`O_DIRECT` keeps experts out of the page cache, which under a memory limit would fight our slots for the same RAM, and
-saves a copy. It needs aligned address, offset and length, which `memory/store.py` arranges. Where it is refused
-(tmpfs, some network and other systems' file systems) reads are buffered and the pages are dropped behind the reader.
-Where RAM exceeds the model by far, the page cache is the better place and `direct=False` uses it.
-
-`os.preadv` releases the interpreter lock, so a reading thread does not slow a computing one.
+Reading directly keeps experts out of the page cache, which under a memory limit would fight our slots for the same RAM,
+and saves a copy. It needs aligned address, offset and length, which `memory/store.py` arranges; how it is asked for is
+each system's own (`memory/expert_file.py`). Where it is refused (tmpfs, some network file systems) reads are buffered
+and the pages are dropped behind the reader. Where RAM exceeds the model by far, the page cache is the better place and
+`direct=False` uses it.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from smoe.errors import CheckpointError, TransferError
+from smoe.memory.expert_file import ExpertFile, Opening, opening
 from smoe.memory.safetensors_index import FileIdentity, check_identity
 from smoe.memory.store import Read
 
@@ -32,18 +31,19 @@ TRIES = 6
 _PASSING = (errno.EINTR, errno.EAGAIN)
 _FIRST_PAUSE_SECONDS = 0.001
 
-_DIRECT = getattr(os, "O_DIRECT", 0)
 _T = TypeVar("_T")
 
 
 class DiskReader:
     """Open files of one store. `read` may be called from several threads."""
 
-    def __init__(self, direct: bool) -> None:
-        self._wants_direct = direct and bool(_DIRECT)
+    def __init__(self, direct: bool, opened: Opening | None = None) -> None:
+        """`opened`: how files are opened (None: this system's way)."""
+        self._wants_direct = direct
+        self._opening = opened or opening()
         self._lock = threading.Lock()
-        self._files: dict[Path, tuple[int, bool]] = {}
-        self._retired: list[int] = []
+        self._files: dict[Path, ExpertFile] = {}
+        self._retired: list[ExpertFile] = []
         self._identities: dict[Path, FileIdentity] = {}
 
     def expect(self, identities: Mapping[Path, FileIdentity]) -> None:
@@ -53,7 +53,7 @@ class DiskReader:
     @property
     def is_direct(self) -> bool:
         """Whether every file opened so far bypasses the page cache."""
-        return bool(self._files) and all(direct for _, direct in self._files.values())
+        return bool(self._files) and all(file.is_direct for file in self._files.values())
 
     def read(self, read: Read, buffer: memoryview, between: Callable[[], None] | None = None) -> int:
         """Fill `buffer` with `read`'s bytes, from its first byte; returns the bytes that came, at least `read.need`.
@@ -61,43 +61,43 @@ class DiskReader:
         `between` is called between two chunks, so that something more urgent can use the disk there.
         Raises `TransferError` where the system cannot read, `CheckpointError` for a file written since it was indexed.
         """
-        descriptor, direct = self._open(read.path)
+        file = self._open(read.path)
         done, request = 0, REQUEST_BYTES if between is None else CHUNK_BYTES
         try:
             while done < read.need:
                 if done and between is not None:
                     between()
-                came = self._pread(descriptor, buffer[done : min(done + request, read.nbytes)], read.offset + done)
+                came = self._pread(file, buffer[done : min(done + request, read.nbytes)], read.offset + done)
                 if came == 0:
                     raise OSError(errno.EIO, "the file ends early")
                 done += came
         except OSError as error:
-            self._check_identity(read.path, descriptor)  # a file cut short is one that was written
-            if direct and error.errno == errno.EINVAL:
+            self._check_identity(read.path, file)  # a file cut short is one that was written
+            if file.is_direct and error.errno == errno.EINVAL:
                 self._reopen_buffered(read.path)
                 return self.read(read, buffer, between)
             raise TransferError(
                 error.errno or errno.EIO, f"cannot read {read.path} at {read.offset}: {error}"
             ) from error
-        self._check_identity(read.path, descriptor)  # afterwards: it tells of a change during the read, too
-        if self._wants_direct and not direct:
-            _forget_pages(descriptor, read.offset, read.nbytes)
+        self._check_identity(read.path, file)  # afterwards: it tells of a change during the read, too
+        if self._wants_direct and not file.is_direct:
+            file.forget(read.offset, read.nbytes)
         return done
 
     def close(self) -> None:
         """Close every file; no read may be under way."""
         with self._lock:
-            for descriptor in [*self._retired, *(descriptor for descriptor, _ in self._files.values())]:
-                os.close(descriptor)
+            for file in [*self._retired, *self._files.values()]:
+                file.close()
             self._files.clear()
             self._retired.clear()
 
-    def _check_identity(self, path: Path, descriptor: int) -> None:
+    def _check_identity(self, path: Path, file: ExpertFile) -> None:
         expected = self._identities.get(path)
         if expected is not None:
-            check_identity(path, descriptor, expected)
+            check_identity(path, file.descriptor, expected)
 
-    def _open(self, path: Path) -> tuple[int, bool]:
+    def _open(self, path: Path) -> ExpertFile:
         known = self._files.get(path)
         if known is not None:
             return known
@@ -106,44 +106,37 @@ class DiskReader:
                 self._files[path] = self._open_now(path)
             return self._files[path]
 
-    def _open_now(self, path: Path) -> tuple[int, bool]:
-        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    def _open_now(self, path: Path) -> ExpertFile:
         try:
             if self._wants_direct:
                 try:
-                    return self._opened(path, flags | _DIRECT), True
+                    return self._opened(path, True)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-            return self._opened(path, flags), False
+            return self._opened(path, False)
         except OSError as error:
             raise TransferError(error.errno or errno.EIO, f"cannot open {path}: {error.strerror}") from error
 
-    def _opened(self, path: Path, flags: int) -> int:
-        descriptor = os.open(path, flags)
+    def _opened(self, path: Path, direct: bool) -> ExpertFile:
+        file = self._opening(path, direct)
         try:
-            self._check_identity(path, descriptor)
+            self._check_identity(path, file)
         except CheckpointError:
-            os.close(descriptor)
+            file.close()
             raise
-        return descriptor
+        return file
 
     def _reopen_buffered(self, path: Path) -> None:
-        """Some file systems accept O_DIRECT on open and refuse it on read."""
+        """Some file systems let a file be opened for direct reads and refuse them."""
         with self._lock:
-            descriptor, direct = self._files[path]
-            if direct:
-                self._retired.append(descriptor)  # other threads may still be reading through it
-                self._files[path] = (self._opened(path, os.O_RDONLY), False)
+            file = self._files[path]
+            if file.is_direct:
+                self._retired.append(file)  # other threads may still be reading through it
+                self._files[path] = self._opened(path, False)
 
-    def _pread(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        if hasattr(os, "preadv"):
-            return _insistently(lambda: os.preadv(descriptor, [buffer], offset))
-        with self._lock:  # systems without positioned reads: one at a time
-            os.lseek(descriptor, offset, os.SEEK_SET)
-            data = _insistently(lambda: os.read(descriptor, len(buffer)))
-        buffer[: len(data)] = data
-        return len(data)
+    def _pread(self, file: ExpertFile, buffer: memoryview, offset: int) -> int:
+        return _insistently(lambda: file.read_into(buffer, offset))
 
 
 def _insistently(call: Callable[[], _T]) -> _T:
@@ -156,8 +149,3 @@ def _insistently(call: Callable[[], _T]) -> _T:
                 raise
             time.sleep(_FIRST_PAUSE_SECONDS * 2**attempt)
     return call()
-
-
-def _forget_pages(descriptor: int, offset: int, nbytes: int) -> None:
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)

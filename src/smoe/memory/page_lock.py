@@ -70,7 +70,7 @@ def lock_pages(arena: Arena, registry: PageRegistry) -> list[int]:
             registry.forget_error()
             _log.warning(
                 "the driver would lock %s of %s of host memory for experts (error %d); the rest is copied to the "
-                "device more slowly. Raise the limit (ulimit -l) or lower `host_memory`",
+                "device more slowly. Raise the limit of locked memory (ulimit -l on Linux) or lower `host_memory`",
                 format_bytes(begin),
                 format_bytes(arena.nbytes),
                 error,

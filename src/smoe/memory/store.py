@@ -5,7 +5,7 @@ tensors or one row of a fused tensor. Two ways to fill a slot:
 
 * **in place**: where the pieces of every part follow each other in the file (as in most checkpoints, where an expert's
   tensors are neighbours), whole runs of bytes are read straight into the slot. A run starts at the slot offset that
-  has the file offset's remainder modulo the page, so that `O_DIRECT` can read it without a bounce.
+  has the file offset's remainder modulo the page, so that a direct read can land there without a bounce.
 
       file   ...|....gate.......up..........down.....|...       page boundaries: |
       slot      |....gate.......up..........down.....|          same remainder, nothing is moved
@@ -33,7 +33,8 @@ from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor
 EXPERT_DTYPES = ("BF16", "F16", "F32")
 """As safetensors names them: what experts may be stored in, and what slots may hold."""
 PAGE = 4096
-"""Alignment of buffers, offsets and lengths for `O_DIRECT`; devices with smaller sectors accept it too."""
+"""Alignment of buffers, offsets and lengths for direct reads; devices with smaller sectors accept it too. Larger pages
+of memory, as macOS on ARM has them, ask for no more: what reads are aligned to is the disk's sectors."""
 
 
 STAGED_BYTES = 4 * 2**20

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from smoe.errors import CheckpointError, ModelError
 from smoe.memory.gguf_header import read_gguf_header
+from smoe.memory.hole import lengthen
 from smoe.models import hub
 from smoe.models.gguf_names import labels_of, models_of, parts_of
 
@@ -128,7 +129,7 @@ def _fetch_header(repository: str, name: str, revision: str | None, size: int, f
         while True:
             more = remote.read(max(_FIRST_BYTES, count))
             file.write(more)
-            file.truncate(size)
+            lengthen(file, size)
             file.flush()
             count += len(more)
             try:

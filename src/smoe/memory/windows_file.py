@@ -1,0 +1,91 @@
+"""A file that experts are read from, on Windows: written by its documentation, and tried on a stand-in of kernel32.
+
+open    unbuffered: past the system's cache. Overlapped: without it one handle serves one read at a time, whichever
+        threads ask. Others may read it, rename it and delete it; while it is open nobody can write to it, as the
+        time of a write would only be seen when the writer has closed it
+read    at an offset of its own, told to the system in OVERLAPPED; waited for on an event of its own
+end     a read that begins there fails with ERROR_HANDLE_EOF; one that passes it comes short
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+from smoe.memory import kernel32 as k32
+from smoe.memory.store import PAGE
+
+
+class WindowsFile:
+    """By a handle, which a descriptor of the C library's owns."""
+
+    def __init__(self, path: Path, direct: bool) -> None:
+        self._system = k32.kernel32()
+        flags = k32.FILE_FLAG_OVERLAPPED | (k32.FILE_FLAG_NO_BUFFERING if direct else 0)
+        shared = k32.FILE_SHARE_READ | k32.FILE_SHARE_DELETE
+        handle = self._system.calls.CreateFileW(
+            str(path), k32.GENERIC_READ, shared, None, k32.OPEN_EXISTING, flags, None
+        )
+        if handle in (None, k32.NO_HANDLE):
+            raise self._system.error()
+        self._handle: int = handle
+        self.descriptor = _descriptor_of(handle)
+        self.is_direct = direct
+        if direct and not self._takes_pages():
+            self.close()
+            raise OSError(errno.EINVAL, "its sectors are larger than our pages")
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        calls, came = self._system.calls, k32.U32()
+        event = calls.CreateEventW(None, True, False, None)
+        if not event:
+            raise self._system.error()
+        begin = ctypes.c_char.from_buffer(buffer)
+        request = k32.Overlapped(offset=offset & 0xFFFFFFFF, offset_high=offset >> 32, event=event)
+        is_over = False
+        try:
+            if not calls.ReadFile(self._handle, ctypes.addressof(begin), len(buffer), None, ctypes.byref(request)):
+                code = self._system.last_error()
+                if code != k32.ERROR_IO_PENDING:
+                    is_over = True
+                    return self._nothing(code)
+            is_done = calls.GetOverlappedResult(self._handle, ctypes.byref(request), ctypes.byref(came), True)
+            code, is_over = self._system.last_error(), True
+            return came.value if is_done else self._nothing(code)
+        finally:
+            if not is_over:  # an interrupt: the system must not write to memory that somebody else may get
+                calls.CancelIoEx(self._handle, ctypes.byref(request))
+                calls.GetOverlappedResult(self._handle, ctypes.byref(request), ctypes.byref(came), True)
+            calls.CloseHandle(event)
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """The system cannot be told."""
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+    def _nothing(self, code: int) -> int:
+        """What a read that has failed has brought: nothing at the end of the file; else raises."""
+        if code == k32.ERROR_HANDLE_EOF:
+            return 0
+        raise self._system.error(code)
+
+    def _takes_pages(self) -> bool:
+        """Whether whole pages are whole sectors; also where the file system does not say, as on other machines."""
+        found = k32.StorageInfo()
+        size = ctypes.sizeof(found)
+        asked = self._system.calls.GetFileInformationByHandleEx
+        is_told = asked(self._handle, k32.FILE_STORAGE_INFO, ctypes.byref(found), size)
+        return not is_told or not found.logical_sector or PAGE % found.logical_sector == 0
+
+
+def _descriptor_of(handle: int) -> int:
+    """Closing it closes the handle."""
+    import msvcrt
+
+    library: Any = msvcrt  # whose names are not there on other systems
+    descriptor: int = library.open_osfhandle(handle, os.O_RDONLY)
+    return descriptor
