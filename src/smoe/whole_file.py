@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+_IN_USE = (5, 32)
+"""Windows' errors of a file that somebody has open: a reader, or what looks for viruses."""
+_TRIES = 10
+_FIRST_PAUSE_SECONDS = 0.002
+
 
 def partial_of(path: Path) -> Path:
     """Where this process writes what will be `path`: beside it, so that renaming it is one step."""
     return path.with_name(f"{path.name}.partial-{os.getpid()}")
+
+
+def take_place(partial: Path, path: Path) -> None:
+    """Have a finished file, which nobody has open here, be `path`, in one step.
+
+    Windows lets nobody take the place of a file that is being read: readers are waited for, a second at most.
+    Raises `OSError`.
+    """
+    for attempt in range(_TRIES):
+        try:
+            partial.replace(path)
+            return
+        except PermissionError as error:
+            if getattr(error, "winerror", None) not in _IN_USE or attempt == _TRIES - 1:
+                raise
+            time.sleep(_FIRST_PAUSE_SECONDS * 2**attempt)
 
 
 @contextmanager
@@ -26,6 +48,6 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
+        take_place(partial, path)
     finally:
         partial.unlink(missing_ok=True)

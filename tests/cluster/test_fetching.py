@@ -197,17 +197,17 @@ def test_a_disk_that_forgets_is_noticed(
     send: Callable[[], Sending], model: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks that were verified and written are read once more before the file gets its name."""
-    import os
+    from smoe.cluster import landing
 
-    original, lost = os.pwrite, list[int]()
+    original, lost = landing._write_at, list[int]()
 
-    def lose(descriptor: int, data: Any, offset: int) -> int:
+    def lose(file: Any, data: Any, offset: int) -> int:
         if offset == CHUNK_BYTES and not lost:
             lost.append(offset)
             data = bytes(len(data))
-        return original(descriptor, data, offset)
+        return original(file, data, offset)
 
-    monkeypatch.setattr("smoe.cluster.landing.os.pwrite", lose)
+    monkeypatch.setattr(landing, "_write_at", lose)
     send()
     fetch(member("shelf"), tmp_path / "worker")
     assert lost

@@ -142,13 +142,15 @@ def _explain(error: Exception) -> int:
 
 
 def _open_missing_streams() -> None:
-    """A closed stdout or stderr (`>&-`) takes what is written and forgets it; a narrow one shows what it can."""
+    """A closed stdout or stderr (`>&-`) takes what is written and forgets it; a narrow one shows what it can. Files and
+    pipes of Windows, which would have the code page of older programs, get UTF-8, unless PYTHONIOENCODING says what."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf8"))
         elif (stream.encoding or "").lower().replace("-", "") != "utf8" and hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+            is_file = sys.platform == "win32" and not stream.isatty() and "PYTHONIOENCODING" not in os.environ
+            stream.reconfigure(encoding="utf8" if is_file else None, errors="replace")
 
 
 def _let_go_of_stdout() -> None:

@@ -6,6 +6,7 @@ A quiet command gives its result, warnings and errors, and nothing else.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import threading
@@ -99,11 +100,15 @@ def _value_of(options: Sequence[str]) -> str | None:
 
 
 def stdin() -> TextIO | None:
-    """Stdin, or None where it is closed. Bytes that are no text come as surrogates: `check_text` refuses them."""
+    """Stdin, or None where it is closed. Bytes that are no text come as surrogates: `check_text` refuses them.
+
+    Windows' files and pipes are UTF-8, unless PYTHONIOENCODING says what.
+    """
     if sys.stdin is None or sys.stdin.closed:
         return None
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="surrogateescape")
+        is_file = sys.platform == "win32" and not sys.stdin.isatty() and "PYTHONIOENCODING" not in os.environ
+        sys.stdin.reconfigure(encoding="utf8" if is_file else None, errors="surrogateescape")
     return sys.stdin
 
 

@@ -6,6 +6,9 @@ while it ends      leaves at once, after a word
 
 Ctrl-C leaves with exit code 130, SIGTERM with 143, SIGHUP (the terminal has gone) with 129, as shells have it. A signal
 that whoever started the program has it ignore (`nohup`, `&` in a script) stays ignored.
+
+Windows has Ctrl-C, and what ends a program in order is Ctrl-Break (SIGBREAK, 149), which the closing of its window is,
+too; whoever else ends a program there ends it at once. A lock that is waited for is not interrupted there.
 """
 
 from __future__ import annotations
@@ -30,14 +33,15 @@ REFUSED = 3
 """The exit code of a worker that its main refuses: whoever keeps it running need not start it again."""
 
 _HANGUP = getattr(signal, "SIGHUP", None)
-_NUMBERS = [number for number in (signal.SIGINT, signal.SIGTERM, _HANGUP) if number is not None]
+_BREAK = getattr(signal, "SIGBREAK", None)
+_NUMBERS = [number for number in (signal.SIGINT, signal.SIGTERM, _HANGUP, _BREAK) if number is not None]
 _SHOW_CURSOR = "\x1b[?25h"
 _PATIENCE = 2
 """Signals that a program which ends at the first one takes before it leaves at once: a key may be pressed twice."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, wherever the program was."""
+    """SIGTERM, SIGHUP or SIGBREAK, wherever the program was."""
 
 
 class _State:

@@ -27,7 +27,7 @@ import zmq
 from smoe.cluster.address import checked_address
 from smoe.errors import ClusterError
 from smoe.units import format_count
-from smoe.whole_file import partial_of, whole_file
+from smoe.whole_file import partial_of, take_place, whole_file
 
 _FORMAT = 1
 INVITATION_SECONDS = 600
@@ -225,7 +225,7 @@ def keep_status(
     content = {"format": _FORMAT, "at": at, "process": os.getpid(), "workers": workers, "shadow": shadow}
     partial = partial_of(path)
     partial.write_text(json.dumps(content), encoding="utf8")  # not forced to the disk, which experts are read from
-    partial.replace(path)
+    take_place(partial, path)
     return path
 
 

@@ -10,16 +10,18 @@ there under its name and is another one is not touched.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from smoe.cluster.files import CHUNK_BYTES, Manifest, SentFile
 from smoe.cluster.sums import keep_sums, make_sums, sums_of
 from smoe.errors import ClusterError, DiskSpaceError
+from smoe.file_lock import FileLock
 from smoe.models.files import check_disk
+from smoe.whole_file import take_place
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -33,9 +35,8 @@ class Landing:
         missing does not fit."""
         self._folder, self._sent, self._before = folder, sent, before
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(folder, os.O_RDONLY)
+        self._lock = _taken(folder)
         try:
-            self._take()
             self.missing: dict[int, set[int]] = {}
             """Chunks by file; a file that is whole is not among them."""
             self.missing_bytes = 0
@@ -50,9 +51,7 @@ class Landing:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.close()
 
     def keep(self, number: int, chunk: int, data: bytes | bytearray) -> bool:
         """Put a chunk of a file at its place; False where it is another than main has, which leaves no trace. The last
@@ -66,7 +65,7 @@ class Landing:
             part = self._part(number)
             part.touch()
             with part.open("r+b", buffering=0) as file:
-                if os.pwrite(file.fileno(), data, chunk * CHUNK_BYTES) != len(data):
+                if _write_at(file, data, chunk * CHUNK_BYTES) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if error.errno not in _FULL:
@@ -83,14 +82,6 @@ class Landing:
 
     def _part(self, number: int) -> Path:
         return self._folder / f"{self._sent.files[number].name}.part"
-
-    def _take(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ClusterError(
-                f"another process is fetching into {self._folder}; wait for it to end, or give another folder"
-            ) from error
 
     def _look_at(self, number: int, file: SentFile) -> None:
         """What of a file is there already."""
@@ -133,9 +124,24 @@ class Landing:
         if made.digest != file.digest:
             raise ClusterError(f"main's checksums of {file.name} contradict each other; this is an error of smoe's")
         path = self._folder / file.name
-        part.replace(path)
+        take_place(part, path)
         keep_sums(path, made)
         del self.missing[number]
+
+
+def _write_at(file: IO[bytes], data: bytes | bytearray, offset: int) -> int:
+    """How many of the bytes were written."""
+    file.seek(offset)
+    return file.write(data)
+
+
+def _taken(folder: Path) -> FileLock:
+    try:
+        return FileLock(folder)
+    except BlockingIOError as error:
+        raise ClusterError(
+            f"another process is fetching into {folder}; wait for it to end, or give another folder"
+        ) from error
 
 
 def _unlike(made: SentFile, file: SentFile) -> set[int]:

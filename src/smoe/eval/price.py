@@ -147,7 +147,7 @@ class _Results:
         self._path = path
         self._content: dict[str, Any] = {"circumstances": circumstances, "qualities": []}
         if path.exists():
-            earlier = json.loads(path.read_text())
+            earlier = json.loads(path.read_text(encoding="utf8"))
             before = earlier["circumstances"]
             differing = [name for name in {**before, **circumstances} if before.get(name) != circumstances.get(name)]
             if differing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from smoe.config import EngineConfig
 from smoe.errors import CheckpointError, ConfigError
 from smoe.load.host_slots import reads_directly, size_of, worker_sizes
 from smoe.machine.available_memory import free_host_bytes
+from smoe.machine.processor import usable_cores
 from smoe.memory.safetensors_index import StoredTensor, index_checkpoint
 from smoe.memory.store import ExpertStore, LayerExperts, Part, row_of
 from smoe.models.weight_samples import checksum
@@ -73,7 +73,7 @@ def open_described(
     math = KernelMath(description.hidden, description.inner, description.table)
     free, _ = free_host_bytes()
     is_direct = reads_directly(EngineConfig(), store.total_bytes, free - sum(count * each for count, each in sizes))
-    count = threads or len(os.sched_getaffinity(0))
+    count = threads or usable_cores()
     experts = ExpertsAlone(store, dict.fromkeys(alone, math), sizes, size_of(classes), is_direct, count, False)
     return Served(experts, description.weights, "auto", np.dtype(np.uint16), DTYPE)
 

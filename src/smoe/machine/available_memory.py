@@ -1,9 +1,16 @@
-"""How much memory this process may take: the machine's, or less where a container says so."""
+"""How much memory this process may take: what is available, or less where somebody says so.
+
+Linux      the memory limit of a container, or any other cgroup
+macOS      what can be had without compressing or swapping others' memory
+Windows    what RAM and page file together can hold, as all that is asked for is promised; limits of a job
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -13,6 +20,14 @@ if TYPE_CHECKING:
 _CGROUP = Path("/sys/fs/cgroup")
 MARGIN_SHARE = 0.10
 MIN_MARGIN_BYTES = 256 * 2**20
+
+
+class Room(NamedTuple):
+    """What somebody leaves us."""
+
+    nbytes: int
+    source: str
+    advice: str
 
 
 def free_device_bytes(device: torch.device) -> tuple[int, str]:
@@ -27,11 +42,38 @@ def free_device_bytes(device: torch.device) -> tuple[int, str]:
 
 def free_host_bytes() -> tuple[int, str]:
     """The same of the host."""
+    least = least_room()
+    return least.nbytes, least.source
+
+
+def least_room() -> Room:
+    """Of the host's memory, as it is now: the tightest of all that this system tells."""
+    return min(_rooms(), key=lambda room: room.nbytes)  # of equals the first
+
+
+def _rooms() -> Iterator[Room]:
     available = int(psutil.virtual_memory().available)
-    room = cgroup_room()
-    if room is not None and room < available:
-        return room, "room under the memory limit of this container"
-    return available, "available RAM"
+    yield Room(available, "available RAM", "close other programs")
+    if sys.platform == "darwin":
+        from smoe.machine.macos_memory import free_bytes
+
+        free = free_bytes()
+        if free is not None:
+            yield Room(free, "available RAM, others' idle memory left alone", "close other programs")
+    elif sys.platform == "win32":
+        from smoe.machine.windows_memory import commit_bytes, job_bytes
+
+        promised, job = commit_bytes(), job_bytes()
+        if promised is not None:
+            yield Room(
+                promised, "memory that Windows still promises", "close other programs, or let it have a page file"
+            )
+        if job is not None:
+            yield Room(job, "room under the memory limit of this process's job", "raise the job's limit")
+    else:
+        room = cgroup_room()
+        if room is not None:
+            yield Room(room, "room under the memory limit of this container", "raise the container's limit")
 
 
 def less_margin(free_bytes: int) -> int:
@@ -42,28 +84,28 @@ def less_margin(free_bytes: int) -> int:
 def cgroup_room() -> int | None:
     """Bytes left under the tightest memory limit that applies to this process; None without one."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf8").splitlines()
     except OSError:
         return None
     rooms: list[int] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            rooms += _rooms(_CGROUP, path, "memory.max", "memory.current")
+            rooms += _group_rooms(_CGROUP, path, "memory.max", "memory.current")
         elif "memory" in controllers.split(","):
-            rooms += _rooms(_CGROUP / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+            rooms += _group_rooms(_CGROUP / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
     return min(rooms, default=None)
 
 
-def _rooms(root: Path, path: str, limit_name: str, usage_name: str) -> list[int]:
+def _group_rooms(root: Path, path: str, limit_name: str, usage_name: str) -> list[int]:
     """Room in the group and each of its parents."""
     rooms: list[int] = []
     group = root / path.lstrip("/")
     while True:
         try:
-            limit = (group / limit_name).read_text().strip()
+            limit = (group / limit_name).read_text(encoding="utf8").strip()
             if limit != "max" and int(limit) < 1 << 60:
-                rooms.append(int(limit) - int((group / usage_name).read_text()))
+                rooms.append(int(limit) - int((group / usage_name).read_text(encoding="utf8")))
         except (OSError, ValueError):
             pass
         if group == root or root not in group.parents:

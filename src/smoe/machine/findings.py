@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
@@ -18,8 +19,10 @@ from smoe.errors import ConfigError
 from smoe.kernels.isa import widest
 from smoe.kernels.jit import is_available
 from smoe.kernels.spinning_pool import is_supported
-from smoe.machine.available_memory import cgroup_room, less_margin
+from smoe.machine.available_memory import least_room, less_margin
+from smoe.machine.macos_memory import pressure
 from smoe.machine.measure import Profile
+from smoe.memory.expert_file import direct_name
 from smoe.units import format_bytes
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -68,6 +71,7 @@ def examine(profile: Profile, folder: Path) -> list[Finding]:
     found = [
         _gpu(),
         _free_memory(profile),
+        _pressure(),
         _huge_pages(),
         _direct_io(profile, folder),
         _disk_rate(profile),
@@ -113,20 +117,29 @@ def _gpu() -> Finding:
 
 def _free_memory(profile: Profile) -> Finding:
     available, total = int(psutil.virtual_memory().available), int(profile.machine["memory_bytes"])
-    room = cgroup_room()
-    if room is not None and room < available:
-        text = f"{format_bytes(room)} of RAM left under this container's memory limit"
-        return Finding("better", text, "raise the container's limit: memory is what keeps experts off the disk")
-    text = f"{format_bytes(available)} of {format_bytes(total)} RAM available; without --memory, smoe takes at most "
-    text += format_bytes(less_margin(available))
+    room, why = least_room(), "memory is what keeps experts off the disk"
+    takes = f"without --memory, smoe takes at most {format_bytes(less_margin(room.nbytes))}"
+    if room.nbytes < available:
+        is_tight = room.nbytes < total * _TIGHT_MEMORY_SHARE
+        text = f"{format_bytes(room.nbytes)} of {format_bytes(total)} RAM for us: {room.source}; {takes}"
+        return Finding("better" if is_tight else "good", text, f"{room.advice}: {why}" if is_tight else "")
+    text = f"{format_bytes(available)} of {format_bytes(total)} RAM available; {takes}"
     if available < total * _TIGHT_MEMORY_SHARE:
-        return Finding("better", text, "close other programs: memory is what keeps experts off the disk")
+        return Finding("better", text, f"{room.advice}: {why}")
     return Finding("good", text)
+
+
+def _pressure() -> Finding | None:
+    found = pressure() if sys.platform == "darwin" else None
+    if found is None:
+        return None
+    text = f"macOS says that memory is short ({found}): it compresses and swaps, our slots too"
+    return Finding("better", text, "close other programs, or give smoe less: a slot that is swapped is read twice")
 
 
 def _huge_pages() -> Finding | None:
     try:
-        chosen = _HUGE_PAGES.read_text()
+        chosen = _HUGE_PAGES.read_text(encoding="utf8")
     except OSError:
         return None
     if "[never]" in chosen:
@@ -140,12 +153,16 @@ def _huge_pages() -> Finding | None:
 
 def _direct_io(profile: Profile, folder: Path) -> Finding:
     if profile.disk_is_direct:
-        return Finding("good", "experts can be read past the page cache (O_DIRECT)")
+        return Finding("good", f"experts can be read past the page cache ({direct_name()})")
     return Finding(
         "better",
-        f"the file system of {folder} does not read past the page cache (O_DIRECT)",
-        "put models on a local ext4, xfs or btrfs disk; until then the page cache competes with the budget for RAM",
+        f"the file system of {folder} does not read past the page cache ({direct_name()})",
+        f"put models on a local {_file_systems()} disk; until then the page cache competes with the budget for RAM",
     )
+
+
+def _file_systems() -> str:
+    return {"darwin": "APFS", "win32": "NTFS or ReFS"}.get(sys.platform, "ext4, xfs or btrfs")
 
 
 def _disk_rate(profile: Profile) -> Finding:

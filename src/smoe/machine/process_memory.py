@@ -3,12 +3,18 @@
 The budget is ours and exact. The rest belongs to others and is measured: anonymous memory before the first model is
 loaded, pages of program files (libraries bring more of them in when they compute), and what remains: compiled kernels
 and scratch, which `smoe/__init__.py` bounds (docs/log.md).
+
+Linux tells files' pages from others. Elsewhere all that is there before the first model counts as interpreter and
+libraries, and the code that these bring in later is among what remains.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 _STATUS = Path("/proc/self/status")
 LIBRARY_CODE_BYTES = 96 * 2**20
@@ -19,6 +25,16 @@ LIBRARY_SCRATCH_BYTES = 64 * 2**20
 
 _before: list[int] = []
 """Anonymous bytes before the first model was loaded."""
+
+
+class _Held(NamedTuple):
+    """Bytes of RAM."""
+
+    own: int
+    files: int
+    """Pages of program files; 0 where the system does not tell them from others, which are then among its own."""
+    peak: int
+    """The most of both so far."""
 
 
 class ProcessMemory(NamedTuple):
@@ -37,24 +53,24 @@ class ProcessMemory(NamedTuple):
 
 def note_start() -> None:
     """Before a model is loaded; only the first time counts."""
-    held = _status()
+    held = _held()
     if not _before and held is not None:
-        _before.append(held["RssAnon"])
+        _before.append(held.own)
 
 
 def libraries_bytes() -> int | None:
     """What this process holds now, before a model: interpreter and libraries. None where the system does not say."""
-    held = _status()
-    return None if held is None else held["RssAnon"] + held["RssFile"]
+    held = _held()
+    return None if held is None else held.own + held.files
 
 
 def process_memory(held_bytes: int) -> ProcessMemory | None:
     """The process at its peak, of which the budget holds `held_bytes`; None where the system does not say."""
-    now = _status()
+    now = _held()
     if now is None or not _before:
         return None
-    whole = now["VmHWM"]
-    libraries = min(whole, _before[0] + now["RssFile"])
+    whole = now.peak
+    libraries = min(whole, _before[0] + now.files)
     budget = min(held_bytes, whole - libraries)
     return ProcessMemory(whole, libraries, budget, whole - libraries - budget)
 
@@ -70,13 +86,33 @@ def beside_budget(reserved_bytes: int) -> dict[str, int]:
     return lines
 
 
-def _status() -> dict[str, int] | None:
-    """Bytes by the system's names; None where it has no such file."""
+def peak_bytes() -> int | None:
+    """The most RAM this process, interpreter and libraries included, has held; None where the system does not say."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
     try:
-        lines = _STATUS.read_text().splitlines()
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _held() -> _Held | None:
+    """None where the system does not say."""
+    if sys.platform not in ("darwin", "win32"):
+        return _status()
+    peak, now = peak_bytes(), int(psutil.Process().memory_info().rss)
+    return None if peak is None else _Held(now, 0, max(now, peak))
+
+
+def _status() -> _Held | None:
+    """By Linux's file; None where there is no such file."""
+    try:
+        lines = _STATUS.read_text(encoding="utf8").splitlines()
     except OSError:
         return None
     found = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
     if not {"RssAnon", "RssFile", "VmHWM"} <= found.keys():
         return None
-    return {name: int(found[name][0]) * 1024 for name in ("RssAnon", "RssFile", "VmHWM")}
+    return _Held(*(int(found[name][0]) * 1024 for name in ("RssAnon", "RssFile", "VmHWM")))

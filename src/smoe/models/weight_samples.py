@@ -53,9 +53,10 @@ def _sampled(path: Path, header_bytes: int) -> str:
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         begin = min(size, header_bytes)
-        digest.update(os.pread(file.fileno(), begin, 0))
+        digest.update(file.read(begin))
         for offset in sample_offsets(begin, size):
-            digest.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
+            file.seek(offset)
+            digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
 
 

@@ -10,18 +10,17 @@ it, and what follows them is written again. The file gets its name when it is wh
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
 
 from smoe.errors import CheckpointError, DiskSpaceError
+from smoe.file_lock import FileLock
 from smoe.formats.registry import FORMATS
 from smoe.memory.dtypes import TORCH
 from smoe.memory.store import LayerExperts
@@ -32,7 +31,7 @@ from smoe.models.reference import reference_parameters
 from smoe.packing.calibration import Calibration
 from smoe.packing.quantiser import quantised
 from smoe.user_cache import PLACE
-from smoe.whole_file import whole_file
+from smoe.whole_file import take_place, whole_file
 
 _CHUNK = 1 << 22
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -58,13 +57,14 @@ def pack(
     path, header = contents.path(place), header_bytes(contents.header(place))
     partial, notes = _unfinished(path)
     try:
-        with _only_writer(partial) as file:
-            records = _finished(file, notes, header, contents)
-            each = _Experts(contents, experts, calibration)
-            _write_layers(file, notes, len(header), each, records, progress)
-            file.write(record_bytes(records))
-            _settle(file)
-            partial.replace(path)
+        with _only_writer(partial):
+            with partial.open("a+b") as file:
+                records = _finished(file, notes, header, contents)
+                each = _Experts(contents, experts, calibration)
+                _write_layers(file, notes, len(header), each, records, progress)
+                file.write(record_bytes(records))
+                _settle(file)
+            take_place(partial, path)
     except OSError as error:
         if error.errno not in _FULL:
             raise
@@ -159,14 +159,11 @@ def damaged_layers(packed: Packed, contents: Contents, progress: Callable[[int, 
     return found
 
 
-@contextmanager
-def _only_writer(partial: Path) -> Iterator[IO[bytes]]:
-    with partial.open("a+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(f"another process is writing {partial}; wait for it to end, or end it") from error
-        yield file
+def _only_writer(partial: Path) -> FileLock:
+    try:
+        return FileLock(partial)
+    except BlockingIOError as error:
+        raise CheckpointError(f"another process is writing {partial}; wait for it to end, or end it") from error
 
 
 def _finished(file: IO[bytes], notes: Path, header: bytes, contents: Contents) -> list[dict[str, Any]]:

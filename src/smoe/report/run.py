@@ -5,7 +5,6 @@ Definitions in prose: `docs/metrics.md`. The command line, the benchmark and pro
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from smoe.config import EngineConfig
 from smoe.generation.generate import Generation
 from smoe.machine.floor import Floor, Rates, floor_of, measured_step
 from smoe.machine.measure import emulated_rates, quick_rates
-from smoe.machine.process_memory import ProcessMemory, process_memory
+from smoe.machine.process_memory import ProcessMemory, peak_bytes, process_memory
 from smoe.memory.emulation import Emulation
 from smoe.memory.pacing import Pacing
 from smoe.metrics import Counters
@@ -156,7 +155,7 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
     cluster = engine.executor.compute.others
     decode = generation.decode_counters
     pacing = engine.pacing
-    peak = process_peak_bytes()  # before the memory's rate is measured, which may take 64 MiB for a moment
+    peak = peak_bytes()  # before the memory's rate is measured, which may take 64 MiB for a moment
     process = process_memory(engine.peak_memory_bytes()) if model.device.type == "cpu" else None
     if isinstance(pacing, Emulation):
         rates = emulated_rates(pacing.profile)
@@ -275,16 +274,6 @@ def seconds_by_part(decode: Counters, whole: float, has_link: bool) -> dict[str,
         AHEAD: decode.look_ahead_seconds,
         PYTHON: decode.plan_seconds + max(0.0, whole - decode.forward_seconds),
     }
-
-
-def process_peak_bytes() -> int | None:
-    """The most RAM this process, interpreter and libraries included, has held; None where the system does not say."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _with_own_disk_rate(rates: Rates, generation: Generation) -> Rates:

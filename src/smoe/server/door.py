@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import os
 import socket
 
 from smoe.errors import ConfigError
@@ -25,8 +24,7 @@ def bound(config: ServerConfig) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         door = socket.socket(family, kind, protocol)
         try:
-            if os.name == "posix":
-                door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            door.setsockopt(socket.SOL_SOCKET, _alone(), 1)
             door.bind(address)
         except OSError:
             door.close()
@@ -34,6 +32,12 @@ def bound(config: ServerConfig) -> socket.socket:
     except (OSError, UnicodeError) as error:
         raise _refused(config, error) from error
     return door
+
+
+def _alone() -> int:
+    """The option of a port that nobody shares and that is free again at once. On Windows SO_REUSEADDR would give it to
+    whoever asks, a second server too."""
+    return int(getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR))
 
 
 def opened(door: socket.socket, config: ServerConfig) -> None:

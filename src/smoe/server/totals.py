@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from smoe.report.run import process_peak_bytes
+from smoe.machine.process_memory import peak_bytes
 from smoe.server.serving import Serving
 
 _ASKING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -67,5 +67,5 @@ def totals_of(serving: Serving) -> Totals:
         bytes_read=counters.bytes_read,
         peak_memory_bytes=engine.peak_memory_bytes(),
         memory_budget_bytes=engine.ledger.budget_bytes,
-        process_peak_bytes=process_peak_bytes(),
+        process_peak_bytes=peak_bytes(),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -14,6 +15,9 @@ from typing import Protocol, TypeVar
 Setting = TypeVar("Setting")
 Result = TypeVar("Result")
 Kept = TypeVar("Kept")
+
+_MOST_PROCESSES = 61 if sys.platform == "win32" else 10_000
+"""That one process can wait for there."""
 
 
 class Keeping(Protocol[Kept]):
@@ -41,7 +45,7 @@ def sweep(
     """
     found = {} if keeping is None else _kept(keeping, settings, tick)
     missing = [number for number in range(len(settings)) if number not in found]
-    most = min(len(missing), processes or os.cpu_count() or 1)
+    most = min(len(missing), processes or os.cpu_count() or 1, _MOST_PROCESSES)
     if most <= 1:
         for number in missing:
             found[number] = simulate(settings[number])

@@ -7,7 +7,6 @@ same. Points are computed in processes of their own where that is worth their st
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from smoe.errors import ConfigError
+from smoe.machine.processor import usable_cores
 from smoe.policy.budget import MIN_STAGING_SLOTS
 from smoe.policy.registry import EVICTION, LEARNED, ONLINE_EVICTION, SCORED_EVICTION
 from smoe.policy.rows import observation
@@ -115,7 +115,7 @@ def curves(
     routings = sum(min(len(trace.routings()), passes * len(header.layers)) for trace in traces)
     if processes is None:
         is_little = routings * len(policies) * len(sizes) <= _INLINE_ROUTINGS
-        processes = 1 if is_little else min(_cores(), MOST_PROCESSES)
+        processes = 1 if is_little else min(usable_cores(), MOST_PROCESSES)
     done = count(1)
     found = sweep(_counts, points, lambda _: tick(next(done), len(points)), processes)
     _routings.cache_clear()
@@ -161,11 +161,6 @@ def _policies(header: TraceHeader, next_use: NextUse | None) -> tuple[list[str],
     if any(layer.rule is None for layer in header.layers):
         left_out |= dict.fromkeys(SCORED_EVICTION, "the routers follow no rule that smoe knows: no scores")
     return [*(name for name in ONLINE_EVICTION if name not in left_out), BOUND], left_out
-
-
-def _cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @lru_cache(maxsize=2)

@@ -28,7 +28,7 @@ from smoe.policy.rows import last_rows
 from smoe.routing import Phase, Routing
 from smoe.trace.record import PHASES, TracedLayer, TraceHeader
 from smoe.units import format_bytes
-from smoe.whole_file import partial_of
+from smoe.whole_file import partial_of, take_place
 
 if TYPE_CHECKING:
     from smoe.models.scoring import ScoringRule
@@ -115,7 +115,7 @@ class TraceWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            self._partial.replace(self._path)
+            take_place(self._partial, self._path)
 
     def abandon(self) -> None:
         """Leave nothing behind."""
