@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,26 +17,14 @@ import pytest
 
 from smoe import file_lock
 from smoe.file_lock import FileLock
-
-
-class CLibrary:
-    """`msvcrt`, as far as it locks: a byte of a file, which goes with the descriptor."""
-
-    LK_NBLCK = 2
-
-    def locking(self, descriptor: int, mode: int, nbytes: int) -> None:
-        assert mode == self.LK_NBLCK and nbytes == 1
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise PermissionError(errno.EACCES, "Permission denied") from None
+from tests.memory.fake_kernel32 import FakeKernel32, on_windows
 
 
 @pytest.fixture(params=["linux", "win32"])
-def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(file_lock, "sys", SimpleNamespace(platform=request.param))
-    monkeypatch.setitem(sys.modules, "msvcrt", CLibrary())  # type: ignore[arg-type]
-    return str(request.param)
+    with on_windows(FakeKernel32()):
+        yield str(request.param)
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
@@ -70,7 +58,6 @@ def test_other_errors_are_not_taken_for_another_process(platform: str, tmp_path:
     def broken(*_: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(CLibrary, "locking", broken)
     monkeypatch.setattr(fcntl, "flock", broken)
     with pytest.raises(OSError, match="Input/output"):
         FileLock(tmp_path / "it")

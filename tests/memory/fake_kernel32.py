@@ -8,6 +8,8 @@ whoever does not wait has none. `msvcrt` and the parts of ctypes that only Windo
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import itertools
 import os
 import sys
@@ -23,6 +25,7 @@ import pytest
 from smoe.memory import kernel32 as declared
 
 ACCESS_DENIED, FILE_NOT_FOUND, INVALID_PARAMETER, ABORTED = 5, 2, 87, 995
+LK_NBLCK = 2
 
 
 class Call:
@@ -175,10 +178,18 @@ def on_windows(library: FakeKernel32) -> Iterator[None]:
     def get_osfhandle(descriptor: int) -> int:
         return descriptor
 
+    def locking(descriptor: int, mode: int, nbytes: int) -> None:
+        assert mode == LK_NBLCK and nbytes == 1
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PermissionError(errno.EACCES, "Permission denied") from None
+
+    names = {"open_osfhandle": open_osfhandle, "get_osfhandle": get_osfhandle}
+    names |= {"locking": locking, "LK_NBLCK": LK_NBLCK}
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(
-            sys.modules, "msvcrt", SimpleNamespace(open_osfhandle=open_osfhandle, get_osfhandle=get_osfhandle)
-        )  # type: ignore[arg-type]
+        patch.setitem(sys.modules, "msvcrt", SimpleNamespace(**names))  # type: ignore[arg-type]
         patch.setattr(ctypes, "WinDLL", lambda name, use_last_error: library, raising=False)
         patch.setattr(ctypes, "get_last_error", library.last_error, raising=False)
         patch.setattr(ctypes, "FormatError", lambda code: f"what Windows says of {code}.\r\n", raising=False)
