@@ -74,6 +74,8 @@ def is_absent(module: str, platform: str) -> bool:
     return all(name.startswith("_") for name in names(module, platform))
 
 
+BREAK = 21
+"""SIGBREAK; here the number of what a background process gets that reads from its terminal."""
 UNCACHED: list[int] = []
 """Descriptors whose files are not to be kept in the page cache, where macOS is played."""
 
@@ -136,6 +138,7 @@ def _become(platform: str) -> None:
     if platform == "darwin":
         played["fcntl"] = Played(fcntl, missing("fcntl", platform), F_NOCACHE=48, fcntl=_uncached)
     else:
+        played["signal"] = Played(signal, missing("signal", platform), SIGBREAK=BREAK)
         played["os"] = Played(os, missing("os", platform), name="nt", O_BINARY=0, O_NOINHERIT=os.O_CLOEXEC)
         played["socket"] = Played(socket, missing("socket", platform), SO_EXCLUSIVEADDRUSE=socket.SO_REUSEADDR)
     absent = {name for name in MODULES if name not in played}
