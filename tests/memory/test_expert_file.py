@@ -173,6 +173,8 @@ def test_windows_sectors_larger_than_our_pages_are_read_through_the_cache(
     kernel: FakeKernel32, path: Path, buffer: memoryview
 ) -> None:
     kernel.sector = 2 * PAGE
+    with pytest.raises(OSError, match="sectors are larger"):
+        WindowsFile(path, True)
     with ExitStack() as stack:
         reader = closing(DiskReader(True, WindowsFile), stack)
         assert bytes_of(reader, pages(path, PAGE, 3), buffer) == DATA[PAGE : 4 * PAGE] and not reader.is_direct
