@@ -23,6 +23,7 @@ from smoe.kernels.proof import agrees, agrees_on_rows, same_bits
 from smoe.kernels.spinning_pool import MOST_ROWS, Product, SpinningPool
 from smoe.memory.arena import Arena
 from smoe.memory.store import Part
+from smoe.models.experts import is_transposed
 
 ROUNDINGS = 4
 """Roundings to the model's type between input and output of an expert: two right results may differ by as many."""
@@ -80,7 +81,9 @@ class ExpertMath:
         self._shapes = {part.name: part.shape for part in parts}
         self._dtype = dtype
         self._up_name = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
-        self._is_transposed = bool(module.is_transposed)
+        self._up_is_transposed, self._down_is_transposed = (
+            is_transposed(module, name) for name in (self._up_name, "down_proj")
+        )
         self._has_bias = bool(getattr(module, "has_bias", False))
         activate: Any = module._apply_gate if getattr(module, "has_gate", True) else module.act_fn
         post_norm: Any = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
@@ -95,8 +98,8 @@ class ExpertMath:
         """Where set, takes one token through several experts at once."""
         self.filling: Filling | None = None
         """Where set, several rows are filled up to one of few numbers."""
-        self.up_width = up[1] if self._is_transposed else up[0]
-        self.inner, self.hidden = (down[0], down[1]) if self._is_transposed else (down[1], down[0])
+        self.hidden, self.up_width = up if self._up_is_transposed else up[::-1]
+        self.inner = down[0] if self._down_is_transposed else down[1]
 
     def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
         """From now on single rows by our kernels: `pool` multiplies them, `kernel` takes one token through several
@@ -108,8 +111,8 @@ class ExpertMath:
     @property
     def shapes(self) -> tuple[Shape, Shape]:
         """Of the two matrices."""
-        is_transposed = not self._is_transposed  # the family's word is for its own layout
-        return Shape(self.hidden, self.up_width, is_transposed), Shape(self.inner, self.hidden, is_transposed)
+        up, down = not self._up_is_transposed, not self._down_is_transposed  # the family's word is for its own layout
+        return Shape(self.hidden, self.up_width, up), Shape(self.inner, self.hidden, down)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -128,8 +131,7 @@ class ExpertMath:
             return arena.view(slot, offsets[name], self._shapes[name], self._dtype)
 
         up, down = part(self._up_name), part("down_proj")
-        if not self._is_transposed:
-            up, down = up.t(), down.t()
+        up, down = up if self._up_is_transposed else up.t(), down if self._down_is_transposed else down.t()
         matrices = in_bf16(up, down)
         if not self._has_bias:
             return DenseWeights(up, down, None, None, matrices)

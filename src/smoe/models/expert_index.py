@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from smoe.memory.store import LayerExperts, row_of
 from smoe.models.experts import ExpertsSite
 from smoe.models.released_schemes import METHODS
 
-_MERGING = ("MergeModulelist", "Concatenate")
+_MERGING = ("MergeModulelist", "Concatenate", "ExpertsOfRows")
 _FLOATS = ("BF16", "F16", "F32", "F64")
 
 
@@ -60,7 +60,9 @@ def index_experts(
         else:
             converter = converter_of[pattern]
             _check_operations(converter, key)
-            pieces[_expert_number(key, tensor, site)].append((converter.source_patterns.index(pattern), tensor))
+            place = converter.source_patterns.index(pattern)
+            for expert, piece in _of_experts(key, tensor, site, converter):
+                pieces[expert].append((place, piece))
     layers = {site.layer: _layer(folder, site, found) for site in sites}
     if not any(len(converter.target_patterns) > 1 for converter in converters):  # what such a one reaches is not told
         _check_whole(folder, model, reached)
@@ -141,6 +143,22 @@ def _check_operations(converter: WeightConverter, key: str) -> None:
         )
 
 
+def _of_experts(
+    key: str, tensor: StoredTensor, site: ExpertsSite, converter: WeightConverter
+) -> Iterator[tuple[int, StoredTensor]]:
+    """Whose a stored tensor is: one expert's, or, where all lie below each other, everyone's own rows."""
+    if "ExpertsOfRows" not in {type(op).__name__ for op in converter.operations}:
+        yield _expert_number(key, tensor, site), tensor
+        return
+    rows, *columns = tensor.shape or (0,)
+    whole = replace(tensor, shape=(site.experts, rows // site.experts, *columns))
+    if rows % site.experts:
+        raise CheckpointError(
+            f"{key!r} in {tensor.path} should have rows for {site.experts} experts, its shape is {list(tensor.shape)}"
+        )
+    yield from ((expert, row_of(whole, expert)) for expert in range(site.experts))
+
+
 def _expert_number(key: str, tensor: StoredTensor, site: ExpertsSite) -> int:
     match = re.search(r"experts\.(\d+)\.", key)
     if match is None:
@@ -182,7 +200,7 @@ def _layer(
         sources.append(pieces)
     parts = tuple(
         # quantised rows are an output's, whatever the library does
-        replace(part, is_turned=site.is_transposed and sources[0][part.name][0].dtype in FORMATS)
+        replace(part, is_turned=part.name in site.transposed and sources[0][part.name][0].dtype in FORMATS)
         for part in site.parts
     )
     return LayerExperts(site.layer, parts, sources)

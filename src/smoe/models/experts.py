@@ -31,8 +31,8 @@ class ExpertsSite:
     """Module path, for example `model.layers.3.mlp.experts`."""
     experts: int
     parts: tuple[Part, ...]
-    is_transposed: bool = False
-    """Matrices are [inputs, outputs] in the library, not the other way round."""
+    transposed: frozenset[str] = frozenset()
+    """The matrices that are [inputs, outputs] in the library, not the other way round."""
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -82,7 +82,13 @@ def _site(name: str, module: nn.Module) -> ExpertsSite:
             f"the experts module {name!r} ({type(module).__name__}) has an unknown layout: {shapes}"
         )
     parts = tuple(Part(n, shape[1:]) for n, shape in shapes.items())
-    return ExpertsSite(int(indices[0]), name, experts, parts, bool(module.is_transposed))
+    transposed = frozenset(n for n in shapes if is_transposed(module, n))
+    return ExpertsSite(int(indices[0]), name, experts, parts, transposed)
+
+
+def is_transposed(module: nn.Module, part: str) -> bool:
+    """Whether a matrix of an experts module is [inputs, outputs]: all, none, or those that a family of ours names."""
+    return bool(module.is_transposed) or part in getattr(module, "transposed_parts", ())
 
 
 def stored_expert_bytes(
@@ -104,7 +110,7 @@ def stored_expert_bytes(
             if len(part.shape) == 1:
                 found[site.layer] += part.shape[0] * dtype.itemsize
                 continue
-            rows, columns = part.shape[::-1] if site.is_transposed else part.shape
+            rows, columns = part.shape[::-1] if part.name in site.transposed else part.shape
             form = form_of(columns)
             if form is None:
                 raise CheckpointError(
