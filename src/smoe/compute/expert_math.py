@@ -78,11 +78,14 @@ class ExpertMath:
 
     def __init__(self, module: nn.Module, parts: Sequence[Part], dtype: torch.dtype) -> None:
         self._module = module
-        self._shapes = {part.name: part.shape for part in parts}
+        self._shapes = {part.name: part.stored_shape for part in parts}
         self._dtype = dtype
         self._up_name = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
         self._up_is_transposed, self._down_is_transposed = (
-            is_transposed(module, name) for name in (self._up_name, "down_proj")
+            is_transposed(module, part.name) != part.is_turned
+            for name in (self._up_name, "down_proj")
+            for part in parts
+            if part.name == name
         )
         self._has_bias = bool(getattr(module, "has_bias", False))
         activate: Any = module._apply_gate if getattr(module, "has_gate", True) else module.act_fn

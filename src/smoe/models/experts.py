@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from smoe.errors import CheckpointError, NotMoEError, UnsupportedModelError
 from smoe.formats.base import Format
@@ -47,8 +48,15 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """
     config._experts_implementation = "eager"
     with one_at_a_time, torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
     return model.eval()
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """The library's Auto class that has a language model for a configuration: of text alone, or, where it has no such
+    one, of images and text, which writes text as well when it is given no images."""
+    is_of_text = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM if is_of_text else AutoModelForImageTextToText
 
 
 def find_sites(model: PreTrainedModel) -> list[ExpertsSite]:
