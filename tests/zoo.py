@@ -186,10 +186,15 @@ def make(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **confi
         own = library_class(family)
         build = own._from_config if hasattr(own, "_from_config") else own.from_config
         model = build(config, dtype=dtype, **eager(own))
-    _keep_in_fp32(model, dtype)
-    _fill(model, torch.Generator().manual_seed(seed))
+    fill(model, dtype, seed)
     ready: PreTrainedModel = model.eval()
     return ready
+
+
+def fill(model: PreTrainedModel, dtype: torch.dtype, seed: int = 0) -> None:
+    """Give a model built in `dtype` its weights, and each the type that the library loads it in."""
+    _keep_in_fp32(model, dtype)
+    _fill(model, torch.Generator().manual_seed(seed))
 
 
 def save(
@@ -231,7 +236,7 @@ def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
     def noise(tensor: torch.Tensor) -> torch.Tensor:
         return torch.randn(tensor.shape, generator=generator)
 
-    embedding_scale = 0.3 if model.config.tie_word_embeddings else 1.0
+    embedding_scale = 0.3 if getattr(model.config, "tie_word_embeddings", False) else 1.0
     for name, parameter in model.named_parameters():
         if "correction_bias" in name:
             parameter.copy_(0.03 * noise(parameter))
@@ -243,3 +248,5 @@ def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("bias"):
             buffer.copy_(0.03 * noise(buffer))
+        if name.endswith("tid2eid"):  # deepseek_v4: the experts of every token, by its number
+            buffer.copy_(torch.rand(len(buffer), EXPERTS, generator=generator).topk(buffer.shape[1]).indices)

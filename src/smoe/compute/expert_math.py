@@ -101,6 +101,8 @@ class ExpertMath:
         """Where set, takes one token through several experts at once."""
         self.filling: Filling | None = None
         """Where set, several rows are filled up to one of few numbers."""
+        self.sums_as_weights = False
+        """Whether outputs are added up in the type of the routing weights, and not in that of the hidden states."""
         self.hidden, self.up_width = up if self._up_is_transposed else up[::-1]
         self.inner = down[0] if self._down_is_transposed else down[1]
 
@@ -110,6 +112,10 @@ class ExpertMath:
         self.multiply = library_products if pool is None else pool.multiply
         self._own_order = pool if pool is not None and pool.own_order is not None else None
         self.kernel = kernel
+
+    def sum_of(self, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """Zeros [T, H] to add outputs to."""
+        return torch.zeros_like(hidden, dtype=top_k_weights.dtype if self.sums_as_weights else hidden.dtype)
 
     @property
     def shapes(self) -> tuple[Shape, Shape]:

@@ -54,9 +54,17 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 def auto_class(config: PretrainedConfig) -> Any:
     """The library's Auto class that has a language model for a configuration: of text alone, or, where it has no such
-    one, of images and text, which writes text as well when it is given no images."""
-    is_of_text = type(config) in AutoModelForCausalLM._model_mapping
-    return AutoModelForCausalLM if is_of_text else AutoModelForImageTextToText
+    one, of images and text, which writes text as well when it is given no images.
+
+    Raises `UnsupportedModelError` where there is neither.
+    """
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            return auto
+    raise UnsupportedModelError(
+        f"{config.model_type!r}: transformers has no class for it that writes text, or text about images; "
+        "docs/families.md lists what works"
+    )
 
 
 def find_sites(model: PreTrainedModel) -> list[ExpertsSite]:
@@ -68,7 +76,7 @@ def find_sites(model: PreTrainedModel) -> list[ExpertsSite]:
         if undecorated:
             raise UnsupportedModelError(
                 f"{kind!r} keeps its experts in {undecorated[0]!r}, in a form that transformers does not expose to "
-                "other implementations; exactness cannot be proven, so it is refused. The README lists what works"
+                "other implementations; exactness cannot be proven, so it is refused. docs/families.md lists what works"
             )
         where = f" by the config.json in {model.config.name_or_path}" if model.config.name_or_path else ""
         raise NotMoEError(
