@@ -1,4 +1,4 @@
-"""A toy of any family that the installed transformers has: its own configuration, with sizes by the names of its fields.
+"""A toy of any family that the installed transformers has: its own configuration, small by the names of its fields.
 
 For what is asked of all families at once; the eighteen of `zoo.py`, made by hand, are what most tests use.
 """
@@ -72,6 +72,13 @@ _TEXT: dict[str, dict[str, Any]] = {
     "inkling_text": {"tie_word_embeddings": False, "layer_types": ["hybrid_sliding", "hybrid"] * 2},
     "inkling2_text": {"tie_word_embeddings": False, "layer_types": ["hybrid_sliding", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
+    "qwen4_exp_text": {
+        **dict.fromkeys(("indexer_n_heads", "indexer_kv_heads", "indexer_compress_ratio"), 2),
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "hc_lowrank": 8,
+        "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    },
     "glm4v_moe_text": {
         "n_group": 1,
         "n_shared_experts": 1,
@@ -150,7 +157,7 @@ def reference(folder: Path) -> PreTrainedModel:
 
 
 def save(model_type: str, folder: Path) -> Path:
-    """A toy of the family in bf16 with seeded random weights, as the library saves it; with images where it has them."""
+    """A toy of the family in bf16 with seeded random weights, as the library saves it, images included."""
     config = config_of(model_type)
     has_images = model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     own = AutoModelForImageTextToText if has_images else zoo.library_class(model_type)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from smoe.compute.expert_math import ExpertMath, Weights
+from smoe.compute.expert_math import ExpertMath, Weights, empty_sum
 from smoe.compute.thread_pool import ThreadPool
 from smoe.kernels.experts import MOST_EXPERTS, MOST_TOKENS, Expert, Sums, TokenExperts
 from smoe.kernels.spinning_pool import SpinningPool
@@ -126,7 +126,7 @@ class _OneByOperations:
         return (self._stacked[:count] * self._gains[:count]).to(self._hidden.dtype).sum(0, keepdim=True)
 
     def total(self) -> torch.Tensor:
-        total = self._maths[0].sum_of(self._hidden, self._gains)
+        total = empty_sum(self._maths[0], self._hidden, self._gains)
         outputs = (self._stacked * self._gains).to(total.dtype).split(1)
         for n in self._ascending:
             total += outputs[n]
@@ -163,7 +163,7 @@ class _SeveralByOperations:
         return self.total()  # of those that there are
 
     def total(self) -> torch.Tensor:
-        total = self._maths[0].sum_of(self._hidden, self._gains)
+        total = empty_sum(self._maths[0], self._hidden, self._gains)
         for n in self._ascending:
             output = self._outputs[n]
             if output is not None:

@@ -41,6 +41,11 @@ def library_products(products: Sequence[Product]) -> None:
         torch.mm(x, matrix, out=out)
 
 
+def empty_sum(math: ExpertMath, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    """Zeros [T, H] to add outputs to, in the type that the library adds them up in."""
+    return torch.zeros_like(hidden, dtype=top_k_weights.dtype if math.sums_as_weights else hidden.dtype)
+
+
 class Weights(Protocol):
     """One expert in its slot, ready for `x @ up` and `h @ down`."""
 
@@ -112,10 +117,6 @@ class ExpertMath:
         self.multiply = library_products if pool is None else pool.multiply
         self._own_order = pool if pool is not None and pool.own_order is not None else None
         self.kernel = kernel
-
-    def sum_of(self, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Zeros [T, H] to add outputs to."""
-        return torch.zeros_like(hidden, dtype=top_k_weights.dtype if self.sums_as_weights else hidden.dtype)
 
     @property
     def shapes(self) -> tuple[Shape, Shape]:

@@ -43,8 +43,13 @@ def check_experts(
         hidden = hidden.to(dtype).to(executor.device)
         index = torch.arange(width, device=executor.device).repeat(tokens, 1)
         weights = torch.linspace(0.3, 0.7, width, device=executor.device).to(type_of_weights).repeat(tokens, 1)
+        try:
+            theirs = library_result(module, checkpoint, list(range(width)), hidden, index, weights)
+        except RuntimeError:
+            if type_of_weights is dtype:
+                raise
+            continue  # dbrx: its router never gives such weights, and its loop cannot add them
         ours = executor.run(site.layer, phase, hidden, index, weights)
-        theirs = library_result(module, checkpoint, list(range(width)), hidden, index, weights)
         if not is_same(ours, theirs, allowed) and type_of_weights is not dtype:  # nemotron_h: it adds in the weights'
             executor.compute.sum_as_weights()
             ours = executor.run(site.layer, phase, hidden, index, weights)

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 
 from smoe.compute.decode_experts import DecodeExperts, decode_experts, proven_kernel, routes_on_device
-from smoe.compute.expert_math import ExpertMath
+from smoe.compute.expert_math import ExpertMath, empty_sum
 from smoe.compute.row_groups import Filling, Shape, proven_filling
 from smoe.compute.thread_pool import ThreadPool
 from smoe.compute.unit import ComputeUnit, Others, Wanted
@@ -277,7 +277,7 @@ class LayerCompute:
         """Many tokens: experts in ascending order, each read once, loads of this and the next layer running ahead."""
         if self._is_short(plan, hidden):
             return self.decode(plan, hidden, top_k_weights, lambda _: None)
-        total = self.math_of(plan.serves[0].key).sum_of(hidden, top_k_weights)
+        total = empty_sum(self.math_of(plan.serves[0].key), hidden, top_k_weights)
         flat_weights, width = top_k_weights.reshape(-1, 1), top_k_weights.shape[1]
         given = routes_on_device([serve.routes for serve in plan.serves], width, self._arena.device)
         counters = self.arrivals.counters
