@@ -73,7 +73,9 @@ _TEXT: dict[str, dict[str, Any]] = {
     "inkling2_text": {"tie_word_embeddings": False, "layer_types": ["hybrid_sliding", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
     "qwen4_exp_text": {
-        **dict.fromkeys(("indexer_n_heads", "indexer_kv_heads", "indexer_compress_ratio"), 2),
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_compress_ratio": 2,
         "indexer_head_dim": 16,
         "indexer_budget": 8,
         "hc_lowrank": 8,
