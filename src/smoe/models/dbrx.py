@@ -41,7 +41,8 @@ class StackedExperts(library.DbrxExperts):
         gate, up = self.gate_up_proj.chunk(2, dim=1)
         self.mlp.w1, self.mlp.v1, self.mlp.w2 = (each.flatten(0, 1) for each in (gate, up, self.down_proj))
         try:
-            return super().forward(hidden_states, top_k_index, top_k_weights).view_as(hidden_states)
+            found: torch.Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
+            return found.view_as(hidden_states)
         finally:
             del self.mlp.w1, self.mlp.v1, self.mlp.w2
 
