@@ -83,26 +83,16 @@ def test_a_dense_model_has_nothing_to_offload(tmp_path: Path) -> None:
 
 
 UNDECORATED: dict[str, dict[str, Any]] = {
-    "dbrx": {
-        "d_model": 32,
-        "n_heads": 2,
-        "n_layers": 2,
-        "vocab_size": 64,
-        "max_seq_len": 64,
-        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
-        "attn_config": {"kv_n_heads": 1, "rope_theta": 10000.0},
-    },
-    "llama4_text": {
+    "jetmoe": {
         "hidden_size": 32,
         "intermediate_size": 32,
-        "intermediate_size_mlp": 32,
         "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "kv_channels": 16,
         "vocab_size": 64,
         "num_local_experts": 4,
     },
+    "longcat_flash": {"num_layers": 2, "hidden_size": 64, "vocab_size": 64, "n_routed_experts": 4},
 }
 
 

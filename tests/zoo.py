@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DbrxForCausalLM, Llama4ForCausalLM, PreTrainedModel
 
 from smoe.models.registration import register_local_families
 
@@ -152,6 +152,19 @@ def expert_keys(family: str, layer: int, expert: int) -> tuple[str, str, str]:
     return gate, up, down
 
 
+def library_class(family: str) -> Any:
+    """What the library alone makes of a family: its Auto class, or the class in whose place we register one of ours."""
+    register_local_families()
+    return {"dbrx": DbrxForCausalLM, "llama4_text": Llama4ForCausalLM, "llama4": Llama4ForCausalLM}.get(
+        family, AutoModelForCausalLM
+    )
+
+
+def eager(own: Any) -> dict[str, str]:
+    """The setting for eager experts, where there are others."""
+    return {"experts_implementation": "eager"} if own is AutoModelForCausalLM else {}
+
+
 def sparse_layers(model: PreTrainedModel) -> tuple[int, ...]:
     """Indices of the layers that have experts."""
     return tuple(
@@ -170,11 +183,18 @@ def make(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **confi
     config = AutoConfig.for_model(family, **{**_COMMON, **_CONFIGS[family], **config_overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # for what only the library sets, such as the decay of linear attention
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
-    _keep_in_fp32(model, dtype)
-    _fill(model, torch.Generator().manual_seed(seed))
+        own = library_class(family)
+        build = own._from_config if hasattr(own, "_from_config") else own.from_config
+        model = build(config, dtype=dtype, **eager(own))
+    fill(model, dtype, seed)
     ready: PreTrainedModel = model.eval()
     return ready
+
+
+def fill(model: PreTrainedModel, dtype: torch.dtype, seed: int = 0) -> None:
+    """Give a model built in `dtype` its weights, and each the type that the library loads it in."""
+    _keep_in_fp32(model, dtype)
+    _fill(model, torch.Generator().manual_seed(seed))
 
 
 def save(
@@ -216,7 +236,7 @@ def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
     def noise(tensor: torch.Tensor) -> torch.Tensor:
         return torch.randn(tensor.shape, generator=generator)
 
-    embedding_scale = 0.3 if model.config.tie_word_embeddings else 1.0
+    embedding_scale = 0.3 if getattr(model.config, "tie_word_embeddings", False) else 1.0
     for name, parameter in model.named_parameters():
         if "correction_bias" in name:
             parameter.copy_(0.03 * noise(parameter))
@@ -228,3 +248,5 @@ def _fill(model: PreTrainedModel, generator: torch.Generator) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("bias"):
             buffer.copy_(0.03 * noise(buffer))
+        if name.endswith("tid2eid"):  # deepseek_v4: the experts of every token, by its number
+            buffer.copy_(torch.rand(len(buffer), EXPERTS, generator=generator).topk(buffer.shape[1]).indices)

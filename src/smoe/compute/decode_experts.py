@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from smoe.compute.expert_math import ExpertMath, Weights
+from smoe.compute.expert_math import ExpertMath, Weights, empty_sum
 from smoe.compute.thread_pool import ThreadPool
 from smoe.kernels.experts import MOST_EXPERTS, MOST_TOKENS, Expert, Sums, TokenExperts
 from smoe.kernels.spinning_pool import SpinningPool
@@ -53,7 +53,7 @@ def decode_experts(
     """hidden [T, H], top_k_weights [T, K]; `maths`: of every expert, what computes the copy that serves; `ascending`:
     the experts' numbers in the sum's order."""
     kernels = [math.kernel for math in maths if math.kernel is not None]
-    if len(kernels) == len(maths) and hidden.shape[0] <= MOST_TOKENS:
+    if len(kernels) == len(maths) and hidden.shape[0] <= MOST_TOKENS and not maths[0].sums_as_weights:
         return _InOnePiece(maths, kernels, hidden, top_k_weights, routes, ascending)
     if hidden.shape[0] == 1:
         return _OneByOperations(maths, thread_pool, hidden, top_k_weights, routes, ascending)
@@ -126,11 +126,11 @@ class _OneByOperations:
         return (self._stacked[:count] * self._gains[:count]).to(self._hidden.dtype).sum(0, keepdim=True)
 
     def total(self) -> torch.Tensor:
-        total = torch.zeros_like(self._hidden)
-        outputs = (self._stacked * self._gains).to(self._hidden.dtype).split(1)
+        total = empty_sum(self._maths[0], self._hidden, self._gains)
+        outputs = (self._stacked * self._gains).to(total.dtype).split(1)
         for n in self._ascending:
             total += outputs[n]
-        return total
+        return total.to(self._hidden.dtype)
 
 
 class _SeveralByOperations:
@@ -157,18 +157,18 @@ class _SeveralByOperations:
             self.put(n, self._maths[n].forward(self._hidden[self._routes[n][1]], one))
 
     def put(self, n: int, rows: torch.Tensor) -> None:
-        self._outputs[n] = (rows * self._gains[self._routes[n][0]]).to(self._hidden.dtype)
+        self._outputs[n] = rows * self._gains[self._routes[n][0]]
 
     def partial(self, count: int) -> torch.Tensor:
         return self.total()  # of those that there are
 
     def total(self) -> torch.Tensor:
-        total = torch.zeros_like(self._hidden)
+        total = empty_sum(self._maths[0], self._hidden, self._gains)
         for n in self._ascending:
             output = self._outputs[n]
             if output is not None:
-                total.index_add_(0, self._routes[n][1], output)
-        return total
+                total.index_add_(0, self._routes[n][1], output.to(total.dtype))
+        return total.to(self._hidden.dtype)
 
 
 class _InOnePiece:

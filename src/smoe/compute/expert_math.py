@@ -23,6 +23,7 @@ from smoe.kernels.proof import agrees, agrees_on_rows, same_bits
 from smoe.kernels.spinning_pool import MOST_ROWS, Product, SpinningPool
 from smoe.memory.arena import Arena
 from smoe.memory.store import Part
+from smoe.models.experts import is_transposed
 
 ROUNDINGS = 4
 """Roundings to the model's type between input and output of an expert: two right results may differ by as many."""
@@ -38,6 +39,11 @@ def library_products(products: Sequence[Product]) -> None:
     """One-row products by torch."""
     for x, matrix, out, *_ in products:
         torch.mm(x, matrix, out=out)
+
+
+def empty_sum(math: ExpertMath, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    """Zeros [T, H] to add outputs to, in the type that the library adds them up in."""
+    return torch.zeros_like(hidden, dtype=top_k_weights.dtype if math.sums_as_weights else hidden.dtype)
 
 
 class Weights(Protocol):
@@ -77,10 +83,15 @@ class ExpertMath:
 
     def __init__(self, module: nn.Module, parts: Sequence[Part], dtype: torch.dtype) -> None:
         self._module = module
-        self._shapes = {part.name: part.shape for part in parts}
+        self._shapes = {part.name: part.stored_shape for part in parts}
         self._dtype = dtype
         self._up_name = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
-        self._is_transposed = bool(module.is_transposed)
+        self._up_is_transposed, self._down_is_transposed = (
+            is_transposed(module, part.name) != part.is_turned
+            for name in (self._up_name, "down_proj")
+            for part in parts
+            if part.name == name
+        )
         self._has_bias = bool(getattr(module, "has_bias", False))
         activate: Any = module._apply_gate if getattr(module, "has_gate", True) else module.act_fn
         post_norm: Any = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
@@ -95,8 +106,10 @@ class ExpertMath:
         """Where set, takes one token through several experts at once."""
         self.filling: Filling | None = None
         """Where set, several rows are filled up to one of few numbers."""
-        self.up_width = up[1] if self._is_transposed else up[0]
-        self.inner, self.hidden = (down[0], down[1]) if self._is_transposed else (down[1], down[0])
+        self.sums_as_weights = False
+        """Whether outputs are added up in the type of the routing weights, and not in that of the hidden states."""
+        self.hidden, self.up_width = up if self._up_is_transposed else up[::-1]
+        self.inner = down[0] if self._down_is_transposed else down[1]
 
     def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
         """From now on single rows by our kernels: `pool` multiplies them, `kernel` takes one token through several
@@ -108,8 +121,8 @@ class ExpertMath:
     @property
     def shapes(self) -> tuple[Shape, Shape]:
         """Of the two matrices."""
-        is_transposed = not self._is_transposed  # the family's word is for its own layout
-        return Shape(self.hidden, self.up_width, is_transposed), Shape(self.inner, self.hidden, is_transposed)
+        up, down = not self._up_is_transposed, not self._down_is_transposed  # the family's word is for its own layout
+        return Shape(self.hidden, self.up_width, up), Shape(self.inner, self.hidden, down)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -128,8 +141,7 @@ class ExpertMath:
             return arena.view(slot, offsets[name], self._shapes[name], self._dtype)
 
         up, down = part(self._up_name), part("down_proj")
-        if not self._is_transposed:
-            up, down = up.t(), down.t()
+        up, down = up if self._up_is_transposed else up.t(), down if self._down_is_transposed else down.t()
         matrices = in_bf16(up, down)
         if not self._has_bias:
             return DenseWeights(up, down, None, None, matrices)

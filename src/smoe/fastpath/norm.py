@@ -135,7 +135,7 @@ def agrees(module: nn.Module, kind: Kind) -> bool:
 def _theirs(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> object:
     try:
         return functional_call(module, {"weight": weight}, (x,))
-    except (RuntimeError, TypeError, ValueError, IndexError):  # it does not take rows: no norm of them
+    except (AttributeError, RuntimeError, TypeError, ValueError, IndexError):  # no rows, or not alone: no norm of them
         return None
 
 

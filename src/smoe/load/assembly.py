@@ -32,7 +32,7 @@ from smoe.memory.pacing import Pacing
 from smoe.memory.reading_threads import Transfers
 from smoe.memory.store import ExpertStore, LayerExperts
 from smoe.models.experts import ExpertsSite
-from smoe.models.scoring import ScoringRule, find_rule
+from smoe.models.scoring import ScoringRule, check_weighs_outputs, find_rule
 from smoe.models.spec import ModelSpec
 from smoe.policy.answering import Answering
 from smoe.policy.balance import Costs
@@ -95,6 +95,8 @@ def assemble(
     switches that this machine or family cannot have.
     """
     ledger, store = budget.ledger, stores[EXACT]
+    if config.alpha > 0 or config.prices_answers:
+        check_weighs_outputs(model.get_submodule(spec.sites[0].name))
     rules = scoring_rules(model, spec) if config.needs_scores else {}
     predictors = _predictors(model, spec, budget, rules, arena.device)
     table = SlotTable(*ledger.pools)

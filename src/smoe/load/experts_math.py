@@ -17,7 +17,8 @@ def experts_math(
     """Every layer's formulas, by the block that they stand in for in `model`, which may be an empty shell."""
     modules = dict(model.named_modules())
     if not isinstance(store, QuantisedStore):
-        return {site.layer: ExpertMath(modules[site.name], site.parts, spec.dtype) for site in spec.sites}
+        parts = {layer: experts.parts for layer, experts in store.layers.items()}
+        return {site.layer: ExpertMath(modules[site.name], parts[site.layer], spec.dtype) for site in spec.sites}
     tile = Tile(spec.dtype)
     return {
         site.layer: QuantisedMath(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,9 @@ from smoe.memory.store import LayerExperts, row_of
 from smoe.models.experts import ExpertsSite
 from smoe.models.released_schemes import METHODS
 
-_MERGING = ("MergeModulelist", "Concatenate")
+_MERGING = {"MergeModulelist", "Concatenate", "ExpertsOfRows"}
+_TURNING = {"Transpose"}
+"""Of fused tensors: they are used as they are stored, if the products have the same bits (`load/selftest.py`)."""
 _FLOATS = ("BF16", "F16", "F32", "F64")
 
 
@@ -43,6 +45,7 @@ def index_experts(
     state = model.state_dict()
     wanted = {f"{site.name}.{part.name}": (site, part.name) for site in sites for part in site.parts}
     reached: set[str] = set()
+    turned: set[tuple[int, str]] = set()
     found: dict[tuple[int, str], dict[int, list[tuple[int, StoredTensor]]]] = defaultdict(lambda: defaultdict(list))
     for key, tensor in tensors.items():
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
@@ -54,14 +57,19 @@ def index_experts(
         site, part = wanted[target]
         pieces = found[site.layer, part]
         if pattern is None:
-            _check_rows(site, tensor)
+            _check_rows(tensor, part in site.transposed)
             for expert in range(_fused_experts(site, tensor)):
                 pieces[expert].append((0, row_of(tensor, expert)))
         else:
             converter = converter_of[pattern]
             _check_operations(converter, key)
-            pieces[_expert_number(key, tensor, site)].append((converter.source_patterns.index(pattern), tensor))
-    layers = {site.layer: _layer(folder, site, found) for site in sites}
+            if _is_turned(converter, tensor, state[target]):
+                _check_rows(tensor, is_turned=True)
+                turned.add((site.layer, part))
+            place = converter.source_patterns.index(pattern)
+            for expert, piece in _of_experts(key, tensor, site, converter):
+                pieces[expert].append((place, piece))
+    layers = {site.layer: _layer(folder, site, found, turned) for site in sites}
     if not any(len(converter.target_patterns) > 1 for converter in converters):  # what such a one reaches is not told
         _check_whole(folder, model, reached)
     return layers
@@ -125,20 +133,50 @@ def _fused_experts(site: ExpertsSite, tensor: StoredTensor) -> int:
     return site.experts
 
 
-def _check_rows(site: ExpertsSite, tensor: StoredTensor) -> None:
-    if site.is_transposed and tensor.scheme in METHODS:
+def _check_rows(tensor: StoredTensor, is_turned: bool) -> None:
+    if is_turned and tensor.scheme in METHODS:
         raise UnsupportedModelError(
             f"{tensor.path}: {tensor.key!r} holds quantised matrices of all experts with an output in every column; "
             "smoe reads such ones with an output in every row: take another release of the model"
         )
 
 
+def _operations(converter: WeightConverter) -> set[str]:
+    return {type(operation).__name__ for operation in converter.operations}
+
+
+def _is_turned(converter: WeightConverter, tensor: StoredTensor, parameter: torch.Tensor) -> bool:
+    """Whether the library turns the matrices of a fused tensor: always, or where they are of another shape."""
+    if _operations(converter) != _TURNING:
+        return False
+    return tensor.shape != tuple(parameter.shape) or not getattr(converter.operations[0], "check_dims", False)
+
+
 def _check_operations(converter: WeightConverter, key: str) -> None:
-    odd = [type(op).__name__ for op in converter.operations if type(op).__name__ not in _MERGING]
-    if odd:
+    odd = sorted(_operations(converter) - _MERGING)
+    if odd and _operations(converter) != _TURNING:
         raise UnsupportedModelError(
             f"{key!r} needs the conversion {odd[0]}, which smoe cannot apply to a single expert"
         )
+
+
+def _of_experts(
+    key: str, tensor: StoredTensor, site: ExpertsSite, converter: WeightConverter
+) -> Iterator[tuple[int, StoredTensor]]:
+    """Whose a stored tensor is: one expert's, or, where all lie below each other, everyone's own rows."""
+    if _operations(converter) == _TURNING:
+        yield from ((expert, row_of(tensor, expert)) for expert in range(_fused_experts(site, tensor)))
+        return
+    if "ExpertsOfRows" not in _operations(converter):
+        yield _expert_number(key, tensor, site), tensor
+        return
+    rows, *columns = tensor.shape or (0,)
+    whole = replace(tensor, shape=(site.experts, rows // site.experts, *columns))
+    if rows % site.experts:
+        raise CheckpointError(
+            f"{key!r} in {tensor.path} should have rows for {site.experts} experts, its shape is {list(tensor.shape)}"
+        )
+    yield from ((expert, row_of(whole, expert)) for expert in range(site.experts))
 
 
 def _expert_number(key: str, tensor: StoredTensor, site: ExpertsSite) -> int:
@@ -166,6 +204,7 @@ def _layer(
     folder: Path,
     site: ExpertsSite,
     found: Mapping[tuple[int, str], Mapping[int, list[tuple[int, StoredTensor]]]],
+    turned: Set[tuple[int, str]],
 ) -> LayerExperts:
     sources: list[dict[str, tuple[StoredTensor, ...]]] = []
     for expert in range(site.experts):
@@ -182,7 +221,9 @@ def _layer(
         sources.append(pieces)
     parts = tuple(
         # quantised rows are an output's, whatever the library does
-        replace(part, is_turned=site.is_transposed and sources[0][part.name][0].dtype in FORMATS)
+        replace(part, is_turned=part.name in site.transposed)
+        if sources[0][part.name][0].dtype in FORMATS
+        else replace(part, is_turned=(site.layer, part.name) in turned)
         for part in site.parts
     )
     return LayerExperts(site.layer, parts, sources)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from smoe.errors import CheckpointError, NotMoEError, UnsupportedModelError
 from smoe.formats.base import Format
@@ -31,8 +32,8 @@ class ExpertsSite:
     """Module path, for example `model.layers.3.mlp.experts`."""
     experts: int
     parts: tuple[Part, ...]
-    is_transposed: bool = False
-    """Matrices are [inputs, outputs] in the library, not the other way round."""
+    transposed: frozenset[str] = frozenset()
+    """The matrices that are [inputs, outputs] in the library, not the other way round."""
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -47,8 +48,23 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """
     config._experts_implementation = "eager"
     with one_at_a_time, torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
     return model.eval()
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """The library's Auto class that has a language model for a configuration: of text alone, or, where it has no such
+    one, of images and text, which writes text as well when it is given no images.
+
+    Raises `UnsupportedModelError` where there is neither.
+    """
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            return auto
+    raise UnsupportedModelError(
+        f"{config.model_type!r}: transformers has no class for it that writes text, or text about images; "
+        "docs/families.md lists what works"
+    )
 
 
 def find_sites(model: PreTrainedModel) -> list[ExpertsSite]:
@@ -60,7 +76,7 @@ def find_sites(model: PreTrainedModel) -> list[ExpertsSite]:
         if undecorated:
             raise UnsupportedModelError(
                 f"{kind!r} keeps its experts in {undecorated[0]!r}, in a form that transformers does not expose to "
-                "other implementations; exactness cannot be proven, so it is refused. The README lists what works"
+                "other implementations; exactness cannot be proven, so it is refused. docs/families.md lists what works"
             )
         where = f" by the config.json in {model.config.name_or_path}" if model.config.name_or_path else ""
         raise NotMoEError(
@@ -82,7 +98,13 @@ def _site(name: str, module: nn.Module) -> ExpertsSite:
             f"the experts module {name!r} ({type(module).__name__}) has an unknown layout: {shapes}"
         )
     parts = tuple(Part(n, shape[1:]) for n, shape in shapes.items())
-    return ExpertsSite(int(indices[0]), name, experts, parts, bool(module.is_transposed))
+    transposed = frozenset(n for n in shapes if is_transposed(module, n))
+    return ExpertsSite(int(indices[0]), name, experts, parts, transposed)
+
+
+def is_transposed(module: nn.Module, part: str) -> bool:
+    """Whether a matrix of an experts module is [inputs, outputs]: all, none, or those that a family of ours names."""
+    return bool(module.is_transposed) or part in getattr(module, "transposed_parts", ())
 
 
 def stored_expert_bytes(
@@ -104,7 +126,7 @@ def stored_expert_bytes(
             if len(part.shape) == 1:
                 found[site.layer] += part.shape[0] * dtype.itemsize
                 continue
-            rows, columns = part.shape[::-1] if site.is_transposed else part.shape
+            rows, columns = part.shape[::-1] if part.name in site.transposed else part.shape
             form = form_of(columns)
             if form is None:
                 raise CheckpointError(

@@ -168,7 +168,7 @@ def _in_precision(precision: str, part: Part, site: ExpertsSite, plain: str) -> 
     """A matrix in the precision's format, turned so that a row is an output's; a bias in the plain dtype."""
     if len(part.shape) == 1:
         return PackedPart(part, plain)
-    turned = replace(part, is_turned=site.is_transposed)
+    turned = replace(part, is_turned=part.name in site.transposed)
     columns = turned.stored_shape[-1]
     form = format_of(precision, columns)
     if form is None:

@@ -67,8 +67,11 @@ def _by_key(piece: StoredTensor) -> torch.Tensor:
             with safe_open(piece.path, framework="pt") as file:
                 if tensor.nbytes == piece.nbytes:
                     found: torch.Tensor = file.get_tensor(key)
-                else:
+                elif tensor.shape[0] * piece.nbytes == tensor.nbytes:
                     found = file.get_slice(key)[(piece.offset - tensor.offset) // piece.nbytes]
+                else:  # one of experts that lie below each other
+                    first = (piece.offset - tensor.offset) // piece.nbytes * piece.shape[0]
+                    found = file.get_slice(key)[first : first + piece.shape[0]]
                 return found
     raise AssertionError(f"no tensor of {piece.path} holds offset {piece.offset}")
 

@@ -1,4 +1,4 @@
-"""Families that transformers does not have, made known to its Auto classes.
+"""Families that transformers does not have, or whose experts it does not open, made known to its Auto classes.
 
 transformers looks a checkpoint's `model_type` up in its own tables first; a class registered there from outside the
 library wins over the checkpoint's `auto_map`, so no remote code is run and `trust_remote_code` is not needed. The
@@ -20,13 +20,20 @@ LOCAL_FAMILIES: dict[str, str] = {
 }
 """`model_type` -> the module that holds its classes and a `register()` function."""
 
+OPENED_FAMILIES: dict[str, str] = {
+    "dbrx": "smoe.models.dbrx",
+    "llama4": "smoe.models.llama4",
+    "llama4_text": "smoe.models.llama4",
+}
+"""The same of families that the library has, but with experts of which it alone can make use."""
+
 
 def register_local_families(model_type: str | None = None) -> None:
-    """Register the family `model_type`, where it is one of `LOCAL_FAMILIES`; None: all of them.
+    """Register the family `model_type`, where it is one of `LOCAL_FAMILIES` or `OPENED_FAMILIES`; None: all of them.
 
     Calling it again changes nothing. Each costs a tenth of a second of imports, so only what is needed is registered.
     """
-    for name, module in LOCAL_FAMILIES.items():
+    for name, module in (LOCAL_FAMILIES | OPENED_FAMILIES).items():
         if model_type in (None, name):
             importlib.import_module(module).register()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from smoe.errors import ModelError
 from smoe.formats.base import Format
@@ -20,7 +20,7 @@ from smoe.memory.store import LayerExperts
 from smoe.models.config_file import check_config
 from smoe.models.dense import check_loaded, move_to_own_memory, quiet_library
 from smoe.models.expert_index import index_experts, stored_as
-from smoe.models.experts import stored_expert_bytes, without_expert_weights
+from smoe.models.experts import auto_class, stored_expert_bytes, without_expert_weights
 from smoe.models.files import naming
 from smoe.models.generation_file import check_generation
 from smoe.models.mxfp4_experts import check_mxfp4, has_mxfp4_experts, joined
@@ -131,7 +131,7 @@ class SafetensorsFolder:
         if self._scheme is not None:
             return load_released(self.place, spec, self._matrices).to(device).eval().requires_grad_(False)
         with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {self.place}"):
-            loaded, report = AutoModelForCausalLM.from_pretrained(
+            loaded, report = auto_class(spec.config).from_pretrained(
                 self.place,
                 config=spec.config,
                 dtype=spec.dtype,

@@ -28,6 +28,11 @@ PROOF_TOKENS = 64
 """Random rows that a router is tried on."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 3e-2}
 
+_WAY_OUT = (
+    "so its scores cannot be heard; without `alpha`, and with an eviction other than score and a prefetch other than "
+    "stacked-gates, the model works"
+)
+
 Score = Literal["softmax", "sigmoid"]
 Weight = Literal["score", "share"]
 
@@ -135,6 +140,17 @@ def find_rule(router: nn.Module, block: nn.Module, hidden: int, experts: int, to
     )
 
 
+def check_weighs_outputs(experts: nn.Module) -> None:
+    """Raise `UnsupportedModelError` for experts whose inputs the router's weights have multiplied, before anybody could
+    have put a substitute in an expert's place."""
+    if getattr(experts, "has_weighted_inputs", False):
+        raise UnsupportedModelError(
+            f"the router's weights of this model ({type(experts).__name__}) multiply what an expert is given, not what "
+            "it gives, so a substitute cannot be weighed; without `alpha`, `max_perplexity_increase` and "
+            "`tpot_seconds` the model works"
+        )
+
+
 def in_order(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A router's output as (logits, weights, index); in transformers 5.17 granitemoe has it the other way round.
 
@@ -142,9 +158,7 @@ def in_order(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tens
     """
     if len(output) != 3:
         raise UnsupportedModelError(
-            f"a router of this model gives {len(output)} values instead of logits, weights and index, so its scores "
-            "cannot be heard; without `alpha`, and with an eviction other than score and a prefetch other than "
-            "stacked-gates, the model works"
+            f"a router of this model gives {len(output)} values instead of logits, weights and index, {_WAY_OUT}"
         )
     first, weights, last = output
     return (first, weights, last) if first.is_floating_point() else (last, weights, first)
@@ -160,10 +174,17 @@ def answer_of(
 def _ask(
     router: nn.Module, x: torch.Tensor, biases: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    try:
-        return in_order(router(x))
-    except TypeError:  # minimax_m2, lfm2_moe: the block keeps the bias and hands it over
-        return in_order(router(x, biases[0] if biases else None))
+    bias = biases[0] if biases else None
+    # minimax_m2, lfm2_moe: the block keeps the bias and hands it over; afmoe: and rows come as [B, S, H]
+    for given in ((x,), (x, bias), (x.unsqueeze(0),), (x.unsqueeze(0), bias)):
+        try:
+            output = router(*given)
+        except Exception:  # of whatever kind: it was given something else than it asks for
+            continue
+        return in_order(output)
+    raise UnsupportedModelError(
+        f"a router of this model ({type(router).__name__}) asks for more than hidden states and a bias, {_WAY_OUT}"
+    )
 
 
 def _biases(router: nn.Module, block: nn.Module, experts: int) -> Iterator[torch.Tensor]:

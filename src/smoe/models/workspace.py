@@ -39,8 +39,8 @@ def workspace_bytes(
     """
     text = config.get_text_config()
     hidden = int(text.hidden_size)
-    heads = int(getattr(text, "num_attention_heads", 1))
-    head_dim = int(getattr(text, "head_dim", None) or getattr(text, "v_head_dim", None) or hidden // heads)
+    heads = _largest(text, "num_attention_heads") or 1
+    head_dim = _largest(text, "head_dim") or _largest(text, "v_head_dim") or hidden // heads
     attention = tokens * heads * head_dim * 5 * item
     if getattr(text, "_attn_implementation", "sdpa") == "eager":
         attention += heads * tokens * tokens * (item + 4)
@@ -67,4 +67,10 @@ def _inner(text: PretrainedConfig) -> int:
         "moe_intermediate_size",
         "shared_intermediate_size",
     )
-    return max(int(getattr(text, name, 0) or 0) for name in names)
+    return max(_largest(text, name) for name in names)
+
+
+def _largest(text: PretrainedConfig, name: str) -> int:
+    """A size of the configuration, of all layers the largest where they differ; 0 where there is none."""
+    is_heterogeneous = getattr(text, "is_heterogeneous", False)  # such a one refuses to be asked for all layers
+    return max(int(getattr(each, name, None) or 0) for each in (text.per_layer_config if is_heterogeneous else [text]))

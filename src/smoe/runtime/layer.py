@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 
 from smoe.compute.decode_experts import DecodeExperts, decode_experts, proven_kernel, routes_on_device
-from smoe.compute.expert_math import ExpertMath
+from smoe.compute.expert_math import ExpertMath, empty_sum
 from smoe.compute.row_groups import Filling, Shape, proven_filling
 from smoe.compute.thread_pool import ThreadPool
 from smoe.compute.unit import ComputeUnit, Others, Wanted
@@ -79,6 +79,11 @@ class LayerCompute:
     def multiplies_codes(self) -> bool:
         """Whether our kernels multiply all quantised experts straight from their codes."""
         return self.spinning_pool is not None and all(math.is_movable for math in self._experts.values())
+
+    def sum_as_weights(self) -> None:
+        """From now on outputs are added up in the type of the routing weights."""
+        for math in self._experts.values():
+            math.sums_as_weights = True
 
     def start_anew(self) -> None:
         """Nothing under way, nothing counted."""
@@ -272,7 +277,7 @@ class LayerCompute:
         """Many tokens: experts in ascending order, each read once, loads of this and the next layer running ahead."""
         if self._is_short(plan, hidden):
             return self.decode(plan, hidden, top_k_weights, lambda _: None)
-        total = torch.zeros_like(hidden)
+        total = empty_sum(self.math_of(plan.serves[0].key), hidden, top_k_weights)
         flat_weights, width = top_k_weights.reshape(-1, 1), top_k_weights.shape[1]
         given = routes_on_device([serve.routes for serve in plan.serves], width, self._arena.device)
         counters = self.arrivals.counters
@@ -289,12 +294,12 @@ class LayerCompute:
                 assert handed_over is not None
                 y = self._from_unit(handed_over.under_way, serve)
                 handed_over.go_on(serve.unit)
-            total.index_add_(0, tokens, (y * flat_weights[route]).to(hidden.dtype))
+            total.index_add_(0, tokens, (y * flat_weights[route]).to(total.dtype))
             if weights is not None:
                 self.pacing.compute_experts(began, [len(serve.routes)])
             self.arrivals.served(serve, computed)
         counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
-        return total
+        return total.to(hidden.dtype)
 
 
 class _HandedOver:

@@ -112,7 +112,7 @@ def _our_cache(kwargs: dict[str, Any], engine: Engine, model: PreTrainedModel, r
     """The cache of this pass: the caller's, if it is one of ours, or a new one where the library would make one."""
     cache = kwargs.get("past_key_values")
     use_cache = kwargs.get("use_cache")
-    if cache is None and (model.config.use_cache if use_cache is None else use_cache):
+    if cache is None and (getattr(model.config, "use_cache", False) if use_cache is None else use_cache):
         cache = kwargs["past_key_values"] = engine.new_cache(rows)
     if cache is not None and not isinstance(cache, RowCache):
         raise EngineStateError(

@@ -1,0 +1,127 @@
+"""DBRX (`model_type: dbrx`): the library's model, its experts behind the library's experts interface.
+
+The files have the experts of a layer below each other, in three matrices [E * I, H]: gate, up, and down, whose rows are
+inputs. So has the library, in a module that it does not open to other implementations. Here an expert's gate and up are
+one part and its down another; the router says whom it chose, which in the library its block does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, DbrxConfig
+from transformers import initialization as init
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
+from transformers.integrations.moe import use_experts_implementation
+from transformers.models.dbrx import modeling_dbrx as library
+
+
+@use_experts_implementation
+class StackedExperts(library.DbrxExperts):
+    """The library's experts with the parameters `gate_up_proj` [E, 2I, H] and `down_proj` [E, I, H]."""
+
+    transposed_parts = ("down_proj",)
+    """[inputs, outputs], whatever the other is."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for name in list(dict(self.mlp.named_parameters())):
+            del self.mlp._parameters[name]
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.ffn_hidden_size, self.hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.ffn_hidden_size, self.hidden_size))
+        self.act_fn = self.mlp.activation_fn
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, H], [T, K], [T, K] -> [T, H]: the library's own loop, on the matrices by its names."""
+        gate, up = self.gate_up_proj.chunk(2, dim=1)
+        self.mlp.w1, self.mlp.v1, self.mlp.w2 = (each.flatten(0, 1) for each in (gate, up, self.down_proj))
+        try:
+            found: torch.Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
+            return found.view_as(hidden_states)
+        finally:
+            del self.mlp.w1, self.mlp.v1, self.mlp.w2
+
+
+class ChoosingRouter(library.DbrxRouter):
+    """The library's router, which says whom it chose."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.top_k = config.moe_top_k
+        self.moe_normalize_expert_weights = config.moe_normalize_expert_weights
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, H] -> logits [T, E], weights [T, K] and index [T, K]."""
+        router_logits = super().forward(hidden_states)
+        return router_logits, *library.DbrxFFN.route_tokens_to_experts(self, router_logits)
+
+
+class ChoosingFFN(library.DbrxFFN):
+    """The library's block, with its choice made by the router."""
+
+    def __init__(self, config: DbrxConfig) -> None:
+        super().__init__(config)
+        self.router = ChoosingRouter(config.ffn_config)
+        self.experts = StackedExperts(config.ffn_config)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[B, S, H] -> [B, S, H]"""
+        tokens = hidden_states.flatten(0, -2)
+        _, top_k_weights, top_k_index = self.router(tokens)
+        output: torch.Tensor = self.experts(tokens, top_k_index, top_k_weights)
+        return output.view_as(hidden_states)
+
+
+class ChoosingDbrxForCausalLM(library.DbrxForCausalLM):
+    """The language model that `AutoModelForCausalLM` gives for `model_type: dbrx`."""
+
+    def __init__(self, config: DbrxConfig) -> None:
+        super().__init__(config)
+        for block in self.transformer.blocks:
+            block.ffn = ChoosingFFN(config)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, StackedExperts):
+            for parameter in module.parameters(recurse=False):
+                init.normal_(parameter, mean=0.0, std=self.config.initializer_range)
+        elif not isinstance(module, library.DbrxExpertGLU) or dict(module.named_parameters()):
+            super()._init_weights(module)
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Always; the library looks for its decorator in its own source file."""
+        return True
+
+
+class ExpertsOfRows(ConversionOps):
+    """[E * I, H], the experts below each other, is [E, I, H]."""
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
+        experts = kwargs["config"].ffn_config.moe_num_experts
+        found = {name: each[0] if isinstance(each, list) else each for name, each in input_dict.items()}
+        split = {name: each.unflatten(0, (experts, -1)) for name, each in found.items()}
+        return split if len(split) > 1 else {target_patterns[0]: split.popitem()[1]}
+
+
+def register() -> None:
+    """Give the Auto class this model for `model_type: dbrx`. Idempotent.
+
+    The files' keys are converted for this class alone: the library's own reads them as they are.
+    """
+    AutoModelForCausalLM.register(DbrxConfig, ChoosingDbrxForCausalLM, exist_ok=True)
+    gate_up = WeightConverter(
+        ["ffn.experts.mlp.w1", "ffn.experts.mlp.v1"],
+        "ffn.experts.gate_up_proj",
+        operations=[ExpertsOfRows(), Concatenate(dim=1)],
+    )
+    down = WeightConverter("ffn.experts.mlp.w2", "ffn.experts.down_proj", operations=[ExpertsOfRows()])
+    register_checkpoint_conversion_mapping("ChoosingDbrxForCausalLM", [gate_up, down], overwrite=True)
