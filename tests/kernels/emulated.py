@@ -118,6 +118,11 @@ class Program:
         self._data = bytearray(64)
         self._calls: list[int] = []
 
+    @property
+    def size(self) -> int:
+        """Bytes that have been placed: where the next will be."""
+        return len(self._data)
+
     def place(self, numbers: npt.NDArray[Any]) -> int:
         """Copy an array to where the program will have it; at the beginning of a cache line."""
         address = DATA + len(self._data)

@@ -18,9 +18,11 @@ import pytest
 import torch
 
 from smoe.bounds import BF16, INT8
+from smoe.cpu_isa import AARCH64
 from smoe.formats.activations import fits, in_8_bits
 from smoe.formats.base import Bytes, Format
 from smoe.formats.registry import FORMATS
+from smoe.kernels import tasks
 from smoe.kernels.isa import NEON, NEON_DOTPROD, Isa
 from tests.formats.blocks import random_rows
 from tests.kernels import emulated
@@ -180,6 +182,96 @@ def test_bf16_in_our_own_order(columns: int, tmp_path: Path) -> None:
     assert torch.allclose(biased(results).double(), wanted, rtol=2.0**-8, atol=1e-4)
     assert torch.equal(part(results)[:, 5:10], found[0](results)[:, 5:10])
     assert bool(part(results)[:, :5].isnan().all()) and bool(part(results)[:, 10:].isnan().all())
+
+
+_THREADS, _ROUNDS, _WRITERS, _READERS = 4, 25, 64, 8
+_WORKS = f"""
+define void @meet(ptr %data, i64 %unit) {{
+entry:
+  %before = atomicrmw add ptr %data, i64 1 seq_cst
+  br label %wait
+wait:
+  %so.far = load atomic i64, ptr %data acquire, align 8
+  %all = icmp sge i64 %so.far, {_THREADS}
+  br i1 %all, label %done, label %wait
+done:
+  ret void
+}}
+define void @write(ptr %data, i64 %unit) {{
+  %round.at = getelementptr i64, ptr %data, i64 1
+  %round = load i64, ptr %round.at
+  %high = mul i64 %round, 1000
+  %value = add i64 %high, %unit
+  %to = getelementptr [{_WRITERS} x i64], ptr %data, i64 1, i64 %unit
+  store i64 %value, ptr %to
+  ret void
+}}
+define void @read(ptr %data, i64 %unit) {{
+entry:
+  %round.at = getelementptr i64, ptr %data, i64 1
+  %round = load i64, ptr %round.at
+  %factor = add i64 %unit, 1
+  br label %add
+add:
+  %n = phi i64 [0, %entry], [%n.next, %add]
+  %sum = phi i64 [0, %entry], [%sum.next, %add]
+  %from = getelementptr [{_WRITERS} x i64], ptr %data, i64 1, i64 %n
+  %value = load i64, ptr %from
+  %times = mul i64 %value, %factor
+  %sum.next = add i64 %sum, %times
+  %n.next = add i64 %n, 1
+  %more = icmp slt i64 %n.next, {_WRITERS}
+  br i1 %more, label %add, label %done
+done:
+  %row = mul i64 %round, {_READERS}
+  %place = add i64 %row, %unit
+  %to = getelementptr [{_WRITERS} x i64], ptr %data, i64 2, i64 %place
+  store i64 %sum.next, ptr %to
+  ret void
+}}
+define void @begin(ptr %block, ptr %data, i64 %round) {{
+  %count = getelementptr i64, ptr %block, i64 {tasks.PROGRESS}
+  store i64 0, ptr %count
+  %round.at = getelementptr i64, ptr %data, i64 1
+  store i64 %round, ptr %round.at
+  ret void
+}}
+"""
+"""Data: who has met, the round, and behind the first 64 words 64 that are written and sums of all of them."""
+
+
+@pytest.mark.parametrize("atomics", ["", "lse"])
+def test_threads_share_work_and_see_what_others_have_written(atomics: str, tmp_path: Path) -> None:
+    """What qemu shows of it: a host that keeps more order than aarch64 does lets some mistakes through."""
+    needs = [*NEON.needs, atomics] if atomics else NEON.needs
+    image = emulated.image_of(tasks.source(False, False, AARCH64) + _WORKS, *needs)
+    program = Program(image)
+    data = program.place(np.zeros(2 * _WRITERS + (_ROUNDS + 1) * _READERS, np.int64))
+    header = np.zeros(tasks.HEADER, np.int64)
+    header[tasks.PATIENCE] = 1 << 62
+    block = emulated.DATA + program.size
+    at_once, nowhere, count = (block + 8 * word for word in (tasks.PATIENCE, tasks.NOWHERE, tasks.PROGRESS))
+    fields, units = list[int](), 0
+    for name, many, wait_for in (("meet", _THREADS, 0), ("write", _WRITERS, 0), ("read", _READERS, _WRITERS)):
+        counts = count if name == "write" else nowhere
+        fields += (units, many, 1, tasks.CALL, count if wait_for else at_once, wait_for, counts)
+        fields += (program.address_of(name), data, 0, 0, 0, 0)
+        units += many
+    assert program.place(np.concatenate([header, np.array(fields, np.int64)])) == block
+    rate = program.place(np.zeros(1, np.int64))
+    program.call("ticks_a_second", rate)
+    for _ in range(_THREADS - 1):
+        stack = program.place(np.zeros(1 << 13, np.int64))
+        program.call(emulated.SPAWN, program.address_of("serve"), block, stack + (1 << 16))
+    for n in range(1, _ROUNDS + 1):
+        program.call("begin", block, data, n)
+        program.call("work", block, units)
+    results = program.run(tmp_path, "max" if atomics else emulated.CPUS[NEON])
+    sums = results.at(data + 16 * _WRITERS, (_ROUNDS + 1, _READERS), np.int64)
+    total = np.arange(_ROUNDS + 1) * 1000 * _WRITERS + sum(range(_WRITERS))
+    assert (sums[1:] == (total[:, None] * np.arange(1, _READERS + 1))[1:]).all()
+    assert results.at(data, (1,), np.int64) == _THREADS * _ROUNDS
+    assert 1e6 <= results.at(rate, (1,), np.int64)[0] <= 1e10
 
 
 def _main(names: list[str]) -> None:
