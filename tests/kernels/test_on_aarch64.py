@@ -258,7 +258,9 @@ def test_threads_share_work_and_see_what_others_have_written(atomics: str, tmp_p
         fields += (program.address_of(name), data, 0, 0, 0, 0)
         units += many
     assert program.place(np.concatenate([header, np.array(fields, np.int64)])) == block
-    rate = program.place(np.zeros(1, np.int64))
+    header[tasks.PATIENCE] = 1000
+    idle, rate = program.place(header), program.place(np.zeros(1, np.int64))
+    program.call("serve", idle)  # a helper that has nothing to do comes back
     program.call("ticks_a_second", rate)
     for _ in range(_THREADS - 1):
         stack = program.place(np.zeros(1 << 13, np.int64))

@@ -68,21 +68,19 @@ declare i64 @llvm.readcyclecounter()
     AARCH64: _Own(
         """
 declare void @llvm.aarch64.isb(i32)
-declare i64 @llvm.readsteadycounter()
-""",
-        "call void @llvm.aarch64.isb(i32 15)",  # what is called yield ends at once on most
-        "call i64 @llvm.readsteadycounter()",
-    ),
-}
-_TICKS = """
-declare i64 @llvm.read_register.i64(metadata)
+declare i64 @llvm.read_volatile_register.i64(metadata)
+!0 = !{!"CNTVCT_EL0"}
+!1 = !{!"CNTFRQ_EL0"}
 define void @ticks_a_second(ptr %at) {
-  %ticks = call i64 @llvm.read_register.i64(metadata !0)
+  %ticks = call i64 @llvm.read_volatile_register.i64(metadata !1)
   store i64 %ticks, ptr %at
   ret void
 }
-!0 = !{!"CNTFRQ_EL0"}
-"""
+""",
+        "call void @llvm.aarch64.isb(i32 15)",  # what is called yield ends at once on most
+        "call i64 @llvm.read_volatile_register.i64(metadata !0)",  # LLVM's own steady counter is always 0 here
+    ),
+}
 _PLAIN = """
 declare i64 @llvm.smin.i64(i64, i64)
 attributes #0 = { nounwind }
@@ -100,7 +98,7 @@ def source(has_bf16: bool, several: bool, family: str = FAMILY) -> str:
     products = row_product.source(several) if has_bf16 else row_product.DECLARATIONS
     if family == AARCH64:
         assert not has_bf16, "torch's order is known on x86 only"
-        products = _PLAIN + _TICKS
+        products = _PLAIN
     return products + elementwise.source() + _unit(own, has_bf16, several) + _take(own) + _work(own) + _serve(own)
 
 
