@@ -9,27 +9,14 @@ values that it carries to the next ones:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from llvmlite import ir
 
+from smoe.cpu_isa import AARCH64
+from smoe.kernels import neon, x86
 from smoe.kernels.isa import Isa
-
-Value: TypeAlias = Any
-"""A number or a register in the making: llvmlite has no types for them."""
-BYTE, HALF_WORD, WORD, LONG = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-HALF, FLOAT = ir.HalfType(), ir.FloatType()
-POINTER = ir.PointerType()
-
-
-class _BFloat(ir.Type):
-    """bf16 as a type of LLVM's, which llvmlite has no name for."""
-
-    def __str__(self) -> str:
-        return "bfloat"
-
-
-_BFLOAT = _BFloat()
+from smoe.kernels.kinds import BYTE, FLOAT, HALF_WORD, LONG, POINTER, WORD, Value
 
 
 class Code:
@@ -41,6 +28,7 @@ class Code:
         self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), types), name)
         self.arguments: list[Value] = list(self.function.args)
         self.isa = isa
+        self._own: Any = neon if isa.family == AARCH64 else x86
         self.build = ir.IRBuilder(self.function.append_basic_block("entry"))
         self._module = module
         self._nowhere: Value = None
@@ -84,37 +72,29 @@ class Code:
 
     def looked_up_halves(self, table: Sequence[int], codes: Value) -> Value:
         """Numbers of 16 bits of a table of 16 by codes [32], of which the lowest four bits count."""
-        whole = ir.Constant(codes.type, [ir.Constant(HALF_WORD, each) for each in (*table, *table)])
-        kind = ir.FunctionType(codes.type, [codes.type] * 2)
-        return self._call("llvm.x86.avx512.permvar.hi.512", kind, [whole, codes])
+        return self._own.looked_up_halves(self, table, codes)
 
     def looked_up_bytes(self, table: Sequence[int], codes: Value) -> Value:
         """Bytes of a table of 16 by codes [32 or 64], which are below 16."""
-        whole = self.bytes([*table] * (codes.type.count // len(table)))
-        name = "llvm.x86.avx512.pshuf.b.512" if codes.type.count == 64 else "llvm.x86.avx2.pshuf.b"
-        return self._call(name, ir.FunctionType(codes.type, [codes.type] * 2), [whole, codes])
+        return self._own.looked_up_bytes(self, table, codes)
 
     def looked_up(self, table: Sequence[float], codes: Value) -> Value:
         """Numbers of a table of 16 by codes, of which the lowest four bits count.
 
-        Where registers are of eight numbers, the table's second half must be its first with the other sign.
+        Where registers are of eight numbers, the table's second half must be its first with the other sign; each
+        number must be exact in bf16.
         """
-        whole = ir.Constant(ir.VectorType(FLOAT, len(table)), [ir.Constant(FLOAT, each) for each in table])
-        if self.isa.lanes == 16:
-            kind = ir.FunctionType(whole.type, [whole.type, codes.type])
-            return self._call("llvm.x86.avx512.permvar.sf.512", kind, [whole, codes])
-        half = ir.Constant(self.registers(FLOAT, 8), whole.constant[:8])
-        kind = ir.FunctionType(half.type, [half.type, codes.type])
-        magnitude = self._call("llvm.x86.avx2.permps", kind, [half, codes])
-        sign = self.build.shl(self.build.and_(codes, self.words([8] * 8)), self.words([28] * 8))
-        bits = self.build.or_(self.build.bitcast(magnitude, codes.type), sign)
-        return self.build.bitcast(bits, half.type)
+        return self._own.looked_up(self, table, codes)
+
+    def where_set(self, word: Value, numbers: Value, others: Value) -> Value:
+        """The numbers of a register whose bits are set in a word, as many as it has, lowest first, and others."""
+        return self._own.where_set(self, word, numbers, others)
 
     def call(self, name: str, arguments: Sequence[Value]) -> None:
         """A function of this module that was made before."""
         self.build.call(self._module.globals[name], arguments)
 
-    def _call(self, name: str, kind: ir.FunctionType, arguments: Sequence[Value]) -> Value:
+    def intrinsic(self, name: str, kind: ir.FunctionType, arguments: Sequence[Value]) -> Value:
         """One of LLVM's own functions."""
         known = self._module.globals.get(name) or ir.Function(self._module, kind, name)
         return self.build.call(known, arguments)
@@ -122,7 +102,7 @@ class Code:
     def prefetch(self, pointer: Value) -> None:
         """A hint to fetch a cache line into the second level; of memory that is not there, nothing comes."""
         kind = ir.FunctionType(ir.VoidType(), [POINTER, WORD, WORD, WORD])
-        self._call("llvm.prefetch.p0", kind, [pointer, *(ir.Constant(WORD, flag) for flag in (0, 2, 1))])
+        self.intrinsic("llvm.prefetch.p0", kind, [pointer, *(ir.Constant(WORD, flag) for flag in (0, 2, 1))])
 
     @property
     def nowhere(self) -> Value:
@@ -135,51 +115,23 @@ class Code:
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """a * b + c of registers, rounded once."""
-        return self._call(f"llvm.fma.v{a.type.count}f32", ir.FunctionType(a.type, [a.type] * 3), [a, b, c])
+        return self.intrinsic(f"llvm.fma.v{a.type.count}f32", ir.FunctionType(a.type, [a.type] * 3), [a, b, c])
 
     def dots(self, total: Value, a: Value, b: Value) -> Value:
         """total [n] + a . b of two bf16 numbers each, given as 16 bits [2n]; a product and a sum are rounded alike."""
-        halves = ir.VectorType(_BFLOAT, a.type.count)
-        kind = ir.FunctionType(total.type, [total.type, halves, halves])
-        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * total.type.count}"
-        return self._call(name, kind, [total, self.build.bitcast(a, halves), self.build.bitcast(b, halves)])
+        return self._own.dots(self, total, a, b)
 
     def byte_dots(self, total: Value, codes: Value, x: Value, is_signed: bool) -> Value:
         """total [n] + codes . x of four bytes each [4n]; x is signed and never -128, codes are signed or not.
 
         Without an instruction for that, codes must be 128 at most, as two products meet in 16 bits; and so they must
-        not be signed with it.
+        not be signed with it, but where the instruction set `has_signed_bytes`: they must be 127 at most there.
         """
-        build, lanes = self.build, total.type.count
-        if self.isa.has_int8_dots:
-            assert not is_signed
-            kind = ir.FunctionType(total.type, [total.type] * 3)
-            words = [build.bitcast(each, total.type) for each in (codes, x)]
-            return self._call(f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", kind, [total, *words])
-        if is_signed:
-            codes, x = self._without_sign(codes, x)
-        pairs, halves = ir.VectorType(HALF_WORD, 2 * lanes), self.halves([1] * 2 * lanes)
-        of_two, of_four = ("pmaddubs.w.512", "pmaddw.d.512") if lanes == 16 else ("pmadd.ub.sw", "pmadd.wd")
-        family = "llvm.x86.avx512." if lanes == 16 else "llvm.x86.avx2."
-        twos = self._call(family + of_two, ir.FunctionType(pairs, [codes.type] * 2), [codes, x])
-        fours = self._call(family + of_four, ir.FunctionType(total.type, [pairs] * 2), [twos, halves])
-        return build.add(total, fours)
-
-    def _without_sign(self, codes: Value, x: Value) -> tuple[Value, Value]:
-        """Magnitudes of the codes, and x with their signs."""
-        build, nothing = self.build, ir.Constant(codes.type, None)
-        is_below = build.icmp_signed("<", codes, nothing)
-        return tuple(build.select(is_below, build.sub(nothing, each), each) for each in (codes, x))
+        return self._own.byte_dots(self, total, codes, x, is_signed)
 
     def nearest(self, reals: Value) -> Value:
-        """float32 -> whole numbers of 32 bits, to even; what is none, or too large, becomes the least."""
-        lanes = reals.type.count
-        kind = self.registers(WORD, lanes)
-        if lanes == 8:
-            return self._call("llvm.x86.avx.cvt.ps2dq.256", ir.FunctionType(kind, [reals.type]), [reals])
-        both = ir.FunctionType(kind, [reals.type, kind, HALF_WORD, WORD])
-        every, as_set = ir.Constant(HALF_WORD, 0xFFFF), ir.Constant(WORD, 4)
-        return self._call("llvm.x86.avx512.mask.cvtps2dq.512", both, [reals, ir.Constant(kind, None), every, as_set])
+        """float32 -> whole numbers of 32 bits, to even; what is none, or too large, becomes some number."""
+        return self._own.nearest(self, reals)
 
     def splat(self, value: Value, lanes: int | None = None) -> Value:
         """A register of copies of a number."""

@@ -14,6 +14,9 @@ import subprocess
 import sys
 from typing import Any
 
+from smoe.cpu_isa import AARCH64, FAMILY
+from smoe.kernels.arm_features import arm_features
+
 _SECONDS = 60.0
 """Within which it must have answered."""
 
@@ -30,16 +33,37 @@ def compiled(source: str, features: str) -> bytes:
     return _asked({"source": source, "features": features})
 
 
-def parsed(llvm: Any, source: str, features: str, **options: str) -> tuple[Any, Any]:
-    """A module in LLVM's language, looked at, and the machine that it is for; by LLVM as it is loaded here."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=features, opt=3, **options
-    )
+def features_here(llvm: Any) -> dict[str, bool]:
+    """The extensions of this CPU by LLVM's names; of aarch64 those that our kernels ask for, as the system says it."""
+    return arm_features() if FAMILY == AARCH64 else dict(llvm.get_host_cpu_features())
+
+
+def parsed(llvm: Any, source: str, features: str, triple: str = "", **options: str) -> tuple[Any, Any]:
+    """A module in LLVM's language, looked at, and the machine that it is for; by LLVM as it is loaded here.
+
+    `triple`: LLVM's name of another machine than this. Of aarch64 it is any CPU with these features: what was tried on
+    one, or emulated, is what all of them run.
+    """
+    if triple:
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
+        target = llvm.Target.from_triple(triple)
+    else:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        target = llvm.Target.from_default_triple()
+    cpu = "generic" if triple or FAMILY == AARCH64 else llvm.get_host_cpu_name()
+    machine = target.create_target_machine(cpu=cpu, features=features, opt=3, **options)
     module = llvm.parse_assembly(source)
     module.verify()
     return module, machine
+
+
+def object_file(llvm: Any, source: str, features: str, triple: str = "") -> bytes:
+    """Machine code that may lie anywhere in memory."""
+    module, machine = parsed(llvm, source, features, triple, reloc="pic", codemodel="small")
+    found: bytes = machine.emit_object(module)
+    return found
 
 
 def _asked(request: dict[str, str]) -> bytes:
@@ -58,10 +82,9 @@ def _main() -> None:
     except ImportError:
         llvm = None
     if "source" not in request:
-        answer = json.dumps({} if llvm is None else dict(llvm.get_host_cpu_features())).encode()
+        answer = json.dumps({} if llvm is None else features_here(llvm)).encode()
     else:
-        module, machine = parsed(llvm, request["source"], request["features"], reloc="pic", codemodel="small")
-        answer = machine.emit_object(module)
+        answer = object_file(llvm, request["source"], request["features"])
     sys.stdout.buffer.write(answer)
 
 

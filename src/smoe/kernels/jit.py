@@ -42,8 +42,9 @@ def is_available() -> bool:
 
 
 _FIRST_ISA = (("amx", "all"), ("avx10", "all"), ("avx512bf16", "avx512_bf16"), ("avx512fp16", "all"),
-              ("avx512", "avx512"), ("avx", "avx2"))  # fmt: skip
-"""How LLVM's names of extensions begin, and the first of `CPU_ISA` that has them; the first that fits counts."""
+              ("avx512", "avx512"), ("avx", "avx2"), ("dotprod", "neon_dotprod"))  # fmt: skip
+"""How LLVM's names of extensions begin, and the first of `CPU_ISA` that has them; the first that fits counts. NEON is
+part of every aarch64: code is made with it wherever any is."""
 
 
 def cpu_has(*features: str) -> bool:
@@ -57,10 +58,10 @@ def cpu_has(*features: str) -> bool:
 
 @functools.cache
 def _host_features() -> dict[str, bool]:
-    """LLVM's map of this CPU's extensions; empty without it."""
+    """This CPU's extensions by LLVM's names; empty without LLVM."""
     if _is_elsewhere:
         return compiler.host_features()
-    return dict(llvm().get_host_cpu_features())
+    return compiler.features_here(llvm())
 
 
 def _features() -> dict[str, bool]:

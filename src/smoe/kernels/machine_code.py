@@ -1,34 +1,37 @@
-"""Machine code that somebody else has compiled: an object file (ELF, x86-64) put together and made ready to call.
+"""Machine code that somebody else has compiled: an object file (ELF) put together and made ready to call.
 
     object file    | .text | .rodata.cst16 | .rodata | symbols | relocations |
     memory         | .text | .rodata.cst16 | .rodata |          places relative to each other: it may lie anywhere
 
-Only what our kernels are made of is known: code and constants that refer to each other by distance. Whatever else a
-file asks for (a library's function, memory of its own to write to) is refused, by name.
+Only what our kernels are made of is known: code and constants that refer to each other by distance
+(`relocations.py`). Whatever else a file asks for (a library's function, memory of its own to write to) is refused, by
+name. A CPU of aarch64 has to be told that code is new: else it may run what it has read of that memory before.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import platform
 import struct
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
+
+from smoe.cpu_isa import AARCH64, FAMILY
+from smoe.kernels import relocations
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _RELOCATION = struct.Struct("<QQq")
 _MAGIC = b"\x7fELF\x02\x01\x01"
-_X86_64 = 62
 _CONTENTS, _SYMBOLS, _RELOCATIONS, _EMPTY = 1, 2, 4, 8
 _WRITABLE, _IN_MEMORY = 1, 2
 _UNWINDING = ".eh_frame"
 """For debuggers; nothing here is ever unwound."""
-_DISTANCES = (2, 4)
-"""R_X86_64_PC32 and R_X86_64_PLT32: 32 bits, from the place itself."""
 _UNDEFINED, _SPECIAL = 0, 0xFF00
 
 
@@ -51,8 +54,21 @@ class _Section(NamedTuple):
 
 
 def is_known() -> bool:
-    """Whether code can be brought into this process: x86-64 Linux, by its own system calls."""
-    return sys.platform == "linux" and platform.machine() == "x86_64" and sys.maxsize > 1 << 32
+    """Whether code can be brought into this process: x86-64 and aarch64 Linux, by the system's own calls."""
+    if sys.platform != "linux" or sys.maxsize <= 1 << 32:
+        return False
+    return platform.machine() == "x86_64" or (FAMILY == AARCH64 and _flush() is not None)
+
+
+@functools.cache
+def _flush() -> Callable[[int, int], object] | None:
+    """(begin, end) of code that is new; None where nobody knows how to say it."""
+    try:
+        flush = getattr(ctypes.CDLL("libgcc_s.so.1"), "__clear_cache")
+    except (OSError, AttributeError):
+        return None
+    flush.argtypes, flush.restype = (ctypes.c_void_p, ctypes.c_void_p), None
+    return flush  # type: ignore[no-any-return]
 
 
 def linked(file: bytes) -> Image:
@@ -71,7 +87,7 @@ def linked(file: bytes) -> Image:
         places = _places(sections[names], sections[sections[names].target].data, begins)
         for each in sections:
             if each.kind == _RELOCATIONS and each.target in begins:
-                _relocate(each, data, begins[each.target], places)
+                _relocate(each, _machine_of(file), data, begins[each.target], places)
     except (struct.error, IndexError, StopIteration, ValueError) as error:
         raise RuntimeError(f"no object file: {error}") from error
     return Image(bytes(data), {name: place for name, place in places if name and place is not None})
@@ -90,6 +106,9 @@ class Loaded:
         protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         if protect(self._begin, len(self._memory), mmap.PROT_READ | mmap.PROT_EXEC):
             raise OSError(ctypes.get_errno(), f"no machine code may be made here: {os.strerror(ctypes.get_errno())}")
+        flush = _flush() if FAMILY == AARCH64 else None
+        if flush is not None:
+            flush(self._begin, self._begin + len(self._memory))
 
     def address_of(self, name: str) -> int:
         """Where a function begins; raises `KeyError` where there is none of that name."""
@@ -98,8 +117,8 @@ class Loaded:
 
 def _sections(file: bytes) -> list[_Section]:
     magic, _, machine, _, _, _, at, _, _, _, _, size, count, names = _HEADER.unpack_from(file)
-    if not magic.startswith(_MAGIC) or machine != _X86_64 or size != _SECTION.size:
-        raise ValueError("not ELF for x86-64")
+    if not magic.startswith(_MAGIC) or machine not in relocations.KINDS or size != _SECTION.size:
+        raise ValueError("not ELF for x86-64 or aarch64")
     raw = [_SECTION.unpack_from(file, at + n * size) for n in range(count)]
     strings = _bytes_of(file, raw[names])
     return [
@@ -144,10 +163,17 @@ def _places(symbols: _Section, strings: bytes, begins: dict[int, int]) -> list[t
     return found
 
 
-def _relocate(section: _Section, data: bytearray, begin: int, places: list[tuple[str, int | None]]) -> None:
+def _machine_of(file: bytes) -> int:
+    machine: int = _HEADER.unpack_from(file)[2]
+    return machine
+
+
+def _relocate(
+    section: _Section, machine: int, data: bytearray, begin: int, places: list[tuple[str, int | None]]
+) -> None:
     for offset, kind, addend in _RELOCATION.iter_unpack(section.data):
         name, place = places[kind >> 32]
-        if kind & 0xFFFFFFFF not in _DISTANCES or place is None:
+        fill_in = relocations.KINDS[machine].get(kind & 0xFFFFFFFF)
+        if fill_in is None or place is None:
             raise ValueError(f"it asks for {name or section.name} in a way ({kind & 0xFFFFFFFF}) that is not known")
-        at = begin + offset
-        struct.pack_into("<i", data, at, place + addend - at)
+        fill_in(data, begin + offset, place + addend)

@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from smoe.kernels.builder import FLOAT, HALF_WORD, POINTER, WORD, Code, Value
+from smoe.kernels.builder import Code
 from smoe.kernels.isa import Isa
+from smoe.kernels.kinds import FLOAT, HALF_WORD, POINTER, WORD, Value
 
 AHEAD = 8192
 """Bytes between what is computed and what is fetched."""

@@ -25,8 +25,9 @@ from smoe.bounds import BF16, INT8
 from smoe.formats.activations import fits as activations_fit
 from smoe.formats.base import Format, Group
 from smoe.kernels import quantised_dots, quantised_whole
-from smoe.kernels.builder import FLOAT, HALF_WORD, POINTER, WORD, Code, Value
+from smoe.kernels.builder import Code
 from smoe.kernels.isa import Isa
+from smoe.kernels.kinds import FLOAT, HALF_WORD, POINTER, WORD, Value
 from smoe.kernels.quantised_block import Row, arranged, codes_of, group_numbers, order_of, scales_of
 from smoe.kernels.quantised_dots import subtracted
 

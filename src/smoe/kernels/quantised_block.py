@@ -8,7 +8,8 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from smoe.formats.base import Bits, Field, Format, Scalar
-from smoe.kernels.builder import BYTE, FLOAT, HALF, HALF_WORD, WORD, Code, Value
+from smoe.kernels.builder import Code
+from smoe.kernels.kinds import BYTE, FLOAT, HALF, HALF_WORD, WORD, Value
 
 
 class Row(NamedTuple):
@@ -100,10 +101,9 @@ def _field(code: Code, field: Field, place: Value, i: int) -> Value:
 
 def _bits(code: Code, bits: Bits, place: Value, i: int) -> Value:
     """A bit for each number, from a word that holds them all, where it belongs in a code."""
-    build, lanes = code.build, code.isa.lanes
+    lanes = code.isa.lanes
     word = code.load(ir.IntType(lanes), code.at(place, bits.byte + i // 8))
-    flags = build.bitcast(word, ir.VectorType(ir.IntType(1), lanes))
-    return build.select(flags, code.words([1 << bits.left] * lanes), code.words([0] * lanes))
+    return code.where_set(word, code.words([1 << bits.left] * lanes), code.words([0] * lanes))
 
 
 def scales_of(code: Code, form: Format, place: Value, zero: int) -> Scales:

@@ -18,8 +18,9 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from smoe.formats.base import Bits, Field, Format, Run
-from smoe.kernels.builder import BYTE, HALF_WORD, Code, Value
+from smoe.kernels.builder import Code
 from smoe.kernels.isa import Isa
+from smoe.kernels.kinds import BYTE, HALF_WORD, Value
 
 SHIFT = 128
 _PIECE = 16
@@ -146,8 +147,7 @@ def _single_bits(code: Code, bits: Bits, one: _Piece, second: Bits, other: _Piec
         both = ir.IntType(2 * _PIECE)
         parts = [build.zext(code.load(ir.IntType(_PIECE), code.at(place, byte)), both) for byte in (begins, follows)]
         word = build.or_(parts[0], build.shl(parts[1], ir.Constant(both, _PIECE)))
-    flags = build.bitcast(word, ir.VectorType(ir.IntType(1), 2 * _PIECE))
-    return build.select(flags, code.halves([1 << bits.left] * 2 * _PIECE), code.halves([0] * 2 * _PIECE))
+    return code.where_set(word, code.halves([1 << bits.left] * 2 * _PIECE), code.halves([0] * 2 * _PIECE))
 
 
 def _bf16_bits(number: float) -> int:

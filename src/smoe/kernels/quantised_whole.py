@@ -23,8 +23,9 @@ from llvmlite import ir
 
 from smoe.formats.activations import LARGEST, LEAST
 from smoe.formats.base import Bits, Field, Format, Run
-from smoe.kernels.builder import BYTE, FLOAT, HALF_WORD, WORD, Code, Value
+from smoe.kernels.builder import Code
 from smoe.kernels.isa import Isa
+from smoe.kernels.kinds import BYTE, FLOAT, HALF_WORD, WORD, Value
 from smoe.kernels.quantised_block import Row, arranged, group_numbers, order_of
 
 _PIECE = 16
@@ -217,17 +218,19 @@ def _begin(code: Code, kind: _Codes, x: Row, k: Value, lanes: int) -> Value:
 
 
 def _codes_of(isa: Isa, form: Format) -> _Codes:
-    """Unsigned where the CPU can multiply them so."""
+    """Signed where the CPU multiplies such as easily, else unsigned where it can multiply them so."""
     if form.table is not None:
         unit = min(abs(number) for number in form.table if number)
         whole = [round(number / unit) for number in form.table]
         assert [number * unit for number in whole] == list(form.table), form.name
         least = min(whole)
+        if isa.has_signed_bytes:
+            return _Codes(0, True, tuple(whole), unit)
         if max(whole) - least <= _MOST_IN_16_BITS or isa.has_int8_dots:
             return _Codes(-least, False, tuple(number - least for number in whole), unit)
         return _Codes(0, True, tuple(whole), unit)
     if form.is_signed:
-        return _Codes(128) if isa.has_int8_dots else _Codes(0, True)
+        return _Codes(128) if isa.has_int8_dots and not isa.has_signed_bytes else _Codes(0, True)
     return _Codes(form.zero)
 
 
@@ -326,5 +329,4 @@ def _single_bits(code: Code, fields: Sequence[Bits], pieces: Sequence[_Piece], p
         part = build.zext(part, word.type) if len(begins) < len(pieces) else part
         word = build.or_(word, build.shl(part, ir.Constant(word.type, shift))) if shift else part
         shift += _PIECE * len(begins)
-    flags = build.bitcast(word, ir.VectorType(ir.IntType(1), count))
-    return build.select(flags, code.bytes([1 << fields[0].left] * count), code.bytes([0] * count))
+    return code.where_set(word, code.bytes([1 << fields[0].left] * count), code.bytes([0] * count))

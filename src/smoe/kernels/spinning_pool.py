@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from smoe.cpu_isa import FAMILY, X86
 from smoe.kernels import tasks
 from smoe.kernels.isa import widest
 from smoe.kernels.jit import compile_functions, cpu_has
@@ -43,6 +44,8 @@ _SPIN_CYCLES = 20_000
 """How long a helper looks out for work before it sleeps: some 10 us. Longer takes from the readers what it gives us."""
 _SPIN_CYCLES_ALONE = 2_000_000
 """The same where nothing is read: some 0.6 ms, the longest that Python takes between two products of a token."""
+_CYCLES_A_SECOND = 3e9
+"""Of such a CPU, for those whose clock ticks otherwise."""
 WAKING_WEIGHTS = 1 << 20
 """Fewer weights are multiplied before a sleeper would be awake."""
 _CLOSING_SECONDS = 0.001
@@ -107,7 +110,7 @@ class SpinningPool:
         self._work, self._serve = _functions(has_bf16 and not in_own_order, several and not in_own_order)
         self._block = (ctypes.c_int64 * (tasks.HEADER + tasks.MOST_TASKS * tasks.FIELDS))()
         self._address = ctypes.addressof(self._block)
-        self._block[tasks.PATIENCE] = _SPIN_CYCLES
+        self._block[tasks.PATIENCE] = _ticks(_SPIN_CYCLES)
         self.at_once = self.word(tasks.PATIENCE)
         """A word that has always reached 0: for tasks that wait for nothing."""
         self.nowhere = self.word(tasks.NOWHERE)
@@ -128,7 +131,7 @@ class SpinningPool:
 
     def expect_readers(self, are_there: bool) -> None:
         """Whether other threads have use for the cores between two works; if not, helpers look out for work longer."""
-        self._block[tasks.PATIENCE] = _SPIN_CYCLES if are_there else _SPIN_CYCLES_ALONE
+        self._block[tasks.PATIENCE] = _ticks(_SPIN_CYCLES if are_there else _SPIN_CYCLES_ALONE)
 
     def word(self, index: int) -> int:
         """The address of a word of the block."""
@@ -271,6 +274,19 @@ def _functions(has_bf16: bool, several: bool) -> tuple[Callable[..., None], Call
     pointer, number = ctypes.c_void_p, ctypes.c_longlong
     work, serve = compile_functions(tasks.source(has_bf16, several), {"work": (pointer, number), "serve": (pointer,)})
     return work, serve
+
+
+def _ticks(cycles: int) -> int:
+    """As many of the clock by which helpers are patient."""
+    return cycles if FAMILY == X86 else int(cycles * (_ticks_a_second() / _CYCLES_A_SECOND))
+
+
+@functools.cache
+def _ticks_a_second() -> int:
+    found = ctypes.c_int64()
+    (tell,) = compile_functions(tasks.source(False, False), {"ticks_a_second": (ctypes.c_void_p,)})
+    tell(ctypes.addressof(found))
+    return found.value
 
 
 def is_supported() -> bool:

@@ -6,7 +6,7 @@ The block of memory that the threads share, in words of 8 bytes:
                tasks may be changed. One word, so that whoever comes late never takes a unit of the next work for one
                of this.
     finished   how many units are done
-    patience   cycles for which a helper looks out for work before it sleeps
+    patience   ticks for which a helper looks out for work before it sleeps (`_Own.now`)
     progress   a count for each of the caller's own purposes, such as an expert's finished units
     tasks      one after the other, in the order in which their units are taken
 
@@ -21,10 +21,17 @@ Tasks wait only for earlier ones, whose units somebody has already taken: nobody
     COMBINE    rows    gains    out    count  H          elementwise.py
     CALL       address arguments                         some other function(arguments, unit)
     FORMAT     address x        matrix out    K     bias quantised.py: a product, or what it says of its arguments
+
+What one thread writes and another reads is ordered by the words of the header and of the progress alone, on CPUs that
+keep no order of their own, too: who publishes or counts does it in one operation that nothing written before may come
+after (seq_cst), and who looks or takes does it in one that nothing read later may come before (acquire, seq_cst).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from smoe.cpu_isa import AARCH64, FAMILY, X86
 from smoe.kernels import elementwise, row_product
 
 OPEN, FINISHED, PATIENCE, NOWHERE, PROGRESS = 0, 8, 9, 10, 16
@@ -39,15 +46,60 @@ _STRIP = 32
 _LOWER = (1 << 32) - 1
 
 
-def source(has_bf16: bool, several: bool) -> str:
-    """Everything in LLVM's language; `work(block, units)` and `serve(block)` are called from outside.
+class _Own(NamedTuple):
+    """What CPUs of a family have instructions of their own for."""
+
+    declarations: str
+    pause: str
+    """Let others go first for a moment."""
+    now: str
+    """Ticks of a clock that every core has: cycles, or what `ticks_a_second` says."""
+
+
+_OWN = {
+    X86: _Own(
+        """
+declare void @llvm.x86.sse2.pause()
+declare i64 @llvm.readcyclecounter()
+""",
+        "call void @llvm.x86.sse2.pause()",
+        "call i64 @llvm.readcyclecounter()",
+    ),
+    AARCH64: _Own(
+        """
+declare void @llvm.aarch64.isb(i32)
+declare i64 @llvm.read_volatile_register.i64(metadata)
+!0 = !{!"CNTVCT_EL0"}
+!1 = !{!"CNTFRQ_EL0"}
+define void @ticks_a_second(ptr %at) {
+  %ticks = call i64 @llvm.read_volatile_register.i64(metadata !1)
+  store i64 %ticks, ptr %at
+  ret void
+}
+""",
+        "call void @llvm.aarch64.isb(i32 15)",  # what is called yield ends at once on most
+        "call i64 @llvm.read_volatile_register.i64(metadata !0)",  # LLVM's own steady counter is always 0 here
+    ),
+}
+_PLAIN = """
+declare i64 @llvm.smin.i64(i64, i64)
+attributes #0 = { nounwind }
+"""
+
+
+def source(has_bf16: bool, several: bool, family: str = FAMILY) -> str:
+    """Everything in LLVM's language; `work(block, units)` and `serve(block)` are called from outside, and on aarch64
+    `ticks_a_second(at)`.
 
     The kinds PRODUCT and ROWS come with `has_bf16` only, which not every CPU can have; ROWS with `several` too: it
     takes as long to compile as all the rest.
     """
-    several = several and has_bf16
+    several, own = several and has_bf16, _OWN[family]
     products = row_product.source(several) if has_bf16 else row_product.DECLARATIONS
-    return products + elementwise.source() + _unit(has_bf16, several) + _TAKE + _WORK + _SERVE
+    if family == AARCH64:
+        assert not has_bf16, "torch's order is known on x86 only"
+        products = _PLAIN
+    return products + elementwise.source() + _unit(own, has_bf16, several) + _take(own) + _work(own) + _serve(own)
 
 
 def _word(name: str, index: int) -> str:
@@ -118,15 +170,12 @@ product:
   ret void"""
 
 
-def _unit(has_bf16: bool, several: bool) -> str:
+def _unit(own: _Own, has_bf16: bool, several: bool) -> str:
     """One unit of one task."""
     labels = {GATE: "gate", COMBINE: "combine", CALL: "call"}
     labels |= ({PRODUCT: "product"} if has_bf16 else {}) | ({ROWS: "rows"} if several else {})
     cases = "  ".join(f"i64 {kind}, label %{label}" for kind, label in labels.items())
-    return f"""
-declare void @llvm.x86.sse2.pause()
-declare i64 @llvm.readcyclecounter()
-
+    return f"""{own.declarations}
 define internal void @unit(ptr %task, i64 %begin, i64 %end) {{
 entry:
 {_fields("a b c", "ptr", _ARGUMENTS)}
@@ -153,7 +202,9 @@ call:
 """
 
 
-_TAKE = f"""
+def _take(own: _Own) -> str:
+    """Takes and computes units until there are none left."""
+    return f"""
 define internal void @take(ptr %block) {{
 entry:
 {_word("open", OPEN)}
@@ -184,7 +235,7 @@ wait:
   %may = icmp sge i64 %so.far, %wait.for
   br i1 %may, label %compute, label %pause
 pause:
-  call void @llvm.x86.sse2.pause()
+  {own.pause}
   br label %wait
 compute:
   %full = add i64 %begin, %size
@@ -197,9 +248,11 @@ done:
   ret void
 }}
 """
-"""Takes and computes units until there are none left."""
 
-_WORK = f"""
+
+def _work(own: _Own) -> str:
+    """Opens the work, takes part, waits for the last unit and closes the work."""
+    return f"""
 define void @work(ptr %block, i64 %units) {{
 entry:
 {_word("open", OPEN)}
@@ -214,23 +267,25 @@ wait:
   %all = icmp eq i64 %so.far, %units
   br i1 %all, label %done, label %pause
 pause:
-  call void @llvm.x86.sse2.pause()
+  {own.pause}
   br label %wait
 done:
   store atomic i64 0, ptr %open seq_cst, align 8
   ret void
 }}
 """
-"""Opens the work, takes part, waits for the last unit and closes the work."""
 
-_SERVE = f"""
+
+def _serve(own: _Own) -> str:
+    """Helps until there has been nothing to do for longer than the patience."""
+    return f"""
 define void @serve(ptr %block) {{
 entry:
 {_word("open", OPEN)}
 {_word("patience.at", PATIENCE)}
   br label %rest
 rest:
-  %since = call i64 @llvm.readcyclecounter()
+  %since = {own.now}
   br label %look
 look:
   %seen = load atomic i64, ptr %open acquire, align 8
@@ -242,8 +297,8 @@ help:
   call void @take(ptr %block)
   br label %rest
 pause:
-  call void @llvm.x86.sse2.pause()
-  %now = call i64 @llvm.readcyclecounter()
+  {own.pause}
+  %now = {own.now}
   %spent = sub i64 %now, %since
   %patience = load atomic i64, ptr %patience.at acquire, align 8
   %is.over = icmp sgt i64 %spent, %patience
@@ -252,4 +307,3 @@ done:
   ret void
 }}
 """
-"""Helps until there has been nothing to do for longer than the patience."""

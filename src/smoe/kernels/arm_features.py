@@ -1,0 +1,54 @@
+"""What a CPU of aarch64 has, as the operating system says it: LLVM does not know it on every system."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class _Source(NamedTuple):
+    """Where a feature is found: a bit of Linux's `AT_HWCAP`, a name of macOS's `sysctl`, a number of Windows'."""
+
+    bit: int
+    name: str
+    number: int
+
+
+_FEATURES = {
+    "lse": _Source(8, "hw.optional.arm.FEAT_LSE", 34),
+    "dotprod": _Source(20, "hw.optional.arm.FEAT_DotProd", 43),
+}
+"""By LLVM's names: atomic additions in one instruction, products of four bytes."""
+_AT_HWCAP = 16
+
+
+def arm_features() -> dict[str, bool]:
+    """By LLVM's names, those that our kernels ask for. NEON is part of every aarch64; what else the system does not say
+    is not there."""
+    has = {"linux": _on_linux, "darwin": _on_macos, "win32": _on_windows}.get(sys.platform)
+    return {"neon": True} | {name: has is not None and has()(source) for name, source in _FEATURES.items()}
+
+
+def _on_linux() -> Callable[[_Source], bool]:
+    auxiliary = ctypes.CDLL(None).getauxval
+    auxiliary.argtypes, auxiliary.restype = (ctypes.c_ulong,), ctypes.c_ulong
+    bits = int(auxiliary(_AT_HWCAP))
+    return lambda source: bool(bits >> source.bit & 1)
+
+
+def _on_macos() -> Callable[[_Source], bool]:
+    ask = ctypes.CDLL(None).sysctlbyname
+
+    def is_said(source: _Source) -> bool:
+        value, size = ctypes.c_int64(0), ctypes.c_size_t(8)
+        failed = ask(source.name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
+        return not failed and value.value != 0
+
+    return is_said
+
+
+def _on_windows() -> Callable[[_Source], bool]:
+    ask = ctypes.WinDLL("kernel32").IsProcessorFeaturePresent  # type: ignore[attr-defined]
+    return lambda source: bool(ask(source.number))

@@ -1,0 +1,108 @@
+"""What aarch64 has instructions of its own for: NEON, and products of four bytes where there are some.
+
+Its registers hold four numbers of float32. Here two of them count as one of eight: bytes are then loaded eight at a
+time, and the 32 that there are hold what the 16 of AVX2 do. Instructions are asked for register by register.
+
+    16 bytes of codes, of x   sdot           four products added to each lane (FEAT_DotProd)
+                              smull, addp    products in 16 bits, the sums of two; then of two of these in 32
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from llvmlite import ir
+
+from smoe.kernels.kinds import BYTE, FLOAT, HALF_WORD, WORD, Value
+
+if TYPE_CHECKING:
+    from smoe.kernels.builder import Code
+
+_BITS = 128
+"""Of a register."""
+_BYTES, _WORDS = ir.VectorType(BYTE, _BITS // 8), ir.VectorType(WORD, _BITS // 32)
+_PLACE_OF_ONE, _PLACE_OF_NONE = 0x02020000, 0x0100FFFF
+"""Where the four bytes of a float32 lie in a table of upper halves: its lower two, beyond the end, are zero."""
+
+
+def looked_up_bytes(code: Code, table: Sequence[int], codes: Value) -> Value:
+    whole, looks = code.bytes(table), ir.FunctionType(_BYTES, [_BYTES] * 2)
+    return _by_register(code, lambda some: code.intrinsic("llvm.aarch64.neon.tbl1.v16i8", looks, [whole, some]), codes)
+
+
+def looked_up(code: Code, table: Sequence[float], codes: Value) -> Value:
+    build, lanes, looks = code.build, codes.type.count, ir.FunctionType(_BYTES, [_BYTES] * 3)
+    bits = struct.pack(f"<{len(table)}f", *table)
+    assert not any(bits[0::4]) and not any(bits[1::4]), f"not exact in bf16: {table}"
+    upper = [byte for n in range(2, len(bits), 4) for byte in bits[n : n + 2]]
+    halves = [code.bytes(upper[:16]), code.bytes(upper[16:])]
+    lowest = build.and_(codes, code.words([15] * lanes))
+    places = build.mul(lowest, code.words([_PLACE_OF_ONE] * lanes))
+
+    def look(some: Value) -> Value:
+        found = code.intrinsic("llvm.aarch64.neon.tbl2.v16i8", looks, [*halves, build.bitcast(some, _BYTES)])
+        return build.bitcast(found, ir.VectorType(FLOAT, some.type.count))
+
+    return _by_register(code, look, build.add(places, code.words([_PLACE_OF_NONE] * lanes)))
+
+
+def where_set(code: Code, word: Value, numbers: Value, others: Value) -> Value:
+    """Every lane gets the byte in which its bit is, and keeps that bit: LLVM would take out one bit after the other."""
+    build, kind, count = code.build, numbers.type, numbers.type.count
+    if kind.element == WORD:
+        bits, own = code.splat(build.zext(word, WORD), count), code.words([1 << n for n in range(count)])
+    else:
+        assert kind.element == BYTE and count in (16, 32), kind
+        four = code.splat(word if count == 32 else build.zext(word, WORD), count // 4)
+        bits = code.pick(build.bitcast(four, kind), [n // 16 * 16 + n // 8 for n in range(count)])
+        own = code.bytes([1 << n % 8 for n in range(count)])
+    return build.select(build.icmp_unsigned("!=", build.and_(bits, own), ir.Constant(kind, None)), numbers, others)
+
+
+def byte_dots(code: Code, total: Value, codes: Value, x: Value, is_signed: bool) -> Value:
+    """The same instructions whether `is_signed` or not: what is not is 127 at most."""
+    four = _four_at_once if code.isa.has_int8_dots else _two_at_once
+    return _by_register(code, lambda *some: four(code, *some), total, codes, x)
+
+
+def _four_at_once(code: Code, total: Value, codes: Value, x: Value) -> Value:
+    kind = ir.FunctionType(_WORDS, [_WORDS, _BYTES, _BYTES])
+    return code.intrinsic("llvm.aarch64.neon.sdot.v4i32.v16i8", kind, [total, codes, x])
+
+
+def _two_at_once(code: Code, total: Value, codes: Value, x: Value) -> Value:
+    some, halves = ir.VectorType(BYTE, 8), ir.VectorType(HALF_WORD, 8)
+    multiplies, adds = (ir.FunctionType(halves, [kind] * 2) for kind in (some, halves))
+    products = [
+        code.intrinsic("llvm.aarch64.neon.smull.v8i16", multiplies, [code.pick(each, part) for each in (codes, x)])
+        for part in (range(8), range(8, 16))
+    ]
+    twos = code.intrinsic("llvm.aarch64.neon.addp.v8i16", adds, products)
+    fours = code.intrinsic("llvm.aarch64.neon.saddlp.v4i32.v8i16", ir.FunctionType(_WORDS, [halves]), [twos])
+    return code.build.add(total, fours)
+
+
+def nearest(code: Code, reals: Value) -> Value:
+    """What is too large becomes the largest, and what is no number zero."""
+    kind, name = ir.FunctionType(_WORDS, [ir.VectorType(FLOAT, 4)]), "llvm.aarch64.neon.fcvtns.v4i32.v4f32"
+    return _by_register(code, lambda some: code.intrinsic(name, kind, [some]), reals)
+
+
+def _by_register(code: Code, function: Callable[..., Value], *values: Value) -> Value:
+    """A function of one register of each, for values of one or two."""
+    parts = values[0].type.count * _width(values[0]) // _BITS
+    if parts == 1:
+        return function(*values)
+    found = []
+    for n in range(parts):
+        sizes = [value.type.count // parts for value in values]
+        some = [code.pick(value, range(size * n, size * (n + 1))) for value, size in zip(values, sizes, strict=True)]
+        found.append(function(*some))
+    return code.joined(found)
+
+
+def _width(value: Value) -> int:
+    """Bits of each number."""
+    return 32 if value.type.element == FLOAT else int(value.type.element.width)

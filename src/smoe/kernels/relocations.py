@@ -1,0 +1,67 @@
+"""How machine code is told where something lies: the bits of an instruction that say how far away it is.
+
+An object file has a list of such places, each of a kind (`R_X86_64_...`, `R_AARCH64_...`). Known are those by distance:
+code and constants may then lie anywhere in memory, as long as they begin at a multiple of 4096 bytes, which aarch64
+counts in, whatever the size of the system's own pages.
+
+    x86-64    PC32            32 bits from the place itself
+    aarch64   ADR_..._PG_HI21  distance in 4096 bytes   ADD/LDSTn_..._LO12   the place's lowest 12 bits, in numbers
+              CALL26, JUMP26   distance in instructions PREL32               as PC32
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+
+X86_64, AARCH64 = 62, 183
+"""ELF's numbers of machines."""
+_PAGE_BITS = 12
+
+
+def _distance(data: bytearray, at: int, to: int) -> None:
+    struct.pack_into("<i", data, at, to - at)
+
+
+def _filled_in(data: bytearray, at: int, bits: int) -> None:
+    (word,) = struct.unpack_from("<I", data, at)
+    struct.pack_into("<I", data, at, word | bits)
+
+
+def _pages(data: bytearray, at: int, to: int) -> None:
+    pages = (to >> _PAGE_BITS) - (at >> _PAGE_BITS)
+    _filled_in(data, at, (pages & 3) << 29 | (pages >> 2 & 0x7FFFF) << 5)
+
+
+def _within_page(size_bits: int) -> Callable[[bytearray, int, int], None]:
+    """In units of 2 ** size_bits bytes."""
+
+    def fill_in(data: bytearray, at: int, to: int) -> None:
+        place = to & (1 << _PAGE_BITS) - 1
+        if place % (1 << size_bits):
+            raise ValueError(f"what is read {1 << size_bits} bytes at a time lies at {place}")
+        _filled_in(data, at, place >> size_bits << 10)
+
+    return fill_in
+
+
+def _branch(data: bytearray, at: int, to: int) -> None:
+    _filled_in(data, at, (to - at >> 2) & 0x3FFFFFF)
+
+
+KINDS: Mapping[int, Mapping[int, Callable[[bytearray, int, int], None]]] = {
+    X86_64: {2: _distance, 4: _distance},
+    AARCH64: {
+        261: _distance,
+        275: _pages,
+        277: _within_page(0),
+        278: _within_page(0),
+        282: _branch,
+        283: _branch,
+        284: _within_page(1),
+        285: _within_page(2),
+        286: _within_page(3),
+        299: _within_page(4),
+    },
+}
+"""Of each machine, by the kind's number: (image, place in it, place that is meant) -> the image changed."""

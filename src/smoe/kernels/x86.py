@@ -1,0 +1,85 @@
+"""What x86 has instructions of its own for; all else is written in LLVM's language for any CPU (`builder.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from llvmlite import ir
+
+from smoe.kernels.kinds import BFLOAT, FLOAT, HALF_WORD, WORD, Value
+
+if TYPE_CHECKING:
+    from smoe.kernels.builder import Code
+
+
+def looked_up_halves(code: Code, table: Sequence[int], codes: Value) -> Value:
+    whole = ir.Constant(codes.type, [ir.Constant(HALF_WORD, each) for each in (*table, *table)])
+    kind = ir.FunctionType(codes.type, [codes.type] * 2)
+    return code.intrinsic("llvm.x86.avx512.permvar.hi.512", kind, [whole, codes])
+
+
+def looked_up_bytes(code: Code, table: Sequence[int], codes: Value) -> Value:
+    whole = code.bytes([*table] * (codes.type.count // len(table)))
+    name = "llvm.x86.avx512.pshuf.b.512" if codes.type.count == 64 else "llvm.x86.avx2.pshuf.b"
+    return code.intrinsic(name, ir.FunctionType(codes.type, [codes.type] * 2), [whole, codes])
+
+
+def looked_up(code: Code, table: Sequence[float], codes: Value) -> Value:
+    whole = ir.Constant(ir.VectorType(FLOAT, len(table)), [ir.Constant(FLOAT, each) for each in table])
+    if code.isa.lanes == 16:
+        kind = ir.FunctionType(whole.type, [whole.type, codes.type])
+        return code.intrinsic("llvm.x86.avx512.permvar.sf.512", kind, [whole, codes])
+    half = ir.Constant(code.registers(FLOAT, 8), whole.constant[:8])
+    kind = ir.FunctionType(half.type, [half.type, codes.type])
+    magnitude = code.intrinsic("llvm.x86.avx2.permps", kind, [half, codes])
+    sign = code.build.shl(code.build.and_(codes, code.words([8] * 8)), code.words([28] * 8))
+    bits = code.build.or_(code.build.bitcast(magnitude, codes.type), sign)
+    return code.build.bitcast(bits, half.type)
+
+
+def where_set(code: Code, word: Value, numbers: Value, others: Value) -> Value:
+    flags = code.build.bitcast(word, ir.VectorType(ir.IntType(1), numbers.type.count))
+    return code.build.select(flags, numbers, others)
+
+
+def dots(code: Code, total: Value, a: Value, b: Value) -> Value:
+    halves = ir.VectorType(BFLOAT, a.type.count)
+    kind = ir.FunctionType(total.type, [total.type, halves, halves])
+    name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * total.type.count}"
+    return code.intrinsic(name, kind, [total, code.build.bitcast(a, halves), code.build.bitcast(b, halves)])
+
+
+def byte_dots(code: Code, total: Value, codes: Value, x: Value, is_signed: bool) -> Value:
+    build, lanes = code.build, total.type.count
+    if code.isa.has_int8_dots:
+        assert not is_signed
+        kind = ir.FunctionType(total.type, [total.type] * 3)
+        words = [build.bitcast(each, total.type) for each in (codes, x)]
+        return code.intrinsic(f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", kind, [total, *words])
+    if is_signed:
+        codes, x = _without_sign(code, codes, x)
+    pairs, halves = ir.VectorType(HALF_WORD, 2 * lanes), code.halves([1] * 2 * lanes)
+    of_two, of_four = ("pmaddubs.w.512", "pmaddw.d.512") if lanes == 16 else ("pmadd.ub.sw", "pmadd.wd")
+    own = "llvm.x86.avx512." if lanes == 16 else "llvm.x86.avx2."
+    twos = code.intrinsic(own + of_two, ir.FunctionType(pairs, [codes.type] * 2), [codes, x])
+    fours = code.intrinsic(own + of_four, ir.FunctionType(total.type, [pairs] * 2), [twos, halves])
+    return build.add(total, fours)
+
+
+def _without_sign(code: Code, codes: Value, x: Value) -> tuple[Value, Value]:
+    """Magnitudes of the codes, and x with their signs."""
+    build, nothing = code.build, ir.Constant(codes.type, None)
+    is_below = build.icmp_signed("<", codes, nothing)
+    return tuple(build.select(is_below, build.sub(nothing, each), each) for each in (codes, x))
+
+
+def nearest(code: Code, reals: Value) -> Value:
+    """What is no number, or too large, becomes the least."""
+    lanes = reals.type.count
+    kind = code.registers(WORD, lanes)
+    if lanes == 8:
+        return code.intrinsic("llvm.x86.avx.cvt.ps2dq.256", ir.FunctionType(kind, [reals.type]), [reals])
+    both = ir.FunctionType(kind, [reals.type, kind, HALF_WORD, WORD])
+    every, as_set = ir.Constant(HALF_WORD, 0xFFFF), ir.Constant(WORD, 4)
+    return code.intrinsic("llvm.x86.avx512.mask.cvtps2dq.512", both, [reals, ir.Constant(kind, None), every, as_set])
