@@ -71,7 +71,7 @@ def both_ways(
     ours = TokenExperts(pool, HIDDEN, INNER, table)
     ours.most_rows = 3
     for kernel in (ours, None):
-        math: Any = SimpleNamespace(kernel=kernel, forward=forward, forward_each=forward_each)
+        math: Any = SimpleNamespace(slots=None, kernel=kernel, forward=forward, forward_each=forward_each)
         ways.append(decode_experts([math] * len(rest[0]), None, hidden, gains, *rest))
     return ways[0], ways[1]
 
@@ -164,7 +164,7 @@ def test_each_copy_is_computed_by_its_own_arithmetic(tokens: int) -> None:
             forward_each(x, weights, out)
             out *= scales
 
-        return SimpleNamespace(kernel=None, forward=lambda x, one: forward(x, one) * scales, forward_each=each)
+        return SimpleNamespace(slots=None, kernel=None, forward=lambda x, one: forward(x, one) * scales, forward_each=each)
 
     kinds, weights = [math_that(1), math_that(-2)], some_weights(4)
     maths = [kinds[n] for n in (0, 1, 1, 0)]
