@@ -2,8 +2,8 @@
 
     python -m bench.gpu.compiled --formats Q4_K,INT4 --tokens 1,8 --capability 80,90 [--hidden 2048] [--inner 768]
 
-Prints a line of JSON for each kernel: registers of a thread, bytes that spill out of them, bytes of shared memory, the
-widest load in bytes, and how long compiling took.
+Prints a line of JSON for each kernel: registers of a thread, bytes that spill out of them, bytes of shared memory, loads
+from the device's memory by their width (those of 8 bytes are addresses and routes), and how long compiling took.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,17 +57,18 @@ def compiled(kind: Kind, tokens: int, capability: int) -> Iterator[dict[str, Any
         yield {"kernel": name, "seconds": round(seconds, 2), **_used(made.asm["ptx"], capability)}
 
 
-def _used(ptx: str, capability: int) -> dict[str, int]:
+def _used(ptx: str, capability: int) -> dict[str, Any]:
     import triton
 
-    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    name = f"sm_{capability}{'a' if capability == 90 else ''}"
+    tool = "ptxas-blackwell" if capability >= 100 else "ptxas"
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    name = f"sm_{capability}{'a' if capability >= 90 else ''}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx)
         command = [str(assembler), "-v", f"--gpu-name={name}", str(file), "-o", str(file.with_suffix(".cubin"))]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    widths = [int(count or 1) * int(bits) // 8 for count, bits in _LOAD.findall(ptx)]
+    widths = Counter(int(count or 1) * int(bits) // 8 for count, bits in _LOAD.findall(ptx))
 
     def number(pattern: str) -> int:
         found = re.search(pattern, said)
@@ -76,7 +78,7 @@ def _used(ptx: str, capability: int) -> dict[str, int]:
         "registers": number(r"Used (\d+) registers"),
         "spilled_bytes": number(r"(\d+) bytes spill stores"),
         "shared_bytes": number(r"(\d+) bytes smem"),
-        "widest_load_bytes": max(widths),
+        "loads": {f"{width} bytes": widths[width] for width in sorted(widths)},
     }
 
 

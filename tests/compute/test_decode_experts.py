@@ -164,7 +164,9 @@ def test_each_copy_is_computed_by_its_own_arithmetic(tokens: int) -> None:
             forward_each(x, weights, out)
             out *= scales
 
-        return SimpleNamespace(slots=None, kernel=None, forward=lambda x, one: forward(x, one) * scales, forward_each=each)
+        return SimpleNamespace(
+            slots=None, kernel=None, forward=lambda x, one: forward(x, one) * scales, forward_each=each
+        )
 
     kinds, weights = [math_that(1), math_that(-2)], some_weights(4)
     maths = [kinds[n] for n in (0, 1, 1, 0)]

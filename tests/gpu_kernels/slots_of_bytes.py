@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from smoe.formats.base import Format
@@ -14,6 +13,8 @@ from smoe.gpu_kernels.slot_experts import Entry, Scratch, SlotExperts
 from smoe.gpu_kernels.source import Kind, Layout, Tile
 from tests.formats.blocks import random_rows
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where the kernels run: interpreted on a CPU, as they are on a GPU."""
 SILU = Activation("silu")
 WHOLE = Tile(256, 1 << 16)
 """Few programs, each of a whole matrix: the interpreter takes as long for one as for a small one."""
@@ -43,14 +44,14 @@ class Slots:
                 self._memory += bytes(-len(self._memory) % step)
                 self._offsets[e, n] = len(self._memory)
                 self._memory += _bytes_of(part)
-        room = np.empty(len(self._memory) + 64, np.uint8)
-        first = -room.ctypes.data % 64 + (0 if step > 1 else 1)  # where any address will do, an odd one
+        room = torch.empty(len(self._memory) + 64, dtype=torch.uint8, device=DEVICE)
+        first = -room.data_ptr() % 64 + (0 if step > 1 else 1)  # where any address will do, an odd one
         self._room = room[first : first + len(self._memory)]
-        self._room[:] = np.frombuffer(bytes(self._memory), np.uint8)
+        self._room.copy_(torch.frombuffer(self._memory, dtype=torch.uint8))
         self._numbers = [[self._exact(part, each) for part, each in zip(of, layouts, strict=True)] for of in matrices]
 
     def addresses(self, expert: int) -> list[int]:
-        return [self._room.ctypes.data + self._offsets[expert, n] for n in range(self.kind.addresses)]
+        return [self._room.data_ptr() + self._offsets[expert, n] for n in range(self.kind.addresses)]
 
     def exact(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """[n, H] -> [n, H] in float64, before the routing weight."""
@@ -106,10 +107,11 @@ def rows_by(
 ) -> Scratch:
     """What every route gives, the experts computed in these launches."""
     routes, width = routes_of(choice), len(choice[0])
-    scratch = Scratch.of(slots.kind, x.shape[0] * width, x.device)
+    scratch = Scratch.of(slots.kind, x.shape[0] * width, DEVICE)
     scratch.rows.fill_(torch.nan)
     scratch.inner.fill_(torch.nan)
+    x = x.to(DEVICE)
     most = max(map(len, routes.values()))
     for experts in launches:
         kernel.multiply(x, [Entry(slots.addresses(e), routes[e]) for e in experts], width, most, scratch)
-    return scratch
+    return Scratch(scratch.inner.cpu(), scratch.rows.cpu())

@@ -36,17 +36,4 @@ def test_for_one_token(tmp_path: Path) -> None:
     assert [row["kernel"] for row in rows] == ["up", "down"] * 4
     assert not any(row["spilled_bytes"] for row in rows), rows
     wide = [row for row in rows if row["format"] in ("bf16", "Q4_K")]
-    assert all(row["widest_load_bytes"] == 16 for row in wide), "what lies aligned is loaded 16 bytes at a time"
-
-
-@pytest.mark.slow
-def test_every_format_for_several_gpus(tmp_path: Path) -> None:
-    rows = compiled(tmp_path, "--capability", "80,90,100")
-    assert not any(row["spilled_bytes"] for row in rows), rows
-    assert {row["sm"] for row in rows} == {80, 90, 100}
-
-
-@pytest.mark.slow
-def test_eight_tokens(tmp_path: Path) -> None:
-    rows = compiled(tmp_path, "--formats", "bf16,Q8_0,Q4_K,INT4", "--tokens", "2,8")
-    assert all(row["spilled_bytes"] <= 64 for row in rows), rows
+    assert all("16 bytes" in row["loads"] for row in wide), "what lies aligned is loaded 16 bytes at a time"

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 def take_slot_kernels(compute: LayerCompute, config: EngineConfig) -> None:
     """Have `compute` take few tokens through experts by the kernels for GPUs, in all layers or in none."""
-    if compute.device.type != "cuda" or config.kernels == "torch" or not compiled.is_available():
+    if not _is_gpu(compute.device) or config.kernels == "torch" or not compiled.is_available():
         return
     try:
         kernels = proven_kernels(compute, min(config.max_sequences, MOST_TOKENS))
@@ -44,6 +44,10 @@ def take_slot_kernels(compute: LayerCompute, config: EngineConfig) -> None:
     may_measure = config.kernels == "auto" and not config.reproducible
     if kernels is not None and may_measure and not _is_no_slower(compute, kernels):
         compute.compute_in_slots(None)
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def proven_kernels(compute: LayerCompute, most_tokens: int) -> dict[tuple[int, int], SlotExperts] | None:

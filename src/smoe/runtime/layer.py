@@ -156,7 +156,7 @@ class LayerCompute:
     @property
     def is_in_slots(self) -> bool:
         """Whether few tokens go through experts by the kernels for GPUs."""
-        return all(math.slots is not None for math in self._experts.values())
+        return bool(self._experts) and all(math.slots is not None for math in self._experts.values())
 
     def compute_in_slots(self, kernels: Mapping[tuple[int, int], SlotExperts] | None) -> None:
         """Take few tokens through experts by these kernels, of every layer and format, from now on; None: by torch."""
