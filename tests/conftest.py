@@ -17,6 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # read when Triton is imported, as the library does: its kernels run on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from hypothesis import settings
 from transformers import PreTrainedModel
 from transformers.utils import logging as library_logging

@@ -25,6 +25,7 @@ ORDER = (
     "formats",
     "memory",
     "kernels",
+    "gpu_kernels",
     "machine",
     "models",
     "packing",

@@ -71,7 +71,7 @@ def both_ways(
     ours = TokenExperts(pool, HIDDEN, INNER, table)
     ours.most_rows = 3
     for kernel in (ours, None):
-        math: Any = SimpleNamespace(kernel=kernel, forward=forward, forward_each=forward_each, sums_as_weights=False)
+        math: Any = SimpleNamespace(slots=None, kernel=kernel, forward=forward, forward_each=forward_each, sums_as_weights=False)
         ways.append(decode_experts([math] * len(rest[0]), None, hidden, gains, *rest))
     return ways[0], ways[1]
 
@@ -166,9 +166,9 @@ def test_each_copy_is_computed_by_its_own_arithmetic(tokens: int) -> None:
 
         return SimpleNamespace(
             kernel=None,
-            forward=lambda x, one: forward(x, one) * scales,
+            slots=None, kernel=None, forward=lambda x, one: forward(x, one) * scales,
             forward_each=each,
-            sums_as_weights=False,
+            sums_as_weights=False, forward_each=each
         )
 
     kinds, weights = [math_that(1), math_that(-2)], some_weights(4)

@@ -1,6 +1,7 @@
-"""Few tokens through the experts of a layer: operation by operation with the library, or in one piece with our kernel.
+"""Few tokens through the experts of a layer: operation by operation with the library, in one piece with our kernel, or
+straight from the slots of a GPU (`in_slots.py`).
 
-Both keep every expert's output apart and add them up at the end in ascending expert order, whatever the order of
+All keep every expert's output apart and add them up at the end in ascending expert order, whatever the order of
 arrival, so a result never depends on residency. The library sums several rows in another order than one; where the
 kernel has that order too, it takes an expert that several of the tokens have chosen.
 """
@@ -14,6 +15,7 @@ from typing import Protocol
 import torch
 
 from smoe.compute.expert_math import ExpertMath, Weights, empty_sum
+from smoe.compute.in_slots import InSlots, kernels_for
 from smoe.compute.thread_pool import ThreadPool
 from smoe.kernels.experts import MOST_EXPERTS, MOST_TOKENS, Expert, Sums, TokenExperts
 from smoe.kernels.spinning_pool import SpinningPool
@@ -52,6 +54,10 @@ def decode_experts(
 ) -> DecodeExperts:
     """hidden [T, H], top_k_weights [T, K]; `maths`: of every expert, what computes the copy that serves; `ascending`:
     the experts' numbers in the sum's order."""
+    slots = kernels_for(maths, hidden.shape[0])
+    if slots is not None:
+        tokens, width = top_k_weights.shape
+        return InSlots(slots, hidden, top_k_weights, routes, _by_token(tokens, width, routes, ascending))
     kernels = [math.kernel for math in maths if math.kernel is not None]
     if len(kernels) == len(maths) and hidden.shape[0] <= MOST_TOKENS and not maths[0].sums_as_weights:
         return _InOnePiece(maths, kernels, hidden, top_k_weights, routes, ascending)

@@ -16,6 +16,9 @@ import torch
 from torch import nn
 
 from smoe.compute.row_groups import Filling, Shape, product
+from smoe.gpu_kernels.activation import activation_of
+from smoe.gpu_kernels.slot_experts import SlotExperts
+from smoe.gpu_kernels.source import TYPES, Kind, Layout
 from smoe.kernels.elementwise import activation_table, is_table_of
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.matrix import Matrix, in_bf16
@@ -67,6 +70,10 @@ class Weights(Protocol):
     def matrices(self) -> Sequence[Matrix]:
         """The same for machine code: what `up` is made of, then `down`."""
 
+    @property
+    def addresses(self) -> Sequence[int]:
+        """Where the matrices lie on the device, then the biases."""
+
 
 class DenseWeights(NamedTuple):
     """Weights in the model's own type: views into the slot."""
@@ -76,6 +83,11 @@ class DenseWeights(NamedTuple):
     up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     matrices: Sequence[Matrix]
+
+    @property
+    def addresses(self) -> Sequence[int]:
+        biases = (bias.data_ptr() for bias in (self.up_bias, self.down_bias) if bias is not None)
+        return [*(matrix.address for matrix in self.matrices), *biases]
 
 
 class ExpertMath:
@@ -104,6 +116,8 @@ class ExpertMath:
         """Where set, multiplies few rows, too, in an order of its own."""
         self.kernel: TokenExperts | None = None
         """Where set, takes one token through several experts at once."""
+        self.slots: SlotExperts | None = None
+        """Where set, takes few tokens through several experts at once on a GPU."""
         self.filling: Filling | None = None
         """Where set, several rows are filled up to one of few numbers."""
         self.sums_as_weights = False
@@ -168,6 +182,31 @@ class ExpertMath:
         """The kernel for one token through these experts, or None where they are of no kind that it knows."""
         table = self.gate_table()
         return None if table is None else TokenExperts(pool, self.hidden, self.inner, table)
+
+    def slot_kind(self, alignment: int) -> Kind | None:
+        """What kernels for GPUs are made for these experts from; None where they have something that those lack.
+
+        `alignment`: a power of two that divides the address of every matrix, in bytes.
+        """
+        layouts, has_gate = self._layouts(alignment), bool(getattr(self._module, "has_gate", True))
+        if self._post_norm is not None or layouts is None or len(layouts) > (3 if has_gate else 2):
+            return None
+        found, dtype = activation_of(self._module, self._activate, has_gate), str(self._dtype).removeprefix("torch.")
+        if found is None or dtype not in TYPES or (found.takes_turns and len(layouts) > 2):
+            return None
+        return Kind(self.hidden, self.inner, dtype, layouts[:-1], layouts[-1], found, self._has_bias)
+
+    def _layouts(self, alignment: int) -> tuple[Layout, ...] | None:
+        """Of the matrices in a slot, in the order of `Weights.addresses`; None where a kernel could not read them."""
+        if alignment % self._dtype.itemsize:
+            return None
+        up = Layout(self.up_width, self.hidden, None, self._is_transposed, alignment)
+        return up, Layout(self.hidden, self.inner, None, self._is_transposed, alignment)
+
+    def numbers(self, weights: Weights, matrix: int, rows: slice) -> torch.Tensor:
+        """Some outputs of a matrix of an expert, in the order of `Weights.addresses`, as the exact numbers that they
+        stand for: [n, K] in float32, on the host."""
+        return (weights.down if matrix else weights.up).t()[rows].float().cpu()
 
     def gate_table(self) -> torch.Tensor | None:
         """bf16 [65536]: the activation of every number, where two products and table[gate] * up are all that these

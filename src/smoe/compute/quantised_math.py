@@ -18,6 +18,7 @@ from torch import nn
 from smoe.bounds import BF16
 from smoe.compute.expert_math import ExpertMath, Weights, within_rounding
 from smoe.compute.row_groups import Shape, product
+from smoe.gpu_kernels.source import Layout
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.matrix import Matrix, products_of
 from smoe.kernels.proof import is_as_near
@@ -72,6 +73,11 @@ class QuantisedWeights:
             Matrix(rows.data_ptr(), each.outputs, each.columns, products_of(each.form, self._activations))
             for each, rows in self.data
         ]
+
+    @cached_property
+    def addresses(self) -> Sequence[int]:
+        biases = (bias.data_ptr() for bias in (self.up_bias, self.down_bias) if bias is not None)
+        return [*(rows.data_ptr() for _, rows in self.data), *biases]
 
     @property
     def up(self) -> torch.Tensor:
@@ -142,6 +148,14 @@ class QuantisedMath(ExpertMath):
         names = f"{self._up_name}_bias", "down_proj_bias"
         biases = (arena.view(slot, offsets[name], self._shapes[name], self._dtype) for name in names)
         return QuantisedWeights(data, self._tile, self._activations, *biases)
+
+    def _layouts(self, alignment: int) -> tuple[Layout, ...] | None:
+        return tuple(Layout(each.outputs, each.columns, each.form, alignment=alignment) for each in self._stored)
+
+    def numbers(self, weights: Weights, matrix: int, rows: slice) -> torch.Tensor:
+        assert isinstance(weights, QuantisedWeights)
+        stored, data = weights.data[matrix]
+        return torch.from_numpy(stored.form.decode(data[rows].cpu().numpy()))
 
     def agrees(self, pool: SpinningPool, weights: Weights) -> bool:
         """Whether our kernel is no further from the numbers that the codes stand for than torch's product is."""

@@ -23,6 +23,7 @@ from smoe.fastpath import attention, linear, norm
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, SpinningPool, is_supported
 from smoe.load.activations import check_activations
+from smoe.load.slot_kernels import take_slot_kernels
 from smoe.memory.quantised_store import QuantisedStore
 from smoe.models.spec import ModelSpec
 from smoe.policy.plan import HOST
@@ -55,6 +56,7 @@ def choose_arithmetic(
         raise _not_here(config, "it is for bfloat16 on a CPU with AVX2 or AVX-512, and needs llvmlite")
     if not is_native or compute.device.type != "cpu":
         choose_way(compute, spec.sites[0].layer, spec.dtype, None, isinstance(compute.store, QuantisedStore))
+        take_slot_kernels(compute, config)
         check_activations(model, config, compute)
         return False
     pool = _proven_pool(config, compute)

@@ -41,7 +41,7 @@ class Arrivals:
         self.counters = Counters()
         self.tickets: dict[ExpertKey, Ticket] = {}
         """What has been submitted and whose end has not been booked."""
-        self._stores = stores
+        self.stores = stores
         self._arena = arena
         self._math = math
         self._clock = clock
@@ -97,7 +97,7 @@ class Arrivals:
 
     def preload(self) -> None:
         """Bring in experts while slots are free, in order and behind all that is asked for meanwhile."""
-        keys, here = self._stores[EXACT].keys(), self.table.ready.keys() | self.table.inflight.keys()
+        keys, here = self.stores[EXACT].keys(), self.table.ready.keys() | self.table.inflight.keys()
         missing = [key for key in ((*at, EXACT) for at in keys) if key not in here]
         free = {pool: iter(list(pool.free_cache)) for pool in self.table.pools}
         slots = ((key, next(free[self.table.pool_of(key)], None)) for key in missing)
@@ -112,7 +112,7 @@ class Arrivals:
     def _bind(self, load: Load) -> Weights:
         """The weights that the load will bring, as views; made once for a slot and layout."""
         layer, expert, form = load.key
-        placement = self._stores[form].placement(layer, expert)
+        placement = self.stores[form].placement(layer, expert)
         key = (load.slot, placement.layout)  # a slot is of one format for ever
         weights = self._views.get(key)
         if weights is None:

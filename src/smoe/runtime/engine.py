@@ -184,8 +184,10 @@ class Engine:
 
     @property
     def arithmetic(self) -> str:
-        """What multiplies few rows, one of `KERNELS`: torch, native (its bits by our kernels) or own-order (E1)."""
-        return self.executor.compute.arithmetic
+        """What multiplies few rows, one of `KERNELS`: torch, native (its bits by our kernels) or own-order (E1); or
+        slots: on a GPU, our kernels for experts (E2)."""
+        compute = self.executor.compute
+        return "slots" if compute.is_in_slots else compute.arithmetic
 
     def cancel(self) -> bool:
         """End the running request, from any thread: at its next layer it raises `GenerationCancelledError`. Requests

@@ -27,6 +27,7 @@ import torch
 from smoe.compute.unit import Sharer
 from smoe.kernels.threads import threads
 from smoe.memory.reading_threads import Ticket
+from smoe.memory.streams import Waits
 from smoe.metrics import Counters
 from smoe.models.kv_cache import RowCache
 from smoe.policy.eviction.base import Eviction
@@ -80,6 +81,8 @@ class LayerExecutor:
         self.answerer: Answerer | None = None
         """Says what becomes of the misses of decode steps, in the place of `substitution`; None: that does."""
         self.substitution = substitution
+        self.waits = Waits()
+        """For the device, since the engine was made; look-aheads (`Counters.look_aheads`) wait beside them."""
         self.observers: list[StepObserver] = []
         """Hear every step: `smoe.trace`, measurements."""
         self.shadow = Shadow()
@@ -232,12 +235,13 @@ class LayerExecutor:
         sequences: int,
     ) -> Routing:
         """What the router chose, as the policies read it."""
-        rows = top_k_index.tolist()  # the one wait for the device in a layer: everything after depends on it
+        rows = self.waits.told("choice", top_k_index)  # the one wait of a layer: everything after depends on it
         routing = Routing(layer, phase, self.compute.store.layers[layer].experts, rows, None, sequences)
         if scored is not None:
-            routing = routing._replace(scores=scored.choice_of(last_rows(routing) if phase is Phase.PREFILL else None))
+            scores = scored.choice_of(last_rows(routing) if phase is Phase.PREFILL else None)
+            routing = routing._replace(scores=self.waits.told("scores", scores))
         if self.substitution.switches.needs_weights or self.answerer is not None:
-            routing = routing._replace(weights=scaled(top_k_weights.tolist()))
+            routing = routing._replace(weights=scaled(self.waits.told("weights", top_k_weights)))
         for predictor in self._hearing:
             predictor.observe(routing)
             predictor.overhear(routing, hidden)

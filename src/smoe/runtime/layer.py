@@ -20,6 +20,7 @@ from smoe.compute.row_groups import Filling, Shape, proven_filling
 from smoe.compute.thread_pool import ThreadPool
 from smoe.compute.unit import ComputeUnit, Others, Wanted
 from smoe.expert import EXACT, ExpertKey
+from smoe.gpu_kernels.slot_experts import SlotExperts
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.memory.arena import Arena
@@ -151,6 +152,21 @@ class LayerCompute:
         self.spinning_pool = helpers if isinstance(helpers, SpinningPool) else None
         for place, math in self._experts.items():
             math.compute_by(self.spinning_pool, None if self.spinning_pool is None else self._kernels.get(place))
+
+    @property
+    def maths(self) -> Mapping[tuple[int, int], ExpertMath]:
+        """What computes the experts of each layer, in each format."""
+        return self._experts
+
+    @property
+    def is_in_slots(self) -> bool:
+        """Whether few tokens go through experts by the kernels for GPUs."""
+        return bool(self._experts) and all(math.slots is not None for math in self._experts.values())
+
+    def compute_in_slots(self, kernels: Mapping[tuple[int, int], SlotExperts] | None) -> None:
+        """Take few tokens through experts by these kernels, of every layer and format, from now on; None: by torch."""
+        for place, math in self._experts.items():
+            math.slots = None if kernels is None else kernels[place]
 
     def fill_up_rows(self, dtype: torch.dtype) -> None:
         """Pad groups of rows to a few fixed sizes from now on, where that changes no bit."""

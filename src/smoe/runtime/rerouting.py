@@ -46,11 +46,9 @@ class Scored(NamedTuple):
     scores: torch.Tensor
     """[T, E]"""
 
-    def choice_of(self, tokens: Sequence[int] | None) -> list[list[float]]:
-        """Choice scores of these tokens, or of all."""
-        scores = self.scores if tokens is None else self.scores[list(tokens)]
-        rows: list[list[float]] = self.rule.choice(scores).tolist()
-        return rows
+    def choice_of(self, tokens: Sequence[int] | None) -> torch.Tensor:
+        """Choice scores of these tokens, or of all: [tokens, E]."""
+        return self.rule.choice(self.scores if tokens is None else self.scores[list(tokens)])
 
 
 class Rule(Protocol):

@@ -1,0 +1,155 @@
+"""Triton's text for the numbers of a quantised format, from its declaration (`formats/base.py`).
+
+A tile is [N rows, B blocks of each, R numbers of each]: R is as many numbers as a run of the format has, and the runs
+of a block follow each other in the text. What is the block's own is loaded as [N, B], once for all its runs, and a byte
+that two runs share is loaded once.
+
+    head   pointers [N, B] to blocks           here   bool [N, B] (or 1): which of them exist
+    lane   0 ... R - 1                         at     head, R bytes each: [N, B, R]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from smoe.formats.base import Bits, Field, Format, Group, Scalar
+
+_HALF_BIAS = 256.0
+"""E4M3's bits, read as the upper ones of float16, stand for a number smaller by this."""
+
+
+def run_length(form: Format) -> int:
+    """Numbers of a run, of which all of a format have equally many."""
+    (length,) = {run.numbers for group in form.groups for run in group.runs}
+    return length
+
+
+def alignment_of(address_alignment: int, row_bytes: int, form: Format) -> int:
+    """The largest power of two, at most 16, that divides the addresses of all blocks."""
+    alignment = 16
+    while alignment > 1 and any(each % alignment for each in (address_alignment, row_bytes, form.nbytes)):
+        alignment //= 2
+    return alignment
+
+
+class Decoding:
+    """The statements that decode one tile, run by run."""
+
+    def __init__(self, form: Format, alignment: int, mask: str, tile_mask: str) -> None:
+        """`alignment` of blocks in bytes; `mask` and `tile_mask`: what loads of [N, B] and [N, B, R] end in."""
+        self._form = form
+        self._alignment = alignment
+        self._mask, self._tile_mask = mask, tile_mask
+        self._known: dict[str, str] = {}
+        self.lines: list[str] = []
+
+    def runs(self) -> Iterator[tuple[str, int, int]]:
+        """Of every run: the name of its numbers [N, B, R] in float32, its first number, its step. `lines` hold the
+        statements so far."""
+        form = self._form
+        scale = self._scalar(form.scale)
+        minimum = None if form.minimum is None else self._scalar(form.minimum)
+        for group in form.groups:
+            gain = self._gain(scale, group)
+            offset = self._offset(minimum, group)
+            for run in group.runs:
+                value = self._value(self._tile_code(run.fields))
+                number = f"{value} * {gain}[:, :, None]"
+                if offset is not None:
+                    number += f" - {offset}[:, :, None]"
+                yield self._named(number), run.first, run.step
+
+    def _named(self, expression: str) -> str:
+        """The variable that holds it, put down where it is new."""
+        if expression not in self._known:
+            name = self._known[expression] = f"v{len(self._known)}"
+            self.lines.append(f"{name} = {expression}")
+        return self._known[expression]
+
+    def _gain(self, scale: str, group: Group) -> str:
+        if not group.scale:
+            return scale
+        code = self._named(self._code(group.scale))
+        if self._form.has_signed_scales:
+            code = self._named(f"({code} ^ 128) - 128")
+        elif self._form.scale_zero:
+            code = self._named(f"{code} - {self._form.scale_zero}")
+        return self._named(f"{scale} * {code}.to(tl.float32)")
+
+    def _offset(self, minimum: str | None, group: Group) -> str | None:
+        if minimum is None or not group.minimum:
+            return minimum
+        return self._named(f"{minimum} * {self._named(self._code(group.minimum))}.to(tl.float32)")
+
+    def _code(self, fields: Sequence[Field | Bits]) -> str:
+        """A code of the group's own: [N, B], int32."""
+        return " + ".join(self._bits(self._byte(field), field) for field in fields if isinstance(field, Field))
+
+    def _tile_code(self, fields: Sequence[Field | Bits]) -> str:
+        """The codes of a run: [N, B, R], int32."""
+        parts = []
+        for field in fields:
+            if isinstance(field, Bits):
+                byte = self._named(
+                    f"tl.load(head[:, :, None] + ({field.byte} + lane // 8){self._tile_mask}).to(tl.int32)"
+                )
+                parts.append(f"(({byte} >> lane % 8 & 1) << {field.left})")
+            else:
+                byte = self._named(f"tl.load(at + {field.byte}{self._tile_mask}).to(tl.int32)")
+                parts.append(self._bits(byte, field))
+        return self._named(" + ".join(parts))
+
+    def _byte(self, field: Field) -> str:
+        return self._named(f"tl.load(head + {field.byte}{self._mask}).to(tl.int32)")
+
+    @staticmethod
+    def _bits(byte: str, field: Field) -> str:
+        bits = f"({byte} >> {field.shift})" if field.shift else byte
+        if field.mask < 255 >> field.shift:
+            bits = f"({bits} & {field.mask})"
+        return f"({bits} << {field.left})" if field.left else bits
+
+    def _value(self, code: str) -> str:
+        form = self._form
+        if form.table is not None:
+            return self._named(_looked_up(code, form.table))
+        if form.is_float8:
+            half = f"(({code} & 128) << 8 | ({code} & 127) << 7).to(tl.uint16)"
+            return self._named(f"{half}.to(tl.float16, bitcast=True).to(tl.float32) * {_HALF_BIAS!r}")
+        if form.is_signed:
+            code = self._named(f"({code} ^ 128) - 128")
+        elif form.zero:
+            code = self._named(f"{code} - {form.zero}")
+        return self._named(f"{code}.to(tl.float32)")
+
+    def _scalar(self, scalar: Scalar) -> str:
+        """float32 [N, B]"""
+        if scalar.kind == "E8M0":
+            exponent = self._byte(Field(scalar.byte))
+            return self._named(f"tl.where({exponent} == 0, 1 << 22, {exponent} << 23).to(tl.float32, bitcast=True)")
+        kind = "tl.float16" if scalar.kind == "F16" else "tl.float32"
+        if self._alignment % scalar.nbytes == 0 and scalar.byte % scalar.nbytes == 0:
+            number = f"tl.load((head + {scalar.byte}).to(tl.pointer_type({kind})){self._mask})"
+        else:
+            bits = " | ".join(f"({self._byte(Field(scalar.byte + n))} << {8 * n})" for n in range(scalar.nbytes))
+            bits = f"({bits}).to(tl.uint16)" if scalar.kind == "F16" else f"({bits})"
+            number = f"{bits}.to({kind}, bitcast=True)"
+        number = self._named(f"{number}.to(tl.float32)")
+        return number if scalar.sign == 1 else self._named(f"{number} * {float(scalar.sign)!r}")
+
+
+def _looked_up(code: str, table: Sequence[float]) -> str:
+    """What a code of a table stands for: out of one number of 32 bits where it is sixteen numbers, eight of them the
+    others' negatives and halves of small whole numbers, as E2M1's are; else number by number."""
+    half = len(table) // 2
+    doubled = [2 * number for number in table[:half]]
+    is_small = len(table) == 16 and all(number in range(16) for number in doubled)
+    if is_small and all(table[half + n] == -table[n] for n in range(half)):
+        word = sum(int(number) << 4 * n for n, number in enumerate(doubled))
+        word -= (word >> 31) << 32  # as a signed number
+        size = f"((({word} >> 4 * ({code} & 7)) & 15).to(tl.float32) * 0.5)"
+        return f"tl.where({code} > 7, -{size}, {size})"
+    text = repr(float(table[-1]))
+    for n in reversed(range(len(table) - 1)):
+        text = f"tl.where({code} == {n}, {float(table[n])!r}, {text})"
+    return text

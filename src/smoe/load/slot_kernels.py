@@ -1,0 +1,182 @@
+"""Whether a GPU computes experts straight from their slots (`gpu_kernels/`), or by torch's operations.
+
+Taken where Triton is there, where the experts are of a kind that the kernels know, where their results are no further
+from the exact numbers than torch's on an expert of every kind, and where they are no slower. Else torch computes: on
+unpacked weights where they are quantised.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+
+from smoe.compute.expert_math import ExpertMath, Weights, within_rounding
+from smoe.config import EngineConfig
+from smoe.expert import EXACT, ExpertKey
+from smoe.gpu_kernels import compiled
+from smoe.gpu_kernels.slot_experts import Entry, Scratch, SlotExperts
+from smoe.gpu_kernels.source import MOST_TOKENS, Kind
+from smoe.kernels.proof import is_no_further
+from smoe.memory.store import ExpertStore
+from smoe.runtime.layer import LayerCompute
+
+_PROOF_OUTPUTS = 64
+_FP32_LEEWAY = 16.0
+"""In 32 bits both are nearly exact, and which sum is nearer is chance."""
+_ROUNDS = 9
+_EXPERTS = 8
+_log = logging.getLogger(__name__)
+
+
+def take_slot_kernels(compute: LayerCompute, config: EngineConfig) -> None:
+    """Have `compute` take few tokens through experts by the kernels for GPUs, in all layers or in none."""
+    if not _is_gpu(compute.device) or config.kernels == "torch" or not compiled.is_available():
+        return
+    try:
+        kernels = proven_kernels(compute, min(config.max_sequences, MOST_TOKENS))
+    except Exception as error:  # no compiler for its launcher, a GPU that it does not know: Triton has many
+        _log.warning("experts are computed by torch: Triton's kernels cannot be used here (%s)", error)
+        return
+    compute.compute_in_slots(kernels)
+    may_measure = config.kernels == "auto" and not config.reproducible
+    if kernels is not None and may_measure and not _is_no_slower(compute, kernels):
+        compute.compute_in_slots(None)
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def proven_kernels(compute: LayerCompute, most_tokens: int) -> dict[tuple[int, int], SlotExperts] | None:
+    """The kernels of every layer and format, each tried out on an expert that is resident, for one token and for up to
+    `most_tokens`; None where one of them is unknown, wrong or not to be tried."""
+    samples: dict[tuple[object, ...], ExpertKey] = {}
+    for key in sorted(compute.arrivals.table.ready):
+        samples.setdefault(compute.math_of(key).kind, key)
+    alignments = _alignments(compute)
+    made: dict[Kind, SlotExperts | None] = {}
+    found: dict[tuple[int, int], SlotExperts] = {}
+    for place, math in compute.maths.items():
+        kind = math.slot_kind(alignments[math.kind])
+        if kind is None or math.kind not in samples:
+            return None
+        if kind not in made:
+            kernel = SlotExperts(kind)
+            weights = compute.arrivals.ready(samples[math.kind])
+            made[kind] = kernel if is_proven(kernel, math, weights, compute.device, most_tokens) else None
+        proven = made[kind]
+        if proven is None:
+            return None
+        found[place] = proven
+    return found
+
+
+def is_proven(kernel: SlotExperts, math: ExpertMath, weights: Weights, device: torch.device, most_tokens: int) -> bool:
+    """Whether the kernel is right on one expert, for all numbers of tokens that an entry has room for."""
+    return all(_is_right(kernel, math, weights, device, tokens) for tokens in (1, 2, 4, 8) if tokens < 2 * most_tokens)
+
+
+def _is_right(kernel: SlotExperts, math: ExpertMath, weights: Weights, device: torch.device, tokens: int) -> bool:
+    """Each product beside the exact one of its first outputs, and the whole beside torch's."""
+    kind, dtype = kernel.kind, getattr(torch, kernel.kind.dtype)
+    x = torch.randn(tokens, kind.hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scratch = Scratch.of(kind, tokens, device)
+    kernel.multiply(x.to(device), [Entry(weights.addresses, range(tokens))], 1, tokens, scratch)
+    theirs = math.forward(x.to(device), weights)
+    if not within_rounding(scratch.rows.to(dtype), theirs):
+        return False
+    inner, rows = scratch.inner.cpu(), scratch.rows.cpu()
+    some, activate = min(_PROOF_OUTPUTS, kind.inner), kind.activation.of
+    parts = [math.numbers(weights, matrix, rows) for matrix, rows in _first_outputs(kind, some)]
+    biases = [None if each is None else each.cpu() for each in (weights.up_bias, weights.down_bias)]
+    up_bias = None if biases[0] is None else torch.cat([biases[0][rows] for rows in _bias_rows(kind, some)])
+    down = math.numbers(weights, len(kind.ups), slice(_PROOF_OUTPUTS))
+    down_bias = None if biases[1] is None else biases[1][:_PROOF_OUTPUTS]
+    first = _Product(x, torch.cat(parts), up_bias, activate)
+    second = _Product(inner, down, down_bias, lambda wide: wide)
+    return first.is_near(inner[:, :some], dtype) and second.is_near(rows[:, :_PROOF_OUTPUTS], dtype)
+
+
+def _first_outputs(kind: Kind, some: int) -> list[tuple[int, slice]]:
+    """Matrices, and rows of them, whose products the activation makes the first outputs of."""
+    if len(kind.ups) > 1:
+        return [(0, slice(some)), (1, slice(some))]
+    return [(0, rows) for rows in _bias_rows(kind, some)]
+
+
+def _bias_rows(kind: Kind, some: int) -> list[slice]:
+    """The same, of all outputs of the first product."""
+    if not kind.activation.has_gate:
+        return [slice(some)]
+    return [slice(2 * some)] if kind.activation.takes_turns else [slice(some), slice(kind.inner, kind.inner + some)]
+
+
+class _Product:
+    """Rows x [n, K] times numbers [outputs, K], plus a bias, through an activation: exactly, and as torch has it."""
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        numbers: torch.Tensor,
+        bias: torch.Tensor | None,
+        activate: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._x, self._numbers, self._bias, self._activate = x, numbers, bias, activate
+
+    def is_near(self, ours: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether ours, rounded, is no further from the exact one than torch's is, whose input is rounded, too."""
+        leeway = {"leeway": _FP32_LEEWAY} if dtype is torch.float32 else {}
+        return is_no_further(ours.to(dtype), self._in(dtype), self._in(torch.float64), **leeway)
+
+    def _in(self, dtype: torch.dtype) -> torch.Tensor:
+        wide = self._x.to(dtype) @ self._numbers.to(dtype).T
+        return self._activate(wide if self._bias is None else wide + self._bias.to(dtype))
+
+
+def _alignments(compute: LayerCompute) -> dict[tuple[object, ...], int]:
+    """A power of two that divides the addresses of all matrices of a kind of experts: another in some slot would be
+    another kernel, and its bits would depend on where an expert lies."""
+    found: dict[tuple[object, ...], int] = {}
+    for (layer, form), math in compute.maths.items():
+        store = compute.arrivals.stores[form]
+        found[math.kind] = min(found.get(math.kind, 16), alignment_in(store, layer))
+    return found
+
+
+def alignment_in(store: ExpertStore, layer: int) -> int:
+    """The largest power of two, at most 16, that divides the offsets of all matrices of a layer's experts."""
+    bits = 16
+    for expert in range(store.layers[layer].experts):
+        for name, offset in store.placement(layer, expert).parts.items():
+            bits |= 0 if name.endswith("_bias") else offset
+    return bits & -bits
+
+
+def _is_no_slower(compute: LayerCompute, kernels: dict[tuple[int, int], SlotExperts]) -> bool:
+    """One token through experts of the first layer, both ways in turn; the fastest of each counts."""
+    layer = next(layer for layer, form in kernels if form == EXACT)
+    seconds = {True: float("inf"), False: float("inf")}
+    for _ in range(_ROUNDS):
+        for is_ours in seconds:
+            compute.compute_in_slots(kernels if is_ours else None)
+            seconds[is_ours] = min(seconds[is_ours], _seconds(compute, layer, kernels[layer, EXACT].kind))
+    compute.compute_in_slots(kernels)
+    return seconds[True] <= seconds[False]
+
+
+def _seconds(compute: LayerCompute, layer: int, kind: Kind) -> float:
+    """Until the device is done: what a token takes where it binds, and where Python does."""
+    hidden = torch.zeros(1, kind.hidden, dtype=getattr(torch, kind.dtype), device=compute.device)
+    _finish(compute.device)
+    started = perf_counter()
+    compute.compute_slots(layer, hidden, _EXPERTS)
+    _finish(compute.device)
+    return perf_counter() - started
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
