@@ -2,8 +2,8 @@
 
     python -m bench.gpu.compiled --formats Q4_K,INT4 --tokens 1,8 --capability 80,90 [--hidden 2048] [--inner 768]
 
-Prints a line of JSON for each kernel: registers of a thread, bytes that spill out of them, bytes of shared memory, loads
-from the device's memory by their width (those of 8 bytes are addresses and routes), and how long compiling took.
+Prints a line of JSON for each kernel: registers of a thread, bytes that spill out of them, bytes of shared memory,
+loads from the device's memory by their width (those of 8 bytes are addresses and routes), and how long compiling took.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from smoe.gpu_kernels.source import Kind, Layout, tile_for
 
 DENSE = "bf16"
 _POINTERS = {"table": "*i64", "x": "*bf16", "inner": "*fp32", "rows": "*fp32"}
+_POINTERS |= {"weights": "*bf16", "order": "*i64", "out": "*bf16"}
 _LOAD = re.compile(r"ld\.global(?:\.\w+)*?(?:\.v(\d))?\.[a-z](\d+)\b")
 
 
@@ -40,17 +41,20 @@ def kind_of(name: str, hidden: int, inner: int, alignment: int = 16) -> Kind:
 
 
 def compiled(kind: Kind, tokens: int, capability: int) -> Iterator[dict[str, Any]]:
-    """Both products of a kind for a GPU of this capability (80: A100, 90: H100)."""
+    """Both products of a kind, and the sum, for a GPU of this capability (80: A100, 90: H100)."""
     from triton import compile as compile_for
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernels, tile = kernels_of(kind, tokens), tile_for(tokens)
-    for name in ("up", "down"):
+    constants = {"WIDTH": 8, "HIDDEN": kind.hidden}
+    for name in ("up", "down", "weighted_sum") if tokens == 1 else ("up", "down"):
         kernel, began = getattr(kernels, name), time.perf_counter()
-        pointers = {each: _POINTERS[each] for each in kernel.arg_names}
-        aligned = {(n,): [["tt.divisibility", 16]] for n in range(len(pointers))}
-        source = ASTSource(kernel, pointers, constexprs={}, attrs=aligned)
+        names = list(kernel.arg_names)
+        given = {each: _POINTERS.get(each, "constexpr") for each in names}
+        fixed = {(names.index(each),): constants[each] for each in names if each in constants}
+        aligned = {(n,): [["tt.divisibility", 16]] for n, each in enumerate(names) if each in _POINTERS}
+        source = ASTSource(kernel, given, constexprs=fixed, attrs=aligned)
         target = GPUTarget("cuda", capability, 32)
         made = compile_for(source, target=target, options={"num_warps": tile.warps})
         seconds = time.perf_counter() - began

@@ -22,6 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bench.gpu.link import link_rates
+from bench.gpu.slots import slot_figures
 from bench.widen import widen
 from smoe.benchmark.ablation import DEVICE_ABLATIONS, PROMPT_TOKENS, TIMED_TOKENS, WARM_TOKENS, ablate
 from smoe.config import EngineConfig
@@ -146,6 +147,11 @@ def tests(bench: Bench) -> dict[str, Any]:
 def link(bench: Bench) -> dict[str, Any]:
     """Host memory, locked memory and the link, piece by piece."""
     return link_rates(choose_device(bench.config()), 1 << (20 if bench.is_dry else 30))
+
+
+def slot_kernels(bench: Bench) -> dict[str, Any]:
+    """Our kernels for experts: errors of every format, and their rate beside the memory's and torch's."""
+    return slot_figures(choose_device(bench.config()), bench.is_dry)
 
 
 @torch.no_grad()
@@ -301,13 +307,14 @@ def peers(bench: Bench) -> dict[str, Any]:
 
 PARTS: dict[str, Part] = {
     "environment": Part(60, environment),
-    "tests": Part(480, tests),
+    "tests": Part(400, tests),
     "link": Part(120, link),
-    "exactness": Part(240, exactness),
-    "decode_demo": Part(240, decode_demo),
-    "wide_model": Part(240, wide_model),
-    "decode_wide": Part(360, decode_wide),
-    "ablation": Part(240, ablation),
+    "slot_kernels": Part(420, slot_kernels),
+    "exactness": Part(160, exactness),
+    "decode_demo": Part(180, decode_demo),
+    "wide_model": Part(180, wide_model),
+    "decode_wide": Part(280, decode_wide),
+    "ablation": Part(180, ablation),
     "peers": Part(120, peers),
 }
 """In this order; 35 minutes in all, and no part more than nine."""

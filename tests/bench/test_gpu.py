@@ -19,7 +19,7 @@ from bench.gpu.parts import PARTS, Bench
 from smoe.models.files import fetch
 from tests.memory.fake_streams import PumpedStreams
 
-SMALL = ("environment", "tests", "link", "wide_model")
+SMALL = ("environment", "tests", "link", "slot_kernels", "wide_model")
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,9 @@ def test_every_part_runs_small(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert json.loads(gpu.file_of(tmp_path, name).read_text())["part"] == name
     if name == "exactness":
         assert all(row["relative_error"]["cpu"] <= 1e-5 for row in figures["rows"])
+    if name == "slot_kernels" and "skipped" not in figures:
+        assert all(row["relative_error"] <= 1e-5 for row in figures["errors"])
+        assert all(row["eager_seconds"] > 0 and row["torch_seconds"] > 0 for row in figures["rows"])
     if name.startswith("decode"):
         assert all(row["tpot_seconds"] > 0 and row["ttft_seconds"] > 0 for row in figures["rows"])
 

@@ -71,7 +71,8 @@ def both_ways(
     ours = TokenExperts(pool, HIDDEN, INNER, table)
     ours.most_rows = 3
     for kernel in (ours, None):
-        math: Any = SimpleNamespace(slots=None, kernel=kernel, forward=forward, forward_each=forward_each, sums_as_weights=False)
+        ways_of = {"forward": forward, "forward_each": forward_each}
+        math: Any = SimpleNamespace(slots=None, kernel=kernel, sums_as_weights=False, **ways_of)
         ways.append(decode_experts([math] * len(rest[0]), None, hidden, gains, *rest))
     return ways[0], ways[1]
 
@@ -165,10 +166,11 @@ def test_each_copy_is_computed_by_its_own_arithmetic(tokens: int) -> None:
             out *= scales
 
         return SimpleNamespace(
+            slots=None,
             kernel=None,
-            slots=None, kernel=None, forward=lambda x, one: forward(x, one) * scales,
+            forward=lambda x, one: forward(x, one) * scales,
             forward_each=each,
-            sums_as_weights=False, forward_each=each
+            sums_as_weights=False,
         )
 
     kinds, weights = [math_that(1), math_that(-2)], some_weights(4)

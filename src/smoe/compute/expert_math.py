@@ -189,7 +189,8 @@ class ExpertMath:
         `alignment`: a power of two that divides the address of every matrix, in bytes.
         """
         layouts, has_gate = self._layouts(alignment), bool(getattr(self._module, "has_gate", True))
-        if self._post_norm is not None or layouts is None or len(layouts) > (3 if has_gate else 2):
+        is_plain = self._post_norm is None and not self.sums_as_weights
+        if not is_plain or layouts is None or len(layouts) > (3 if has_gate else 2):
             return None
         found, dtype = activation_of(self._module, self._activate, has_gate), str(self._dtype).removeprefix("torch.")
         if found is None or dtype not in TYPES or (found.takes_turns and len(layouts) > 2):
@@ -200,8 +201,8 @@ class ExpertMath:
         """Of the matrices in a slot, in the order of `Weights.addresses`; None where a kernel could not read them."""
         if alignment % self._dtype.itemsize:
             return None
-        up = Layout(self.up_width, self.hidden, None, self._is_transposed, alignment)
-        return up, Layout(self.hidden, self.inner, None, self._is_transposed, alignment)
+        up = Layout(self.up_width, self.hidden, None, self._up_is_transposed, alignment)
+        return up, Layout(self.hidden, self.inner, None, self._down_is_transposed, alignment)
 
     def numbers(self, weights: Weights, matrix: int, rows: slice) -> torch.Tensor:
         """Some outputs of a matrix of an expert, in the order of `Weights.addresses`, as the exact numbers that they

@@ -70,6 +70,8 @@ class Decoding:
         if not group.scale:
             return scale
         code = self._named(self._code(group.scale))
+        if self._form.has_float8_scales:
+            return self._named(f"{scale} * {self._float8(code)}")
         if self._form.has_signed_scales:
             code = self._named(f"({code} ^ 128) - 128")
         elif self._form.scale_zero:
@@ -114,13 +116,16 @@ class Decoding:
         if form.table is not None:
             return self._named(_looked_up(code, form.table))
         if form.is_float8:
-            half = f"(({code} & 128) << 8 | ({code} & 127) << 7).to(tl.uint16)"
-            return self._named(f"{half}.to(tl.float16, bitcast=True).to(tl.float32) * {_HALF_BIAS!r}")
+            return self._float8(code)
         if form.is_signed:
             code = self._named(f"({code} ^ 128) - 128")
         elif form.zero:
             code = self._named(f"{code} - {form.zero}")
         return self._named(f"{code}.to(tl.float32)")
+
+    def _float8(self, code: str) -> str:
+        half = f"(({code} & 128) << 8 | ({code} & 127) << 7).to(tl.uint16)"
+        return self._named(f"{half}.to(tl.float16, bitcast=True).to(tl.float32) * {_HALF_BIAS!r}")
 
     def _scalar(self, scalar: Scalar) -> str:
         """float32 [N, B]"""

@@ -22,6 +22,16 @@ class Entry(NamedTuple):
     """Its flat positions t * K + k in the choice [T, K]."""
 
 
+class Table(NamedTuple):
+    """The experts of one launch, as the kernels read them (`source.py`)."""
+
+    numbers: torch.Tensor
+    """int64 [numbers of all entries]"""
+    experts: int
+    tokens: int
+    """That an entry has room for."""
+
+
 class SlotExperts:
     """The kernels for experts of one kind."""
 
@@ -39,20 +49,26 @@ class SlotExperts:
         `width`: K. `most`: routes of any expert of the whole layer at most, whichever launch it is in; an expert's
         bits depend on it.
         """
-        kind, tokens = self.kind, padded(most)
-        numbers: list[int] = []
+        self.launch(x, self.table(entries, width, most, x.device), scratch)
+
+    def table(self, entries: Sequence[Entry], width: int, most: int, device: torch.device) -> Table:
+        """What one launch is told of its experts, where the device computes."""
+        assert not any(each.addresses[n] % step for each in entries for n, step in self._steps), "not aligned"
+        tokens, numbers = padded(most), list[int]()
         for addresses, routes in entries:
             none = tokens - len(routes)
             numbers += addresses
             numbers += [*routes, *[-1] * none, *(route // width for route in routes), *[0] * none]
-        assert not any(each.addresses[n] % step for each in entries for n, step in self._steps), "not aligned"
-        table = on_device(numbers, x.device)
-        kernels, tile, count = self._kernels(tokens), self._tile or tile_for(tokens), len(entries)
+        return Table(on_device(numbers, device), len(entries), tokens)
+
+    def launch(self, x: torch.Tensor, table: Table, scratch: Scratch) -> None:
+        """The two launches of `multiply`."""
+        kind, (numbers, experts, tokens) = self.kind, table
+        kernels, tile = self._kernels(tokens), self._tile or tile_for(tokens)
+        up_grid, down_grid = ((-(-count // tile.outputs), experts) for count in (kind.inner, kind.hidden))
         with _chosen(x.device):
-            kernels.up[(-(-kind.inner // tile.outputs), count)](table, x, scratch.inner, num_warps=tile.warps)
-            kernels.down[(-(-kind.hidden // tile.outputs), count)](
-                table, scratch.inner, scratch.rows, num_warps=tile.warps
-            )
+            kernels.up[up_grid](numbers, x, scratch.inner, num_warps=tile.warps)
+            kernels.down[down_grid](numbers, scratch.inner, scratch.rows, num_warps=tile.warps)
 
     def sum(self, scratch: Scratch, weights: torch.Tensor, order: torch.Tensor, out: torch.Tensor) -> None:
         """out [T, H] of the rows of `scratch` and weights [T, K]; `order` int64 [T, K]: the routes of every token in
