@@ -149,24 +149,21 @@ def _text(model_type: str, given: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in sizes.items() if key in given}, **_ENDS, **_TEXT.get(model_type, {})}
 
 
-def reference(folder: Path) -> PreTrainedModel:
+def reference(folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """transformers alone on a checkpoint, eager experts."""
-    config = AutoConfig.from_pretrained(folder)
-    own = zoo.library_class(config.model_type)
-    if own is AutoModelForCausalLM and config.model_type not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return _eager(AutoModelForImageTextToText.from_pretrained, folder)
-    return _eager(own.from_pretrained, folder)
+    is_of_text = AutoConfig.from_pretrained(folder).model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    own = AutoModelForCausalLM if is_of_text else AutoModelForImageTextToText
+    return _eager(own.from_pretrained, folder, dtype)
 
 
-def save(model_type: str, folder: Path) -> Path:
-    """A toy of the family in bf16 with seeded random weights, as the library saves it, images included."""
-    config = config_of(model_type)
+def save(model_type: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A toy of the family with seeded random weights, as the library saves it, images included."""
     has_images = model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    own = AutoModelForImageTextToText if has_images else zoo.library_class(model_type)
+    own = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = _eager(getattr(own, "from_config", None) or own._from_config, config)
-    zoo.fill(model, torch.bfloat16)
+        model = _eager(own.from_config, config_of(model_type), dtype)
+    zoo.fill(model, dtype)
     model.save_pretrained(folder)
     if model_type == "deepseek_v4":  # which the library saves by a name that it does not read; this is the released one
         tensors = load_file(folder / "model.safetensors")
@@ -175,12 +172,12 @@ def save(model_type: str, folder: Path) -> Path:
     return folder
 
 
-def _eager(make: Any, of: Any) -> PreTrainedModel:
+def _eager(make: Any, of: Any, dtype: torch.dtype) -> PreTrainedModel:
     """By a class whose experts can be chosen, or by one whose cannot."""
     try:
-        model: PreTrainedModel = make(of, dtype=torch.bfloat16, experts_implementation="eager")
+        model: PreTrainedModel = make(of, dtype=dtype, experts_implementation="eager")
     except ValueError as error:
         if "experts" not in str(error):
             raise
-        model = make(of, dtype=torch.bfloat16)
+        model = make(of, dtype=dtype)
     return model.eval()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from smoe import from_pretrained
 from smoe.config import EngineConfig
@@ -17,9 +17,10 @@ from smoe.load.ledger import demand_of, open_store
 from smoe.load.shadow import planned_shadow
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
+from smoe.models.registration import register_local_families
 from smoe.policy.budget import Demand, full_bytes, minimum_bytes
 from smoe.presets import configure
-from tests import promised, zoo
+from tests import promised
 
 CONTEXT = 96
 PROMPT_TOKENS = 24
@@ -58,8 +59,8 @@ def greedy(model: PreTrainedModel, prompt: torch.Tensor = PROMPT, new_tokens: in
 
 def reference(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     """transformers alone, eager experts: what grade E0 is equal to."""
-    own = zoo.library_class(AutoConfig.from_pretrained(folder).model_type)
-    model: PreTrainedModel = own.from_pretrained(folder, dtype=dtype, **zoo.eager(own))
+    register_local_families()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
     return model.eval()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DbrxForCausalLM, Llama4ForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from smoe.models.registration import register_local_families
 
@@ -152,19 +152,6 @@ def expert_keys(family: str, layer: int, expert: int) -> tuple[str, str, str]:
     return gate, up, down
 
 
-def library_class(family: str) -> Any:
-    """What the library alone makes of a family: its Auto class, or the class in whose place we register one of ours."""
-    register_local_families()
-    return {"dbrx": DbrxForCausalLM, "llama4_text": Llama4ForCausalLM, "llama4": Llama4ForCausalLM}.get(
-        family, AutoModelForCausalLM
-    )
-
-
-def eager(own: Any) -> dict[str, str]:
-    """The setting for eager experts, where there are others."""
-    return {"experts_implementation": "eager"} if own is AutoModelForCausalLM else {}
-
-
 def sparse_layers(model: PreTrainedModel) -> tuple[int, ...]:
     """Indices of the layers that have experts."""
     return tuple(
@@ -183,9 +170,7 @@ def make(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **confi
     config = AutoConfig.for_model(family, **{**_COMMON, **_CONFIGS[family], **config_overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # for what only the library sets, such as the decay of linear attention
-        own = library_class(family)
-        build = own._from_config if hasattr(own, "_from_config") else own.from_config
-        model = build(config, dtype=dtype, **eager(own))
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
     fill(model, dtype, seed)
     ready: PreTrainedModel = model.eval()
     return ready

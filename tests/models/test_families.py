@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -56,8 +58,12 @@ def _rows() -> dict[str, Row]:
 
 ROWS = _rows()
 INSTALLED = frozenset(families.model_types())
-SERVED = [t for t, row in ROWS.items() if row.served.startswith("E0") and t in INSTALLED - {*zoo.FAMILIES} - SLOW]
-REFUSED = [model_type for model_type, row in ROWS.items() if row.served == "no" and model_type in INSTALLED]
+IS_OLDER = Version(transformers.__version__) < Version("5.23")
+OTHERWISE = {"aria", "deepseek_v4", "jamba", "qwen4_exp", "qwen4_exp_text"} if IS_OLDER else set()
+"""What the page says of these is not so in transformers 5.17."""
+TRIED = INSTALLED - {*zoo.FAMILIES} - SLOW - TWINS - OTHERWISE
+SERVED = [model_type for model_type, row in ROWS.items() if row.served.startswith("E0") and model_type in TRIED]
+REFUSED = [model_type for model_type, row in ROWS.items() if row.served == "no" and model_type in TRIED]
 
 
 def test_every_family_has_its_row() -> None:
@@ -68,7 +74,7 @@ def test_every_family_has_its_row() -> None:
     assert all(ROWS[family].served == "E0" for family in zoo.FAMILIES)
 
 
-@pytest.mark.parametrize("model_type", [model_type for model_type in SERVED if model_type not in TWINS])
+@pytest.mark.parametrize("model_type", SERVED)
 def test_served_families_write_what_the_library_writes(
     model_type: str, tmp_path: Path, open_model: Callable[..., PreTrainedModel]
 ) -> None:
@@ -117,9 +123,8 @@ def test_llama4_with_two_experts_a_token(tmp_path: Path) -> None:
 def test_in_32_bits_llama4_differs_in_the_last_bit_of_prompts_alone(
     tmp_path: Path, open_model: Callable[..., PreTrainedModel]
 ) -> None:
-    model = zoo.library_class("llama4_text")._from_config(families.config_of("llama4_text"), dtype=torch.float32)
-    zoo.fill(model, torch.float32)
-    model.save_pretrained(tmp_path)
-    theirs, ours = oracle.greedy(oracle.reference(tmp_path)), oracle.greedy(open_model(tmp_path, "half"))
+    families.save("llama4_text", tmp_path, torch.float32)
+    theirs = oracle.greedy(families.reference(tmp_path, torch.float32))
+    ours = oracle.greedy(open_model(tmp_path, "half"))
     assert oracle.relative_error(ours.prefill, theirs.prefill) < 1e-5
     assert torch.equal(ours.tokens, theirs.tokens)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, DbrxConfig
+from transformers import DbrxConfig
 from transformers import initialization as init
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
@@ -78,7 +78,13 @@ class ChoosingFFN(library.DbrxFFN):
 
 
 class ChoosingDbrxForCausalLM(library.DbrxForCausalLM):
-    """The language model that `AutoModelForCausalLM` gives for `model_type: dbrx`."""
+    """DBRX, whose experts hear who is wanted."""
+
+    @classmethod
+    def from_config(cls, config: DbrxConfig, **options: Any) -> ChoosingDbrxForCausalLM:
+        """As an Auto class does it."""
+        made: ChoosingDbrxForCausalLM = cls._from_config(config, **options)
+        return made
 
     def __init__(self, config: DbrxConfig) -> None:
         super().__init__(config)
@@ -112,16 +118,16 @@ class ExpertsOfRows(ConversionOps):
         return split if len(split) > 1 else {target_patterns[0]: split.popitem()[1]}
 
 
-def register() -> None:
-    """Give the Auto class this model for `model_type: dbrx`. Idempotent.
-
-    The files' keys are converted for this class alone: the library's own reads them as they are.
-    """
-    AutoModelForCausalLM.register(DbrxConfig, ChoosingDbrxForCausalLM, exist_ok=True)
-    gate_up = WeightConverter(
-        ["ffn.experts.mlp.w1", "ffn.experts.mlp.v1"],
-        "ffn.experts.gate_up_proj",
-        operations=[ExpertsOfRows(), Concatenate(dim=1)],
-    )
-    down = WeightConverter("ffn.experts.mlp.w2", "ffn.experts.down_proj", operations=[ExpertsOfRows()])
-    register_checkpoint_conversion_mapping("ChoosingDbrxForCausalLM", [gate_up, down], overwrite=True)
+register_checkpoint_conversion_mapping(  # for this class alone: the library's own reads the files' keys as they are
+    "ChoosingDbrxForCausalLM",
+    [
+        WeightConverter(
+            ["ffn.experts.mlp.w1", "ffn.experts.mlp.v1"],
+            "ffn.experts.gate_up_proj",
+            operations=[ExpertsOfRows(), Concatenate(dim=1)],
+        ),
+        WeightConverter("ffn.experts.mlp.w2", "ffn.experts.down_proj", operations=[ExpertsOfRows()]),
+    ],
+    overwrite=True,
+)
+MODEL = ChoosingDbrxForCausalLM

@@ -21,6 +21,7 @@ from smoe.errors import CheckpointError, NotMoEError, UnsupportedModelError
 from smoe.formats.base import Format
 from smoe.memory.store import Part
 from smoe.models.dense import one_at_a_time
+from smoe.models.registration import opened_family
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,14 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """The library's Auto class that has a language model for a configuration: of text alone, or, where it has no such
-    one, of images and text, which writes text as well when it is given no images.
+    """What makes a language model of a configuration: one of ours, or an Auto class of the library, for text alone or,
+    where it has no such one, for images and text, which writes text as well when it is given no images.
 
     Raises `UnsupportedModelError` where there is neither.
     """
+    opened = opened_family(config.model_type)
+    if opened is not None:
+        return opened
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping:
             return auto

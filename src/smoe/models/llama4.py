@@ -9,9 +9,11 @@ there are; in 32 bits those of a prompt may differ in the last.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Llama4Config, Llama4TextConfig
+from transformers import Llama4TextConfig, PretrainedConfig
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.llama4 import modeling_llama4 as library
 
@@ -65,7 +67,7 @@ class ChoosingMoe(library.Llama4TextMoe):
 
 
 class ChoosingLlama4ForCausalLM(library.Llama4ForCausalLM):
-    """The language model that `AutoModelForCausalLM` gives for Llama 4."""
+    """Llama 4, alone or as the text part of a release with images."""
 
     def __init__(self, config: Llama4TextConfig) -> None:
         if config.num_experts_per_tok != 1:
@@ -84,8 +86,16 @@ class ChoosingLlama4ForCausalLM(library.Llama4ForCausalLM):
         """Always; the library looks for its decorator in its own source file."""
         return True
 
+    @classmethod
+    def from_config(cls, config: PretrainedConfig, **options: Any) -> ChoosingLlama4ForCausalLM:
+        """Of a configuration of text, or of text and images, as an Auto class does it."""
+        made: ChoosingLlama4ForCausalLM = cls._from_config(config.get_text_config(), **options)
+        return made
 
-def register() -> None:
-    """Give the Auto class this model for Llama 4, alone or as the text part of a release with images. Idempotent."""
-    for config_class in (Llama4TextConfig, Llama4Config):
-        AutoModelForCausalLM._model_mapping.register(config_class, ChoosingLlama4ForCausalLM, exist_ok=True)
+    @classmethod
+    def from_pretrained(cls, place: Any, *, config: PretrainedConfig, **options: Any) -> Any:
+        """The same with the weights of a folder."""
+        return super().from_pretrained(place, config=config.get_text_config(), **options)
+
+
+MODEL = ChoosingLlama4ForCausalLM

@@ -1,4 +1,4 @@
-"""Families that transformers does not have, or whose experts it does not open, made known to its Auto classes.
+"""Families that transformers does not have, made known to its Auto classes, and those whose experts it does not open.
 
 transformers looks a checkpoint's `model_type` up in its own tables first; a class registered there from outside the
 library wins over the checkpoint's `auto_map`, so no remote code is run and `trust_remote_code` is not needed. The
@@ -25,17 +25,26 @@ OPENED_FAMILIES: dict[str, str] = {
     "llama4": "smoe.models.llama4",
     "llama4_text": "smoe.models.llama4",
 }
-"""The same of families that the library has, but with experts of which it alone can make use."""
+"""`model_type` -> the module with our `MODEL` of it: families that the library has, with experts that it alone can use.
+They are not registered, so that who uses the library beside smoe gets its own."""
 
 
 def register_local_families(model_type: str | None = None) -> None:
-    """Register the family `model_type`, where it is one of `LOCAL_FAMILIES` or `OPENED_FAMILIES`; None: all of them.
+    """Register the family `model_type`, where it is one of `LOCAL_FAMILIES`; None: all of them.
 
     Calling it again changes nothing. Each costs a tenth of a second of imports, so only what is needed is registered.
     """
-    for name, module in (LOCAL_FAMILIES | OPENED_FAMILIES).items():
+    for name, module in LOCAL_FAMILIES.items():
         if model_type in (None, name):
             importlib.import_module(module).register()
+
+
+def opened_family(model_type: str) -> type[PreTrainedModel] | None:
+    """Our model of one of the `OPENED_FAMILIES`, made from a configuration as by an Auto class; None for any other."""
+    if model_type not in OPENED_FAMILIES:
+        return None
+    found: type[PreTrainedModel] = importlib.import_module(OPENED_FAMILIES[model_type]).MODEL
+    return found
 
 
 def register_family(config_class: type[PreTrainedConfig], model_class: type[PreTrainedModel]) -> None:
