@@ -175,7 +175,8 @@ class EngineConfig:
     """What multiplies few rows by a matrix and what attends with one token on a CPU, in bf16. torch: the library.
     native: our kernels, where they were found to give torch's bits. own-order: our kernels in an order of sums of their
     own, equal to torch's up to rounding (grade E1). auto: the faster of torch and native; where torch's bits cannot be
-    had, as without AVX-512 BF16, own-order if it is a tenth faster."""
+    had, as without AVX-512 BF16, own-order if it is a tenth faster. On a GPU, what takes few tokens through experts:
+    torch, or our kernels where they are proven (native), and no slower (auto), in bf16, fp16 and fp32 alike."""
     alpha: float = 0.0
     """Substitution threshold (SMoE): experts chosen with scores below (1 + alpha) times that of rank k+1 may be
     replaced by resident ones with scores above (1 - alpha) times it. 0: never. Lossy where it is not 0; `smoe eval`

@@ -110,7 +110,7 @@ def rows_by(
     scratch = Scratch.of(slots.kind, x.shape[0] * width, DEVICE)
     scratch.rows.fill_(torch.nan)
     scratch.inner.fill_(torch.nan)
-    x = x.to(DEVICE)
+    x = torch.cat([x, torch.full_like(x[:1], torch.nan)]).to(DEVICE)[:-1]  # what is read beyond a row would show
     most = max(map(len, routes.values()))
     for experts in launches:
         kernel.multiply(x, [Entry(slots.addresses(e), routes[e]) for e in experts], width, most, scratch)

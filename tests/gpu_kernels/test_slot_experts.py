@@ -12,7 +12,7 @@ import torch
 from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
 from smoe.gpu_kernels.activation import Activation
-from smoe.gpu_kernels.slot_experts import Scratch, SlotExperts
+from smoe.gpu_kernels.slot_experts import Entry, Scratch, SlotExperts
 from smoe.gpu_kernels.source import Kind, Layout, Tile, tile_for
 from tests.gpu_kernels.slots_of_bytes import DEVICE, SILU, WHOLE, Slots, choices, quantised, routes_of, rows_by
 
@@ -64,6 +64,12 @@ def test_in_the_second_product_and_in_tiles_as_on_a_gpu(name: str) -> None:
     check(quantised(FORMATS["Q8_0"], form, 32, columns_of(form), alignment=2), 1, 1, 1)
 
 
+def test_the_last_tile_of_a_row_of_blocks_ends_with_the_row() -> None:
+    """Fifteen blocks, in tiles of sixteen."""
+    form = FORMATS["Q8_0"]
+    check(quantised(form, form, 15 * form.numbers, 32), 2, 1, 1, Tile(32, 1 << 14))
+
+
 @pytest.mark.parametrize("tokens", range(1, 9))
 def test_up_to_eight_tokens_share_what_is_read(tokens: int) -> None:
     check(dense(48, 24), tokens, 2, 3, Tile(32, 1 << 10))
@@ -103,6 +109,15 @@ def test_the_bits_do_not_depend_on_launches_or_slots() -> None:
     assert not found[0].rows.isnan().any()
     for other in found[1:]:
         assert torch.equal(other.rows, found[0].rows)
+
+
+def test_an_entry_s_room_is_that_of_the_whole_layer() -> None:
+    """On a GPU bits depend on it: an expert that is late, or alone, has the room that it has beside the others."""
+    kind = dense(32, 24)
+    entry = Slots(kind, 1).addresses(0)
+    table = SlotExperts(kind).table([Entry(entry, [3])], 2, 3, torch.device("cpu"))
+    assert table.experts == 1 and table.tokens == 4
+    assert table.numbers.tolist() == [*entry, 3, -1, -1, -1, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

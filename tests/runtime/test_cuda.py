@@ -25,12 +25,14 @@ from smoe.memory.link import CudaLink
 from smoe.memory.movers import HostMover
 from smoe.memory.page_lock import CudaRegistry
 from smoe.memory.reading_threads import State, Transfers
-from smoe.memory.streams import CudaStreams
+from smoe.memory.streams import CudaStreams, Waits
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.policy.budget import Demand, full_bytes, minimum_bytes
 from smoe.policy.plan import Load, Reason
 from smoe.presets import configure
+from smoe.routing import Phase
+from smoe.runtime.execute import LayerExecutor
 from tests import oracle, zoo
 from tests.memory.fake_streams import ArenaMover
 
@@ -162,7 +164,7 @@ def test_bf16_experts_of_some_size(budget: str, prefetch: str, toy: Callable[...
 def test_the_same_bits_whatever_the_order_of_arrival(toy: Callable[..., Path], gpu: Bench) -> None:
     """One budget, twice the same steps: nothing depends on timing."""
     folder = toy("qwen3_moe", dtype=torch.bfloat16, **BIG, moe_intermediate_size=1024)
-    first, second = gpu.steps(gpu.open(folder, "half")), gpu.steps(gpu.open(folder, "half"))
+    first, second = (gpu.steps(gpu.open(folder, "half", kernels="native")) for _ in range(2))  # auto would measure
     oracle.assert_same_steps(first, second)
 
 
@@ -293,6 +295,50 @@ def test_the_peak_is_this_model_s(toy: Callable[..., Path], gpu: Bench) -> None:
     model = gpu.open(folder, "half")
     gpu.steps(model)
     assert 0 < model.offload.peak_memory_bytes() - before < 64 * 2**20
+
+
+@pytest.mark.parametrize("budget", ["full", "minimum"])
+def test_experts_by_slot_kernels(budget: str, toy: Callable[..., Path], gpu: Bench) -> None:
+    """Asked for by name, they are taken without measuring; late ones included."""
+    pytest.importorskip("triton")
+    folder = toy("qwen3_moe")
+    model = gpu.open(folder, budget, kernels="native", max_sequences=3, balance="none")
+    assert model.offload.arithmetic == "slots"
+    for rows in (1, 3):
+        assert_close(gpu.steps(model, rows), gpu.reference_steps(folder, rows), FP32_ROUNDING)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_a_decoded_layer_waits_for_the_router_alone(
+    kernels: str, toy: Callable[..., Path], gpu: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch itself refuses every other wait: a blocking copy, a number read, an allocation that must be waited for."""
+    model = gpu.open(toy("qwen3_moe"), "half", kernels=kernels, prefetch="none", balance="none")
+    gpu.steps(model)
+    run, told = LayerExecutor.run, Waits.told
+
+    def refusing(self: LayerExecutor, layer: int, phase: Phase, *args: Any, **switches: Any) -> torch.Tensor:
+        if phase is Phase.DECODE:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run(self, layer, phase, *args, **switches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def allowed(self: Waits, what: str, x: torch.Tensor) -> list[Any]:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return told(self, what, x)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    monkeypatch.setattr(LayerExecutor, "run", refusing)
+    monkeypatch.setattr(Waits, "told", allowed)
+    before = model.offload.executor.waits.copy()
+    gpu.steps(model)
+    layers = len(model.offload.store.layers)
+    assert model.offload.executor.waits - before == {"choice": layers * (1 + NEW_TOKENS)}
 
 
 @pytest.mark.gpu
