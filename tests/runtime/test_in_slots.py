@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 
 Open = Callable[..., PreTrainedModel]
 BENCH: dict[str, Any] = {"device": "emulated", "dilation": 1.0, "prefetch": "none", "balance": "none"}
-NEW_TOKENS = 4
+NEW_TOKENS = 2
 FP32_ROUNDING = 1e-5
 
 
