@@ -16,6 +16,7 @@ import torch
 from bench.gpu import __main__ as gpu
 from bench.gpu import link, parts
 from bench.gpu.parts import PARTS, Bench
+from smoe.kernels.spinning_pool import is_supported
 from smoe.models.files import fetch
 from tests.memory.fake_streams import PumpedStreams
 
@@ -32,7 +33,9 @@ def test_every_part_runs_small(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     gpu.save(tmp_path, name, figures)
     assert json.loads(gpu.file_of(tmp_path, name).read_text())["part"] == name
     if name == "exactness":
-        assert all(row["relative_error"]["cpu"] <= 1e-5 for row in figures["rows"])
+        # without AVX-512 BF16 our kernels add up in an order of their own
+        bounds = {"float32": 1e-5, "bfloat16": 1e-5 if is_supported() else 2**-7}
+        assert all(row["relative_error"]["cpu"] <= bounds[row["dtype"]] for row in figures["rows"])
     if name == "slot_kernels" and "skipped" not in figures:
         assert all(row["relative_error"] <= 1e-5 for row in figures["errors"])
         assert all(row["eager_seconds"] > 0 and row["torch_seconds"] > 0 for row in figures["rows"])

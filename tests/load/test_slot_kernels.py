@@ -117,7 +117,7 @@ def test_torch_computes_where_triton_cannot(
         seconds = {True: 2.0, False: 1.0}
         monkeypatch.setattr(slot_kernels, "_seconds", lambda compute, *_: seconds[compute.is_in_slots])
     folder = toy("qwen3_moe")
-    model = open_model(folder, "half", device="emulated", dilation=1.0)
+    model = open_model(folder, "half", device="emulated", dilation=1.0, kernels="auto")
     assert model.offload.arithmetic == "torch"
     assert ("Failed to find C compiler" in caplog.text) == (how == "fails")
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
@@ -136,7 +136,7 @@ def test_the_faster_of_both_is_kept_and_measured(
         return seconds(compute, *rest) * (1e-6 if compute.is_in_slots else 1)  # the interpreter is no GPU
 
     monkeypatch.setattr(slot_kernels, "_seconds", noted)
-    model = open_model(toy("qwen3_moe"), "half", device="emulated", dilation=1.0)
+    model = open_model(toy("qwen3_moe"), "half", device="emulated", dilation=1.0, kernels="auto")
     assert model.offload.arithmetic == "slots" and measured == [True, False]
     assert open_model(toy("qwen3_moe"), "half", device="emulated", dilation=1.0, kernels="native")
     assert measured == [True, False], "asked for by name"
