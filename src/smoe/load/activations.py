@@ -31,7 +31,7 @@ def check_activations(model: PreTrainedModel, config: EngineConfig, compute: Lay
     if compute.device.type != "cpu":
         why = f"it is for computing on a CPU, and this model is on {compute.device}; use `device` cpu"
     elif compute.spinning_pool is None:
-        why = "our kernels for it need a CPU with AVX2, llvmlite and bfloat16, and were not found to be right here"
+        why = "our kernels for it need AVX2 or NEON, llvmlite and bfloat16, and were not found to be right here"
     elif has_codes and not compute.multiplies_codes:
         why = "this family's experts end in a norm, and are computed on unpacked weights"
     else:

@@ -53,7 +53,7 @@ def choose_arithmetic(
     if spec.dtype is torch.bfloat16 and config.kernels != "torch" and compute.device.type == "cpu":
         compute.fill_up_rows(spec.dtype)
     if config.kernels == "own-order" and not (is_native and compute.device.type == "cpu"):
-        raise _not_here(config, "it is for bfloat16 on a CPU with AVX2 or AVX-512, and needs llvmlite")
+        raise _not_here(config, "it is for bfloat16 on a CPU with AVX2, AVX-512 or NEON, and needs llvmlite")
     if not is_native or compute.device.type != "cpu":
         choose_way(compute, spec.sites[0].layer, spec.dtype, None, isinstance(compute.store, QuantisedStore))
         take_slot_kernels(compute, config)
