@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 
+from smoe.cpu_isa import FAMILY, X86
 from smoe.kernels import jit, row_product, spinning_pool, tasks
 from smoe.kernels.proof import agrees, agrees_on_rows, part_that_agrees
 from smoe.kernels.row_product import fits
@@ -195,6 +196,7 @@ def test_other_matrices_are_left_to_the_library(w: torch.Tensor) -> None:
     assert not fits(w)
 
 
+@pytest.mark.skipif(FAMILY != X86, reason="extensions of x86")
 @pytest.mark.parametrize(("isa", "kept"), [("none", 0), ("avx2", 1), ("AVX512", 2), ("avx512_bf16", 3), ("all", 3)])
 def test_the_kernels_can_be_kept_from_vector_extensions(isa: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the CPU does not have, no setting gives it."""
@@ -206,6 +208,7 @@ def test_the_kernels_can_be_kept_from_vector_extensions(isa: str, kept: int, mon
     assert spinning_pool.is_supported() is (kept == 3 and all(has[1:]))
 
 
+@pytest.mark.skipif(FAMILY != X86, reason="extensions of x86")
 def test_code_is_made_for_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     promised.needs(jit.is_available(), "a compiler")
     monkeypatch.setenv("SMOE_MAX_CPU_ISA", "avx2")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -54,6 +54,9 @@ from smoe.runtime.layer import LayerCompute
 from smoe.runtime.rerouting import substitution_of
 from smoe.runtime.running_ahead import ShadowRouting
 from smoe.runtime.seam import attach
+
+if TYPE_CHECKING:
+    from smoe.cluster.remote import Cluster
 
 _PREFETCH_PAYS_BYTES = 1 << 20
 """Smaller experts are read in less time than guessing takes; for larger ones the gain is measured (docs/log.md)."""
@@ -109,9 +112,7 @@ def assemble(
         _prove(model, spec, LayerExecutor(compute=compute), checkpoint)
         leaves_little = choose_arithmetic(model, spec, config, compute, _host_threads(pacing))
         balancer = _balancer(config, tiers, compute.units.get(HOST), pacing, ledger.demand.slot_bytes)
-        seconds_per_byte = LoadRate(transfers, tiers.link).seconds_per_byte
-        asked = Asked(budget.weights, seconds_per_byte, ledger.demand, budget.files, checkpoint[EXACT], budget.shadow)
-        others = None if config.cluster is None else cluster_of(model, spec, config, store, compute, asked, made)
+        others = _others(model, spec, config, budget, compute, checkpoint, LoadRate(transfers, tiers.link), made)
         trial = Trial() if _is_on_trial(config) else None
         executor = LayerExecutor(
             compute=compute, predictors=predictors, balancer=others or balancer, trial=trial, upgrades=config.upgrade
@@ -189,6 +190,24 @@ def _compute(
     )
     host_experts = _host_experts(model, spec, config, store, tiers, arena.device, pacing)
     return LayerCompute(store, arrivals, arena, math, {} if host_experts is None else {HOST: host_experts}, pacing)
+
+
+def _others(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    config: EngineConfig,
+    budget: Budget,
+    compute: LayerCompute,
+    checkpoint: Mapping[int, Mapping[int, LayerExperts]],
+    rate: LoadRate,
+    made: ExitStack,
+) -> Cluster | None:
+    """A cluster's workers, where one was asked for; `made` closes what is opened for them."""
+    if config.cluster is None:
+        return None
+    demand = budget.ledger.demand
+    asked = Asked(budget.weights, rate.seconds_per_byte, demand, budget.files, checkpoint[EXACT], budget.shadow)
+    return cluster_of(model, spec, config, compute.store, compute, asked, made)
 
 
 def _prove(
