@@ -4,36 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from smoe.errors import CheckpointError, TransferError
 from smoe.memory import disk
-from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.safetensors_index import identity_of
-from smoe.memory.store import PAGE, Read
-
-SIZE = 20 * PAGE + 123
-DATA = random.Random(0).randbytes(SIZE)
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    file = tmp_path / "data.bin"
-    file.write_bytes(DATA)
-    return file
-
-
-@pytest.fixture
-def buffer() -> Iterator[memoryview]:
-    arena = Arena([(1, 32 * PAGE)], torch.device("cpu"))
-    yield arena.buffer(0)
+from smoe.memory.store import PAGE
+from tests.memory.pages import DATA, pages
 
 
 @pytest.fixture
@@ -49,10 +31,6 @@ def reader() -> Iterator[Callable[[bool], DiskReader]]:
         each.close()
 
 
-def whole(path: Path, offset: int = 0, pages: int = 20, need: int | None = None) -> Read:
-    return Read(path, offset, pages * PAGE, 0, pages * PAGE if need is None else need)
-
-
 Make = Callable[[bool], DiskReader]
 
 
@@ -64,10 +42,10 @@ def test_bytes_are_the_file_s(
     """Several requests, an offset, and the file's end inside the last page."""
     monkeypatch.setattr(disk, "REQUEST_BYTES", chunk_pages * PAGE)
     source = reader(is_direct)
-    for offset, pages, need in ((0, 20, None), (3 * PAGE, 5, None), (15 * PAGE, 6, 5 * PAGE + 123)):
+    for offset, count, need in ((0, 20, None), (3 * PAGE, 5, None), (15 * PAGE, 6, 5 * PAGE + 123)):
         buffer[:] = bytes(len(buffer))
-        came = source.read(whole(path, offset, pages, need), buffer)
-        wanted = need or pages * PAGE
+        came = source.read(pages(path, offset, count, need), buffer)
+        wanted = need or count * PAGE
         assert came >= wanted
         assert bytes(buffer[:wanted]) == DATA[offset : offset + wanted]
     assert source.is_direct in (is_direct, False)  # a file system may refuse it: then buffered, and it says so
@@ -110,7 +88,7 @@ def test_refused_o_direct_falls_back(
     source = reader(True)
     refused = refuse(function, monkeypatch)
     for _ in range(2):
-        source.read(whole(path), buffer)
+        source.read(pages(path), buffer)
         assert bytes(buffer[: 20 * PAGE]) == DATA[: 20 * PAGE]
     assert refused == [1], "refused once, remembered afterwards"
     assert not source.is_direct
@@ -122,7 +100,7 @@ def test_short_reads_are_continued(
     """A signal or a network file system may give less than was asked for."""
     original = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: original(fd, [buffers[0][:1000]], offset))
-    reader(False).read(whole(path), buffer)
+    reader(False).read(pages(path), buffer)
     assert bytes(buffer[: 20 * PAGE]) == DATA[: 20 * PAGE]
 
 
@@ -135,7 +113,7 @@ def test_a_failing_disk_is_a_transfer_error(
     monkeypatch.setattr(os, "preadv", broken)
     for is_direct in (True, False):
         with pytest.raises(TransferError, match=r"data\.bin") as error:
-            reader(is_direct).read(whole(path), buffer)
+            reader(is_direct).read(pages(path), buffer)
         assert error.value.errno == errno.EIO
 
 
@@ -143,12 +121,12 @@ def test_a_failing_disk_is_a_transfer_error(
 def test_reading_past_the_end(is_direct: bool, path: Path, buffer: memoryview, reader: Make) -> None:
     """The file was cut after its header was read: an error, not an endless loop and not old bytes."""
     with pytest.raises(TransferError, match="ends early"):
-        reader(is_direct).read(whole(path, 18 * PAGE, 4), buffer)
+        reader(is_direct).read(pages(path, 18 * PAGE, 4), buffer)
 
 
 def test_a_missing_file(tmp_path: Path, buffer: memoryview, reader: Make) -> None:
     with pytest.raises(TransferError, match=r"gone\.bin") as error:
-        reader(True).read(whole(tmp_path / "gone.bin"), buffer)
+        reader(True).read(pages(tmp_path / "gone.bin"), buffer)
     assert error.value.errno == errno.ENOENT
 
 
@@ -157,7 +135,7 @@ def test_something_more_urgent_between_chunks(
 ) -> None:
     monkeypatch.setattr(disk, "CHUNK_BYTES", 4 * PAGE)
     calls: list[bytes] = []
-    reader(False).read(whole(path), buffer, lambda: calls.append(bytes(buffer[:PAGE])))
+    reader(False).read(pages(path), buffer, lambda: calls.append(bytes(buffer[:PAGE])))
     assert len(calls) == 4  # five chunks
     assert calls[0] == DATA[:PAGE]
 
@@ -169,14 +147,14 @@ def test_what_is_urgent_itself_is_read_in_one_request(
     source, lengths = reader(False), []
     original = source._pread
     monkeypatch.setattr(source, "_pread", lambda fd, view, at: (lengths.append(len(view)), original(fd, view, at))[1])
-    source.read(whole(path), buffer)
+    source.read(pages(path), buffer)
     assert lengths == [20 * PAGE]
 
 
 def test_files_are_closed(path: Path, buffer: memoryview) -> None:
     before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0  # noqa: PTH208
     source = DiskReader(True)
-    source.read(whole(path), buffer)
+    source.read(pages(path), buffer)
     source.close()
     assert not source.is_direct
     if before:
@@ -200,11 +178,11 @@ def test_what_passes_by_itself_is_tried_again(
     monkeypatch.setattr(os, "preadv", fail_first)
     monkeypatch.setattr(disk.time, "sleep", lambda seconds: None)
     source = reader(is_direct)
-    assert source.read(whole(path), buffer) >= 20 * PAGE and left == [0]
+    assert source.read(pages(path), buffer) >= 20 * PAGE and left == [0]
     assert bytes(buffer[: 20 * PAGE]) == DATA[: 20 * PAGE]
     left[0] = disk.TRIES
     with pytest.raises(TransferError, match="not now"):
-        source.read(whole(path), buffer)
+        source.read(pages(path), buffer)
 
 
 def test_a_file_written_during_a_read_is_noticed(
@@ -214,7 +192,7 @@ def test_a_file_written_during_a_read_is_noticed(
     source, original = reader(False), os.preadv
     with path.open("rb") as file:
         source.expect({path: identity_of(file.fileno())})
-    source.read(whole(path), buffer)
+    source.read(pages(path), buffer)
 
     def write_meanwhile(*arguments: Any) -> int:
         path.write_bytes(DATA[::-1])
@@ -222,4 +200,4 @@ def test_a_file_written_during_a_read_is_noticed(
 
     monkeypatch.setattr(os, "preadv", write_meanwhile)
     with pytest.raises(CheckpointError, match=r"data\.bin was written or replaced"):
-        source.read(whole(path), buffer)
+        source.read(pages(path), buffer)

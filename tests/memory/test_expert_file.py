@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -28,9 +27,8 @@ from smoe.memory.safetensors_index import identity_of
 from smoe.memory.store import PAGE, Read
 from smoe.memory.windows_file import WindowsFile
 from tests.memory.fake_kernel32 import FakeKernel32, leaked, on_windows
+from tests.memory.pages import DATA, pages
 
-SIZE = 20 * PAGE + 123
-DATA = random.Random(0).randbytes(SIZE)
 F_NOCACHE = 48
 NO_SYSTEM_RESOURCES, CRC = 1450, 23
 
@@ -55,19 +53,6 @@ class Mac:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    file = tmp_path / "data.bin"
-    file.write_bytes(DATA)
-    return file
-
-
-@pytest.fixture
-def buffer() -> Iterator[memoryview]:
-    arena = Arena([(1, 32 * PAGE)], torch.device("cpu"))
-    yield arena.buffer(0)
-
-
-@pytest.fixture
 def kernel() -> Iterator[FakeKernel32]:
     library = FakeKernel32()
     with on_windows(library):
@@ -88,10 +73,6 @@ def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     if request.param == "macOS before 11":
         monkeypatch.delattr(os, "preadv")
     return played
-
-
-def pages(path: Path, offset: int = 0, count: int = 20, need: int | None = None) -> Read:
-    return Read(path, offset, count * PAGE, 0, count * PAGE if need is None else need)
 
 
 def bytes_of(reader: DiskReader, read: Read, buffer: memoryview) -> bytes:
