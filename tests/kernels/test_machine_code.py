@@ -7,6 +7,7 @@ be written to, and an object file that asks for what is not there and is run nev
 from __future__ import annotations
 
 import ctypes
+import struct
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smoe.kernels import compiler, jit, machine_code, own_order
+from smoe.kernels import compiler, jit, machine_code, own_order, relocations
 from smoe.kernels.isa import widest
 
 pytestmark = [
@@ -115,6 +116,16 @@ def test_code_can_be_run_and_not_written_to(object_file: bytes) -> None:
 def test_what_is_not_known_is_refused(source: str) -> None:
     with pytest.raises(RuntimeError, match="no object file"):
         machine_code.linked(compiler.compiled(source, features()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "to", "said"), [(0x7FFF, 0, "in a way"), (286, 12, "8 bytes at a time lies at 12")], ids=["kind", "place"]
+)
+def test_a_place_of_aarch64_that_cannot_be_told_is_refused(kind: int, to: int, said: str) -> None:
+    """A kind that nobody has written down, and a load of 8 bytes from between two of them."""
+    section = machine_code._Section(".rela.text", 4, 0, struct.pack("<QQq", 0, kind, 0), 1, 8)
+    with pytest.raises(ValueError, match=said):
+        machine_code._relocate(section, relocations.AARCH64, bytearray(4), 0, [("constants", to)])
 
 
 @settings(max_examples=60, deadline=None)

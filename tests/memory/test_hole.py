@@ -33,3 +33,15 @@ def test_what_is_not_written_takes_no_room(platform: str, tmp_path: Path, monkey
     assert found.st_size == 100 * MIB and found.st_blocks * 512 < MIB
     with path.open("rb") as read:
         assert read.read(10) == b"onetwo\0\0\0\0"
+
+
+@pytest.mark.parametrize("platform", ["linux", "win32"])
+def test_what_is_longer_stays_as_it_is(platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f"
+    with on_windows(FakeKernel32()), path.open("wb") as file:
+        monkeypatch.setattr(hole, "sys", SimpleNamespace(platform=platform))
+        file.write(b"three pieces")
+        file.seek(5)
+        lengthen(file, 8)
+        assert file.tell() == 5
+    assert path.read_bytes() == b"three pieces"

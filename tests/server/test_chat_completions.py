@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from smoe.generation.generate import generate
 from smoe.generation.sampling import Sampling
-from smoe.kernels.spinning_pool import is_supported
 from tests.server.conftest import ENDLESS, Running, eventually
 
 QUESTIONS = [f"{who} went to the {where}. Question: What did {who} do?" for who in ("Lily", "Tom") for where in
@@ -115,12 +114,13 @@ def test_logprobs_are_the_models(running: Running, demo: Any, demo_tokenizer: An
     best = logits.log_softmax(0).topk(3)
     assert [each.logprob for each in said[0].top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-3)
     assert [each.token for each in said[0].top_logprobs] == [demo_tokenizer.decode([n]) for n in best.indices]
+    running.chat(
+        max_tokens=4
+    )  # from here on its prompt is kept: of fewer rows, which some CPUs add up in another order
+    said = running.chat(max_tokens=4, logprobs=True, top_logprobs=3, logit_bias=ENDLESS).choices[0].logprobs.content
     streamed = running.chat(max_tokens=4, logprobs=True, top_logprobs=3, logit_bias=ENDLESS, stream=True)
     tokens = [each for chunk in streamed for each in (chunk.choices[0].logprobs or Empty).content]
-    # a prompt whose beginning is kept has fewer rows, which only torch's bits on AVX-512 BF16 do not notice
-    leeway = 0 if is_supported() else 0.125  # two units in the last place of a logit of bf16
-    assert [each.token for each in tokens] == [each.token for each in said]
-    assert [each.logprob for each in tokens] == pytest.approx([each.logprob for each in said], rel=0, abs=leeway)
+    assert [each.logprob for each in tokens] == [each.logprob for each in said]
 
 
 class Empty:

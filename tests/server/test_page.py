@@ -112,7 +112,8 @@ def test_an_answer_streams_and_the_map_moves(running: Running, browsing: Browsin
     expected = running.chat("Who went to the park?", max_tokens=60).choices[0].message.content
     assert page.inner_text(".turn.assistant .words").strip() == expected.strip()
     assert page.locator("#send").is_visible() and not page.locator("#stop").is_visible()
-    assert float(page.inner_text("#speed")) > 0 and "%" in page.inner_text("#hits")
+    page.locator("#hits:has-text('%')").wait_for()  # figures come by a stream of their own
+    page.wait_for_function("Number(document.querySelector('#speed').innerText) > 0")
     assert page.locator("#time-legend li").count() > 1 and page.locator("#memory-legend li").count() > 3
     page.locator("#curve svg polyline").wait_for()
 

@@ -113,15 +113,27 @@ def command(
         compare_shadows(model, engine, shadows, text, tokens, plot, json)
         return
     shadows.refuse_idle()
-    most_questions = MOST_QUESTIONS if most_questions is None else most_questions
-    from smoe.cli.prices import Material
-
     thresholds = _thresholds(alphas) if alphas is not None else _usual_thresholds(engine.config())
     if plot is not None:
         check_plot(plot)
-    names = _task_names(tasks, task_folder, questions, most_questions)
-    material = Material(text, TOKENS if tokens is None else tokens, questions, most_questions, names, task_folder)
+    material = _material(text, tokens, questions, most_questions, tasks, task_folder)
     _price(model, engine, thresholds, material, out, plot, json)
+
+
+def _material(
+    text: Path | None,
+    tokens: int | None,
+    questions: Path | None,
+    most_questions: int | None,
+    tasks: str | None,
+    task_folder: Path | None,
+) -> Material:
+    """What is read and asked, with what the user has not said."""
+    from smoe.cli.prices import Material
+
+    most = MOST_QUESTIONS if most_questions is None else most_questions
+    names = _task_names(tasks, task_folder, questions, most)
+    return Material(text, TOKENS if tokens is None else tokens, questions, most, names, task_folder)
 
 
 def _price(

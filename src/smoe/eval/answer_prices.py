@@ -269,7 +269,9 @@ def _divergences(model: PreTrainedModel, window: Sequence[int], rows: int) -> li
         for piece in hidden.split(positions, 1):
             log_p = (head(piece).float() * scale).log_softmax(-1)
             exact = log_p[:1]
-            total += (exact.exp() * (exact - log_p[1:])).sum((1, 2), dtype=torch.float64).cpu()
+            short = exact - log_p[1:]
+            # the sum of p expm1(-short) is 0, and with it what log_softmax rounds counts by its square alone
+            total += (short.neg().expm1_().add_(short).mul_(exact.exp())).sum((1, 2), dtype=torch.float64).cpu()
     return total.tolist()
 
 

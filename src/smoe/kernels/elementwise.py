@@ -59,7 +59,11 @@ def source() -> str:
     Both compute the outputs begin ... end - 1; `combine` takes them 16 at a time. Rounding is done on integers: the
     conversion instruction would flush the smallest numbers to zero, which torch does not.
     """
-    return f"""
+    return f"\n{_gate()}\n\n{_combine()}\n"
+
+
+def _gate() -> str:
+    return f"""\
 define internal void @gate(
     ptr noalias %wide, ptr noalias %table, ptr noalias %inner, i64 %I, i64 %begin, i64 %end) {{
 entry:
@@ -85,8 +89,11 @@ element:
   br i1 %more, label %element, label %done
 done:
   ret void
-}}
+}}"""
 
+
+def _combine() -> str:
+    return f"""\
 define internal void @combine(
     ptr noalias %rows, ptr noalias %gains, ptr noalias %out, i64 %count, i64 %H, i64 %begin, i64 %end) #0 {{
 entry:
@@ -121,5 +128,4 @@ strip.end:
   br i1 %i.more, label %strip, label %done
 done:
   ret void
-}}
-"""
+}}"""

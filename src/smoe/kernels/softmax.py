@@ -15,7 +15,6 @@ def source() -> str:
 
     Blocks after the first scale the outputs so far, `totals` [size].
     """
-    lanes = "<" + ", ".join(f"i64 {n}" for n in range(16)) + ">"
     return f"""
 declare float @llvm.fma.f32(float, float, float)
 declare <16 x float> @llvm.floor.v16f32(<16 x float>)
@@ -23,6 +22,21 @@ declare float @llvm.vector.reduce.fmax.v16f32(<16 x float>)
 
 define internal void @softmax(ptr noalias %s, i64 %n, float %scale, i1 %is.first, ptr noalias %state,
                               ptr noalias %totals, i64 %size, ptr %expf) #1 {{
+{_largest()}
+{_maximum()}
+{_exps()}
+{_rest()}
+{_update()}
+done:
+  ret void
+}}
+"""
+
+
+def _largest() -> str:
+    """Scores are scaled where they lie; of each lane the largest, among the first n."""
+    lanes = "<" + ", ".join(f"i64 {n}" for n in range(16)) + ">"
+    return f"""\
 entry:
 {broadcast("scale", "%scale")}
 {broadcast("n", "%n", "i64")}
@@ -42,7 +56,12 @@ largest:
   %max.next = select <16 x i1> %wins, <16 x float> %x, <16 x float> %max
   %i.next = add i64 %i, 16
   %i.more = icmp slt i64 %i.next, %n
-  br i1 %i.more, label %largest, label %maximum
+  br i1 %i.more, label %largest, label %maximum"""
+
+
+def _maximum() -> str:
+    """The largest so far: of this block and those before."""
+    return f"""\
 maximum:
   %block.max = call float @llvm.vector.reduce.fmax.v16f32(<16 x float> %max.next)
   %sum.at = getelementptr float, ptr %state, i64 1
@@ -55,7 +74,12 @@ maximum:
 {broadcast("new.max", "%new.max")}
   %whole = and i64 %n, -16
   %any.whole = icmp sgt i64 %whole, 0
-  br i1 %any.whole, label %exps, label %fold
+  br i1 %any.whole, label %exps, label %fold"""
+
+
+def _exps() -> str:
+    """Whole registers; sums in two registers that take turns."""
+    return f"""\
 exps:
   %j = phi i64 [0, %maximum], [%j.next, %exps]
   %a = phi <16 x float> [zeroinitializer, %maximum], [%b, %exps]
@@ -69,7 +93,12 @@ exps:
   store <16 x i32> %p, ptr %y.at, align 64
   %j.next = add i64 %j, 16
   %j.more = icmp slt i64 %j.next, %whole
-  br i1 %j.more, label %exps, label %fold
+  br i1 %j.more, label %exps, label %fold"""
+
+
+def _rest() -> str:
+    """Both sums folded to one number; what is left of the block, one by one."""
+    return f"""\
 fold:
   %a.last = phi <16 x float> [zeroinitializer, %maximum], [%b, %exps]
   %b.last = phi <16 x float> [zeroinitializer, %maximum], [%a.next, %exps]
@@ -91,7 +120,12 @@ rest:
   store i32 %z.p, ptr %r.at
   %r.next = add i64 %r, 1
   %r.more = icmp slt i64 %r.next, %n
-  br i1 %r.more, label %rest, label %update
+  br i1 %r.more, label %rest, label %update"""
+
+
+def _update() -> str:
+    """The sum over blocks; outputs so far are brought to the new maximum."""
+    return f"""\
 update:
   %block.sum = phi float [%folded, %fold], [%sum.next, %rest]
   %shift = fsub float %old.max, %new.max
@@ -111,11 +145,7 @@ scaling:
   store <16 x float> %scaled, ptr %out.at, align 64
   %d.next = add i64 %d, 16
   %d.more = icmp slt i64 %d.next, %size
-  br i1 %d.more, label %scaling, label %done
-done:
-  ret void
-}}
-"""
+  br i1 %d.more, label %scaling, label %done"""
 
 
 def _exp(x: str) -> str:
