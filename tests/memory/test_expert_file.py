@@ -136,6 +136,34 @@ def test_where_reading_directly_is_refused_it_is_buffered(
         assert not reader.is_direct
 
 
+def test_what_macos_refuses_is_closed_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, closed, really = [], [], (os.open, os.close)
+
+    def opening_it(*told: Any) -> int:
+        opened.append(really[0](*told))
+        return opened[-1]
+
+    with monkeypatch.context() as patch:
+        Mac(patch).refuses = True
+        patch.setattr(os, "open", opening_it)
+        patch.setattr(os, "close", closed.append)
+        with pytest.raises(OSError, match="no way past"):
+            PosixFile(path, True)
+    for descriptor in opened:
+        really[1](descriptor)
+    assert len(opened) == 1 and closed == opened
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system cannot be told")
+def test_the_system_is_told_what_need_not_stay(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, nbytes, advice: told.append((offset, nbytes, advice)))
+    file = PosixFile(path, False)
+    file.forget(3 * PAGE, 2 * PAGE)
+    file.close()
+    assert told == [(3 * PAGE, 2 * PAGE, os.POSIX_FADV_DONTNEED)]
+
+
 def test_a_missing_file_and_a_written_one(system: Any, path: Path, buffer: memoryview) -> None:
     with ExitStack() as stack:
         reader = closing(DiskReader(True, system.opened), stack)

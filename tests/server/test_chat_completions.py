@@ -114,9 +114,7 @@ def test_logprobs_are_the_models(running: Running, demo: Any, demo_tokenizer: An
     best = logits.log_softmax(0).topk(3)
     assert [each.logprob for each in said[0].top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-3)
     assert [each.token for each in said[0].top_logprobs] == [demo_tokenizer.decode([n]) for n in best.indices]
-    running.chat(
-        max_tokens=4
-    )  # from here on its prompt is kept: of fewer rows, which some CPUs add up in another order
+    running.chat(max_tokens=4)  # now its prompt is kept: of fewer rows, which some CPUs add up in another order
     said = running.chat(max_tokens=4, logprobs=True, top_logprobs=3, logit_bias=ENDLESS).choices[0].logprobs.content
     streamed = running.chat(max_tokens=4, logprobs=True, top_logprobs=3, logit_bias=ENDLESS, stream=True)
     tokens = [each for chunk in streamed for each in (chunk.choices[0].logprobs or Empty).content]
