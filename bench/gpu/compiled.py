@@ -27,7 +27,8 @@ from smoe.gpu_kernels.source import Kind, Layout, tile_for
 
 DENSE = "bf16"
 _POINTERS = {"table": "*i64", "x": "*bf16", "inner": "*fp32", "rows": "*fp32"}
-_POINTERS |= {"weights": "*bf16", "order": "*i64", "out": "*bf16"}
+_POINTERS |= {"weights": "*bf16", "order": "*i64", "out": "*bf16", "counts": "*i32"}
+_NUMBERS = {"experts": "i32", "programs": "i32"}
 _LOAD = re.compile(r"ld\.global(?:\.\w+)*?(?:\.v(\d))?\.[a-z](\d+)\b")
 
 
@@ -41,17 +42,17 @@ def kind_of(name: str, hidden: int, inner: int, alignment: int = 16) -> Kind:
 
 
 def compiled(kind: Kind, tokens: int, capability: int) -> Iterator[dict[str, Any]]:
-    """Both products of a kind, and the sum, for a GPU of this capability (80: A100, 90: H100)."""
+    """The kernel of a kind, and the sum alone, for a GPU of this capability (80: A100, 90: H100)."""
     from triton import compile as compile_for
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernels, tile = kernels_of(kind, tokens), tile_for(tokens)
     constants = {"WIDTH": 8, "HIDDEN": kind.hidden}
-    for name in ("up", "down", "weighted_sum") if tokens == 1 else ("up", "down"):
+    for name in kernels._fields if tokens == 1 else ("experts_of",):
         kernel, began = getattr(kernels, name), time.perf_counter()
         names = list(kernel.arg_names)
-        given = {each: _POINTERS.get(each, "constexpr") for each in names}
+        given = {each: (_POINTERS | _NUMBERS).get(each, "constexpr") for each in names}
         fixed = {(names.index(each),): constants[each] for each in names if each in constants}
         aligned = {(n,): [["tt.divisibility", 16]] for n, each in enumerate(names) if each in _POINTERS}
         source = ASTSource(kernel, given, constexprs=fixed, attrs=aligned)

@@ -21,7 +21,7 @@ from bench.gpu.compiled import DENSE, kind_of
 from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
 from smoe.gpu_kernels.compiled import is_available
-from smoe.gpu_kernels.slot_experts import Entry, Scratch, SlotExperts
+from smoe.gpu_kernels.slot_experts import Entry, Layer, SlotExperts
 from smoe.gpu_kernels.source import Kind, Layout, Tile
 from smoe.kernels.unpacked import unpacked
 
@@ -131,13 +131,21 @@ def error(name: str, shape: Shape, tokens: int, device: torch.device) -> dict[st
     """The largest error of any output beside float64 on the format's own decoder, relative to the largest output."""
     kind = kind_of(name, shape.hidden, shape.inner, alignment=2 if name == DENSE else 1)
     experts, x = Experts(kind, 2, device), torch.randn(tokens, kind.hidden).bfloat16()
-    scratch, kernel = Scratch.of(kind, 2 * tokens, device), SlotExperts(kind)
+    layer = layer_of(kind, x.to(device), 2)
     entries = [experts.entry(n, range(n, 2 * tokens, 2)) for n in range(2)]
-    kernel.multiply(x.to(device), entries, 2, tokens, scratch)
+    SlotExperts(kind).multiply(layer, entries, tokens, has_sum=True)
     *ups, down = experts.exact
     wanted = (kind.activation.of(x.double() @ torch.cat(ups).T) @ down.T).repeat_interleave(2, 0)
-    far = (scratch.rows.cpu().double() - wanted).abs().max() / wanted.abs().max()
-    return {"format": name, "tokens": tokens, "relative_error": float(far)}
+    far = (layer.rows.cpu().double() - wanted).abs().max() / wanted.abs().max()
+    total = (layer.weights.cpu().double().unsqueeze(-1) * wanted.view(tokens, 2, -1)).sum(1)
+    far_sum = (layer.out.cpu().double() - total).abs().max() / total.abs().max()
+    return {"format": name, "tokens": tokens, "relative_error": float(far), "relative_error_of_sum": float(far_sum)}
+
+
+def layer_of(kind: Kind, x: torch.Tensor, width: int) -> Layer:
+    """So many experts for each token, of any weights."""
+    order = torch.arange(len(x) * width, device=x.device).view(len(x), width)
+    return Layer.of(kind, x, torch.rand(len(x), width, device=x.device), order)
 
 
 def memory_rate(device: torch.device, nbytes: int) -> float:
@@ -181,29 +189,24 @@ class _Layers:
     """The same work for one layer after the other, each with experts of its own."""
 
     def __init__(self, kernel: SlotExperts, experts: Experts, width: int, tokens: int, x: torch.Tensor) -> None:
-        self._kernel, self._x, self._width, self._tokens = kernel, x, width, tokens
+        self._kernel, self._tokens = kernel, tokens
+        self._layer = layer_of(kernel.kind, x, width)
         routes = [[t * width + k for t in range(tokens)] for k in range(width)]
         count = len(experts.matrices)
         self._entries = [
             [experts.entry((first + k) % count, routes[k]) for k in range(width)] for first in range(0, count, width)
         ]
-        self._tables = [kernel.table(entries, width, tokens, x.device) for entries in self._entries]
-        self._scratch = Scratch.of(kernel.kind, tokens * width, x.device)
-        self._weights = torch.rand(tokens, width, device=x.device)
-        self._order = torch.arange(tokens * width, device=x.device).view(tokens, width)
-        self._out = torch.empty_like(x)
+        self._tables = [kernel.table(self._layer, entries, tokens) for entries in self._entries]
 
     def eager(self, layers: int) -> None:
         """As the engine does it."""
         for n in range(layers):
-            self._kernel.multiply(self._x, self._entries[n], self._width, self._tokens, self._scratch)
-            self._kernel.sum(self._scratch, self._weights, self._order, self._out)
+            self._kernel.multiply(self._layer, self._entries[n], self._tokens, has_sum=True)
 
     def launched(self, layers: int) -> None:
         """With tables that are there: nothing crosses the link."""
         for n in range(layers):
-            self._kernel.launch(self._x, self._tables[n], self._scratch)
-            self._kernel.sum(self._scratch, self._weights, self._order, self._out)
+            self._kernel.launch(self._layer, self._tables[n], has_sum=True)
 
 
 def _layers(kind: Kind, shape: Shape, device: torch.device, is_dry: bool) -> tuple[Experts, int]:

@@ -9,7 +9,7 @@ import torch
 
 from smoe.formats.base import Format
 from smoe.gpu_kernels.activation import Activation
-from smoe.gpu_kernels.slot_experts import Entry, Scratch, SlotExperts
+from smoe.gpu_kernels.slot_experts import Entry, Layer, SlotExperts
 from smoe.gpu_kernels.source import Kind, Layout, Tile
 from tests.formats.blocks import random_rows
 
@@ -104,14 +104,17 @@ def rows_by(
     x: torch.Tensor,
     choice: Sequence[Sequence[int]],
     launches: Sequence[Sequence[int]],
-) -> Scratch:
-    """What every route gives, the experts computed in these launches."""
+) -> Layer:
+    """What every route gives, the experts computed in these launches, and the sum, which the last of them makes."""
     routes, width = routes_of(choice), len(choice[0])
-    scratch = Scratch.of(slots.kind, x.shape[0] * width, DEVICE)
-    scratch.rows.fill_(torch.nan)
-    scratch.inner.fill_(torch.nan)
     x = torch.cat([x, torch.full_like(x[:1], torch.nan)]).to(DEVICE)[:-1]  # what is read beyond a row would show
+    weights = torch.rand(len(choice), width, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    order = torch.tensor([[k for _, k in sorted(zip(row, range(width), strict=True))] for row in choice])
+    layer = Layer.of(slots.kind, x, weights, (order + torch.arange(len(choice))[:, None] * width).to(DEVICE))
+    for each in (layer.inner, layer.rows, layer.out):
+        each.fill_(torch.nan)
     most = max(map(len, routes.values()))
-    for experts in launches:
-        kernel.multiply(x, [Entry(slots.addresses(e), routes[e]) for e in experts], width, most, scratch)
-    return Scratch(scratch.inner.cpu(), scratch.rows.cpu())
+    for n, experts in enumerate(launches, start=1):
+        entries = [Entry(slots.addresses(e), routes[e]) for e in experts]
+        kernel.multiply(layer, entries, most, has_sum=n == len(launches))
+    return Layer(*(each.cpu() for each in layer))

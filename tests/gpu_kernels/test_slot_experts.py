@@ -11,9 +11,10 @@ import torch
 
 from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
+from smoe.gpu_kernels import slot_experts, source
 from smoe.gpu_kernels.activation import Activation
-from smoe.gpu_kernels.slot_experts import Entry, Scratch, SlotExperts
-from smoe.gpu_kernels.source import Kind, Layout, Tile, tile_for
+from smoe.gpu_kernels.slot_experts import Entry, Layer, SlotExperts
+from smoe.gpu_kernels.source import COUNTED, COUNTS, Kind, Layout, Tile, tile_for
 from tests.gpu_kernels.slots_of_bytes import DEVICE, SILU, WHOLE, Slots, choices, quantised, routes_of, rows_by
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -30,18 +31,19 @@ def dense(hidden: int, inner: int, dtype: str = "bfloat16", activation: Activati
     return Kind(hidden, inner, dtype, (up,), Layout(hidden, inner, None, is_transposed, 16), activation, has_bias)
 
 
-def assert_exact(slots: Slots, x: torch.Tensor, choice: list[list[int]], scratch: Scratch) -> None:
+def assert_exact(slots: Slots, x: torch.Tensor, choice: list[list[int]], layer: Layer) -> None:
     for expert, routes in routes_of(choice).items():
         exact = slots.exact(expert, x[[route // len(choice[0]) for route in routes]])
-        far = (scratch.rows[routes].double() - exact).abs().max()
+        far = (layer.rows[routes].double() - exact).abs().max()
         assert far <= ROUNDING * exact.abs().max(), f"expert {expert}: {far:.2g} of {exact.abs().max():.2g}"
+    total = (layer.weights.double().unsqueeze(-1) * layer.rows.double().view(*layer.weights.shape, -1)).sum(1)
+    assert torch.allclose(layer.out.double(), total, rtol=2**-7, atol=2**-7 * float(total.abs().max()))
 
 
 def check(kind: Kind, tokens: int, width: int, experts: int, tile: Tile | None = None) -> None:
     slots, choice = Slots(kind, experts), choices(tokens, width, experts)
     x = torch.randn(tokens, kind.hidden).to(getattr(torch, kind.dtype))
-    scratch = rows_by(SlotExperts(kind, tile), slots, x, choice, [list(routes_of(choice))])
-    assert_exact(slots, x, choice, scratch)
+    assert_exact(slots, x, choice, rows_by(SlotExperts(kind, tile), slots, x, choice, [list(routes_of(choice))]))
 
 
 def columns_of(form: Format) -> int:
@@ -108,14 +110,15 @@ def test_the_bits_do_not_depend_on_launches_or_slots() -> None:
     found = [rows_by(kernel, slots, x, choice, [each for each in launches if each]) for slots, launches in ways]
     assert not found[0].rows.isnan().any()
     for other in found[1:]:
-        assert torch.equal(other.rows, found[0].rows)
+        assert torch.equal(other.rows, found[0].rows) and torch.equal(other.out, found[0].out)
 
 
 def test_an_entry_s_room_is_that_of_the_whole_layer() -> None:
     """On a GPU bits depend on it: an expert that is late, or alone, has the room that it has beside the others."""
     kind = dense(32, 24)
     entry = Slots(kind, 1).addresses(0)
-    table = SlotExperts(kind).table([Entry(entry, [3])], 2, 3, torch.device("cpu"))
+    layer = Layer.of(kind, torch.zeros(4, 32), torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.int64))
+    table = SlotExperts(kind).table(layer, [Entry(entry, [3])], 3)
     assert table.experts == 1 and table.tokens == 4
     assert table.numbers.tolist() == [*entry, 3, -1, -1, -1, 1, 0, 0, 0]
 
@@ -132,10 +135,11 @@ def test_the_sum_takes_rows_in_the_order_given(dtype: torch.dtype) -> None:
     order = torch.tensor([[2, 0, 1], [5, 3, -1]])
 
     def summed(order: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(2, 700, dtype=dtype, device=DEVICE)
-        scratch = Scratch(torch.empty(0), rows.to(DEVICE))
-        SlotExperts(kind).sum(scratch, weights.to(DEVICE), order.to(DEVICE), out)
-        return out.cpu()
+        x = torch.empty(2, 700, dtype=dtype, device=DEVICE)
+        layer = Layer.of(kind, x, weights.to(DEVICE), order.to(DEVICE))
+        layer.rows.copy_(rows)
+        SlotExperts(kind).sum(layer)
+        return layer.out.cpu()
 
     out = summed(order)
     wanted = torch.zeros(2, 700)
@@ -156,3 +160,31 @@ def test_tiles_of_every_number_of_tokens() -> None:
     for tokens in (1, 2, 4, 8):
         tile = tile_for(tokens)
         assert tile.outputs & (tile.outputs - 1) == 0 and tile.numbers % tile.outputs == 0
+
+
+def test_a_launch_leaves_no_counts() -> None:
+    """As the next one would begin with them: in a graph that is replayed nobody could put them back."""
+    kind = dense(64, 40)
+    kernel = SlotExperts(kind, Tile(16, 1 << 10))
+    rows_by(kernel, Slots(kind, 3), torch.randn(2, 64).bfloat16(), [[0, 1], [1, 2]], [[0, 2], [1]])
+    assert kernel._counts_on(DEVICE).tolist() == [0] * COUNTED
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="programs would wait for what never comes")
+@pytest.mark.parametrize(("count", "what"), [(COUNTS, "rows"), (2, "out")], ids=["up", "down"])
+def test_what_never_comes_is_seen(count: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task less is counted than there are: whoever waits for it gives up, and gives what is no number."""
+    monkeypatch.setattr(source, "_WAITED", source._WAITED.replace(str(source._PATIENCE), "3"))
+    kind = dense(64, 40)
+    kernel, slots = SlotExperts(kind, Tile(16, 1 << 10)), Slots(kind, 1)
+    kernel._counts_on(DEVICE)[count] = -1
+    layer = rows_by(kernel, slots, torch.randn(1, 64).bfloat16(), [[0]], [[0]])
+    assert getattr(layer, what).isnan().any()
+
+
+def test_more_experts_than_a_launch_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, kernel = dense(64, 40), SlotExperts(dense(64, 40), WHOLE)
+    asked = Slots(kind, 3), torch.randn(2, 64).bfloat16(), [[0, 1], [1, 2]], [[0, 1, 2]]
+    whole = rows_by(kernel, *asked)
+    monkeypatch.setattr(slot_experts, "MOST_EXPERTS", 2)
+    assert torch.equal(rows_by(kernel, *asked).out, whole.out) and not whole.out.isnan().any()

@@ -75,8 +75,8 @@ def test_a_wrong_kernel_does_not_go_through(
     compute = with_experts(open_model(toy("qwen3_moe", dtype=torch.bfloat16), "full", kernels="torch"))
     multiply = SlotExperts.multiply
 
-    def swapped(self: SlotExperts, x: torch.Tensor, entries: Any, *rest: Any) -> None:
-        multiply(self, x * 1.01, entries, *rest)
+    def swapped(self: SlotExperts, layer: slot_experts.Layer, *rest: Any, **options: Any) -> None:
+        multiply(self, layer._replace(x=layer.x * 1.01), *rest, **options)
 
     monkeypatch.setattr(SlotExperts, "multiply", swapped)
     assert proven_kernels(compute, 1) is None

@@ -118,9 +118,9 @@ def test_a_layer_waits_once(
     def unwatched(name: str) -> Any:
         original = getattr(SlotExperts, name)
 
-        def method(self: SlotExperts, *args: Any) -> None:
+        def method(self: SlotExperts, *args: Any, **kwargs: Any) -> None:
             with suspended(state):
-                original(self, *args)
+                original(self, *args, **kwargs)
 
         return method
 

@@ -17,11 +17,11 @@ from smoe.gpu_kernels.source import Kind, Tile, source_of
 
 
 class Kernels(NamedTuple):
-    """The three kernels of a kind, for a number of tokens (`source.py`)."""
+    """The kernels of a kind, for a number of tokens (`source.py`)."""
 
-    up: Any
-    down: Any
+    experts_of: Any
     weighted_sum: Any
+    """The sum alone."""
 
 
 @functools.cache
@@ -38,4 +38,4 @@ def kernels_of(kind: Kind, tokens: int, tile: Tile | None = None) -> Kernels:
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     found: dict[str, Any] = {"__name__": __name__}
     exec(compile(text, name, "exec"), found)
-    return Kernels(found["up"], found["down"], found["weighted_sum"])
+    return Kernels(found["experts_of"], found["weighted_sum"])

@@ -1,16 +1,26 @@
-"""Triton's text of the kernels for experts of one kind: two products and what lies between them, by address.
+"""Triton's text of the kernel for experts of one kind: two products and what lies between them, by address, and the
+sum. One launch does it all.
 
     up     for each expert and N outputs:  inner[route] = activation(x[token] @ gate + bias, x[token] @ up + bias)
     down   likewise:                       rows[route] = inner[route] @ down + bias
-    sum    for each token:                 out[token] = sum of weight[route] * rows[route], in a given order
+    sum    for some outputs of a token:    out[token] = sum of weight[route] * rows[route], in a given order
 
-A program of `up` or `down` reads its expert's N outputs once, for all M tokens that have chosen it. What it reads and
-in what order it sums follows from its expert, the kind and M alone: not from what else is in the launch, nor from how
-many launches there are. All sums are in float32, and nothing is rounded before the last.
+A program takes the next task; those of `up` are handed out first, of all experts, then those of `down`, then of `sum`,
+where the launch has any. Before it computes it waits until what it needs is counted as done: that is under way, since
+whoever has a task before it runs already, and needs nothing that comes later. So no launch can stand still, in
+whatever order a GPU begins its programs, and however few at a time. The last program of a launch puts the counts back.
+
+A task of `up` or `down` reads its expert's N outputs once, for all M tokens that have chosen it. What it reads and in
+what order it sums follows from its expert, the kind and M alone: not from what else is in the launch, nor from how many
+launches there are. All sums are in float32, and nothing is rounded before the last.
 
 An expert is a row of int64 numbers, the *entry*, so that slots may be of any size and lie anywhere:
 
     | addresses of its matrices, then of its biases | M routes, -1: none | their M tokens |
+
+and what counts tasks is a row of int32 numbers, zeros between launches:
+
+    | tasks taken | programs that are done | of all experts, tasks of `down` | of each expert, tasks of `up` |
 """
 
 from __future__ import annotations
@@ -27,7 +37,16 @@ TYPES = {"bfloat16": "tl.bfloat16", "float16": "tl.float16", "float32": "tl.floa
 MOST_TOKENS = 8
 """Tokens of an expert that its weights are read for at once."""
 SUM_COLUMNS = 512
-"""Outputs that a program of the sum has."""
+"""Outputs that a task of the sum has."""
+COUNTS = 3
+"""Counts before those of each expert."""
+COUNTED = 256
+"""Counts that there are; a power of two."""
+MOST_EXPERTS = COUNTED - COUNTS
+"""That a launch may have."""
+_PATIENCE = 1 << 20
+"""Looks, of half a microsecond and more, after which a wait is given up and the outputs are NaN: a fault that nobody
+knows of shall be seen, and not hang a machine."""
 _WASTE = 8
 """A tile may be wider than what is left of a row, by no more than this part of the row."""
 
@@ -78,7 +97,7 @@ class Kind(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a program works on at a time."""
+    """What a task of a product works on at a time."""
 
     outputs: int
     numbers: int
@@ -99,20 +118,76 @@ def source_of(kind: Kind, tokens: int, tile: Tile | None = None) -> str:
     names = {each: f"product{n}" for n, each in enumerate(layouts)}
     head = "import triton\nimport triton.language as tl\n"
     up, down = _up(kind, names, tokens, tile), _down(kind, names, tokens, tile)
-    return "\n\n".join([head, *products, up, down, _SUM])
+    return "\n\n".join([head, *products, up, down, _WAITED, _SUM, _tasks(kind, tokens, tile)])
 
 
+def tasks_of(kind: Kind, tile: Tile) -> tuple[int, int]:
+    """Tasks of `up` and of `down` that an expert has."""
+    return -(-kind.inner // tile.outputs), -(-kind.hidden // tile.outputs)
+
+
+def sum_tasks(kind: Kind, tokens: int) -> int:
+    """Tasks of the sum for so many tokens."""
+    return tokens * -(-kind.hidden // SUM_COLUMNS)
+
+
+_WAITED = f"""@triton.jit
+def waited(count, wanted):
+    there = tl.atomic_add(count, 0, sem="acquire")
+    looks = 0
+    while (there < wanted) & (looks < {_PATIENCE}):
+        there = tl.atomic_add(count, 0, sem="acquire")
+        looks += 1
+    return there >= wanted
+
+
+@triton.jit
+def done(count):
+    tl.debug_barrier()  # all threads have written
+    return tl.atomic_add(count, 1, sem="acq_rel")
+"""
 _SUM = f"""@triton.jit
-def weighted_sum(rows, weights, order, out, WIDTH: tl.constexpr, HIDDEN: tl.constexpr):
-    token = tl.program_id(0)
-    column = tl.program_id(1) * {SUM_COLUMNS} + tl.arange(0, {SUM_COLUMNS})
+def sum_of(token, part, rows, weights, order, out, is_there, WIDTH: tl.constexpr, HIDDEN: tl.constexpr):
+    column = part * {SUM_COLUMNS} + tl.arange(0, {SUM_COLUMNS})
     total = tl.zeros(({SUM_COLUMNS},), tl.float32)
     for k in tl.static_range(WIDTH):
         route = tl.load(order + token * WIDTH + k)
         weight = tl.load(weights + route, mask=route >= 0, other=0).to(tl.float32)
         row = tl.load(rows + route * HIDDEN + column, mask=(column < HIDDEN) & (route >= 0), other=0)
         total += weight * row
+    total = tl.where(is_there, total, float("nan"))
     tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)
+
+
+@triton.jit
+def weighted_sum(rows, weights, order, out, WIDTH: tl.constexpr, HIDDEN: tl.constexpr):
+    sum_of(tl.program_id(0), tl.program_id(1), rows, weights, order, out, True, WIDTH, HIDDEN)
+"""
+
+
+def _tasks(kind: Kind, tokens: int, tile: Tile) -> str:
+    """The kernel: which task a program has, and what it waits for."""
+    ups, downs = tasks_of(kind, tile)
+    parts, numbers = sum_tasks(kind, 1), kind.entry_numbers(tokens)
+    return f"""@triton.jit(do_not_specialize=["experts", "programs"])
+def experts_of(table, x, inner, rows, weights, order, out, counts, experts, programs, WIDTH: tl.constexpr):
+    task = tl.atomic_add(counts, 1, sem="relaxed")
+    second = task - experts * {ups}
+    third = second - experts * {downs}
+    if second < 0:
+        expert = task // {ups}
+        up(table + expert * {numbers}, task % {ups}, x, inner)
+        done(counts + {COUNTS} + expert)
+    elif third < 0:
+        expert = second // {downs}
+        is_there = waited(counts + {COUNTS} + expert, {ups})
+        down(table + expert * {numbers}, second % {downs}, inner, rows, is_there)
+        done(counts + 2)
+    else:
+        is_there = waited(counts + 2, experts * {downs})
+        sum_of(third // {parts}, third % {parts}, rows, weights, order, out, is_there, WIDTH, {kind.hidden})
+    if done(counts + 1) == programs - 1:
+        tl.store(counts + tl.arange(0, {COUNTED}), 0, mask=tl.arange(0, {COUNTED}) < {COUNTS} + experts)
 """
 
 
@@ -201,9 +276,8 @@ def _mask(outputs: str, columns: str, is_ragged: object) -> str:
 
 
 def _entry(kind: Kind, tokens: int) -> list[str]:
-    """What programs of both products begin with: their entry, its routes and tokens."""
-    first = kind.addresses
-    lines = [f"entry = table + tl.program_id(1) * {kind.entry_numbers(tokens)}"]
+    """What tasks of both products begin with: the routes of their entry."""
+    first, lines = kind.addresses, list[str]()
     for m in range(tokens):
         lines.append(f"route{m} = tl.load(entry + {first + m})")
         lines.append(f"on{m} = route{m} >= 0")
@@ -211,9 +285,9 @@ def _entry(kind: Kind, tokens: int) -> list[str]:
 
 
 def _outputs(tile: Tile, count: int) -> list[str]:
-    """The N outputs of a program."""
+    """The N outputs of a task."""
     return [
-        f"output = tl.program_id(0) * {tile.outputs} + tl.arange(0, {tile.outputs})",
+        f"output = part * {tile.outputs} + tl.arange(0, {tile.outputs})",
         f"inside = output < {count}",
     ]
 
@@ -245,7 +319,7 @@ def _up(kind: Kind, names: dict[Layout, str], tokens: int, tile: Tile) -> str:
     for m in range(tokens):
         lines += activation.lines(f"gate{m}", f"up{m}")
         lines.append(f"tl.store(inner + route{m} * {inner} + output, up{m}, mask=inside & on{m})")
-    return _function("up", "table, x, inner", lines)
+    return _function("up", "entry, part, x, inner", lines)
 
 
 def _down(kind: Kind, names: dict[Layout, str], tokens: int, tile: Tile) -> str:
@@ -257,5 +331,7 @@ def _down(kind: Kind, names: dict[Layout, str], tokens: int, tile: Tile) -> str:
     if kind.has_bias:
         lines += _bias(kind, place + 2, "bias", "output")
         lines += [f"y{m} += bias" for m in range(tokens)]
-    lines += [f"tl.store(rows + route{m} * {kind.hidden} + output, y{m}, mask=inside & on{m})" for m in range(tokens)]
-    return _function("down", "table, inner, rows", lines)
+    for m in range(tokens):
+        lines.append(f'y{m} = tl.where(is_there, y{m}, float("nan"))')
+        lines.append(f"tl.store(rows + route{m} * {kind.hidden} + output, y{m}, mask=inside & on{m})")
+    return _function("down", "entry, part, inner, rows, is_there", lines)

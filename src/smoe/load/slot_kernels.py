@@ -17,7 +17,7 @@ from smoe.compute.expert_math import ExpertMath, Weights, within_rounding
 from smoe.config import EngineConfig
 from smoe.expert import EXACT, ExpertKey
 from smoe.gpu_kernels import compiled
-from smoe.gpu_kernels.slot_experts import Entry, Scratch, SlotExperts
+from smoe.gpu_kernels.slot_experts import Entry, Layer, SlotExperts
 from smoe.gpu_kernels.source import MOST_TOKENS, Kind
 from smoe.kernels.proof import is_no_further
 from smoe.memory.store import ExpertStore
@@ -83,12 +83,13 @@ def _is_right(kernel: SlotExperts, math: ExpertMath, weights: Weights, device: t
     """Each product beside the exact one of its first outputs, and the whole beside torch's."""
     kind, dtype = kernel.kind, getattr(torch, kernel.kind.dtype)
     x = torch.randn(tokens, kind.hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
-    scratch = Scratch.of(kind, tokens, device)
-    kernel.multiply(x.to(device), [Entry(weights.addresses, range(tokens))], 1, tokens, scratch)
-    theirs = math.forward(x.to(device), weights)
-    if not within_rounding(scratch.rows.to(dtype), theirs):
+    routes = torch.arange(tokens, device=device).unsqueeze(1)
+    layer = Layer.of(kind, x.to(device), torch.ones(tokens, 1, device=device), routes)
+    kernel.multiply(layer, [Entry(weights.addresses, range(tokens))], tokens, has_sum=True)
+    theirs = math.forward(layer.x, weights)
+    if not within_rounding(layer.rows.to(dtype), theirs) or not within_rounding(layer.out, layer.rows.to(dtype)):
         return False
-    inner, rows = scratch.inner.cpu(), scratch.rows.cpu()
+    inner, rows = layer.inner.cpu(), layer.rows.cpu()
     some, activate = min(_PROOF_OUTPUTS, kind.inner), kind.activation.of
     parts = [math.numbers(weights, matrix, rows) for matrix, rows in _first_outputs(kind, some)]
     biases = [None if each is None else each.cpu() for each in (weights.up_bias, weights.down_bias)]
