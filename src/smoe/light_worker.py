@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from smoe import __version__
 from smoe.cluster.identity import KeyPair, Worker, keep_worker
@@ -42,7 +42,7 @@ class Task(NamedTuple):
 def become(me: Worker, task: Task, say: Callable[[str], None]) -> None:
     """Be that worker: by another program in this process's place, so this returns only where there is no such way."""
     if not machine_code.is_known():
-        run(me, task, say)
+        run(me, task, say, lambda end: None)
         return
     reading, writing = os.pipe()
     os.write(writing, json.dumps([asdict(me), task._asdict()]).encode())  # keys: no business of the process list
@@ -53,8 +53,9 @@ def become(me: Worker, task: Task, say: Callable[[str], None]) -> None:
     os.execve(sys.executable, [sys.executable, "-m", _MODULE, str(reading)], {**os.environ, **_ENVIRONMENT})
 
 
-def run(me: Worker, task: Task, say: Callable[[str], None]) -> None:
-    """Until Ctrl-C, or main refuses us. `say` hears, in words, how it goes."""
+def run(me: Worker, task: Task, say: Callable[[str], None], serving: Callable[[Callable[[], None]], None]) -> None:
+    """Until Ctrl-C, or main refuses us. `say` hears, in words, how it goes, and `serving` how it is ended from then on:
+    what is raised meanwhile a library's callback may swallow."""
     from smoe.cluster.described import ask
     from smoe.cluster.worker import WorkerProcess
     from smoe.kernels.jit import compile_elsewhere
@@ -72,8 +73,10 @@ def run(me: Worker, task: Task, say: Callable[[str], None]) -> None:
     say(f"worker {me.name}: waits for main at {me.address}, which says what its experts are")
     opened = open_described(place, ask(me, said), task.memory_bytes, task.slots, task.threads)
     say(f"worker {me.name}: {opened.alone.slots} experts fit, in {format_bytes(opened.alone.nbytes)}")
+    worker = WorkerProcess(me, opened, changed)
+    serving(worker.end)
     try:
-        WorkerProcess(me, opened, changed).serve()
+        worker.serve()
     finally:
         opened.alone.close()
 
@@ -82,19 +85,24 @@ def _main() -> NoReturn:
     with os.fdopen(int(sys.argv[1]), encoding="utf8") as file:
         worker, task = json.load(file)
     me = Worker(**worker | {"keys": KeyPair(**worker["keys"])})
-    was_terminated = False
+    heard, ends = set[int](), list[Callable[[], None]]()
 
-    def terminate(*_: Any) -> None:
-        nonlocal was_terminated
-        was_terminated = True
-        raise KeyboardInterrupt
+    def hear(number: int, _: object) -> None:
+        is_first = not heard
+        heard.add(number)
+        if not ends or not is_first:
+            raise KeyboardInterrupt
+        ends[0]()
 
-    signal.signal(signal.SIGTERM, terminate)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, hear)
     try:
-        run(me, Task(**task), lambda words: print(words, file=sys.stderr, flush=True))
+        run(me, Task(**task), lambda words: print(words, file=sys.stderr, flush=True), ends.append)
+        if heard:
+            raise KeyboardInterrupt
     except KeyboardInterrupt:
         print(f"warning: worker {me.name} has ended", file=sys.stderr)
-        sys.exit(_TERMINATED if was_terminated else _INTERRUPTED)
+        sys.exit(_TERMINATED if signal.SIGTERM in heard else _INTERRUPTED)
     except SmoeError as error:
         from smoe.cli.console import complain
 

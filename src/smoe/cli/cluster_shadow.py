@@ -40,6 +40,7 @@ def be_shadow(me: Worker, model: str, threads: int | None) -> None:
     """Until Ctrl-C, SIGTERM, or main refuses us."""
     from dataclasses import replace
 
+    from smoe.cli.cluster_work import serve_until_told
     from smoe.cli.console import note
     from smoe.cluster.address import to_connect_to
     from smoe.cluster.identity import keep_worker
@@ -56,7 +57,7 @@ def be_shadow(me: Worker, model: str, threads: int | None) -> None:
             keep_worker(replace(me, code=None))
 
     try:
-        ShadowProcess(me, files, changed).serve()
+        serve_until_told(ShadowProcess(me, files, changed))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"shadow {me.name} has ended") from None
 

@@ -11,6 +11,7 @@ from smoe.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from smoe.cluster.identity import Worker
+    from smoe.cluster.talking import Talking
 
 DEFAULT_WORKER_MEMORY = "512MiB"
 Torch = Annotated[
@@ -114,6 +115,21 @@ def _serve(me: Worker, model: str, room: Room, threads: int | None, precision: s
             keep_worker(replace(me, code=None))
 
     try:
-        WorkerProcess(me, opened, changed).serve()
+        serve_until_told(WorkerProcess(me, opened, changed))
     finally:
         opened.alone.close()
+
+
+def serve_until_told(talking: Talking) -> None:
+    """Until a signal, which ends it between two turns: raised within one it may be a library's callback that swallows
+    it, and nobody would have heard. A second one is raised wherever it is."""
+    from smoe.cli.interrupts import answered_by, check
+
+    def told(_: int) -> None:
+        if talking.is_ending:
+            raise KeyboardInterrupt
+        talking.end()
+
+    with answered_by(told):
+        talking.serve()
+    check()

@@ -40,11 +40,12 @@ class Talking(ABC):
         self._bell: Doorbell[list[Any]] = Doorbell()
         self._heard = self._said = 0.0
         self._is_in = False
-        self._is_ending = False
+        self.is_ending = False
+        """Whether it was told to."""
 
     def end(self) -> None:
         """From any thread: `serve` returns soon."""
-        self._is_ending = True
+        self.is_ending = True
         self._bell.put([])
 
     def serve(self) -> None:
@@ -56,7 +57,7 @@ class Talking(ABC):
                 poller = zmq.Poller()
                 poller.register(dealer, zmq.POLLIN)
                 poller.register(self._bell.fileno(), zmq.POLLIN)
-                while not self._is_ending:
+                while not self.is_ending:
                     poller.poll(int(1000 * BEAT_SECONDS))
                     self._turn(dealer)
                     if not self._is_in:
