@@ -8,6 +8,7 @@ that would change bits: so it is tried out when a model is loaded, on data that 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -71,8 +72,9 @@ def proven_filling(shapes: Sequence[Shape], dtype: torch.dtype) -> Filling | Non
         most //= 2
     if most == _EXACT_ROWS:
         return None
-    is_proven = all(_is_the_same(shape, ends_of_groups(most), dtype) for shape in shapes)
-    return Filling(most, torch.get_num_threads()) if is_proven else None
+    ends, threads = tuple(ends_of_groups(most)), torch.get_num_threads()
+    is_proven = all(_is_the_same(shape, ends, dtype, threads) for shape in shapes)
+    return Filling(most, threads) if is_proven else None
 
 
 def ends_of_groups(most: int) -> list[int]:
@@ -94,7 +96,9 @@ def telling(shape: Shape, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
     return x, matrix if is_transposed else matrix.contiguous()
 
 
-def _is_the_same(shape: Shape, numbers: Sequence[int], dtype: torch.dtype) -> bool:
+@functools.cache
+def _is_the_same(shape: Shape, numbers: tuple[int, ...], dtype: torch.dtype, threads: int) -> bool:
+    """What the library does on this machine with so many threads, which are set: once for all models."""
     x, matrix = telling(shape, numbers[-1], dtype)
     whole = _multiply(x, matrix)
     return all(same_bits(_multiply(x[:rows], matrix), whole[:rows]) for rows in numbers)

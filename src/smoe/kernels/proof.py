@@ -15,6 +15,8 @@ from smoe.kernels.threads import threads
 
 _PROOF_OUTPUTS = 1 << 16
 """A wrong order shows in about one output of 5000, so this many miss it once in half a million times."""
+_PROOF_ROWS = 32
+"""Products that are compared before the next ones are made."""
 _NEAR_OUTPUTS = 1 << 12
 _LEEWAY = 1.1
 """Both round the sum to bf16 in the end, which is nearly all of the error, and not always to the same side, ..."""
@@ -114,15 +116,17 @@ def is_no_further(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor,
 def _agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None, part: int, counts: set[int]) -> bool:
     if not _fits(matrix, bias):
         return False
-    columns, rows = matrix.shape
-    generator, ours = torch.Generator().manual_seed(0), torch.empty(1, rows, dtype=matrix.dtype)
-    for _ in range(-(-_PROOF_OUTPUTS // rows)):
-        x = torch.randn(1, columns, generator=generator).to(matrix.dtype)
-        pool.multiply([Product(x, matrix, ours, bias, part)])
+    columns, outputs = matrix.shape
+    generator, left = torch.Generator().manual_seed(0), -(-_PROOF_OUTPUTS // outputs)
+    while left > 0:
+        rows = torch.randn(min(left, _PROOF_ROWS), columns, generator=generator).to(matrix.dtype).split(1)
+        products = [Product(x, matrix, x.new_empty(1, outputs), bias, part) for x in rows]
+        pool.multiply(products)
         for count in counts:
-            with threads(count):
-                if not same_bits(ours, functional.linear(x, matrix.t(), bias)):
+            with threads(count):  # row by row: several at once the library may sum in another order
+                if not all(same_bits(each.out, functional.linear(each.x, matrix.t(), bias)) for each in products):
                     return False
+        left -= len(rows)
     return True
 
 
