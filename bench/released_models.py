@@ -1,16 +1,18 @@
 """Whole models as quantised releases have them: how fast each decodes, where all of it fits, and where it does not.
 
-    python -m bench.released_models OUT [--layers 6] [--rounds 3] [--budgets 6GiB,1GiB] [--json FILE]
+    python -m bench.released_models OUT [--layers 6] [--rounds 3] [--budgets 6GiB,1GiB] [--forms gptq,awq] [--json FILE]
 
 The reference model's sizes (bench/peers/README.md) with random weights, in bf16 and in every form that is read, in
-folders of OUT; beside them what `smoe pack` makes of the bf16 one, the strongest that there was before. One process a
-run, forms in turn within a round; tokens a second of 64 tokens behind a prompt of 16.
+folders of OUT; beside them what `smoe pack` makes of the bf16 one in fewer bits, and of the forms as they are. One
+process a run, forms in turn within a round; tokens a second of 64 tokens behind a prompt of 16.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -40,10 +42,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budgets", default="6GiB,1GiB")
+    parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     shape = ModelShape(layers=options.layers)
-    cases = written(options.out, shape)
+    cases = written(options.out, shape, options.forms.split(","))
     runs = [
         {"round": n, "form": form, "budget": budget, **measured(folder, precision, budget)}
         for n in range(options.rounds)
@@ -53,12 +56,12 @@ def main() -> None:
     for budget in options.budgets.split(","):
         for form in cases:
             rates = [run["tokens_per_second"] for run in runs if (run["form"], run["budget"]) == (form, budget)]
-            print(f"{budget:>6} {form:18} {statistics.median(rates):6.1f} tokens/s ({min(rates):.1f}-{max(rates):.1f})")
+            print(f"{budget:>6} {form:24} {statistics.median(rates):6.1f} tokens/s ({min(rates):.1f}-{max(rates):.1f})")
     if options.json:
         write_json(options.json, {"bench": "released_models", "processor": processor_name(), "runs": runs})
 
 
-def written(out: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]:
+def written(out: Path, shape: ModelShape, forms: list[str]) -> dict[str, tuple[Path, str]]:
     """(folder, precision) of every case by its name."""
     plain = out / "bf16"
     if not (plain / "model.safetensors.index.json").exists():
@@ -67,12 +70,22 @@ def written(out: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]:
     for precision in PACKS:
         subprocess.run(smoe("pack", plain, "--precision", precision), check=True)
         cases[f"packed {precision}"] = plain, precision
-    for form in FORMS:
+    for form in forms:
         folder = out / form.replace(" ", "-")
         if not (folder / "model.safetensors.index.json").exists():
             release(plain, folder, said_of(form))
         cases[form] = folder, "auto"
+        cases[f"{form}, packed"] = packed_as_it_is(folder), "auto"
     return cases
+
+
+def packed_as_it_is(folder: Path) -> Path:
+    """The same files, and a pack beside them."""
+    beside = folder.with_name(f"{folder.name}-packed")
+    if not beside.exists():
+        shutil.copytree(folder, beside, copy_function=os.link)
+    subprocess.run(smoe("pack", beside), check=True)
+    return beside
 
 
 def said_of(form: str) -> dict[str, Any]:

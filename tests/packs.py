@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from smoe.memory.dtypes import SAFETENSORS
 from smoe.models.checkpoint import checkpoint_at
-from smoe.models.packed import Contents, contents_in_dtype, contents_in_precision
+from smoe.models.packed import Contents, contents_as_they_are, contents_in_precision
 from smoe.models.read_spec import read_spec
 from smoe.packing.writer import pack
 from smoe.presets import configure
@@ -30,5 +29,7 @@ def pack_folder(
 def contents_of(folder: Path, dtype: str = "auto", precision: str | None = None) -> Contents:
     spec = read_spec(folder, configure(dtype=dtype, context_tokens=oracle.CONTEXT))
     if precision is None:
-        return contents_in_dtype(spec.sites, SAFETENSORS[spec.dtype])
+        contents = contents_as_they_are(spec, checkpoint_at(folder).experts(spec))
+        assert contents is not None, "nothing to pack"
+        return contents
     return contents_in_precision(spec.sites, precision, spec.config.model_type, spec.own_dtype)

@@ -232,6 +232,24 @@ def save(
     """Write a toy, every linear layer but routers and the output quantised; the library's model of the numbers that
     this stands for. Tokens use every expert: no router can stand between two. `change` is what a test does to the
     file's tensors; `is_fused`: the experts of a layer lie in one tensor."""
+    key = json.dumps([said, size, str(dtype), family, is_fused, more], sort_keys=True)
+    if key not in _KNOWN:
+        _KNOWN[key] = _made(said, size, dtype, family, is_fused, **more)
+    model, found = _KNOWN[key]
+    if change is not None:
+        found = {name: tensor.clone() for name, tensor in found.items()}
+        change(found)
+    write(folder, found, {**model.config.to_dict(), "quantization_config": said})
+    return model
+
+
+_KNOWN: dict[str, tuple[PreTrainedModel, Tensors]] = {}
+"""Toys that were asked for, and what their files hold."""
+
+
+def _made(
+    said: dict[str, Any], size: int, dtype: torch.dtype, family: str, is_fused: bool, **more: Any
+) -> tuple[PreTrainedModel, Tensors]:
     sizes = {"hidden_size": size, "moe_intermediate_size": size, "head_dim": 32}
     model = zoo.make(family, dtype=dtype, **{"num_experts_per_tok": zoo.EXPERTS, **sizes, **more})
     found: Tensors = {}
@@ -250,10 +268,7 @@ def save(
                 found |= _replaced(weight, said, name.removesuffix(".weight"))
             else:
                 found[name] = weight.clone()
-    if change is not None:
-        change(found)
-    write(folder, found, {**model.config.to_dict(), "quantization_config": said})
-    return model
+    return model, found
 
 
 def _replaced(weight: torch.Tensor, said: dict[str, Any], stem: str) -> Tensors:

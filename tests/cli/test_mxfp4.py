@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,19 @@ def test_verify_needs_room_for_the_numbers_of_a_layer(run, folder, monkeypatch):
         assert (ran.code == 0) is (free > plain) and ("one layer's experts" in ran.err) is (free == plain)
 
 
-def test_pack_says_that_it_would_unpack(run, folder):
-    ran = run("pack", folder)
-    assert ran.code == 2 and "stored in MXFP4" in ran.err and not list(folder.glob("*.smoe"))
+def test_packed_as_it_is_it_says_the_same(run, folder, tmp_path):
+    """Codes, scales and biases in one piece; the type that is computed in has no part in it."""
+    model = shutil.copytree(folder, tmp_path / "model")
+    asked = ("generate", model, *SMALL, "-p", "Hello", "--max-new-tokens", "8", "--json")
+    before = run(*asked).json
+    ran = run("pack", model, "--dtype", "float32")
+    assert ran.code == 2 and "leave it out" in ran.err and not list(model.glob("*.smoe"))
+    ran = run("pack", model)
+    assert ran.code == 0 and "as they are stored" in ran.err, ran.err
+    assert "relative" not in ran.err, "nothing was quantised"
+    assert run(*asked).json["token_ids"] == before["token_ids"]
+    assert run("verify", model, *SMALL).code == 0
+    assert "packed already" in run("pack", model).err
 
 
 def test_a_lower_copy_is_verified(run, folder):

@@ -23,11 +23,14 @@ from smoe.formats.registry import FORMATS
 from smoe.memory.quantised_store import assembled
 from smoe.memory.safetensors_index import index_checkpoint
 from smoe.models.quantised_linear import QuantisedLinear
+from smoe.models.read_spec import read_spec
 from smoe.models.reference import stored_numbers
 from smoe.models.released_schemes import read_scheme
 from smoe.models.released_tensors import joined
+from smoe.presets import configure
 from tests import oracle, released_toy
 from tests.models.test_gguf_quantised import assert_near, steps
+from tests.packs import pack_folder
 from tests.released_toy import SCHEMES, Tensors
 
 Open = Callable[..., PreTrainedModel]
@@ -49,11 +52,10 @@ def test_logits_are_those_of_the_dequantised_model(name: str, tmp_path: Path, op
 
 @served
 def test_in_32_bits_they_are_equal_but_for_the_last_ones(name: str, tmp_path: Path, open_model: Open) -> None:
-    """And so where the layers beside the experts are unpacked at load."""
-    theirs = released_toy.save(tmp_path, SCHEMES[name], dtype=torch.float32)
-    for more in ({}, {"dense_precision": "dtype"}):
-        ours = steps(open_model(tmp_path, "half", dtype="float32", **more), oracle.PROMPT)
-        assert_near(ours, steps(theirs, oracle.PROMPT), 1e-5)
+    """And so, of a kind each, where the layers beside the experts are unpacked at load."""
+    wanted = steps(released_toy.save(tmp_path, SCHEMES[name], dtype=torch.float32), oracle.PROMPT)
+    for more in ({}, {"dense_precision": "dtype"}) if name in ("fp8", "nvfp4", "gptq", "awq") else ({},):
+        assert_near(steps(open_model(tmp_path, "half", dtype="float32", **more), oracle.PROMPT), wanted, 1e-5)
 
 
 @pytest.mark.parametrize("said", [released_toy.FP8, {**released_toy.FP8, "weight_block_size": None}], ids=str)
@@ -127,6 +129,24 @@ def test_pieces_may_end_anywhere(name: str, rows: int, tmp_path: Path) -> None:
             at = begin * each.arrangement.unit
             each.arrangement.put(data[at : end * each.arrangement.unit], slot.data, each.place, at)
     assert np.array_equal(slot, wanted.numpy().ravel())
+
+
+@pytest.mark.parametrize("name", ["fp8", "compressed int4", "nvfp4", "compressed mxfp4", "gptq", "awq"])
+def test_what_is_packed_as_it_is_has_the_same_bits(name: str, tmp_path: Path, open_model: Open) -> None:
+    """Each expert one read straight into its slot, and nothing is turned on its way any more."""
+    released_toy.save(tmp_path, SCHEMES[name])
+    wanted = steps(open_model(tmp_path, "half"), oracle.PROMPT)
+    path = pack_folder(tmp_path)
+    assert path.name == "experts.stored.smoe"
+    for budget in ("full", "minimum"):
+        model = open_model(tmp_path, budget)
+        store = model.offload.store
+        assert store.paths() == [path] and not store.is_staged
+        assert all(map(torch.equal, steps(model, oracle.PROMPT), wanted))
+    matrices = matrices_of(tmp_path)
+    parts = [assembled(matrices[f"model.layers.1.mlp.experts.3.{part}_proj.weight"]) for part in ("gate", "up", "down")]
+    expert = b"".join(part.numpy().tobytes() for part in parts)
+    assert expert in path.read_bytes()
 
 
 @pytest.mark.parametrize("name", REORDERED)
@@ -262,3 +282,33 @@ def matrices_of(folder: Path) -> dict[str, Any]:
     said = read_scheme(json.loads((folder / "config.json").read_text()), folder)
     assert said is not None
     return joined(index_checkpoint(folder), said)
+
+
+@pytest.mark.parametrize("name", ["fp8", "compressed int4", "nvfp4", "gptq", "awq"])
+def test_a_configuration_alone_says_what_the_layers_beside_the_experts_take(name: str, tmp_path: Path) -> None:
+    """For a forecast of what was not downloaded: the budget is that of the files."""
+    whole, config = tmp_path / "whole", configure(context_tokens=oracle.CONTEXT)
+    released_toy.save(whole, SCHEMES[name])
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((whole / "config.json").read_bytes())
+    specs = [read_spec(folder, config) for folder in (whole, bare)]
+    assert specs[0].dense.keys() == specs[1].dense.keys() and specs[0].dense
+    assert specs[0].weights_bytes == specs[1].weights_bytes < specs[0].anatomy.weights_bytes
+
+
+@pytest.mark.parametrize(
+    ("said", "left_out"),
+    [
+        ({"modules_to_not_convert": ["mlp.gate", "model.layers.3"]}, ["a.mlp.gate", "model.layers.3.self_attn.q_proj"]),
+        ({"ignore": ["re:.*shared.*", "lm_head"]}, ["model.layers.0.mlp.shared_expert.up_proj", "lm_head"]),
+        ({"exclude_modules": ["*self_attn*"]}, ["model.layers.0.self_attn.k_proj"]),
+        ({"dynamic": {"-:.*mlp\\.gate$": {}, "+:.*": {"bits": 8}, "-:(": {}}}, ["model.layers.0.mlp.gate"]),
+        ({"ignore": [3], "modules_to_not_convert": None, "dynamic": []}, ["lm_head"]),
+    ],
+    ids=str,
+)
+def test_what_a_configuration_leaves_out(said: dict[str, Any], left_out: list[str]) -> None:
+    scheme = read_scheme({"quantization_config": {**released_toy.FP8, **said}}, "here")
+    assert scheme is not None and all(map(scheme.leaves_out, left_out))
+    assert not scheme.leaves_out("model.layers.30.mlp.gate_up_proj")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from smoe.cli.options import Debug, Json, Model
+from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from smoe.models.checkpoint import Checkpoint
@@ -22,6 +23,8 @@ EPILOG = """Examples:
 smoe pack ./my-mixtral
 
 smoe pack ./my-mixtral --precision int4        then: smoe generate ./my-mixtral --precision int4
+
+smoe pack ./my-moe-AWQ                         a quantised release, as it is: faster where not all fits in memory
 
 smoe pack ./my-moe --precision int2 --calibration-text book.txt
 
@@ -66,10 +69,12 @@ def command(
 ) -> None:
     """Write a model's experts into one file, each contiguous and page-aligned, as they are or in fewer bits.
 
-    As they are: worth it where a checkpoint scatters its experts (Mixtral's w1, w2, w3) or is read in another dtype
-    than it is stored in. In fewer bits: as many more experts fit the same memory. int8 takes 8.5 bits a weight, int4
-    4.5, int3 3.4 to 3.5, int2 2.6 to 3; what that costs is said for every layer, and smoe eval measures it on text.
-    Experts that are quantised already (GGUF, MXFP4) can only be packed in fewer bits than they have.
+    As they are: worth it where a checkpoint scatters its experts (Mixtral's w1, w2, w3), is read in another dtype than
+    it is stored in, or is a quantised release (GPTQ, AWQ, NVFP4, ...): codes and scales are brought together once, and
+    not at every read; no bit changes. In fewer bits: as many more experts fit the same memory. int8 takes 8.5 bits a
+    weight, int4 4.5, int3 3.4 to 3.5, int2 2.6 to 3; what that costs is said for every layer, and smoe eval measures
+    it on text.
+    Experts that are quantised already take only fewer bits than they have; those of a GGUF file lie in one piece.
 
     With --calibration-text the model reads some thousands of tokens first (in the memory that is free), and what
     rounding costs its outputs falls by about a third; take text like yours.
@@ -77,7 +82,6 @@ def command(
     Needs as much free disk as the file takes; interrupted, it goes on where it was when called again.
     """
     from smoe.cli.console import note, print_json
-    from smoe.errors import ConfigError
 
     if calibration_text is None and calibration_tokens is not None:
         raise ConfigError.idle("calibration_tokens", calibration_tokens, "`calibration_text`")
@@ -97,7 +101,6 @@ def command(
 def _precisions(given: str | None) -> list[str | None]:
     """What was asked for, in its order; None: as the dtype says."""
     from smoe.bounds import PRECISION
-    from smoe.errors import ConfigError
 
     if given is None:
         return [None]
@@ -114,23 +117,15 @@ def _pack(
     """Pack what there is no good file of yet, and say what is there then."""
     from dataclasses import replace
 
-    from smoe.errors import ConfigError
-    from smoe.memory.dtypes import SAFETENSORS
     from smoe.models.checkpoint import local_checkpoint, whole_checkpoint
-    from smoe.models.packed import check_takes_less, contents_in_dtype, contents_in_precision
+    from smoe.models.packed import check_takes_less, contents_in_precision
     from smoe.models.read_spec import read_spec
     from smoe.packing.writer import check_places
     from smoe.presets import configure
 
     config = configure(dtype=dtype)
     if precisions != [None] and dtype != "auto":
-        raise ConfigError(
-            f"`dtype` is {dtype}, and a file in fewer bits is the same for every type that is computed in: leave it "
-            "out, and give it where the model is used",
-            setting="dtype",
-            given=dtype,
-            allowed="auto with `precision`",
-        )
+        raise _same_for_every(dtype, "a file in fewer bits")
     if text is not None and precisions == [None]:
         raise ConfigError.idle("calibration_text", str(text.path), "`precision`")
     known = local_checkpoint(model)
@@ -138,15 +133,12 @@ def _pack(
         known.check_gatherable()
     spec = read_spec(model, config, revision)
     asked = []
-    for precision in precisions:
-        if precision is None:
-            asked.append(contents_in_dtype(spec.sites, SAFETENSORS[spec.dtype]))
-            continue
+    for precision in filter(None, precisions):
         asked.append(contents_in_precision(spec.sites, precision, spec.config.model_type, spec.own_dtype))
         check_takes_less(asked[-1], spec)
     checkpoint = whole_checkpoint(model, revision)
     if None in precisions:
-        checkpoint.check_gatherable()
+        asked.append(_as_they_are(checkpoint, spec, dtype))
     ids = _ids(checkpoint, text)
     asked = [replace(contents, calibration=_mark(ids)) for contents in asked]
     good = [None if force else _good(checkpoint, contents) for contents in asked]
@@ -161,6 +153,32 @@ def _pack(
             entry = _entry(contents, contents.path(checkpoint.place), packed is not None, records)
             files.append(entry | {"is_calibrated": is_calibrated})
     return {"model": model, "dtype": str(spec.dtype).removeprefix("torch."), "files": files}
+
+
+def _as_they_are(checkpoint: Checkpoint, spec: ModelSpec, dtype: str) -> Contents:
+    """What a file has that changes no number."""
+    from smoe.models.packed import contents_as_they_are
+
+    checkpoint.check_gatherable()
+    contents = contents_as_they_are(spec, checkpoint.experts(spec))
+    if contents is None:
+        raise UnsupportedModelError(
+            f"the experts in {checkpoint.place} are quantised, and their matrices are stored in a way that they cannot "
+            "be packed in as they are; use the model as it is, or pack it with `precision` int4"
+        )
+    if contents.is_as_stored and dtype != "auto":
+        raise _same_for_every(dtype, "a file of experts that are quantised")
+    return contents
+
+
+def _same_for_every(dtype: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"`dtype` is {dtype}, and {what} is the same for every type that is computed in: leave it out, and give it "
+        "where the model is used",
+        setting="dtype",
+        given=dtype,
+        allowed="auto for quantised experts, and with `precision`",
+    )
 
 
 def _entry(contents: Contents, path: Path, was_there: bool, records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -225,7 +243,6 @@ def _good(checkpoint: Checkpoint, contents: Contents) -> Packed | None:
     """The packed file that is there, where it fits the checkpoint and every byte is as it was written."""
     from smoe.cli.console import note, warn
     from smoe.cli.pack_check import find_damage
-    from smoe.errors import CheckpointError
 
     try:
         packed = checkpoint.packed(contents)
@@ -251,7 +268,8 @@ def _write(
 
     experts = checkpoint.experts(spec)
     size = format_bytes(contents.experts * contents.stride)
-    note(f"{contents.experts} experts in {contents.name}, {size}, to {contents.path(checkpoint.place)}")
+    form = "as they are stored" if contents.is_as_stored else f"in {contents.name}"
+    note(f"{contents.experts} experts {form}, {size}, to {contents.path(checkpoint.place)}")
     with progress("pack") as bars:
         task = bars.add_task("packing", total=contents.experts, amount="")
         first: list[int] = []

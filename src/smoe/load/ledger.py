@@ -17,7 +17,7 @@ from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.quantised_store import QuantisedStore, is_quantised
 from smoe.memory.store import ExpertStore, LayerExperts
 from smoe.models.checkpoint import Checkpoint, described_checkpoint
-from smoe.models.packed import contents_in_dtype
+from smoe.models.packed import contents_as_they_are
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes
 
@@ -28,13 +28,14 @@ _CUDA_ALIGNMENT = 256
 def open_store(
     checkpoint: Checkpoint, spec: ModelSpec, experts: Mapping[int, LayerExperts], device: torch.device
 ) -> ExpertStore:
-    """The experts' places on disk: the packed file where there is one for this dtype, else the checkpoint itself."""
-    if is_quantised(experts):
-        return QuantisedStore(experts, SAFETENSORS[spec.dtype])
-    alignment = _CUDA_ALIGNMENT if device.type == "cuda" else None
-    dtype = SAFETENSORS[spec.dtype]
-    packed = checkpoint.packed(contents_in_dtype(spec.sites, dtype))
-    return ExpertStore(experts if packed is None else packed.layers, dtype, alignment)
+    """The experts' places on disk: the packed file where there is one that has them as they are, else the checkpoint
+    itself."""
+    contents = contents_as_they_are(spec, experts)
+    packed = None if contents is None else checkpoint.packed(contents)
+    layers, dtype = experts if packed is None else packed.layers, SAFETENSORS[spec.dtype]
+    if is_quantised(layers):
+        return QuantisedStore(layers, dtype)
+    return ExpertStore(layers, dtype, _CUDA_ALIGNMENT if device.type == "cuda" else None)
 
 
 def open_if_here(

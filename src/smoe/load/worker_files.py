@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.gguf_header import part_paths
 from smoe.memory.safetensors_index import INDEX_FILE, shard_paths
 from smoe.models.checkpoint import Checkpoint
-from smoe.models.packed import contents_in_dtype, contents_in_precision
+from smoe.models.packed import contents_as_they_are, contents_in_precision
 from smoe.models.spec import ModelSpec
 
 
 def worker_files(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Path]:
-    """The files by the names that they must have beside each other: weights, the pack of this precision (or dtype)
-    where there is one, the configuration last, as a folder without it is no model.
+    """The files by the names that they must have beside each other: weights, the pack of this precision (or of experts
+    as they are) where there is one, the configuration last, as a folder without it is no model.
 
     All of a file goes, also what only main needs of it. Raises `CheckpointError` where weights are missing.
     """
@@ -24,12 +23,11 @@ def worker_files(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Path]:
     else:
         found = {path.name: path for path in part_paths(place)}
     if spec.precision == "auto":
-        contents = contents_in_dtype(spec.sites, SAFETENSORS[spec.dtype])
+        contents = contents_as_they_are(spec, checkpoint.experts(spec))
     else:
         contents = contents_in_precision(spec.sites, spec.precision, spec.config.model_type, spec.own_dtype)
-    pack = contents.path(place)
-    if pack.exists():
-        found[contents.name_beside(place)] = pack
+    if contents is not None and contents.path(place).exists():
+        found[contents.name_beside(place)] = contents.path(place)
     if place.is_dir():
         found |= {name: place / name for name in (INDEX_FILE, "config.json") if (place / name).exists()}
     return found

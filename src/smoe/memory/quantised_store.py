@@ -160,6 +160,11 @@ def is_quantised(layers: Mapping[int, LayerExperts]) -> bool:
     )
 
 
+def is_in_pieces(matrix: StoredTensor) -> bool:
+    """Whether a matrix becomes blocks when what lies apart, codes and scales, is brought together."""
+    return bool(matrix.made_of) and all(each.arrangement is not None for each in matrix.made_of)
+
+
 def expert_bytes(experts: LayerExperts, dtype: torch.dtype) -> int:
     """An expert of a layer in its slot, without alignment: matrices as they are stored, biases in `dtype`."""
     first = experts.sources[0]

@@ -56,7 +56,8 @@ class Checkpoint(Protocol):
         for a precision that `spec` cannot have of these files."""
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
-        """Weights beside the experts that are quantised and can stay so, by the library's names."""
+        """Weights beside the experts that are quantised and can stay so, by the library's names; where the weights are
+        not here, those that the configuration speaks of."""
 
     def packed(self, contents: Contents) -> Packed | None:
         """The file that `smoe pack` wrote with these contents, where there is one."""

@@ -10,8 +10,9 @@
 
 One read of whole pages brings an expert, with no bounce and no slack. A file has all experts in one form: in a dtype,
 worth it for checkpoints whose experts are scattered (gate and up apart, an expert split between shards) or of another
-dtype; or in fewer bits, which is asked for by name (`precision`) and lossy: matrices row by row of outputs, whichever
-way round the library has them, and biases in the model's own type. The header has a checksum of the checkpoint's
+dtype; as stored, of a quantised release, codes and scales brought together as slots have them; or in fewer bits, which
+is asked for by name (`precision`) and lossy. Quantised matrices lie row by row of outputs, whichever way round the
+library has them, and biases in the model's own type. The header has a checksum of the checkpoint's
 headers and of samples of its weights (`weight_samples.py`): a pack of other weights is refused, not used. The file
 appears under its name only when it is whole (`smoe/packing`).
 """
@@ -35,6 +36,7 @@ from smoe.formats.registry import FORMATS, format_of
 from smoe.memory.checkpoint_json import check_regular, parse_object
 from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.gguf_header import part_stem
+from smoe.memory.quantised_store import is_in_pieces, is_quantised
 from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor, identity_of
 from smoe.memory.store import LayerExperts, Part, page_ceil
 from smoe.models.experts import ExpertsSite
@@ -45,6 +47,8 @@ from smoe.user_cache import of_model
 
 MAGIC = b"smoepack"
 VERSION = 3
+AS_STORED = "stored"
+"""The name of contents that are a quantised release's own numbers."""
 
 
 class PackedPart(NamedTuple):
@@ -70,7 +74,7 @@ class Contents:
     """What a packed file has of every layer's experts, and where."""
 
     name: str
-    """A dtype's safetensors name, or a precision: `BF16`, `int4`."""
+    """A dtype's safetensors name, a precision, or `AS_STORED`: `BF16`, `int4`, `stored`."""
     dtype: str
     """What is not quantised, by its safetensors name; quantised numbers are read as it, too."""
     sites: Sequence[ExpertsSite]
@@ -78,6 +82,11 @@ class Contents:
     """By layer."""
     calibration: str | None = None
     """What it was quantised for, where it was for the inputs of a text: the text's mark. A reader does not mind."""
+
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether quantised numbers are the checkpoint's own."""
+        return self.name == AS_STORED
 
     @property
     def stride(self) -> int:
@@ -135,6 +144,29 @@ class Contents:
             "layout": layout,
             "checkpoint": checksum(place),
         }
+
+
+def contents_as_they_are(spec: ModelSpec, experts: Mapping[int, LayerExperts]) -> Contents | None:
+    """What a packed file has that is found by itself: the `experts` of a checkpoint as slots have them, in the dtype of
+    `spec` or, where they are quantised, in the formats that they have. None of those that lie in one piece already, and
+    of those that cannot."""
+    if not is_quantised(experts):
+        return contents_in_dtype(spec.sites, SAFETENSORS[spec.dtype])
+    plain = SAFETENSORS[spec.own_dtype]
+    parts = {layer: [_as_stored(part, of, plain) for part in of.parts] for layer, of in experts.items()}
+    found = {layer: tuple(part for part in of if part is not None) for layer, of in parts.items()}
+    if any(len(found[layer]) < len(of) for layer, of in parts.items()):
+        return None
+    return Contents(AS_STORED, plain, spec.sites, found)
+
+
+def _as_stored(part: Part, experts: LayerExperts, plain: str) -> PackedPart | None:
+    """A matrix whose codes and scales lie apart, all of it in one format; a bias in the plain dtype."""
+    if len(part.shape) == 1:
+        return PackedPart(part, plain)
+    pieces = [piece for sources in experts.sources for piece in sources[part.name]]
+    can_be_joined = all(is_in_pieces(piece) for piece in pieces) and not part.takes_turns
+    return PackedPart(part, pieces[0].dtype) if can_be_joined and len({each.dtype for each in pieces}) == 1 else None
 
 
 def contents_in_dtype(sites: Sequence[ExpertsSite], dtype: str) -> Contents:

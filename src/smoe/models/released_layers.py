@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from smoe.errors import CheckpointError
@@ -19,6 +20,7 @@ from smoe.models.experts import without_expert_weights
 from smoe.models.files import naming
 from smoe.models.quantised_linear import can_stay_quantised, keep_quantised
 from smoe.models.reference import stored_numbers
+from smoe.models.released_schemes import Scheme
 from smoe.models.spec import ModelSpec
 
 
@@ -31,6 +33,21 @@ def quantised_layers(spec: ModelSpec, matrices: Mapping[str, StoredTensor]) -> d
         owner = name.rpartition(".")[0]
         if name in known and owner not in experts and can_stay_quantised(spec.shell.get_submodule(owner)):
             found[name] = matrices[key]
+    return found
+
+
+def expected_layers(spec: ModelSpec, scheme: Scheme, place: Path) -> dict[str, StoredTensor]:
+    """The same by what config.json says, where the weights are not here: matrices of the right shape and format, which
+    lie nowhere. What is published may have more of them in full than it says."""
+    found = {}
+    experts = {site.name for site in spec.sites}
+    for owner, module in spec.shell.named_modules():
+        if owner in experts or scheme.leaves_out(owner) or not isinstance(module, nn.Linear):
+            continue
+        form = scheme.form(module.in_features)
+        if form is not None and can_stay_quantised(module):
+            nbytes, shape = module.out_features * form.row_bytes(module.in_features), tuple(module.weight.shape)
+            found[f"{owner}.weight"] = StoredTensor(place, 0, nbytes, form.name, shape)
     return found
 
 

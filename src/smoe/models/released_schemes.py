@@ -12,8 +12,10 @@ Whatever else is quantised in ways that are not read here is refused with the re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from typing import Any, NoReturn, TypeGuard
 
 from smoe.errors import UnsupportedModelError
@@ -47,6 +49,9 @@ class Scheme:
     """What stored zero points are too small by."""
     is_reordered: bool = False
     """Columns of a group do not lie together (GPTQ's act-order): such matrices are read to be packed only."""
+    left_out: tuple[str, ...] = ()
+    """Which linear layers are no codes, by `config.json`: names, ends or parts of names, patterns (`*`), or regular
+    expressions behind `re:`."""
 
     @property
     def is_float4(self) -> bool:
@@ -65,6 +70,10 @@ class Scheme:
         numbers = next((group for group in _GROUPS if each % group == 0), None)
         return None if numbers is None or columns % each else WEIGHTS[self.bits, numbers]
 
+    def leaves_out(self, module: str) -> bool:
+        """Whether a linear layer is no codes by what `config.json` says of it: what the files have may differ."""
+        return any(_names(pattern, module) for pattern in self.left_out)
+
 
 def read_scheme(config: Mapping[str, Any], place: object) -> Scheme | None:
     """What `quantization_config` of a config.json says; None where there is none, or it is of another method.
@@ -76,7 +85,25 @@ def read_scheme(config: Mapping[str, Any], place: object) -> Scheme | None:
         return None
     method = str(said["quant_method"])
     readers = {"fp8": _fp8, "compressed-tensors": _compressed, "modelopt": _modelopt, "gptq": _gptq, "awq": _awq}
-    return readers[method](said, f"{place}: experts quantised by {method}")
+    scheme = readers[method](said, f"{place}: experts quantised by {method}")
+    return replace(scheme, left_out=_left_out(said))
+
+
+def _left_out(said: Mapping[str, Any]) -> tuple[str, ...]:
+    lists = [said.get(key) for key in ("modules_to_not_convert", "ignore", "exclude_modules")]
+    found = [each for names in lists if isinstance(names, list) for each in names if isinstance(each, str)]
+    rules = said.get("dynamic")  # GPTQ: other settings for some, by regular expressions
+    found += [f"re:{rule[2:]}" for rule in rules if rule.startswith("-:")] if isinstance(rules, dict) else []
+    return (*found, *([] if said.get("lm_head") else ["lm_head"]))
+
+
+def _names(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        try:
+            return re.match(pattern[3:], module) is not None
+        except re.error:
+            return False
+    return fnmatch(module, pattern) or f".{pattern}." in f".{module}."
 
 
 def _refuse(whose: str, what: str) -> NoReturn:

@@ -27,7 +27,7 @@ from smoe.models.mxfp4_experts import check_mxfp4, has_mxfp4_experts, joined
 from smoe.models.mxfp4_experts import form_of as mxfp4_form
 from smoe.models.packed import Contents, Packed, bytes_in_precision, experts_in_precision, not_gatherable, read_packed
 from smoe.models.registration import register_local_families
-from smoe.models.released_layers import load_released, quantised_layers
+from smoe.models.released_layers import expected_layers, load_released, quantised_layers
 from smoe.models.released_schemes import Scheme, read_scheme
 from smoe.models.released_tensors import joined as released
 from smoe.models.spec import ModelSpec
@@ -84,9 +84,11 @@ class SafetensorsFolder:
         return self._scheme.form, f"scales are for {self._scheme.columns_each or 'all'} of them"
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
-        if self._scheme is None or not self.has_weights():
+        if self._scheme is None:
             return {}
-        return quantised_layers(spec, self._matrices)
+        if self.has_weights():
+            return quantised_layers(spec, self._matrices)
+        return {} if self._scheme.is_reordered else expected_layers(spec, self._scheme, self.config_place)
 
     @cached_property
     def _matrices(self) -> dict[str, StoredTensor]:
@@ -100,21 +102,13 @@ class SafetensorsFolder:
         return read_packed(self.place, contents)
 
     def check_gatherable(self) -> None:
-        """What gains nothing by it is gathered as well; what that would unpack is not."""
-        if self._has_mxfp4:
+        """What gains nothing by it is gathered as well; what has no blocks to be gathered in is not."""
+        if self._scheme is not None and self._scheme.is_reordered:
             raise not_gatherable(
-                f"the experts in {self.place} are stored in MXFP4 and served as they are; packed without `precision` "
-                "they would be unpacked and take four times the space: use the model as it is, or pack it with "
-                "`precision` int2",
-                "int2 for experts in MXFP4",
-            )
-
-        if self._scheme is not None:
-            raise not_gatherable(
-                f"the experts in {self.place} are quantised ({self._scheme.method}); packed without `precision` they "
-                "would be unpacked and take up to four times the space: use the model as it is, or pack it with "
-                "`precision` int4",
-                "int8, int4, int3 or int2 for quantised experts",
+                f"the experts in {self.place} are quantised in the order of activations ({self._scheme.method}): their "
+                "columns lie in another order than their scales, and they cannot be packed as they are; give "
+                "`precision`, as int8 or int4",
+                "int8, int4, int3 or int2 for such experts",
             )
 
     @cached_property

@@ -23,11 +23,12 @@ from smoe.errors import CheckpointError, DiskSpaceError
 from smoe.file_lock import FileLock
 from smoe.formats.registry import FORMATS
 from smoe.memory.dtypes import TORCH
+from smoe.memory.quantised_store import assembled
 from smoe.memory.store import LayerExperts
 from smoe.models.experts import ExpertsSite
 from smoe.models.files import check_disk
 from smoe.models.packed import Contents, Packed, header_bytes, may_be_packed, record_bytes
-from smoe.models.reference import reference_parameters
+from smoe.models.reference import reference_parameters, stored_numbers
 from smoe.packing.calibration import Calibration
 from smoe.packing.quantiser import quantised
 from smoe.user_cache import PLACE
@@ -195,7 +196,7 @@ def _digest(file: IO[bytes], nbytes: int) -> str:
 
 def _record(site: ExpertsSite, digest: str, errors: list[float], contents: Contents) -> dict[str, Any]:
     error, norm = errors
-    is_lossy = any(each.is_quantised for each in contents.parts[site.layer])
+    is_lossy = not contents.is_as_stored and any(each.is_quantised for each in contents.parts[site.layer])
     relative = {"relative_error": (error / norm) ** 0.5 if norm else 0.0} if is_lossy else {}
     return {"layer": site.layer, "sha256": digest, **relative}
 
@@ -211,6 +212,8 @@ class _Experts(NamedTuple):
 def _expert(experts: _Experts, layer: int, expert: int, errors: list[float]) -> bytes:
     """An expert's bytes; adds the squared error and the squared size of its weights to `errors`."""
     contents, calibration = experts.contents, experts.calibration
+    if contents.is_as_stored:
+        return _expert_as_stored(experts, layer, expert)
     parameters = reference_parameters(experts.sources[layer], [expert], TORCH[contents.dtype])
     for name, weights in parameters.items():
         if not bool(torch.isfinite(weights).all()):
@@ -229,6 +232,23 @@ def _expert(experts: _Experts, layer: int, expert: int, errors: list[float]) -> 
             errors[1] += float(weights.double().square().sum())
         else:
             stored = weights.contiguous().view(torch.uint8)
+        data.append(stored.numpy().tobytes())
+    return b"".join(data)
+
+
+def _expert_as_stored(experts: _Experts, layer: int, expert: int) -> bytes:
+    """An expert's bytes as a slot has them, no bit of its codes and scales changed."""
+    data, sources = [], experts.sources[layer].sources[expert]
+    for each in experts.contents.parts[layer]:
+        pieces = sources[each.part.name]
+        if each.is_quantised:
+            stored = torch.cat([assembled(piece) for piece in pieces])
+            is_finite = FORMATS[each.kind].is_finite(stored.numpy().reshape(-1))
+        else:
+            numbers = torch.cat([stored_numbers(piece) for piece in pieces]).to(TORCH[each.kind])
+            stored, is_finite = numbers.view(torch.uint8), bool(torch.isfinite(numbers).all())
+        if not is_finite:
+            raise CheckpointError(f"{_where(each.part.name, layer, expert)} holds NaN or infinity; download again")
         data.append(stored.numpy().tobytes())
     return b"".join(data)
 
