@@ -23,7 +23,7 @@ import smoe  # before torch, for which it sets how threads wait and how many ker
 CASES: dict[str, dict[str, Any]] = {
     "demo-20MiB": {"memory": "20MiB", "context": 512, "prompts": [480, 470, 460]},
     "demo-48MiB": {"memory": "48MiB", "context": 1024, "prompts": [900, 900, 900]},
-    "demo-soak": {"memory": "64MiB", "context": 1024, "prompts": []},
+    "demo-soak": {"memory": "64MiB", "context": 1024, "prompts": [900, 900, 900]},
 }
 _MOST_ROWS = 4
 _NEW_TOKENS = 2

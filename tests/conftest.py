@@ -1,41 +1,25 @@
-"""One thread, no network, a cache folder of the run's own, and toy checkpoints that are written once for all tests."""
+"""The suite's options and signals. What tests are given is in `fixtures.py`, which imports the libraries: that takes as
+long as a hundred tests, and a process that only hands tests out to others goes without."""
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
+import sys
+
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported: no test may reach the network
 # As `smoe` sets it, which here is imported after torch: threads of torch that wait for each other leave the core to
 # whoever works. Where there are fewer cores than threads they would spin for nearly all of the time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
-import pytest
-import torch
-
-if not torch.cuda.is_available():  # read when Triton is imported, as the library does: its kernels run on the CPU
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-from hypothesis import settings
-from transformers import PreTrainedModel
-from transformers.utils import logging as library_logging
-
-from smoe.kernels import proof
-from smoe.kernels.spinning_pool import SpinningPool
-from smoe.user_cache import PLACE
-from tests import oracle, promised, zoo
-
-torch.set_num_threads(1)
-library_logging.disable_progress_bar()
-settings.register_profile("untimed", deadline=None)  # a busy machine is no error
-settings.load_profile("untimed")
-
-Toy = Callable[..., Path]
+HANDS_OUT = "PYTEST_XDIST_WORKER" not in os.environ and any(word.startswith(("-n", "--numproc")) for word in sys.argv)
+"""Whether this process runs no tests itself."""
+if not HANDS_OUT:
+    import tests.fixtures  # noqa: F401 - before the conftest of any folder, which may import Triton
+DISAGREEING = ("experts", "rows", "linears", "attention", "norms")
+"""What `--disagree` takes: the names in `promised.PROOFS`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,89 +27,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--disagree",
         action="append",
         default=[],
-        choices=list(promised.PROOFS),
+        choices=DISAGREEING,
         help="as on a machine on which this kernel of ours gives other bits than torch (may be given several times)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before the tests are imported: some hold the proofs by name.
-
-    A shell that starts the suite in the background has it ignore Ctrl-C, and whatever the suite starts, too.
+    """A shell that starts the suite in the background has it ignore Ctrl-C, nohup a hangup, and so whatever the suite
+    starts.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    promised.disagreeing.update(config.getoption("--disagree"))
-    promised.disagree(pytest.MonkeyPatch(), *promised.disagreeing)
-
-
-def pytest_collection_finish() -> None:
-    """Loading a model looks for garbage; what was imported never is any, and takes 0.3 s a time to look through."""
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Before any fixture: what fails once fails again, whichever tests came before."""
-    torch.manual_seed(0)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What tests have measured is not the user's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(PLACE, str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests have measured, fitted or learned is not known."""
-    monkeypatch.setenv(PLACE, str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="session")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    """`toy(family, dtype=..., **what zoo.save takes)`: the folder of a toy checkpoint. Nobody may change its files."""
-    folders: dict[str, Path] = {}
-
-    def folder(family: str, **options: Any) -> Path:
-        name = repr((family, sorted(options.items(), key=str)))
-        if name not in folders:
-            folders[name] = zoo.save(family, tmp_path_factory.mktemp(family), **options)
-        return folders[name]
-
-    return folder
-
-
-@pytest.fixture(params=[1, 3], ids=["alone", "pool"])
-def pool(request: pytest.FixtureRequest) -> Iterator[SpinningPool]:
-    """Our kernel, where this machine can run it and torch sums in the order that it knows."""
-    promised.needs_machine_code()
-    with SpinningPool(request.param, several=True) as pool:
-        promised.needs(proof.agrees(pool, torch.randn(512, 2048).bfloat16().t()), "the order of torch's bf16 products")
-        yield pool
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Whoever leaves the library more threads than it found gives the tests that follow other bits."""
-    yield
-    left = torch.get_num_threads()
-    torch.set_num_threads(1)
-    assert left == 1, f"this test leaves the library {left} threads"
-
-
-@pytest.fixture
-def open_model() -> Iterator[Callable[..., PreTrainedModel]]:
-    """`oracle.open_model`, with everything it opened closed at the end of the test."""
-    opened: list[PreTrainedModel] = []
-
-    def load(*args: Any, **switches: Any) -> PreTrainedModel:
-        opened.append(oracle.open_model(*args, **switches))
-        return opened[-1]
-
-    yield load
-    for model in opened:
-        model.offload.close()
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if not HANDS_OUT:
+        config.pluginmanager.import_plugin("tests.fixtures")

@@ -24,7 +24,7 @@ from tests import promised
 
 CONTEXT = 96
 PROMPT_TOKENS = 24
-NEW_TOKENS = 32
+NEW_TOKENS = 16
 BUDGETS = ("full", "half", "fifth", "minimum")
 
 PROMPT = torch.randint(3, 128, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(11))

@@ -34,8 +34,8 @@ PROOFS: dict[str, dict[str, Callable[..., Any]]] = {
     "attention": {"smoe.fastpath.attention.agrees": _NO},
     "norms": {"smoe.fastpath.norm.agrees": _NO},
 }
-"""What `pytest --disagree` takes: one token through an expert, several, one through another matrix, attention, RMSNorm;
-and where the proofs of each are."""
+"""What `pytest --disagree` takes, by the names in `conftest.py`: one token through an expert, several, one through
+another matrix, attention, RMSNorm; and where the proofs of each are."""
 
 disagreeing: set[str] = set()
 """Kernels that this run has been told to find in disagreement with torch."""

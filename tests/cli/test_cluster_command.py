@@ -25,6 +25,7 @@ pytest.importorskip("zmq")
 
 import smoe
 from smoe.cluster.identity import keep_main, keep_status, new_main, read_main
+from tests.forked import Forked
 from tests.packs import pack_folder
 
 LINE = [sys.executable, "-m", "smoe"]
@@ -52,9 +53,7 @@ def up(port: int, tmp_path: Path) -> Iterator[Up]:
         options = ["--local", str(count), "--worker-memory", "512KiB", "--threads", "1", *more]
         environment = {**os.environ, "PYTHONPATH": str(Path(smoe.__file__).parents[1])}
         log = (tmp_path / "up.log").open("wb")
-        started.append(
-            subprocess.Popen([*LINE, "cluster", "up", str(model), *options], env=environment, stdout=log, stderr=log)
-        )
+        started.append(Forked([*LINE, "cluster", "up", model, *options], env=environment, stdout=log, stderr=log))
         log.close()
         return started[-1]
 
@@ -102,7 +101,7 @@ def test_workers_that_are_killed_and_frozen_change_no_word(
     environment = {**os.environ, "PYTHONPATH": str(Path(smoe.__file__).parents[1])}
     line = [*LINE, "generate", str(model), *size, *with_cluster, *waits]
     line += request
-    main = subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    main = Forked(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     until = time.monotonic() + 60
     while time.monotonic() < until and main.poll() is None:
         said = run("cluster", "status", "--json").json

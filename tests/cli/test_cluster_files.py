@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ pytest.importorskip("zmq")
 
 import smoe
 from smoe.cluster.identity import invitation, keep_main, new_main, read_main, read_worker
+from tests import forked
+from tests.forked import Forked
 
 LINE = [sys.executable, "-m", "smoe"]
 SIZE = ["--memory", "2700KiB", "--context", "128", "--threads", "1"]
@@ -43,20 +44,15 @@ def test_a_machine_without_the_model_becomes_a_worker(run: Any, checkpoint: Path
     folder, log = tmp_path / "fetched", tmp_path / "join.log"
     options = ["--fetch", str(folder), "--worker", "shelf", "--worker-memory", "512KiB", "--threads", "1"]
     with log.open("wb") as said:
-        joining = subprocess.Popen(
+        joining = Forked(
             [*LINE, "cluster", "join", cluster, *options, "--rate", "100MiB/s"],
             env=environment,
             stdout=said,
             stderr=said,
         )
     try:
-        sent = subprocess.run(
-            [*LINE, "cluster", "send", str(checkpoint), "--name", "local"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        line = [*LINE, "cluster", "send", checkpoint, "--name", "local"]
+        sent = forked.run(line, env=environment, text=True, timeout=120)
         assert sent.returncode == 0 and "every worker of the cluster has all files" in sent.stderr, sent.stderr
         names = {"model.safetensors", "config.json"}
         assert {path.name for path in folder.iterdir()} == names

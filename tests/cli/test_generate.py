@@ -15,6 +15,7 @@ import pytest
 import smoe
 from smoe.cli import generate as command
 from tests import zoo
+from tests.forked import Forked
 
 FIELDS = {
     "text",
@@ -264,23 +265,10 @@ def test_ctrl_c_keeps_text_and_summary(run, checkpoint, monkeypatch):
 def test_ctrl_c_from_outside(checkpoint: Path):
     """The whole way: a real signal to a real process."""
     source = Path(__file__).parents[2] / "src"
-    line = [
-        sys.executable,
-        "-m",
-        "smoe",
-        "generate",
-        str(checkpoint),
-        "--memory",
-        "64MiB",
-        "-p",
-        "Hi",
-        "--threads",
-        "1",
-    ]
+    asked = ["generate", checkpoint, "--memory", "64MiB", "-p", "Hi", "--threads", "1", "--max-new-tokens", "254"]
     environment = {**os.environ, "PYTHONPATH": str(source)}
-    process = subprocess.Popen(
-        [*line, "--max-new-tokens", "254"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    )
+    line = [sys.executable, "-m", "smoe", *asked]
+    process = Forked(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     assert process.stdout is not None
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)
@@ -346,6 +334,6 @@ def test_an_exact_preset_with_an_alpha_is_refused(run, checkpoint):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_full_disk_is_one_line(checkpoint):
     line = [sys.executable, "-m", "smoe", "plan", str(checkpoint), "--profile", "rtx-4060-ti"]  # measures nothing
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.splitlines()[-1] == "error: No space left on device"
+    with Path("/dev/full").open("w") as full, Forked(line, stdout=full, stderr=subprocess.PIPE, text=True) as done:
+        _, err = done.communicate(timeout=60)
+    assert done.returncode == 2 and err.splitlines()[-1] == "error: No space left on device"

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 import smoe
+from tests import forked
+from tests.forked import Forked
 from tests.toy import save_toy
 
 pytestmark = [
@@ -41,7 +43,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def start(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
     def start(*arguments: object, **named: object) -> subprocess.Popen[bytes]:
         streams: dict[str, object] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen([*LINE, *map(str, arguments)], env=environment(tmp_path), **(streams | named))  # type: ignore[call-overload]
+        return Forked([*LINE, *arguments], env=environment(tmp_path), **(streams | named))
 
     return start
 
@@ -127,8 +129,7 @@ def test_a_closed_stdin_is_said_and_an_argument_that_is_no_text(checkpoint, tmp_
         ["generate", checkpoint, *SMALL, "-p", os.fsdecode(b"caf\xe9")],
     ]
     line = [sys.executable, "-c", ONE_AFTER_THE_OTHER, json.dumps(asked, default=str)]
-    closed = {"preexec_fn": lambda: os.close(0)}
-    ran = subprocess.run(line, env=environment(tmp_path), capture_output=True, text=True, timeout=120, **closed)
+    ran = forked.run(line, env=environment(tmp_path), text=True, timeout=120, closed=[0])
     assert ran.returncode == 0 and "Traceback" not in ran.stderr, ran.stderr
     assert ran.stdout.split("\f")[:-1] == ["2"] * len(asked), "a code each, and nothing else"
     chat, none, file, no_text = ran.stderr.split("\f")[:-1]
@@ -139,8 +140,8 @@ def test_a_closed_stdin_is_said_and_an_argument_that_is_no_text(checkpoint, tmp_
 
 
 def test_closed_output_is_survived(start, checkpoint):
-    close = {"preexec_fn": lambda: os.close(1), "stdout": None}
-    code, _, err = ended(start("generate", checkpoint, *SMALL, "-p", "Hi", "--max-new-tokens", 4, **close))
+    asked = ("generate", checkpoint, *SMALL, "-p", "Hi", "--max-new-tokens", 4)
+    code, _, err = ended(start(*asked, closed=[1], stdout=None))
     assert code == 0 and "first token" in err
 
 
@@ -182,7 +183,7 @@ def in_terminals(columns: list[int], arguments: list[object], tmp_path: Path) ->
     settings = {**environment(tmp_path), "TERM": "xterm"}
     settings.pop("COLUMNS", None)
     line = [sys.executable, "-c", IN_TURN, ",".join(map(str, columns)), *map(str, arguments)]
-    process = subprocess.Popen(line, stdin=slave, stdout=slave, stderr=slave, env=settings, start_new_session=True)
+    process = Forked(line, stdin=slave, stdout=slave, stderr=slave, env=settings, start_new_session=True)
     os.close(slave)
     shown = b""
     while True:

@@ -17,7 +17,9 @@ from typing import Any
 import openai
 import pytest
 
+from tests import forked
 from tests.cli.conftest import Run
+from tests.forked import Forked
 
 DEMO = ("serve", "demo", "--memory", "48MiB", "--context", "384")
 QUESTION = [{"role": "user", "content": "Who went to the park?"}]
@@ -28,7 +30,7 @@ def process(*options: str, **environment: str) -> Iterator[tuple[subprocess.Pope
     """A server of the embedded model on any free port, and its address."""
     command = [sys.executable, "-m", "smoe", *DEMO, "--port", "0", "--threads", "1", *options]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-    started = subprocess.Popen(command, text=True, env={**os.environ, **environment}, **pipes)
+    started = Forked(command, text=True, env={**os.environ, **environment}, **pipes)
     assert started.stdout is not None and started.stderr is not None
     try:
         said = ""
@@ -69,7 +71,7 @@ def over(server: subprocess.Popen[str], code: int) -> tuple[list[Any], str]:
 def test_a_server_answers_and_ends_in_order(sent: signal.Signals, code: int, option: str) -> None:
     with process("--name", "little", option) as (server, address), client_of(address) as client:
         stream: Any = client.chat.completions.create(
-            model="little", messages=QUESTION, max_tokens=200, temperature=0, stream=True, logit_bias={"0": -100}
+            model="little", messages=QUESTION, max_tokens=80, temperature=0, stream=True, logit_bias={"0": -100}
         )
         next(iter(stream))
         server.send_signal(sent)
@@ -81,12 +83,12 @@ def test_a_server_answers_and_ends_in_order(sent: signal.Signals, code: int, opt
         listening, ended = told
         assert (listening["event"], listening["url"], listening["model"]) == ("listening", address, "little")
         assert (listening["context_tokens"], listening["max_sequences"]) == (384, 4)
-        assert (ended["event"], ended["requests"], ended["new_tokens"]) == ("ended", 1, 200)
+        assert (ended["event"], ended["requests"], ended["new_tokens"]) == ("ended", 1, 80)
         assert 0 < ended["peak_memory_bytes"] <= ended["memory_budget_bytes"] == listening["memory_budget_bytes"]
     else:
         assert not told
     assert ("POST /v1/chat/completions 200 " in err) == (option == "-v")
-    assert ("1 request\n" in err and "200 new" in err) == (option == "-v")
+    assert ("1 request\n" in err and "80 new" in err) == (option == "-v")
 
 
 def test_with_a_key_from_the_environment_and_told_twice_it_ends_at_once(run: Run) -> None:
@@ -132,7 +134,10 @@ main()
 @pytest.mark.parametrize("moment", ["torch", "smoe.load.assembly", "smoe.load.selftest", "smoe.server.app"])
 def test_whenever_ctrl_c_comes_while_it_loads_it_ends_in_order(moment: str) -> None:
     line = [sys.executable, "-c", HITS_ITSELF, *DEMO, "--port", "0", moment]
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    if moment == "torch":
+        ended = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    else:
+        ended = forked.run(line, text=True, timeout=120, of=forked.BEFORE_SMOE)
     assert ended.returncode == 130 and "Traceback" not in ended.stderr, ended.stderr
     assert "interrupted\n" in ended.stderr or "ended\n" in ended.stderr
 

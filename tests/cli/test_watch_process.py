@@ -9,6 +9,8 @@ import sys
 import urllib.request
 from typing import Any
 
+from tests.forked import Forked
+
 WORDS = ("generate", "demo", "--watch", "-p", "Tom had", "--memory", "48MiB", "--context", "128", "--threads", "1")
 TOKENS = 40
 
@@ -18,7 +20,7 @@ def test_a_run_is_watched_from_its_first_token_to_its_end() -> None:
     because somebody still looks."""
     line = [sys.executable, "-m", "smoe", *WORDS, "--max-new-tokens", str(TOKENS), "--json"]
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(line, text=True, **pipes) as run:
+    with Forked(line, text=True, **pipes) as run:
         try:
             said, found = "", None
             while found is None:

@@ -36,6 +36,10 @@ def test_eight_workers_are_exact(
     model = open_model(folder, "minimum", cluster="test", cluster_workers=WORKERS, **switches)
     cluster = model.offload.executor.compute.others
     cluster._here = cluster._here._replace(load=lambda: 1e9)  # workers are nearer than any disk
-    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+    theirs = oracle.greedy(oracle.reference(folder), new_tokens=2 * oracle.NEW_TOKENS)
+    for _ in range(5):  # who is asked hangs on who is quick: on a busy machine it may take a while until all were
+        oracle.assert_same_steps(oracle.greedy(model, new_tokens=2 * oracle.NEW_TOKENS), theirs)
+        if all(member.experts > 0 for member in cluster.members):
+            break
     assert sum(member.experts > 0 for member in cluster.members) == WORKERS, "all have worked"
     assert cluster.link is not None and cluster.link.under_way.rescued == 0, "and main has not"

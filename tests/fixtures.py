@@ -1,0 +1,131 @@
+"""One thread, a cache folder of the run's own, and toy checkpoints that are written once for all tests."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():  # read when Triton is imported, as the library does: its kernels run on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from hypothesis import settings
+from transformers import PreTrainedModel
+from transformers.utils import logging as library_logging
+
+from smoe.kernels import proof
+from smoe.kernels.spinning_pool import SpinningPool
+from smoe.models import read_spec
+from smoe.models.anatomy import Anatomy, examine
+from smoe.models.experts import ExpertsSite
+from smoe.user_cache import PLACE
+from tests import oracle, promised, zoo
+
+torch.set_num_threads(1)
+library_logging.disable_progress_bar()
+settings.register_profile("untimed", deadline=None)  # a busy machine is no error
+settings.load_profile("untimed")
+
+Toy = Callable[..., Path]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before the tests are imported: some hold the proofs by name."""
+    promised.disagreeing.update(config.getoption("--disagree"))
+    promised.disagree(pytest.MonkeyPatch(), *promised.disagreeing)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_old_is_garbage() -> None:
+    """Loading a model looks for garbage; what was imported never is any, nor is what earlier modules have left for the
+    session, and takes 0.3 s a time to look through."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Before any fixture: what fails once fails again, whichever tests came before."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def examined_once() -> Iterator[None]:
+    """A model's empty shell is run whenever it is loaded, which takes half of a toy's load, and of one configuration
+    it says the same. What `examine` itself does, tests of it ask it for."""
+    known: dict[tuple[object, ...], Anatomy] = {}
+
+    def remembered(model: PreTrainedModel, sites: list[ExpertsSite], dtype: torch.dtype) -> Anatomy:
+        key = type(model), model.config.to_json_string(use_diff=False), str(sites), dtype
+        if key not in known:
+            known[key] = examine(model, sites, dtype)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read_spec, "examine", remembered)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests have measured is not the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PLACE, str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests have measured, fitted or learned is not known."""
+    monkeypatch.setenv(PLACE, str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """`toy(family, dtype=..., **what zoo.save takes)`: the folder of a toy checkpoint. Nobody may change its files."""
+    folders: dict[str, Path] = {}
+
+    def folder(family: str, **options: Any) -> Path:
+        name = repr((family, sorted(options.items(), key=str)))
+        if name not in folders:
+            folders[name] = zoo.save(family, tmp_path_factory.mktemp(family), **options)
+        return folders[name]
+
+    return folder
+
+
+@pytest.fixture(params=[1, 3], ids=["alone", "pool"])
+def pool(request: pytest.FixtureRequest) -> Iterator[SpinningPool]:
+    """Our kernel, where this machine can run it and torch sums in the order that it knows."""
+    promised.needs_machine_code()
+    with SpinningPool(request.param, several=True) as pool:
+        promised.needs(proof.agrees(pool, torch.randn(512, 2048).bfloat16().t()), "the order of torch's bf16 products")
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Whoever leaves the library more threads than it found gives the tests that follow other bits."""
+    yield
+    left = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert left == 1, f"this test leaves the library {left} threads"
+
+
+@pytest.fixture
+def open_model() -> Iterator[Callable[..., PreTrainedModel]]:
+    """`oracle.open_model`, with everything it opened closed at the end of the test."""
+    opened: list[PreTrainedModel] = []
+
+    def load(*args: Any, **switches: Any) -> PreTrainedModel:
+        opened.append(oracle.open_model(*args, **switches))
+        return opened[-1]
+
+    yield load
+    for model in opened:
+        model.offload.close()
