@@ -3,6 +3,7 @@ long as a hundred tests, and a process that only hands tests out to others goes 
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -40,5 +41,5 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    if not HANDS_OUT:
-        config.pluginmanager.import_plugin("tests.fixtures")
+    if not HANDS_OUT or not config.getoption("numprocesses", None):  # it is 0
+        config.pluginmanager.register(importlib.import_module("tests.fixtures"), "tests.fixtures")

@@ -55,13 +55,28 @@ class Zygote:
         with self._lock:
             if self._socket is None:
                 self._socket = _started(self._modules)
-            socket.send_fds(self._socket, [json.dumps(request).encode()], files)
-            return json.loads(self._socket.recv(_MOST))
+            socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], files)
+            answer, _ = _received(self._socket)
+            return json.loads(answer)
 
 
-LIBRARIES = ("torch", "transformers.conversion_mapping", "transformers.integrations.flash_attention", "fastapi")
+def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """A line, and the files that came with it; an empty one where the other end is gone."""
+    data, files = b"", list[int]()
+    while not data.endswith(b"\n"):
+        part, some, _, _ = socket.recv_fds(connection, _MOST, 3)
+        if not part:
+            return b"", files
+        data += part
+        files += some
+    return data, files
+
+
 WHOLE = Zygote(("smoe.cli.session", "smoe.server.app", "smoe.cluster.worker"))
-BEFORE_SMOE = Zygote(LIBRARIES)
+BEFORE_SMOE = Zygote(
+    ("torch", "transformers.conversion_mapping", "transformers.integrations.flash_attention", "fastapi")
+)
+"""Of which all that is smoe's is still to be imported."""
 
 
 class Forked(subprocess.Popen[Any]):
@@ -130,7 +145,7 @@ def run(words: Sequence[object], *, timeout: float | None = None, **options: Any
 
 
 def _started(modules: Sequence[str]) -> socket.socket:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = socket.socketpair()
     line = [sys.executable, "-c", "from tests.forked import serve; serve()", str(theirs.fileno()), *modules]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(line, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
@@ -149,7 +164,7 @@ def serve() -> None:
             __import__(name)
     ended: dict[int, int] = {}
     while True:
-        data, files, _, _ = socket.recv_fds(asked, _MOST, 3)
+        data, files = _received(asked)
         if not data:
             return
         request = json.loads(data)
@@ -163,7 +178,7 @@ def serve() -> None:
                 return
         for file in files:
             os.close(file)
-        asked.send(json.dumps(answer).encode())
+        asked.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def _status(pid: int, ended: dict[int, int]) -> int | None:
