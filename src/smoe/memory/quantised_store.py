@@ -204,7 +204,7 @@ def _ingredients(matrix: StoredTensor, target: int) -> Iterator[Piece]:
             raise UnsupportedModelError(
                 f"{matrix.path}: {matrix.key!r} has its columns in another order than its scales (act-order), by "
                 f"{each.tensor.key!r}; such weights cannot be served as they lie: run smoe pack with `precision` int8 "
-                "or int4, and serve that"
+                "or int4 once, and give the same `precision` whenever the model is used"
             )
         yield from arranged_pieces(each.tensor, target + each.place, each.arrangement)
 

@@ -123,7 +123,7 @@ def shard_paths(folder: Path) -> list[Path]:
     paths = _named_shards(folder)
     if not paths:
         raise CheckpointError(
-            f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; smoe reads safetensors checkpoints only"
+            f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; smoe reads folders of safetensors, and GGUF files"
         )
     absent = [path.name for path in paths if not path.exists()]
     if absent:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from smoe.bounds import PRECISION
 from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from smoe.expert import EXACT
 from smoe.formats.registry import FORMATS, format_of
@@ -298,8 +299,13 @@ def _check_header(path: Path, header: dict[str, Any], wanted: dict[str, Any]) ->
     if header != wanted:
         raise CheckpointError(
             f"{path} was packed from other weights: the names, sizes, headers or samples of the checkpoint's "
-            "files are not those that it was made of; run smoe pack again, or delete it"
+            f"files are not those that it was made of; run smoe pack again{_asked(wanted['contents'])}, or delete it"
         )
+
+
+def _asked(contents: str) -> str:
+    """What `smoe pack` is to be asked for to write such contents."""
+    return f" with `precision` {contents}" if contents in PRECISION else ""
 
 
 def _packed_layer(
