@@ -45,6 +45,12 @@ def test_what_cannot_be_served_is_packed(run, tmp_path):
     assert ran.code == 2 and "smoe pack" in ran.err and "act-order" in ran.err
     ran = run("pack", folder)
     assert ran.code == 2 and "another order" in ran.err and "--precision" in ran.err
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((folder / "config.json").read_bytes())
+    planned = run("plan", bare, *SMALL)
+    assert planned.code == 2 and "smoe pack" in planned.err, "as soon as the configuration is known"
+    assert run("plan", bare, *SMALL, "--precision", "int8").code == 0
     assert run("pack", folder, "--precision", "int8").code == 0
     ran = run(*asked, "--precision", "int8")
     assert ran.code == 0 and ran.out.strip()

@@ -47,7 +47,10 @@ def open_if_here(
     which may have to be written yet.
     """
     checkpoint = described_checkpoint(model, revision)
-    if spec.precision != "auto" or not checkpoint.has_weights():
+    if spec.precision != "auto":
+        return None
+    if not checkpoint.has_weights():
+        checkpoint.check_servable()
         return None
     return open_store(checkpoint, spec, checkpoint.experts(spec), device)
 

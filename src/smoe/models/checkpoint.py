@@ -62,6 +62,9 @@ class Checkpoint(Protocol):
     def packed(self, contents: Contents) -> Packed | None:
         """The file that `smoe pack` wrote with these contents, where there is one."""
 
+    def check_servable(self) -> None:
+        """Raise `UnsupportedModelError` where the configuration says that the experts can be packed only."""
+
     def check_gatherable(self) -> None:
         """Raise `ConfigError` where packing the experts as they are, in one piece each, gains nothing."""
 

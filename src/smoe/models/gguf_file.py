@@ -94,6 +94,9 @@ class GgufFile:
     def packed(self, contents: Contents) -> Packed | None:
         return read_packed(self.place, contents)
 
+    def check_servable(self) -> None:
+        """Whatever is read of a GGUF file is served."""
+
     def check_gatherable(self) -> None:
         raise not_gatherable(
             f"{self.place} is a GGUF file, in which every matrix of an expert lies in one piece: there is nothing to "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from smoe.errors import ModelError
+from smoe.errors import ModelError, UnsupportedModelError
 from smoe.formats.base import Format
 from smoe.formats.mxfp4 import MXFP4_PAIRS
 from smoe.memory.checkpoint_json import read_object
@@ -100,6 +100,14 @@ class SafetensorsFolder:
 
     def packed(self, contents: Contents) -> Packed | None:
         return read_packed(self.place, contents)
+
+    def check_servable(self) -> None:
+        if self._scheme is not None and self._scheme.is_reordered:
+            raise UnsupportedModelError(
+                f"{self.config_place}: the experts are quantised in the order of activations ({self._scheme.method}), "
+                "and cannot be served as they lie: run smoe pack with `precision` int8 or int4 once, and give the same "
+                "`precision` whenever the model is used"
+            )
 
     def check_gatherable(self) -> None:
         """What gains nothing by it is gathered as well; what has no blocks to be gathered in is not."""
