@@ -37,9 +37,8 @@ def test_eight_workers_are_exact(
     cluster = model.offload.executor.compute.others
     cluster._here = cluster._here._replace(load=lambda: 1e9)  # workers are nearer than any disk
     theirs = oracle.greedy(oracle.reference(folder), new_tokens=2 * oracle.NEW_TOKENS)
-    for _ in range(5):  # who is asked hangs on who is quick: on a busy machine it may take a while until all were
-        oracle.assert_same_steps(oracle.greedy(model, new_tokens=2 * oracle.NEW_TOKENS), theirs)
-        if all(member.experts > 0 for member in cluster.members):
-            break
-    assert sum(member.experts > 0 for member in cluster.members) == WORKERS, "all have worked"
+    oracle.assert_same_steps(oracle.greedy(model, new_tokens=2 * oracle.NEW_TOKENS), theirs)
+    worked = sum(member.experts > 0 for member in cluster.members)
+    # by turns all are asked; by who is done first, whoever seemed slow while they began may never be, on a busy machine
+    assert worked == WORKERS if switches else worked > 1
     assert cluster.link is not None and cluster.link.under_way.rescued == 0, "and main has not"
