@@ -67,9 +67,8 @@ test-limited: limited-avx2 limited-core limited-one-thread limited-disagreeing
 limited-avx2: env
 	$(AVX2) $(LIMIT) $(LIMITED) $(EXACT) $(OTHERS)
 
-# What multiplies quantised weights is compared with formulas of ours there, whatever torch does.
 limited-core: env
-	$(CORE) $(LIMIT) tests/kernels --ignore $(DIRECT) --ignore tests/kernels/test_quantised.py tests/compute/test_decode_experts.py tests/compute/test_quantised_math.py
+	$(CORE) $(LIMIT) tests/kernels --ignore $(DIRECT) tests/compute/test_decode_experts.py tests/compute/test_quantised_math.py
 
 limited-one-thread: env
 	OMP_NUM_THREADS=1 $(LIMIT) tests/kernels --ignore $(DIRECT) --ignore tests/kernels/test_quantised.py \

@@ -13,9 +13,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from smoe.cluster.members import Member
+from smoe.policy.placement import WorkerView
 from tests import oracle
 
 WORKERS = 8
+VIEW = Member.view
+
+
+def as_quick_as_all(member: Member) -> WorkerView:
+    return VIEW(member)._replace(load=1e-3, expert=1e-4, row=1e-5, hop=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +37,8 @@ def test_eight_workers_are_exact(
     open_model: Callable[..., PreTrainedModel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("smoe.cluster.members._LEAST_DEADLINE", 5.0)  # nine machines on one busy one
+    monkeypatch.setattr("smoe.cluster.members._LEAST_DEADLINE", 5.0)  # nine machines on one busy one,
+    monkeypatch.setattr(Member, "view", as_quick_as_all)  # where one that was measured slow may never be asked again
     folder = toy("qwen3_moe", dtype=torch.bfloat16)
     start(folder, WORKERS)
     model = open_model(folder, "minimum", cluster="test", cluster_workers=WORKERS, **switches)
@@ -38,7 +46,5 @@ def test_eight_workers_are_exact(
     cluster._here = cluster._here._replace(load=lambda: 1e9)  # workers are nearer than any disk
     theirs = oracle.greedy(oracle.reference(folder), new_tokens=2 * oracle.NEW_TOKENS)
     oracle.assert_same_steps(oracle.greedy(model, new_tokens=2 * oracle.NEW_TOKENS), theirs)
-    worked = sum(member.experts > 0 for member in cluster.members)
-    # by turns all are asked; by who is done first, whoever seemed slow while they began may never be, on a busy machine
-    assert worked == WORKERS if switches else worked > 1
+    assert sum(member.experts > 0 for member in cluster.members) == WORKERS, "all have worked"
     assert cluster.link is not None and cluster.link.under_way.rescued == 0, "and main has not"
