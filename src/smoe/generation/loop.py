@@ -27,7 +27,8 @@ from smoe.errors import ConfigError, ContextError, EngineBusyError, EngineStateE
 from smoe.generation.choices import end_tokens, generation_config
 from smoe.generation.detokenizer import TextStream
 from smoe.generation.request import End, Piece, Reason, Request
-from smoe.generation.rows import Rows, common_beginning
+from smoe.generation.row_text import common_beginning
+from smoe.generation.rows import Rows
 from smoe.generation.sampler import Sampler
 from smoe.runtime.engine import Engine
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from smoe.generation.row_text import RowText
 from smoe.models.kv_cache import RowCache
 from smoe.models.text_rows import TextRows
 from smoe.runtime.engine import Engine
@@ -35,8 +36,10 @@ class Rows:
         self._texts: TextRows | None = None
         if all(cache.can_rewind for cache in self._alone):
             self._alone, self._texts = [], TextRows(engine.new_cache(count), model.config.get_text_config())
-        self._ids: list[list[int]] = [[] for _ in range(count)]
-        """The tokens whose keys and values each row holds."""
+        self._held = [RowText() for _ in range(count)]
+        self._whole = [0] * count
+        """Tokens of the prompt that each row was taken for: its pieces have the factors of the whole."""
+        self._rotary, self._piece = engine.rotary, engine.config.prefill_tokens
         self._is_taken = [False] * count
         self._used = [0] * count
         """When each was last taken: the larger, the later."""
@@ -70,25 +73,27 @@ class Rows:
         common = self._common(ids)
         best = max(range(len(common)), key=lambda row: (common[row], not self._is_taken[row]))
         row = best
-        if self._is_taken[best] or 2 * common[best] < len(self._ids[best]):
-            row = min(free, key=lambda row: (bool(self._ids[row]), self._used[row]))
+        if self._is_taken[best] or 2 * common[best] < len(self._held[best].ids):
+            row = min(free, key=lambda row: (bool(self._held[row].ids), self._used[row]))
         if self._texts is not None:
             if row != best:
                 self._texts.copy(best, row, common[best])
-                self._ids[row] = self._ids[best][: common[best]]
+                self._held[row] = self._held[best].beginning(common[best])
                 common[row] = common[best]
             self._texts.rewind(row, common[row])
         elif not common[row]:
             self._alone[row].reset()
-        del self._ids[row][common[row] :]
-        self._is_taken[row], self._used[row] = True, self._turns
+        self._held[row].cut(common[row])
+        self._is_taken[row], self._used[row], self._whole[row] = True, self._turns, len(ids)
         return row, common[row]
 
     def _common(self, ids: Sequence[int]) -> list[int]:
-        """Of every row, how many tokens a prompt has in common with its text, one short of all at most."""
-        common = [min(common_beginning(own, ids), len(ids) - 1) for own in self._ids]
+        """Of every row, how many tokens a prompt has in common with its text, one short of all at most: of those whose
+        positions were turned as the prompt's are."""
+        factors = self._rotary.rule.factors(len(ids))
+        common = [min(held.in_common(ids, factors), len(ids) - 1) for held in self._held]
         if self._texts is None:  # a state goes on from where it is, or not at all
-            common = [n if n == len(self._ids[row]) else 0 for row, n in enumerate(common)]
+            common = [n if n == len(self._held[row].ids) else 0 for row, n in enumerate(common)]
         return common
 
     def free(self, row: int, is_whole: bool) -> None:
@@ -98,7 +103,7 @@ class Rows:
             self._begin_anew(row)
 
     def _begin_anew(self, row: int) -> None:
-        self._ids[row] = []
+        self._held[row] = RowText()
         if self._texts is not None:
             self._texts.rewind(row, 0)
         else:
@@ -106,7 +111,7 @@ class Rows:
 
     def exchange(self, a: int, b: int) -> None:
         """Let two rows' texts change places."""
-        for own in (self._ids, self._is_taken, self._used, self._alone):
+        for own in (self._held, self._whole, self._is_taken, self._used, self._alone):
             _swap(own, a, b)
         if self._texts is not None:
             self._texts.exchange(a, b)
@@ -142,24 +147,40 @@ class Rows:
         logits = self._pass(lines, window, positions)
         texts.note(window, first)
         for row, ids in enumerate(prompts, start=first):
-            self._ids[row] = list(ids)
+            self._held[row] = RowText()
+            self._held[row].extend(ids, self._rotary.rule.factors(len(ids)))
         return list(logits)
 
-    def decode(self, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
-        """A token for each of the first rows; the logits [V] after each."""
-        if len(tokens) == 1 or self.share_passes is False:
-            return [self.decode_alone(row, token) for row, token in enumerate(tokens)]
+    def decode(self, tokens: Sequence[int]) -> Sequence[torch.Tensor | Exception]:
+        """A token for each of the first rows; the logits [V] after each, or what has failed where rows go in turn."""
+        if len(tokens) == 1 or self.share_passes is False or any(map(self._is_switch, range(len(tokens)))):
+            return [self._attempt(row, token) for row, token in enumerate(tokens)]
         if self.share_passes is None:
             return self._found_out(tokens)
         return self._together(tokens)
 
     def decode_alone(self, row: int, token: int) -> torch.Tensor:
-        """A token for one row; the logits [V] after it."""
-        return self._one(row, [token])
+        """A token for one row; the logits [V] after it. A text that other factors turn from now on is read again."""
+        if not self._is_switch(row):
+            return self._one(row, [token])
+        ids = [*self._held[row].ids, token]
+        self._begin_anew(row)
+        self._whole[row] = len(ids)
+        pieces = [ids[begin : begin + self._piece] for begin in range(0, len(ids), self._piece)]
+        return [self._one(row, piece) for piece in pieces][-1]
+
+    def _attempt(self, row: int, token: int) -> torch.Tensor | Exception:
+        try:
+            return self.decode_alone(row, token)
+        except Exception as error:  # of this row alone: those before it have had their token
+            return error
+
+    def _is_switch(self, row: int) -> bool:
+        return self._rotary.is_switch(len(self._held[row].ids))
 
     def _found_out(self, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
         """The first step of several rows is made both ways: what is written at a place twice is the same."""
-        lengths = [len(self._ids[row]) for row in range(len(tokens))]
+        lengths = [len(self._held[row].ids) for row in range(len(tokens))]
         alone = []
         for row, token in enumerate(tokens):
             alone.append(self._one(row, [token]))
@@ -186,21 +207,23 @@ class Rows:
         logits = self._pass([[token] for token in tokens], window, positions)
         texts.note(window, 0)
         for row, token in enumerate(tokens):
-            self._ids[row].append(token)
+            self._held[row].extend([token], self._rotary.rule.factors(texts.lengths[row]))
         return list(logits)
 
     def _one(self, row: int, ids: Sequence[int]) -> torch.Tensor:
-        begin = len(self._ids[row])
+        begin = len(self._held[row].ids)
         cache = self._alone[row] if self._texts is None else self._texts.window(row)
         positions = list(range(begin, begin + len(ids)))
-        logits = self._pass([list(ids)], cache, [positions])
+        whole = max(self._whole[row], begin + len(ids))
+        with self._rotary.reading([whole]):
+            logits = self._pass([list(ids)], cache, [positions])
         if self._texts is not None:
             self._texts.note(cache, row)  # type: ignore[arg-type]
-        self._ids[row].extend(ids)
+        self._held[row].extend(ids, self._rotary.rule.factors(whole))
         return logits[0]
 
     def _take_back(self, row: int, length: int) -> None:
-        del self._ids[row][length:]
+        self._held[row].cut(length)
         assert self._texts is not None
         self._texts.forget(row, length)
 
@@ -221,15 +244,3 @@ def _swap(of_rows: list[Any], a: int, b: int) -> None:
 
 def _are_near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return bool((ours.float() - theirs.float()).abs().max() <= _NEAR * theirs.float().abs().max())
-
-
-def common_beginning(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike: by comparing slices, which Python does a hundred times as fast."""
-    same, end = 0, min(len(a), len(b))
-    while same < end:
-        middle = (same + end + 1) // 2
-        if list(a[same:middle]) == list(b[same:middle]):
-            same = middle
-        else:
-            end = middle - 1
-    return same

@@ -1,4 +1,5 @@
-"""What a model looks like inside, found by running its empty shell once (meta device, no weights, no arithmetic).
+"""What a model looks like inside, found by running its empty shell once (meta device, no weights, no arithmetic; rotary
+embeddings that read positions compute on real tensors).
 
 By data flow, not by name: the router of a layer is the module whose output holds the very tensor that the experts
 receive as `top_k_index`; the KV cache's shapes are those that the attention layers write. Families that the library
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from smoe.models.experts import ExpertsSite
+from smoe.models.rotary import rotary_modules
 
 _PROBE_TOKENS = 2
 
@@ -44,7 +46,7 @@ def examine(model: PreTrainedModel, sites: list[ExpertsSite], dtype: torch.dtype
     """Run `model` (on the meta device, experts included) on two tokens and take notes."""
     notes = _Notes()
     cache = DynamicCache(config=model.config)
-    with _watched(model, sites, notes), torch.no_grad():
+    with _watched(model, sites, notes), _real_rotary_embeddings(model), torch.no_grad():
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta")
         model(input_ids=ids, past_key_values=cache, use_cache=True)
     names = {module: name for name, module in model.named_modules()}
@@ -82,6 +84,31 @@ def _watched(model: PreTrainedModel, sites: list[ExpertsSite], notes: _Notes) ->
             hook.remove()
         for site in sites:
             del modules[site.name].forward
+
+
+@contextmanager
+def _real_rotary_embeddings(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, rotary embeddings that read values of positions compute on real tensors: a meta tensor has no values."""
+    modules = [module for module, _ in rotary_modules(model)]
+    try:
+        for module in modules:
+            module.forward = _on_real_tensors(type(module)(module.config))
+        yield
+    finally:
+        for module in modules:
+            module.__dict__.pop("forward", None)
+
+
+def _on_real_tensors(real: nn.Module) -> Callable[..., Any]:
+    """`real`: a rotary embedding in main memory. Every position is 0: the shapes are what is looked at."""
+
+    def forward(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        like, positions = torch.empty(0, dtype=x.dtype), torch.zeros(position_ids.shape, dtype=torch.long)
+        turned = real(like, positions, *args, **kwargs)
+        is_one = isinstance(turned, torch.Tensor)
+        return turned.to("meta") if is_one else tuple(each.to("meta") for each in turned)
+
+    return forward
 
 
 def _note_output(notes: _Notes) -> Callable[..., None]:

@@ -15,6 +15,7 @@ from smoe.models.anatomy import Anatomy, examine
 from smoe.models.checkpoint import Checkpoint, described_checkpoint
 from smoe.models.experts import ExpertsSite, find_sites, meta_model
 from smoe.models.files import naming
+from smoe.models.rotary import position_limit
 from smoe.models.spec import ModelSpec, own_dtype
 from smoe.units import format_bytes
 
@@ -92,8 +93,7 @@ def _refuse_quantised(model_config: PretrainedConfig, path: Path) -> None:
 
 def choose_context(model_config: PretrainedConfig, config: EngineConfig) -> int:
     """The positions asked for, else `DEFAULT_CONTEXT_TOKENS` or the model's own limit; raises beyond that limit."""
-    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    limit = limit if isinstance(limit, int) else None
+    limit = position_limit(model_config)
     if config.context_tokens is None:
         return min(DEFAULT_CONTEXT_TOKENS, limit or DEFAULT_CONTEXT_TOKENS)
     if limit is not None and config.context_tokens > limit:

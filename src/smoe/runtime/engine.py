@@ -27,6 +27,7 @@ from smoe.memory.store import ExpertStore
 from smoe.metrics import Counters
 from smoe.models.anatomy import Anatomy
 from smoe.models.kv_cache import RowCache
+from smoe.models.rotary_lengths import RotaryLengths
 from smoe.models.scoring import ScoringRule
 from smoe.policy.budget import Ledger
 from smoe.policy.eviction.base import Eviction
@@ -64,8 +65,7 @@ class Engine:
         eviction: EvictionSettings,
         leaves_little: bool,
     ) -> None:
-        """`leaves_little`: whether our kernels have nearly all products of one token, so that the library needs one
-        thread only."""
+        """`leaves_little`: our kernels have nearly all products of one token, so the library needs one thread only."""
         self.config = config
         self.anatomy = anatomy
         self.ledger = ledger
@@ -81,6 +81,7 @@ class Engine:
         self.executor = executor
         self.rows_of_pass: RowsOfPass | None = None
         """Where attention hears of texts of their own lengths; None: it takes none."""
+        self.rotary: RotaryLengths  # set with the seam
         self.rules = rules
         self._logits: dict[int, torch.Tensor] = {}
         """What the routers said in this pass, until their experts run."""

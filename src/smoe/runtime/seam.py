@@ -32,6 +32,7 @@ from smoe.models.ended_rows import EndedRows
 from smoe.models.experts import ExpertsSite
 from smoe.models.guards import guard, uncompiled
 from smoe.models.kv_cache import RowCache
+from smoe.models.rotary_lengths import RotaryLengths
 from smoe.models.scoring import in_order
 from smoe.runtime.engine import Engine
 
@@ -45,15 +46,16 @@ def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine, lis
     modules = dict(model.named_modules())
     for site in sites:
         modules[site.name].forward = _experts_forward(engine, site.layer)  # type: ignore[method-assign]
-    ended = EndedRows()
+    ended, rotary = EndedRows(), RotaryLengths(model)
     model.forward = uncompiled(_model_forward(model, engine))  # type: ignore[method-assign]
-    model.generate = _generate(model, engine, ended)  # type: ignore[method-assign]
+    model.generate = _generate(model, engine, ended, rotary)  # type: ignore[method-assign]
     model._prepare_cache_for_generation = _prepare_cache(engine, ended)  # type: ignore[method-assign]
     model._get_stopping_criteria = ended.listening(model._get_stopping_criteria)  # type: ignore[method-assign]
     model.offload = engine  # type: ignore[assignment]
     pool, is_quantised = engine.executor.compute.spinning_pool, isinstance(engine.store, QuantisedStore)
     rows = RowsOfPass(pool, is_quantised, engine.config.reproducible)
     engine.rows_of_pass = rows if listen_to(rows, model) else None
+    engine.rotary = rotary
     guard(model)
 
 
@@ -129,7 +131,7 @@ def _padding(attention_mask: Any, tokens: int) -> torch.Tensor | None:
     return padding if bool(padding.any()) else None
 
 
-def _generate(model: PreTrainedModel, engine: Engine, ended: EndedRows) -> Callable[..., Any]:
+def _generate(model: PreTrainedModel, engine: Engine, ended: EndedRows, rotary: RotaryLengths) -> Callable[..., Any]:
     original = model.generate
 
     @functools.wraps(original)
@@ -139,10 +141,20 @@ def _generate(model: PreTrainedModel, engine: Engine, ended: EndedRows) -> Calla
             chunk = max(1, engine.config.prefill_tokens // prompt.shape[0])  # what the workspace was planned for
             if prompt.shape[1] > chunk:
                 kwargs.setdefault("prefill_chunk_size", chunk)
-        with engine.turn(), ended.heard(is_plain=kwargs.get("custom_generate") is None):
+        whole = _lengths(prompt, kwargs.get("attention_mask"))
+        with engine.turn(), ended.heard(is_plain=kwargs.get("custom_generate") is None), rotary.reading(whole):
             return original(inputs, *args, **kwargs)
 
     return generate
+
+
+def _lengths(prompt: Any, attention_mask: Any) -> list[int]:
+    """Of every row of a prompt, its tokens without padding; of what is no token ids, nothing."""
+    if not isinstance(prompt, torch.Tensor) or prompt.dim() != 2:
+        return []
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+        return [int(tokens) for tokens in attention_mask.sum(dim=1).tolist()]
+    return [prompt.shape[1]] * prompt.shape[0]
 
 
 def _prepare_cache(engine: Engine, ended: EndedRows) -> Callable[..., None]:

@@ -19,6 +19,7 @@ from smoe.errors import EngineStateError
 from smoe.generation.choices import end_tokens
 from smoe.generation.loop import DecodeLoop
 from smoe.generation.request import Request
+from smoe.models.rotary import position_limit
 from smoe.runtime.engine import Engine
 from smoe.server.grammar import Grammars
 from smoe.server.meters import Meters
@@ -41,8 +42,8 @@ class Serving:
         self.engine: Engine = model.offload  # type: ignore[assignment]
         self.began = int(time.time())
         self.vocabulary = int(model.config.get_text_config().vocab_size)
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self._is_whole_context = isinstance(positions, int) and self.engine.context_tokens >= positions
+        positions = position_limit(model.config)
+        self._is_whole_context = positions is not None and self.engine.context_tokens >= positions
         self.ends = frozenset(end_tokens(model, tokenizer))
         self.prompts = Prompts(tokenizer, self.vocabulary, self.engine.context_tokens)
         self.tokens = TokenTexts(tokenizer)
