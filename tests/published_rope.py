@@ -11,13 +11,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
-from tests import families, zoo
+from tests import families, oracle, zoo
 
 ORIGINAL = 32
+_IN_16_BITS = ("gemma4_text", "llama4_text", "mistral4")
+"""Families outside `zoo.py` that have the library's bits in 16 bits alone."""
 _SHORT = [1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 1.05, 1.1]
 _LONG = [1.02, 1.03, 1.05, 1.1, 4.2, 13.5, 38.0, 61.0]
-_DEEPSEEK = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": ORIGINAL}
+_DEEPSEEK = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": ORIGINAL,
+}
 _LONGROPE = {"type": "longrope", "short_factor": _SHORT, "long_factor": _LONG}
 
 
@@ -44,10 +53,18 @@ def _by_layers(family: str, positions: int, full: dict[str, Any], **sliding: Any
     """Tables of their own for layers of full and of sliding attention."""
     sliding = {"rope_type": "default", "rope_theta": 10000.0, **sliding}
     tables = {"full_attention": {"rope_theta": 500000.0, **full}, "sliding_attention": sliding}
-    kinds = ["sliding_attention", "full_attention"] * 2
-    return Published(
-        family, {"max_position_embeddings": positions, "rope_parameters": tables, "layer_types": kinds}
-    )
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2} if family == "mellum" else {}
+    return Published(family, {"max_position_embeddings": positions, "rope_parameters": tables, **kinds})
+
+
+def reference(name: str, folder: Path) -> PreTrainedModel:
+    """transformers alone, just loaded."""
+    family = PUBLISHED[name].family
+    return oracle.reference(folder) if family in zoo.FAMILIES else families.reference(folder, _dtype(family))
+
+
+def _dtype(family: str) -> torch.dtype:
+    return torch.bfloat16 if family in _IN_16_BITS else torch.float32
 
 
 PUBLISHED: dict[str, Published] = {
@@ -55,7 +72,12 @@ PUBLISHED: dict[str, Published] = {
         "phimoe",
         10000.0,
         32 * ORIGINAL,
-        {**_LONGROPE, "short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122},
+        {
+            **_LONGROPE,
+            "short_mscale": 1.243163121016122,
+            "long_mscale": 1.243163121016122,
+            "original_max_position_embeddings": ORIGINAL,
+        },
         original_max_position_embeddings=ORIGINAL,
         sliding_window=32 * ORIGINAL,
     ),
@@ -187,18 +209,19 @@ PUBLISHED: dict[str, Published] = {
         },
     ),
     "dynamic, by layers": _by_layers(
-        "mellum", 4 * ORIGINAL, {"rope_type": "dynamic", "factor": 4.0}, rope_type="linear", factor=2.0
+        "mellum", ORIGINAL, {"rope_type": "dynamic", "factor": 4.0}, rope_type="linear", factor=2.0
     ),
 }
 
 
-def save(name: str, folder: Path) -> Path:
-    """A toy of a published configuration: seeded random weights, and the fields as they are published."""
+def save(name: str, folder: Path, **overrides: Any) -> Path:
+    """A toy of a published configuration: seeded random weights, and the fields as they are published. `overrides`: of
+    other fields, for the families of `zoo.py`."""
     published = PUBLISHED[name]
     if published.family in zoo.FAMILIES:
-        zoo.save(published.family, folder)
+        zoo.save(published.family, folder, **overrides)
     else:
-        families.save(published.family, folder, torch.float32)
+        families.save(published.family, folder, _dtype(published.family))
     place = folder / "config.json"
     config = json.loads(place.read_text("utf-8"))
     config.pop("rope_parameters", None)

@@ -19,9 +19,10 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 Factors = tuple[int, int]
 """What a length chooses: (how many switches lie below it, the length itself where it counts, else 0)."""
 
-_SCALES_ALL_POSITIONS = ("linear", "dynamic")
+_OF_ALL_POSITIONS = ("linear", "dynamic")
 """Kinds without an original length of their own: the factor multiplies `max_position_embeddings`, which the library's
-documentation leaves unchanged for them."""
+documentation leaves unchanged for them. Where layers have tables of their own, configurations with linear ones
+(Gemma 3's) name the scaled number already."""
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
@@ -44,7 +45,8 @@ def position_limit(config: PretrainedConfig) -> int | None:
 def _scaled(table: Mapping[str, Any], named: int, is_alone: bool) -> int:
     """Factor times original length; 0 where a table has no such two."""
     factor, original = table.get("factor"), table.get("original_max_position_embeddings")
-    if original is None and is_alone and table.get("rope_type") in _SCALES_ALL_POSITIONS:
+    kind = table.get("rope_type")
+    if original is None and kind in _OF_ALL_POSITIONS and (is_alone or kind == "dynamic"):
         original = named
     if not _is_count(original) or isinstance(factor, bool) or not isinstance(factor, (int, float)):
         return 0
