@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ def position_limit(config: PretrainedConfig) -> int | None:
     on (Qwen's) leave `max_position_embeddings` as it was.
     """
     text = config.get_text_config()
-    named = getattr(text, "max_position_embeddings", None)
-    if not _is_count(named):
+    named = _count(getattr(text, "max_position_embeddings", None))
+    if not named:
         return None
     tables = getattr(text, "rope_parameters", None)
     tables = tables if isinstance(tables, dict) else {}
@@ -44,17 +45,18 @@ def position_limit(config: PretrainedConfig) -> int | None:
 
 def _scaled(table: Mapping[str, Any], named: int, is_alone: bool) -> int:
     """Factor times original length; 0 where a table has no such two."""
-    factor, original = table.get("factor"), table.get("original_max_position_embeddings")
+    factor: Any = table.get("factor")
     kind = table.get("rope_type")
-    if original is None and kind in _OF_ALL_POSITIONS and (is_alone or kind == "dynamic"):
+    original = _count(table.get("original_max_position_embeddings"))
+    if not original and kind in _OF_ALL_POSITIONS and (is_alone or kind == "dynamic"):
         original = named
-    if not _is_count(original) or isinstance(factor, bool) or not isinstance(factor, (int, float)):
-        return 0
-    return int(factor * original)
+    is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool) and isfinite(factor)
+    return int(factor * original) if is_number else 0
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _count(value: Any) -> int:
+    """A number of positions; 0 for what is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 @dataclass(frozen=True)
