@@ -182,7 +182,7 @@ PUBLISHED: dict[str, Published] = {
     "Mixtral": _scaled("mixtral", 1000000.0, 8 * ORIGINAL, None),
     "linear": _scaled("mixtral", 10000.0, ORIGINAL, {"type": "linear", "factor": 4.0}),
     "dynamic": _scaled("mixtral", 10000.0, ORIGINAL, {"type": "dynamic", "factor": 4.0}),
-    "dynamic beside recurrent layers": _scaled(
+    "dynamic, recurrent layers": _scaled(
         "qwen3_next", 10000.0, ORIGINAL, {"rope_type": "dynamic", "factor": 4.0}, partial_rotary_factor=1.0
     ),
     "longrope in another family": _scaled(

@@ -1,7 +1,7 @@
 """Texts whose positions are turned by factors of their length: below, across and beyond the original length, together,
 in pieces, and after texts that begin like them.
 
-Would catch: keys of other factors that are used again, a row that has the factors of a longer neighbour, a text that
+Would catch: keys of other factors that are used again, a row that has the factors of a longer text in the same pass, a text that
 grows past the original length and is not read again where the library does.
 """
 
@@ -73,13 +73,13 @@ class Asking:
     def ask(self, *asked: tuple[Sequence[int], int]) -> tuple[list[Request], list[list[torch.Tensor]]]:
         """Prompts, and how many tokens each gets: all at once."""
         self._logits.clear()
-        requests, heard = [], list[Piece | End]()
+        requests, events = [], list[Piece | End]()
         for ids, tokens in asked:
             sampling = Sampling(max_new_tokens=tokens, ignores_end=True)
-            requests.append(Request(ids, sampling, heard.append))
+            requests.append(Request(ids, sampling, events.append))
             self.loop.hand_in(requests[-1])
         self.loop.run(until_idle=True)
-        assert not [what.error for what in heard if isinstance(what, End) and what.error]
+        assert not [what.error for what in events if isinstance(what, End) and what.error]
         return requests, list(self._logits.values())
 
 
@@ -190,12 +190,12 @@ def test_a_row_that_fails_to_be_read_again_leaves_the_others_alone(
     folder = saved(name)
     model = open_model(folder, "half", max_sequences=2)
     loop, begun = DecodeLoop(model, NoText()), Rows._begin_anew
-    heard: list[list[Piece | End]] = [[], []]
+    events: list[list[Piece | End]] = [[], []]
     failed: list[int] = []
     asked = [(OTHER[:9], 8), (TEXT[: ORIGINAL - 3], 8)]
     requests = [
         Request(ids, Sampling(max_new_tokens=tokens, ignores_end=True), mine.append)
-        for (ids, tokens), mine in zip(asked, heard, strict=True)
+        for (ids, tokens), mine in zip(asked, events, strict=True)
     ]
     for request in requests:
         loop.hand_in(request)
@@ -208,5 +208,5 @@ def test_a_row_that_fails_to_be_read_again_leaves_the_others_alone(
 
     monkeypatch.setattr(Rows, "_begin_anew", failing)
     loop.run(until_idle=True)
-    assert isinstance(heard[1][-1], End) and str(heard[1][-1].error) == "no memory"
+    assert isinstance(events[1][-1], End) and str(events[1][-1].error) == "no memory"
     assert requests[0].new_ids == tokens_of_library(name, folder, *asked[0])

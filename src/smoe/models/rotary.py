@@ -3,7 +3,7 @@ position depends on how long its text is.
 
 Most kinds turn a position by the position alone. Two kinds of the library do not: `longrope` has one set of factors up
 to the original length and another one beyond it; `dynamic` has other factors for every length beyond
-`max_position_embeddings`. Keys that were made with one set of factors are wrong beside those of another set.
+`max_position_embeddings`. Keys that were made with one set of factors are wrong together with those of another set.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 Factors = tuple[int, int]
-"""What a length chooses: (how many switches lie below it, the length itself where it counts, else 0)."""
+"""What a length chooses: (how many switches the length exceeds, the length itself where it counts, else 0)."""
 
 _OF_ALL_POSITIONS = ("linear", "dynamic")
 """Kinds without an original length of their own: the factor multiplies `max_position_embeddings`, which the library's

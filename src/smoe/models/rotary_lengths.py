@@ -22,7 +22,7 @@ class RotaryLengths:
     """Of one model: the rule by which it turns positions, and how long the texts of the pass under way will be."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Puts itself before the model's rotary embeddings, where the length decides."""
+        """Replaces the forward of the model's rotary embeddings, where the length decides."""
         self.rule = length_rule(model)
         self.reads_again = reads_again(model, self.rule)
         """Whether a text that grows past a switch is read again, as the library does for this family; else only what
