@@ -1,8 +1,8 @@
 """Texts whose positions are turned by factors of their length: below, across and beyond the original length, together,
 in pieces, and after texts that begin like them.
 
-Would catch: keys of other factors that are used again, a row that has the factors of a longer text in the same pass, a text that
-grows past the original length and is not read again where the library does.
+Would catch: keys of other factors that are used again, a row that has the factors of a longer text in the same pass,
+a text that grows past the original length and is not read again where the library does.
 """
 
 from __future__ import annotations
