@@ -77,12 +77,11 @@ class Actor:
     def begin(self) -> dict[str, Any]:
         """Open the experts. On which `host`, in which `process`; the public `key` that is to be let in, and `slots`, or
         `why` not."""
-        import torch
+        from smoe.machine.processor import set_compute_threads
 
         self._close()
         here = {"host": socket.gethostname(), "process": os.getpid()}
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
+        set_compute_threads(self._threads)
         try:
             self._served = self._opening()
         except (SmoeError, OSError) as error:

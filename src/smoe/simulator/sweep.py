@@ -39,9 +39,9 @@ def sweep(
 ) -> list[Result]:
     """What `simulate`, a function of a module, makes of every setting; `tick` hears of each that is done.
 
-    `processes`: so many at most, with 1 none but this one; None: one for each core. Results are kept by `keeping` as
-    they come, and those that it has are not made again. The first exception of a simulation, or an interrupt, ends them
-    all.
+    `processes`: so many at most, with 1 none but this one; None: one for each core of the machine. Results are kept by
+    `keeping` as they come, and those that it has are not made again. The first exception of a simulation, or an
+    interrupt, ends them all.
     """
     found = {} if keeping is None else _kept(keeping, settings, tick)
     missing = [number for number in range(len(settings)) if number not in found]
