@@ -237,6 +237,7 @@ def test_affinity_and_quota_both_count(tree: Tree, monkeypatch: pytest.MonkeyPat
 def test_a_thread_that_is_pinned_to_a_core_is_not_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {5}, raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 12)
+    monkeypatch.delenv("OMP_PROC_BIND", raising=False)
     assert processor._schedulable_cores() == 1
     monkeypatch.setenv("OMP_PROC_BIND", "close")
     assert processor._schedulable_cores() == 12
