@@ -56,7 +56,9 @@ def sweep(
             tick(1)
         return [found[number] for number in range(len(settings))]
     spawn = get_context("spawn")  # a fork would copy threads of the libraries
-    with ProcessPoolExecutor(most, spawn, initializer=_follow_parent, initargs=(Path.cwd(),)) as pool:
+    with _in_python_s_folder() as folder:  # of its own process, too, which watches over locks
+        pool = ProcessPoolExecutor(most, spawn, initializer=_follow_parent, initargs=(folder,))
+    with pool:
         try:
             with _in_python_s_folder():
                 futures = {number: pool.submit(simulate, settings[number]) for number in missing}
@@ -89,13 +91,13 @@ def _keep(keeping: Keeping[Result], setting: Setting, done: Future[Result]) -> N
 
 
 @contextmanager
-def _in_python_s_folder() -> Iterator[None]:
+def _in_python_s_folder() -> Iterator[Path]:
     """Processes that are started meanwhile find nothing on their path but Python's own modules, until they have got
-    ours: they begin with the folder that they are started in."""
+    ours: they begin with the folder that they are started in. Gives the folder in which we work otherwise."""
     before = Path.cwd()
     os.chdir(Path(os.__file__).parent)
     try:
-        yield
+        yield before
     finally:
         os.chdir(before)
 
