@@ -30,7 +30,7 @@ help:
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation as a site, into build/site; fails where a link leads nowhere"
 	@echo "make wheel  is everything in the wheel, and nothing else?  make wheel-test   ... and does it run where only it is?"
-	@echo "make locked requirements with hashes, for the container and whoever wants them"
+	@echo "make locked requirements with hashes, for the container image"
 	@echo "make gpu    everything that needs a GPU, by $(GPU_PYTHON), into $(GPU_OUT); goes on where it was cut off"
 
 env: $(VENV)/.installed

@@ -40,8 +40,8 @@ def _compiled(*arguments: str) -> str:
 def _write(name: str, text: str) -> None:
     """An entry is a line that does not begin with a space, and those after it that do."""
     entries = re.findall(r"^\S.*\n(?:[ ].*\n)*", text, re.M)
-    kept = [entry for entry in entries if not _OF_TORCH.match(entry)]
-    (ROOT / name).write_text(_HEADER + "".join(kept))
+    ours = [entry for entry in entries if not _OF_TORCH.match(entry)]
+    (ROOT / name).write_text(_HEADER + "".join(ours))
 
 
 if __name__ == "__main__":

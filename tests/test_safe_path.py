@@ -119,11 +119,11 @@ def test_workers_take_nothing_from_the_folder_of_their_model(
     process = subprocess.Popen(line, cwd=spared, env=environment, **streams)  # type: ignore[call-overload]
     try:
         os.set_blocking(process.stdout.fileno(), False)
-        said, until = "", time.monotonic() + 120
-        while "waits for main" not in said and "main is to be at" not in said and time.monotonic() < until:
-            said += (process.stdout.read() or b"").decode()
+        output, until = "", time.monotonic() + 120
+        while "waits for main" not in output and "main is to be at" not in output and time.monotonic() < until:
+            output += (process.stdout.read() or b"").decode()
             time.sleep(0.05)
-        assert "waits for main" in said or "main is to be at" in said, said
+        assert "waits for main" in output or "main is to be at" in output, output
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
@@ -193,7 +193,7 @@ def test_relative_places_stay_where_they_are_for_a_child(tmp_path: Path, monkeyp
     ],
 )
 def test_only_our_own_programs_change_the_path(line: list[str], is_ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An import of the package in somebody's session, whose modules are in the current folder, changes nothing."""
+    """An import of the package in a user's session, whose modules are in the current folder, changes nothing."""
     by_name = next((n for n, word in enumerate(line) if word.startswith("-") and "m" in word), None)
     given = ["-m", *line[by_name + (1 if line[by_name] != "-m" else 2) :]] if by_name is not None else line[-1:]
     monkeypatch.setattr(sys, "orig_argv", line)

@@ -30,7 +30,7 @@ def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroup, "_SYSTEM", tmp_path)
 
 
-def test_a_budget_above_what_is_left_is_said_with_both_numbers(run, checkpoint):
+def test_a_budget_above_what_is_left_is_printed_with_both_numbers(run, checkpoint):
     ran = run("generate", checkpoint, "-p", "x", "--max-new-tokens", 2, "--memory", "3GiB", "--context", 64)
     assert ran.code == 0
     lines = [line for line in ran.err.splitlines() if "3.00 GiB" in line and "400 MiB" in line.replace("400.0", "400")]
@@ -39,7 +39,7 @@ def test_a_budget_above_what_is_left_is_said_with_both_numbers(run, checkpoint):
     assert "memory limit" not in fitting.err
 
 
-def test_a_plan_says_it_too(run, checkpoint):
+def test_a_plan_has_the_same_line(run, checkpoint):
     remarks = run("plan", checkpoint, "--memory", "3GiB", "--json").json["remarks"]
     assert any("3.00 GiB" in line and "400" in line for line in remarks)
 
@@ -55,7 +55,7 @@ def test_pages_of_files_are_no_reason_to_refuse(run, checkpoint):
     assert ran.code == 0, ran.err
 
 
-def test_python_is_told_by_the_log(checkpoint, caplog):
+def test_a_library_call_logs_it(checkpoint, caplog):
     with from_pretrained(checkpoint, memory="3GiB", context_tokens=64).offload:
         assert "3.00 GiB" in caplog.text
 
