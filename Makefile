@@ -20,7 +20,7 @@ JOBS   ?= -n auto --maxprocesses 4 --dist worksteal
 # libraries anew: seven seconds of ten.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-limited limited-avx2 limited-core limited-one-thread limited-disagreeing lint docs wheel wheel-test \
+.PHONY: demo test test-limited limited-avx2 limited-core limited-one-thread limited-disagreeing lint docs wheel wheel-test locked \
         env clean help gpu
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation as a site, into build/site; fails where a link leads nowhere"
 	@echo "make wheel  is everything in the wheel, and nothing else?  make wheel-test   ... and does it run where only it is?"
+	@echo "make locked requirements with hashes, for the container image"
 	@echo "make gpu    everything that needs a GPU, by $(GPU_PYTHON), into $(GPU_OUT); goes on where it was cut off"
 
 env: $(VENV)/.installed
@@ -97,8 +98,14 @@ wheel:
 wheel-test:
 	$(PYTHON) .ci/wheel.py --install --torch "$(TORCH)"
 
+# The versions and hashes of everything that faces a network, after a change of pyproject.toml or constraints.txt.
+locked:
+	$(PYTHON) -m venv $(VENV)-lock
+	$(VENV)-lock/bin/python -m pip install --quiet uv==0.13.9
+	$(VENV)-lock/bin/python .ci/lock.py
+
 gpu:
 	PYTHONPATH=src HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m bench.gpu --out $(GPU_OUT)
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-lock build .pytest_cache .mypy_cache .ruff_cache

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from smoe.expert import EXACT
+from smoe.machine.processor import usable_cores
 from smoe.memory.arena import Arena
 from smoe.memory.link import CudaLink
 from smoe.memory.page_lock import CudaRegistry, lock_pages
@@ -37,7 +38,7 @@ def link_rates(device: torch.device, nbytes: int) -> dict[str, Any]:
     arena, target = Arena([(1, nbytes)], torch.device("cpu")), torch.empty(nbytes, dtype=torch.uint8, device=device)
     pageable = {size: _rate(device, _copies(arena.bytes, target, size), nbytes) for size in SIZES[-1:]}
     registry, began = CudaRegistry(device), time.perf_counter()
-    locked = lock_pages(arena, registry)
+    locked = lock_pages(arena, registry, usable_cores())
     figures["locked"] = nbytes / (time.perf_counter() - began)
     figures["pieces_locked"] = len(locked)
     figures["pageable_by_size"] = pageable

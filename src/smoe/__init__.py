@@ -6,11 +6,15 @@
 Importing this package loads nothing heavy; torch and transformers come with the first call.
 """
 
-from __future__ import annotations
+import sys
+
+from smoe.safe_path import drop_current_folder, is_run_by_name
+
+if is_run_by_name():
+    drop_current_folder()  # before any import that a file of the current folder could take the place of
 
 import logging
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 if "torch" not in sys.modules:

@@ -54,9 +54,11 @@ class EngineConfig:
     prefill_tokens: int = 2048
     """Tokens of all sequences in one step; longer prompts are read in chunks (their grade then is E1, not E0)."""
     threads: int | None = None
-    """Computing threads; None: what torch has when the model is loaded. Every request computes with as many."""
+    """Computing threads; None: what torch has when the model is loaded, but no more than the CPUs that the process may
+    use (affinity, a container's quota). Every request computes with as many."""
     io_threads: int = 2
-    """Reading threads; one or two saturate a disk with requests of 4 MB."""
+    """Reading threads; one or two saturate a disk with requests of 4 MB. The default is one where the process may use a
+    single CPU."""
     dtype: str = "auto"
     """Element type of weights and activations; auto: the checkpoint's own."""
     device: str = "auto"

@@ -1,4 +1,4 @@
-"""`python -m smoe.light_worker N`: the process of a worker without torch, which reads what it is from the open file N.
+"""The process of a worker without torch: `main` here, in a Python of its own, reads its task from an open file.
 
 `smoe cluster join --no-torch` becomes this process when it has understood its options: what the command line is made of
 takes 25 MiB, and a worker needs none of it. It keeps one heap (threads with heaps of their own keep what each has had
@@ -22,8 +22,8 @@ from smoe import __version__
 from smoe.cluster.identity import KeyPair, Worker, keep_worker
 from smoe.errors import SmoeError, WorkerRefusedError
 from smoe.kernels import machine_code
+from smoe.safe_path import WORKING_FOLDER, child_environment, module_line
 
-_MODULE = "smoe.light_worker"
 _ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072", "OPENBLAS_NUM_THREADS": "1"}
 _INTERRUPTED, _TERMINATED, _REFUSED = 130, 143, 3
 
@@ -45,12 +45,15 @@ def become(me: Worker, task: Task, say: Callable[[str], None]) -> None:
         run(me, task, say, lambda end: None)
         return
     reading, writing = os.pipe()
+    task = task._replace(place=str(Path(task.place).absolute()))
     os.write(writing, json.dumps([asdict(me), task._asdict()]).encode())  # keys: no business of the process list
     os.close(writing)
     os.set_inheritable(reading, True)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os.execve(sys.executable, [sys.executable, "-m", _MODULE, str(reading)], {**os.environ, **_ENVIRONMENT})
+    environment = child_environment() | _ENVIRONMENT  # before the folder is another
+    os.chdir(WORKING_FOLDER)
+    os.execve(sys.executable, module_line("smoe.light_worker", str(reading)), environment)
 
 
 def run(me: Worker, task: Task, say: Callable[[str], None], serving: Callable[[Callable[[], None]], None]) -> None:
@@ -81,7 +84,8 @@ def run(me: Worker, task: Task, say: Callable[[str], None], serving: Callable[[C
         opened.alone.close()
 
 
-def _main() -> NoReturn:
+def main() -> NoReturn:
+    """Be the worker whose keys and task the open file has that the command line numbers."""
     with os.fdopen(int(sys.argv[1]), encoding="utf8") as file:
         worker, task = json.load(file)
     me = Worker(**worker | {"keys": KeyPair(**worker["keys"])})
@@ -109,7 +113,3 @@ def _main() -> NoReturn:
         complain(error)
         sys.exit(_REFUSED if isinstance(error, WorkerRefusedError) else 2)
     sys.exit(0)
-
-
-if __name__ == "__main__":
-    _main()

@@ -152,5 +152,6 @@ def test_the_linux_peak_is_in_bytes() -> None:
 
 def test_cores_where_no_system_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    monkeypatch.setattr("smoe.machine.processor.cpu_quota", lambda: None)
     monkeypatch.setattr("os.cpu_count", lambda: 12)
     assert usable_cores() == 12

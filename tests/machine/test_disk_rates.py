@@ -14,6 +14,7 @@ import pytest
 from smoe.config import EngineConfig
 from smoe.machine import disk_rates
 from smoe.machine.disk_rates import measure_reads
+from smoe.machine.processor import reading_threads
 from smoe.memory.disk import DiskReader
 from smoe.memory.store import PAGE, Read
 
@@ -70,7 +71,7 @@ def test_of_a_large_model_what_fits_the_time_is_read_twice(tmp_path: Path, monke
     monkeypatch.setattr(disk_rates, "_rate", measured)
     measure_reads(Store(tmp_path / "experts"), 0.0)  # type: ignore[arg-type]
     first, again = offered
-    assert len(first) == EXPERTS and again == first[: EngineConfig().io_threads]
+    assert len(first) == EXPERTS and again == first[: reading_threads(EngineConfig())]
 
 
 def test_reads_land_in_many_buffers_as_the_engine_s_do(tmp_path: Path, passes: list[list[tuple[int, int]]]) -> None:

@@ -153,7 +153,7 @@ def _ablate(
             rounds,
             config,
             rows,
-            lambda wanted: load(model, wanted, options.revision),
+            lambda wanted: load(model, wanted, options.revision, on_shortage=warn),
             lambda step: bars.update(task, advance=1, description=step.name.strip()),
         )
     if not lines:

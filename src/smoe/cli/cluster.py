@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
@@ -20,6 +19,7 @@ from smoe.cli.cluster_workers import keep_running, line_for_main, local_workers,
 from smoe.cli.options import Debug, Json, Model
 from smoe.cli.spread import with_options
 from smoe.errors import ClusterError, ConfigError
+from smoe.safe_path import module_line
 
 MOST_LOCAL = 64
 DEFAULT_LOCAL = 2
@@ -77,6 +77,7 @@ def up(
     """
     from smoe.cli.console import note
     from smoe.load.check_zmq import check_zmq
+    from smoe.models.files import named_elsewhere
 
     check_zmq()
     room, is_on_ray = Room.of(worker_memory, slots), on_ray.are_given(local)
@@ -92,7 +93,7 @@ def up(
     given = ["--precision", precision, *room.as_given]
     given += [] if threads is None else ["--threads", str(threads)]
     given += [] if torch is None else ["--torch" if torch else "--no-torch"]
-    work = [sys.executable, "-m", "smoe", "cluster", "work", model, "--name"]
+    work = module_line("smoe.__main__", "cluster", "work", named_elsewhere(model), "--name")
     lines = {each: [*work, each, *given] for each in workers}
     if shadow:
         lines[shadow_of(name)] = [*work, shadow_of(name), "--shadow", "--threads", str(threads or 1)]

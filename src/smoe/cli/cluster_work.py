@@ -68,10 +68,14 @@ def check(model: str, room: Room, precision: str, torch: bool | None) -> None:
 
 def be_worker(me: Worker, model: str, room: Room, threads: int | None, precision: str, torch: bool | None) -> None:
     """Until Ctrl-C, SIGTERM, or main refuses us."""
-    from smoe.cli.console import note
+    from smoe.cli.console import note, warn
     from smoe.cluster.address import to_connect_to
+    from smoe.machine.available_memory import shortage
 
     to_connect_to(me.address)  # a name that is nobody's is refused before anything is read
+    short = None if room.memory_bytes is None else shortage("`worker_memory`", room.memory_bytes)
+    if short is not None:
+        warn(short)
     try:
         if _has_torch(torch):
             _serve(me, model, room, threads, precision)
@@ -95,16 +99,14 @@ def _serve(me: Worker, model: str, room: Room, threads: int | None, precision: s
     """With torch, in this process."""
     from dataclasses import replace
 
-    import torch
-
     from smoe.cli.console import note
     from smoe.cluster.identity import keep_worker
     from smoe.cluster.worker import WorkerProcess
     from smoe.load.worker_experts import open_experts
+    from smoe.machine.processor import set_compute_threads
     from smoe.presets import configure
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_compute_threads(threads)
     opened = open_experts(model, room.memory_bytes, configure(precision=precision), room.slots)
     held = f"{opened.alone.slots} experts fit, in {format_bytes(opened.alone.nbytes)}"
     note(f"worker {me.name}: {held}; main is to be at {me.address}")

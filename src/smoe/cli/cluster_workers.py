@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from smoe.cli.interrupts import REFUSED
 from smoe.errors import ClusterError
+from smoe.safe_path import WORKING_FOLDER, child_environment
 
 if TYPE_CHECKING:
     from smoe.cluster.identity import Main
@@ -58,6 +59,10 @@ def local_workers(name: str, count: int, shadow: bool = False) -> tuple[Main, li
     return main, names
 
 
+def _started(line: Sequence[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(line, stdin=subprocess.DEVNULL, cwd=WORKING_FOLDER, env=child_environment())
+
+
 def keep_running(lines: Mapping[str, Sequence[str]]) -> None:
     """Start the workers, by name, start again who ends, and end them all with us. Whom main refuses is not started
     again: it would be refused again."""
@@ -66,7 +71,7 @@ def keep_running(lines: Mapping[str, Sequence[str]]) -> None:
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
 
     def start(name: str) -> None:
-        running[name] = subprocess.Popen(lines[name], stdin=subprocess.DEVNULL), time.monotonic()
+        running[name] = _started(lines[name]), time.monotonic()
 
     try:
         for name in lines:

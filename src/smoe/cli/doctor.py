@@ -77,13 +77,11 @@ def command(
 
 
 def _measure(folder: Path, expert_bytes: int, threads: int | None) -> Profile:
-    import torch
-
     from smoe.cli.console import progress
     from smoe.machine.measure import measure
+    from smoe.machine.processor import set_compute_threads
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_compute_threads(threads)
     with progress("doctor") as bars:
         task = bars.add_task("measuring", total=None, amount="")
         return measure(folder, expert_bytes, lambda what: bars.update(task, amount=what))

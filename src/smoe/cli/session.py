@@ -46,7 +46,7 @@ def loaded(
         watch.start(ledger)
 
     try:
-        ready = load(model, config, revision, start, watch.expect)
+        ready = load(model, config, revision, start, watch.expect, warn)
     finally:
         watch.stop()
     engine: Any = ready.offload

@@ -31,6 +31,7 @@ from urllib.parse import urlsplit
 from smoe.cluster.address import to_listen_at
 from smoe.cluster.identity import KeyPair, Main, Worker, checked_name, keep_main, read_main
 from smoe.errors import ClusterError, ConfigError, SmoeError
+from smoe.safe_path import WORKING_FOLDER, child_environment, code_line
 
 if TYPE_CHECKING:
     from smoe.cluster.worker import Served, WorkerProcess
@@ -77,12 +78,11 @@ class Actor:
     def begin(self) -> dict[str, Any]:
         """Open the experts. On which `host`, in which `process`; the public `key` that is to be let in, and `slots`, or
         `why` not."""
-        import torch
+        from smoe.machine.processor import set_compute_threads
 
         self._close()
         here = {"host": socket.gethostname(), "process": os.getpid()}
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
+        set_compute_threads(self._threads)
         try:
             self._served = self._opening()
         except (SmoeError, OSError) as error:
@@ -179,9 +179,11 @@ def _answers(address: str, mode: str) -> bool:
 
     Raises `ClusterError` where nobody answers at all.
     """
-    line, environment = [sys.executable, "-c", _PROBE, address], {**os.environ, "RAY_AUTH_MODE": mode}
+    line, environment = code_line(_PROBE, address), child_environment() | {"RAY_AUTH_MODE": mode}
     try:
-        asked = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=_PROBE_SECONDS)
+        asked = subprocess.run(
+            line, env=environment, cwd=WORKING_FOLDER, capture_output=True, text=True, timeout=_PROBE_SECONDS
+        )
     except subprocess.TimeoutExpired as error:
         raise _no_cluster(address, f"no answer in {_PROBE_SECONDS:g} s") from error
     if asked.returncode not in (0, _CLOSED):

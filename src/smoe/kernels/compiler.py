@@ -1,4 +1,4 @@
-"""A process that compiles with LLVM and ends: `python -m smoe.kernels.compiler`, which `jit.py` starts.
+"""A process that compiles with LLVM and ends: `main` here, in a Python of its own, which `jit.py` starts.
 
     asker                          this process
     {"source", "features"} --->    LLVM's language in, an object file of this CPU's machine code out
@@ -16,6 +16,7 @@ from typing import Any
 
 from smoe.cpu_isa import AARCH64, FAMILY
 from smoe.kernels.arm_features import arm_features
+from smoe.safe_path import WORKING_FOLDER, child_environment, module_line
 
 _SECONDS = 60.0
 """Within which it must have answered."""
@@ -68,14 +69,21 @@ def object_file(llvm: Any, source: str, features: str, triple: str = "") -> byte
 
 def _asked(request: dict[str, str]) -> bytes:
     """The answer of a process of its own."""
-    line = [sys.executable, "-m", "smoe.kernels.compiler"]
-    done = subprocess.run(line, input=json.dumps(request).encode(), capture_output=True, timeout=_SECONDS)
+    done = subprocess.run(
+        module_line("smoe.kernels.compiler"),
+        input=json.dumps(request).encode(),
+        capture_output=True,
+        timeout=_SECONDS,
+        cwd=WORKING_FOLDER,
+        env=child_environment(),
+    )
     if done.returncode:
         raise RuntimeError(f"LLVM has failed: {done.stderr.decode(errors='replace').strip()[-2000:]}")
     return done.stdout
 
 
-def _main() -> None:
+def main() -> None:
+    """Answer the request on stdin."""
     request = json.load(sys.stdin)
     try:
         import llvmlite.binding as llvm
@@ -86,7 +94,3 @@ def _main() -> None:
     else:
         answer = object_file(llvm, request["source"], request["features"])
     sys.stdout.buffer.write(answer)
-
-
-if __name__ == "__main__":
-    _main()

@@ -25,6 +25,7 @@ from smoe.load.known import Known
 from smoe.load.learned import Learned
 from smoe.load.selftest import check_experts
 from smoe.load.tiers import Tiers, make_tiers
+from smoe.machine.processor import reading_threads
 from smoe.memory.arena import Arena
 from smoe.memory.emulation import Emulation
 from smoe.memory.link import Link
@@ -105,7 +106,7 @@ def assemble(
     table = SlotTable(*ledger.pools)
     with ExitStack() as made:  # closed, last first, where a later step fails
         tiers = make_tiers(stores, arena, table, ledger.demand.all_classes, config, pacing, on_host_tier)
-        transfers = Transfers(tiers.mover, config.io_threads, pacing.now)
+        transfers = Transfers(tiers.mover, reading_threads(config), pacing.now)
         made.callback(transfers.close)
         compute = _compute(model, spec, config, stores, arena, table, tiers, transfers, pacing)
         made.callback(compute.close)

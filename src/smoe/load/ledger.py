@@ -12,7 +12,8 @@ import torch
 from smoe.bounds import EMULATED
 from smoe.compute.experts_alone import LEAST_SLOTS
 from smoe.config import EngineConfig
-from smoe.machine.available_memory import free_device_bytes, less_margin
+from smoe.machine.available_memory import free_device_bytes, less_margin, shortage
+from smoe.machine.processor import reading_threads
 from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.quantised_store import QuantisedStore, is_quantised
 from smoe.memory.store import ExpertStore, LayerExperts
@@ -81,6 +82,17 @@ def make_ledger(
     return allocate(budget, demand), f"{source} less a margin{whole}"
 
 
+def shortages_of(config: EngineConfig, ledger: Ledger, device: torch.device) -> list[str]:
+    """Sentences about memory that is asked for and is not left: the budget, and that of a host tier."""
+    host_bytes = config.host_memory_bytes or 0
+    if device.type == "cpu":
+        both = " and `host_memory`" if config.device == EMULATED and host_bytes else ""
+        found = [shortage(f"a budget{both}", ledger.budget_bytes + (host_bytes if both else 0))]
+    else:
+        found = [shortage("a budget", ledger.budget_bytes, device), shortage("`host_memory`", host_bytes)]
+    return [each for each in found if each is not None]
+
+
 def share_beside(
     spec: ModelSpec, config: EngineConfig, device: torch.device, store: ExpertStore | None, shadow_bytes: int = 0
 ) -> Callable[[int], float]:
@@ -93,7 +105,7 @@ def demand_of(spec: ModelSpec, config: EngineConfig, device: torch.device, store
     """What a model whose files are here asks of the budget."""
     # A thread needs two buffers where a demand load passes inside a prefetch; on a GPU they are host memory.
     has_host_tier = device.type != "cpu" or config.device == EMULATED
-    buffers = 0 if has_host_tier else 2 * config.io_threads * store.staging_buffer_bytes
+    buffers = 0 if has_host_tier else 2 * reading_threads(config) * store.staging_buffer_bytes
     if config.cluster is not None and not has_host_tier:  # what main computes itself where its workers fail
         buffers += LEAST_SLOTS * sum(set(store.slot_bytes.values())) + store.staging_buffer_bytes
     return spec.demand(config, store.slot_bytes, buffers)

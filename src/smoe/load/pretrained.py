@@ -4,6 +4,7 @@ work is refused before anything large is read. The engine is put together of the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +22,14 @@ from smoe.load.clustered import check_cluster
 from smoe.load.device import choose_device
 from smoe.load.host_slots import reads_directly
 from smoe.load.known import known_of
-from smoe.load.ledger import make_ledger, open_store, share_beside
+from smoe.load.ledger import make_ledger, open_store, share_beside, shortages_of
 from smoe.load.shadow import least_shadow_bytes, planned_shadow
 from smoe.load.shadow_apart import following, is_apart, placed_shadow
 from smoe.load.winners import with_winners
 from smoe.load.worker_files import worker_files
 from smoe.machine.available_memory import free_device_bytes
 from smoe.machine.process_memory import note_start
+from smoe.machine.processor import set_compute_threads
 from smoe.memory.arena import Arena, forget_peak
 from smoe.memory.emulation import DeviceProfile, Emulation, read_emulated
 from smoe.memory.pacing import Pacing
@@ -42,6 +44,7 @@ from smoe.runtime.lifetime import collect_dropped
 from smoe.runtime.running_ahead import ShadowRouting
 from smoe.units import parse_bytes, parse_share
 
+_log = logging.getLogger(__name__)
 _TOUCH_SECONDS = 2.0
 """How long loading waits for the slots' memory; the rest is backed while the model already runs."""
 
@@ -81,17 +84,18 @@ def load(
     revision: str | None = None,
     on_ledger: Callable[[Ledger], None] | None = None,
     on_host_tier: Callable[[int], None] | None = None,
+    on_shortage: Callable[[str], None] = _log.warning,
 ) -> PreTrainedModel:
     """`from_pretrained` for a finished configuration; `on_ledger` hears the budget before anything large is read, and
-    `on_host_tier` the bytes of host memory that are about to be locked beside a GPU."""
+    `on_host_tier` the bytes of host memory that are about to be locked beside a GPU; `on_shortage` gets a sentence
+    where more memory is asked for than is left."""
     collect_dropped()
     note_start()
     device = choose_device(config)
     profile = read_emulated(config.profile) if config.device == EMULATED else None
     if device.type == "cpu" and profile is None:
         _check_balance(config)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    set_compute_threads(config.threads)
     check_cluster(config)
     config = placed_shadow(config)
     spec = read_spec(model, config, revision)
@@ -114,6 +118,8 @@ def load(
     won = with_winners(config, checkpoint.place, spec, device, share_of)
     config, learned = won.config, won.learned
     ledger, reason = make_ledger(spec, config, device, stores[EXACT], learned.nbytes, shadow_bytes)
+    for sentence in shortages_of(config, ledger, device):
+        on_shortage(sentence)
     if on_ledger is not None:
         on_ledger(ledger)
     known = known_of(config, checkpoint.place, ledger.resident_share)

@@ -15,6 +15,7 @@ from smoe.errors import BudgetError, ClusterError, ConfigError
 from smoe.load.device import choose_device
 from smoe.load.shadow import check_shadow, planned_shadow
 from smoe.machine.available_memory import free_device_bytes, less_margin
+from smoe.machine.processor import set_compute_threads
 from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.kv_cache import RowCache
 from smoe.models.read_spec import read_spec
@@ -95,7 +96,8 @@ class ShadowFiles:
                 f"a shadow in {config.shadow_precision} takes {format_bytes(nbytes)}, {format_bytes(room)} are free "
                 "here; have main want one in fewer bits (`shadow_precision`), or of a shorter text (`context_tokens`)"
             )
-        heard = planned.open(None, self._threads or torch.get_num_threads())
+        set_compute_threads(self._threads)
+        heard = planned.open(None, torch.get_num_threads())
         pattern = RowCache(spec.config, 1, 1)
         heard.follow(0, 0, pattern, lambda _: None)  # its keys and values have shapes then
         pattern.take_over(heard.text.cache, 0, 1)

@@ -10,6 +10,7 @@ import torch
 from smoe.config import EngineConfig
 from smoe.load.host_slots import host_sizes, reads_directly, size_of
 from smoe.machine.available_memory import free_device_bytes, less_margin
+from smoe.machine.processor import reading_threads, usable_cores
 from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.emulation import Emulation
@@ -56,7 +57,7 @@ def make_tiers(
         filler = Filler(stores, reader)
         return Tiers(SlotMover(filler, reader, arena), filler)
     budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
-    least = 2 * config.io_threads + 1  # a demand load inside a prefetch on every reading thread, and the CPU's own
+    least = 2 * reading_threads(config) + 1  # a demand load inside a prefetch on each reading thread, and the CPU's own
     sizes = host_sizes(classes, budget, least)
     nbytes = sum(slots * each for slots, each in sizes)
     is_direct = reads_directly(config, total_bytes, free - nbytes)
@@ -65,6 +66,6 @@ def make_tiers(
     registry = None if pacing.is_emulated else CudaRegistry(arena.device)
     if registry is not None and on_host_tier is not None:
         on_host_tier(nbytes)
-    host = HostTier(sizes, size_of(classes), lambda key: key in table.ready, registry, is_direct)
+    host = HostTier(sizes, size_of(classes), lambda key: key in table.ready, registry, is_direct, usable_cores())
     link: Link = EmulatedLink(pacing) if isinstance(pacing, Emulation) else CudaLink(CudaStreams(arena.device))
     return Tiers(HostMover(filler, reader, host, arena, link), filler, host, link)

@@ -1,6 +1,6 @@
 """How much memory this process may take: what is available, or less where somebody says so.
 
-Linux      the memory limit of a container, or any other cgroup
+Linux      the memory limit of a container, or any other cgroup (`cgroup.py`)
 macOS      what can be had without compressing or swapping others' memory
 Windows    what RAM and page file together can hold, as all that is asked for is promised; limits of a job
 """
@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
+from smoe.machine.cgroup import cgroup_room
+from smoe.units import format_bytes
+
 if TYPE_CHECKING:
     import torch
 
-_CGROUP = Path("/sys/fs/cgroup")
 MARGIN_SHARE = 0.10
 MIN_MARGIN_BYTES = 256 * 2**20
 
@@ -81,33 +82,16 @@ def less_margin(free_bytes: int) -> int:
     return max(0, free_bytes - max(MIN_MARGIN_BYTES, int(free_bytes * MARGIN_SHARE)))
 
 
-def cgroup_room() -> int | None:
-    """Bytes left under the tightest memory limit that applies to this process; None without one."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf8").splitlines()
-    except OSError:
+def shortage(what: str, asked_bytes: int, device: torch.device | None = None) -> str | None:
+    """A sentence with both numbers where `what` asks for more memory of the host, or of a GPU, than is left there; None
+    where there is enough."""
+    if device is None or device.type == "cpu":
+        left, source, advice = least_room()
+    else:
+        (left, source), advice = free_device_bytes(device), "close other programs"
+    if asked_bytes <= left:
         return None
-    rooms: list[int] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            rooms += _group_rooms(_CGROUP, path, "memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            rooms += _group_rooms(_CGROUP / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
-    return min(rooms, default=None)
-
-
-def _group_rooms(root: Path, path: str, limit_name: str, usage_name: str) -> list[int]:
-    """Room in the group and each of its parents."""
-    rooms: list[int] = []
-    group = root / path.lstrip("/")
-    while True:
-        try:
-            limit = (group / limit_name).read_text(encoding="utf8").strip()
-            if limit != "max" and int(limit) < 1 << 60:
-                rooms.append(int(limit) - int((group / usage_name).read_text(encoding="utf8")))
-        except (OSError, ValueError):
-            pass
-        if group == root or root not in group.parents:
-            return rooms
-        group = group.parent
+    return (
+        f"{what} of {format_bytes(asked_bytes)} is above the {format_bytes(left)} that are left ({source}): the "
+        f"system may stop the process; ask for less, or {advice}"
+    )

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from smoe.config import EngineConfig
+from smoe.machine.processor import reading_threads
 from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.store import ExpertStore, Read, page_ceil
@@ -63,7 +64,7 @@ def _scattered(items: Sequence[_Item]) -> list[_Item]:
 
 def _rate(reader: DiskReader, reads: Sequence[Read], seconds: float) -> tuple[float, int]:
     """(bytes per second of as many of these reads as fit the time, how many of the first were surely among them)."""
-    threads = EngineConfig().io_threads
+    threads = reading_threads(EngineConfig())
     size = page_ceil(max(read.nbytes for read in reads))
     each = -(-_LEAST_BUFFERS_BYTES // (threads * size))
     arena = Arena([(threads * each, size)], torch.device("cpu"), huge_pages=True)

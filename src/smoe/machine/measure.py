@@ -8,7 +8,6 @@ was made on.
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -27,7 +26,7 @@ from smoe.kernels.matrix import in_bf16
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
 from smoe.machine.disk_rates import measure_disk
 from smoe.machine.floor import Rates
-from smoe.machine.processor import processor_name
+from smoe.machine.processor import processor_name, usable_cores
 from smoe.memory.arena import Arena
 from smoe.memory.emulation import MEASURED, DeviceProfile
 from smoe.user_cache import cache_folder, keep
@@ -109,7 +108,7 @@ def describe_machine() -> dict[str, Any]:
     """What the figures belong to."""
     return {
         "processor": processor_name(),
-        "cores": os.cpu_count() or 1,
+        "cores": usable_cores(),
         "memory_bytes": int(psutil.virtual_memory().total),
         "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
         "system": f"{platform.system()} {platform.machine()}",

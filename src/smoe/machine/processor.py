@@ -8,6 +8,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from smoe.config import EngineConfig
+from smoe.machine.cgroup import cpu_quota
 from smoe.machine.sysctl import sysctl_text
 
 
@@ -23,5 +25,33 @@ def processor_name() -> str:
 
 
 def usable_cores() -> int:
-    """Those that this process may run on, where the system tells; else all."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPUs that this process may use: those that it may run on, or fewer where a quota pays for fewer (a container's
+    `--cpus 2.5` for two). Every number of threads and processes that is not given is made from this one."""
+    cores, quota = _schedulable_cores(), cpu_quota()
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def set_compute_threads(asked: int | None) -> None:
+    """Have torch compute on the threads that are asked for; by default on its own number, but no more than
+    `usable_cores`: threads beyond a quota stop together with the others until the next period."""
+    import torch
+
+    torch.set_num_threads(asked or min(torch.get_num_threads(), usable_cores()))
+
+
+def is_pinned() -> bool:
+    """Whether the OpenMP runtime pins threads to cores: then a thread has fewer than the process."""
+    return os.environ.get("OMP_PROC_BIND", "false").lower() not in ("false", "0")
+
+
+def _schedulable_cores() -> int:
+    """Those that this process may run on, where the system shows them; else all."""
+    if is_pinned() or not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
+
+
+def reading_threads(config: EngineConfig) -> int:
+    """Threads that read experts: as many as the configuration has, of its default no more than `usable_cores`."""
+    asked, default = config.io_threads, EngineConfig.io_threads
+    return min(asked, usable_cores()) if asked == default else asked

@@ -44,9 +44,11 @@ class HostTier:
         goes_first: Callable[[ExpertKey], bool],
         registry: PageRegistry | None = None,
         huge_pages: bool = False,
+        touching_threads: int = 1,
     ) -> None:
         """`sizes`: (slots, bytes of each); `size_of`: which of them a copy has; `goes_first`: whether a copy is
-        forgotten before others; `huge_pages`: as of an `Arena`."""
+        forgotten before others; `huge_pages`: as of an `Arena`; `touching_threads` back its pages
+        before they are locked."""
         self.arena = Arena(sizes, huge_pages=huge_pages)
         self._size_of = size_of
         self._goes_first = goes_first
@@ -62,7 +64,7 @@ class HostTier:
         if registry is not None:
             from smoe.memory.page_lock import lock_pages
 
-            self._locked = lock_pages(self.arena, registry)
+            self._locked = lock_pages(self.arena, registry, touching_threads)
 
     def lease(self, key: ExpertKey) -> Lease:
         """Where `key` is, or a slot to fill; waits where every slot is leased, or another thread is filling it."""

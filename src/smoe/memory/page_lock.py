@@ -7,7 +7,6 @@ Pages are backed first, on several threads: the driver would do it on one, silen
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
@@ -55,12 +54,13 @@ class CudaRegistry:
             torch.ones(1, device=self._device)
 
 
-def lock_pages(arena: Arena, registry: PageRegistry) -> list[int]:
-    """Back and lock the arena, piece by piece; the addresses of what was locked, to be unlocked again.
+def lock_pages(arena: Arena, registry: PageRegistry, threads: int) -> list[int]:
+    """Back, on so many threads, and lock the arena, piece by piece; the addresses of what was locked, to be unlocked
+    again.
 
     Ends with a warning at the first piece that is refused.
     """
-    arena.touch(min(_MOST_THREADS, os.cpu_count() or 1))
+    arena.touch(min(_MOST_THREADS, threads))
     arena.wait_touched(None)
     locked: list[int] = []
     for begin, end in _pieces(arena):

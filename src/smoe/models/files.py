@@ -60,6 +60,12 @@ def local_place(model: str | Path) -> Path | None:
     return None
 
 
+def named_elsewhere(model: str) -> str:
+    """What names the same model for a process in another folder."""
+    path = _path_of(model)
+    return str(path.absolute()) if model != DEMO and path.exists() else model
+
+
 def _path_of(model: str | Path) -> Path:
     try:
         path = Path(model).expanduser()

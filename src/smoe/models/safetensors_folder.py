@@ -25,6 +25,7 @@ from smoe.models.files import naming
 from smoe.models.generation_file import check_generation
 from smoe.models.mxfp4_experts import check_mxfp4, has_mxfp4_experts, joined
 from smoe.models.mxfp4_experts import form_of as mxfp4_form
+from smoe.models.own_implementations import check_implementations, with_own_implementations
 from smoe.models.packed import Contents, Packed, bytes_in_precision, experts_in_precision, not_gatherable, read_packed
 from smoe.models.registration import register_local_families
 from smoe.models.released_layers import expected_layers, load_released, quantised_layers
@@ -45,13 +46,14 @@ class SafetensorsFolder:
 
     def config(self) -> PretrainedConfig:
         register_local_families(check_config(self.place))
+        check_implementations(read_object(self.config_place), self.config_place)
         with naming(f"cannot read the configuration {self.config_place}", ModelError):
             config: PretrainedConfig = AutoConfig.from_pretrained(
                 self.place, trust_remote_code=False, local_files_only=True
             )
         if self._has_mxfp4 or self._scheme is not None:
             del config.quantization_config  # with it the library would convert, or fetch kernels
-        return config
+        return with_own_implementations(config)
 
     def has_weights(self) -> bool:
         return has_shards(self.place)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from smoe.machine.processor import usable_cores
 from smoe.memory.emulation import DeviceProfile, read_profile
 from smoe.papers.cells import Cells
 from smoe.papers.claims import Cell, Claim, Reproduction, Setting, span
@@ -73,7 +74,7 @@ SETTINGS = [
 def reproduce(tick: Callable[[int], None], cells: Cells | None = None) -> Reproduction:
     """Simulate all settings but those that `cells` has; `tick` hears of every one that is done."""
     by_pace: dict[str, list[Setting]] = {pace: [] for pace in PACES}
-    for case, cell in zip(SETTINGS, sweep(_in_case, SETTINGS, tick, keeping=cells), strict=True):
+    for case, cell in zip(SETTINGS, sweep(_in_case, SETTINGS, tick, usable_cores(), keeping=cells), strict=True):
         by_pace[case.pace] += cell.settings
     claims = [claim for pace, settings in by_pace.items() for claim in _claims(settings, pace)]
     claims.append(_memory(by_pace[AS_PROFILED]))

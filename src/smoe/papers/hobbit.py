@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from smoe.expert import LOW
+from smoe.machine.processor import usable_cores
 from smoe.memory.emulation import read_profile
 from smoe.papers.cells import Cells
 from smoe.papers.claims import Cell, Claim, Reproduction, Setting, span
@@ -101,7 +102,7 @@ SETTINGS = [(model, machine) for model in MODELS for machine in MACHINES]
 
 def reproduce(tick: Callable[[int], None], cells: Cells | None = None) -> Reproduction:
     """Simulate all settings but those that `cells` has; `tick` hears of every one that is done."""
-    done = sweep(_systems, SETTINGS, tick, keeping=cells)
+    done = sweep(_systems, SETTINGS, tick, usable_cores(), keeping=cells)
     settings = [setting for cell in done for setting in cell.settings]
     return Reproduction("hobbit", tuple(settings), tuple(_claims(settings, [cell.figures for cell in done])), _REMARKS)
 

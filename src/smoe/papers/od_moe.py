@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
+from smoe.machine.processor import usable_cores
 from smoe.papers.cells import Cells
 from smoe.papers.claims import Cell, Claim, Reproduction, Setting, span
 from smoe.papers.geometry import MIXTRAL
@@ -214,7 +215,7 @@ SETTINGS = _settings()
 
 def reproduce(tick: Callable[[int], None], cells: Cells | None = None) -> Reproduction:
     """Simulate all settings but those that `cells` has; `tick` hears of every one that is done."""
-    done = sweep(_in_case, SETTINGS, tick, keeping=cells)
+    done = sweep(_in_case, SETTINGS, tick, usable_cores(), keeping=cells)
     settings = [setting for cell in done for setting in cell.settings]
     return Reproduction("od-moe", tuple(settings), tuple(_claims(settings)), _remarks())
 

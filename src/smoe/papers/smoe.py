@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from smoe.machine.processor import usable_cores
 from smoe.memory.emulation import read_profile
 from smoe.papers.cells import Cells
 from smoe.papers.claims import Cell, Claim, Reproduction, Setting, span
@@ -97,7 +98,9 @@ SETTINGS = [(machine, batch) for machine in MACHINES for batch in BATCHES]
 def reproduce(tick: Callable[[int], None], cells: Cells | None = None) -> Reproduction:
     """Simulate all settings but those that `cells` has; `tick` hears of every one that is done."""
     done: dict[int, dict[str, dict[str, _Done]]] = {batch: {} for batch in BATCHES}
-    for (machine, batch), cell in zip(SETTINGS, sweep(_systems, SETTINGS, tick, keeping=cells), strict=True):
+    for (machine, batch), cell in zip(
+        SETTINGS, sweep(_systems, SETTINGS, tick, usable_cores(), keeping=cells), strict=True
+    ):
         done[batch][machine.name] = {each.system: _Done(each, cell.figures[each.system]) for each in cell.settings}
     settings = [each.setting for of in done.values() for rows in of.values() for each in rows.values()]
     return Reproduction("smoe", tuple(settings), tuple(_claims(done)), _REMARKS)

@@ -22,7 +22,7 @@ from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.load.assembly import predictor_name
 from smoe.load.device import choose_device
-from smoe.load.ledger import make_ledger, open_if_here, share_beside
+from smoe.load.ledger import make_ledger, open_if_here, share_beside, shortages_of
 from smoe.load.winners import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at
@@ -31,6 +31,7 @@ from smoe.machine.measure import (
     load_profile,
 )
 from smoe.machine.process_memory import beside_budget
+from smoe.machine.processor import set_compute_threads
 from smoe.memory.emulation import read_profile
 from smoe.models.checkpoint import Checkpoint, described_checkpoint
 from smoe.models.read_spec import read_spec
@@ -244,14 +245,15 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
     profile = read_profile(config.profile) if config.device == EMULATED else None
     if profile is not None and profile.device_memory_bytes is not None and config.resident_share is None:
         config = replace(config, memory_bytes=config.memory_bytes or less_margin(int(profile.device_memory_bytes)))
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    set_compute_threads(config.threads)
     spec = read_spec(model, config, revision)
     store = open_if_here(model, spec, device, revision)
     checkpoint = described_checkpoint(model, revision)
     beside = share_beside(spec, config, device, store)
     config, learned_bytes, decided, unlearned = _decided(config, checkpoint, spec, device, beside)
     ledger, reason = make_ledger(spec, config, device, store, learned_bytes)
+    if profile is None:
+        decided = [*decided, *shortages_of(config, ledger, device)]
     is_direct, is_emulated = reads_past_cache(config, spec, ledger, device), profile is not None
     files = files_of(checkpoint, spec, device) if is_direct and profile is None else None
     rates = rates_for(device, spec.expert_bytes, profile, files)

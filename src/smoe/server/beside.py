@@ -14,6 +14,7 @@ from smoe.report.watched import Watched
 from smoe.runtime.engine import Engine
 from smoe.server.door import address_of, bound
 from smoe.server.guard import Guard
+from smoe.server.protocol import spoken_by
 from smoe.server.settings import ServerConfig
 from smoe.server.watching import LOOK_SECONDS, Watching, add_page
 
@@ -49,8 +50,7 @@ def shown(engine: Engine, name: str, port: int = 0) -> Iterator[Beside]:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     guarded = Guard(app, config, frozenset(add_page(app, watching)), lambda path, status: None)
     with bound(config) as door:
-        settings = uvicorn.Config(guarded, log_config=None, access_log=False, lifespan="off", server_header=False)
-        server = uvicorn.Server(settings)
+        server = uvicorn.Server(spoken_by(guarded))
         thread = threading.Thread(target=server.run, args=([door],), name="smoe-page", daemon=True)
         thread.start()
         try:

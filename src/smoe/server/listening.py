@@ -21,6 +21,7 @@ from types import FrameType
 import uvicorn
 
 from smoe.server.app import make_app
+from smoe.server.protocol import spoken_by
 from smoe.server.serving import Serving
 
 _log = logging.getLogger(__name__)
@@ -40,12 +41,8 @@ class Server(uvicorn.Server):
     ) -> None:
         """`tell` and `warn`: how whoever started it is told what they should know at once."""
         super().__init__(
-            uvicorn.Config(
+            spoken_by(
                 make_app(serving, warn),
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                lifespan="off",
                 timeout_keep_alive=30,
                 timeout_graceful_shutdown=math.ceil(serving.config.drain_seconds) + _LAST_SECONDS + _SPARE_SECONDS,
             )

@@ -6,10 +6,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 Setting = TypeVar("Setting")
@@ -39,9 +41,9 @@ def sweep(
 ) -> list[Result]:
     """What `simulate`, a function of a module, makes of every setting; `tick` hears of each that is done.
 
-    `processes`: so many at most, with 1 none but this one; None: one for each core. Results are kept by `keeping` as
-    they come, and those that it has are not made again. The first exception of a simulation, or an interrupt, ends them
-    all.
+    `processes`: so many at most, with 1 none but this one; None: one for each core of the machine. Results are kept by
+    `keeping` as they come, and those that it has are not made again. The first exception of a simulation, or an
+    interrupt, ends them all.
     """
     found = {} if keeping is None else _kept(keeping, settings, tick)
     missing = [number for number in range(len(settings)) if number not in found]
@@ -54,9 +56,12 @@ def sweep(
             tick(1)
         return [found[number] for number in range(len(settings))]
     spawn = get_context("spawn")  # a fork would copy threads of the libraries
-    with ProcessPoolExecutor(most, spawn, initializer=_follow_parent) as pool:
+    with _in_python_s_folder() as folder:  # of its own process, too, which watches over locks
+        pool = ProcessPoolExecutor(most, spawn, initializer=_follow_parent, initargs=(folder,))
+    with pool:
         try:
-            futures = {number: pool.submit(simulate, settings[number]) for number in missing}
+            with _in_python_s_folder():
+                futures = {number: pool.submit(simulate, settings[number]) for number in missing}
             for number, future in futures.items():
                 if keeping is not None:  # as soon as it is done, though earlier ones are not
                     future.add_done_callback(partial(_keep, keeping, settings[number]))
@@ -85,8 +90,21 @@ def _keep(keeping: Keeping[Result], setting: Setting, done: Future[Result]) -> N
         keeping.keep(setting, done.result())
 
 
-def _follow_parent() -> None:
-    """Ctrl-C ends this process without a word, and so does the end of the one that started it."""
+@contextmanager
+def _in_python_s_folder() -> Iterator[Path]:
+    """Processes that are started meanwhile find nothing on their path but Python's own modules, until they have got
+    ours: they begin with the folder that they are started in. Gives the folder in which we work otherwise."""
+    before = Path.cwd()
+    os.chdir(Path(os.__file__).parent)
+    try:
+        yield before
+    finally:
+        os.chdir(before)
+
+
+def _follow_parent(folder: Path) -> None:
+    """Work in that folder. Ctrl-C ends this process without a word, and so does the end of the one that started it."""
+    os.chdir(folder)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = parent_process()
     if parent is not None:

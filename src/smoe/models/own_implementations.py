@@ -1,0 +1,58 @@
+"""Which code computes attention and experts is smoe's choice, not that of a checkpoint's files.
+
+The library reads names of implementations from config.json, at the top and in nested configurations. A name with `/` is
+a repository of the hub, whose machine code it would download and run. Such a name is refused; every other one is
+overwritten: attention is the library's default (`sdpa`, or `eager` for families without it), experts are `eager`, and
+so is what a checkpoint without these fields gets.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from smoe.errors import UnsupportedModelError
+
+_FIELD = re.compile(r".*(implementation|kernel(s|_config|_mapping)?)(_internal)?")
+
+
+def check_implementations(config: Mapping[str, Any], path: Path) -> None:
+    """Raise `UnsupportedModelError` where a configuration, or what is nested in it, names code of the hub."""
+    for field, name in _named(config):
+        if "/" in name:
+            raise UnsupportedModelError(
+                f"{path}: {field!r} is {name!r:.80}, which is code on the hub; smoe runs no code that a checkpoint "
+                "chooses: remove the field, without it the model is computed in the usual way"
+            )
+
+
+def with_own_implementations(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration itself, in which nothing is chosen any more, on any level."""
+    config._attn_implementation_internal = None
+    config._experts_implementation_internal = "eager"
+    for nested in vars(config).values():
+        if isinstance(nested, PretrainedConfig):
+            with_own_implementations(nested)
+    return config
+
+
+def _named(value: Any, field: str = "", is_choice: bool = False) -> Iterator[tuple[str, str]]:
+    """(field, name) of every text in a field that chooses an implementation."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _named(inner, f"{field}.{key}" if field else str(key), is_choice or _chooses(str(key)))
+            if is_choice and isinstance(key, str):
+                yield field, key
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _named(inner, field, is_choice)
+    elif isinstance(value, str) and is_choice:
+        yield field, value
+
+
+def _chooses(key: str) -> bool:
+    return _FIELD.fullmatch(key) is not None

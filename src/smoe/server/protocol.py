@@ -1,0 +1,23 @@
+"""How bytes of a connection become requests: by the parser that is tested, whatever else is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import uvicorn
+
+
+def spoken_by(app: Any, **given: Any) -> uvicorn.Config:
+    """An app's settings: HTTP/1.1 by h11 (a pinned requirement; uvicorn would take httptools where it is installed), no
+    WebSockets, Python's own event loop; no log, which is ours."""
+    return uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        **given,
+    )
