@@ -14,12 +14,10 @@ from starlette.types import ASGIApp, Scope
 
 from smoe import __version__
 from smoe.report.watched import Watched
-from smoe.server.body import asked_of
 from smoe.server.chat import chat_completions
 from smoe.server.completion import completions
 from smoe.server.events import ClientGoneError, Json
 from smoe.server.field_errors import shortened
-from smoe.server.fields import ChatAsked, CompletionAsked, ResponseAsked
 from smoe.server.guard import Guard
 from smoe.server.openapi import METRICS_TYPE, document
 from smoe.server.problem import ApiError, problem_of
@@ -72,19 +70,19 @@ def _add_api(app: FastAPI, serving: Serving) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await chat_completions(serving, await asked_of(ChatAsked, request), request)
+        return await chat_completions(serving, request)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await completions(serving, await asked_of(CompletionAsked, request), request)
+        return await completions(serving, request)
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
-        return await kept.make(await asked_of(ResponseAsked, request), request)
+        return await kept.make(request)
 
     @app.api_route("/v1/responses/{name}", methods=_READ)
     async def one_response(name: str) -> Response:
-        return Json(kept.get(name))
+        return Response(kept.get(name), media_type=Json.media_type)
 
     @app.delete("/v1/responses/{name}")
     async def forget_response(name: str) -> Response:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from starlette.requests import Request as HttpRequest
 from transformers import PreTrainedModel
 
 from smoe import __version__
@@ -20,6 +21,9 @@ from smoe.generation.choices import end_tokens
 from smoe.generation.loop import DecodeLoop
 from smoe.generation.request import Request
 from smoe.runtime.engine import Engine
+from smoe.server.body import asked_of, body_of
+from smoe.server.body_budget import release_body
+from smoe.server.fields import Asked
 from smoe.server.grammar import Grammars
 from smoe.server.meters import Meters
 from smoe.server.problem import ApiError, busy, over, problem_of, refused
@@ -31,6 +35,7 @@ from smoe.server.token_text import TokenTexts
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_A = TypeVar("_A", bound=Asked)
 
 
 class Serving:
@@ -102,13 +107,27 @@ class Serving:
         """In which somebody waited for a token."""
         return self._loop.busy_seconds
 
-    async def prepare(self, work: Callable[[], _T], fields: Mapping[str, str]) -> _T:
-        """Tokenise, compile a grammar: beside the server's own thread. Raises an `ApiError` in the request's words."""
+    async def read(self, kind: type[_A], request: HttpRequest, work: Callable[[_A], _T]) -> _T:
+        """What `work` makes of a request's body, on the thread of prompts: it parses, renders and tokenises one body
+        at a time, and what was parsed does not outlive `work`, so of all requests that wait only bodies and tokens are
+        in memory. Raises an `ApiError` in the request's words."""
         self.refuse_if_ending()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
+            data = [await body_of(request)]
+            here = asyncio.get_running_loop()
+            return await here.run_in_executor(self._preparing, lambda: self._prepared(kind, data.pop(), work))
+        finally:
+            release_body(request.scope)
+
+    def _prepared(self, kind: type[_A], data: bytes, work: Callable[[_A], _T]) -> _T:
+        asked = asked_of(kind, data)
+        asked.check_unsupported()
+        self.check_name(asked.model)
+        try:
+            return work(asked)
         except Exception as error:
-            raise problem_of(error, fields, self._is_whole_context) from error
+            problem = problem_of(error, asked.settings, self._is_whole_context)
+        raise problem  # outside of the `except`: the error would keep what was parsed in memory
 
     def ask(self, wanted: Sequence[Wanted], fields: Mapping[str, str], is_streamed: bool) -> Texts:
         """Have texts made; what is not streamed is looked at when it ends. Raises an `ApiError`, in the request's
