@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Scope
 
 from smoe import __version__
 from smoe.report.watched import Watched
+from smoe.server.body_budget import BodyBudget
 from smoe.server.chat import chat_completions
 from smoe.server.completion import completions
 from smoe.server.events import ClientGoneError, Json
@@ -31,8 +32,8 @@ _UNKNOWN = "(other)"
 _READ = ["GET", "HEAD"]
 
 
-def make_app(serving: Serving, warn: Callable[[str], None]) -> ASGIApp:
-    """The application that serves one model. `warn`: tells whoever started it."""
+def make_app(serving: Serving, warn: Callable[[str], None], bodies: BodyBudget | None = None) -> ASGIApp:
+    """The application that serves one model. `warn`: tells whoever started it. `bodies`: the memory for bodies."""
     app = FastAPI(title="smoe", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
     _add_models(app, serving)
@@ -44,7 +45,7 @@ def make_app(serving: Serving, warn: Callable[[str], None]) -> ASGIApp:
     def counted(path: str, status: int) -> None:
         serving.meters.answers.labels(path if path in known else _UNKNOWN, status).inc()
 
-    guarded: ASGIApp = Guard(app, serving.config, open_paths, counted, warn)
+    guarded: ASGIApp = Guard(app, serving.config, open_paths, counted, warn, bodies)
     if serving.config.allow_origin:
         origins = list(serving.config.allow_origin)
         guarded = CORSMiddleware(guarded, origins, allow_methods=["*"], allow_headers=["*"])

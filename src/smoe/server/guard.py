@@ -40,12 +40,14 @@ class Guard:
         open_paths: frozenset[str],
         counted: Counted,
         warn: Callable[[str], None] = _log.warning,
+        bodies: BodyBudget | None = None,
     ) -> None:
-        """`open_paths`: what everybody may have without a key. `warn`: tells whoever started the server."""
+        """`open_paths`: what everybody may have without a key. `warn`: tells whoever started the server. `bodies`: the
+        memory for bodies (None: the configuration's)."""
         self._app, self._config, self._open, self._counted, self._warn = app, config, open_paths, counted, warn
         self._refused: set[str] = set()
         """Origins that were warned of."""
-        self.bodies = BodyBudget(config.most_bodies_bytes)
+        self._bodies = bodies or BodyBudget(config.most_bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -131,7 +133,7 @@ class Guard:
         nbytes = int(length[:20]) if length.isascii() and length.isdigit() else 0
         if nbytes > self._config.max_body_bytes:
             raise self._too_large()
-        return self.bodies.admit(nbytes)
+        return self._bodies.admit(nbytes)
 
     async def _with_body(self, held: BodyBytes, receive: Receive) -> Receive:
         """The whole body is read here, as far as there may be one; what follows reads it from memory."""
