@@ -26,7 +26,16 @@ def test_other_names_of_this_machine_are_refused(running: Running) -> None:
 
 
 def test_pages_of_other_sites_are_refused(running: Running) -> None:
-    for origin in ("https://evil.example", "null", "http://localhost:1"):
+    for origin in (
+        "https://evil.example",
+        "null",
+        "http://localhost:1",
+        "http://[",
+        "http://[::1",
+        "//[x]",
+        "[",
+        "http://]",
+    ):
         answer = running.http("POST", "/v1/chat/completions", BODY, Origin=origin)
         assert (answer.status, answer.error["code"]) == (403, "unknown_origin"), origin
     assert running.http("POST", "/v1/chat/completions", BODY, Origin=running.url).status == 200

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
-from smoe.server.body_size import check_size
+from smoe.server.body_size import MOST_FIELDS, check_size, too_many_fields
 from smoe.server.events import ClientGoneError
 from smoe.server.field_errors import refusal_of, shortened
 from smoe.server.fields import Asked
@@ -24,8 +24,6 @@ from smoe.server.problem import ApiError, refused
 
 _DEEPEST = 100
 """Objects and lists within each other: some of what looks at them later goes down by recursion."""
-MOST_FIELDS = 4096
-"""Of one object: validation makes an error of each that is wrong."""
 _MOST_DIGITS = 100
 _EXACT = 2.0**53
 """Below it, whole numbers are themselves as floats."""
@@ -102,7 +100,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = _first_repeated(name for name, _ in pairs)
         raise refused(f"the body has {shortened(twice)!r} twice in one object; which of the two is meant?")
     if len(found) > MOST_FIELDS:
-        raise refused(f"the body has an object of {len(found)} fields; at most {MOST_FIELDS} are read")
+        raise too_many_fields()
     return found
 
 
