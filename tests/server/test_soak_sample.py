@@ -68,6 +68,6 @@ def test_what_is_left_behind_is_found(soak: Soak) -> None:
 
 def test_an_error_of_the_servers_own_is_found(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Soak(int(running.url.rsplit(":", 1)[1]), os.getpid(), "demo", 1, 1)
-    monkeypatch.setattr(running.serving, "prepare", lambda *_: 1 / 0)
+    monkeypatch.setattr(running.serving, "read", lambda *_: 1 / 0)
     assert found.come(found.visitor(0), "whole") == "wrong"
     assert "status 500" in found.found[0]["what"]
