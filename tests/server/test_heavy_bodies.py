@@ -24,7 +24,7 @@ from tests.server.conftest import Running, eventually, served
 JSON = {"Content-Type": "application/json"}
 MOST_BYTES = 4 << 20
 HEALTH_SECONDS = 1.0
-"""Ten times the bound that docs/serve.md gives."""
+"""Ten times the bound that is wanted."""
 
 
 @pytest.fixture(scope="module")
