@@ -33,8 +33,8 @@ from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks as of_openapi
 
 from bench.serve.filling import fill
-from bench.serve.held import MOST_GROWTH, Held, grown, held, quiet, read
-from bench.serve.odd_requests import PATHS, Raw, odd_fields, raw, short, usual
+from bench.serve.held import MOST_GROWTH, Held, grown, held, memory_of, quiet, read, tell_criterion
+from bench.serve.odd_requests import PATHS, Raw, heavy, odd_fields, raw, short, usual
 from bench.serve.promises import Promises
 from bench.serve.results import write
 from bench.serve.server import running
@@ -76,6 +76,8 @@ class Fuzz:
         self.slowest: tuple[float, str] = 0.0, ""
         """Seconds, and the request."""
         self.sent = 0
+        self.stuck = 0
+        """Requests without an answer within the bound."""
         self._port, self._requests, self._seed, self._clients = port, requests, number, clients
         document = json.loads(read(port, "/openapi.json"))
         self._promises = Promises(document)
@@ -118,6 +120,11 @@ class Fuzz:
         for thread in threads:
             thread.join()
 
+    @property
+    def server_errors(self) -> int:
+        """Answers of status 5xx; `found` says which."""
+        return sum(count for each, count in self.statuses.items() if each.rpartition(": ")[2].startswith("5"))
+
     def _strategies(self) -> list[tuple[float, st.SearchStrategy[Any]]]:
         """Every kind, and its share; of the description mostly what can be asked of a model."""
         rest, asking = list[Any](), list[Any]()
@@ -130,13 +137,16 @@ class Fuzz:
             (asking if operation.path in PATHS else rest).extend(ways)
         ours = [odd_fields(self._model), usual(self._model), raw(self._model)]
         described = [(0.5 / len(asking), way) for way in asking]
-        return [*described, (0.05, st.one_of(rest)), *((0.15, way) for way in ours)]
+        return [*described, (0.04, st.one_of(rest)), *((0.15, way) for way in ours), (0.01, heavy(self._model))]
 
     def _send(self, asked: Any) -> None:
         began = time.perf_counter()
         kind = asked.kind if isinstance(asked, Raw) else f"described, {asked.meta.generation.mode.value}"
         try:
             problem, status = self._raw(asked) if isinstance(asked, Raw) else self._case(asked)
+        except TimeoutError as error:
+            self.stuck += 1
+            problem, status = f"no answer within {BOUND_SECONDS:g} s: {error}", 0
         except Exception as error:  # a line that breaks, or an answer that does not come, is a find
             problem, status = f"{type(error).__name__}: {error}", 0
         with self._lock:
@@ -224,6 +234,9 @@ def main() -> None:
     growth = grown(warm, looks[-1][1])
     outcome = {
         "sent": fuzz.sent,
+        "stuck": fuzz.stuck,
+        "server_errors": fuzz.server_errors,
+        "memory": memory_of(warm, looks[-1][1]),
         "seconds": round(time.monotonic() - began, 1),
         "statuses": dict(sorted(fuzz.statuses.items())),
         "slowest": {"seconds": round(fuzz.slowest[0], 3), "request": fuzz.slowest[1]},
@@ -235,6 +248,7 @@ def main() -> None:
         "looks": [{"sent": sent, **each._asdict()} for sent, each in looks],
     }
     write("serve.fuzz", options, ("requests", "seed", "clients", "memory", "context", "sequences"), outcome)
+    tell_criterion(fuzz.sent, "requests", warm, looks[-1][1], fuzz.stuck + sum(left), fuzz.server_errors)
     if fuzz.found or left != (0, 0) or max(growth.values()) > MOST_GROWTH:
         raise SystemExit(1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import re
+import sys
 import time
 from typing import Any, NamedTuple
 
@@ -46,6 +47,23 @@ def grown(before: Held, after: Held) -> dict[str, float]:
         "rss": after.rss_bytes / before.rss_bytes - 1.0,
         "own": after.own_bytes / before.own_bytes - 1.0,
     }
+
+
+def memory_of(before: Held, after: Held) -> dict[str, float]:
+    """Of a result: memory at the start, once it is warm, and at the end."""
+    start, end = before.rss_bytes / 2**20, after.rss_bytes / 2**20
+    return {"start_mib": round(start, 1), "end_mib": round(end, 1), "growth": round(end / start - 1.0, 5)}
+
+
+def tell_criterion(count: int, what: str, before: Held, after: Held, stuck: int, server_errors: int) -> None:
+    """The figures that decide, in one line to stderr."""
+    memory = memory_of(before, after)
+    print(
+        f"{count} {what}: memory {memory['start_mib']} MiB -> {memory['end_mib']} MiB ({memory['growth']:+.2%}, "
+        f"bound {MOST_GROWTH:.0%}), {stuck} stuck, {server_errors} answers of status 5xx",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def texts_of(port: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
     described   a body that fits the description, or on purpose does not (schemathesis)
     odd fields  a good request, some of whose fields are anything
     usual       good requests with fields that are right, so that much is answered
+    heavy       bodies that cost a parser much for their size (`heavy_bodies.py`)
     raw         bodies that are no JSON, or hardly; media types, encodings, origins, methods and paths of all kinds
 
 New tokens and texts are few in all of them, so that many end in little time: four tokens, and three texts a prompt.
@@ -18,9 +19,12 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
+from bench.serve.heavy_bodies import HEAVY, heavy_body
 from smoe.server.fields import Asked, ChatAsked, CompletionAsked, ResponseAsked
 
 MOST_TOKENS, MOST_TEXTS = 4, 3
+_HEAVY_BYTES = (2_000, 60_000, 200_000, (4 << 20) - 1024, 6 << 20)
+"""Of bodies that cost much: the last ones are just within the server's bound, and beyond it."""
 TEXT = st.text(max_size=8) | st.sampled_from(["text", "function", "json_object", "json_schema", "required", "\ud800"])
 SCALARS = st.none() | st.booleans() | st.integers(-3, 300) | st.integers() | st.floats() | TEXT
 NAMES = st.sampled_from(
@@ -160,6 +164,13 @@ def raw(draw: st.DrawFn, model: str) -> Raw:
     return Raw(f"raw {kind}", method, target, body if method not in ("GET", "HEAD") else None, headers)
 
 
+@st.composite
+def heavy(draw: st.DrawFn, model: str) -> Raw:
+    """A body that costs a parser much."""
+    path, body = heavy_body(draw(st.sampled_from(HEAVY)), model, draw(st.sampled_from(_HEAVY_BYTES)))
+    return Raw("heavy", "POST", path, body, _JSON)
+
+
 def _bodies(good: bytes) -> st.SearchStrategy[bytes]:
     """Bytes in the place of a body."""
     text = good.decode()
@@ -199,7 +210,7 @@ def _headers(good: bytes) -> st.SearchStrategy[dict[str, str]]:
         | st.sampled_from(["gzip", "br", "deflate", "identity", "gzip, gzip", "", "x"]).map(
             lambda value: {"Content-Encoding": value}
         )
-        | (letters | st.sampled_from(["null", "https://page.example", "http://", "://"])).map(
+        | (letters | st.sampled_from(["null", "https://page.example", "http://", "://", "http://[", "[::1"])).map(
             lambda each: {"Origin": each}
         )
         | (letters | st.sampled_from(["evil.example", "[::1", "localhost:x"])).map(lambda value: {"Host": value})

@@ -25,14 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from bench.serve.filling import fill
-from bench.serve.held import MOST_GROWTH, Held, grown, held, quiet, read, texts_of
+from bench.serve.held import MOST_GROWTH, Held, grown, held, memory_of, quiet, read, tell_criterion, texts_of
 from bench.serve.prompts import TEXT
 from bench.serve.results import write
 from bench.serve.server import running
-from bench.serve.visitors import BOUND_SECONDS, VisitError, Visitor
+from bench.serve.visitors import BOUND_SECONDS, ServerError, StuckError, VisitError, Visitor
 
 _CLOSED_SECONDS = 40.0
 """For lines that nobody uses to be closed: the server keeps them for 30."""
+_LIMITS = ("--head-timeout", "2", "--body-timeout", "3", "--unread-timeout", "3")
+"""So that the server ends connections that stall, and not only their clients do."""
 _COUNTED = ("files", "sockets", "threads")
 """What there must not be more of."""
 
@@ -45,6 +47,9 @@ class Soak:
         self.found: list[dict[str, str]] = []
         self.visits: Counter[str] = Counter()
         self.looks: list[dict[str, Any]] = []
+        self.stuck = self.server_errors = 0
+        self.health_seconds = 0.0
+        """The longest that an answer to /health has taken."""
         self._port, self._pid, self._model, self._seed = port, pid, model, number
         self._context = json.loads(read(port, "/v1/models"))["data"][0]["max_model_len"]
         self._is_over, self._lock = threading.Event(), threading.Lock()
@@ -65,6 +70,7 @@ class Soak:
             thread.join(2 * BOUND_SECONDS)
             if thread.is_alive():
                 self._find("a client", "is stuck")
+                self.stuck += 1
 
     def end(self) -> dict[str, Any]:
         """Once all have gone: how things stand."""
@@ -107,8 +113,11 @@ class Soak:
         except VisitError as error:
             came = "wrong"
             self._find(visit, str(error))
+            self.stuck += isinstance(error, StuckError)
+            self.server_errors += isinstance(error, ServerError)
         with self._lock:
             self.visits[f"{visit}: {came}"] += 1
+            self.health_seconds = max(self.health_seconds, visitor.health_seconds)
         return came
 
     def _come_again(self, number: int) -> None:
@@ -137,6 +146,7 @@ class Soak:
 def main() -> None:
     options = _parse()
     words = ["--memory", options.memory, "--context", str(options.context), "--max-waiting", str(options.waiting)]
+    words += [*_LIMITS, "--max-connections", str(options.connections)]
     with running(options.model, options.sequences, words) as server:
         fill(server.port, "served")
         soak = Soak(server.port, server.pid, "served", options.clients, options.seed)
@@ -148,18 +158,25 @@ def main() -> None:
             raise SystemExit(f"the server is gone ({error}); its last words:\n{''.join(server.said)}") from error
         code = server.end()
     warm = next((look for look in soak.looks if look["seconds"] >= 60 * options.warm_minutes), soak.looks[-1])
-    growth = grown(Held(*(warm[name] for name in Held._fields)), Held(**ended["after"]))
+    before, after = Held(*(warm[name] for name in Held._fields)), Held(**ended["after"])
+    growth = grown(before, after)
     problems = soak.problems(ended, growth)
     outcome = {
         **ended,
+        "memory": memory_of(before, after),
+        "stuck": soak.stuck,
+        "server_errors": soak.server_errors,
+        "slowest_health_seconds": round(soak.health_seconds, 3),
         "growth": {name: round(value, 5) for name, value in growth.items()},
         "exit_code": code,
         "problems": problems,
         "visits": dict(sorted(soak.visits.items())),
         "looks": soak.looks,
     }
-    names = ("minutes", "warm_minutes", "clients", "seed", "memory", "context", "sequences", "waiting")
+    names = ("minutes", "warm_minutes", "clients", "seed", "memory", "context", "sequences", "waiting", "connections")
     write("serve.soak", options, names, outcome)
+    stuck = soak.stuck + sum(ended["left"].values())
+    tell_criterion(sum(soak.visits.values()), "visits", before, after, stuck, soak.server_errors)
     if problems:
         raise SystemExit("\n".join(problems))
 
@@ -176,6 +193,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--waiting", type=int, default=16)
+    parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 

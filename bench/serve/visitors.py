@@ -14,9 +14,12 @@ import struct
 import time
 from typing import Any
 
+from bench.serve.heavy_bodies import HEAVY, heavy_body
+
 BOUND_SECONDS = 120.0
 """An answer, or the next part of one, that has not come by then is stuck."""
 _TOKENS = 24
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 _SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Tom", "Lily"]}}, "required": ["name"]}
 _TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 _REFUSED = (400, 429)
@@ -27,24 +30,36 @@ class VisitError(Exception):
     """What should not be."""
 
 
+class StuckError(VisitError):
+    """An answer that does not come."""
+
+
+class ServerError(VisitError):
+    """An answer of status 5xx."""
+
+
 class Visitor:
     """One who comes again and again."""
 
     VISITS = (
         "stays", "leaves", "leaves_at_once", "leaves_the_prompt", "half_a_body", "half_a_head", "whole", "goes_on",
         "leaves_a_whole", "asks_for_two", "asks_for_json", "asks_with_tools", "responds", "looks", "asks_nonsense",
+        "connects_alone", "stalls_in_a_head", "stalls_in_a_body", "stalls_while_it_is_answered", "sends_a_heavy_body",
+        "sends_too_much", "asks_for_health",
     )  # fmt: skip
 
     def __init__(self, port: int, model: str, words: str, context: int, dice: random.Random) -> None:
         """`words`: a text to take prompts from, `context`: how many tokens there are room for."""
         self._port, self._model, self._words, self._context, self._dice = port, model, words, context, dice
+        self.health_seconds = 0.0
+        """The longest that an answer to /health has taken."""
 
     def visit(self, name: str) -> str:
         """Raises `VisitError`."""
         try:
             return str(getattr(self, f"_{name}")())
         except TimeoutError as error:
-            raise VisitError(f"no answer within {BOUND_SECONDS:g} s") from error
+            raise StuckError(f"no answer within {BOUND_SECONDS:g} s") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise VisitError(f"{type(error).__name__}: {error}") from error
 
@@ -146,6 +161,41 @@ class Visitor:
             raise VisitError(f"{odd} is answered with {status}")
         return "status 400"
 
+    def _connects_alone(self) -> str:
+        return self._stall(b"")
+
+    def _stalls_in_a_head(self) -> str:
+        return self._stall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Ty")
+
+    def _stalls_in_a_body(self) -> str:
+        return self._stall(_HEAD + b"Content-Length: 4000000\r\n\r\n" + b'{"a": "' * self._dice.randint(1, 9000))
+
+    def _stalls_while_it_is_answered(self) -> str:
+        body = json.dumps(self._text(self._prompt(20)) | {"stream": True, "logprobs": 20}).encode()
+        return self._stall(_HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+
+    def _sends_a_heavy_body(self) -> str:
+        path, body = heavy_body(self._dice.choice(HEAVY), self._model, self._dice.choice([3_000, 100_000, 3_000_000]))
+        line = self._line()
+        line.request("POST", path, body, {"Content-Type": "application/json"})
+        return f"status {self._answer(line)[0]}"
+
+    def _sends_too_much(self) -> str:
+        line = self._line()
+        line.request("POST", "/v1/completions", b"x" * (5 << 20), {"Content-Type": "application/json"})
+        answer = line.getresponse()
+        answer.read()
+        line.close()
+        if answer.status not in (413, 429):
+            raise VisitError(f"5 MiB are answered with {answer.status}")
+        return f"status {answer.status}"
+
+    def _asks_for_health(self) -> str:
+        began = time.perf_counter()
+        self._answer(self._send("/health", None, "GET"))
+        self.health_seconds = max(self.health_seconds, time.perf_counter() - began)
+        return "well"
+
     # -- what they have in common -------------------------------------------------------------------------------------
 
     def _prompt(self, words: int) -> str:
@@ -166,7 +216,7 @@ class Visitor:
         return self._send(path, body | {"stream": True})
 
     def _send(self, path: str, body: Any, method: str = "POST") -> http.client.HTTPConnection:
-        line = http.client.HTTPConnection("127.0.0.1", self._port, timeout=BOUND_SECONDS)
+        line = self._line()
         data = None if body is None else json.dumps(body).encode()
         line.request(method, path, data, {"Content-Type": "application/json"})
         return line
@@ -176,6 +226,19 @@ class Visitor:
         with socket.create_connection(("127.0.0.1", self._port), timeout=BOUND_SECONDS) as line:
             line.sendall(data)
             time.sleep(self._dice.choice([0.0, 0.02, 0.5]))
+
+    def _stall(self, data: bytes) -> str:
+        """Send something, say no more, and vanish, or wait until the server has enough of it."""
+        with socket.create_connection(("127.0.0.1", self._port), timeout=BOUND_SECONDS) as line:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.sendall(data)
+            time.sleep(self._dice.choice([0.0, 0.1, 1.0, 4.0]))
+            if self._dice.random() < 0.5:
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return "vanished"
+
+    def _line(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self._port, timeout=BOUND_SECONDS)
 
     def _vanish(self, line: http.client.HTTPConnection) -> None:
         """Half of them say goodbye, half are gone (a reset)."""
@@ -196,7 +259,7 @@ class Visitor:
         text = answer.read().decode()
         line.close()
         if answer.status != 200 and answer.status not in _REFUSED:
-            raise VisitError(f"status {answer.status}: {text[:300]}")
+            raise _wrong(answer.status, text)
         return answer.status, json.loads(text)
 
     def _read(self, line: http.client.HTTPConnection, most: int | None) -> int:
@@ -207,7 +270,7 @@ class Visitor:
             line.close()
             return 0
         if answer.status != 200:
-            raise VisitError(f"status {answer.status}: {answer.read().decode()[:300]}")
+            raise _wrong(answer.status, answer.read().decode())
         events, last = 0, b""
         for said in iter(answer.readline, b""):
             if said.startswith(b"data: "):
@@ -221,3 +284,7 @@ class Visitor:
             raise VisitError(f"a stream ends with {last.decode()[:300]!r}")
         line.close()
         return events
+
+
+def _wrong(status: int, text: str) -> VisitError:
+    return (ServerError if status >= 500 else VisitError)(f"status {status}: {text[:300]}")

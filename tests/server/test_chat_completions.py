@@ -196,7 +196,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"4096": 1}}, "logit_bias", "4095"),
     ({"logit_bias": {"1": 101}}, "logit_bias", "between -100"),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
-    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": []}, "messages", "1 to 10000"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "you must provide"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "must be a string"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "system"),

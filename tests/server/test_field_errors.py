@@ -39,7 +39,7 @@ def refused(kind: type[Asked], fields: Any) -> ApiError:
         ({"temperature": 2.5}, "temperature", "decimal_above_max_value", "is 2.5; it must be a number between 0 and 2"),
         ({"top_p": 0}, "top_p", "decimal_below_min_value", "'top_p' is 0; it must be a number above 0 and at most 1"),
         ({"max_tokens": 0}, "max_tokens", "integer_below_min_value", "it must be a whole number of at least 1"),
-        ({"messages": []}, "messages", "empty_array", "is an empty list; it must be a list of objects, at least 1"),
+        ({"messages": []}, "messages", "empty_array", "is an empty list; it must be a list of 1 to 10000 objects"),
         ({"messages": [5]}, "messages[0]", "invalid_type", "'messages[0]' is 5; it must be an object"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter", "you must provide"),
         ({"messages": [{"role": 5}]}, "messages[0].role", "invalid_value", "it must be one of: \"assistant\", "),

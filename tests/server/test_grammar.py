@@ -56,8 +56,11 @@ def test_whatever_is_drawn_keeps_to_the_schema(seed: int) -> None:
         {"enum": []},
         {"type": "integer", "minimum": 3, "maximum": 2},
         {"description": "x" * 300_000},
+        {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        {"$anchor": "a", "$ref": "#a"},
+        {"anyOf": [{"$ref": "#"}]},
     ],
-    ids=range(6),
+    ids=range(9),
 )
 def test_what_cannot_be_kept_to_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:

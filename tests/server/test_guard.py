@@ -26,7 +26,16 @@ def test_other_names_of_this_machine_are_refused(running: Running) -> None:
 
 
 def test_pages_of_other_sites_are_refused(running: Running) -> None:
-    for origin in ("https://evil.example", "null", "http://localhost:1"):
+    for origin in (
+        "https://evil.example",
+        "null",
+        "http://localhost:1",
+        "http://[",
+        "http://[::1",
+        "//[x]",
+        "[",
+        "http://]",
+    ):
         answer = running.http("POST", "/v1/chat/completions", BODY, Origin=origin)
         assert (answer.status, answer.error["code"]) == (403, "unknown_origin"), origin
     assert running.http("POST", "/v1/chat/completions", BODY, Origin=running.url).status == 200
@@ -83,12 +92,12 @@ def test_bodies_have_a_bound(demo: Any, demo_tokenizer: Any) -> None:
         assert running.chat().choices
 
 
-def test_bodies_that_do_not_come_are_not_waited_for(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.05)
-    host, port = running.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as line:
-        line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
-        assert b"408" in line.recv(100)
+def test_bodies_that_do_not_come_are_not_waited_for(demo: Any, demo_tokenizer: Any) -> None:
+    with served(demo, demo_tokenizer, body_seconds=0.05) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as line:
+            line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
+            assert b"408" in line.recv(100)
 
 
 def test_paths_that_there_are_not_and_methods_that_they_do_not_take(running: Running) -> None:

@@ -112,7 +112,7 @@ def test_calls_and_their_outputs_are_messages() -> None:
 
 
 def test_the_oldest_is_forgotten() -> None:
-    kept = Kept(most=3, most_characters=1000)
+    kept = Kept(most=3, most_bytes=1000)
     for number in range(5):
         kept.put({"id": str(number)}, [])
     assert len(kept) == 3 and kept.get("2")

@@ -31,7 +31,17 @@ def test_clients_who_come_and_go_leave_nothing_behind(soak: Soak) -> None:
 def test_every_visit_is_answered_as_it_should_be(soak: Soak) -> None:
     for visit in Visitor.VISITS:
         came = soak.come(soak.visitor(0), visit)
-        assert came in ("left", "stayed", "went on", "streamed", "status 200", "status 400"), visit
+        assert came in (
+            "left",
+            "stayed",
+            "went on",
+            "streamed",
+            "status 200",
+            "status 400",
+            "vanished",
+            "status 413",
+            "well",
+        ), visit
     assert soak.visits["asks_with_tools: status 400"] == 1, "the embedded model has no place for tools"
 
 
@@ -58,6 +68,6 @@ def test_what_is_left_behind_is_found(soak: Soak) -> None:
 
 def test_an_error_of_the_servers_own_is_found(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Soak(int(running.url.rsplit(":", 1)[1]), os.getpid(), "demo", 1, 1)
-    monkeypatch.setattr(running.serving, "prepare", lambda *_: 1 / 0)
+    monkeypatch.setattr(running.serving, "read", lambda *_: 1 / 0)
     assert found.come(found.visitor(0), "whole") == "wrong"
     assert "status 500" in found.found[0]["what"]

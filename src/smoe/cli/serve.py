@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
@@ -78,6 +79,43 @@ class ServerOptions:
         int, typer.Option(help="Texts that may wait for a place; then 429.", rich_help_panel=_SERVER)
     ] = 64
     max_body: Annotated[str, typer.Option(help="The largest request.", rich_help_panel=_SERVER)] = "4MiB"
+    max_bodies: Annotated[
+        str | None,
+        typer.Option(
+            help="Requests in memory that are not yet made into prompts; then 429. \\[default: 8 x --max-body]",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            help="Open at once; a new one takes the place of the one that has waited longest for its client.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = 512
+    head_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="For a request's head to come.", rich_help_panel=_SERVER)
+    ] = 10.0
+    body_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="For a request's body to come.", rich_help_panel=_SERVER)
+    ] = 60.0
+    idle_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Between two requests of a connection.", rich_help_panel=_SERVER)
+    ] = 30.0
+    unread_timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", help="In which a client must take something of its answer.", rich_help_panel=_SERVER
+        ),
+    ] = 60.0
+    exit_on_failure: Annotated[
+        bool,
+        typer.Option(
+            "--exit-on-failure",
+            help="End with code 1 once the model can no longer be used, so that a supervisor starts it again.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False
     drain: Annotated[
         float,
         typer.Option(
@@ -99,6 +137,13 @@ class ServerOptions:
             allow_origin=tuple(self.allow_origin or ()),
             max_waiting=self.max_waiting,
             max_body_bytes=parse_bytes(self.max_body, "max_body"),
+            max_bodies_bytes=None if self.max_bodies is None else parse_bytes(self.max_bodies, "max_bodies"),
+            max_connections=self.max_connections,
+            head_seconds=self.head_timeout,
+            body_seconds=self.body_timeout,
+            idle_seconds=self.idle_timeout,
+            unread_seconds=self.unread_timeout,
+            exit_on_failure=self.exit_on_failure,
             drain_seconds=self.drain,
         )
 
@@ -120,15 +165,17 @@ def command(
     from smoe.server.door import bound
 
     with at_the_first(), bound(config) as door:
-        totals = _serve(door, config, name, model, engine, json)
+        totals, failure = _serve(door, config, name, model, engine, json)
         _tell_the_end(totals, json)
+        if failure is not None:
+            raise failure
         raise typer.Exit(exit_code())
 
 
 def _serve(
     door: socket.socket, config: ServerConfig, name: str, model: str, engine: EngineOptions, as_json: bool
-) -> Totals:
-    """Until it is told to end."""
+) -> tuple[Totals, Exception | None]:
+    """Until it is told to end, or fails where it is to end then: the second is why."""
     from smoe.cli.console import note, warn
     from smoe.cli.interrupts import answered_by
     from smoe.cli.session import loaded, tokenizer_of
@@ -155,10 +202,12 @@ def _serve(
             try:
                 opened(door, config)  # before anybody is told of it: who comes before the server looks waits a moment
                 _tell_where(door, serving, as_json)
+                gc.collect()
+                gc.freeze()  # what is loaded by now stays: collections that look at it all hold everything up
                 listener.run([door])
             finally:
                 serving.close()
-        return totals_of(serving)
+        return totals_of(serving), serving.failure if config.exit_on_failure else None
 
 
 def _tell_where(door: socket.socket, serving: Serving, as_json: bool) -> None:

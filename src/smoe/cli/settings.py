@@ -19,6 +19,11 @@ OPTION_OF = {
     "host_memory_bytes": "--host-memory",
     "context_tokens": "--context",
     "max_body_bytes": "--max-body",
+    "max_bodies_bytes": "--max-bodies",
+    "head_seconds": "--head-timeout",
+    "body_seconds": "--body-timeout",
+    "idle_seconds": "--idle-timeout",
+    "unread_seconds": "--unread-timeout",
     "drain_seconds": "--drain",
 }
 """Settings whose option has another name."""

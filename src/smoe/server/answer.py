@@ -6,6 +6,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -16,6 +17,18 @@ from smoe.server.events import DONE, PATIENCE_SECONDS, STILL_HERE, EventStream, 
 from smoe.server.problem import ApiError, problem_of
 from smoe.server.serving import Serving
 from smoe.server.texts import Texts
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an answer is written: all that it needs of a request once the request's prompt is made."""
+
+    settings: Mapping[str, str]
+    """What settings are called in the request."""
+    is_streamed: bool
+    wants_usage: bool
+    """Whether a stream ends with the numbers of tokens."""
+    has_logprobs: bool
 
 
 class Answer(ABC):

@@ -14,12 +14,11 @@ from starlette.types import ASGIApp, Scope
 
 from smoe import __version__
 from smoe.report.watched import Watched
-from smoe.server.body import asked_of
+from smoe.server.body_budget import BodyBudget
 from smoe.server.chat import chat_completions
 from smoe.server.completion import completions
 from smoe.server.events import ClientGoneError, Json
 from smoe.server.field_errors import shortened
-from smoe.server.fields import ChatAsked, CompletionAsked, ResponseAsked
 from smoe.server.guard import Guard
 from smoe.server.openapi import METRICS_TYPE, document
 from smoe.server.problem import ApiError, problem_of
@@ -33,8 +32,8 @@ _UNKNOWN = "(other)"
 _READ = ["GET", "HEAD"]
 
 
-def make_app(serving: Serving, warn: Callable[[str], None]) -> ASGIApp:
-    """The application that serves one model. `warn`: tells whoever started it."""
+def make_app(serving: Serving, warn: Callable[[str], None], bodies: BodyBudget | None = None) -> ASGIApp:
+    """The application that serves one model. `warn`: tells whoever started it. `bodies`: the memory for bodies."""
     app = FastAPI(title="smoe", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
     _add_models(app, serving)
@@ -46,7 +45,7 @@ def make_app(serving: Serving, warn: Callable[[str], None]) -> ASGIApp:
     def counted(path: str, status: int) -> None:
         serving.meters.answers.labels(path if path in known else _UNKNOWN, status).inc()
 
-    guarded: ASGIApp = Guard(app, serving.config, open_paths, counted, warn)
+    guarded: ASGIApp = Guard(app, serving.config, open_paths, counted, warn, bodies)
     if serving.config.allow_origin:
         origins = list(serving.config.allow_origin)
         guarded = CORSMiddleware(guarded, origins, allow_methods=["*"], allow_headers=["*"])
@@ -72,19 +71,19 @@ def _add_api(app: FastAPI, serving: Serving) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await chat_completions(serving, await asked_of(ChatAsked, request), request)
+        return await chat_completions(serving, request)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await completions(serving, await asked_of(CompletionAsked, request), request)
+        return await completions(serving, request)
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
-        return await kept.make(await asked_of(ResponseAsked, request), request)
+        return await kept.make(request)
 
     @app.api_route("/v1/responses/{name}", methods=_READ)
     async def one_response(name: str) -> Response:
-        return Json(kept.get(name))
+        return Response(kept.get(name), media_type=Json.media_type)
 
     @app.delete("/v1/responses/{name}")
     async def forget_response(name: str) -> Response:

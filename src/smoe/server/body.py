@@ -9,12 +9,14 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Iterable
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
+from smoe.server.body_size import MOST_FIELDS, check_size, too_many_fields
 from smoe.server.events import ClientGoneError
 from smoe.server.field_errors import refusal_of, shortened
 from smoe.server.fields import Asked
@@ -29,18 +31,24 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _T = TypeVar("_T", bound=Asked)
 
 
-async def asked_of(kind: type[_T], request: Request) -> _T:
-    """What a request asks. Raises an `ApiError` for what is none, `ClientGoneError` where it does not come."""
+async def body_of(request: Request) -> bytes:
+    """A request's body, of which the request itself keeps nothing. Raises an `ApiError` for one in another form,
+    `ClientGoneError` where it does not come."""
     _check_form(request.headers)
     try:
-        data = await request.body()
+        return b"".join([part async for part in request.stream()])
     except ClientDisconnect:
         raise ClientGoneError from None
+
+
+def asked_of(kind: type[_T], data: bytes) -> _T:
+    """What a body asks. Takes a while: not for the server's own thread. Raises an `ApiError` for what is none."""
     value = _value_of(data)
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise refusal_of(kind, error, value) from error
+        problem = refusal_of(kind, error, value)
+    raise problem  # outside of the `except`: the error would keep the body's values in memory
 
 
 def _check_form(headers: Headers) -> None:
@@ -63,8 +71,9 @@ def _check_form(headers: Headers) -> None:
 def _value_of(data: bytes) -> Any:
     """The JSON that a body is."""
     data = data.removeprefix(codecs.BOM_UTF8)
-    if not data.strip():
+    if not data or data.isspace():
         raise refused("the body is empty; it must be a JSON object")
+    check_size(data)
     try:
         text = data.decode("utf8")
     except UnicodeDecodeError as error:
@@ -88,10 +97,20 @@ def _value_of(data: bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = _first_repeated(name for name, _ in pairs)
         raise refused(f"the body has {shortened(twice)!r} twice in one object; which of the two is meant?")
+    if len(found) > MOST_FIELDS:
+        raise too_many_fields()
     return found
+
+
+def _first_repeated(names: Iterable[str]) -> str:
+    seen = set[str]()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    raise AssertionError("no name is there twice")
 
 
 def _whole(digits: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from smoe.server.answer import Answer, head_of
+from smoe.server.answer import Answer, Form, head_of
 from smoe.server.choice import Choice, Delta, usage_of
 from smoe.server.events import event
 from smoe.server.fields import ChatAsked, ResponseFormat
@@ -18,15 +18,16 @@ from smoe.server.texts import Texts
 from smoe.server.tool_calls import ToolCall
 
 
-async def chat_completions(serving: Serving, asked: ChatAsked, request: Request) -> Response:
+async def chat_completions(serving: Serving, request: Request) -> Response:
     """A conversation goes on, `n` times; whole or as it comes."""
-    asked.check_unsupported()
-    serving.check_name(asked.model)
-    fields = asked.settings
-    talk = _talk(asked)
-    prepared = await serving.prepare(lambda: prepare(serving, asked, talk, fields), fields)
-    texts = serving.ask(prepared.wanted, fields, bool(asked.stream))
-    return await _Answer(serving, asked, prepared, texts).to(request, bool(asked.stream))
+
+    def work(asked: ChatAsked) -> tuple[Prepared, Form]:
+        form = Form(asked.settings, bool(asked.stream), asked.wants_usage, bool(asked.logprobs))
+        return prepare(serving, asked, _talk(asked), asked.settings), form
+
+    prepared, form = await serving.read(ChatAsked, request, work)
+    texts = serving.ask(prepared.wanted, form.settings, form.is_streamed)
+    return await _Answer(serving, form, prepared, texts).to(request, form.is_streamed)
 
 
 def _talk(asked: ChatAsked) -> Talk:
@@ -62,9 +63,9 @@ def schema_of(form: ResponseFormat | None) -> dict[str, Any] | None:
 
 
 class _Answer(Answer):
-    def __init__(self, serving: Serving, asked: ChatAsked, prepared: Prepared, texts: Texts) -> None:
-        super().__init__(texts, prepared.choices(texts.requests), asked.settings)
-        self._asked, self._tokens = asked, serving.tokens
+    def __init__(self, serving: Serving, form: Form, prepared: Prepared, texts: Texts) -> None:
+        super().__init__(texts, prepared.choices(texts.requests), form.settings)
+        self._form, self._tokens = form, serving.tokens
         self._head = head_of(serving, "chatcmpl-")
 
     def _ended(self) -> dict[str, Any]:
@@ -75,7 +76,7 @@ class _Answer(Answer):
         return b"".join(self._chunk(index, {"role": "assistant", "content": ""}) for index in range(len(self._choices)))
 
     def _last(self) -> bytes:
-        if not self._asked.wants_usage:
+        if not self._form.wants_usage:
             return b""
         return event({**self._chunk_head(), "choices": [], "usage": usage_of(self._choices)})
 
@@ -97,7 +98,7 @@ class _Answer(Answer):
 
     def _chunk_head(self) -> dict[str, Any]:
         head = {**self._head, "object": "chat.completion.chunk"}
-        return head | {"usage": None} if self._asked.wants_usage else head
+        return head | {"usage": None} if self._form.wants_usage else head
 
     def _chunk(self, index: int, delta: Any, logprobs: Any = None, reason: str | None = None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
@@ -118,7 +119,7 @@ class _Answer(Answer):
         }
 
     def _logprobs(self, said: list[Any]) -> dict[str, Any] | None:
-        if not self._asked.logprobs:
+        if not self._form.has_logprobs:
             return None
         return {"content": [each.in_words(self._tokens) for each in said], "refusal": None}
 

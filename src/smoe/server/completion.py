@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from smoe.server.answer import Answer, head_of
+from smoe.server.answer import Answer, Form, head_of
 from smoe.server.choice import Choice, Delta, Said, usage_of
 from smoe.server.events import event
 from smoe.server.fields import MOST_TEXTS, CompletionAsked
@@ -21,14 +21,16 @@ _USUAL_TOKENS = 16
 """As OpenAI has it."""
 
 
-async def completions(serving: Serving, asked: CompletionAsked, request: Request) -> Response:
+async def completions(serving: Serving, request: Request) -> Response:
     """Every prompt is gone on with, `n` times; whole or as it comes."""
-    asked.check_unsupported()
-    serving.check_name(asked.model)
-    fields = asked.settings
-    wanted = await serving.prepare(lambda: _wanted(serving, asked), fields)
-    texts = serving.ask(wanted, fields, bool(asked.stream))
-    return await _Answer(serving, asked, texts).to(request, bool(asked.stream))
+
+    def work(asked: CompletionAsked) -> tuple[list[Wanted], Form]:
+        form = Form(asked.settings, bool(asked.stream), asked.wants_usage, asked.logprobs is not None)
+        return _wanted(serving, asked), form
+
+    wanted, form = await serving.read(CompletionAsked, request, work)
+    texts = serving.ask(wanted, form.settings, form.is_streamed)
+    return await _Answer(serving, form, texts).to(request, form.is_streamed)
 
 
 def _wanted(serving: Serving, asked: CompletionAsked) -> list[Wanted]:
@@ -55,9 +57,9 @@ def _prompts(serving: Serving, given: str | list[str] | list[int] | list[list[in
 
 
 class _Answer(Answer):
-    def __init__(self, serving: Serving, asked: CompletionAsked, texts: Texts) -> None:
-        super().__init__(texts, [Choice(request, ends=serving.ends) for request in texts.requests], asked.settings)
-        self._tokens, self._asked = serving.tokens, asked
+    def __init__(self, serving: Serving, form: Form, texts: Texts) -> None:
+        super().__init__(texts, [Choice(request, ends=serving.ends) for request in texts.requests], form.settings)
+        self._tokens, self._form = serving.tokens, form
         self._said = [0] * len(self._choices)
         """Characters of each text that its tokens have had so far."""
         self._head = head_of(serving, "cmpl-") | {"object": "text_completion"}
@@ -70,19 +72,17 @@ class _Answer(Answer):
         choice = self._choices[index]
         if delta.is_empty and choice.reason is None:
             return b""
-        usage = {"usage": None} if self._asked.wants_usage else {}
+        usage = {"usage": None} if self._form.wants_usage else {}
         return event({**self._head, "choices": [self._choice(index, delta.text, delta.said, choice)], **usage})
 
     def _last(self) -> bytes:
-        return (
-            event({**self._head, "choices": [], "usage": usage_of(self._choices)}) if self._asked.wants_usage else b""
-        )
+        return event({**self._head, "choices": [], "usage": usage_of(self._choices)}) if self._form.wants_usage else b""
 
     def _choice(self, index: int, text: str, said: list[Said], choice: Choice) -> dict[str, Any]:
         return {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(index, said) if self._asked.logprobs is not None else None,
+            "logprobs": self._logprobs(index, said) if self._form.has_logprobs else None,
             "finish_reason": choice.finish_reason,
         }
 

@@ -70,12 +70,24 @@ def shown(value: Any) -> str:
     """A value of a request in a message: bounded, whatever it is."""
     if value == [] or value == {}:
         return "an empty list" if value == [] else "an empty object"
-    text = json.dumps(value, ensure_ascii=False)
+    text = _beginning(value)
     if len(text) <= _LONGEST_SHOWN:
         return text
     if isinstance(value, (list, dict)):
         return f"a list of {len(value)}" if isinstance(value, list) else f"an object of {len(value)} fields"
     return f"{text[:_LONGEST_SHOWN]}..."
+
+
+def _beginning(value: Any) -> str:
+    """A value's JSON, as far as a message needs it: a large value is not written to its end."""
+    if isinstance(value, str):
+        return json.dumps(value[: _LONGEST_SHOWN + 1], ensure_ascii=False)
+    text = ""
+    for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
+        text += part[: _LONGEST_SHOWN + 1]
+        if len(text) > _LONGEST_SHOWN:
+            break
+    return text
 
 
 def shortened(name: str) -> str:

@@ -15,6 +15,8 @@ from smoe.server.problem import refused
 
 MOST_TEXTS = 128
 """Of one request."""
+MOST_MESSAGES = 10_000
+"""Of one conversation: to validate so many takes some 20 ms, in which the server answers nobody else."""
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
 _MOST_BIASES = 1024
@@ -27,6 +29,9 @@ Penalty = Annotated[float | None, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Token = Annotated[int, Field(ge=0)]
+Ids = Annotated[list[Token], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+"""A list ends at its first wrong item: an error of every item of a long one would take seconds and memory."""
 
 
 def _tell_unsupported(schema: dict[str, Any], kind: type[BaseModel]) -> None:
@@ -91,7 +96,7 @@ class Completing(Asked):
 
     n: int | None = Field(default=None, ge=1, le=MOST_TEXTS)
     """Texts for each prompt; the n-th draws with `seed` + n."""
-    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS, fail_fast=True)] | None = None
     """Where a text ends; what it ends at is no part of it."""
     max_tokens: Tokens = None
     presence_penalty: Penalty = None
@@ -119,9 +124,9 @@ class CompletionAsked(Completing):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_TEXTS)]
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[list[Token]], Field(min_length=1, max_length=MOST_TEXTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
+        | Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
     )
     """A text, several, a text's tokens, or those of several."""
     logprobs: Likeliest = None
@@ -154,7 +159,7 @@ class _Message(BaseModel):
 
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Objects | None = None
     tool_call_id: str | None = None
 
 
@@ -162,7 +167,7 @@ class GivenMessage(_Message):
     """What somebody other than the model says."""
 
     role: Literal["system", "developer", "user", "tool", "function"]
-    content: str | list[dict[str, Any]]
+    content: str | Objects
     """A text, or its parts: `{"type": "text", "text": ...}`."""
 
 
@@ -170,7 +175,7 @@ class AssistantMessage(_Message):
     """What the model has said: text, calls of tools, or both."""
 
     role: Literal["assistant"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Objects | None = None
 
 
 Message = Annotated[GivenMessage | AssistantMessage, Discriminator("role")]
@@ -205,14 +210,14 @@ class ChatAsked(Completing):
     }
     names: ClassVar = {"max_new_tokens": "max_completion_tokens", "prompt": "messages"}
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     max_completion_tokens: Tokens = None
     """Goes before `max_tokens`. Neither: as many as the context has room for."""
     logprobs: bool | None = None
     top_logprobs: Likeliest = None
     """Needs `logprobs`."""
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = Field(default=None, max_length=128)
+    tools: list[Tool] | None = Field(default=None, max_length=128, fail_fast=True)
     tool_choice: str | dict[str, Any] | None = None
     """`none`, `auto`, `required`, or a function of `tools`."""
     reasoning_effort: str | None = None
@@ -267,7 +272,7 @@ class ResponseAsked(Asked):
     }
     names: ClassVar = {"max_new_tokens": "max_output_tokens", "prompt": "input"}
 
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     """A text, or the items of a conversation: messages, calls of functions and what they gave."""
     instructions: str | None = None
     """For this response alone."""
@@ -278,7 +283,7 @@ class ResponseAsked(Asked):
     store: bool | None = None
     """Whether the response is kept, so that others can go on with it; left out: yes."""
     text: ResponseText | None = None
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
+    tools: list[dict[str, Any]] | None = Field(default=None, max_length=128, fail_fast=True)
     """Functions alone."""
     tool_choice: str | dict[str, Any] | None = None
     metadata: dict[str, str] | None = None

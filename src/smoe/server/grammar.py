@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from smoe.errors import ModelError
 from smoe.server.problem import ApiError, refused
 
 _LONGEST_SCHEMA = 200_000
@@ -60,7 +59,9 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._known_tokens(param), rules)
         if matcher.is_error():
             raise _cannot_be_kept(matcher.get_error(), param)
-        return Grammar(matcher, self._vocabulary)
+        grammar = Grammar(matcher, self._vocabulary, param)
+        grammar.check_first()
+        return grammar
 
     def _known_tokens(self, param: str) -> Any:
         import llguidance.hf
@@ -77,14 +78,23 @@ class Grammars:
 class Grammar:
     """The rules that one text keeps to: a `Constraint` of the decode loop."""
 
-    def __init__(self, matcher: Any, vocabulary: int) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, vocabulary: int, param: str) -> None:
+        """`param`: the request's field that the rules are of."""
+        self._matcher, self._param = matcher, param
         self._vocabulary = vocabulary
         self._mask = np.zeros((vocabulary + 31) // 32, np.int32)
 
     def another(self) -> Grammar:
         """The same rules for another text."""
-        return Grammar(self._matcher.deep_copy(), self._vocabulary)
+        return Grammar(self._matcher.deep_copy(), self._vocabulary, self._param)
+
+    def check_first(self) -> None:
+        """Raise an `ApiError` for rules that fail at the first token, such as a schema that refers to itself without
+        end, or that no text can keep to."""
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self._check()
+        if not self._mask.any():
+            raise _cannot_be_kept("no text keeps to it", self._param)
 
     def narrow(self, logits: torch.Tensor) -> None:
         """logits [V]: those of tokens that may not come next become minus infinity."""
@@ -101,8 +111,10 @@ class Grammar:
         self._check()
 
     def _check(self) -> None:
+        """Rules that turn out too complex in the middle of a text are the request's fault, as those that cannot be
+        compiled are."""
         if self._matcher.is_error():
-            raise ModelError(f"the text cannot be made to keep to its form: {_first_line(self._matcher.get_error())}")
+            raise _cannot_be_kept(self._matcher.get_error(), self._param)
 
 
 def _cannot_be_kept(why: object, param: str) -> ApiError:

@@ -17,13 +17,12 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from smoe.server.body_budget import BodyBudget, BodyBytes
 from smoe.server.events import Json
 from smoe.server.problem import ApiError
 from smoe.server.settings import ServerConfig, is_loopback
 
 _log = logging.getLogger(__name__)
-BODY_SECONDS = 60.0
-"""A body that takes longer to come is not waited for."""
 _MOST_WARNINGS = 20
 _LONGEST_ORIGIN = 200
 
@@ -41,11 +40,14 @@ class Guard:
         open_paths: frozenset[str],
         counted: Counted,
         warn: Callable[[str], None] = _log.warning,
+        bodies: BodyBudget | None = None,
     ) -> None:
-        """`open_paths`: what everybody may have without a key. `warn`: tells whoever started the server."""
+        """`open_paths`: what everybody may have without a key. `warn`: tells whoever started the server. `bodies`: the
+        memory for bodies (None: the configuration's)."""
         self._app, self._config, self._open, self._counted, self._warn = app, config, open_paths, counted, warn
         self._refused: set[str] = set()
         """Origins that were warned of."""
+        self._bodies = bodies or BodyBudget(config.most_bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -54,7 +56,7 @@ class Guard:
         if scope["type"] != "http":  # nothing here speaks over web sockets
             await send({"type": "websocket.close", "code": 1008})
             return
-        path = scope["path"]
+        path, headers = scope["path"], Headers(scope=scope)
 
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -62,16 +64,27 @@ class Guard:
             await send(message)
 
         try:
-            headers = Headers(scope=scope)
             self._check_host(headers)
             self._check_origin(headers)
             self._check_key(path, headers)
             _check_path(path)
-            receive = await self._with_body(headers, receive)
+            held = self._admit(headers)
         except ApiError as problem:
-            await Json(problem.body, problem.status, problem.headers)(scope, receive, counting)
+            await _refuse(problem, has_body=_has_body(headers))(scope, receive, counting)
             return
-        await self._app(scope, receive, counting)
+        held.put_into(scope)
+        try:
+            await self._answer(held, scope, receive, counting)
+        finally:
+            held.release()
+
+    async def _answer(self, held: BodyBytes, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            whole = await self._with_body(held, receive)
+        except ApiError as problem:
+            await _refuse(problem, has_body=True)(scope, receive, send)
+            return
+        await self._app(scope, whole, send)
 
     def _check_host(self, headers: Headers) -> None:
         host = _name_of(headers.get("host", ""))
@@ -87,7 +100,7 @@ class Guard:
         origin = headers.get("origin")
         if origin is None or "*" in self._config.allow_origin or origin in self._config.allow_origin:
             return
-        if urlsplit(origin).netloc != headers.get("host", ""):
+        if _place_of(origin) != headers.get("host", ""):
             message = f"pages of {origin[:100]!r} may not ask this server; it would have to be started so that they may"
             self._warn_of(origin)
             raise ApiError(403, message, type="permission_error", code="unknown_origin")
@@ -115,15 +128,20 @@ class Guard:
             message = "the API key is missing or wrong; send 'Authorization: Bearer KEY' with the key of this server"
             raise ApiError(401, message, code="invalid_api_key")
 
-    async def _with_body(self, headers: Headers, receive: Receive) -> Receive:
-        """The whole body is read here, as far as there may be one; what follows reads it from memory."""
+    def _admit(self, headers: Headers) -> BodyBytes:
         length = headers.get("content-length", "0")
-        if length.isdigit() and int(length[:20]) > self._config.max_body_bytes:
+        nbytes = int(length[:20]) if length.isascii() and length.isdigit() else 0
+        if nbytes > self._config.max_body_bytes:
             raise self._too_large()
+        return self._bodies.admit(nbytes)
+
+    async def _with_body(self, held: BodyBytes, receive: Receive) -> Receive:
+        """The whole body is read here, as far as there may be one; what follows reads it from memory."""
+        seconds = self._config.body_seconds
         try:
-            first = await asyncio.wait_for(self._body(receive), BODY_SECONDS)
+            first = await asyncio.wait_for(self._body(held, receive), seconds)
         except asyncio.TimeoutError:
-            message = f"the request's body has not come within {BODY_SECONDS:g} seconds"
+            message = f"the request's body has not come within {seconds:g} seconds"
             raise ApiError(408, message, code="request_timeout") from None
         pending = [first]
 
@@ -132,18 +150,19 @@ class Guard:
 
         return replayed
 
-    async def _body(self, receive: Receive) -> Message:
-        parts, size = [], 0
+    async def _body(self, held: BodyBytes, receive: Receive) -> Message:
+        body = bytearray()  # no list of parts: they may be of one byte each
         while True:
             message = await receive()
             if message["type"] != "http.request":
                 return message
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._config.max_body_bytes:
+            part = message.get("body", b"")
+            if len(body) + len(part) > self._config.max_body_bytes:
                 raise self._too_large()
+            held.add(len(part))
+            body += part
             if not message.get("more_body", False):
-                return {"type": "http.request", "body": b"".join(parts), "more_body": False}
+                return {"type": "http.request", "body": bytes(body), "more_body": False}
 
     def _too_large(self) -> ApiError:
         message = (
@@ -151,6 +170,23 @@ class Guard:
             "send less, or have the server started with a larger 'max_body'"
         )
         return ApiError(413, message, code="request_too_large")
+
+
+def _has_body(headers: Headers) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
+def _refuse(problem: ApiError, has_body: bool) -> Json:
+    """An answer that does not wait for the rest of a body: the connection ends with it."""
+    return Json(problem.body, problem.status, problem.headers | ({"Connection": "close"} if has_body else {}))
+
+
+def _place_of(origin: str) -> str | None:
+    """An origin's host and port; None for one that is no address."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _check_path(path: str) -> None:

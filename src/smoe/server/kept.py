@@ -2,53 +2,65 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from smoe.server.events import to_json
 from smoe.server.problem import ApiError
 
 MOST_RESPONSES = 1000
-_MOST_CHARACTERS = 32 << 20
+_MOST_BYTES = 32 << 20
 
 
-@dataclass(frozen=True)
-class KeptResponse:
-    """One, and the conversation up to and with it."""
+class KeptResponse(NamedTuple):
+    """One, and the conversation up to and with it, as JSON: what it was parsed into takes ten times the memory."""
 
-    response: dict[str, Any]
-    messages: list[dict[str, Any]]
-    characters: int
+    response: bytes
+    messages: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.response) + len(self.messages)
 
 
 class Kept:
     """In memory: gone when the server ends."""
 
-    def __init__(self, most: int = MOST_RESPONSES, most_characters: int = _MOST_CHARACTERS) -> None:
-        self._most, self._most_characters = most, most_characters
+    def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = _MOST_BYTES) -> None:
+        self._most, self._most_bytes = most, most_bytes
         self._responses: OrderedDict[str, KeptResponse] = OrderedDict()
-        self._characters = 0
+        self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._responses)
 
     def put(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
         """Keep one; the oldest are forgotten for it."""
-        size = sum(len(str(message)) for message in messages) + len(str(response))
-        self._responses[response["id"]] = KeptResponse(response, messages, size)
-        self._characters += size
-        while len(self._responses) > self._most or self._characters > self._most_characters:
+        kept = KeptResponse(to_json(response), to_json(messages))
+        self._responses[response["id"]] = kept
+        self._bytes += kept.nbytes
+        while len(self._responses) > self._most or self._bytes > self._most_bytes:
             _, oldest = self._responses.popitem(last=False)
-            self._characters -= oldest.characters
+            self._bytes -= oldest.nbytes
 
-    def get(self, name: str, param: str | None = None) -> KeptResponse:
-        """Raises an `ApiError` for one that is not here, or not any more."""
-        if name not in self._responses:
+    def get(self, name: str) -> bytes:
+        """One as JSON. Raises an `ApiError` for one that is not here, or not any more."""
+        return self._found(name).response
+
+    def messages(self, name: str, param: str) -> list[dict[str, Any]]:
+        """The conversation up to and with one. Raises an `ApiError` that names `param` for one that is not here."""
+        found: list[dict[str, Any]] = json.loads(self._found(name, param).messages)
+        return found
+
+    def _found(self, name: str, param: str | None = None) -> KeptResponse:
+        found = self._responses.get(name)  # once: prompts are made on another thread
+        if found is None:
             message = f"there is no response {name[:100]!r} here; it was not stored, is forgotten, or of another server"
             raise ApiError(404, message, param=param, code="response_not_found")
-        return self._responses[name]
+        return found
 
     def delete(self, name: str) -> None:
         """Forget one. Raises an `ApiError` for one that is not here."""
-        self._characters -= self.get(name).characters
+        self._bytes -= self._found(name).nbytes
         del self._responses[name]

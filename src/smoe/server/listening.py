@@ -11,6 +11,7 @@ told once more                 the same, without drain_seconds
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import socket
@@ -21,11 +22,16 @@ from types import FrameType
 import uvicorn
 
 from smoe.server.app import make_app
+from smoe.server.body_budget import BodyBudget
+from smoe.server.connection import Connection
+from smoe.server.connections import Connections
 from smoe.server.protocol import spoken_by
 from smoe.server.serving import Serving
 
 _log = logging.getLogger(__name__)
 _LAST_SECONDS = 2
+_MOST_PENDING = 1024
+"""Connections that the system keeps until they are accepted."""
 _SPARE_SECONDS = 10
 """After which uvicorn stops waiting for connections that should be gone by then."""
 
@@ -40,10 +46,15 @@ class Server(uvicorn.Server):
         self, serving: Serving, tell: Callable[[str], None] = _log.warning, warn: Callable[[str], None] = _log.warning
     ) -> None:
         """`tell` and `warn`: how whoever started it is told what they should know at once."""
+        self._group = Connections(serving.config, warn)
+        self.bodies = BodyBudget(serving.config.most_bodies_bytes)
+        """What its requests' bodies take of memory now."""
         super().__init__(
             spoken_by(
-                make_app(serving, warn),
-                timeout_keep_alive=30,
+                make_app(serving, warn, self.bodies),
+                http=functools.partial(Connection, group=self._group),
+                backlog=self._group.room.accepted,
+                timeout_keep_alive=math.ceil(serving.config.idle_seconds),
                 timeout_graceful_shutdown=math.ceil(serving.config.drain_seconds) + _LAST_SECONDS + _SPARE_SECONDS,
             )
         )
@@ -51,6 +62,20 @@ class Server(uvicorn.Server):
         self._is_in_a_hurry = False
         self._here: asyncio.AbstractEventLoop | None = None
         """While it ends."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections."""
+        handler = functools.partial(self._group.failed, self.server_state.connections)
+        asyncio.get_running_loop().set_exception_handler(handler)
+        await super().startup(sockets)
+        for each in sockets or []:
+            each.listen(_MOST_PENDING)  # uvicorn's backlog is also what is accepted in one turn of the event loop
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether it ends now."""
+        if self._serving.config.exit_on_failure and self._serving.state == "failed":
+            self.should_exit = True
+        return await super().on_tick(counter)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -27,12 +27,12 @@ _REFUSALS = {
     408: "The body has not come in time.",
     413: "The body is larger than the server reads.",
     415: "The body is not sent as JSON, or is compressed.",
-    429: "All places are taken, and as many wait as may; `Retry-After` says when to come again.",
+    429: "There is no room for another text, or for another body in memory; `Retry-After` says when to come again.",
     500: "Something has failed in the server; this request alone is lost.",
-    503: "The server is being ended, or has failed.",
+    503: "The server is being ended, its model can no longer be used, or all connections are taken.",
 }
-_OF_ALL = (403, 408, 413, 500)
-_OF_ASKING = (400, 404, 415, 429, 503)
+_OF_ALL = (403, 408, 413, 429, 500, 503)
+_OF_ASKING = (400, 404, 415)
 _ABOUT = """\
 As OpenAI's API. Errors have one shape, `Refusal`; beside those that are named with the paths, a path that there is not
 is 404, and a method that a path does not take 405. Once a stream has begun its status has been sent: what goes wrong

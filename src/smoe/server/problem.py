@@ -76,6 +76,13 @@ def over() -> ApiError:
     )
 
 
+def failed(why: Exception) -> ApiError:
+    """No request can be answered any more: status 503."""
+    reason = "its files were written or replaced since it was loaded" if isinstance(why, CheckpointError) else None
+    message = f"the model can no longer be used: {reason or 'the log of the server says why'}; start the server again"
+    return ApiError(503, message, type="server_error", code="model_failed")
+
+
 def problem_of(error: Exception, fields: Mapping[str, str], is_whole_context: bool = False) -> ApiError:
     """An error of the library, told to a client. `fields`: what settings are called in its request; one that is not
     there is the server's own affair. `is_whole_context`: the model has no more positions than it is served with."""
@@ -91,6 +98,8 @@ def problem_of(error: Exception, fields: Mapping[str, str], is_whole_context: bo
         return busy(str(error))
     if isinstance(error, (EngineStateError, GenerationCancelledError)):
         return over()
+    if isinstance(error, CheckpointError):
+        return failed(error)
     _log.error("a request has failed", exc_info=error)
     return ApiError(500, _of_ours(error), type="server_error", code=_code_of_ours(error))
 
@@ -111,7 +120,7 @@ def _about_context(error: ContextError, is_whole: bool) -> str:
 def _of_ours(error: Exception) -> str:
     if isinstance(error, TransferError):
         return "a part of the model could not be read from its disk; this request is lost, others go on"
-    if isinstance(error, ModelError) and not isinstance(error, CheckpointError):
+    if isinstance(error, ModelError):
         return in_fields(str(error), {})
     return "something has failed in the server; its log says what"
 

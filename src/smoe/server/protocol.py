@@ -7,12 +7,14 @@ from typing import Any
 import uvicorn
 
 
-def spoken_by(app: Any, **given: Any) -> uvicorn.Config:
+def spoken_by(app: Any, http: Any = "h11", **given: Any) -> uvicorn.Config:
     """An app's settings: HTTP/1.1 by h11 (a pinned requirement; uvicorn would take httptools where it is installed), no
-    WebSockets, Python's own event loop; no log, which is ours."""
+    WebSockets, Python's own event loop; no log, which is ours.
+
+    `http`: a protocol class of uvicorn's that parses with h11, in the place of its own."""
     return uvicorn.Config(
         app,
-        http="h11",
+        http=http,
         ws="none",
         loop="asyncio",
         lifespan="off",

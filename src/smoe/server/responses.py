@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,13 +14,13 @@ from starlette.responses import Response
 from smoe.generation.request import Reason
 from smoe.server.answer import Answer
 from smoe.server.choice import Choice, Delta
-from smoe.server.events import event
+from smoe.server.events import event, to_json
 from smoe.server.fields import ResponseAsked
 from smoe.server.kept import Kept
 from smoe.server.problem import ApiError
 from smoe.server.response_input import talk_of
 from smoe.server.serving import Serving
-from smoe.server.talk import prepare
+from smoe.server.talk import Prepared, prepare
 from smoe.server.texts import Texts
 from smoe.server.tool_calls import ToolCall
 
@@ -37,48 +38,64 @@ class Responses:
         self._serving = serving
         self._kept = Kept()
 
-    def get(self, name: str) -> dict[str, Any]:
-        """One that was given."""
-        return self._kept.get(name).response
+    def get(self, name: str) -> bytes:
+        """One that was given, as JSON."""
+        return self._kept.get(name)
 
     def delete(self, name: str) -> dict[str, Any]:
         """Forget one."""
         self._kept.delete(name)
         return {"id": name, "object": "response", "deleted": True}
 
-    async def make(self, asked: ResponseAsked, request: Request) -> Response:
+    async def make(self, request: Request) -> Response:
         """One more."""
-        asked.check_unsupported()
         serving = self._serving
-        serving.check_name(asked.model)
-        before: list[dict[str, Any]] = []
-        if asked.previous_response_id is not None:
-            before = self._kept.get(asked.previous_response_id, "previous_response_id").messages
-        talk, messages = talk_of(asked, before)
-        fields = asked.settings
-        prepared = await serving.prepare(lambda: prepare(serving, asked, talk, fields), fields)
-        texts = serving.ask(prepared.wanted, fields, bool(asked.stream))
-        answer = _Answer(self._kept, serving.name, asked, prepared.choices(texts.requests)[0], texts, messages)
-        return await answer.to(request, bool(asked.stream))
+
+        def work(asked: ResponseAsked) -> tuple[Prepared, _Form]:
+            before: list[dict[str, Any]] = []
+            if asked.previous_response_id is not None:
+                before = self._kept.messages(asked.previous_response_id, "previous_response_id")
+            talk, messages = talk_of(asked, before)
+            prepared = prepare(serving, asked, talk, asked.settings)
+            return prepared, _form_of(asked, serving.name, messages)
+
+        prepared, form = await serving.read(ResponseAsked, request, work)
+        texts = serving.ask(prepared.wanted, form.settings, form.is_streamed)
+        answer = _Answer(self._kept, form, prepared.choices(texts.requests)[0], texts)
+        return await answer.to(request, form.is_streamed)
+
+
+class _Form(NamedTuple):
+    """All that a response needs of its request. As JSON: what it was parsed into takes ten times the memory."""
+
+    settings: dict[str, str]
+    is_streamed: bool
+    is_stored: bool
+    empty: bytes
+    """The response that has nothing yet."""
+    messages: bytes
+    """The conversation that it answers."""
+
+
+def _form_of(asked: ResponseAsked, model: str, messages: list[dict[str, Any]]) -> _Form:
+    is_stored = asked.store is not False
+    empty, kept = to_json(_empty(asked, model)), to_json(messages if is_stored else [])
+    return _Form(asked.settings, bool(asked.stream), is_stored, empty, kept)
 
 
 class _Answer(Answer):
     done = b""
 
-    def __init__(
-        self,
-        kept: Kept,
-        model: str,
-        asked: ResponseAsked,
-        choice: Choice,
-        texts: Texts,
-        messages: list[dict[str, Any]],
-    ) -> None:
-        super().__init__(texts, [choice], asked.settings)
-        self._kept, self._asked, self._choice, self._messages = kept, asked, choice, messages
+    def __init__(self, kept: Kept, form: _Form, choice: Choice, texts: Texts) -> None:
+        super().__init__(texts, [choice], form.settings)
+        self._kept, self._form, self._choice = kept, form, choice
         self._output: list[dict[str, Any]] = []
         self._events = 0
-        self._response = _empty(asked, model)
+
+    def _response(self) -> dict[str, Any]:
+        """The response that has nothing yet."""
+        empty: dict[str, Any] = json.loads(self._form.empty)
+        return empty
 
     def _keep(self, index: int, delta: Delta) -> None:
         self._added(index, delta)
@@ -88,9 +105,8 @@ class _Answer(Answer):
         return self._finished()
 
     def _begun(self) -> bytes:
-        return b"".join(
-            self._event(f"response.{state}", response=self._response) for state in ("created", "in_progress")
-        )
+        response = self._response()
+        return b"".join(self._event(f"response.{state}", response=response) for state in ("created", "in_progress"))
 
     def _added(self, index: int, delta: Delta) -> bytes:
         """Text goes on with the message, a call is an item of its own."""
@@ -104,7 +120,7 @@ class _Answer(Answer):
     def _failed(self, problem: ApiError) -> bytes:
         code = problem.code if problem.status < 500 else "server_error"
         error = {"code": code, "message": problem.message}
-        return self._event("response.failed", response=self._response | {"status": "failed", "error": error})
+        return self._event("response.failed", response=self._response() | {"status": "failed", "error": error})
 
     def _items(self, delta: Delta) -> Iterator[bytes]:
         if delta.thought:
@@ -174,7 +190,7 @@ class _Answer(Answer):
         """The finished response; kept, unless it was not to be."""
         request, is_cut = self._choice.request, self._choice.reason is Reason.LENGTH
         prompt, new = len(request.ids), len(request.new_ids)
-        self._response |= {
+        response = self._response() | {
             "status": "incomplete" if is_cut else "completed",
             "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -187,9 +203,9 @@ class _Answer(Answer):
                 "total_tokens": prompt + new,
             },
         }
-        if self._asked.store is not False:
-            self._kept.put(self._response, [*self._messages, self._said()])
-        return self._response
+        if self._form.is_stored:
+            self._kept.put(response, [*json.loads(self._form.messages), self._said()])
+        return response
 
     def _said(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self._choice.text}

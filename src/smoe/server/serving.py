@@ -12,18 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from starlette.requests import Request as HttpRequest
 from transformers import PreTrainedModel
 
 from smoe import __version__
 from smoe.errors import EngineStateError
 from smoe.generation.choices import end_tokens
 from smoe.generation.loop import DecodeLoop
-from smoe.generation.request import Request
+from smoe.generation.request import End, Piece, Request
 from smoe.models.rotary import position_limit
 from smoe.runtime.engine import Engine
+from smoe.server.body import asked_of, body_of
+from smoe.server.body_budget import release_body
+from smoe.server.fields import Asked
 from smoe.server.grammar import Grammars
 from smoe.server.meters import Meters
-from smoe.server.problem import ApiError, busy, over, problem_of, refused
+from smoe.server.model_health import ModelHealth
+from smoe.server.problem import ApiError, busy, failed, over, problem_of, refused
 from smoe.server.prompts import Prompts
 from smoe.server.request_lines import note_asked
 from smoe.server.settings import ServerConfig
@@ -32,6 +37,7 @@ from smoe.server.token_text import TokenTexts
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_A = TypeVar("_A", bound=Asked)
 
 
 class Serving:
@@ -55,7 +61,7 @@ class Serving:
         self.meters = Meters(self.engine, self._loop)
         self._bell = Bell()
         self._asked: weakref.WeakSet[Texts] = weakref.WeakSet()
-        self._broken: Exception | None = None
+        self.health = ModelHealth()
         self._is_ending = False
         self._thread = threading.Thread(target=self._run, name="smoe-decode", daemon=True)
         self._preparing = ThreadPoolExecutor(1, "smoe-prompts")
@@ -86,7 +92,12 @@ class Serving:
     @property
     def state(self) -> str:
         """ok, ending or failed."""
-        return "failed" if self._broken is not None else "ending" if self._is_ending else "ok"
+        return "failed" if self.failure is not None else "ending" if self._is_ending else "ok"
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the state is failed; None where it is not."""
+        return self.health.failure
 
     @property
     def running(self) -> int:
@@ -103,13 +114,27 @@ class Serving:
         """In which somebody waited for a token."""
         return self._loop.busy_seconds
 
-    async def prepare(self, work: Callable[[], _T], fields: Mapping[str, str]) -> _T:
-        """Tokenise, compile a grammar: beside the server's own thread. Raises an `ApiError` in the request's words."""
+    async def read(self, kind: type[_A], request: HttpRequest, work: Callable[[_A], _T]) -> _T:
+        """What `work` makes of a request's body, on the thread of prompts: it parses, renders and tokenises one body
+        at a time, and what was parsed does not outlive `work`, so of all requests that wait only bodies and tokens are
+        in memory. Raises an `ApiError` in the request's words."""
         self.refuse_if_ending()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
+            data = [await body_of(request)]
+            here = asyncio.get_running_loop()
+            return await here.run_in_executor(self._preparing, lambda: self._prepared(kind, data.pop(), work))
+        finally:
+            release_body(request.scope)
+
+    def _prepared(self, kind: type[_A], data: bytes, work: Callable[[_A], _T]) -> _T:
+        asked = asked_of(kind, data)
+        asked.check_unsupported()
+        self.check_name(asked.model)
+        try:
+            return work(asked)
         except Exception as error:
-            raise problem_of(error, fields, self._is_whole_context) from error
+            problem = problem_of(error, asked.settings, self._is_whole_context)
+        raise problem  # outside of the `except`: the error would keep what was parsed in memory
 
     def ask(self, wanted: Sequence[Wanted], fields: Mapping[str, str], is_streamed: bool) -> Texts:
         """Have texts made; what is not streamed is looked at when it ends. Raises an `ApiError`, in the request's
@@ -117,7 +142,7 @@ class Serving:
         self.refuse_if_ending()
         self._check_room(len(wanted))
         try:
-            texts = Texts(self._loop, self._bell, wanted, self.meters.heard, is_streamed)
+            texts = Texts(self._loop, self._bell, wanted, self._heard, is_streamed)
         except Exception as error:
             raise problem_of(error, fields, self._is_whole_context) from error
         self._asked.add(texts)
@@ -147,8 +172,8 @@ class Serving:
 
     def refuse_if_ending(self) -> None:
         """Raise an `ApiError` where nothing will be answered any more."""
-        if self._broken is not None:
-            raise ApiError(500, "the server has failed; its log says why", type="server_error", code="internal_error")
+        if self.health.lost is not None:
+            raise failed(self.health.lost)
         if self._is_ending:
             raise over()
 
@@ -167,9 +192,15 @@ class Serving:
             self._loop.run(after_step=self._bell.ring)
         except Exception as error:
             _log.exception("the decode loop has failed; nothing is answered any more")
-            self._broken = error
+            self.health.lose(error)
             self._loop.close()
             self._bell.say(self._give_up)
+
+    def _heard(self, request: Request, what: Piece | End) -> None:
+        """On the decode loop's thread."""
+        self.meters.heard(request, what)
+        if isinstance(what, End):
+            self.health.note(what)
 
     def _give_up(self) -> None:
         for texts in list(self._asked):

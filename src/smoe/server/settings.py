@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from smoe.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+FEWEST_CONNECTIONS = 8
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,22 @@ class ServerConfig:
     max_waiting: int = 64
     """Texts that may wait for a place; those who come then are told to come again."""
     max_body_bytes: int = 4 << 20
+    max_bodies_bytes: int | None = None
+    """Of all bodies that are being received, or wait until their prompts are rendered; those that come then are refused
+    (429). None: eight times `max_body_bytes`."""
+    max_connections: int = 512
+    """Fewer where the process may not open so many files. A new one takes the place of the one that has waited longest
+    for its request."""
+    head_seconds: float = 10.0
+    """A request's head that takes longer to come is not waited for."""
+    body_seconds: float = 60.0
+    """A body that takes longer to come is not waited for."""
+    idle_seconds: float = 30.0
+    """A connection without a request is closed so long after its last answer."""
+    unread_seconds: float = 60.0
+    """A client that takes nothing of its answer for so long is disconnected."""
+    exit_on_failure: bool = False
+    """End the server once the model can no longer be used."""
     drain_seconds: float = 30.0
     """How long texts that are under way may go on once the server is told to end."""
 
@@ -36,6 +53,16 @@ class ServerConfig:
             ("port", 0 <= self.port < 2**16, "between 0 (any free one) and 65535"),
             ("max_waiting", self.max_waiting >= 1, "a whole number of at least 1"),
             ("max_body_bytes", self.max_body_bytes >= 1024, "at least 1 KiB"),
+            (
+                "max_bodies_bytes",
+                self.most_bodies_bytes >= self.max_body_bytes,
+                f"at least `max_body_bytes`, {self.max_body_bytes}",
+            ),
+            ("max_connections", self.max_connections >= FEWEST_CONNECTIONS, f"at least {FEWEST_CONNECTIONS}"),
+            *(
+                (name, 0 < getattr(self, name) < math.inf, "a number of seconds above 0")
+                for name in ("head_seconds", "body_seconds", "idle_seconds", "unread_seconds")
+            ),
             ("drain_seconds", 0 <= self.drain_seconds < math.inf, "a number of seconds of at least 0"),
         ):
             if not holds:
@@ -71,6 +98,11 @@ class ServerConfig:
                 given=self.host,
                 allowed=f"{LOOPBACK} without `api_key` or `no_auth`",
             )
+
+    @property
+    def most_bodies_bytes(self) -> int:
+        """Bytes of bodies in memory at once."""
+        return 8 * self.max_body_bytes if self.max_bodies_bytes is None else self.max_bodies_bytes
 
     @property
     def is_local(self) -> bool:

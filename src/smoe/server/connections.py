@@ -1,0 +1,114 @@
+"""All connections of a server: how many there may be, and which one ends where there is no room for another.
+
+A new connection takes the place of the one that has waited longest for its client: clients that connect and say nothing
+cannot keep others out, since whoever sends a request at once is never the one that has waited longest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import psutil
+
+from smoe.server.connection import Connection
+from smoe.server.problem import busy
+from smoe.server.settings import FEWEST_CONNECTIONS, ServerConfig
+
+_log = logging.getLogger(__name__)
+_MOST_ACCEPTED = 128
+"""Connections that are accepted in one turn of the event loop, before any of them is looked at."""
+_FEWEST_SPARE_FILES = 16
+_QUIET_SECONDS = 60.0
+"""Between two warnings of the same kind."""
+_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Room(NamedTuple):
+    """What the system's limit on open files leaves to connections."""
+
+    connections: int
+    accepted: int
+    """Connections that may be accepted in one turn of the event loop."""
+
+
+def room_for(wanted: int, files: int | None, opened: int) -> Room:
+    """`files`: what the process may open (None: any number), `opened`: what it has opened. A quarter of the rest is
+    left to files of the model; half of that quarter to connections that have been accepted and not been looked at."""
+    if files is None:
+        return Room(wanted, _MOST_ACCEPTED)
+    left = files - opened
+    spare = max(_FEWEST_SPARE_FILES, left // 4)
+    return Room(max(FEWEST_CONNECTIONS, min(wanted, left - spare)), min(_MOST_ACCEPTED, spare // 2))
+
+
+def files_allowed() -> int | None:
+    """How many files this process may open; None where the system has no such limit."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else int(soft)
+
+
+class Connections:
+    """Of one server; belongs to its event loop's thread."""
+
+    def __init__(self, config: ServerConfig, warn: Callable[[str], None] = _log.warning) -> None:
+        """`warn`: how whoever started the server is told of what they should change."""
+        self.config, self._warn = config, warn
+        opened = psutil.Process().num_fds() if psutil.POSIX else 0
+        self.room = room_for(config.max_connections, files_allowed(), opened)
+        if self.room.connections < config.max_connections:
+            warn(
+                f"this process may open {files_allowed()} files (`ulimit -n`), so at most {self.room.connections} "
+                f"connections are open at once; `max_connections` is {config.max_connections}"
+            )
+        self._warned = -_QUIET_SECONDS
+
+    def admit(self, connection: Connection) -> None:
+        """Keep a new connection; where there is no room, in the place of another, or answer that there is none."""
+        if len(connection.connections) <= self.room.connections:
+            return
+        if not self.drop_one(connection.connections, connection):
+            connection.refuse(_no_room())
+
+    def drop_one(self, among: set[Any], spared: Connection | None = None) -> bool:
+        """End the connection that has waited longest for its client: those without a request first. False where the
+        server works for all of them."""
+        found = [each for each in among if isinstance(each, Connection) and each is not spared and each.is_waiting]
+        if not found:
+            return False
+        longest = min(found, key=lambda each: (not each.is_idle, each.waiting_since))
+        longest.transport.abort()
+        among.discard(longest)  # the event loop reports its end in its next turn; the next newcomer counts now
+        return True
+
+    def failed(self, among: set[Any], loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """The event loop's exception handler: where no file can be opened for a new connection, one ends, and one line
+        a minute says so."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in _OUT_OF_FILES:
+            loop.default_exception_handler(context)
+            return
+        self.drop_one(among)
+        if loop.time() - self._warned >= _QUIET_SECONDS:
+            self._warned = loop.time()
+            self._warn(
+                f"no file could be opened for a new connection ({error.strerror}); a lower `max_connections`, or a "
+                "higher `ulimit -n`, leaves room"
+            )
+
+
+def _no_room() -> bytes:
+    """A whole answer."""
+    problem = busy("it has as many connections as it may have; try again later")
+    body = json.dumps(problem.body).encode()
+    head = ["HTTP/1.1 503 Service Unavailable", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    head += ["Connection: close", *(f"{name}: {value}" for name, value in problem.headers.items())]
+    return "\r\n".join([*head, "", ""]).encode() + body
