@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from smoe import from_pretrained
@@ -22,6 +23,15 @@ FORMS = {
     "mistral": "[TOOL_CALLS]",
     "llama": "<|python_tag|>",
 }
+ADDED: dict[str, list[AddedToken]] = {
+    "hermes": [],
+    "hermes, added": [AddedToken(text, special=False) for text in ("<tool_call>", "</tool_call>")],
+    "hermes, special": [AddedToken(text, special=True) for text in ("<tool_call>", "</tool_call>")],
+    "mistral": [],
+    "mistral, added": [AddedToken("[TOOL_CALLS]", special=True)],
+    "llama": [],
+}
+"""Tokens of the form that the tokenizer has. Those of Qwen3 are added ones that are not special: texts show them."""
 TEMPLATE = (
     "{{% if tools %}}tools ({form}): {{{{ tools | tojson }}}} {{% endif %}}{{% for m in messages %}}{{{{ m['role'] }}}}"
     ": {{{{ m['content'] }}}}{{% if m['tool_calls'] %}}{{% for c in m['tool_calls'] %}}[{{{{ c['function']['name'] }}}}"
@@ -79,17 +89,19 @@ SENT_BY_OPEN_WEBUI = {
 """Two of the 36 tools that come with every message of Open WebUI 0.12, most of their descriptions left out."""
 
 
-@pytest.fixture(scope="module", params=list(FORMS))
+@pytest.fixture(scope="module", params=list(ADDED))
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A toy of random weights with a template of each form."""
+    """A toy of random weights with a template of each form, and the form's tokens."""
+    form = request.param.partition(",")[0]
     folder: Path = save_toy(
         tmp_path_factory.mktemp("tools"),
-        template=TEMPLATE.format(form=FORMS[request.param]),
+        template=TEMPLATE.format(form=FORMS[form]),
+        added=ADDED[request.param],
         max_position_embeddings=2048,
     )
     model = from_pretrained(folder, memory="16MiB", context_tokens=1024, max_sequences=2)
     with model.offload, served(model, AutoTokenizer.from_pretrained(folder)) as running:
-        assert running.serving.prompts.tool_form == request.param
+        assert running.serving.prompts.tool_form == form
         yield running
 
 

@@ -36,9 +36,7 @@ class Grammars:
         import llguidance
 
         try:
-            text = json.dumps(schema)
-            if len(text) > _LONGEST_SCHEMA:
-                raise refused(f"the schema is longer than {_LONGEST_SCHEMA} characters", param, "invalid_json_schema")
+            text = schema_text(schema, param)
             return self.of_rules(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=COMPACT), param)
         except (ValueError, RecursionError) as error:
             raise _cannot_be_kept(error, param) from error
@@ -63,14 +61,14 @@ class Grammars:
         return Grammar(matcher, self._vocabulary)
 
     def _known_tokens(self, param: str) -> Any:
-        import llguidance.hf
+        from smoe.server.grammar_tokens import grammar_tokens
 
         with self._making:
             if self._tokens is None:
                 if not self._ends:
                     message = "this model has no token that ends a text, so none can be made to keep to a form"
                     raise refused(message, param, "unsupported_parameter")
-                self._tokens = llguidance.hf.from_tokenizer(self._tokenizer, self._vocabulary, list(self._ends))
+                self._tokens = grammar_tokens(self._tokenizer, self._vocabulary, self._ends)
             return self._tokens
 
 
@@ -103,6 +101,14 @@ class Grammar:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise ModelError(f"the text cannot be made to keep to its form: {_first_line(self._matcher.get_error())}")
+
+
+def schema_text(schema: dict[str, Any], param: str) -> str:
+    """A schema as JSON. Raises an `ApiError` that names `param` for one that is too long."""
+    text = json.dumps(schema)
+    if len(text) > _LONGEST_SCHEMA:
+        raise refused(f"the schema is longer than {_LONGEST_SCHEMA} characters", param, "invalid_json_schema")
+    return text
 
 
 def _cannot_be_kept(why: object, param: str) -> ApiError:

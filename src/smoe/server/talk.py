@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,17 +67,18 @@ def prepare(serving: Serving, asked: Asked, talk: Talk, fields: dict[str, str]) 
     serving.check(Wanted(ids, sampling), fields)
     form = serving.prompts.tool_form if offered else None
     parser = PARSERS[form] if form is not None else PlainText
-    markers = _special(serving.tokenizer, parser.tokens)
+    own = _added(serving.tokenizer, parser.tokens)
+    markers = _left_out(serving.tokenizer, own)
     grammar: Grammar | None = None
     if must:
-        grammar = must_call(serving.grammars, form, markers, must)
+        grammar = must_call(serving.grammars, form, own, must)
     elif talk.schema is not None:
         grammar = serving.grammars.of_schema(talk.schema, talk.schema_field)
     grammars = [grammar if grammar is None or not number else grammar.another() for number in range(talk.texts)]
     wanted = [Wanted(ids, another(sampling, n), talk.logprobs, each) for n, each in enumerate(grammars)]
     begun = serving.prompts.has_begun_to_think(ids) if grammar is None else None  # what keeps to a form is the answer
     if begun is not None:
-        markers |= _special(serving.tokenizer, TOKENS)
+        markers |= _left_out(serving.tokenizer, _added(serving.tokenizer, TOKENS))
     return Prepared(wanted, parser, markers, serving.ends, begun)
 
 
@@ -101,12 +102,14 @@ def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     )
 
 
-def _special(tokenizer: Any, tokens: Sequence[str]) -> dict[int, str]:
-    """Of what a parser looks for, the tokens that texts leave out."""
-    found = {}
+def _added(tokenizer: Any, texts: Sequence[str]) -> dict[str, int]:
+    """Of these texts, those that are an added token of the tokenizer, special or not."""
     added = tokenizer.added_tokens_decoder
-    for text in tokens:
-        token = tokenizer.convert_tokens_to_ids(text)
-        if token in added and added[token].special and added[token].content == text:
-            found[token] = text
-    return found
+    tokens = {text: tokenizer.convert_tokens_to_ids(text) for text in texts}
+    return {text: token for text, token in tokens.items() if token in added and added[token].content == text}
+
+
+def _left_out(tokenizer: Any, tokens: Mapping[str, int]) -> dict[int, str]:
+    """Of these tokens, the special ones: decoded texts leave them out."""
+    added = tokenizer.added_tokens_decoder
+    return {token: text for text, token in tokens.items() if added[token].special}
