@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from smoe.generation.request import Request
@@ -43,7 +44,7 @@ class Prepared:
     """What is handed in, and how what comes is read."""
 
     wanted: list[Wanted]
-    parser: type[Parser]
+    parser: Callable[[], Parser]
     markers: dict[int, str]
     ends: frozenset[int]
     has_begun_to_think: bool | None
@@ -66,8 +67,7 @@ def prepare(serving: Serving, asked: Asked, talk: Talk, fields: dict[str, str]) 
     sampling = sampling_of(asked, serving.model, room if talk.max_new_tokens is None else talk.max_new_tokens)
     serving.check(Wanted(ids, sampling), fields)
     form = serving.prompts.tool_form if offered else None
-    parser = PARSERS[form] if form is not None else PlainText
-    own = _added(serving.tokenizer, parser.tokens)
+    own = _added(serving.tokenizer, PARSERS[form].tokens) if form is not None else {}
     markers = _left_out(serving.tokenizer, own)
     grammar: Grammar | None = None
     if must:
@@ -79,7 +79,7 @@ def prepare(serving: Serving, asked: Asked, talk: Talk, fields: dict[str, str]) 
     begun = serving.prompts.has_begun_to_think(ids) if grammar is None else None  # what keeps to a form is the answer
     if begun is not None:
         markers |= _left_out(serving.tokenizer, _added(serving.tokenizer, TOKENS))
-    return Prepared(wanted, parser, markers, serving.ends, begun)
+    return Prepared(wanted, _parser(form, offered), markers, serving.ends, begun)
 
 
 def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -100,6 +100,11 @@ def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         "'tool_choice' must be none, auto, required or a function that is one of 'tools'; required needs 'tools'",
         "tool_choice",
     )
+
+
+def _parser(form: str | None, offered: Sequence[dict[str, Any]]) -> Callable[[], Parser]:
+    """What reads the calls of these tools; plain text where there are none, or the model's form is not known."""
+    return PlainText if form is None else partial(PARSERS[form], [tool["function"]["name"] for tool in offered])
 
 
 def _added(tokenizer: Any, texts: Sequence[str]) -> dict[str, int]:
