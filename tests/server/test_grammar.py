@@ -69,7 +69,8 @@ def test_what_cannot_be_kept_to_is_refused(schema: dict[str, Any]) -> None:
 @pytest.mark.parametrize("is_special", [False, True])
 @pytest.mark.parametrize("text", ["<tool_call>", "a <tool_call>{}</tool_call>", END])
 def test_text_that_looks_like_an_added_token_is_text(text: str, is_special: bool) -> None:
-    tokenizer = ascii_tokenizer(added=[AddedToken(each, special=is_special) for each in ("<tool_call>", "</tool_call>")])
+    marks = [AddedToken(mark, special=is_special) for mark in ("<tool_call>", "</tool_call>")]
+    tokenizer = ascii_tokenizer(added=marks)
     end = tokenizer.convert_tokens_to_ids(END)
     grammar = Grammars(tokenizer, len(tokenizer), [end]).of_schema({"const": text}, "response_format")
     written = ""

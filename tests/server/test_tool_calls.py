@@ -22,7 +22,8 @@ TEXTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", "No call.", "No call.", []),
     ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [WARMTH]),
     ("hermes", f"So:<tool_call>{CALL}\n</tool_call>\n<tool_call>{OTHER}</tool_call>\n", "So:", [WARMTH, TIME]),
-    ("hermes", f"a\n<tool_call>{CALL}</tool_call> b <tool_call>{OTHER}</tool_call>\n c ", "a\n b \n c ", [WARMTH, TIME]),
+    ("hermes", f"a\n<tool_call>{CALL}</tool_call> b <tool_call>{OTHER}</tool_call>\n c ", "a\n b \n c ",
+     [WARMTH, TIME]),
     ("hermes", f"<tool_call>{CALL}", "", [WARMTH]),
     ("hermes", f"<tool_call>{CALL}<tool_call>{OTHER}", "", [WARMTH, TIME]),
     ("hermes", f"<tool_call>[{CALL}, {OTHER}]</tool_call>", "", [WARMTH, TIME]),
@@ -37,7 +38,8 @@ TEXTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
      '<tool_call>{"name": "king", "arguments": {}}</tool_call>', []),
     ("hermes", '<tool_call>{"name": "time", "arguments": 5}</tool_call>',
      '<tool_call>{"name": "time", "arguments": 5}</tool_call>', []),
-    ("hermes", '<tool_call>{"name": "time", "arguments": {"x": NaN}}', '<tool_call>{"name": "time", "arguments": {"x": NaN}}', []),
+    ("hermes", '<tool_call>{"name": "time", "arguments": {"x": NaN}}',
+     '<tool_call>{"name": "time", "arguments": {"x": NaN}}', []),
     ("mistral", "No call.", "No call.", []),
     ("mistral", f"[TOOL_CALLS] [{CALL}, {OTHER}]", "", [WARMTH, TIME]),
     ("mistral", f"[TOOL_CALLS] [{CALL}, {OTHER}] So.", " So.", [WARMTH, TIME]),
@@ -73,9 +75,7 @@ def read(form: str, parts: Iterable[str]) -> tuple[str, list[tuple[str, Any]]]:
 
 
 @pytest.mark.parametrize(("form", "text", "shown", "calls"), TEXTS, ids=range(len(TEXTS)))
-def test_calls_are_found_wherever_a_text_is_cut(
-    form: str, text: str, shown: str, calls: list[tuple[str, Any]]
-) -> None:
+def test_calls_are_found_wherever_a_text_is_cut(form: str, text: str, shown: str, calls: list[tuple[str, Any]]) -> None:
     cuts = [(a, b) for a, b in combinations(range(len(text) + 1), 2) if (a + b) % 5 == 0]
     parted = [list(text), [text], *([text[:a], text[a:]] for a in range(len(text)))]
     for parts in [*parted, *([text[:a], text[a:b], text[b:]] for a, b in cuts)]:

@@ -4,7 +4,7 @@ reach the model, and calls that never reach the client."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,52 @@ def test_a_call_comes_in_a_stream(running: Running) -> None:
     assert (calls[0].function.name, calls[0].function.arguments) == (whole.name, whole.arguments)
     assert "".join(choice.delta.content or "" for choice in deltas) == ""
     assert deltas[-1].finish_reason == "tool_calls"
+
+
+WRITTEN = {
+    "hermes": ["<tool_call>\n{}\n</tool_call>", "\n<tool_call>\n{}\n</tool_call>"],
+    "mistral": ["[TOOL_CALLS][{}]", "[TOOL_CALLS][{}]"],
+    "llama": ["<|python_tag|>{}", "; {}"],
+}
+
+
+def test_text_around_calls_stays(running: Running, script: Callable[[str], None]) -> None:
+    """Whole, and token by token: the second call has the marks of every form in a string."""
+    form = running.serving.prompts.tool_form
+    odd = "".join(FORMS.values()) + '</tool_call>"}]}\\'
+    calls = [("warmth", {"city": "Oslo"}), ("time", {"city": odd})]
+    key = "parameters" if form == "llama" else "arguments"
+    text = "".join(
+        frame.format(json.dumps({"name": name, key: arguments}))
+        for frame, (name, arguments) in zip(WRITTEN[form or ""], calls, strict=True)
+    )
+    script(f"I see.{text}\nSo.")
+    answer = running.chat("How warm is it?", tools=TOOLS, max_tokens=400).choices[0]
+    assert (answer.message.content, answer.finish_reason) == ("I see.\nSo.", "tool_calls")
+    found = [call.function for call in answer.message.tool_calls]
+    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+    deltas = [chunk.choices[0].delta for chunk in running.chat(tools=TOOLS, max_tokens=400, stream=True)]
+    assert "".join(delta.content or "" for delta in deltas) == "I see.\nSo."
+    streamed = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [(call.index, call.function.name, json.loads(call.function.arguments)) for call in streamed] == [
+        (number, *call) for number, call in enumerate(calls)
+    ]
+
+
+def test_an_answer_that_is_json_is_no_call(running: Running, script: Callable[[str], None]) -> None:
+    text = '{"name": "Alice", "age": 7}'
+    script(text)
+    answer = running.chat(tools=TOOLS, max_tokens=100).choices[0]
+    assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (text, None, "stop")
+
+
+def test_a_tool_may_have_definitions_and_contain_itself(running: Running) -> None:
+    node = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}, "next": {"$ref": "#/$defs/Node"}},
+            "required": ["city"], "additionalProperties": False}  # fmt: skip
+    trip = {"type": "function", "function": {"name": "trip", "parameters": {"$defs": {"Node": node}, **node}}}
+    answer = running.chat(tools=[*TOOLS, trip], tool_choice="required", max_tokens=200, temperature=1, seed=2)
+    (call,) = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
 
 
 def test_tools_reach_the_prompt_unless_none_is_to_be_called(running: Running) -> None:

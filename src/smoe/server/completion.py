@@ -40,7 +40,7 @@ def _wanted(serving: Serving, asked: CompletionAsked) -> list[Wanted]:
     wanted: list[Wanted] = []
     for ids in prompts:
         for _ in range(asked.n or 1):
-            wanted.append(Wanted(ids, another(sampling, len(wanted)), asked.logprobs))
+            wanted.append(Wanted(ids, another(sampling, len(wanted)), asked.likeliest))
         serving.check(wanted[-1], asked.settings)
     return wanted
 
@@ -82,7 +82,7 @@ class _Answer(Answer):
         return {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(index, said) if self._asked.logprobs is not None else None,
+            "logprobs": self._logprobs(index, said) if self._asked.likeliest is not None else None,
             "finish_reason": choice.finish_reason,
         }
 

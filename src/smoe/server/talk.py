@@ -12,10 +12,11 @@ from smoe.server.choice import Choice
 from smoe.server.fields import Asked
 from smoe.server.grammar import Grammar
 from smoe.server.problem import refused
+from smoe.server.prompts import NEW_ANSWER, Ending, text_of
 from smoe.server.sampled import another, sampling_of
 from smoe.server.serving import Serving
 from smoe.server.texts import Wanted
-from smoe.server.thinking import TOKENS, Thinking
+from smoe.server.thinking import TOKENS, Thinking, is_open
 from smoe.server.tool_calls import PARSERS, Parser, PlainText
 from smoe.server.tool_rules import must_call
 
@@ -33,6 +34,7 @@ class Talk:
     schema_field: str = "response_format"
     template: dict[str, Any] = field(default_factory=dict)
     """For the chat template."""
+    ending: Ending = NEW_ANSWER
     max_new_tokens: int | None = None
     """None: as many as there is room for."""
     texts: int = 1
@@ -62,7 +64,7 @@ class Prepared:
 def prepare(serving: Serving, asked: Asked, talk: Talk, fields: dict[str, str]) -> Prepared:
     """Tokens, sampling, grammar. Takes a while: not for the server's own thread."""
     offered, must = _offered(talk)
-    ids = serving.prompts.of_messages(talk.messages, offered, talk.template, fields["prompt"])
+    ids = serving.prompts.of_messages(talk.messages, offered, talk.template, fields["prompt"], talk.ending)
     room = serving.room_for(ids)
     sampling = sampling_of(asked, serving.model, room if talk.max_new_tokens is None else talk.max_new_tokens)
     serving.check(Wanted(ids, sampling), fields)
@@ -76,10 +78,18 @@ def prepare(serving: Serving, asked: Asked, talk: Talk, fields: dict[str, str]) 
         grammar = serving.grammars.of_schema(talk.schema, talk.schema_field)
     grammars = [grammar if grammar is None or not number else grammar.another() for number in range(talk.texts)]
     wanted = [Wanted(ids, another(sampling, n), talk.logprobs, each) for n, each in enumerate(grammars)]
-    begun = serving.prompts.has_begun_to_think(ids) if grammar is None else None  # what keeps to a form is the answer
+    begun = _has_begun_to_think(serving, talk, ids) if grammar is None else None  # what keeps to a form is the answer
     if begun is not None:
         markers |= _left_out(serving.tokenizer, _added(serving.tokenizer, TOKENS))
     return Prepared(wanted, _parser(form, offered), markers, serving.ends, begun)
+
+
+def _has_begun_to_think(serving: Serving, talk: Talk, ids: Sequence[int]) -> bool | None:
+    """Whether the answer begins within a thought; None where this model writes none that are known here."""
+    begun = serving.prompts.has_begun_to_think(ids)
+    if begun is None or not talk.ending.continue_final_message:
+        return begun
+    return is_open(text_of(talk.messages[-1].get("content"), "messages"))
 
 
 def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -4,7 +4,7 @@
 | --- | --- |
 | hermes (Qwen, Hermes) | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, after text or none |
 | mistral | `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}`, any number |
-| llama | `{"name": ..., "parameters": {...}}` at the beginning, or after `<|python_tag|>`; several with `;` in between |
+| llama | `{"name": ..., "parameters": {...}}` at the beginning or after `<|python_tag|>`, several with `;` in between |
 
 A call ends where its JSON ends, whatever its strings contain. It names one of the tools that were offered. What begins
 like a call and is none is text, and so is all that stands before, between and after calls.
@@ -178,8 +178,9 @@ class CallParser(Parser):
         """The calls that a JSON text is: the arguments of `name`, one call or a list; none where it is not."""
         try:
             value = json.loads(text, strict=False)
-            values = value if isinstance(value, list) else [value if name is None else {"name": name, "arguments": value}]
-            calls = [self._call(each) for each in values]
+            if name is not None:
+                value = {"name": name, "arguments": value}
+            calls = [self._call(each) for each in (value if isinstance(value, list) else [value])]
         except (ValueError, RecursionError):
             return []
         return [call for call in calls if call is not None] if None not in calls else []
@@ -219,7 +220,9 @@ class Mistral(CallParser):
 
     marker = "[TOOL_CALLS]"
     tokens = (marker, "[CALL_ID]", "[ARGS]")
-    head = re.compile(r"\[TOOL_CALLS\]\s*(?:([\w.-]{1,200})\s*(?:\[CALL_ID\]\w{1,100})?(?:\[ARGS\])?\s*(?=\{)|(?=[\[{]))")
+    head = re.compile(
+        r"\[TOOL_CALLS\]\s*(?:([\w.-]{1,200})\s*(?:\[CALL_ID\]\w{1,100})?(?:\[ARGS\])?\s*(?=\{)|(?=[\[{]))"
+    )
     partial_head = re.compile(r"\[TOOL_CALLS\]\s*[\w.-]{0,200}\s*(?:\[[\w\[\]]{0,200})?\s*")
     id_prefix, id_letters = "", 9
     """Their templates take ids of nine characters only."""
