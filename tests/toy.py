@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests import zoo
@@ -19,18 +19,27 @@ ASCII = ["\u010a", "\u0120", *map(chr, range(33, 127))]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
-def save_toy(folder: Path, family: str = "qwen2_moe", template: str | None = None, **overrides: object) -> Path:
-    """A toy model of `family` and a byte-level tokenizer: one token a byte, and an end token."""
-    tokenizer = ascii_tokenizer(template)
-    settings = {"vocab_size": len(tokenizer), "max_position_embeddings": 256, "eos_token_id": len(tokenizer) - 1}
+def save_toy(
+    folder: Path,
+    family: str = "qwen2_moe",
+    template: str | None = None,
+    added: Sequence[AddedToken] = (),
+    **overrides: object,
+) -> Path:
+    """A toy model of `family` and a byte-level tokenizer: one token a byte, an end token, and the `added` ones."""
+    tokenizer = ascii_tokenizer(template, added)
+    end = tokenizer.convert_tokens_to_ids(END)
+    settings = {"vocab_size": len(tokenizer), "max_position_embeddings": 256, "eos_token_id": end}
     zoo.save(family, folder, **{**settings, **overrides})
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def ascii_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
-    """One token a character, and an end token."""
-    return byte_tokenizer(ASCII, template)
+def ascii_tokenizer(template: str | None = None, added: Sequence[AddedToken] = ()) -> PreTrainedTokenizerFast:
+    """One token a character, an end token, and the `added` ones."""
+    tokenizer = byte_tokenizer(ASCII, template)
+    tokenizer.add_tokens(list(added))
+    return tokenizer
 
 
 def byte_tokenizer(

@@ -19,6 +19,9 @@ from smoe.generation.sampling import Sampling
         ("temperature", float("nan"), "0 .greedy. or more"),
         ("top_p", 0.0, "above 0 and at most 1"),
         ("top_p", float("nan"), "above 0 and at most 1"),
+        ("min_p", -0.1, "between 0 .none. and 1"),
+        ("min_p", 1.1, "between 0 .none. and 1"),
+        ("min_p", float("nan"), "between 0 .none. and 1"),
         ("top_k", -1, "0 .all. or more"),
         ("repetition_penalty", 0.0, "between 0.01 and 100 .1: none."),
         ("repetition_penalty", 5e-324, "between 0.01 and 100 .1: none."),
@@ -40,5 +43,5 @@ def test_an_empty_stop_string_is_refused() -> None:
 
 
 def test_the_ends_of_what_is_allowed() -> None:
-    Sampling(max_new_tokens=1, temperature=0.0, top_p=1.0, top_k=0, seed=2**63 - 1)
-    Sampling(temperature=None, top_p=None, top_k=None, repetition_penalty=None, seed=-(2**63))
+    Sampling(max_new_tokens=1, temperature=0.0, top_p=1.0, top_k=0, min_p=1.0, seed=2**63 - 1)
+    Sampling(temperature=None, top_p=None, top_k=None, repetition_penalty=None, min_p=None, seed=-(2**63))

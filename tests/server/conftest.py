@@ -15,6 +15,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedModel
 
 from smoe import from_pretrained
+from smoe.generation.sampler import Sampler
 from smoe.models.files import DEMO_FOLDER
 from smoe.server.door import address_of, bound
 from smoe.server.listening import Server
@@ -121,3 +122,19 @@ def demo() -> Iterator[PreTrainedModel]:
 def running(demo: PreTrainedModel, demo_tokenizer: Any) -> Iterator[Running]:
     with served(demo, demo_tokenizer) as running:
         yield running
+
+
+@pytest.fixture
+def script(running: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has the model write something, and end."""
+
+    def write(text: str) -> None:
+        ids = [*running.serving.tokenizer(text, add_special_tokens=False)["input_ids"], *running.serving.ends]
+        left: dict[int, Iterator[int]] = {}
+
+        def choose(sampler: Sampler, logits: Any) -> Any:
+            return next(left.setdefault(id(sampler), iter(ids))), None, ()
+
+        monkeypatch.setattr(Sampler, "choose", choose)
+
+    return write

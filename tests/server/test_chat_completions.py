@@ -143,6 +143,49 @@ def test_hardly_any_heat_is_none(running: Running) -> None:
     assert running.chat(max_tokens=8, temperature=1e-19, top_p=1, **body).choices
 
 
+def test_no_share_of_the_probability_is_the_likeliest_token_alone(running: Running) -> None:
+    greedy = running.chat(max_tokens=16, logit_bias=ENDLESS).choices[0].message.content
+    hot = {"max_tokens": 16, "logit_bias": ENDLESS, "temperature": 2, "seed": 3}
+    assert running.chat(**hot).choices[0].message.content != greedy
+    assert running.chat(**hot, top_p=0).choices[0].message.content == greedy
+    assert running.chat(**hot, extra_body={"min_p": 1}).choices[0].message.content == greedy
+
+
+def test_values_that_change_nothing_change_nothing(running: Running) -> None:
+    more: dict[str, Any] = {"n": 1, "logprobs": False, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
+    more["extra_body"] = {"top_k": -1, "min_p": 0, "typical_p": 1, "repeat_penalty": 1.0, "best_of": 1, "echo": False}
+    for fields in ({}, {"temperature": 1.5, "seed": 4}):
+        plain, same = (running.chat(max_tokens=16, **fields, **each).choices[0] for each in ({}, more))
+        assert same.message.content == plain.message.content and same.logprobs is None
+    asked = {"model": "demo", "prompt": "Once", "max_tokens": 8, "temperature": 0}
+    plain, same = (running.client.completions.create(**asked, **each).choices[0] for each in ({}, more))
+    assert (same.text, same.logprobs) == (plain.text, None)
+    wanted = {"model": "demo", "input": "Who?", "max_output_tokens": 8, "temperature": 0}
+    plain, same = (
+        running.http("POST", "/v1/responses", each) for each in (wanted, wanted | {"n": 1, "logit_bias": {}})
+    )
+    assert json.loads(same.text)["output"][0]["content"] == json.loads(plain.text)["output"][0]["content"]
+
+
+def test_no_seed_is_any_seed(running: Running) -> None:
+    asked = {"temperature": 2, "max_tokens": 24, "logit_bias": ENDLESS, "seed": -1}
+    assert len({running.chat(**asked).choices[0].message.content for _ in range(3)}) > 1
+
+
+def test_the_last_message_is_gone_on_with(running: Running, demo: Any, demo_tokenizer: Any) -> None:
+    begun = [{"role": "user", "content": QUESTIONS[0]}, {"role": "assistant", "content": "The little"}]
+    text = demo_tokenizer.apply_chat_template(begun[:1], add_generation_prompt=True, tokenize=False) + " The little"
+    expected = generate(demo, demo_tokenizer, [text], Sampling(max_new_tokens=12)).answers[0].text
+    for more in ({"continue_final_message": True}, {"continue_final_message": True, "add_generation_prompt": False}):
+        assert running.chat(messages=begun, max_tokens=12, extra_body=more).choices[0].message.content == expected
+        streamed = running.chat(messages=begun, max_tokens=12, extra_body=more, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == expected
+    closed = running.chat(messages=begun, extra_body={"add_generation_prompt": False}).usage.prompt_tokens
+    opened = running.chat(messages=begun, extra_body={"continue_final_message": False}).usage.prompt_tokens
+    answer_begins = len(demo_tokenizer.encode("Answer:", add_special_tokens=False))
+    assert opened - closed == answer_begins
+
+
 def test_penalties_and_biases_change_what_is_said(running: Running, demo_tokenizer: Any) -> None:
     plain = running.chat(max_tokens=32, logit_bias=ENDLESS).choices[0].message.content
     assert running.chat(max_tokens=32, logit_bias=ENDLESS, frequency_penalty=2).choices[0].message.content != plain
@@ -185,7 +228,7 @@ def test_a_client_that_leaves_while_it_waits_frees_its_place(running: Running) -
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": -1}, "temperature", "between 0 and 2"),
     ({"temperature": 2.1}, "temperature", "between 0 and 2"),
-    ({"top_p": 2}, "top_p", "at most 1"),
+    ({"top_p": 2}, "top_p", "between 0 and 1"),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
     ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens", "at least 1"),
     ({"presence_penalty": 3}, "presence_penalty", "between"),
@@ -214,6 +257,23 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"extra_body": {"temprature": 1}}, "temprature", "Unrecognized request argument supplied: temprature"),
     ({"extra_body": {"web_search_options": {}}}, "web_search_options", "not supported"),
     ({"seed": 2**70}, "seed", "9223372036854775807"),
+    ({"extra_body": {"typical_p": 0.5}}, "typical_p", "leave it out, or give 1"),
+    ({"extra_body": {"mirostat": 2}}, "mirostat", "leave it out, or give 0"),
+    ({"extra_body": {"continue_final_message": True}}, "continue_final_message", "role assistant"),
+    (
+        {"extra_body": {"continue_final_message": True, "add_generation_prompt": True}},
+        "add_generation_prompt",
+        "must be false",
+    ),
+    (
+        {
+            "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "{"}],
+            "response_format": {"type": "json_object"},
+            "extra_body": {"continue_final_message": True},
+        },
+        "continue_final_message",
+        "cannot be combined",
+    ),
 ]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken
 
 from smoe.server.grammar import Grammars
 from smoe.server.problem import ApiError
@@ -66,6 +67,22 @@ def test_what_cannot_be_kept_to_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
         grammars()[1].of_schema(schema, "response_format")
     assert (refused.value.status, refused.value.param) == (400, "response_format")
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("text", ["<tool_call>", "a <tool_call>{}</tool_call>", END])
+def test_text_that_looks_like_an_added_token_is_text(text: str, is_special: bool) -> None:
+    marks = [AddedToken(mark, special=is_special) for mark in ("<tool_call>", "</tool_call>")]
+    tokenizer = ascii_tokenizer(added=marks)
+    end = tokenizer.convert_tokens_to_ids(END)
+    grammar = Grammars(tokenizer, len(tokenizer), [end]).of_schema({"const": text}, "response_format")
+    written = ""
+    while not written.endswith('"') or len(written) == 1:
+        logits = torch.zeros(len(tokenizer))
+        grammar.narrow(logits)
+        grammar.take(int(logits.argmax()))
+        written += tokenizer.decode([int(logits.argmax())])
+    assert json.loads(written) == text
 
 
 def test_a_model_without_an_end_keeps_to_nothing() -> None:

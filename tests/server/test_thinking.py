@@ -6,13 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from smoe import from_pretrained
-from smoe.generation.sampler import Sampler
 from smoe.server import answers
 from smoe.server.thinking import Thinking, is_begun, may_think
 from tests.server.conftest import Running, served
@@ -70,22 +68,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture
-def script(running: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Has the model write something, and end."""
-
-    def write(text: str) -> None:
-        ids = [*running.serving.tokenizer(text, add_special_tokens=False)["input_ids"], *running.serving.ends]
-        left: dict[int, Iterator[int]] = {}
-
-        def choose(sampler: Sampler, logits: Any) -> Any:
-            return next(left.setdefault(id(sampler), iter(ids))), None, ()
-
-        monkeypatch.setattr(Sampler, "choose", choose)
-
-    return write
-
-
 def test_clients_get_thoughts_beside_the_answer(running: Running, script: Callable[[str], None]) -> None:
     script("I see.\n</think>\n\nYes.")
     answer = running.chat(max_tokens=100)
@@ -97,6 +79,15 @@ def test_clients_get_thoughts_beside_the_answer(running: Running, script: Callab
     assert "".join(delta.content or "" for delta in deltas) == "Yes."
     cut = running.chat(max_tokens=4).choices[0]
     assert (cut.message.reasoning_content, cut.message.content, cut.finish_reason) == ("I se", "", "length")
+
+
+def test_a_continued_message_may_end_within_a_thought(running: Running, script: Callable[[str], None]) -> None:
+    script(" see.\n</think>\n\nYes.")
+    question = {"role": "user", "content": "Is it?"}
+    go_on = {"extra_body": {"continue_final_message": True}, "max_tokens": 100}
+    for begun, thought, said in (("<think>I", "see.", "Yes."), ("<think>a</think>I", None, " see.\n</think>\n\nYes.")):
+        answer = running.chat(messages=[question, {"role": "assistant", "content": begun}], **go_on).choices[0].message
+        assert (getattr(answer, "reasoning_content", None), answer.content) == (thought, said)
 
 
 def test_thoughts_are_described(running: Running, script: Callable[[str], None]) -> None:

@@ -1,55 +1,131 @@
-"""Calls in texts, however they are cut into pieces. Would catch a call that is shown as text, a text that is lost."""
+"""Calls in texts, however they are cut into pieces. Would catch a call that is shown as text, a text that is lost or
+turned into a call, and arguments that are no JSON object."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from itertools import combinations
+from typing import Any
 
 import pytest
 
 from smoe.server.tool_calls import PARSERS, form_of
 
+OFFERED = ["warmth", "time"]
+CITY = {"city": "Oslo"}
 CALL = '{"name": "warmth", "arguments": {"city": "Oslo"}}'
 OTHER = '{"name": "time", "arguments": {}}'
 LLAMA = CALL.replace("arguments", "parameters")
-TEXTS: list[tuple[str, str, str, list[str]]] = [
+WARMTH, TIME = ("warmth", CITY), ("time", {})
+TEXTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", "No call.", "No call.", []),
-    ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", ["warmth"]),
-    ("hermes", f"So:<tool_call>{CALL}\n</tool_call>\n<tool_call>{OTHER}</tool_call>\n", "So:", ["warmth", "time"]),
-    ("hermes", f"<tool_call>{CALL}", "", ["warmth"]),
+    ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [WARMTH]),
+    ("hermes", f"So:<tool_call>{CALL}\n</tool_call>\n<tool_call>{OTHER}</tool_call>\n", "So:", [WARMTH, TIME]),
+    ("hermes", f"a\n<tool_call>{CALL}</tool_call> b <tool_call>{OTHER}</tool_call>\n c ", "a\n b \n c ",
+     [WARMTH, TIME]),
+    ("hermes", f"<tool_call>{CALL}", "", [WARMTH]),
+    ("hermes", f"<tool_call>{CALL}<tool_call>{OTHER}", "", [WARMTH, TIME]),
+    ("hermes", f"<tool_call>[{CALL}, {OTHER}]</tool_call>", "", [WARMTH, TIME]),
+    ("hermes", f"<tool_call>{CALL}}}</tool_call>", "}</tool_call>", [WARMTH]),
     ("hermes", "<tool_call>nonsense</tool_call>!", "<tool_call>nonsense</tool_call>!", []),
+    ("hermes", f"<tool_call>nonsense <tool_call>{CALL}</tool_call>!", "<tool_call>nonsense !", [WARMTH]),
+    ("hermes", f'<tool_call>{{"name": <tool_call>{CALL}</tool_call>', '<tool_call>{"name": ', [WARMTH]),
+    ("hermes", f'<tool_call>{{"name": "x<tool_call>{OTHER}', '<tool_call>{"name": "x', [TIME]),
+    ("hermes", f"<tool_call>{CALL}</tool_call>\n\n<tool_call>no", "\n\n<tool_call>no", [WARMTH]),
     ("hermes", "a <tool_ca b <tool_call>{", "a <tool_ca b <tool_call>{", []),
+    ("hermes", '<tool_call>{"name": "king", "arguments": {}}</tool_call>',
+     '<tool_call>{"name": "king", "arguments": {}}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": "time", "arguments": 5}</tool_call>',
+     '<tool_call>{"name": "time", "arguments": 5}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": "time", "arguments": {"x": NaN}}',
+     '<tool_call>{"name": "time", "arguments": {"x": NaN}}', []),
     ("mistral", "No call.", "No call.", []),
-    ("mistral", f"[TOOL_CALLS] [{CALL}, {OTHER}]", "", ["warmth", "time"]),
-    ("mistral", 'So:[TOOL_CALLS]warmth[ARGS]{"city": "Oslo"}[TOOL_CALLS]time{}', "So:", ["warmth", "time"]),
+    ("mistral", f"[TOOL_CALLS] [{CALL}, {OTHER}]", "", [WARMTH, TIME]),
+    ("mistral", f"[TOOL_CALLS] [{CALL}, {OTHER}] So.", " So.", [WARMTH, TIME]),
+    ("mistral", 'So:[TOOL_CALLS]warmth[ARGS]{"city": "Oslo"}[TOOL_CALLS]time{}', "So:", [WARMTH, TIME]),
+    ("mistral", '[TOOL_CALLS]warmth [CALL_ID]a1B[ARGS] {"city": "Oslo"} yes', " yes", [WARMTH]),
     ("mistral", "[TOOL_CALLS] nonsense", "[TOOL_CALLS] nonsense", []),
+    ("mistral", "[TOOL_CALLS]king[ARGS]{}", "[TOOL_CALLS]king[ARGS]{}", []),
+    ("mistral", "[TOOL_CALLS]time[ARGS][]", "[TOOL_CALLS]time[ARGS][]", []),
     ("llama", "No call, {but} braces.", "No call, {but} braces.", []),
-    ("llama", LLAMA, "", ["warmth"]),
-    ("llama", f"<|python_tag|>{LLAMA}; {LLAMA}", "", ["warmth", "warmth"]),
+    ("llama", LLAMA, "", [WARMTH]),
+    ("llama", f"<|python_tag|>{LLAMA}; {LLAMA}", "", [WARMTH, WARMTH]),
+    ("llama", f"\n{LLAMA};\n{LLAMA} So.", " So.", [WARMTH, WARMTH]),
+    ("llama", f"Let me see.<|python_tag|>{LLAMA}", "Let me see.", [WARMTH]),
+    ("llama", f"The form is {LLAMA}", f"The form is {LLAMA}", []),
     ("llama", '{"not": "a call"}', '{"not": "a call"}', []),
+    ("llama", '{"name": "Alice", "age": 7}', '{"name": "Alice", "age": 7}', []),
+    ("llama", '{"name": "Alice", "parameters": {}}', '{"name": "Alice", "parameters": {}}', []),
+    ("llama", ' {"name": "time", "age": 7} ', ' {"name": "time", "age": 7} ', []),
+    ("llama", '{"name": "time"}', '{"name": "time"}', []),
     ("llama", "{nonsense", "{nonsense", []),
+    ("llama", " \n", " \n", []),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "text", "shown", "names"), TEXTS, ids=range(len(TEXTS)))
-def test_calls_are_found_wherever_a_text_is_cut(form: str, text: str, shown: str, names: list[str]) -> None:
-    cuts = [(a, b) for a, b in combinations(range(len(text) + 1), 2) if (a + b) % 5 == 0] + [(0, len(text))]
-    for a, b in cuts:
-        parser, said, calls = PARSERS[form](), "", []
-        for part in (text[:a], text[a:b], text[b:]):
-            more, found = parser.push(part)
-            said, calls = said + more, calls + found
-        rest, found = parser.flush()
-        calls += found
-        assert (said + rest, [call.name for call in calls]) == (shown, names), (text[:a], text[a:b], text[b:])
-        for call in calls:
-            assert json.loads(call.arguments) == ({"city": "Oslo"} if call.name == "warmth" else {})
-            assert len(call.id) == 9 if form == "mistral" else call.id.startswith("call_")
+def read(form: str, parts: Iterable[str]) -> tuple[str, list[tuple[str, Any]]]:
+    """(the text, the name and the arguments of each call) of a text that comes in parts."""
+    parser = PARSERS[form](OFFERED)
+    pieces = [*map(parser.push, parts), parser.flush()]
+    calls = [call for _, found in pieces for call in found]
+    for call in calls:
+        assert len(call.id) == 9 if form == "mistral" else call.id.startswith("call_")
+    return "".join(shown for shown, _ in pieces), [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize(("form", "text", "shown", "calls"), TEXTS, ids=range(len(TEXTS)))
+def test_calls_are_found_wherever_a_text_is_cut(form: str, text: str, shown: str, calls: list[tuple[str, Any]]) -> None:
+    cuts = [(a, b) for a, b in combinations(range(len(text) + 1), 2) if (a + b) % 5 == 0]
+    parted = [list(text), [text], *([text[:a], text[a:]] for a in range(len(text)))]
+    for parts in [*parted, *([text[:a], text[a:b], text[b:]] for a, b in cuts)]:
+        assert read(form, parts) == (shown, calls), parts
+
+
+WRITTEN = {
+    "hermes": "a <tool_call>\n{{\"name\": \"warmth\", \"arguments\": {}}}\n</tool_call> b",
+    "mistral": "a [TOOL_CALLS][{{\"name\": \"warmth\", \"arguments\": {}}}] b",
+    "llama": "a <|python_tag|>{{\"name\": \"warmth\", \"parameters\": {}}} b",
+}  # fmt: skip
+ODD = ["</tool_call>", "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '"}]', "\\", '\\"}', "; {", "\n\t", "é😀", "}}"]
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("form", WRITTEN)
+def test_arguments_may_have_any_text(form: str, odd: str) -> None:
+    for arguments in ({"text": odd}, {odd: [odd, {"in": f"a{odd}b"}]}):
+        text = WRITTEN[form].format(json.dumps(arguments))
+        for parts in [[text], list(text), *([text[:cut], text[cut:]] for cut in range(len(text)))]:
+            assert read(form, parts) == ("a  b", [("warmth", arguments)])
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+@pytest.mark.parametrize("written", ['""', '" "', "null", "{}", '"{}"'])
+def test_empty_arguments_are_an_empty_object(form: str, written: str) -> None:
+    assert read(form, WRITTEN[form].format(written)) == ("a  b", [("warmth", {})])
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_arguments_may_be_a_text_of_json_and_nothing_else(form: str) -> None:
+    assert read(form, WRITTEN[form].format(json.dumps(json.dumps(CITY)))) == ("a  b", [WARMTH])
+    assert read(form, WRITTEN[form].format('{"city": "a\nb"}')) == ("a  b", [("warmth", {"city": "a\nb"})])
+    for other in ('"Oslo"', "[1]", "7", '"[1]"', "1e999", '{"city": 1e999}'):
+        text = WRITTEN[form].format(other)
+        assert read(form, text) == (text, [])
+
+
+def test_a_call_without_arguments_has_none() -> None:
+    assert read("hermes", '<tool_call>{"name": "time"}</tool_call>') == ("", [TIME])
 
 
 def test_text_before_a_call_is_not_held_back() -> None:
     for form in PARSERS:
-        assert PARSERS[form]().push("Once upon a time") == ("Once upon a time", [])
+        assert PARSERS[form](OFFERED).push("Once upon a time") == ("Once upon a time", [])
+
+
+def test_a_call_comes_as_soon_as_it_is_whole() -> None:
+    for form, text in (("hermes", f"<tool_call>{CALL}"), ("mistral", f"[TOOL_CALLS][{CALL}]"), ("llama", LLAMA)):
+        assert [call.name for call in PARSERS[form](OFFERED).push(text)[1]] == ["warmth"]
 
 
 def test_forms_are_told_by_templates() -> None:

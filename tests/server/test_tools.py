@@ -4,12 +4,13 @@ reach the model, and calls that never reach the client."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from smoe import from_pretrained
@@ -22,6 +23,15 @@ FORMS = {
     "mistral": "[TOOL_CALLS]",
     "llama": "<|python_tag|>",
 }
+ADDED: dict[str, list[AddedToken]] = {
+    "hermes": [],
+    "hermes, added": [AddedToken(text, special=False) for text in ("<tool_call>", "</tool_call>")],
+    "hermes, special": [AddedToken(text, special=True) for text in ("<tool_call>", "</tool_call>")],
+    "mistral": [],
+    "mistral, added": [AddedToken("[TOOL_CALLS]", special=True)],
+    "llama": [],
+}
+"""Tokens of the form that the tokenizer has. Those of Qwen3 are added ones that are not special: texts show them."""
 TEMPLATE = (
     "{{% if tools %}}tools ({form}): {{{{ tools | tojson }}}} {{% endif %}}{{% for m in messages %}}{{{{ m['role'] }}}}"
     ": {{{{ m['content'] }}}}{{% if m['tool_calls'] %}}{{% for c in m['tool_calls'] %}}[{{{{ c['function']['name'] }}}}"
@@ -79,17 +89,19 @@ SENT_BY_OPEN_WEBUI = {
 """Two of the 36 tools that come with every message of Open WebUI 0.12, most of their descriptions left out."""
 
 
-@pytest.fixture(scope="module", params=list(FORMS))
+@pytest.fixture(scope="module", params=list(ADDED))
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A toy of random weights with a template of each form."""
+    """A toy of random weights with a template of each form, and the form's tokens."""
+    form = request.param.partition(",")[0]
     folder: Path = save_toy(
         tmp_path_factory.mktemp("tools"),
-        template=TEMPLATE.format(form=FORMS[request.param]),
+        template=TEMPLATE.format(form=FORMS[form]),
+        added=ADDED[request.param],
         max_position_embeddings=2048,
     )
     model = from_pretrained(folder, memory="16MiB", context_tokens=1024, max_sequences=2)
     with model.offload, served(model, AutoTokenizer.from_pretrained(folder)) as running:
-        assert running.serving.prompts.tool_form == request.param
+        assert running.serving.prompts.tool_form == form
         yield running
 
 
@@ -117,6 +129,52 @@ def test_a_call_comes_in_a_stream(running: Running) -> None:
     assert (calls[0].function.name, calls[0].function.arguments) == (whole.name, whole.arguments)
     assert "".join(choice.delta.content or "" for choice in deltas) == ""
     assert deltas[-1].finish_reason == "tool_calls"
+
+
+WRITTEN = {
+    "hermes": ["<tool_call>\n{}\n</tool_call>", "\n<tool_call>\n{}\n</tool_call>"],
+    "mistral": ["[TOOL_CALLS][{}]", "[TOOL_CALLS][{}]"],
+    "llama": ["<|python_tag|>{}", "; {}"],
+}
+
+
+def test_text_around_calls_stays(running: Running, script: Callable[[str], None]) -> None:
+    """Whole, and token by token: the second call has the marks of every form in a string."""
+    form = running.serving.prompts.tool_form
+    odd = "".join(FORMS.values()) + '</tool_call>"}]}\\'
+    calls = [("warmth", {"city": "Oslo"}), ("time", {"city": odd})]
+    key = "parameters" if form == "llama" else "arguments"
+    text = "".join(
+        frame.format(json.dumps({"name": name, key: arguments}))
+        for frame, (name, arguments) in zip(WRITTEN[form or ""], calls, strict=True)
+    )
+    script(f"I see.{text}\nSo.")
+    answer = running.chat("How warm is it?", tools=TOOLS, max_tokens=400).choices[0]
+    assert (answer.message.content, answer.finish_reason) == ("I see.\nSo.", "tool_calls")
+    found = [call.function for call in answer.message.tool_calls]
+    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+    deltas = [chunk.choices[0].delta for chunk in running.chat(tools=TOOLS, max_tokens=400, stream=True)]
+    assert "".join(delta.content or "" for delta in deltas) == "I see.\nSo."
+    streamed = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [(call.index, call.function.name, json.loads(call.function.arguments)) for call in streamed] == [
+        (number, *call) for number, call in enumerate(calls)
+    ]
+
+
+def test_an_answer_that_is_json_is_no_call(running: Running, script: Callable[[str], None]) -> None:
+    text = '{"name": "Alice", "age": 7}'
+    script(text)
+    answer = running.chat(tools=TOOLS, max_tokens=100).choices[0]
+    assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (text, None, "stop")
+
+
+def test_a_tool_may_have_definitions_and_contain_itself(running: Running) -> None:
+    node = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}, "next": {"$ref": "#/$defs/Node"}},
+            "required": ["city"], "additionalProperties": False}  # fmt: skip
+    trip = {"type": "function", "function": {"name": "trip", "parameters": {"$defs": {"Node": node}, **node}}}
+    answer = running.chat(tools=[*TOOLS, trip], tool_choice="required", max_tokens=200, temperature=1, seed=2)
+    (call,) = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
 
 
 def test_tools_reach_the_prompt_unless_none_is_to_be_called(running: Running) -> None:

@@ -50,13 +50,15 @@ def _choice(sampling: Sampling) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "repetition_penalty": sampling.repetition_penalty,
+        "min_p": sampling.min_p,
     }
     if sampling.temperature is None:  # who narrows a choice wants one
-        return given | ({"do_sample": True} if sampling.top_p is not None or sampling.top_k is not None else {})
+        narrows = any(value is not None for value in (sampling.top_p, sampling.top_k, sampling.min_p))
+        return given | ({"do_sample": True} if narrows else {})
     if sampling.temperature > COLDEST:
         given |= {"do_sample": True}
     else:  # the library's defaults, or it would warn of settings without a use
-        given |= {"do_sample": False, "temperature": 1.0, "top_k": 50}
+        given |= {"do_sample": False, "temperature": 1.0, "top_k": 50, "min_p": None}
     is_all_given = None not in (sampling.top_p, sampling.top_k, sampling.repetition_penalty)
     return given | ({"no_repeat_ngram_size": 0} if is_all_given else {})
 

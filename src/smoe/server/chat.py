@@ -12,6 +12,7 @@ from smoe.server.choice import Choice, Delta, usage_of
 from smoe.server.events import event
 from smoe.server.fields import ChatAsked, ResponseFormat
 from smoe.server.problem import refused
+from smoe.server.prompts import Ending
 from smoe.server.serving import Serving
 from smoe.server.talk import Prepared, Talk, prepare
 from smoe.server.texts import Texts
@@ -43,10 +44,31 @@ def _talk(asked: ChatAsked) -> Talk:
         tool_choice=asked.tool_choice,
         schema=schema_of(asked.response_format),
         template=template,
+        ending=_ending(asked),
         max_new_tokens=most,
         texts=asked.n or 1,
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
     )
+
+
+def _ending(asked: ChatAsked) -> Ending:
+    """How the prompt ends. Raises an `ApiError` for a last message that cannot be continued as is asked."""
+    if not asked.continue_final_message:
+        return Ending(add_generation_prompt=asked.add_generation_prompt is not False)
+    if asked.add_generation_prompt:
+        message = "'add_generation_prompt' must be false, or left out, where 'continue_final_message' is true"
+        raise refused(message, "add_generation_prompt")
+    last = asked.messages[-1]
+    if last.role != "assistant" or last.tool_calls:
+        message = "'continue_final_message' needs a last message of the role assistant, without calls of tools"
+        raise refused(message, "continue_final_message")
+    if schema_of(asked.response_format) is not None or asked.tool_choice not in (None, "auto", "none"):
+        message = (
+            "'continue_final_message' cannot be combined with a 'response_format' or a 'tool_choice' that the answer "
+            "must keep to from its first token"
+        )
+        raise refused(message, "continue_final_message")
+    return Ending(add_generation_prompt=False, continue_final_message=True)
 
 
 def schema_of(form: ResponseFormat | None) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ async def completions(serving: Serving, request: Request) -> Response:
     """Every prompt is gone on with, `n` times; whole or as it comes."""
 
     def work(asked: CompletionAsked) -> tuple[list[Wanted], Form]:
-        form = Form(asked.settings, bool(asked.stream), asked.wants_usage, asked.logprobs is not None)
+        form = Form(asked.settings, bool(asked.stream), asked.wants_usage, asked.likeliest is not None)
         return _wanted(serving, asked), form
 
     wanted, form = await serving.read(CompletionAsked, request, work)
@@ -42,7 +42,7 @@ def _wanted(serving: Serving, asked: CompletionAsked) -> list[Wanted]:
     wanted: list[Wanted] = []
     for ids in prompts:
         for _ in range(asked.n or 1):
-            wanted.append(Wanted(ids, another(sampling, len(wanted)), asked.logprobs))
+            wanted.append(Wanted(ids, another(sampling, len(wanted)), asked.likeliest))
         serving.check(wanted[-1], asked.settings)
     return wanted
 

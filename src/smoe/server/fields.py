@@ -1,16 +1,19 @@
 """What is asked of the API, field by field, as OpenAI names them.
 
 A field that nobody knows is refused, as OpenAI refuses it. One that OpenAI knows is used, ignored where the answer is
-right without it, or refused where it would not be (`check_unsupported`). Bounds stand here for whoever reads the API's
+right without it, or refused where it would not be (`check_unsupported`). So are those of other servers, but for the
+values that change nothing (`neutral_fields.py`). Bounds stand here for whoever reads the API's
 description; what is no request's affair alone is checked where it is used.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
 
+from smoe.server.neutral_fields import NEUTRAL, NeutralFields
 from smoe.server.problem import refused
 
 MOST_TEXTS = 128
@@ -36,7 +39,7 @@ Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 def _tell_unsupported(schema: dict[str, Any], kind: type[BaseModel]) -> None:
     """In a schema: what fields that are not supported may be."""
-    for name, harmless in getattr(kind, "unsupported", {}).items():
+    for name, harmless in (NEUTRAL | getattr(kind, "unsupported", {})).items():
         schema["properties"][name] = {
             "enum": [None, *harmless],
             "default": None,
@@ -44,7 +47,7 @@ def _tell_unsupported(schema: dict[str, Any], kind: type[BaseModel]) -> None:
         }
 
 
-class Asked(BaseModel):
+class Asked(NeutralFields):
     """What every kind of request has."""
 
     model_config = ConfigDict(
@@ -59,13 +62,16 @@ class Asked(BaseModel):
     """The model's name: /v1/models."""
     temperature: float | None = Field(default=None, ge=0, le=_HOTTEST)
     """0: the likeliest token. Left out: the model's own, as of all that follows."""
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)
-    """Not OpenAI's: choose among so many tokens; 0: all."""
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    """0: the likeliest token."""
+    top_k: int | None = Field(default=None, ge=-1)
+    """Not OpenAI's: choose among so many tokens; 0 or -1: all."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Not OpenAI's: choose among tokens that have at least this share of the likeliest one's probability; 0: all."""
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     """Not OpenAI's: above 1, fewer repetitions."""
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    """The same seed draws the same text again. 64 bits."""
+    """The same seed draws the same text again. 64 bits; -1: as if left out."""
     stream: bool | None = None
     """Events as they come, in the place of the whole answer."""
     user: str | None = None
@@ -73,15 +79,22 @@ class Asked(BaseModel):
 
     def check_unsupported(self) -> None:
         """Refuse what would be answered wrongly."""
-        for name, harmless in self.unsupported.items():
+        for name, harmless in (NEUTRAL | self.unsupported).items():
             value = getattr(self, name)
-            if value is not None and not any(type(value) is type(each) and value == each for each in harmless):
-                raise refused(f"'{name}' is not supported by this server; leave it out", name, "unsupported_parameter")
+            if value is not None and not any(_is_same(value, each) for each in harmless):
+                only = "".join(f", or give {json.dumps(each)}" for each in harmless)
+                message = f"'{name}' is not supported by this server; leave it out{only}"
+                raise refused(message, name, "unsupported_parameter")
 
     @property
     def settings(self) -> dict[str, str]:
         """What the library's settings are called in this request: those alone that it has."""
         return {name: name for name in type(self).model_fields} | self.names
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """As JSON has it: true is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 class StreamOptions(BaseModel):
@@ -119,7 +132,6 @@ class Completing(Asked):
 class CompletionAsked(Completing):
     """`POST /v1/completions`."""
 
-    unsupported = {"suffix": ("",), "echo": (False,), "best_of": (1,)}
     names: ClassVar = {"max_new_tokens": "max_tokens"}
 
     prompt: (
@@ -129,11 +141,13 @@ class CompletionAsked(Completing):
         | Annotated[list[Ids], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
     )
     """A text, several, a text's tokens, or those of several."""
-    logprobs: Likeliest = None
-    """How many of the likeliest tokens to name beside each."""
-    suffix: str | None = None
-    echo: bool | None = None
-    best_of: int | None = None
+    logprobs: Likeliest | Literal[False] = None
+    """How many of the likeliest tokens to name beside each; false: no probabilities."""
+
+    @property
+    def likeliest(self) -> int | None:
+        """`logprobs`; None for no probabilities."""
+        return None if self.logprobs is False else self.logprobs
 
 
 class Function(BaseModel):
@@ -224,6 +238,11 @@ class ChatAsked(Completing):
     """Given to the chat template."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Not OpenAI's: given to the chat template."""
+    add_generation_prompt: bool | None = None
+    """Not OpenAI's: whether the prompt ends with the beginning of an answer; left out: unless the last message is
+    continued."""
+    continue_final_message: bool | None = None
+    """Not OpenAI's: go on with the text of the last message, which is an assistant's, and answer with what is added."""
     audio: Any = None
     functions: Any = None
     function_call: Any = None
@@ -269,6 +288,11 @@ class ResponseAsked(Asked):
         "prompt": (),
         "truncation": ("disabled",),
         "context_management": ([],),
+        "n": (1,),
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "logit_bias": ({},),
+        "logprobs": (False,),
     }
     names: ClassVar = {"max_new_tokens": "max_output_tokens", "prompt": "input"}
 
@@ -297,6 +321,11 @@ class ResponseAsked(Asked):
     prompt: Any = None
     truncation: Any = None
     context_management: Any = None
+    n: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    logit_bias: Any = None
+    logprobs: Any = None
     # ignored: the answer is right without them
     access_programs: Any = None
     background_options: Any = None

@@ -35,9 +35,7 @@ class Grammars:
         import llguidance
 
         try:
-            text = json.dumps(schema)
-            if len(text) > _LONGEST_SCHEMA:
-                raise refused(f"the schema is longer than {_LONGEST_SCHEMA} characters", param, "invalid_json_schema")
+            text = schema_text(schema, param)
             return self.of_rules(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=COMPACT), param)
         except (ValueError, RecursionError) as error:
             raise _cannot_be_kept(error, param) from error
@@ -64,14 +62,14 @@ class Grammars:
         return grammar
 
     def _known_tokens(self, param: str) -> Any:
-        import llguidance.hf
+        from smoe.server.grammar_tokens import grammar_tokens
 
         with self._making:
             if self._tokens is None:
                 if not self._ends:
                     message = "this model has no token that ends a text, so none can be made to keep to a form"
                     raise refused(message, param, "unsupported_parameter")
-                self._tokens = llguidance.hf.from_tokenizer(self._tokenizer, self._vocabulary, list(self._ends))
+                self._tokens = grammar_tokens(self._tokenizer, self._vocabulary, self._ends)
             return self._tokens
 
 
@@ -115,6 +113,14 @@ class Grammar:
         compiled are."""
         if self._matcher.is_error():
             raise _cannot_be_kept(self._matcher.get_error(), self._param)
+
+
+def schema_text(schema: dict[str, Any], param: str) -> str:
+    """A schema as JSON. Raises an `ApiError` that names `param` for one that is too long."""
+    text = json.dumps(schema)
+    if len(text) > _LONGEST_SCHEMA:
+        raise refused(f"the schema is longer than {_LONGEST_SCHEMA} characters", param, "invalid_json_schema")
+    return text
 
 
 def _cannot_be_kept(why: object, param: str) -> ApiError:

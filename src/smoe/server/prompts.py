@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
@@ -25,6 +25,18 @@ _A_TOOL = {
     "type": "function",
     "function": {"name": "tool_of_no_name", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
+
+
+class Ending(NamedTuple):
+    """How a conversation's prompt ends, in the chat template's words."""
+
+    add_generation_prompt: bool = True
+    """With the beginning of an answer."""
+    continue_final_message: bool = False
+    """Within the last message."""
+
+
+NEW_ANSWER = Ending()
 
 
 class Prompts:
@@ -68,6 +80,7 @@ class Prompts:
         tools: Sequence[dict[str, Any]] | None,
         given: dict[str, Any],
         param: str = "messages",
+        ending: Ending = NEW_ANSWER,
     ) -> list[int]:
         """A conversation, as the template writes it, up to where the model answers. `given` is the template's."""
         if not self.has_template:
@@ -81,15 +94,22 @@ class Prompts:
             )
             raise refused(message, "tools", "no_tools")
         turns = [self._turn(message, param) for message in messages]
-        text = self._written(turns, list(tools) if tools else None, given, param)
+        text = self._written(turns, list(tools) if tools else None, given, param, ending)
         _check_characters(text, param)
         self._check_length(text)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _written(self, turns: list[dict[str, Any]], tools: list[Any] | None, given: dict[str, Any], param: str) -> str:
+    def _written(
+        self,
+        turns: list[dict[str, Any]],
+        tools: list[Any] | None,
+        given: dict[str, Any],
+        param: str,
+        ending: Ending = NEW_ANSWER,
+    ) -> str:
         if taken := sorted(self._not_given & given.keys()):
             raise refused(f"'chat_template_kwargs' may not have {taken[0]!r}", "chat_template_kwargs")
-        own = {"add_generation_prompt": True, "tokenize": False, "tools": tools}
+        own = {"tokenize": False, "tools": tools, **ending._asdict()}
         try:
             text: str = self._tokenizer.apply_chat_template(turns, **given, **own)
         except Exception as error:  # a template is a program, and what it makes of a conversation is its own affair
@@ -154,7 +174,7 @@ def _as_values(call: dict[str, Any], param: str) -> dict[str, Any]:
         raise refused("a message's 'tool_calls' must each have a 'function' with a 'name'", param)
     arguments = function.get("arguments", "{}")
     try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         value = arguments
     return {**call, "function": {**function, "arguments": value}}

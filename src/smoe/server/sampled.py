@@ -12,23 +12,30 @@ from smoe.generation.sampling import Sampling
 from smoe.server.fields import Asked, Completing
 from smoe.server.problem import refused
 
+_ANY_SEED = -1
+"""As vLLM and llama.cpp have it: the same as no seed."""
+
 
 def sampling_of(asked: Asked, model: PreTrainedModel, max_new_tokens: int) -> Sampling:
     """Raises `ConfigError` for values out of bounds, an `ApiError` for tokens that there are not."""
     own = model.generation_config
-    temperature, narrows = asked.temperature, asked.top_p is not None or bool(asked.top_k)
-    if temperature is None:
+    temperature, top_k = asked.temperature, None if asked.top_k is None else max(0, asked.top_k)
+    narrows = asked.top_p not in (None, 1) or bool(top_k) or bool(asked.min_p)
+    if asked.top_p == 0:
+        temperature = 0.0  # no token but the most likely one
+    elif temperature is None:
         temperature = (1.0 if own.temperature is None else own.temperature) if own.do_sample or narrows else 0.0
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
-        top_p=_first(asked.top_p, own.top_p, 1.0),
-        top_k=int(_first(asked.top_k, own.top_k, 0)),
+        top_p=_first(asked.top_p or None, own.top_p, 1.0),
+        top_k=int(_first(top_k, own.top_k, 0)),
+        min_p=own.min_p if asked.min_p is None else asked.min_p,
         repetition_penalty=_first(asked.repetition_penalty, own.repetition_penalty, 1.0),
-        seed=asked.seed if asked.seed is not None else secrets.randbelow(2**31),
+        seed=secrets.randbelow(2**31) if asked.seed in (None, _ANY_SEED) else asked.seed,
     )
     if sampling.temperature is not None and sampling.temperature <= COLDEST:  # the likeliest token, of however many
-        sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+        sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=None)
     if not isinstance(asked, Completing):
         return sampling
     return replace(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from smoe.generation.request import Request
@@ -11,10 +12,11 @@ from smoe.server.choice import Choice
 from smoe.server.fields import Asked
 from smoe.server.grammar import Grammar
 from smoe.server.problem import refused
+from smoe.server.prompts import NEW_ANSWER, Ending, text_of
 from smoe.server.sampled import another, sampling_of
 from smoe.server.serving import Serving
 from smoe.server.texts import Wanted
-from smoe.server.thinking import TOKENS, Thinking
+from smoe.server.thinking import TOKENS, Thinking, is_open
 from smoe.server.tool_calls import PARSERS, Parser, PlainText
 from smoe.server.tool_rules import must_call
 
@@ -32,6 +34,7 @@ class Talk:
     schema_field: str = "response_format"
     template: dict[str, Any] = field(default_factory=dict)
     """For the chat template."""
+    ending: Ending = NEW_ANSWER
     max_new_tokens: int | None = None
     """None: as many as there is room for."""
     texts: int = 1
@@ -43,7 +46,7 @@ class Prepared:
     """What is handed in, and how what comes is read."""
 
     wanted: list[Wanted]
-    parser: type[Parser]
+    parser: Callable[[], Parser]
     markers: dict[int, str]
     ends: frozenset[int]
     has_begun_to_think: bool | None
@@ -61,24 +64,32 @@ class Prepared:
 def prepare(serving: Serving, asked: Asked, talk: Talk, fields: dict[str, str]) -> Prepared:
     """Tokens, sampling, grammar. Takes a while: not for the server's own thread."""
     offered, must = _offered(talk)
-    ids = serving.prompts.of_messages(talk.messages, offered, talk.template, fields["prompt"])
+    ids = serving.prompts.of_messages(talk.messages, offered, talk.template, fields["prompt"], talk.ending)
     room = serving.room_for(ids)
     sampling = sampling_of(asked, serving.model, room if talk.max_new_tokens is None else talk.max_new_tokens)
     serving.check(Wanted(ids, sampling), fields)
     form = serving.prompts.tool_form if offered else None
-    parser = PARSERS[form] if form is not None else PlainText
-    markers = _special(serving.tokenizer, parser.tokens)
+    own = _added(serving.tokenizer, PARSERS[form].tokens) if form is not None else {}
+    markers = _left_out(serving.tokenizer, own)
     grammar: Grammar | None = None
     if must:
-        grammar = must_call(serving.grammars, form, markers, must)
+        grammar = must_call(serving.grammars, form, own, must)
     elif talk.schema is not None:
         grammar = serving.grammars.of_schema(talk.schema, talk.schema_field)
     grammars = [grammar if grammar is None or not number else grammar.another() for number in range(talk.texts)]
     wanted = [Wanted(ids, another(sampling, n), talk.logprobs, each) for n, each in enumerate(grammars)]
-    begun = serving.prompts.has_begun_to_think(ids) if grammar is None else None  # what keeps to a form is the answer
+    begun = _has_begun_to_think(serving, talk, ids) if grammar is None else None  # what keeps to a form is the answer
     if begun is not None:
-        markers |= _special(serving.tokenizer, TOKENS)
-    return Prepared(wanted, parser, markers, serving.ends, begun)
+        markers |= _left_out(serving.tokenizer, _added(serving.tokenizer, TOKENS))
+    return Prepared(wanted, _parser(form, offered), markers, serving.ends, begun)
+
+
+def _has_begun_to_think(serving: Serving, talk: Talk, ids: Sequence[int]) -> bool | None:
+    """Whether the answer begins within a thought; None where this model writes none that are known here."""
+    begun = serving.prompts.has_begun_to_think(ids)
+    if begun is None or not talk.ending.continue_final_message:
+        return begun
+    return is_open(text_of(talk.messages[-1].get("content"), "messages"))
 
 
 def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -101,12 +112,19 @@ def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     )
 
 
-def _special(tokenizer: Any, tokens: Sequence[str]) -> dict[int, str]:
-    """Of what a parser looks for, the tokens that texts leave out."""
-    found = {}
+def _parser(form: str | None, offered: Sequence[dict[str, Any]]) -> Callable[[], Parser]:
+    """What reads the calls of these tools; plain text where there are none, or the model's form is not known."""
+    return PlainText if form is None else partial(PARSERS[form], [tool["function"]["name"] for tool in offered])
+
+
+def _added(tokenizer: Any, texts: Sequence[str]) -> dict[str, int]:
+    """Of these texts, those that are an added token of the tokenizer, special or not."""
     added = tokenizer.added_tokens_decoder
-    for text in tokens:
-        token = tokenizer.convert_tokens_to_ids(text)
-        if token in added and added[token].special and added[token].content == text:
-            found[token] = text
-    return found
+    tokens = {text: tokenizer.convert_tokens_to_ids(text) for text in texts}
+    return {text: token for text, token in tokens.items() if token in added and added[token].content == text}
+
+
+def _left_out(tokenizer: Any, tokens: Mapping[str, int]) -> dict[int, str]:
+    """Of these tokens, the special ones: decoded texts leave them out."""
+    added = tokenizer.added_tokens_decoder
+    return {token: text for text, token in tokens.items() if added[token].special}

@@ -26,6 +26,11 @@ def is_begun(prompt: str) -> bool:
     return prompt.rstrip().endswith(BEGIN)
 
 
+def is_open(text: str) -> bool:
+    """Whether a text ends within a thought."""
+    return text.rfind(BEGIN) > text.rfind(END)
+
+
 class Thinking:
     """Reads one text as it comes; `push` and `flush` return what is thought, and what is said."""
 

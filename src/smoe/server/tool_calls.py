@@ -4,9 +4,10 @@
 | --- | --- |
 | hermes (Qwen, Hermes) | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, after text or none |
 | mistral | `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}`, any number |
-| llama | `{"name": ..., "parameters": {...}}`, the whole text, several with `;` in between |
+| llama | `{"name": ..., "parameters": {...}}` at the beginning or after `<|python_tag|>`, several with `;` in between |
 
-What is begun like a call and turns out to be none is text.
+A call ends where its JSON ends, whatever its strings contain. It names one of the tools that were offered. What begins
+like a call and is none is text, and so is all that stands before, between and after calls.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import re
 import secrets
 import string
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
 
 from smoe.generation.detokenizer import overlap
+from smoe.server.json_end import JsonEnd
 
 _ALPHABET = string.ascii_letters + string.digits
 
@@ -29,19 +32,15 @@ class ToolCall(NamedTuple):
     id: str
     name: str
     arguments: str
-    """JSON."""
+    """A JSON object."""
 
 
 class Parser(ABC):
     """Reads one text as it comes; `push` and `flush` return what is text, and the calls that are whole."""
 
-    marker: ClassVar[str] = ""
-    """What begins a call."""
     tokens: ClassVar[tuple[str, ...]] = ()
-    """What is looked for; where texts leave it out, as a special token, whoever pushes writes it."""
-
-    def __init__(self) -> None:
-        self._held = ""
+    """What the parser looks for. Where the tokenizer leaves one out of texts, as a special token, the caller of `push`
+    writes it."""
 
     @abstractmethod
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
@@ -62,99 +61,195 @@ class PlainText(Parser):
         return "", []
 
 
-class Hermes(Parser):
+class CallParser(Parser):
+    """What the forms have in common. The text that has come and is neither shown nor read begins
+
+    - with text, in which the next marker is looked for,
+    - with what may be a call (`_is_call`),
+    - or after a call (`_is_after`), with what separates it from the next one, which is not shown.
+    """
+
+    marker: ClassVar[str]
+    """What begins a call."""
+    head: ClassVar[re.Pattern[str]]
+    """A call up to where its JSON begins; group 1, if there is one, is the name of the tool."""
+    partial_head: ClassVar[re.Pattern[str]]
+    """The beginnings of a `head`, as a whole."""
+    end: ClassVar[str] = ""
+    """What may end a call."""
+    separators: ClassVar[str] = " \t\r\n"
+    """Characters between calls."""
+    id_letters: ClassVar[int] = 24
+    id_prefix: ClassVar[str] = "call_"
+
+    def __init__(self, offered: Collection[str]) -> None:
+        """`offered`: the names of the tools that may be called."""
+        self._offered = frozenset(offered)
+        self._held = ""
+        self._is_call = self._is_after = False
+        self._has_called = self._has_ended = False
+        """Whether a call has come; whether its `end` has."""
+        self._json: JsonEnd | None = None
+        self._skipped = ""
+        """The separators before what may be a call."""
+        self._shown = ""
+        self._calls: list[ToolCall] = []
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        self._held += text
+        return self._read(is_last=False)
+
+    def flush(self) -> tuple[str, list[ToolCall]]:
+        return self._read(is_last=True)
+
+    def _read(self, is_last: bool) -> tuple[str, list[ToolCall]]:
+        while self._step(is_last):
+            pass
+        shown, calls = self._shown, self._calls
+        self._shown, self._calls = "", []
+        return shown, calls
+
+    def _step(self, is_last: bool) -> bool:
+        """Go on by one part of the held text; whether there may be another."""
+        if self._is_call:
+            return self._read_call(is_last)
+        return self._read_separators(is_last) if self._is_after else self._read_text(is_last)
+
+    def _read_text(self, is_last: bool) -> bool:
+        place = self._held.find(self.marker)
+        if place >= 0:
+            self._show(place)
+            self._is_call = True
+            return True
+        self._show(len(self._held) - (0 if is_last else overlap(self._held, self.marker)))
+        return False
+
+    def _show(self, length: int) -> None:
+        self._shown, self._held = self._shown + self._held[:length], self._held[length:]
+
+    def _read_call(self, is_last: bool) -> bool:
+        head = self.head.match(self._held)
+        if head is None:
+            if not is_last and self.partial_head.fullmatch(self._held):
+                return False
+            return self._is_text()
+        self._json = self._json or JsonEnd(head.end())
+        end = self._json.find(self._held)
+        if end is None:
+            return (is_last or self._json.is_broken) and self._is_text()
+        calls = self._calls_in(self._held[head.end() : end], head[1] if self.head.groups else None)
+        if not calls:
+            return self._is_text(end)
+        self._calls += calls
+        self._held, self._json, self._skipped = self._held[end:], None, ""
+        self._is_call, self._is_after, self._has_called, self._has_ended = False, True, True, not self.end
+        return True
+
+    def _is_text(self, length: int | None = None) -> bool:
+        """So many characters are no call; None: the marker, and what comes after it is looked at again."""
+        if length is None:
+            length = len(self.marker) if self._held.startswith(self.marker) else 1
+        self._shown += self._skipped
+        self._show(length)
+        self._is_call, self._json, self._skipped = False, None, ""
+        return True
+
+    def _read_separators(self, is_last: bool) -> bool:
+        rest = self._held.lstrip(self.separators)
+        if not self._has_ended and rest.startswith(self.end):
+            self._held, self._has_ended = rest.removeprefix(self.end), True
+            return True
+        if self._begins_call(rest):
+            self._skipped, self._held = self._held[: len(self._held) - len(rest)], rest
+            self._is_call, self._is_after = True, False
+            return True
+        may_end = not self._has_ended and self.end.startswith(rest)
+        if not is_last and (may_end or self.marker.startswith(rest)):
+            return False
+        self._held = self._held if rest or not self._has_called else ""
+        self._is_after = False
+        return True
+
+    def _begins_call(self, text: str) -> bool:
+        """Whether another call follows."""
+        return text.startswith(self.marker)
+
+    def _calls_in(self, text: str, name: str | None) -> list[ToolCall]:
+        """The calls that a JSON text is: the arguments of `name`, one call or a list; none where it is not."""
+        try:
+            value = json.loads(text, strict=False)
+            if name is not None:
+                value = {"name": name, "arguments": value}
+            calls = [self._call(each) for each in (value if isinstance(value, list) else [value])]
+        except (ValueError, RecursionError):
+            return []
+        return [call for call in calls if call is not None] if None not in calls else []
+
+    def _call(self, value: Any) -> ToolCall | None:
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in self._offered:
+            return None
+        arguments = self._arguments(value)
+        return None if arguments is None else ToolCall(self._new_id(), value["name"], arguments)
+
+    def _arguments(self, value: dict[str, Any]) -> str | None:
+        """Those of a call, as a JSON object; None where they are something else. Raises `ValueError` for a text that
+        is no JSON."""
+        given = value.get("arguments", value.get("parameters"))
+        if isinstance(given, str):
+            given = json.loads(given, strict=False) if given.strip() else None
+        if given is None:
+            return "{}"
+        return json.dumps(given, ensure_ascii=False, allow_nan=False) if isinstance(given, dict) else None
+
+    def _new_id(self) -> str:
+        return self.id_prefix + "".join(secrets.choice(_ALPHABET) for _ in range(self.id_letters))
+
+
+class Hermes(CallParser):
     """`<tool_call>` and `</tool_call>` around each."""
 
     marker = "<tool_call>"
-    tokens = ("<tool_call>", "</tool_call>")
-    _end = "</tool_call>"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._has_called = False
-
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        self._held += text
-        shown, calls = "", list[ToolCall]()
-        while (begin := self._held.find(self.marker)) >= 0:
-            shown += self._show(self._held[:begin])
-            self._held = self._held[begin:]
-            end = self._held.find(self._end)
-            if end < 0:
-                return shown, calls
-            found = _calls_in(self._held[len(self.marker) : end])
-            rest = end + len(self._end)
-            shown += "" if found else self._held[:rest]
-            self._held = self._held[rest:]
-            self._has_called |= bool(found)
-            calls += found
-        keep = overlap(self._held, self.marker)
-        shown += self._show(self._held[: len(self._held) - keep])
-        self._held = self._held[len(self._held) - keep :]
-        return shown, calls
-
-    def _show(self, text: str) -> str:
-        """After a call, space is what separates it from the next one."""
-        return "" if self._has_called and not text.strip() else text
-
-    def flush(self) -> tuple[str, list[ToolCall]]:
-        """A call whose end is missing is one nevertheless, where it is whole."""
-        held, self._held = self._held, ""
-        if held.startswith(self.marker) and (calls := _calls_in(held[len(self.marker) :])):
-            return "", calls
-        return self._show(held), []
+    end = "</tool_call>"
+    tokens = (marker, end)
+    head = re.compile(r"<tool_call>\s*(?=[{\[])")
+    partial_head = re.compile(r"<tool_call>\s*")
 
 
-class Mistral(Parser):
-    """Everything after the marker."""
+class Mistral(CallParser):
+    """A marker before each call, or before a list of them."""
 
     marker = "[TOOL_CALLS]"
-    tokens = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-    _named = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
-
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        self._held += text
-        begin = self._held.find(self.marker)
-        cut = begin if begin >= 0 else len(self._held) - overlap(self._held, self.marker)
-        shown, self._held = self._held[:cut], self._held[cut:]
-        return shown, []
-
-    def flush(self) -> tuple[str, list[ToolCall]]:
-        held, self._held = self._held, ""
-        if not held.startswith(self.marker):
-            return held, []
-        calls = list[ToolCall]()
-        for part in filter(str.strip, held.split(self.marker)):
-            named = self._named.match(part)
-            calls += _call_named(named[1], part[named.end() :]) if named else _calls_in(part)
-        calls = [call._replace(id=_letters(9)) for call in calls]  # their templates take ids of nine characters only
-        return ("", calls) if calls else (held, [])
+    tokens = (marker, "[CALL_ID]", "[ARGS]")
+    head = re.compile(
+        r"\[TOOL_CALLS\]\s*(?:([\w.-]{1,200})\s*(?:\[CALL_ID\]\w{1,100})?(?:\[ARGS\])?\s*(?=\{)|(?=[\[{]))"
+    )
+    partial_head = re.compile(r"\[TOOL_CALLS\]\s*[\w.-]{0,200}\s*(?:\[[\w\[\]]{0,200})?\s*")
+    id_prefix, id_letters = "", 9
+    """Their templates take ids of nine characters only."""
 
 
-class Llama(Parser):
-    """A text that is JSON as a whole."""
+class Llama(CallParser):
+    """JSON at the beginning of a text, or after a marker."""
 
     marker = "<|python_tag|>"
-    tokens = ("<|python_tag|>",)
+    tokens = (marker,)
+    head = re.compile(r"(?:<\|python_tag\|>)?\s*(?=\{)")
+    partial_head = re.compile(r"<\|python_tag\|>\s*")
+    separators = "; \t\r\n"
 
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        self._held += text
-        begin = self._held.lstrip()
-        if not begin or begin.startswith(("{", self.marker)) or self.marker.startswith(begin):
-            return "", []
-        shown, self._held = self._held, ""
-        self.push = lambda text: (text, [])  # type: ignore[method-assign]  # text from here on
-        return shown, []
+    def __init__(self, offered: Collection[str]) -> None:
+        super().__init__(offered)
+        self._is_after = self._has_ended = True
 
-    def flush(self) -> tuple[str, list[ToolCall]]:
-        held, self._held = self._held, ""
-        calls = list[ToolCall]()
-        for part in _objects_of(held.strip().removeprefix(self.marker)):
-            calls += _calls_in(part)
-        return ("", calls) if calls else (held, [])
+    def _begins_call(self, text: str) -> bool:
+        return text.startswith((self.marker, "{"))
+
+    def _arguments(self, value: dict[str, Any]) -> str | None:
+        """JSON without arguments is an answer: nothing but them marks a call."""
+        return super()._arguments(value) if value.keys() & {"arguments", "parameters"} else None
 
 
-PARSERS: dict[str, type[Parser]] = {"hermes": Hermes, "mistral": Mistral, "llama": Llama}
+PARSERS: dict[str, type[CallParser]] = {"hermes": Hermes, "mistral": Mistral, "llama": Llama}
 
 
 def form_of(template: str) -> str | None:
@@ -166,47 +261,3 @@ def form_of(template: str) -> str | None:
     if "<|python_tag|>" in template or ('"parameters"' in template and "ipython" in template):
         return "llama"
     return None
-
-
-def _calls_in(text: str) -> list[ToolCall]:
-    """The calls that a JSON text is: one, or a list of them; none where it is something else."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
-    calls = [_call(each) for each in (value if isinstance(value, list) else [value])]
-    return [call for call in calls if call is not None] if None not in calls else []
-
-
-def _call(value: Any) -> ToolCall | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    given = value.get("arguments", value.get("parameters", {}))
-    arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    return ToolCall("call_" + _letters(24), value["name"], arguments)
-
-
-def _call_named(name: str, arguments: str) -> list[ToolCall]:
-    try:
-        return [ToolCall("", name, json.dumps(json.loads(arguments), ensure_ascii=False))]
-    except (ValueError, RecursionError):
-        return []
-
-
-def _objects_of(text: str) -> list[str]:
-    """JSON objects with `;` in between, each as it is written; the text itself where they are none."""
-    decoder, found, place = json.JSONDecoder(), list[str](), 0
-    while place < len(text):
-        try:
-            _, end = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            return [text]
-        found.append(text[place:end])
-        place = end
-        while place < len(text) and text[place] in "; \n":
-            place += 1
-    return found
-
-
-def _letters(count: int) -> str:
-    return "".join(secrets.choice(_ALPHABET) for _ in range(count))

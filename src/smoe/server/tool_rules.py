@@ -1,4 +1,13 @@
-"""A text that must be a call: the grammar of one, in the form of the model's family."""
+"""The grammar of a text that must be a call of a tool, in the form of the model's family.
+
+    start: <[151657]> "\\n" call "\\n" <[151658]>        the form's own tokens, where the tokenizer has them
+    call: call_0 | call_1
+    call_0: "{\\"name\\": \\"warmth\\", \\"arguments\\": " arguments_0 "}"
+    arguments_0: %json {...}
+
+The parameters of each tool are a schema of their own: a reference within them (`#`, `#/$defs/City`) means what it means
+there.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +15,49 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smoe.server.grammar import COMPACT, Grammar, Grammars
+from smoe.server.grammar import COMPACT, Grammar, Grammars, schema_text
 from smoe.server.problem import refused
 
 
-def must_call(
-    grammars: Grammars, form: str | None, special: Mapping[int, str], tools: Sequence[dict[str, Any]]
-) -> Grammar:
-    """A call of one of `tools`. `special`: tokens of the form that are no text. Raises an `ApiError` where nobody here
-    knows the model's form."""
+def must_call(grammars: Grammars, form: str | None, own: Mapping[str, int], tools: Sequence[dict[str, Any]]) -> Grammar:
+    """A call of one of `tools`. `own`: the tokens of the form that the tokenizer has, by their texts. Raises an
+    `ApiError` where the model's form is not known, or a tool's parameters are no schema of an object."""
     if form is None:
         message = "how this model writes calls is not known here, so it cannot be made to; give 'tool_choice' auto"
         raise refused(message, "tool_choice", "unsupported_parameter")
-    key = "parameters" if form == "llama" else "arguments"
-    calls = [_schema(tool["function"], key) for tool in tools]
-    one = "%json " + json.dumps({"x-guidance": COMPACT, "anyOf": calls})
-    marker = {text: f"<[{token}]>" for token, text in special.items()}
+    mark = {text: f"<[{token}]>" for text, token in own.items()}
     if form == "hermes":
-        begin, end = (marker.get(text, json.dumps(text)) for text in ("<tool_call>", "</tool_call>"))
-        rules = f'start: {begin} "\\n" call "\\n" {end}\ncall: {one}\n'
+        begin, end = (mark.get(text, _literal(text)) for text in ("<tool_call>", "</tool_call>"))
+        start = f'{begin} "\\n" call "\\n" {end}'
     elif form == "mistral":
-        begin = marker.get("[TOOL_CALLS]", '"[TOOL_CALLS]"')
-        rules = f'start: {begin} " "? "[" call "]"\ncall: {one}\n'
+        start = f'{mark.get("[TOOL_CALLS]", _literal("[TOOL_CALLS]"))} " "? "[" call "]"'
     else:
-        rules = f"start: call\ncall: {one}\n"
-    return grammars.of_lark(rules, "tools")
+        start = "call"
+    key = "parameters" if form == "llama" else "arguments"
+    rules = [f"start: {start}", "call: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
+    for number, tool in enumerate(tools):
+        rules += _rules_of(tool["function"], key, number)
+    return grammars.of_lark("\n".join(rules) + "\n", "tools")
 
 
-def _schema(function: dict[str, Any], key: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function["name"]}, key: function.get("parameters") or {"type": "object"}},
-        "required": ["name", key],
-        "additionalProperties": False,
-    }
+def _rules_of(function: dict[str, Any], key: str, number: int) -> list[str]:
+    """The rules of a call of one function."""
+    name = json.dumps(function["name"], ensure_ascii=False)
+    head = _literal(f'{{"name": {name}, "{key}": ')
+    schema = schema_text({**_object_schema(function), "x-guidance": COMPACT}, "tools")
+    return [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {schema}"]
+
+
+def _object_schema(function: dict[str, Any]) -> dict[str, Any]:
+    """A function's parameters, which are an object whatever else they say."""
+    parameters = function.get("parameters") or {}
+    kind = parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        message = f"the 'parameters' of the tool {function['name'][:80]!r} must be a schema of the type object"
+        raise refused(message, "tools", "invalid_json_schema")
+    return {**parameters, "type": "object"}
+
+
+def _literal(text: str) -> str:
+    """A text as a grammar writes it."""
+    return json.dumps(text, ensure_ascii=False)
