@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from smoe.cli.options import Debug, EngineOptions, Json, Model
+from smoe.cli.request_options import ParseControlTokens
 from smoe.errors import ConfigError
 from smoe.units import parse_bytes
 
@@ -78,6 +79,7 @@ class ServerOptions:
         int, typer.Option(help="Texts that may wait for a place; then 429.", rich_help_panel=_SERVER)
     ] = 64
     max_body: Annotated[str, typer.Option(help="The largest request.", rich_help_panel=_SERVER)] = "4MiB"
+    parse_control_tokens: ParseControlTokens = False
     drain: Annotated[
         float,
         typer.Option(
@@ -99,6 +101,7 @@ class ServerOptions:
             allow_origin=tuple(self.allow_origin or ()),
             max_waiting=self.max_waiting,
             max_body_bytes=parse_bytes(self.max_body, "max_body"),
+            parses_control_tokens=self.parse_control_tokens,
             drain_seconds=self.drain,
         )
 

@@ -28,6 +28,8 @@ class ServerConfig:
     max_waiting: int = 64
     """Texts that may wait for a place; those who come then are told to come again."""
     max_body_bytes: int = 4 << 20
+    parses_control_tokens: bool = False
+    """Whether the text of a control token in a message becomes that token; else it stays text."""
     drain_seconds: float = 30.0
     """How long texts that are under way may go on once the server is told to end."""
 
