@@ -35,6 +35,7 @@ ORDER = (
     "prediction",
     "runtime",
     "trace",
+    "conversation",
     "generation",
     "load",
     "report",

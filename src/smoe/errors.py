@@ -7,6 +7,8 @@
     |   |-- NotMoEError        it has no routed experts
     |   |-- UnsupportedModelError  it has, but in a form that we cannot prove right
     |   `-- CheckpointError    its files are missing, truncated or inconsistent
+    |       `-- ChatTemplateError  its chat template cannot write this conversation
+    |           `-- ChatTemplateLimitError  or not within its bounds of time and memory
     |-- ContextError           the prompt does not fit the reserved context
     |-- TransferError          reading an expert failed while generating
     |-- DiskSpaceError         not enough free disk for what was asked
@@ -100,8 +102,27 @@ class CheckpointError(ModelError):
     """The checkpoint's files are missing, truncated or inconsistent."""
 
 
+class ChatTemplateError(CheckpointError):
+    """The chat template cannot write this conversation; the message says why, in the template's words."""
+
+
+class ChatTemplateLimitError(ChatTemplateError):
+    """The chat template does not end within its bounds of time and memory."""
+
+
 class ContextError(SmoeError, ValueError):
     """The tokens asked for do not fit the context reserved in the budget."""
+
+    @classmethod
+    def far_too_long(cls, context_tokens: int) -> ContextError:
+        """A prompt so long that its tokens were not counted to the end."""
+        return cls(
+            f"the prompt has many more than the {context_tokens} tokens that the context has room for; shorten it or "
+            "raise `context_tokens`",
+            setting="context_tokens",
+            given=context_tokens,
+            allowed="more for this prompt",
+        )
 
 
 class TransferError(SmoeError, OSError):

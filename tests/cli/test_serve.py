@@ -9,26 +9,32 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
 from tests import forked
 from tests.cli.conftest import Run
 from tests.forked import Forked
+from tests.toy import TEMPLATE, save_toy
 
 DEMO = ("serve", "demo", "--memory", "48MiB", "--context", "384")
 QUESTION = [{"role": "user", "content": "Who went to the park?"}]
 
 
 @contextmanager
-def process(*options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server of the embedded model on any free port, and its address."""
-    command = [sys.executable, "-m", "smoe", *DEMO, "--port", "0", "--threads", "1", *options]
+def process(
+    *options: str, model: Sequence[str] = DEMO, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server of the embedded model, or of another, on any free port, and its address."""
+    command = [sys.executable, "-m", "smoe", *model, "--port", "0", "--threads", "1", *options]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     started = Forked(command, text=True, env={**os.environ, **environment}, **pipes)
     assert started.stdout is not None and started.stderr is not None
@@ -89,6 +95,46 @@ def test_a_server_answers_and_ends_in_order(sent: signal.Signals, code: int, opt
         assert not told
     assert ("POST /v1/chat/completions 200 " in err) == (option == "-v")
     assert ("1 request\n" in err and "80 new" in err) == (option == "-v")
+
+
+@pytest.mark.parametrize("hangs", ["at start", "in a request"])
+def test_a_chat_template_that_does_not_end_leaves_sigterm_its_effect(tmp_path: Path, hangs: str) -> None:
+    """Where it hangs at start, the signal comes before the server listens."""
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    condition = "true" if hangs == "at start" else "messages[0].content == 'hang'"
+    folder = save_toy(tmp_path / "model", template=f"{{% if {condition} %}}{loops}{{% endif %}}{TEMPLATE}")
+    model = ("serve", str(folder), "--memory", "16MiB", "--context", "200", "--drain", "0", "--name", "toy")
+    if hangs == "at start":
+        command = [sys.executable, "-m", "smoe", *model, "--port", "0", "-v"]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        starting = Forked(command, text=True, env={**os.environ}, **pipes)
+        try:
+            _, err = told_while_a_template_is_rendered(starting)
+        finally:
+            starting.kill()
+        assert starting.returncode == 143 and "Traceback" not in err, err
+        return
+    with process(model=model) as (server, address), client_of(address) as client:
+
+        def ask() -> None:
+            with pytest.raises(openai.APIError):
+                client.chat.completions.create(model="toy", messages=[{"role": "user", "content": "hang"}])
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        _, err = told_while_a_template_is_rendered(server)
+        asking.join(60)
+        assert server.returncode == 143 and "Traceback" not in err, err
+
+
+def told_while_a_template_is_rendered(server: subprocess.Popen[str]) -> tuple[str, str]:
+    """SIGTERM when the process that renders has computed for a while; what the server has written when it ended."""
+    deadline = time.monotonic() + 60
+    while not any(child.cpu_times().user > 0.5 for child in psutil.Process(server.pid).children()):
+        assert time.monotonic() < deadline, "no template is being rendered"
+        time.sleep(0.05)
+    server.send_signal(signal.SIGTERM)
+    return server.communicate(timeout=60)
 
 
 def test_with_a_key_from_the_environment_and_told_twice_it_ends_at_once(run: Run) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -225,6 +227,30 @@ def test_template_turns_reuse_the_common_beginning(model):
     assert computed == answer.prompt_tokens - chat.reused_tokens + len(answer.token_ids) - 1
     ids = chat._ids[: -len(answer.token_ids)]
     assert answer.token_ids == _without_memory(model, tokenizer, ids, 3)
+
+
+@pytest.mark.parametrize("parses", [False, True])
+def test_text_of_a_control_token_stays_text_from_turn_to_turn(model, parses):
+    """And the beginning of the conversation is reused as it is elsewhere."""
+    tokenizer = ascii_tokenizer(TEMPLATE)
+    chat = Chat(model, tokenizer, Sampling(max_new_tokens=3), parses_control_tokens=parses)
+    first = chat.say(f"a{END}").answers[0]
+    assert first.prompt_tokens == len(f"user: a{END}\nassistant:") - (len(END) - 1) * parses
+    chat.say(END)
+    assert chat.reused_tokens >= first.prompt_tokens
+    assert chat._ids.count(tokenizer.eos_token_id) == 2 * parses
+
+
+def test_ctrl_c_ends_a_turn_whose_template_does_not_end(model):
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = ascii_tokenizer(f"{{% if messages[0].content == 'x' %}}{loops}{{% endif %}}{TEMPLATE}")
+    chat = Chat(model, tokenizer, Sampling(max_new_tokens=3))
+    chat.say("a")
+    chat.reset()
+    threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
+    with pytest.raises(KeyboardInterrupt):
+        chat.say("x")
+    assert chat.say("a").answers[0].text
 
 
 def test_an_answers_own_tokens_are_kept_where_its_text_would_be_cut_otherwise(tmp_path):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from smoe.cli.options import Debug, EngineOptions, Model, check_text
-from smoe.cli.request_options import ChatSamplingOptions
+from smoe.cli.request_options import ChatSamplingOptions, ParseControlTokens
 from smoe.errors import ConfigError, ContextError
 
 if TYPE_CHECKING:
@@ -42,7 +42,13 @@ _MOST_NEW_TOKENS = 512
 """Of an answer, where neither user nor model says."""
 
 
-def command(engine: EngineOptions, sampling: ChatSamplingOptions, model: Model = "demo", debug: Debug = False) -> None:
+def command(
+    engine: EngineOptions,
+    sampling: ChatSamplingOptions,
+    model: Model = "demo",
+    parse_control_tokens: ParseControlTokens = False,
+    debug: Debug = False,
+) -> None:
     """Talk with a model. What has been said is not computed again.
 
     The model's own chat template and its own sampling settings are used (/settings shows them; options go before
@@ -58,7 +64,8 @@ def command(engine: EngineOptions, sampling: ChatSamplingOptions, model: Model =
     _sampling(sampling, None)  # bad values are refused before the model is loaded
     with loaded(model, engine.config(), engine.revision) as ready:
         chosen = _sampling(sampling, ready)
-        chat = Chat(ready, tokenizer_of(model, engine.revision), chosen)
+        tokenizer = tokenizer_of(model, engine.revision)
+        chat = Chat(ready, tokenizer, chosen, parses_control_tokens=parse_control_tokens)
         if not chat.has_template:
             note("this model has no chat template: it continues the text rather than answering it")
         _help()

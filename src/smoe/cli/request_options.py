@@ -11,6 +11,16 @@ _SAMPLING = "Sampling"
 _PROMPT = "Prompt"
 
 
+ParseControlTokens = Annotated[
+    bool,
+    typer.Option(
+        "--parse-control-tokens",
+        help="Let the text of control tokens (<|im_end|>) in messages become those tokens. \\[default: it stays text]",
+        rich_help_panel="Conversation",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
     """How tokens are chosen."""

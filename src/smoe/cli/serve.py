@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from smoe.cli.options import Debug, EngineOptions, Json, Model
+from smoe.cli.request_options import ParseControlTokens
 from smoe.errors import ConfigError
 from smoe.units import parse_bytes
 
@@ -116,6 +117,7 @@ class ServerOptions:
             rich_help_panel=_SERVER,
         ),
     ] = False
+    parse_control_tokens: ParseControlTokens = False
     drain: Annotated[
         float,
         typer.Option(
@@ -144,6 +146,7 @@ class ServerOptions:
             idle_seconds=self.idle_timeout,
             unread_seconds=self.unread_timeout,
             exit_on_failure=self.exit_on_failure,
+            parses_control_tokens=self.parse_control_tokens,
             drain_seconds=self.drain,
         )
 

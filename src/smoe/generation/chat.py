@@ -11,18 +11,28 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from smoe.conversation.conversation import Conversation
+from smoe.conversation.prompt import ConversationPrompts, Written
+from smoe.errors import ChatTemplateError
 from smoe.generation.choices import end_tokens
 from smoe.generation.detokenizer import OnText
 from smoe.generation.generate import Generation, generate_batch
 from smoe.generation.loop import DecodeLoop
 from smoe.generation.sampling import Sampling
-from smoe.models.files import naming
+from smoe.runtime.engine import Engine
 
 
 class Chat:
     """One conversation with one model. Turn n draws with the n-th seed from that of `sampling` on."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, sampling: Sampling) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, sampling: Sampling, *, parses_control_tokens: bool = False
+    ) -> None:
+        """`parses_control_tokens`: text of control tokens in messages becomes those tokens."""
+        engine: Engine = model.offload  # type: ignore[assignment]
+        self._prompts = ConversationPrompts(
+            tokenizer, engine.context_tokens, parses_control_tokens=parses_control_tokens
+        )
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -39,7 +49,7 @@ class Chat:
     @property
     def has_template(self) -> bool:
         """Whether turns are told apart; else the text is simply continued."""
-        return self._tokenizer.chat_template is not None
+        return self._prompts.template.exists
 
     @property
     def tokens(self) -> int:
@@ -68,18 +78,21 @@ class Chat:
         """The conversation with one more message: its text, where there is a template, and its tokens."""
         if self.has_template:
             turns = [*self._messages, {"role": "user", "content": message}]
-            with naming(f"the chat template in {self._tokenizer.name_or_path} cannot be used"):
-                text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-            return text, self._tokens_of(text)
+            try:
+                written = self._prompts.write(Conversation(turns))
+            except ChatTemplateError as error:
+                name = self._tokenizer.name_or_path
+                raise type(error)(f"the chat template in {name} cannot write this conversation: {error}") from error
+            return written.text, self._tokens_of(written)
         if not self._ids:
             return "", list(self._tokenizer(message)["input_ids"])
         return "", self._without_end() + self._plain("\n" + message)
 
-    def _tokens_of(self, text: str) -> list[int]:
+    def _tokens_of(self, written: Written) -> list[int]:
         """What was said keeps its tokens: an answer may be cut into others than its text would be."""
-        if self._ids and text.startswith(self._text):
-            return self._without_end() + self._plain(text[len(self._text) :])
-        return self._plain(text)
+        if self._ids and written.text.startswith(self._text):
+            return self._without_end() + self._prompts.encode(written, len(self._text))
+        return self._prompts.encode(written)
 
     def _without_end(self) -> list[int]:
         """The tokens so far, less the end token of the last answer: the template writes its own."""

@@ -61,6 +61,8 @@ class Models(Answer):
 
 class Health(Answer):
     status: Literal["ok", "ending", "failed"]
+    chat_template: Literal["failed"] | None = None
+    """Where the chat template has exceeded its bounds on the last conversation."""
 
 
 # -- what completions have in common ----------------------------------------------------------------------------------

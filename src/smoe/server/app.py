@@ -95,7 +95,9 @@ def _add_state(app: FastAPI, serving: Serving) -> None:
 
     @app.api_route("/health", methods=_READ)
     async def health() -> Response:
-        return Json({"status": serving.state}, 200 if serving.state == "ok" else 503)
+        has_failed = serving.prompts.template_state == "failed"
+        state = {"status": serving.state, **({"chat_template": "failed"} if has_failed else {})}
+        return Json(state, 200 if serving.state == "ok" else 503)
 
     @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:

@@ -7,12 +7,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from smoe.conversation.conversation import Ending
 from smoe.server.answer import Answer, Form, head_of
 from smoe.server.choice import Choice, Delta, usage_of
 from smoe.server.events import event
 from smoe.server.fields import ChatAsked, ResponseFormat
 from smoe.server.problem import refused
-from smoe.server.prompts import Ending
 from smoe.server.serving import Serving
 from smoe.server.talk import Prepared, Talk, prepare
 from smoe.server.texts import Texts

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from jinja2 import TemplateError
-
-from smoe.errors import ContextError
+from smoe.conversation.conversation import NEW_ANSWER, Conversation, Ending
+from smoe.conversation.prompt import ConversationPrompts, Written
+from smoe.errors import ChatTemplateError, ContextError
 from smoe.generation.generate import encode
 from smoe.server.problem import ApiError, refused
 from smoe.server.thinking import is_begun, may_think
@@ -27,33 +27,35 @@ _A_TOOL = {
 }
 
 
-class Ending(NamedTuple):
-    """How a conversation's prompt ends, in the chat template's words."""
-
-    add_generation_prompt: bool = True
-    """With the beginning of an answer."""
-    continue_final_message: bool = False
-    """Within the last message."""
-
-
-NEW_ANSWER = Ending()
-
-
 class Prompts:
     """Of one tokenizer."""
 
-    def __init__(self, tokenizer: Any, vocabulary: int, context_tokens: int) -> None:
-        """`context_tokens`: longer prompts need not be split into tokens to the end."""
+    def __init__(
+        self, tokenizer: Any, vocabulary: int, context_tokens: int, *, parses_control_tokens: bool = False
+    ) -> None:
+        """`context_tokens`: longer prompts need not be split into tokens to the end. `parses_control_tokens`: text of
+        control tokens in messages becomes those tokens."""
         self._tokenizer, self._vocabulary, self._context_tokens = tokenizer, vocabulary, context_tokens
-        template = tokenizer.chat_template
-        self.has_template = template is not None
-        self._not_given = {*inspect.signature(tokenizer.apply_chat_template).parameters}
+        self._conversations = ConversationPrompts(
+            tokenizer, context_tokens, parses_control_tokens=parses_control_tokens
+        )
+        self.has_template = self._conversations.template.exists
+        self._not_given = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         """What a request may not give to the template: what the library itself looks at, a template among it."""
-        self._source = "\n".join(template.values()) if isinstance(template, dict) else template or ""
+        source = self._conversations.template.source
         self.takes_tools = self.has_template and self._shows_tools()
-        self.tool_form = form_of(self._source) if self.takes_tools else None
+        self.tool_form = form_of(source) if self.takes_tools else None
         """How the model writes calls; None where nobody here knows."""
-        self._thinks = may_think(self._source)
+        self._thinks = may_think(source)
+
+    @property
+    def template_state(self) -> str:
+        """none, ok or failed (`ChatTemplate.state`)."""
+        return self._conversations.template.state
+
+    def close(self) -> None:
+        """Write no more conversations; one that is being written fails. From any thread."""
+        self._conversations.template.close()
 
     def has_begun_to_think(self, ids: Sequence[int]) -> bool | None:
         """Whether a conversation's prompt ends within a thought; None where this model writes none that are known
@@ -94,10 +96,11 @@ class Prompts:
             )
             raise refused(message, "tools", "no_tools")
         turns = [self._turn(message, param) for message in messages]
-        text = self._written(turns, list(tools) if tools else None, given, param, ending)
+        written = self._written(turns, list(tools) if tools else None, given, param, ending)
+        text = written.plain
         _check_characters(text, param)
         self._check_length(text)
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._conversations.encode(written)
 
     def _written(
         self,
@@ -106,16 +109,13 @@ class Prompts:
         given: dict[str, Any],
         param: str,
         ending: Ending = NEW_ANSWER,
-    ) -> str:
+    ) -> Written:
         if taken := sorted(self._not_given & given.keys()):
             raise refused(f"'chat_template_kwargs' may not have {taken[0]!r}", "chat_template_kwargs")
-        own = {"tokenize": False, "tools": tools, **ending._asdict()}
         try:
-            text: str = self._tokenizer.apply_chat_template(turns, **given, **own)
-        except Exception as error:  # a template is a program, and what it makes of a conversation is its own affair
-            why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-            raise refused(f"this model's chat template cannot write this conversation: {why}", param) from error
-        return text
+            return self._conversations.write(Conversation(turns, tools), given, ending)
+        except ChatTemplateError as error:
+            raise refused(f"this model's chat template cannot write this conversation: {error}", param) from error
 
     def _check_length(self, text: str) -> None:
         """Refuse by its beginning a text that is much too long: a million characters take the tokenizer seconds, in
@@ -124,28 +124,20 @@ class Prompts:
         if len(beginning) == len(text):
             return
         if len(self._tokenizer(beginning, add_special_tokens=False)["input_ids"]) > most + _MARGIN:
-            raise ContextError(
-                f"the prompt has many more than the {most} tokens that the context has room for; shorten it or raise "
-                "`context_tokens`",
-                setting="context_tokens",
-                given=most,
-                allowed="more for this prompt",
-            )
+            raise ContextError.far_too_long(most)
 
     def _shows_tools(self) -> bool:
         """Whether the template says anything of tools."""
         try:
             without = self._written(_SOMETHING, None, {}, "messages")
-            return self._written(_SOMETHING, [_A_TOOL], {}, "messages") != without
+            return self._written(_SOMETHING, [_A_TOOL], {}, "messages").text != without.text
         except ApiError:
             return False
 
     def _turn(self, message: dict[str, Any], param: str) -> dict[str, Any]:
         """A message as templates expect it: text in one piece, the arguments of calls as values."""
-        role = message["role"]
-        if role == "developer" and "developer" not in self._source:
-            role = "system"
-        turn = {"role": "tool" if role == "function" else role, "content": text_of(message.get("content"), param)}
+        role = "tool" if message["role"] == "function" else message["role"]
+        turn = {"role": role, "content": text_of(message.get("content"), param)}
         for name in ("name", "reasoning_content", "tool_call_id"):
             if message.get(name) is not None:
                 turn[name] = message[name]

@@ -51,7 +51,12 @@ class Serving:
         positions = position_limit(model.config)
         self._is_whole_context = positions is not None and self.engine.context_tokens >= positions
         self.ends = frozenset(end_tokens(model, tokenizer))
-        self.prompts = Prompts(tokenizer, self.vocabulary, self.engine.context_tokens)
+        self.prompts = Prompts(
+            tokenizer,
+            self.vocabulary,
+            self.engine.context_tokens,
+            parses_control_tokens=config.parses_control_tokens,
+        )
         self.tokens = TokenTexts(tokenizer)
         self.grammars = Grammars(tokenizer, self.vocabulary, sorted(self.ends))
         self.tokenizer = tokenizer
@@ -75,7 +80,7 @@ class Serving:
         """End what is under way, and wait until it has."""
         self._is_ending = True
         self._loop.close()
-        self._loop.cancel_all()
+        self.end_now()
         if self._thread.ident is not None:
             self._thread.join()
         self._preparing.shutdown()
@@ -86,8 +91,9 @@ class Serving:
         self._loop.close()
 
     def end_now(self) -> None:
-        """End what is under way."""
+        """End what is under way, a chat template that does not end included."""
         self._loop.cancel_all()
+        self.prompts.close()
 
     @property
     def state(self) -> str:

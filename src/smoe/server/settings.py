@@ -45,6 +45,8 @@ class ServerConfig:
     """A client that takes nothing of its answer for so long is disconnected."""
     exit_on_failure: bool = False
     """End the server once the model can no longer be used."""
+    parses_control_tokens: bool = False
+    """Whether the text of a control token in a message becomes that token; else it stays text."""
     drain_seconds: float = 30.0
     """How long texts that are under way may go on once the server is told to end."""
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from smoe.conversation.conversation import NEW_ANSWER, Ending
 from smoe.generation.request import Request
 from smoe.server.choice import Choice
 from smoe.server.fields import Asked
 from smoe.server.grammar import Grammar
 from smoe.server.problem import refused
-from smoe.server.prompts import NEW_ANSWER, Ending, text_of
+from smoe.server.prompts import text_of
 from smoe.server.sampled import another, sampling_of
 from smoe.server.serving import Serving
 from smoe.server.texts import Wanted

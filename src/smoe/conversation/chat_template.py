@@ -1,0 +1,128 @@
+"""A model's chat template: from a conversation to one text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from smoe.conversation.conversation import NEW_ANSWER, OTHER_FORMS, Conversation, Ending, developer_as_system
+from smoe.conversation.template_process import TemplateProcess
+from smoe.errors import ChatTemplateError, ChatTemplateLimitError
+
+_INSTRUCTION = "one instruction"
+_GOES_ON = "[the final message goes on here] "
+_DEVELOPER = Conversation([{"role": "developer", "content": _INSTRUCTION}, {"role": "user", "content": "one question"}])
+
+
+class ChatTemplate:
+    """Of one tokenizer. A conversation that it cannot write is given in other forms (`conversation.py`)."""
+
+    def __init__(self, tokenizer: Any, process: TemplateProcess | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._process = process or TemplateProcess()
+        template = tokenizer.chat_template
+        self.exists = template is not None
+        self.source = "\n".join(template.values()) if isinstance(template, dict) else template or ""
+        """Of several templates (one for tools), all."""
+        self._knows_developer: bool | None = None
+        self._has_ended = True
+
+    @property
+    def state(self) -> str:
+        """none: the model has none. failed: it has exceeded its bounds on the last conversation. Else ok."""
+        return "none" if not self.exists else "ok" if self._has_ended else "failed"
+
+    def write(
+        self, conversation: Conversation, variables: dict[str, Any] | None = None, ending: Ending = NEW_ANSWER
+    ) -> str:
+        """The conversation, up to where the model answers or goes on; `variables` are the template's own. Raises
+        `ChatTemplateError`."""
+        if any(message["role"] == "developer" for message in conversation.messages) and not self._takes_developer():
+            conversation = developer_as_system(conversation)
+        return self._written(conversation, variables or {}, ending)
+
+    def close(self) -> None:
+        """Write nothing more; what is being written fails. From any thread."""
+        self._process.close()
+
+    def _written(self, conversation: Conversation, variables: dict[str, Any], ending: Ending) -> str:
+        """Of the other forms, those count with which the template gets further: it ends, or fails for another
+        reason."""
+        deadline = self._process.deadline()
+        try:
+            return self._rendered(conversation, variables, deadline, ending)
+        except ChatTemplateLimitError:
+            raise
+        except ChatTemplateError as error:
+            first, reason = error, str(error)
+        for form in OTHER_FORMS:
+            other = form(conversation)
+            if other == conversation:
+                continue
+            try:
+                return self._rendered(other, variables, deadline, ending)
+            except ChatTemplateLimitError:
+                raise
+            except ChatTemplateError as error:
+                if str(error) != reason:
+                    conversation, reason = other, str(error)
+        raise first
+
+    def _rendered(
+        self, conversation: Conversation, variables: dict[str, Any], deadline: float, ending: Ending = NEW_ANSWER
+    ) -> str:
+        if ending.continue_final_message:
+            conversation = _open_ended(conversation)
+        all_variables = {
+            **self._tokenizer.special_tokens_map,
+            **variables,
+            "messages": [_plain(message) for message in conversation.messages],
+            "tools": conversation.tools,
+            "documents": None,
+            "add_generation_prompt": ending.add_generation_prompt,
+        }
+        template = self._tokenizer.get_chat_template(None, conversation.tools)
+        try:
+            text = self._process.render(template, all_variables, deadline)
+        except ChatTemplateError as error:
+            self._has_ended = not isinstance(error, ChatTemplateLimitError)
+            raise
+        self._has_ended = True
+        return _cut_off(text) if ending.continue_final_message else text
+
+    def _takes_developer(self) -> bool:
+        """Whether a developer's text appears in what the template writes; the role's name alone says little."""
+        if self._knows_developer is None:
+            try:
+                text = self._rendered(_DEVELOPER, {}, self._process.deadline())
+            except ChatTemplateLimitError:
+                raise
+            except ChatTemplateError:
+                text = ""
+            self._knows_developer = "developer" in self.source and _INSTRUCTION in text
+        return self._knows_developer
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without empty fields, its thoughts by both names that templates read."""
+    message = {name: value for name, value in message.items() if value is not None}
+    if "reasoning_content" in message:
+        message = {"thinking": message["reasoning_content"], **message}
+    return message
+
+
+def _open_ended(conversation: Conversation) -> Conversation:
+    """With a mark behind the text of the last message, which is to be continued."""
+    *before, last = conversation.messages
+    text = last.get("content")
+    if not isinstance(text, str):
+        raise ChatTemplateError("the last message has no text to continue")
+    return replace(conversation, messages=[*before, {**last, "content": text + _GOES_ON}])
+
+
+def _cut_off(text: str) -> str:
+    """The rendered conversation up to the mark; a template that strips texts gets the end of the message stripped."""
+    place = text.rfind(_GOES_ON.strip())
+    if place < 0:
+        raise ChatTemplateError("the template leaves out the last message, so it cannot be continued")
+    return text[:place] if text.startswith(_GOES_ON, place) else text[:place].rstrip()

@@ -1,0 +1,133 @@
+"""A conversation as chat templates take it, and the other forms of it that some templates need.
+
+A template that fails on a conversation gets it once more in another form, in which it says the same:
+
+| form | for templates that |
+| --- | --- |
+| `developer_as_system` | do not know the role `developer` |
+| `system_in_user` | refuse a system message: its text begins the first user message |
+| `tools_in_full` | read a tool's `description` or `parameters`, which may be left out, or iterate over no tools |
+| `short_ids` | refuse ids of calls other than nine letters and digits |
+| `arguments_as_text` | read the arguments of calls as JSON text rather than as values |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+_ALPHABET = string.digits + string.ascii_letters
+_ID_CHARACTERS = 9
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+
+
+class Ending(NamedTuple):
+    """How a conversation's text ends, in the chat template's words."""
+
+    add_generation_prompt: bool = True
+    """With the beginning of an answer."""
+    continue_final_message: bool = False
+    """Within the last message."""
+
+
+NEW_ANSWER = Ending()
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Plain data: texts, numbers, lists and dictionaries."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    """As chat completions have them."""
+
+    def with_messages(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Conversation:
+        """With every message changed."""
+        return replace(self, messages=[change(message) for message in self.messages])
+
+
+def developer_as_system(conversation: Conversation) -> Conversation:
+    """What the developer writes is the system message."""
+
+    def changed(message: dict[str, Any]) -> dict[str, Any]:
+        return {**message, "role": "system"} if message["role"] == "developer" else message
+
+    return conversation.with_messages(changed)
+
+
+def system_in_user(conversation: Conversation) -> Conversation:
+    """The texts of system messages begin the first user message."""
+    system = [message["content"] for message in conversation.messages if message["role"] == "system"]
+    others = [message for message in conversation.messages if message["role"] != "system"]
+    for place, message in enumerate(others):
+        if system and message["role"] == "user":
+            others[place] = {**message, "content": "\n\n".join([*system, message["content"]])}
+            return replace(conversation, messages=others)
+    return conversation
+
+
+def tools_in_full(conversation: Conversation) -> Conversation:
+    """Tools and their parameters have all that a schema may leave out: descriptions, types, properties."""
+    return replace(conversation, tools=[_in_full(tool) for tool in conversation.tools or ()])
+
+
+def _in_full(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool["function"]
+    parameters = {**_NO_PARAMETERS, **(function.get("parameters") or {}), "type": "object"}
+    if isinstance(parameters["properties"], dict):
+        parameters["properties"] = {
+            name: {"type": "string", "description": "", **value} if isinstance(value, dict) else value
+            for name, value in parameters["properties"].items()
+        }
+    parameters.setdefault("required", [])
+    description = function.get("description") or ""
+    return {**tool, "function": {**function, "description": description, "parameters": parameters}}
+
+
+def short_ids(conversation: Conversation) -> Conversation:
+    """Ids of calls are nine letters and digits; equal ones stay equal."""
+
+    def changed(message: dict[str, Any]) -> dict[str, Any]:
+        message = dict(message)
+        if isinstance(message.get("tool_call_id"), str):
+            message["tool_call_id"] = _short(message["tool_call_id"])
+        if "tool_calls" in message:
+            message["tool_calls"] = [{**call, "id": _short(str(call.get("id")))} for call in message["tool_calls"]]
+        return message
+
+    return conversation.with_messages(changed)
+
+
+def _short(id: str) -> str:
+    if len(id) == _ID_CHARACTERS and id.isascii() and id.isalnum():
+        return id
+    number, letters = int.from_bytes(hashlib.sha256(id.encode("utf8", "surrogatepass")).digest(), "big"), ""
+    for _ in range(_ID_CHARACTERS):
+        number, letter = divmod(number, len(_ALPHABET))
+        letters += _ALPHABET[letter]
+    return letters
+
+
+def arguments_as_text(conversation: Conversation) -> Conversation:
+    """The arguments of calls are JSON."""
+
+    def changed(message: dict[str, Any]) -> dict[str, Any]:
+        if "tool_calls" not in message:
+            return message
+        return {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+
+    return conversation.with_messages(changed)
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"].get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
+
+
+OTHER_FORMS = (developer_as_system, system_in_user, tools_in_full, short_ids, arguments_as_text)
+"""In the order in which they are tried."""
