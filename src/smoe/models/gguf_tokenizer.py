@@ -95,9 +95,8 @@ def _split_of(vocabulary: Vocabulary) -> Split:
 
 def _special_numbers(vocabulary: Vocabulary) -> dict[str, int]:
     """The numbers of the tokens with a role, by the library's names."""
-    usual = (
-        {key: n for key, n in _OF_SCORES.items() if n < len(vocabulary.tokens)} if vocabulary.model == "llama" else {}
-    )
+    count = len(vocabulary.tokens)
+    usual = {key: n for key, n in _OF_SCORES.items() if n < count} if vocabulary.model == "llama" else {}
     found: dict[str, int] = {}
     for name, key in _SPECIAL.items():
         number = vocabulary.entry(key)
