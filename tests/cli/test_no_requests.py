@@ -7,9 +7,12 @@ one of Mistral's; a bare file or folder name that is taken for a repository's; a
 from __future__ import annotations
 
 import http.server
+import io
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -22,26 +25,15 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from huggingface_hub import constants
 
 from tests import gguf_toy, zoo
+from tests.cli.conftest import Run
 from tests.toy import save_toy
 
 SMALL = ("--memory", "64MiB", "--context", "96")
 FILLING = [f"[PAD{number}]" for number in range(100_001)]
 """Tokens that no text has: the library's question depends on how many there are."""
-COMMANDS = """
-import json, sys
-from smoe import cli
-for arguments in json.loads(sys.argv[1]):
-    sys.argv = ["smoe", *arguments]
-    try:
-        cli.main()
-        code = 0
-    except SystemExit as end:
-        code = end.code or 0
-    assert code == 0, arguments
-"""
-"""Runs several commands in one process, which reads the environment once."""
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -70,9 +62,10 @@ def hub() -> Iterator[tuple[str, list[str]]]:
     server.server_close()
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where `toy.gguf` and the folder `toy` are, both with a large vocabulary, and a text."""
+    tmp_path = tmp_path_factory.mktemp("models")
     gguf_toy.write(tmp_path / "toy.gguf", zoo.make("qwen2_moe", dtype=torch.bfloat16), tokenizer=add_large_vocabulary)
     save_toy(tmp_path / "toy")
     path = tmp_path / "toy" / "tokenizer.json"
@@ -96,22 +89,43 @@ def add_large_vocabulary(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template(gguf_toy.TEMPLATE)
 
 
-def commands_on(file: str, folder: str) -> list[list[str]]:
-    """Every command that opens a model, on one or the other."""
-    few = ["-p", "Hello", "--max-new-tokens", "2"]
-    return [
-        ["plan", file, *SMALL],
-        ["chat", file, *SMALL, "--max-new-tokens", "2"],
-        ["verify", file, *SMALL, "--tokens", "2"],
-        ["record", file, *SMALL, *few, "-o", "toy.trace"],
-        ["eval", file, *SMALL, "--text", "text.txt", "--alphas", "0"],
-        ["pack", file, "--precision", "int8"],
-        ["generate", file, *SMALL, *few, "--precision", "int8"],
-        ["plan", folder, *SMALL],
-        ["pack", folder],
-        ["generate", folder, *SMALL, *few],
-        ["generate", "demo", *few],
-    ]
+FEW = ("-p", "Hello", "--max-new-tokens", "2")
+COMMANDS = (
+    ("plan", "toy.gguf", *SMALL),
+    ("generate", "toy.gguf", *SMALL, *FEW),
+    ("chat", "toy.gguf", *SMALL, "--max-new-tokens", "2"),
+    ("verify", "toy.gguf", *SMALL, "--tokens", "2"),
+    ("record", "toy.gguf", *SMALL, *FEW, "-o", "toy.trace"),
+    ("eval", "toy.gguf", *SMALL, "--text", "text.txt", "--alphas", "0"),
+    ("pack", "toy.gguf", "--precision", "int8"),
+    ("generate", "toy.gguf", *SMALL, *FEW, "--precision", "int8"),
+    ("plan", "toy", *SMALL),
+    ("pack", "toy"),
+    ("generate", "toy", *SMALL, *FEW),
+    ("generate", "demo", *FEW),
+)
+"""Every command that opens a model, on a bare file name, a bare folder name, and their packs."""
+
+
+@pytest.mark.parametrize("forbids", [False, True], ids=["online", "offline"])
+def test_commands_look_up_no_host(
+    forbids: bool, run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts: list[Any] = []
+
+    def look_up(host: Any, *_: Any, **__: Any) -> Any:
+        hosts.append(host)
+        raise OSError("no host is reached from here")
+
+    shutil.copytree(folder, tmp_path / "models")
+    monkeypatch.chdir(tmp_path / "models")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", forbids)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    for command in COMMANDS:
+        monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+        ran = run(*command)
+        assert ran.code == 0, (command, ran.err)
+        assert hosts == [], command
 
 
 @contextmanager
@@ -137,19 +151,7 @@ def environment_of(folder: Path, **more: str) -> dict[str, str]:
     """This process's, in which nothing forbids to ask the hub."""
     usual = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
     paths = os.pathsep.join(map(str, sys.path))
-    return usual | {"PYTHONPATH": paths, "SMOE_DEBUG": "1", "XDG_CACHE_HOME": str(folder / "cache")} | more
-
-
-def run_all(commands: list[list[str]], folder: Path, environment: dict[str, str]) -> None:
-    program = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
-    ran = subprocess.run(program, cwd=folder, env=environment, input="hi", capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-
-
-def test_commands_ask_nothing(hub: tuple[str, list[str]], folder: Path) -> None:
-    address, asked = hub
-    run_all(commands_on("toy.gguf", "toy"), folder, environment_of(folder, HF_ENDPOINT=address))
-    assert asked == []
+    return usual | {"PYTHONPATH": paths, "SMOE_DEBUG": "1"} | more
 
 
 def test_a_server_asks_nothing(hub: tuple[str, list[str]], folder: Path) -> None:
@@ -162,9 +164,13 @@ def test_a_server_asks_nothing(hub: tuple[str, list[str]], folder: Path) -> None
     assert asked == []
 
 
-def test_large_vocabularies_load_offline(hub: tuple[str, list[str]], folder: Path) -> None:
-    address, asked = hub
-    few = ["-p", "Hello", "--max-new-tokens", "2"]
-    commands = [["generate", name, *SMALL, *few] for name in ("toy.gguf", str(folder / "toy.gguf"), "toy")]
-    run_all(commands, folder, environment_of(folder, HF_ENDPOINT=address, HF_HUB_OFFLINE="1"))
-    assert asked == []
+def test_a_process_that_may_not_ask_reads_the_tokenizers(folder: Path) -> None:
+    program = """if True:
+        from pathlib import Path
+        from smoe.models.checkpoint import checkpoint_at
+        for name in ("toy.gguf", "toy"):
+            assert checkpoint_at(Path(name)).tokenizer()("Hello")["input_ids"]
+    """
+    environment = environment_of(folder, HF_HUB_OFFLINE="1")
+    ran = subprocess.run([sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
