@@ -104,13 +104,14 @@ COMMANDS = (
     ("generate", "toy", *SMALL, *FEW),
     ("generate", "demo", *FEW),
 )
-"""Every command that opens a model, on a bare file name, a bare folder name, and their packs."""
+"""Every command that opens a model, on a file, a folder, and their packs."""
 
 
 @pytest.mark.parametrize("forbids", [False, True], ids=["online", "offline"])
 def test_commands_look_up_no_host(
     forbids: bool, run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Online by bare names, which may look like a repository's; offline by whole paths, which never do."""
     hosts: list[Any] = []
 
     def look_up(host: Any, *_: Any, **__: Any) -> Any:
@@ -121,7 +122,8 @@ def test_commands_look_up_no_host(
     monkeypatch.chdir(tmp_path / "models")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", forbids)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    for command in COMMANDS:
+    for name, model, *options in COMMANDS:
+        command = [name, tmp_path / "models" / model if forbids and model != "demo" else model, *options]
         monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
         ran = run(*command)
         assert ran.code == 0, (command, ran.err)
@@ -169,7 +171,8 @@ def test_a_process_that_may_not_ask_reads_the_tokenizers(folder: Path) -> None:
         from pathlib import Path
         from smoe.models.checkpoint import checkpoint_at
         for name in ("toy.gguf", "toy"):
-            assert checkpoint_at(Path(name)).tokenizer()("Hello")["input_ids"]
+            for path in (Path(name), Path(name).absolute()):
+                assert checkpoint_at(path).tokenizer()("Hello")["input_ids"]
     """
     environment = environment_of(folder, HF_HUB_OFFLINE="1")
     ran = subprocess.run([sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True)
