@@ -6,6 +6,7 @@ and loses a space before a text, words that no merge reaches, and control tokens
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -92,7 +93,7 @@ def _respelled(vocabulary: Vocabulary) -> Iterable[decoders.Decoder]:
     for token in vocabulary.of_kind(CONTROL, UNKNOWN, USER_DEFINED):
         if not token.isascii() and set(token) <= set(letters):
             spelled = "".join(piece for piece, _ in _BYTES.pre_tokenize_str(token))
-            yield decoders.Replace(Regex(rf"\A\Q{token}\E\z"), spelled)
+            yield decoders.Replace(Regex(rf"\A{re.escape(token)}\z"), spelled)
 
 
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
