@@ -137,11 +137,11 @@ def serving(model: str, folder: Path, environment: dict[str, str]) -> Iterator[s
     process = subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
-        said = ""
-        while not (found := re.search(r"serving \S+ at (http://\S+)", said)):
+        printed = ""
+        while not (found := re.search(r"serving \S+ at (http://\S+)", printed)):
             line = process.stderr.readline()
-            assert line, said
-            said += line
+            assert line, printed
+            printed += line
         yield found[1]
     finally:
         process.kill()

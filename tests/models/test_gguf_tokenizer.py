@@ -207,7 +207,7 @@ def test_an_unknown_split_is_refused(pre: str, tmp_path: Path) -> None:
         write(tmp_path / "v.gguf", "gpt2", PLAIN, merges=MERGES, pre=pre)
 
 
-def test_a_split_that_is_not_said_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_without_a_split_is_read_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "smoe"):
         write(tmp_path / "v.gguf", "gpt2", PLAIN, merges=MERGES)
     assert "does not say how it splits texts" in caplog.text and "'llama-bpe' is assumed" in caplog.text
@@ -268,13 +268,13 @@ def test_control_tokens_of_phi_3_swallow_spaces(name: str, expected: list[str] |
 
 
 @pytest.mark.parametrize(("pre", "starts"), [("llama-bpe", True), ("tekken", True), ("qwen2", False), ("glm4", False)])
-def test_what_goes_without_saying_before_a_text(pre: str, starts: bool, tmp_path: Path) -> None:
+def test_the_start_token_that_a_file_does_not_name(pre: str, starts: bool, tmp_path: Path) -> None:
     kinds = {**dict.fromkeys(PLAIN, NORMAL), "<begin>": CONTROL, "<end>": CONTROL}
     more: dict[str, Any] = {"bos_token_id": 257, "eos_token_id": 258}
-    for said in (None, True, False):
-        given = more if said is None else {**more, "add_bos_token": said}
-        tokenizer = write(tmp_path / f"{said}.gguf", "gpt2", kinds, merges=MERGES, pre=pre, more=given)
-        assert (tokenizer("a")["input_ids"][0] == 257) == (starts if said is None else said)
+    for added in (None, True, False):
+        given = more if added is None else {**more, "add_bos_token": added}
+        tokenizer = write(tmp_path / f"{added}.gguf", "gpt2", kinds, merges=MERGES, pre=pre, more=given)
+        assert (tokenizer("a")["input_ids"][0] == 257) == (starts if added is None else added)
     tokenizer = write(
         tmp_path / "end.gguf", "gpt2", kinds, merges=MERGES, pre=pre, more={**more, "add_eos_token": True}
     )
