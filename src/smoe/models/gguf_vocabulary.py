@@ -1,0 +1,105 @@
+"""The vocabulary of a GGUF file: its entries, what each one is for, and how pieces of a text become entries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smoe.errors import CheckpointError
+from smoe.memory.gguf_header import GgufArray, GgufHeader, read_array
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""What an entry is for, by the number in a file's `token_type`."""
+_EMPTY = "[EMPTY_{}]"
+"""What an entry without text is called; no text is ever split into it."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Entries and merges of one file."""
+
+    header: GgufHeader
+    model: str
+    """The kind of vocabulary: gpt2, llama, gemma4."""
+    tokens: Sequence[str]
+    kinds: Sequence[int] | None
+    """What each entry is for; None where the file does not say it."""
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The number of each entry by its text."""
+        return {token: number for number, token in enumerate(self.tokens)}
+
+    def of_kind(self, *kinds: int) -> list[str]:
+        """The texts of all entries of these kinds."""
+        return [] if self.kinds is None else [t for t, k in zip(self.tokens, self.kinds, strict=True) if k in kinds]
+
+    def entry(self, name: str) -> Any:
+        """A metadata entry of the tokenizer, None where the file lacks it."""
+        return self.header.metadata.get(f"tokenizer.ggml.{name}")
+
+    def merges(self) -> list[tuple[str, str]]:
+        """Pairs of pieces that become one, the first to be merged first."""
+        found = _array(self.header, "merges", str)
+        if found is None:
+            raise CheckpointError(f"{self.header.path} has no merges (tokenizer.ggml.merges); download the file again")
+        return [_parts(self.header, merge) for merge in found]
+
+    def scores(self) -> list[float]:
+        """How early each entry is put together: the highest score first."""
+        found = _array(self.header, "scores", (int, float))
+        if found is None or len(found) < len(self.tokens):
+            raise CheckpointError(
+                f"{self.header.path} has {len(found or ())} scores (tokenizer.ggml.scores) for {len(self.tokens)} "
+                "tokens; download the file again"
+            )
+        if any(map(math.isnan, found)):
+            raise CheckpointError(f"{self.header.path} has a score that is no number; download the file again")
+        return found
+
+
+def read_vocabulary(header: GgufHeader) -> Vocabulary:
+    """The vocabulary of a file. Raises `CheckpointError` where it has none, or one that is inconsistent."""
+    tokens, kinds = _array(header, "tokens", str), _array(header, "token_type", int)
+    model = header.metadata.get("tokenizer.ggml.model")
+    if not tokens or not isinstance(model, str):
+        raise CheckpointError(f"{header.path} has no tokenizer in its metadata; take a file that has one")
+    if kinds is not None and len(kinds) < len(tokens):
+        raise CheckpointError(
+            f"{header.path} has {len(kinds)} entries in tokenizer.ggml.token_type for {len(tokens)} tokens; download "
+            "the file again"
+        )
+    named = [token or _EMPTY.format(number) for number, token in enumerate(tokens)]
+    if len(set(named)) < len(named):
+        first = {token: number for number, token in reversed(list(enumerate(named)))}
+        number, token = next((number, token) for number, token in enumerate(named) if first[token] != number)
+        raise CheckpointError(
+            f"{header.path} has the token {token!r:.80} twice, as {first[token]} and as {number}; download the file "
+            "again"
+        )
+    kinds = None if kinds is None else kinds[: len(named)]
+    return Vocabulary(header, model, named, kinds)
+
+
+def _array(header: GgufHeader, name: str, kind: type | tuple[type, ...]) -> list[Any] | None:
+    """An array of the tokenizer's metadata; None where the file lacks it."""
+    key = f"tokenizer.ggml.{name}"
+    value = header.metadata.get(key)
+    if value is None:
+        return None
+    found = read_array(header, key) if isinstance(value, GgufArray) else None
+    if found is None or not all(isinstance(each, kind) for each in found):
+        raise CheckpointError(f"{header.path}: {key!r} is not a list of the usual kind; download the file again")
+    return list(found)
+
+
+def _parts(header: GgufHeader, merge: str) -> tuple[str, str]:
+    """The two sides of a merge: a space parts them, and may be the first side itself."""
+    left, space, right = merge[1:].partition(" ")
+    if not space or not right:
+        raise CheckpointError(
+            f"{header.path} has the merge {merge!r:.80}, which has no two sides; download the file again"
+        )
+    return merge[0] + left, right
