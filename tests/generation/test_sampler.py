@@ -1,4 +1,4 @@
-"""One text's choice of tokens, beside the library's own processors in the library's order. Would catch a setting that
+"""One text's choice of tokens, compared with the library's own processors in the library's order. Would catch a setting that
 does not reach them."""
 
 from __future__ import annotations
