@@ -1,5 +1,5 @@
-"""One text's choice of tokens, beside the library's own processors in the library's order. Would catch a setting that
-does not reach them."""
+"""One text's choice of tokens, compared with the library's own processors in the library's order. Would catch a
+setting that does not reach them."""
 
 from __future__ import annotations
 

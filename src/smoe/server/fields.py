@@ -2,7 +2,7 @@
 
 A field that nobody knows is refused, as OpenAI refuses it. One that OpenAI knows is used, ignored where the answer is
 right without it, or refused where it would not be (`check_unsupported`). So are those of other servers, but for the
-values that change nothing (`neutral_fields.py`). Bounds stand here for whoever reads the API's
+values that change nothing (`neutral_fields.py`). Bounds stand here for readers of the API's
 description; what is no request's affair alone is checked where it is used.
 """
 
@@ -142,7 +142,7 @@ class CompletionAsked(Completing):
     )
     """A text, several, a text's tokens, or those of several."""
     logprobs: Likeliest | Literal[False] = None
-    """How many of the likeliest tokens to name beside each; false: no probabilities."""
+    """How many of the likeliest tokens to name with each; false: no probabilities."""
 
     @property
     def likeliest(self) -> int | None:

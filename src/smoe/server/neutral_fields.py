@@ -43,7 +43,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class NeutralFields(BaseModel):
-    """What every kind of request may have beside its own fields."""
+    """What every kind of request may have in addition to its own fields."""
 
     bad_words: Any = None
     best_of: Any = None
