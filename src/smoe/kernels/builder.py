@@ -129,6 +129,13 @@ class Code:
         """
         return self._own.byte_dots(self, total, codes, x, is_signed)
 
+    def dot_sum(self, most: int, is_signed: bool) -> Any:
+        """Sums of products of four bytes each in the making: `add(codes [4n], x [4n])`, then `total()`, int32 [n].
+
+        `most`: the largest magnitude of a code. Codes are signed or not, x is signed and never -128.
+        """
+        return self._own.DotSum(self, most, is_signed)
+
     def nearest(self, reals: Value) -> Value:
         """float32 -> whole numbers of 32 bits, to even; what is none, or too large, becomes some number."""
         return self._own.nearest(self, reals)

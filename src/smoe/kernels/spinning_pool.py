@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -25,7 +26,8 @@ from smoe.cpu_isa import FAMILY, X86
 from smoe.kernels import tasks
 from smoe.kernels.isa import widest
 from smoe.kernels.jit import compile_functions, cpu_has
-from smoe.kernels.matrix import Matrix, own_order
+from smoe.kernels.byte_layout import Layout
+from smoe.kernels.matrix import ByteFunctions, Matrix, own_order
 from smoe.kernels.row_product import chain_of
 
 if TYPE_CHECKING:
@@ -67,7 +69,12 @@ class Product(NamedTuple):
 
 
 MOST_QUANTISED_ROWS = 32
-"""Of quantised matrices, in passes of `MOST_ROWS`: for more it takes less time to unpack a matrix once."""
+"""Of quantised matrices and rows of bf16, in passes of `MOST_ROWS`: for more it takes less time to unpack a matrix once."""
+MOST_BYTE_ROWS = 4096
+"""Of rows in 8 bits: their sums take 64 bytes each of a thread's stack."""
+ROWS_OF_UNIT = 4
+"""Rows that are rounded to 8 bits in a unit."""
+_LINE = 64
 _FEW_ROWS = 8
 """Of bf16 matrices in our own order on CPUs with AVX-512, where the library has a fast product for more (oneDNN)."""
 
@@ -89,6 +96,20 @@ class Pairs:
         self.count = len(pairs)
         self._words = (ctypes.c_int64 * (2 * len(pairs)))(*(address for pair in pairs for address in pair))
         self.address = ctypes.addressof(self._words)
+
+
+class RowList:
+    """Addresses of rows in 8 bits and of where their products go, for machine code; they must outlive the work."""
+
+    def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._words = (ctypes.c_int64 * (1 + 2 * len(pairs)))(len(pairs), *itertools.chain.from_iterable(pairs))
+        self.address = ctypes.addressof(self._words)
+
+
+def most_quantised_rows(matrices: Sequence[Matrix]) -> int:
+    """Rows that quantised matrices are multiplied with at once, at most."""
+    in_bytes = all(each.products is not None and each.products.in_bytes is not None for each in matrices)
+    return MOST_BYTE_ROWS if in_bytes else MOST_QUANTISED_ROWS
 
 
 class SpinningPool:
@@ -117,6 +138,7 @@ class SpinningPool:
         self.finished = self.word(tasks.FINISHED)
         self.rows_are_alone = False
         """Whether each of several rows is summed as it would be alone, not as the library sums several."""
+        self._byte_rows, self._byte_rows_at = bytearray(), 0
         self._is_closed = False
         self._is_asleep = [False] * (threads - 1)
         self._alarms = [threading.Lock() for _ in self._is_asleep]
@@ -179,33 +201,25 @@ class SpinningPool:
     def multiply_quantised(
         self, x: torch.Tensor, matrices: Sequence[Matrix], out: torch.Tensor, bias: torch.Tensor | None = None
     ) -> None:
-        """out [M, N] = x [M, K] times quantised matrices, side by side; M is `MOST_QUANTISED_ROWS` at most,
-        and both lie in one piece.
+        """out [M, N] = x [M, K] times quantised matrices, side by side; both lie in one piece.
 
-        `bias` [N] is added to rows that are alone only.
+        M is at most `most_quantised_rows(matrices)`. `bias` [N] is added before rounding; rows of bf16 numbers that are
+        multiplied together have none.
         """
-        fields: list[int] = []
-        rows, kept = x.shape[0], []
-        assert rows <= MOST_QUANTISED_ROWS and (bias is None or rows == 1 or self.rows_are_alone), rows
-        units = weights = column = 0
-        for address, outputs, columns, products in matrices:
-            assert products is not None
-            head = (outputs, LONE_UNIT, tasks.FORMAT, self.at_once, 0, self.nowhere)
-            to, at = out.data_ptr() + 2 * column, 0 if bias is None else bias.data_ptr() + 2 * column
-            if rows == 1 or self.rows_are_alone:
-                for n in range(rows):
-                    row, its = x.data_ptr() + 2 * columns * n, to + 2 * out.shape[1] * n
-                    fields += (units, *head, products.of_rows[0], row, address, its, columns, at)
-                    units += -(-outputs // LONE_UNIT)
-            else:
-                both = [(x.data_ptr() + 2 * columns * n, to + 2 * out.shape[1] * n) for n in range(rows)]
-                for pairs in passes(both):
-                    kept.append(pairs)
-                    fields += (units, *head, products.of_rows[pairs.count // 2], pairs.address, address, 0, columns, 0)
-                    units += -(-outputs // LONE_UNIT)
-            weights += outputs * columns
-            column += outputs
-        self.run(fields, units, is_long=weights >= WAKING_WEIGHTS)
+        work = _Quantised(self, x, out, bias)
+        work.make_byte_rows(matrices)
+        for matrix in matrices:
+            work.add(matrix)
+        self.run(work.fields, work.units, is_long=work.weights >= WAKING_WEIGHTS, counts=len(work.layouts))
+
+    def byte_rows(self, nbytes: int) -> int:
+        """The address of so many bytes for rows in 8 bits: of one work only, as the next one writes over them."""
+        if not nbytes:
+            return 0
+        if len(self._byte_rows) < nbytes + _LINE:
+            self._byte_rows = bytearray(nbytes + _LINE)
+            self._byte_rows_at = ctypes.addressof(ctypes.c_char.from_buffer(self._byte_rows))
+        return -(-self._byte_rows_at // _LINE) * _LINE
 
     def unpack(self, matrices: Sequence[tuple[Matrix, int]]) -> None:
         """Write quantised matrices as bf16, each to an address of its own."""
@@ -266,6 +280,78 @@ class SpinningPool:
             self._serve(self._address)
             self._is_asleep[number] = True
             self._alarms[number].acquire()
+
+
+class _Quantised:
+    """The tasks of one product with quantised matrices, and the memory that they refer to."""
+
+    def __init__(self, pool: SpinningPool, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.fields: list[int] = []
+        self.units = self.weights = 0
+        self.layouts: dict[Layout, tuple[int, int, int]] = {}
+        """Of rows in 8 bits: where they are, the word that counts units done, and how many there are."""
+        self._pool, self._rows = pool, x.shape[0]
+        self._x, self._out, self._out_stride = x.data_ptr(), out.data_ptr(), 2 * out.shape[1]
+        self._bias = 0 if bias is None else bias.data_ptr()
+        self._column = 0
+        self._referred: list[object] = []
+
+    def make_byte_rows(self, matrices: Sequence[Matrix]) -> None:
+        """The rows in 8 bits, in every layout that one of the matrices needs."""
+        functions = {
+            each.products.in_bytes.layout: (each.products.in_bytes.rows, each.columns)
+            for each in matrices
+            if each.products is not None and each.products.in_bytes is not None
+        }
+        sizes = [self._rows * layout.nbytes(columns) for layout, (_, columns) in functions.items()]
+        at, pool, units = self._pool.byte_rows(sum(sizes)), self._pool, -(-self._rows // ROWS_OF_UNIT)
+        for n, ((layout, (function, columns)), size) in enumerate(zip(functions.items(), sizes, strict=True)):
+            done = pool.word(tasks.PROGRESS + n)
+            self.fields += (self.units, self._rows, ROWS_OF_UNIT, tasks.FORMAT, pool.at_once, 0, done, function)
+            self.fields += (self._x, 0, at, columns, 0)
+            self.units += units
+            self.layouts[layout] = at, done, units
+            at += size
+
+    def add(self, matrix: Matrix) -> None:
+        """One more matrix, whose outputs come next to those of the matrix before."""
+        address, outputs, columns, products = matrix
+        assert products is not None
+        if products.in_bytes is not None:
+            self._in_bytes(matrix, products.in_bytes)
+        elif self._rows == 1 or self._pool.rows_are_alone:
+            for n in range(self._rows):
+                self._task(matrix, products.of_rows[0], self._x + 2 * columns * n, self._to(n), self._bias_here)
+        else:
+            assert not self._bias and self._rows <= MOST_QUANTISED_ROWS, self._rows
+            for pairs in passes([(self._x + 2 * columns * n, self._to(n)) for n in range(self._rows)]):
+                self._referred.append(pairs)
+                self._task(matrix, products.of_rows[pairs.count // 2], pairs.address, 0, 0)
+        self.weights += outputs * columns
+        self._column += outputs
+
+    def _in_bytes(self, matrix: Matrix, functions: ByteFunctions) -> None:
+        rows, done, units = self.layouts[functions.layout]
+        stride = functions.layout.nbytes(matrix.columns)
+        given = RowList([(rows + stride * n, self._to(n)) for n in range(self._rows)])
+        self._referred.append(given)
+        self._task(matrix, functions.products, given.address, 0, self._bias_here, (done, units))
+
+    def _task(
+        self, matrix: Matrix, function: int, x: int, out: int, bias: int, wait: tuple[int, int] | None = None
+    ) -> None:
+        wait_at, wait_for = wait or (self._pool.at_once, 0)
+        self.fields += (self.units, matrix.outputs, LONE_UNIT, tasks.FORMAT, wait_at, wait_for, self._pool.nowhere)
+        self.fields += (function, x, matrix.address, out, matrix.columns, bias)
+        self.units += -(-matrix.outputs // LONE_UNIT)
+
+    def _to(self, row: int) -> int:
+        """Where the outputs of a row go."""
+        return self._out + self._out_stride * row + 2 * self._column
+
+    @property
+    def _bias_here(self) -> int:
+        return self._bias + 2 * self._column if self._bias else 0
 
 
 @functools.cache

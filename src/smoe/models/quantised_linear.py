@@ -18,7 +18,7 @@ from torch.nn import functional
 from smoe.bounds import BF16
 from smoe.formats.base import Format
 from smoe.kernels.matrix import Matrix, products_of
-from smoe.kernels.spinning_pool import MOST_QUANTISED_ROWS, MOST_ROWS, SpinningPool
+from smoe.kernels.spinning_pool import MOST_ROWS, SpinningPool, most_quantised_rows
 from smoe.kernels.unpacked import unpacked
 
 PIECE_ELEMENTS = 2**22
@@ -77,11 +77,9 @@ class QuantisedLinear(QuantisedWeight):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]"""
         rows = input.reshape(-1, self.in_features)
-        # a bias is added before rounding, which only the product of a single row does
-        is_free = self.bias is None or (self.pool is not None and self.pool.rows_are_alone)
-        most = MOST_QUANTISED_ROWS if is_free else MOST_ROWS
-        if self.pool is not None and rows.shape[0] <= most and rows.dtype is torch.bfloat16:
-            out = self._by_codes(self.pool, rows.contiguous())
+        most = self._most_rows(rows)
+        if rows.shape[0] <= most:
+            out = self._by_codes(rows.contiguous())
         else:
             out = rows.new_empty(rows.shape[0], self.out_features)
             for begin, end in self.pieces():
@@ -89,13 +87,28 @@ class QuantisedLinear(QuantisedWeight):
                 out[:, begin:end] = functional.linear(rows, self.numbers(begin, end).to(rows.dtype), bias)
         return out.view(*input.shape[:-1], self.out_features)
 
-    def _by_codes(self, pool: SpinningPool, rows: torch.Tensor) -> torch.Tensor:
+    def _most_rows(self, rows: torch.Tensor) -> int:
+        """Rows that our kernel multiplies; more, or of other types, are multiplied with unpacked numbers."""
+        if self.pool is None or rows.dtype is not torch.bfloat16:
+            return 0
+        if self.has_byte_products or self.bias is None or self.pool.rows_are_alone:
+            return most_quantised_rows([self._matrix(0, self.out_features)])
+        return MOST_ROWS  # a bias is added before rounding, which only the product of a single row of bf16 does
+
+    @property
+    def has_byte_products(self) -> bool:
+        """Whether rows are multiplied in 8 bits."""
+        products = products_of(self.form, self.activations)
+        return products is not None and products.in_bytes is not None
+
+    def _by_codes(self, rows: torch.Tensor) -> torch.Tensor:
+        assert self.pool is not None
         out, matrix = rows.new_empty(rows.shape[0], self.out_features), self._matrix(0, self.out_features)
-        if self.bias is None:
-            pool.multiply_quantised(rows, [matrix], out)
+        if self.bias is None or self.has_byte_products:
+            self.pool.multiply_quantised(rows, [matrix], out, self.bias)
             return out
         for n in range(rows.shape[0]):
-            pool.multiply_quantised(rows[n : n + 1], [matrix], out[n : n + 1], self.bias)
+            self.pool.multiply_quantised(rows[n : n + 1], [matrix], out[n : n + 1], self.bias)
         return out
 
 
