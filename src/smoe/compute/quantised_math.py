@@ -22,7 +22,8 @@ from smoe.gpu_kernels.source import Layout
 from smoe.kernels.experts import Expert, TokenExperts
 from smoe.kernels.matrix import Matrix, products_of
 from smoe.kernels.proof import is_as_near
-from smoe.kernels.spinning_pool import SpinningPool, most_quantised_rows
+from smoe.kernels.quantised_work import most_quantised_rows
+from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.unpacked import unpacked
 from smoe.memory.arena import Arena
 from smoe.memory.quantised_store import StoredMatrix

@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from smoe.bounds import BF16
 from smoe.kernels.proof import part_that_agrees, same_bits
-from smoe.kernels.spinning_pool import MOST_ROWS, OWN_ORDER_GAIN, Product, SpinningPool
+from smoe.kernels.rows import MOST_ROWS
+from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, Product, SpinningPool
 from smoe.kernels.threads import threads
 from smoe.models.quantised_linear import QuantisedLinear, QuantisedWeight
 

@@ -152,11 +152,8 @@ class Columns:
         four = [self._joined(rows[n::4]) for n in range(4)]  # row n, n + 4, n + 8, ... behind each other
 
         def interleaved(a: Value, b: Value, picks: Sequence[int]) -> Value:
-            order = [
-                4 * quarter + n + (lanes if n >= 4 else 0) - (4 if n >= 4 else 0)
-                for quarter in range(lanes // 4)
-                for n in picks
-            ]
+            """In every quarter those of its words: 0 ... 3 of `a`, 4 ... 7 of `b`."""
+            order = [4 * quarter + n % 4 + n // 4 * lanes for quarter in range(lanes // 4) for n in picks]
             return build.shuffle_vector(a, b, code.words(order))
 
         low, high = (0, 4, 1, 5), (2, 6, 3, 7)

@@ -109,6 +109,7 @@ class _Products:
         self.total_row = 4 * lanes * STRIPS
         self.totals = code.scratch(build.mul(self.rows, code.number(self.total_row)))
         self.last = build.sub(self.end, code.number(1))
+        self.has_columns = build.icmp_signed("!=", self.columns, code.number(0))
 
     def build(self) -> None:
         code, lanes = self.code, self.code.isa.lanes
@@ -144,8 +145,8 @@ class _Products:
         return []
 
     def _add_block(self, places: Sequence[Value], x: ByteRow, ahead: Value, total: Value) -> Value:
-        """Total [lanes] plus one block of `lanes` outputs times the row; memory from `ahead` on is fetched meanwhile."""
-        code, build, form, lanes, kind = self.code, self.code.build, self.form, self.code.isa.lanes, self.codes
+        """Total [lanes] plus one block of `lanes` outputs times the row; memory at `ahead` is fetched meanwhile."""
+        code, form, lanes, kind = self.code, self.form, self.code.isa.lanes, self.codes
         columns = Columns(code, form, places)
         scale = columns.scalar(form.scale)
         minimum = None if form.minimum is None else columns.scalar(form.minimum)
@@ -160,6 +161,7 @@ class _Products:
                     while fetched * form.numbers < lines * k:
                         code.prefetch(code.at(ahead, _LINE * fetched))
                         fetched += 1
+                    code.cut(self.has_columns)
             offset = None if minimum is None else columns.offset(group, minimum)
             scales, x_sums = (code.at(each, 4 * g) for each in (x.scales, x.sums))
             total = self._scaled(sums.total(), self._gain(columns, group, scale), offset, scales, x_sums, total)
@@ -231,7 +233,7 @@ class _Products:
     def _unpack_block(self, places: Sequence[Value], i: Value, strip: int) -> None:
         """Block number i of the tile."""
         code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
-        columns, groups, kind = Columns(code, form, places), len(form.groups), self.codes
+        columns, groups = Columns(code, form, places), len(form.groups)
         scale = columns.scalar(form.scale)
         minimum = None if form.minimum is None else columns.scalar(form.minimum)
         at = build.mul(i, code.number(4 * lanes * groups))
@@ -268,7 +270,7 @@ class _Products:
 
     def _multiply(self, m: Value, b: Value, count: Value, rows: int) -> list[Value]:
         """Rows m ... m + rows - 1 times the tile, which begins with block b: added to their totals."""
-        code, build, lanes, size = self.code, self.code.build, self.code.isa.lanes, self.layout.group
+        code, build, lanes = self.code, self.code.build, self.code.isa.lanes
         places = [
             code.at(self.totals, build.mul(build.add(m, code.number(r)), code.number(self.total_row)))
             for r in range(rows)
@@ -311,14 +313,11 @@ class _Products:
         sums = self._sums(tile, numbers)
         found = list(totals)
         for strip in range(STRIPS):
-            gain = code.load(
-                code.registers(FLOAT), code.at(code.at(self.gains, strip * self.gain_strip), lane_at), 4 * lanes
-            )
+            gain_at = build.add(lane_at, code.number(strip * self.gain_strip))
+            gain = code.load(code.registers(FLOAT), code.at(self.gains, gain_at), 4 * lanes)
             offset = None
             if self.has_offsets:
-                offset = code.load(
-                    code.registers(FLOAT), code.at(code.at(self.offsets, strip * self.gain_strip), lane_at), 4 * lanes
-                )
+                offset = code.load(code.registers(FLOAT), code.at(self.offsets, gain_at), 4 * lanes)
             for r, x in enumerate(xs):
                 n = r * STRIPS + strip
                 found[n] = self._scaled(sums[n], gain, offset, code.at(x.scales, at), code.at(x.sums, at), found[n])

@@ -4,7 +4,8 @@
     row      K signed bytes | a scale for every group, float32 | the sum of its bytes for every group, float32
 
 A group is as many numbers as share a scale in the matrix. Its bytes are -127 ... 127, in the order in which the format
-stores its codes; times the scale they are the group's numbers, rounded as `formats/activations.py` defines it. A row is made once, however many matrices of that layout it is multiplied with.
+stores its codes; times the scale they are the group's numbers, rounded as `formats/activations.py` defines it.
+A row is made once, however many matrices of that layout it is multiplied with.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from smoe.formats.base import Format
 from smoe.kernels.builder import Code
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.isa import Isa
-from smoe.kernels.kinds import FLOAT, HALF_WORD, LONG, WORD, Value
+from smoe.kernels.kinds import BYTE, FLOAT, HALF_WORD, LONG, WORD, Value
 from smoe.kernels.quantised_block import arranged, order_of
 
 
@@ -45,8 +46,8 @@ def function_name(layout: Layout) -> str:
 
 
 def add_function(module: ir.Module, isa: Isa, form: Format, arguments: Sequence[str]) -> None:
-    """The function `byte_rows_L(x, -, rows, -, begin, end, K)`: rows begin ... end - 1 of x [M, K], which lie one behind
-    the other, become rows of bytes, `Layout.nbytes(K)` apart."""
+    """The function `byte_rows_L(x, -, rows, -, begin, end, K)`: rows begin ... end - 1 of x [M, K], one behind the
+    other, become rows of bytes, `Layout.nbytes(K)` apart."""
     layout = Layout.of(form)
     code = Code(module, isa, function_name(layout), arguments)
     x, _, rows, _, begin, end, columns = code.arguments
@@ -119,10 +120,8 @@ def _fill(code: Code, form: Format, x: Value, row: ByteRow, columns: Value) -> N
         code.store(scale, code.at(row.scales, at))
         code.store(build.sitofp(_sum(code, whole), FLOAT), code.at(row.sums, at))
         for n, register in enumerate(arranged(code, whole, order_of(form))):
-            code.store(
-                build.trunc(register, code.registers(ir.IntType(8))),
-                code.at(row.numbers, build.add(k, code.number(n * lanes))),
-            )
+            place = code.at(row.numbers, build.add(k, code.number(n * lanes)))
+            code.store(build.trunc(register, code.registers(BYTE)), place)
         return []
 
     code.loop(code.number(0), columns, size, [], group)

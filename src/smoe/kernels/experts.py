@@ -22,17 +22,9 @@ import numpy.typing as npt
 from smoe.kernels import tasks
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.matrix import ByteFunctions, Matrix
-from smoe.kernels.spinning_pool import (
-    LONE_UNIT,
-    MOST_QUANTISED_ROWS,
-    MOST_ROWS,
-    ROWS_OF_UNIT,
-    UNIT,
-    WAKING_WEIGHTS,
-    RowList,
-    SpinningPool,
-    passes,
-)
+from smoe.kernels.quantised_work import LONE_UNIT, MOST_QUANTISED_ROWS, ROWS_OF_UNIT
+from smoe.kernels.rows import MOST_ROWS, RowList, passes
+from smoe.kernels.spinning_pool import UNIT, WAKING_WEIGHTS, SpinningPool
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +105,9 @@ class TokenExperts:
 
 def _byte_functions(matrices: Sequence[Matrix]) -> list[ByteFunctions]:
     """Of the matrices that rows in 8 bits are multiplied with."""
-    return [each.products.in_bytes for each in matrices if each.products is not None and each.products.in_bytes is not None]
+    return [
+        each.products.in_bytes for each in matrices if each.products is not None and each.products.in_bytes is not None
+    ]
 
 
 def _address(numbers: torch.Tensor | Bits) -> int:
@@ -148,7 +142,9 @@ class _Work:
         """The tokens in 8 bits, in every layout that a first product needs; room for the gated rows behind them."""
         hidden, inner, pool = self._shape.hidden, self._shape.inner, self._shape.pool
         ups = {each.layout: each for expert in self._experts for each in _byte_functions(expert.matrices[:-1])}
-        downs = [each for expert in self._experts for each in _byte_functions(expert.matrices[-1:]) * len(expert.places)]
+        downs = [
+            each for expert in self._experts for each in _byte_functions(expert.matrices[-1:]) * len(expert.places)
+        ]
         sizes = [tokens * layout.nbytes(hidden) for layout in ups]
         at = pool.byte_rows(sum(sizes) + sum([each.layout.nbytes(inner) for each in downs]))
         units = -(-tokens // ROWS_OF_UNIT)
@@ -189,7 +185,13 @@ class _Work:
         self._byte_products(matrix, functions, pairs, (done, units), count)
 
     def _down_in_bytes(
-        self, matrix: Matrix, functions: ByteFunctions, places: Sequence[tuple[int, int]], wide: int, count: int, ups: int
+        self,
+        matrix: Matrix,
+        functions: ByteFunctions,
+        places: Sequence[tuple[int, int]],
+        wide: int,
+        count: int,
+        ups: int,
     ) -> None:
         """Gates, whose results go straight to rows in 8 bits, and the product with those."""
         shape, rows, size = self._shape, self._gated_byte_rows, min(len(places), ROWS_OF_UNIT)

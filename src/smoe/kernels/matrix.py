@@ -34,8 +34,8 @@ class ByteFunctions(NamedTuple):
 class Products(NamedTuple):
     """Machine code for matrices of one format."""
 
-    of_rows: tuple[int, int, int] | None
-    """Addresses of the products with one, two and four rows; None where rows are multiplied `in_bytes`."""
+    of_rows: tuple[int, ...]
+    """Addresses of the products with one, two and four rows; none where rows are multiplied `in_bytes`."""
     unpack: int | None
     """Address of what writes rows of the matrix as bf16; None for those that are."""
     in_bytes: ByteFunctions | None = None
@@ -88,7 +88,7 @@ def _compiled(form: Format, isa: Isa, activations: str) -> Products:
         layout = Layout.of(form)
         names = [*quantised.byte_names(form), quantised.unpack_name(form)]
         rows, gated_rows, products, unpack = _addresses(quantised.byte_module_of(form, isa), names)
-        return Products(None, unpack, ByteFunctions(layout, rows, gated_rows, products))
+        return Products((), unpack, ByteFunctions(layout, rows, gated_rows, products))
     names = [*(quantised.products_name(form, rows) for rows in _ROWS), quantised.unpack_name(form)]
     one, two, four, unpack = _addresses(quantised.module_of([form], isa), names)
     return Products((one, two, four), unpack)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -26,9 +25,10 @@ from smoe.cpu_isa import FAMILY, X86
 from smoe.kernels import tasks
 from smoe.kernels.isa import widest
 from smoe.kernels.jit import compile_functions, cpu_has
-from smoe.kernels.byte_layout import Layout
-from smoe.kernels.matrix import ByteFunctions, Matrix, own_order
+from smoe.kernels.matrix import Matrix, own_order
+from smoe.kernels.quantised_work import LONE_UNIT, MOST_QUANTISED_ROWS, QuantisedWork
 from smoe.kernels.row_product import chain_of
+from smoe.kernels.rows import Pairs
 
 if TYPE_CHECKING:
     import torch
@@ -36,12 +36,8 @@ if TYPE_CHECKING:
 UNIT = 256
 """Outputs in a unit: 1 MB of weights at K = 2048, some 60 us. Of smaller ones too much that is fetched ahead is taken
 by another thread."""
-LONE_UNIT = 128
-"""Of a single product, of which the last unit would else be waited for."""
 OWN_ORDER_GAIN = 1.1
 """So many times as fast as the library an order of sums of our own must be, where its bits cannot be had."""
-MOST_ROWS = 4
-"""Rows that are multiplied by one matrix at once."""
 _SPIN_CYCLES = 20_000
 """How long a helper looks out for work before it sleeps: some 10 us. Longer takes from the readers what it gives us."""
 _SPIN_CYCLES_ALONE = 2_000_000
@@ -68,48 +64,9 @@ class Product(NamedTuple):
     """How many k are summed together before the parts are added up; 0: all."""
 
 
-MOST_QUANTISED_ROWS = 32
-"""Of quantised matrices and rows of bf16, in passes of `MOST_ROWS`: for more it takes less time to unpack a matrix once."""
-MOST_BYTE_ROWS = 4096
-"""Of rows in 8 bits: their sums take 64 bytes each of a thread's stack."""
-ROWS_OF_UNIT = 4
-"""Rows that are rounded to 8 bits in a unit."""
 _LINE = 64
 _FEW_ROWS = 8
 """Of bf16 matrices in our own order on CPUs with AVX-512, where the library has a fast product for more (oneDNN)."""
-
-
-def passes(pairs: Sequence[tuple[int, int]]) -> list[Pairs]:
-    """What a quantised matrix is multiplied with, `MOST_ROWS` at a time; a last one that is alone comes twice."""
-    parts = [pairs[begin : begin + MOST_ROWS] for begin in range(0, len(pairs), MOST_ROWS)]
-    return [Pairs(part if len(part) > 1 else [*part, *part]) for part in parts]
-
-
-class Pairs:
-    """Addresses of rows and of where their products go, for machine code; they must outlive the work.
-
-    The last of three comes twice: four at once take less time than two and one.
-    """
-
-    def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
-        pairs = [*pairs, pairs[-1]] if len(pairs) == 3 else pairs
-        self.count = len(pairs)
-        self._words = (ctypes.c_int64 * (2 * len(pairs)))(*(address for pair in pairs for address in pair))
-        self.address = ctypes.addressof(self._words)
-
-
-class RowList:
-    """Addresses of rows in 8 bits and of where their products go, for machine code; they must outlive the work."""
-
-    def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._words = (ctypes.c_int64 * (1 + 2 * len(pairs)))(len(pairs), *itertools.chain.from_iterable(pairs))
-        self.address = ctypes.addressof(self._words)
-
-
-def most_quantised_rows(matrices: Sequence[Matrix]) -> int:
-    """Rows that quantised matrices are multiplied with at once, at most."""
-    in_bytes = all(each.products is not None and each.products.in_bytes is not None for each in matrices)
-    return MOST_BYTE_ROWS if in_bytes else MOST_QUANTISED_ROWS
 
 
 class SpinningPool:
@@ -206,7 +163,7 @@ class SpinningPool:
         M is at most `most_quantised_rows(matrices)`. `bias` [N] is added before rounding; rows of bf16 numbers that are
         multiplied together have none.
         """
-        work = _Quantised(self, x, out, bias)
+        work = QuantisedWork(self, x, out, bias)
         work.make_byte_rows(matrices)
         for matrix in matrices:
             work.add(matrix)
@@ -280,78 +237,6 @@ class SpinningPool:
             self._serve(self._address)
             self._is_asleep[number] = True
             self._alarms[number].acquire()
-
-
-class _Quantised:
-    """The tasks of one product with quantised matrices, and the memory that they refer to."""
-
-    def __init__(self, pool: SpinningPool, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.fields: list[int] = []
-        self.units = self.weights = 0
-        self.layouts: dict[Layout, tuple[int, int, int]] = {}
-        """Of rows in 8 bits: where they are, the word that counts units done, and how many there are."""
-        self._pool, self._rows = pool, x.shape[0]
-        self._x, self._out, self._out_stride = x.data_ptr(), out.data_ptr(), 2 * out.shape[1]
-        self._bias = 0 if bias is None else bias.data_ptr()
-        self._column = 0
-        self._referred: list[object] = []
-
-    def make_byte_rows(self, matrices: Sequence[Matrix]) -> None:
-        """The rows in 8 bits, in every layout that one of the matrices needs."""
-        functions = {
-            each.products.in_bytes.layout: (each.products.in_bytes.rows, each.columns)
-            for each in matrices
-            if each.products is not None and each.products.in_bytes is not None
-        }
-        sizes = [self._rows * layout.nbytes(columns) for layout, (_, columns) in functions.items()]
-        at, pool, units = self._pool.byte_rows(sum(sizes)), self._pool, -(-self._rows // ROWS_OF_UNIT)
-        for n, ((layout, (function, columns)), size) in enumerate(zip(functions.items(), sizes, strict=True)):
-            done = pool.word(tasks.PROGRESS + n)
-            self.fields += (self.units, self._rows, ROWS_OF_UNIT, tasks.FORMAT, pool.at_once, 0, done, function)
-            self.fields += (self._x, 0, at, columns, 0)
-            self.units += units
-            self.layouts[layout] = at, done, units
-            at += size
-
-    def add(self, matrix: Matrix) -> None:
-        """One more matrix, whose outputs come next to those of the matrix before."""
-        address, outputs, columns, products = matrix
-        assert products is not None
-        if products.in_bytes is not None:
-            self._in_bytes(matrix, products.in_bytes)
-        elif self._rows == 1 or self._pool.rows_are_alone:
-            for n in range(self._rows):
-                self._task(matrix, products.of_rows[0], self._x + 2 * columns * n, self._to(n), self._bias_here)
-        else:
-            assert not self._bias and self._rows <= MOST_QUANTISED_ROWS, self._rows
-            for pairs in passes([(self._x + 2 * columns * n, self._to(n)) for n in range(self._rows)]):
-                self._referred.append(pairs)
-                self._task(matrix, products.of_rows[pairs.count // 2], pairs.address, 0, 0)
-        self.weights += outputs * columns
-        self._column += outputs
-
-    def _in_bytes(self, matrix: Matrix, functions: ByteFunctions) -> None:
-        rows, done, units = self.layouts[functions.layout]
-        stride = functions.layout.nbytes(matrix.columns)
-        given = RowList([(rows + stride * n, self._to(n)) for n in range(self._rows)])
-        self._referred.append(given)
-        self._task(matrix, functions.products, given.address, 0, self._bias_here, (done, units))
-
-    def _task(
-        self, matrix: Matrix, function: int, x: int, out: int, bias: int, wait: tuple[int, int] | None = None
-    ) -> None:
-        wait_at, wait_for = wait or (self._pool.at_once, 0)
-        self.fields += (self.units, matrix.outputs, LONE_UNIT, tasks.FORMAT, wait_at, wait_for, self._pool.nowhere)
-        self.fields += (function, x, matrix.address, out, matrix.columns, bias)
-        self.units += -(-matrix.outputs // LONE_UNIT)
-
-    def _to(self, row: int) -> int:
-        """Where the outputs of a row go."""
-        return self._out + self._out_stride * row + 2 * self._column
-
-    @property
-    def _bias_here(self) -> int:
-        return self._bias + 2 * self._column if self._bias else 0
 
 
 @functools.cache

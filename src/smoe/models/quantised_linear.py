@@ -18,7 +18,9 @@ from torch.nn import functional
 from smoe.bounds import BF16
 from smoe.formats.base import Format
 from smoe.kernels.matrix import Matrix, products_of
-from smoe.kernels.spinning_pool import MOST_ROWS, SpinningPool, most_quantised_rows
+from smoe.kernels.quantised_work import most_quantised_rows
+from smoe.kernels.rows import MOST_ROWS
+from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.unpacked import unpacked
 
 PIECE_ELEMENTS = 2**22
