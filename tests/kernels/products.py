@@ -13,7 +13,7 @@ from smoe.formats.base import Bytes, Format
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.isa import Isa
 from smoe.kernels.jit import compile_functions
-from smoe.kernels.rows import RowList
+from smoe.kernels.rows import RowLists
 
 ARGUMENTS = (ctypes.c_void_p,) * 4 + (ctypes.c_longlong,) * 3
 Functions = Mapping[Any, Any]
@@ -120,8 +120,10 @@ def _products_in_bytes(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.full((len(bytes_), len(data)), float("nan"), dtype=torch.bfloat16)
-    given = RowList([(row.data_ptr(), to.data_ptr()) for row, to in zip(bytes_, out, strict=True)])
+    lists = RowLists()
+    lists.begin(1 + 2 * len(out))
+    given = lists.add([(row.data_ptr(), to.data_ptr()) for row, to in zip(bytes_, out, strict=True)])
     bias_at = None if bias is None else bias.data_ptr()
     end = len(data) if end is None else end
-    functions["products"](given.address, data.ctypes.data, None, bias_at, begin, end, columns)
+    functions["products"](given, data.ctypes.data, None, bias_at, begin, end, columns)
     return out

@@ -23,7 +23,7 @@ from smoe.kernels import tasks
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.matrix import ByteFunctions, Matrix
 from smoe.kernels.quantised_work import LONE_UNIT, MOST_QUANTISED_ROWS, ROWS_OF_UNIT
-from smoe.kernels.rows import MOST_ROWS, RowList, passes
+from smoe.kernels.rows import MOST_ROWS, passes
 from smoe.kernels.spinning_pool import UNIT, WAKING_WEIGHTS, SpinningPool
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ class _Work:
             self.layouts[functions.layout] = at, done, units
             at += size
         self._gated_byte_rows = at
+        pool.row_lists.begin(sum([len(expert.matrices) * (1 + 2 * len(expert.places)) for expert in self._experts]))
 
     def ups(self) -> None:
         """The first products, into the scratch: row after row, expert after expert."""
@@ -212,10 +213,9 @@ class _Work:
         wait: tuple[int, int],
         count_at: int,
     ) -> None:
-        given = RowList(pairs)
-        self._kept.append(given)
+        given = self._shape.pool.row_lists.add(pairs)
         self.fields += (self.units, matrix.outputs, self._size, tasks.FORMAT, *wait, count_at, functions.products)
-        self.fields += (given.address, matrix.address, 0, matrix.columns, 0)
+        self.fields += (given, matrix.address, 0, matrix.columns, 0)
         self.units += -(-matrix.outputs // self._size)
 
     def downs(self) -> None:

@@ -7,12 +7,12 @@ rows in 8 bits   tasks that make them, which the tasks of all matrices wait for;
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from smoe.kernels import tasks
 from smoe.kernels.byte_layout import Layout
-from smoe.kernels.matrix import ByteFunctions, Matrix
-from smoe.kernels.rows import RowList, passes
+from smoe.kernels.matrix import Matrix
+from smoe.kernels.rows import passes
 
 if TYPE_CHECKING:
     import torch
@@ -36,21 +36,35 @@ def most_quantised_rows(matrices: Sequence[Matrix]) -> int:
     return MOST_BYTE_ROWS if in_bytes else MOST_QUANTISED_ROWS
 
 
+class Target(NamedTuple):
+    """A matrix, and where the products of all rows with it go."""
+
+    matrix: Matrix
+    out: int
+    """Address of the first row's outputs, in bf16."""
+    stride: int
+    """Bytes between two rows' outputs."""
+    bias: int = 0
+    """Address of as many numbers as the matrix has outputs; 0 for none."""
+
+
 class QuantisedWork:
     """The tasks of one product with quantised matrices, and the memory that they refer to."""
 
-    def __init__(self, pool: SpinningPool, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, pool: SpinningPool, x: torch.Tensor, targets: Sequence[Target]) -> None:
+        """x [M, K] in bf16, in one piece."""
         self.fields: list[int] = []
         self.units = self.weights = 0
         self.layouts: dict[Layout, tuple[int, int, int]] = {}
         """Of rows in 8 bits: where they are, the word that counts units done, and how many there are."""
-        self._pool, self._rows = pool, x.shape[0]
-        self._x, self._out, self._out_stride = x.data_ptr(), out.data_ptr(), 2 * out.shape[1]
-        self._bias = 0 if bias is None else bias.data_ptr()
-        self._column = 0
+        self._pool, self._rows, self._x = pool, x.shape[0], x.data_ptr()
         self._referred: list[object] = []
+        self._make_byte_rows([each.matrix for each in targets])
+        pool.row_lists.begin(len(targets) * (1 + 2 * self._rows))
+        for target in targets:
+            self._add(target)
 
-    def make_byte_rows(self, matrices: Sequence[Matrix]) -> None:
+    def _make_byte_rows(self, matrices: Sequence[Matrix]) -> None:
         """The rows in 8 bits, in every layout that one of the matrices needs."""
         functions = {
             each.products.in_bytes.layout: (each.products.in_bytes.rows, each.columns)
@@ -67,29 +81,24 @@ class QuantisedWork:
             self.layouts[layout] = at, done, units
             at += size
 
-    def add(self, matrix: Matrix) -> None:
-        """One more matrix, whose outputs come behind those of the matrix before."""
-        _, outputs, columns, products = matrix
+    def _add(self, target: Target) -> None:
+        matrix, out, stride, bias = target
+        products, columns, rows = matrix.products, matrix.columns, range(self._rows)
         assert products is not None
         if products.in_bytes is not None:
-            self._in_bytes(matrix, products.in_bytes)
+            begin, done, units = self.layouts[products.in_bytes.layout]
+            row_bytes = products.in_bytes.layout.nbytes(columns)
+            given = self._pool.row_lists.add([(begin + row_bytes * n, out + stride * n) for n in rows])
+            self._task(matrix, products.in_bytes.products, given, 0, bias, (done, units))
         elif self._rows == 1 or self._pool.rows_are_alone:
-            for n in range(self._rows):
-                self._task(matrix, products.of_rows[0], self._x + 2 * columns * n, self._to(n), self._bias_here)
+            for n in rows:
+                self._task(matrix, products.of_rows[0], self._x + 2 * columns * n, out + stride * n, bias)
         else:
-            assert not self._bias and self._rows <= MOST_QUANTISED_ROWS, self._rows
-            for pairs in passes([(self._x + 2 * columns * n, self._to(n)) for n in range(self._rows)]):
+            assert not bias and self._rows <= MOST_QUANTISED_ROWS, self._rows
+            for pairs in passes([(self._x + 2 * columns * n, out + stride * n) for n in rows]):
                 self._referred.append(pairs)
                 self._task(matrix, products.of_rows[pairs.count // 2], pairs.address, 0, 0)
-        self.weights += outputs * columns
-        self._column += outputs
-
-    def _in_bytes(self, matrix: Matrix, functions: ByteFunctions) -> None:
-        rows, done, units = self.layouts[functions.layout]
-        stride = functions.layout.nbytes(matrix.columns)
-        given = RowList([(rows + stride * n, self._to(n)) for n in range(self._rows)])
-        self._referred.append(given)
-        self._task(matrix, functions.products, given.address, 0, self._bias_here, (done, units))
+        self.weights += matrix.outputs * columns
 
     def _task(
         self, matrix: Matrix, function: int, x: int, out: int, bias: int, wait: tuple[int, int] | None = None
@@ -98,11 +107,3 @@ class QuantisedWork:
         self.fields += (self.units, matrix.outputs, LONE_UNIT, tasks.FORMAT, wait_at, wait_for, self._pool.nowhere)
         self.fields += (function, x, matrix.address, out, matrix.columns, bias)
         self.units += -(-matrix.outputs // LONE_UNIT)
-
-    def _to(self, row: int) -> int:
-        """Where the outputs of a row go."""
-        return self._out + self._out_stride * row + 2 * self._column
-
-    @property
-    def _bias_here(self) -> int:
-        return self._bias + 2 * self._column if self._bias else 0

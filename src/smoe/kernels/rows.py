@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import struct
 from collections.abc import Sequence
 
 MOST_ROWS = 4
@@ -29,9 +30,24 @@ class Pairs:
         self.address = ctypes.addressof(self._words)
 
 
-class RowList:
-    """Addresses of rows in 8 bits and of where their products go, for machine code; they must outlive the work."""
+class RowLists:
+    """Room for lists of rows in 8 bits, for machine code: how many rows, then for each its address and that of its
+    product. What is written there stays until `begin` is called for the next work."""
 
-    def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._words = (ctypes.c_int64 * (1 + 2 * len(pairs)))(len(pairs), *itertools.chain.from_iterable(pairs))
-        self.address = ctypes.addressof(self._words)
+    def __init__(self) -> None:
+        self._words = (ctypes.c_int64 * 0)()
+        self._address = self._used = 0
+
+    def begin(self, words: int) -> None:
+        """Room for so many words; earlier lists may be written over."""
+        if len(self._words) < words:
+            self._words = (ctypes.c_int64 * words)()
+            self._address = ctypes.addressof(self._words)
+        self._used = 0
+
+    def add(self, pairs: Sequence[tuple[int, int]]) -> int:
+        """The address of one more list, which takes 1 + 2 * rows words."""
+        place, count = self._used, 1 + 2 * len(pairs)
+        self._used += count
+        struct.pack_into(f"{count}q", self._words, 8 * place, len(pairs), *itertools.chain.from_iterable(pairs))
+        return self._address + 8 * place

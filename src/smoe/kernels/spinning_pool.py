@@ -26,9 +26,9 @@ from smoe.kernels import tasks
 from smoe.kernels.isa import widest
 from smoe.kernels.jit import compile_functions, cpu_has
 from smoe.kernels.matrix import Matrix, own_order
-from smoe.kernels.quantised_work import LONE_UNIT, MOST_QUANTISED_ROWS, QuantisedWork
+from smoe.kernels.quantised_work import LONE_UNIT, MOST_QUANTISED_ROWS, QuantisedWork, Target
 from smoe.kernels.row_product import chain_of
-from smoe.kernels.rows import Pairs
+from smoe.kernels.rows import Pairs, RowLists
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +96,7 @@ class SpinningPool:
         self.rows_are_alone = False
         """Whether each of several rows is summed as it would be alone, not as the library sums several."""
         self._byte_rows, self._byte_rows_at = bytearray(), 0
+        self.row_lists = RowLists()
         self._is_closed = False
         self._is_asleep = [False] * (threads - 1)
         self._alarms = [threading.Lock() for _ in self._is_asleep]
@@ -163,10 +164,16 @@ class SpinningPool:
         M is at most `most_quantised_rows(matrices)`. `bias` [N] is added before rounding; rows of bf16 numbers that are
         multiplied together have none.
         """
-        work = QuantisedWork(self, x, out, bias)
-        work.make_byte_rows(matrices)
+        stride, column, targets = 2 * out.shape[1], 0, []
         for matrix in matrices:
-            work.add(matrix)
+            bias_at = 0 if bias is None else bias.data_ptr() + 2 * column
+            targets.append(Target(matrix, out.data_ptr() + 2 * column, stride, bias_at))
+            column += matrix.outputs
+        self.multiply_each(x, targets)
+
+    def multiply_each(self, x: torch.Tensor, targets: Sequence[Target]) -> None:
+        """x [M, K] times quantised matrices, whose products each go to a place of their own."""
+        work = QuantisedWork(self, x, targets)
         self.run(work.fields, work.units, is_long=work.weights >= WAKING_WEIGHTS, counts=len(work.layouts))
 
     def byte_rows(self, nbytes: int) -> int:
