@@ -134,6 +134,11 @@ class ExpertMath:
         self.kernel = kernel
 
     @property
+    def byte_kernel(self) -> TokenExperts | None:
+        """What takes any number of tokens through these experts in 8 bits, where something does."""
+        return None
+
+    @property
     def shapes(self) -> tuple[Shape, Shape]:
         """Of the two matrices."""
         up, down = not self._up_is_transposed, not self._down_is_transposed  # the family's word is for its own layout

@@ -131,6 +131,13 @@ class QuantisedMath(ExpertMath):
             self._activate = lambda wide: activate(wide.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))
 
     @property
+    def byte_kernel(self) -> TokenExperts | None:
+        """See `ExpertMath.byte_kernel`."""
+        forms = [products_of(each.form, self._activations) for each in self._stored] if self.kernel is not None else []
+        in_bytes = [products is not None and products.in_bytes is not None for products in forms]
+        return self.kernel if in_bytes and all(in_bytes) and not self.sums_as_weights else None
+
+    @property
     def shapes(self) -> tuple[Shape, Shape]:
         """Of the two matrices once they are unpacked, which is row by row as they are stored."""
         return Shape(self.hidden, self.up_width, True), Shape(self.inner, self.hidden, True)

@@ -81,6 +81,17 @@ def own_order() -> Products | None:
     return Products((one, two, four), None)
 
 
+@functools.cache
+def added_rows(activations: str) -> int:
+    """The address of the function that adds rows to totals (`added_rows.py`), where there is one for products."""
+    isa = widest(activations)
+    assert isa is not None, activations
+    from smoe.kernels import added_rows as rows
+
+    (address,) = _addresses(rows.module_of(isa), [rows.NAME])
+    return address
+
+
 def _compiled(form: Format, isa: Isa, activations: str) -> Products:
     from smoe.kernels import quantised  # needs llvmlite, which not every machine has
 
