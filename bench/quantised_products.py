@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import functools
 import json
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,15 +24,17 @@ import numpy.typing as npt
 import torch
 
 from smoe.bounds import BF16, INT8
+from smoe.formats.activations import fits
 from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
+from smoe.kernels.byte_layout import Layout
 from smoe.kernels.isa import ISAS_OF, Isa
-from smoe.kernels.jit import compile_functions
-from smoe.kernels.quantised import module_of, products_name, unpack_name
+from smoe.kernels.rows import RowLists
 from tests.formats.blocks import random_rows
+from tests.kernels.products import compiled, compiled_in_bytes
 
 COLUMNS, OUTPUTS, PROOF, ROUNDS = 2048, 30720, 512, 7
-_ARGUMENTS = (ctypes.c_void_p,) * 4 + (ctypes.c_longlong,) * 3
+ROWS = (1, 2, 4, 16, 128)
 
 
 def main() -> None:
@@ -51,32 +54,37 @@ def main() -> None:
     if given.json:
         print(json.dumps(rows, indent=1))
         return
-    print(f"{'isa':<12} {'x':<4} {'format':<6} {'memory':>7} {'1 row':>7} {'2 rows':>7} {'4 rows':>7} GB/s  "
-          f"{'unpack':>7} Gnumbers/s  {'error':>6} of torch's")  # fmt: skip
+    print(f"{'isa':<12} {'x':<4} {'format':<10} {'memory':>7} {'1 row':>7} {'2':>7} {'4':>7} GB/s  {'16':>5} {'128':>5} "
+          f"G products/s  {'unpack':>7} G/s  {'error':>6} of torch's")  # fmt: skip
     for row in rows:
-        rates = " ".join(f"{row[f'gb_per_second_{n}']:7.1f}" for n in (1, 2, 4))
-        what = f"{row['isa']:<12} {row['activations']:<4} {row['format']:<6}"
-        print(f"{what} {row['memory_gb_per_second']:7.1f} {rates}       "
-              f"{row['unpacked_giga_per_second']:7.1f}             {row['error_of_torch']:6.2f}")  # fmt: skip
+        rates = " ".join(f"{row[f'gb_per_second_{n}']:7.1f}" for n in ROWS[:3])
+        many = " ".join(f"{row.get(f'giga_products_per_second_{n}', math.nan):5.0f}" for n in ROWS[3:])
+        what = f"{row['isa']:<12} {row['activations']:<4} {row['format']:<10}"
+        print(f"{what} {row['memory_gb_per_second']:7.1f} {rates}       {many}               "
+              f"{row['unpacked_giga_per_second']:7.1f}      {row['error_of_torch']:6.2f}")  # fmt: skip
 
 
 def measure(form: Format, isa: Isa, activations: str, memory: float) -> dict[str, Any]:
     """One format and one kind of activations on one instruction set."""
-    names = [*(products_name(form, n) for n in (1, 2, 4)), unpack_name(form)]
-    one, two, four, unpack = compile_functions(module_of([form], isa, activations), dict.fromkeys(names, _ARGUMENTS))
+    in_bytes = activations == INT8 and fits(form)
     data = random_rows(form, OUTPUTS, COLUMNS, seed=0)
-    x = torch.randn(4, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()
-    out = torch.empty(4, OUTPUTS, dtype=torch.bfloat16)
+    x = torch.randn(max(ROWS), COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out = torch.empty(max(ROWS), OUTPUTS, dtype=torch.bfloat16)
     row: dict[str, Any] = {"isa": isa.name, "activations": activations, "format": form.name}
     row["memory_gb_per_second"] = memory
-    for count, function in ((1, one), (2, two), (4, four)):
-        whole = functools.partial(_product(function, x[:count], data, out[:count]), OUTPUTS)
-        row[f"gb_per_second_{count}"] = data.nbytes / best(whole) / 1e9
+    for count in ROWS if in_bytes else ROWS[:3]:
+        outputs = OUTPUTS if count <= 4 else OUTPUTS // count
+        product = (_in_bytes if in_bytes else _in_bf16)(form, isa, x[:count], data, out[:count])
+        seconds = best(functools.partial(product, outputs))
+        row[f"gb_per_second_{count}"] = data.nbytes * outputs / OUTPUTS / seconds / 1e9
+        row[f"giga_products_per_second_{count}"] = count * outputs * COLUMNS / seconds / 1e9
+        if count == 1:
+            product(PROOF)
+            row["error_of_torch"] = relative_error(form, data[:PROOF], x[:1], out[:1, :PROOF])
+    unpack = compiled(form, isa)["unpack"]
     tile = torch.empty(OUTPUTS, COLUMNS, dtype=torch.bfloat16)
     seconds = best(lambda: unpack(tile.data_ptr(), data.ctypes.data, None, None, 0, OUTPUTS, COLUMNS))
     row["unpacked_giga_per_second"] = tile.numel() / seconds / 1e9
-    _product(one, x[:1], data, out[:1])(PROOF)
-    row["error_of_torch"] = relative_error(form, data[:PROOF], x[:1], out[:1, :PROOF])
     return row
 
 
@@ -88,15 +96,34 @@ def relative_error(form: Format, data: npt.NDArray[np.uint8], x: torch.Tensor, o
     return float(errors[0] / errors[1])
 
 
-def _product(
-    function: Callable[..., None], x: torch.Tensor, data: npt.NDArray[np.uint8], out: torch.Tensor
-) -> Callable[[int], None]:
-    """Calls the function for so many outputs."""
+def _in_bf16(
+    form: Format, isa: Isa, x: torch.Tensor, data: npt.NDArray[np.uint8], out: torch.Tensor
+) -> Callable[[int], object]:
+    """Calls the function for so many outputs of rows of bf16."""
+    function = compiled(form, isa)[len(x)]
     if len(x) == 1:
         return lambda end: function(x.data_ptr(), data.ctypes.data, out.data_ptr(), None, 0, end, COLUMNS)
     places = [address for row, to in zip(x, out, strict=True) for address in (row.data_ptr(), to.data_ptr())]
     words = (ctypes.c_int64 * len(places))(*places)
     return lambda end: function(ctypes.addressof(words), data.ctypes.data, None, None, 0, end, COLUMNS)
+
+
+def _in_bytes(
+    form: Format, isa: Isa, x: torch.Tensor, data: npt.NDArray[np.uint8], out: torch.Tensor
+) -> Callable[[int], object]:
+    """The same of rows in 8 bits, which are made once."""
+    functions, count = compiled_in_bytes(form, isa), len(x)
+    rows = torch.zeros(count, Layout.of(form).nbytes(COLUMNS), dtype=torch.uint8)
+    functions["rows"](x.data_ptr(), None, rows.data_ptr(), None, 0, count, COLUMNS)
+    lists = RowLists()
+    lists.begin(1 + 2 * count)
+    given = lists.add([(row.data_ptr(), to.data_ptr()) for row, to in zip(rows, out, strict=True)])
+
+    def product(end: int) -> None:
+        assert rows.data_ptr() and lists  # memory that `given` refers to
+        functions["products"](given, data.ctypes.data, None, None, 0, end, COLUMNS)
+
+    return product
 
 
 def memory_rate() -> float:

@@ -52,7 +52,7 @@ KERNELS = ("auto", "native", "own-order", "torch")
 DENSE_PRECISION = ("as-stored", "dtype")
 PRECISION = ("auto", "int8", "int4", "int3", "int2")
 LOW_PRECISION = ("none", *PRECISION[1:])
-BF16, INT8 = ACTIVATIONS = ("bf16", "int8")
+AUTO, INT8, BF16 = ACTIVATIONS = ("auto", "int8", "bf16")
 SUBSTITUTES = ("replace", "drop")
 SUBSTITUTE_WEIGHTS = ("own", "inherited")
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from smoe.bounds import (
+    AUTO,
     BF16,
     CHOICES,
     DEFAULT_LOW_SHARE,
     DEFAULT_SHADOW,
     EMULATED,
+    INT8,
     LIMITS,
     NUMBERS,
     OWNERS,
@@ -168,9 +170,10 @@ class EngineConfig:
     """The same for a time per token: as little quality as it takes is given up."""
     upgrade: bool = False
     """While nothing else is read, experts that low copies have served are brought in themselves."""
-    activations: str = BF16
-    """What few rows of activations are rounded to before quantised weights of any kind multiply them on a CPU: bf16, as
-    the model has them, or int8, which takes less time and is lossy."""
+    activations: str = AUTO
+    """What activations are rounded to before quantised weights of any kind multiply them on a CPU. bf16 (or dtype): as
+    the model has them. int8: to 8 bits with a scale for every group of 16 to 128, which takes less time; llama.cpp
+    rounds to 8 bits with a scale for 32 or 256. auto: int8 where our kernels for it are proven, else bf16."""
     dense_precision: str = "as-stored"
     """Quantised weights beside the experts: kept as the file has them, or unpacked to `dtype` when they are loaded."""
     kernels: str = "auto"
@@ -240,7 +243,7 @@ class EngineConfig:
                 self.max_perplexity_increase is not None
             ),
             f"misses answered for {self.tpot_seconds} s a token": self.tpot_seconds is not None,
-            f"activations in {self.activations}": self.activations != BF16,
+            f"activations in {self.activations}": self.activations == INT8,
         }
         return [reason for reason, applies in reasons.items() if applies]
 
@@ -382,7 +385,7 @@ class EngineConfig:
 
     def _check_activations(self) -> None:
         """Only our kernels for CPUs round activations, and they compute in bf16."""
-        if self.activations == BF16:
+        if self.activations != INT8:
             return
         allowed: dict[str, tuple[str, ...]] = {
             "device": ("auto", "cpu"),

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any
 
+from smoe.bounds import BF16
 from smoe.config import DEFAULT_ALPHA, EngineConfig
 from smoe.cpu_isa import max_cpu_isa
 from smoe.errors import ConfigError
@@ -111,6 +112,8 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
             allowed=f"settings are {names}",
         )
     given = {name: value for name, value in switches.items() if value is not None}
+    if given.get("activations") == "dtype":
+        given["activations"] = BF16
     if "tpot_seconds" in given and "max_perplexity_increase" not in given:
         given = {"max_perplexity_increase": None} | given  # the preset's
     if "prefetch" in given and given["prefetch"] not in HISTORY_PREFETCH:

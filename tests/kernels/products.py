@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from smoe.bounds import BF16
 from smoe.formats.base import Bytes, Format
+from smoe.kernels.byte_layout import Layout
 from smoe.kernels.isa import Isa
 from smoe.kernels.jit import compile_functions
+from smoe.kernels.rows import RowLists
 
 ARGUMENTS = (ctypes.c_void_p,) * 4 + (ctypes.c_longlong,) * 3
 Functions = Mapping[Any, Any]
@@ -20,12 +21,22 @@ Functions = Mapping[Any, Any]
 
 
 @functools.cache
-def compiled(form: Format, isa: Isa, activations: str = BF16) -> Functions:
+def compiled(form: Format, isa: Isa) -> Functions:
     from smoe.kernels.quantised import module_of, products_name, unpack_name  # needs llvmlite
 
     names: dict[Any, str] = {rows: products_name(form, rows) for rows in (1, 2, 4)} | {"unpack": unpack_name(form)}
-    made = compile_functions(module_of([form], isa, activations), dict.fromkeys(names.values(), ARGUMENTS))
+    made = compile_functions(module_of([form], isa), dict.fromkeys(names.values(), ARGUMENTS))
     return dict(zip(names, made, strict=True))
+
+
+@functools.cache
+def compiled_in_bytes(form: Format, isa: Isa) -> Functions:
+    """What makes rows in 8 bits, what makes gated ones, and the products with them."""
+    from smoe.kernels.quantised import byte_module_of, byte_names  # needs llvmlite
+
+    names = byte_names(form)
+    made = compile_functions(byte_module_of(form, isa), dict.fromkeys(names, ARGUMENTS))
+    return dict(zip(("rows", "gated_rows", "products"), made, strict=True))
 
 
 def columns_of(form: Format, blocks: int) -> int:
@@ -71,3 +82,48 @@ def multiplied_at(
 def exact(form: Format, data: Bytes, x: torch.Tensor) -> torch.Tensor:
     """In float64, on the numbers that the codes stand for."""
     return x.double() @ torch.from_numpy(form.decode(data)).double().T
+
+
+def multiplied_in_bytes(
+    form: Format,
+    functions: Functions,
+    data: Bytes,
+    x: torch.Tensor,
+    begin: int = 0,
+    end: int | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Outputs begin ... end - 1 of every row of x [M, K], rounded to 8 bits: [M, outputs], NaN elsewhere."""
+    rows, columns = x.shape
+    bytes_ = torch.zeros(rows, Layout.of(form).nbytes(columns), dtype=torch.uint8)
+    functions["rows"](x.data_ptr(), None, bytes_.data_ptr(), None, 0, rows, columns)
+    return _products_in_bytes(functions, data, bytes_, columns, begin, end, bias)
+
+
+def gated_in_bytes(
+    form: Format, functions: Functions, data: Bytes, wide: torch.Tensor, table: torch.Tensor
+) -> torch.Tensor:
+    """All outputs of table[gate] * up of every row of wide [M, 2I], rounded to 8 bits: [M, outputs]."""
+    rows, columns = wide.shape[0], wide.shape[1] // 2
+    bytes_ = torch.zeros(rows, Layout.of(form).nbytes(columns), dtype=torch.uint8)
+    functions["gated_rows"](wide.data_ptr(), table.data_ptr(), bytes_.data_ptr(), None, 0, rows, columns)
+    return _products_in_bytes(functions, data, bytes_, columns)
+
+
+def _products_in_bytes(
+    functions: Functions,
+    data: Bytes,
+    bytes_: torch.Tensor,
+    columns: int,
+    begin: int = 0,
+    end: int | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = torch.full((len(bytes_), len(data)), float("nan"), dtype=torch.bfloat16)
+    lists = RowLists()
+    lists.begin(1 + 2 * len(out))
+    given = lists.add([(row.data_ptr(), to.data_ptr()) for row, to in zip(bytes_, out, strict=True)])
+    bias_at = None if bias is None else bias.data_ptr()
+    end = len(data) if end is None else end
+    functions["products"](given, data.ctypes.data, None, bias_at, begin, end, columns)
+    return out

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from smoe.bounds import AUTO, BF16
 from smoe.cli.console import errors, note, progress, warn
 from smoe.cli.options import EngineOptions, substituting
 from smoe.cli.session import loaded, tokenizer_of
@@ -156,8 +157,10 @@ def _measure(
 def _in_turn(config: EngineConfig, thresholds: list[float]) -> list[tuple[EngineConfig, list[float]]]:
     """What is measured at which thresholds: the model itself first, which all else is compared with; then one choice
     of fewer bits after the other, so that each one's share is seen."""
+    if config.activations == AUTO:  # what choices cost is measured without rounding that was not asked for
+        config = replace(config, activations=BF16)
     whole = replace(without_low_copies(config), max_perplexity_increase=None, tpot_seconds=None)
-    plain = replace(whole, activations=EXACT.activations)
+    plain = replace(whole, activations=BF16)
     steps = list(dict.fromkeys([replace(plain, precision=EXACT.precision), plain, whole, config]))
     return [*((step, [0.0]) for step in steps[:-1]), (steps[-1], thresholds)]
 

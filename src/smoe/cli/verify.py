@@ -76,7 +76,7 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
 
     import torch
 
-    from smoe.bounds import BF16
+    from smoe.bounds import BF16, INT8
     from smoe.cli.console import progress
     from smoe.cli.session import loaded
     from smoe.report.verify import EXPERTS, LOW_COPIES, PASSES, Report, reference_of, verify, verify_low_copies
@@ -90,7 +90,7 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
             given=config.alpha,
             allowed="0 where exactness is checked",
         )
-    if config.activations != BF16:
+    if config.activations == INT8:
         raise ConfigError(
             f"`activations` {config.activations} rounds what the library does not, and smoe verify checks the model "
             "without that: leave it out; smoe eval says what it costs",
@@ -98,7 +98,7 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
             given=config.activations,
             allowed=f"{BF16} where exactness is checked",
         )
-    config = replace(config, **_SERVING_ALL)
+    config = replace(config, activations=BF16, **_SERVING_ALL)
     reference = reference_of(model, config, engine.revision, tokens)
     for precision in {config.precision, config.low_precision} - {"auto", "none"}:
         _check_pack(model, precision, engine.revision, reference)

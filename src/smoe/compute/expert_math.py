@@ -23,7 +23,8 @@ from smoe.kernels.elementwise import activation_table, is_table_of
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.matrix import Matrix, in_bf16
 from smoe.kernels.proof import agrees, agrees_on_rows, same_bits
-from smoe.kernels.spinning_pool import MOST_ROWS, Product, SpinningPool
+from smoe.kernels.rows import MOST_ROWS
+from smoe.kernels.spinning_pool import Product, SpinningPool
 from smoe.memory.arena import Arena
 from smoe.memory.store import Part
 from smoe.models.experts import is_transposed
@@ -131,6 +132,11 @@ class ExpertMath:
         self.multiply = library_products if pool is None else pool.multiply
         self._own_order = pool if pool is not None and pool.own_order is not None else None
         self.kernel = kernel
+
+    @property
+    def byte_kernel(self) -> TokenExperts | None:
+        """What takes any number of tokens through these experts in 8 bits, where something does."""
+        return None
 
     @property
     def shapes(self) -> tuple[Shape, Shape]:

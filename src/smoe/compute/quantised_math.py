@@ -19,10 +19,11 @@ from smoe.bounds import BF16
 from smoe.compute.expert_math import ExpertMath, Weights, within_rounding
 from smoe.compute.row_groups import Shape, product
 from smoe.gpu_kernels.source import Layout
-from smoe.kernels.experts import TokenExperts
+from smoe.kernels.experts import Expert, TokenExperts
 from smoe.kernels.matrix import Matrix, products_of
 from smoe.kernels.proof import is_as_near
-from smoe.kernels.spinning_pool import MOST_QUANTISED_ROWS, SpinningPool
+from smoe.kernels.quantised_work import most_quantised_rows
+from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.unpacked import unpacked
 from smoe.memory.arena import Arena
 from smoe.memory.quantised_store import StoredMatrix
@@ -130,6 +131,13 @@ class QuantisedMath(ExpertMath):
             self._activate = lambda wide: activate(wide.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))
 
     @property
+    def byte_kernel(self) -> TokenExperts | None:
+        """See `ExpertMath.byte_kernel`."""
+        forms = [products_of(each.form, self._activations) for each in self._stored] if self.kernel is not None else []
+        in_bytes = [products is not None and products.in_bytes is not None for products in forms]
+        return self.kernel if in_bytes and all(in_bytes) and not self.sums_as_weights else None
+
+    @property
     def shapes(self) -> tuple[Shape, Shape]:
         """Of the two matrices once they are unpacked, which is row by row as they are stored."""
         return Shape(self.hidden, self.up_width, True), Shape(self.inner, self.hidden, True)
@@ -170,7 +178,7 @@ class QuantisedMath(ExpertMath):
 
     def most_rows(self, pool: SpinningPool, weights: Weights) -> int:
         """As many as the kernel knows: its bits are its own anyway."""
-        return MOST_QUANTISED_ROWS
+        return most_quantised_rows(weights.matrices)
 
     def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
         self._tile.pool = pool
@@ -182,8 +190,12 @@ class QuantisedMath(ExpertMath):
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         pool = self._tile.pool
-        if pool is None or x.shape[0] > MOST_QUANTISED_ROWS or self._post_norm is not None:
+        if pool is None or x.shape[0] > most_quantised_rows(weights.matrices) or self._post_norm is not None:
             return super().forward(x, weights)
+        if self.kernel is not None and x.shape[0] > 1:
+            rows = x.new_empty(x.shape[0], self.hidden)
+            self.kernel.forward(x.contiguous(), [Expert(weights.matrices, [(n, n) for n in range(len(x))])], rows)
+            return rows
         *ups, down = weights.matrices
         wide = self._multiplied(pool, x, ups, weights.up_bias)
         return self._multiplied(pool, self._activate(wide), [down], weights.down_bias)

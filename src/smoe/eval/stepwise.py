@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from smoe.bounds import BF16
+from smoe.bounds import BF16, INT8
 from smoe.config import EngineConfig
 from smoe.eval.questions import Tick
 from smoe.generation.teacher_forcing import forced
@@ -63,7 +63,8 @@ def numbers_of(config: EngineConfig) -> Numbers:
     parts += [name for name in ("low_meanwhile", "upgrade") if getattr(config, name)]
     if config.skip_threshold < 1:
         parts.append(f"none above {config.skip_threshold:g}")
-    return Numbers(config.precision, config.activations, ", ".join(parts))
+    rounded = INT8 if config.activations == INT8 else BF16  # auto is the model itself, up to rounding
+    return Numbers(config.precision, rounded, ", ".join(parts))
 
 
 @dataclass

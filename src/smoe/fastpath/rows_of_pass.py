@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from smoe.kernels.spinning_pool import MOST_QUANTISED_ROWS, SpinningPool
+from smoe.kernels.quantised_work import MOST_QUANTISED_ROWS
+from smoe.kernels.spinning_pool import SpinningPool
 
 
 class RowsOfPass:

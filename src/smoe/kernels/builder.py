@@ -32,6 +32,7 @@ class Code:
         self.build = ir.IRBuilder(self.function.append_basic_block("entry"))
         self._module = module
         self._nowhere: Value = None
+        self._leaving: Value = None
 
     def number(self, value: int) -> Value:
         return ir.Constant(LONG, value)
@@ -104,6 +105,18 @@ class Code:
         kind = ir.FunctionType(ir.VoidType(), [POINTER, WORD, WORD, WORD])
         self.intrinsic("llvm.prefetch.p0", kind, [pointer, *(ir.Constant(WORD, flag) for flag in (0, 2, 1))])
 
+    def cut(self, is_true: Value) -> None:
+        """Keep what follows behind what came before: LLVM moves instructions within a piece without branches, and would
+        put all prefetches of one next to each other, more than a CPU has places for.
+
+        `is_true`: a condition that always holds, and that LLVM cannot know; the function ends where it does not.
+        """
+        if self._leaving is None:
+            self._leaving = self.function.append_basic_block("leave")
+        following = self.function.append_basic_block("following")
+        self.build.cbranch(is_true, following, self._leaving)
+        self.build.position_at_end(following)
+
     @property
     def nowhere(self) -> Value:
         """An address that may be read and holds nothing of use."""
@@ -121,13 +134,14 @@ class Code:
         """total [n] + a . b of two bf16 numbers each, given as 16 bits [2n]; a product and a sum are rounded alike."""
         return self._own.dots(self, total, a, b)
 
-    def byte_dots(self, total: Value, codes: Value, x: Value, is_signed: bool) -> Value:
-        """total [n] + codes . x of four bytes each [4n]; x is signed and never -128, codes are signed or not.
+    def dot_sum(self, most: int, is_signed: bool) -> Any:
+        """Sums of products of four bytes each in the making: `add(codes [4n], x [4n])`, then `total()`, int32 [n].
 
-        Without an instruction for that, codes must be 128 at most, as two products meet in 16 bits; and so they must
-        not be signed with it, but where the instruction set `has_signed_bytes`: they must be 127 at most there.
+        `most`: the largest magnitude of a code. Codes are signed or not, x is signed and never -128. Without an
+        instruction for four products, codes must be 128 at most, as two products meet in 16 bits; with it they must
+        not be signed, but where the instruction set `has_signed_bytes`: they must be 127 at most there.
         """
-        return self._own.byte_dots(self, total, codes, x, is_signed)
+        return self._own.DotSum(self, most, is_signed)
 
     def nearest(self, reals: Value) -> Value:
         """float32 -> whole numbers of 32 bits, to even; what is none, or too large, becomes some number."""
@@ -152,12 +166,6 @@ class Code:
         if len(registers) == 1:
             return registers[0]
         return self.build.shuffle_vector(*registers, self.words(range(2 * registers[0].type.count)))
-
-    def filled_up(self, register: Value) -> Value:
-        """To as many numbers as a register of float32 has, or half as many, with zeros."""
-        if register.type.count == self.isa.lanes:
-            return register
-        return self.joined([register, ir.Constant(register.type, None)])
 
     def summed(self, register: Value) -> Value:
         """All numbers of a register added up: halves, quarters, and so on."""
@@ -234,3 +242,5 @@ class Code:
 
     def end(self) -> None:
         self.build.ret_void()
+        if self._leaving is not None:
+            ir.IRBuilder(self._leaving).ret_void()

@@ -13,23 +13,18 @@ in its own order (`own_order.py`) has that of the products instead (grade E1).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from smoe.kernels import tasks
-from smoe.kernels.matrix import Matrix
-from smoe.kernels.spinning_pool import (
-    LONE_UNIT,
-    MOST_QUANTISED_ROWS,
-    MOST_ROWS,
-    UNIT,
-    WAKING_WEIGHTS,
-    SpinningPool,
-    passes,
-)
+from smoe.kernels.byte_layout import Layout
+from smoe.kernels.matrix import ByteFunctions, Matrix
+from smoe.kernels.quantised_work import LONE_UNIT, MOST_QUANTISED_ROWS, ROWS_OF_UNIT
+from smoe.kernels.rows import MOST_ROWS, passes
+from smoe.kernels.spinning_pool import UNIT, WAKING_WEIGHTS, SpinningPool
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +32,7 @@ if TYPE_CHECKING:
 Bits: TypeAlias = npt.NDArray[np.uint16]
 """bf16 numbers where there is no torch: the bits that they are."""
 _NO_ROWS = np.empty((0, 0), np.uint16)
-MOST_EXPERTS = tasks.MOST_COUNTS
+MOST_EXPERTS = 128
 """At once: each has a count of its own."""
 MOST_TOKENS = tasks.MOST_TASKS - MOST_EXPERTS * (MOST_QUANTISED_ROWS + 3 * (MOST_QUANTISED_ROWS // MOST_ROWS))
 """At once: each has a sum, an expert has a gate for every row and three products of several passes."""
@@ -81,9 +76,10 @@ class TokenExperts:
         self._wide = self._gated = _NO_ROWS
         self.wide_at = self.gated_at = 0
         """Where there is room for what is between the products."""
-        self._reserve(8)
+        self.reserve(8)
 
-    def _reserve(self, rows: int) -> None:
+    def reserve(self, rows: int) -> None:
+        """Room for what so many rows are between the products."""
         if rows > self._wide.shape[0]:
             self._wide = np.empty((rows, 2 * self.inner), np.uint16)
             self._gated = np.empty((rows, self.inner), np.uint16)
@@ -97,14 +93,26 @@ class TokenExperts:
         With `sums` also `out`: each token's rows times their gains, added up in ascending order. All tensors are bf16
         and lie in one piece.
         """
-        self._reserve(sum([len(expert.places) for expert in experts]))
-        work = _Work(self, _address(x), _address(rows), experts)
+        self.reserve(sum([len(expert.places) for expert in experts]))
+        work = ExpertWork(self, _address(x), _address(rows), experts)
+        work.make_byte_rows(len(x))
         work.ups()
         work.downs()
         if sums is not None:
             work.sums(sums)
-        is_long = 3 * self.inner * self.hidden * len(experts) >= WAKING_WEIGHTS
-        self.pool.run(work.fields, work.units, is_long, counts=len(experts))
+        self.run(work, len(experts))
+
+    def run(self, work: ExpertWork, experts: int) -> None:
+        """Have the pool carry out the tasks of so many experts."""
+        is_long = 3 * self.inner * self.hidden * experts >= WAKING_WEIGHTS
+        self.pool.run(work.fields, work.units, is_long, counts=experts + len(work.layouts))
+
+
+def byte_functions(matrices: Sequence[Matrix]) -> list[ByteFunctions]:
+    """Of the matrices that rows in 8 bits are multiplied with."""
+    return [
+        each.products.in_bytes for each in matrices if each.products is not None and each.products.in_bytes is not None
+    ]
 
 
 def _address(numbers: torch.Tensor | Bits) -> int:
@@ -112,7 +120,7 @@ def _address(numbers: torch.Tensor | Bits) -> int:
     return int(at)
 
 
-class _Work:
+class ExpertWork:
     """The tasks of one call, and the memory that they refer to.
 
     An expert's first product, its gates and its second one count what they have done at a word of its own.
@@ -129,7 +137,55 @@ class _Work:
         """Units of each expert's first product."""
         self._counts = shape.pool.word(tasks.PROGRESS)
         self._x, self._out = x, rows
+        self.layouts: dict[Layout, tuple[int, int, int]] = {}
+        """Of tokens in 8 bits: where they are, the word that counts units done, and how many there are."""
+        self.prepared: dict[Layout, tuple[int, int, int]] = {}
+        """The same of tokens that were made before."""
+        self._gated_byte_rows = 0
+        """Where gated rows in 8 bits go."""
         self._kept: list[object] = []
+
+    def make_byte_rows(self, tokens: int) -> None:
+        """The tokens in 8 bits, in every layout that a first product needs; room for the gated rows behind them."""
+        hidden, pool = self._shape.hidden, self._shape.pool
+        ups = {each.layout: each for expert in self._experts for each in byte_functions(expert.matrices[:-1])}
+        sizes = [tokens * layout.nbytes(hidden) for layout in ups]
+        at = pool.byte_rows(sum(sizes) + self._gated_bytes)
+        units = -(-tokens // ROWS_OF_UNIT)
+        for n, (functions, size) in enumerate(zip(ups.values(), sizes, strict=True), start=len(self._experts)):
+            done = pool.word(tasks.PROGRESS + n)
+            self.fields += (self.units, tokens, ROWS_OF_UNIT, tasks.FORMAT, pool.at_once, 0, done, functions.rows)
+            self.fields += (self._x, 0, at, hidden, 0)
+            self.units += units
+            self.layouts[functions.layout] = at, done, units
+            at += size
+        self._gated_byte_rows = at
+        self._begin_row_lists()
+
+    def take_byte_rows(self, prepared: Mapping[Layout, int]) -> None:
+        """In the place of `make_byte_rows`: the tokens in 8 bits are at these addresses."""
+        pool = self._shape.pool
+        self.prepared = {layout: (at, pool.at_once, 0) for layout, at in prepared.items()}
+        self._gated_byte_rows = pool.byte_rows(self._gated_bytes)
+        self._begin_row_lists()
+
+    @property
+    def _gated_bytes(self) -> int:
+        """Bytes of all gated rows in 8 bits."""
+        inner = self._shape.inner
+        return sum(
+            [
+                len(expert.places) * each.layout.nbytes(inner)
+                for expert in self._experts
+                for each in byte_functions(expert.matrices[-1:])
+            ]
+        )
+
+    def _begin_row_lists(self) -> None:
+        """Room for one of each matrix, and for one of all rows."""
+        counts = [(len(expert.matrices), len(expert.places)) for expert in self._experts]
+        words = sum([matrices * (1 + 2 * rows) for matrices, rows in counts])
+        self._shape.pool.row_lists.begin(words + 1 + 2 * sum([rows for _, rows in counts]))
 
     def ups(self) -> None:
         """The first products, into the scratch: row after row, expert after expert."""
@@ -138,7 +194,9 @@ class _Work:
         for matrices, places in self._experts:
             before, column = self.units, wide
             for matrix in matrices[:-1]:
-                if len(places) == 1:
+                if matrix.products is not None and matrix.products.in_bytes is not None:
+                    self._up_in_bytes(matrix, matrix.products.in_bytes, places, column, count)
+                elif len(places) == 1:
                     self._row(matrix, at_once, 0, count, x + 2 * hidden * places[0][0], column)
                 else:
                     pairs = [(x + 2 * hidden * token, column + 4 * inner * i) for i, (token, _) in enumerate(places)]
@@ -148,12 +206,59 @@ class _Work:
             wide += 4 * inner * len(places)
             count += 8
 
+    def _up_in_bytes(
+        self, matrix: Matrix, functions: ByteFunctions, places: Sequence[tuple[int, int]], column: int, count: int
+    ) -> None:
+        rows, done, units = (self.prepared or self.layouts)[functions.layout]
+        stride, wide = functions.layout.nbytes(matrix.columns), 4 * self._shape.inner
+        pairs = [(rows + stride * token, column + wide * i) for i, (token, _) in enumerate(places)]
+        self._byte_products(matrix, functions, pairs, (done, units), count)
+
+    def _down_in_bytes(
+        self,
+        matrix: Matrix,
+        functions: ByteFunctions,
+        places: Sequence[tuple[int, int]],
+        wide: int,
+        count: int,
+        ups: int,
+    ) -> None:
+        """Gates, whose results go straight to rows in 8 bits, and the product with those."""
+        shape, rows, size = self._shape, self._gated_byte_rows, min(len(places), ROWS_OF_UNIT)
+        self.fields += (self.units, len(places), size, tasks.FORMAT, count, ups, count, functions.gated_rows)
+        self.fields += (wide, shape.table_at, rows, shape.inner, 0)
+        units = -(-len(places) // size)
+        self.units += units
+        stride = functions.layout.nbytes(shape.inner)
+        self._gated_byte_rows += stride * len(places)
+        pairs = [(rows + stride * i, self._out + 2 * shape.hidden * row) for i, (_, row) in enumerate(places)]
+        self._byte_products(matrix, functions, pairs, (count, ups + units), shape.pool.nowhere)
+
+    def _byte_products(
+        self,
+        matrix: Matrix,
+        functions: ByteFunctions,
+        pairs: Sequence[tuple[int, int]],
+        wait: tuple[int, int],
+        count_at: int,
+    ) -> None:
+        given = self._shape.pool.row_lists.add(pairs)
+        self.fields += (self.units, matrix.outputs, self._size, tasks.FORMAT, *wait, count_at, functions.products)
+        self.fields += (given, matrix.address, 0, matrix.columns, 0)
+        self.units += -(-matrix.outputs // self._size)
+
     def downs(self) -> None:
         """Gates and second products."""
         shape, fields, out = self._shape, self.fields, self._out
         hidden, inner, nowhere, table = shape.hidden, shape.inner, shape.pool.nowhere, shape.table_at
         wide, gated, count = shape.wide_at, shape.gated_at, self._counts
         for (matrices, places), ups in zip(self._experts, self._ups, strict=True):
+            products = matrices[-1].products
+            if products is not None and products.in_bytes is not None:
+                self._down_in_bytes(matrices[-1], products.in_bytes, places, wide, count, ups)
+                wide += 4 * inner * len(places)
+                count += 8
+                continue
             first = gated
             for _ in places:
                 fields += (self.units, inner, inner, tasks.GATE, count, ups, count, wide, table, gated, inner, 0, 0)
@@ -200,6 +305,14 @@ class _Work:
                 self.fields += (self.units, outputs, size, tasks.FORMAT, wait_at, wait_for, count_at)
                 self.fields += (products.of_rows[rows.count // 2], rows.address, address, 0, columns, 0)
             self.units += -(-outputs // size)
+
+    def add_rows(self, function: int, gains: int, totals: Sequence[int]) -> None:
+        """Every row times its gain, added to the totals at these addresses, once all products are there."""
+        pool, hidden, before = self._shape.pool, self._shape.hidden, self.units
+        given = pool.row_lists.add([(self._out + 2 * hidden * n, total) for n, total in enumerate(totals)])
+        self.fields += (self.units, hidden, _SUM_UNIT, tasks.FORMAT, pool.finished, before, pool.nowhere, function)
+        self.fields += (given, gains, 0, hidden, 0)
+        self.units += -(-hidden // _SUM_UNIT)
 
     def sums(self, sums: Sums) -> None:
         """Every token's rows, once all products are there."""

@@ -7,9 +7,10 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from smoe.bounds import BF16
+from smoe.bounds import BF16, INT8
 from smoe.formats.activations import fits as activations_fit
 from smoe.formats.base import Format
+from smoe.kernels.byte_layout import Layout
 from smoe.kernels.isa import Isa, widest
 from smoe.kernels.jit import address_of, compile_functions
 
@@ -20,15 +21,30 @@ _ARGUMENTS = (ctypes.c_void_p,) * 4 + (ctypes.c_longlong,) * 3
 _ROWS = (1, 2, 4)
 
 
+class ByteFunctions(NamedTuple):
+    """Machine code that multiplies rows in 8 bits: addresses (`byte_rows.py`, `byte_products.py`)."""
+
+    layout: Layout
+    """Of the rows that `products` takes."""
+    rows: int
+    gated_rows: int
+    products: int
+
+
 class Products(NamedTuple):
     """Machine code for matrices of one format."""
 
-    of_rows: tuple[int, int, int]
-    """Addresses of the products with one, two and four rows."""
+    of_rows: tuple[int, ...]
+    """Addresses of the products with one, two and four rows; none where rows are multiplied `in_bytes`."""
     unpack: int | None
     """Address of what writes rows of the matrix as bf16; None for those that are."""
-    activations: str = BF16
-    """What a row of x is multiplied as (`EngineConfig.activations`)."""
+    in_bytes: ByteFunctions | None = None
+    """What multiplies rows that are rounded to 8 bits (`EngineConfig.activations`)."""
+
+    @property
+    def activations(self) -> str:
+        """What a row of x is multiplied as."""
+        return BF16 if self.in_bytes is None else INT8
 
 
 class Matrix(NamedTuple):
@@ -65,12 +81,28 @@ def own_order() -> Products | None:
     return Products((one, two, four), None)
 
 
+@functools.cache
+def added_rows(activations: str) -> int:
+    """The address of the function that adds rows to totals (`added_rows.py`), where there is one for products."""
+    isa = widest(activations)
+    assert isa is not None, activations
+    from smoe.kernels import added_rows as rows
+
+    (address,) = _addresses(rows.module_of(isa), [rows.NAME])
+    return address
+
+
 def _compiled(form: Format, isa: Isa, activations: str) -> Products:
     from smoe.kernels import quantised  # needs llvmlite, which not every machine has
 
+    if activations == INT8 and activations_fit(form):
+        layout = Layout.of(form)
+        names = [*quantised.byte_names(form), quantised.unpack_name(form)]
+        rows, gated_rows, products, unpack = _addresses(quantised.byte_module_of(form, isa), names)
+        return Products((), unpack, ByteFunctions(layout, rows, gated_rows, products))
     names = [*(quantised.products_name(form, rows) for rows in _ROWS), quantised.unpack_name(form)]
-    one, two, four, unpack = _addresses(quantised.module_of([form], isa, activations), names)
-    return Products((one, two, four), unpack, activations if activations_fit(form) else BF16)
+    one, two, four, unpack = _addresses(quantised.module_of([form], isa), names)
+    return Products((one, two, four), unpack)
 
 
 def _addresses(source: str, names: Sequence[str]) -> list[int]:

@@ -67,6 +67,23 @@ def byte_dots(code: Code, total: Value, codes: Value, x: Value, is_signed: bool)
     return _by_register(code, lambda *some: four(code, *some), total, codes, x)
 
 
+class DotSum:
+    """Sums of `byte_dots`, which have 32 bits from the start."""
+
+    def __init__(self, code: Code, most: int, is_signed: bool) -> None:
+        self._code = code
+        self._is_signed = is_signed
+        self._total: Value = ir.Constant(code.registers(WORD), None)
+
+    def add(self, codes: Value, x: Value) -> None:
+        """One more product of four bytes in every lane."""
+        self._total = byte_dots(self._code, self._total, codes, x, self._is_signed)
+
+    def total(self) -> Value:
+        """int32 [n]"""
+        return self._total
+
+
 def _four_at_once(code: Code, total: Value, codes: Value, x: Value) -> Value:
     kind = ir.FunctionType(_WORDS, [_WORDS, _BYTES, _BYTES])
     return code.intrinsic("llvm.aarch64.neon.sdot.v4i32.v16i8", kind, [total, codes, x])

@@ -15,17 +15,15 @@ done for all groups of the block in one register.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from llvmlite import ir
 
-from smoe.bounds import BF16, INT8
-from smoe.formats.activations import fits as activations_fit
 from smoe.formats.base import Format, Group
-from smoe.kernels import quantised_dots, quantised_whole
+from smoe.kernels import byte_products, byte_rows, quantised_dots
 from smoe.kernels.builder import Code
+from smoe.kernels.byte_layout import Layout
 from smoe.kernels.isa import Isa
 from smoe.kernels.kinds import FLOAT, HALF_WORD, POINTER, WORD, Value
 from smoe.kernels.quantised_block import Row, arranged, codes_of, group_numbers, order_of, scales_of
@@ -50,8 +48,8 @@ def unpack_name(form: Format) -> str:
     return f"unpack_{form.name}"
 
 
-def module_of(forms: Sequence[Format], isa: Isa, activations: str = BF16) -> str:
-    """Functions for every format, in LLVM's language; `activations`: what a row of x is multiplied as.
+def module_of(forms: Sequence[Format], isa: Isa) -> str:
+    """Functions for every format, in LLVM's language, that multiply rows of bf16 numbers.
 
     `products_F_1(x, w, out, bias, begin, end, K)` computes outputs begin ... end - 1 of one row; `bias` may be null.
     `products_F_2(pairs, w, -, -, begin, end, K)` and `products_F_4` have (x, out) of every row in `pairs`, and no bias.
@@ -60,36 +58,51 @@ def module_of(forms: Sequence[Format], isa: Isa, activations: str = BF16) -> str
     """
     module = ir.Module()
     for form in forms:
-        if activations == INT8 and activations_fit(form):
-            quantised_whole.arrangement(module, isa, form)
         for rows in (1, 2, 4):
-            _products(module, isa, form, _way(isa, form, activations), rows)
+            _products(module, isa, form, _way(isa, form), rows)
         _unpack(module, isa, form)
+    return _text(module, isa)
+
+
+def byte_names(form: Format) -> list[str]:
+    """Functions that multiply rows in 8 bits: what makes rows, what makes gated rows, and the products."""
+    layout = Layout.of(form)
+    return [
+        byte_rows.function_name(layout),
+        byte_rows.gated_function_name(layout),
+        byte_products.function_name(form),
+    ]
+
+
+def byte_module_of(form: Format, isa: Isa) -> str:
+    """The functions that `byte_names` names, and `unpack_F`."""
+    module = ir.Module()
+    byte_rows.add_function(module, isa, form, _ARGUMENTS)
+    byte_rows.add_gated_function(module, isa, form, _ARGUMENTS)
+    byte_products.add_function(module, isa, form, _ARGUMENTS)
+    _unpack(module, isa, form)
+    return _text(module, isa)
+
+
+def _text(module: ir.Module, isa: Isa) -> str:
     lines = str(module).splitlines()
     defined = [f"{line} #0" if line.startswith("define ") else line for line in lines if "target " not in line]
     return "\n".join([*defined, f"attributes #0 = {{ {isa.attributes} }}", ""])
 
 
 class _Way(NamedTuple):
-    """How rows of x are arranged and multiplied."""
+    """How rows of x are multiplied."""
 
     zero: int
     """What codes are too large by as they are multiplied."""
-    row: Callable[[Code, Format, Value, Value], Row]
-    """(code, form, x, K): the row, arranged."""
     add_block: Callable[
         [Code, Format, Sequence[Value], Sequence[Row], Value, Sequence[Value], Sequence[Value]], list[Value]
     ]
-    """(code, form, places, rows, block, gains, totals): see `quantised_whole.add_block`."""
-    together: int = 1
-    """Blocks that it adds at once, at most."""
+    """(code, form, places, rows, block, gains, totals): see `_add_halves`."""
 
 
-def _way(isa: Isa, form: Format, activations: str) -> _Way:
-    if activations == INT8 and activations_fit(form):
-        return _Way(0, quantised_whole.row_of, quantised_whole.add_block, quantised_whole.together(isa, form))
-    add_block = _add_halves if quantised_dots.fits(isa, form) else _add_reals
-    return _Way(subtracted(isa, form), _row, add_block)
+def _way(isa: Isa, form: Format) -> _Way:
+    return _Way(subtracted(isa, form), _add_halves if quantised_dots.fits(isa, form) else _add_reals)
 
 
 def _has_offsets(way: _Way, form: Format) -> bool:
@@ -101,9 +114,9 @@ def _products(module: ir.Module, isa: Isa, form: Format, way: _Way, rows: int) -
     given, w, out, bias, begin, end, columns = code.arguments
     build = code.build
     if rows == 1:
-        xs, outs = [way.row(code, form, given, columns)], [out]
+        xs, outs = [_row(code, form, given, columns)], [out]
     else:
-        xs = [way.row(code, form, code.load(POINTER, code.at(given, 16 * r)), columns) for r in range(rows)]
+        xs = [_row(code, form, code.load(POINTER, code.at(given, 16 * r)), columns) for r in range(rows)]
         outs = [code.load(POINTER, code.at(given, 16 * r + 8)) for r in range(rows)]
     blocks = build.sdiv(columns, code.number(form.numbers))
     stride = build.mul(blocks, code.number(form.nbytes))
@@ -169,21 +182,17 @@ def _dots(
     count, has_offsets = len(matrix) * len(xs), _has_offsets(way, form)
     begin = [code.reals(0.0)] * count + ([code.reals(0.0, groups)] * count if has_offsets else [])
 
-    def some(b: Value, many: int, carried: list[Value]) -> list[Value]:
-        """So many blocks from b on."""
+    def one(b: Value, carried: list[Value]) -> list[Value]:
+        """Block number b."""
         totals, offsets = carried[:count], carried[count:]
         first = build.mul(b, code.number(form.nbytes))
         places = [code.at(row, first) for row in matrix]
-        scales = [
-            [scales_of(code, form, code.at(place, n * form.nbytes), way.zero) for n in range(many)] for place in places
-        ]
-        gains = [code.joined([each.gains for each in of_row]) for of_row in scales]
-        totals = way.add_block(code, form, places, xs, b, gains, totals)
-        if offsets:
-            for n, m in itertools.product(range(many), range(count)):
-                place = build.mul(build.add(b, code.number(n)), code.number(4 * groups))
-                x_sums = code.load(code.registers(FLOAT, groups), code.at(xs[m % len(xs)].sums, place), 4)
-                offsets[m] = code.fma(scales[m // len(xs)][n].offsets, x_sums, offsets[m])
+        scales = [scales_of(code, form, place, way.zero) for place in places]
+        totals = way.add_block(code, form, places, xs, b, [each.gains for each in scales], totals)
+        for m in range(len(offsets)):
+            place = build.mul(b, code.number(4 * groups))
+            x_sums = code.load(code.registers(FLOAT, groups), code.at(xs[m % len(xs)].sums, place), 4)
+            offsets[m] = code.fma(scales[m // len(xs)].offsets, x_sums, offsets[m])
         return totals + offsets
 
     def blocks_of(several: int) -> Callable[[Value, list[Value]], list[Value]]:
@@ -192,9 +201,8 @@ def _dots(
             for row in matrix:
                 for line in range(0, several * form.nbytes, LINE):
                     code.prefetch(code.at(code.at(row, ahead), line))
-            many = min(several, way.together)
-            for n in range(0, several, many):
-                carried = some(build.add(b, code.number(n)), many, carried)
+            for n in range(several):
+                carried = one(build.add(b, code.number(n)), carried)
             return carried
 
         return together

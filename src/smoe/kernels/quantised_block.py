@@ -16,13 +16,9 @@ class Row(NamedTuple):
     """A row of x as the products read it."""
 
     numbers: Value
-    """Address of K numbers: float32, bf16 or bytes."""
+    """Address of K numbers: float32 or bf16."""
     sums: Value
     """Address of the sum of every group of them; not filled where the format needs none."""
-    begins: Value = None
-    """Of bytes only: address of K / 4 numbers that sums begin with; not filled where codes have no zero."""
-    scales: Value = None
-    """Of bytes only: address of the scale of every group."""
 
 
 class Scales(NamedTuple):
@@ -69,7 +65,7 @@ def codes_of(code: Code, form: Format, fields: Sequence[Field | Bits], place: Va
     if form.is_float8:
         (field,) = fields
         assert isinstance(field, Field)
-        return _float8(code, code.load(code.registers(BYTE), code.at(place, field.byte + i)))
+        return float8(code, code.load(code.registers(BYTE), code.at(place, field.byte + i)))
     total = None
     for field in fields:
         part = _bits(code, field, place, i) if isinstance(field, Bits) else _field(code, field, place, i)
@@ -79,7 +75,7 @@ def codes_of(code: Code, form: Format, fields: Sequence[Field | Bits], place: Va
     return build.sitofp(total, code.registers(FLOAT))
 
 
-def _float8(code: Code, codes: Value) -> Value:
+def float8(code: Code, codes: Value) -> Value:
     """Bytes in E4M3 as floats, by way of 16 bits: one more bit of exponent, whose middle lies 8 higher."""
     build, count = code.build, codes.type.count
     raw = build.zext(codes, code.registers(HALF_WORD, count))
@@ -130,7 +126,7 @@ def _scale_codes(code: Code, form: Format, place: Value) -> Value:
     if codes is None:
         return None
     if form.has_float8_scales:
-        return _float8(code, build.trunc(codes, code.registers(BYTE, groups)))
+        return float8(code, build.trunc(codes, code.registers(BYTE, groups)))
     if form.scale_zero:
         codes = build.sub(codes, code.words([form.scale_zero] * groups))
     return build.sitofp(codes, code.registers(FLOAT, groups))

@@ -26,7 +26,9 @@ from smoe.kernels import tasks
 from smoe.kernels.isa import widest
 from smoe.kernels.jit import compile_functions, cpu_has
 from smoe.kernels.matrix import Matrix, own_order
+from smoe.kernels.quantised_work import LONE_UNIT, MOST_QUANTISED_ROWS, QuantisedWork, Target
 from smoe.kernels.row_product import chain_of
+from smoe.kernels.rows import Pairs, RowLists
 
 if TYPE_CHECKING:
     import torch
@@ -34,12 +36,8 @@ if TYPE_CHECKING:
 UNIT = 256
 """Outputs in a unit: 1 MB of weights at K = 2048, some 60 us. Of smaller ones too much that is fetched ahead is taken
 by another thread."""
-LONE_UNIT = 128
-"""Of a single product, of which the last unit would else be waited for."""
 OWN_ORDER_GAIN = 1.1
 """So many times as fast as the library an order of sums of our own must be, where its bits cannot be had."""
-MOST_ROWS = 4
-"""Rows that are multiplied by one matrix at once."""
 _SPIN_CYCLES = 20_000
 """How long a helper looks out for work before it sleeps: some 10 us. Longer takes from the readers what it gives us."""
 _SPIN_CYCLES_ALONE = 2_000_000
@@ -66,29 +64,9 @@ class Product(NamedTuple):
     """How many k are summed together before the parts are added up; 0: all."""
 
 
-MOST_QUANTISED_ROWS = 32
-"""Of quantised matrices, in passes of `MOST_ROWS`: for more it takes less time to unpack a matrix once."""
+_LINE = 64
 _FEW_ROWS = 8
 """Of bf16 matrices in our own order on CPUs with AVX-512, where the library has a fast product for more (oneDNN)."""
-
-
-def passes(pairs: Sequence[tuple[int, int]]) -> list[Pairs]:
-    """What a quantised matrix is multiplied with, `MOST_ROWS` at a time; a last one that is alone comes twice."""
-    parts = [pairs[begin : begin + MOST_ROWS] for begin in range(0, len(pairs), MOST_ROWS)]
-    return [Pairs(part if len(part) > 1 else [*part, *part]) for part in parts]
-
-
-class Pairs:
-    """Addresses of rows and of where their products go, for machine code; they must outlive the work.
-
-    The last of three comes twice: four at once take less time than two and one.
-    """
-
-    def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
-        pairs = [*pairs, pairs[-1]] if len(pairs) == 3 else pairs
-        self.count = len(pairs)
-        self._words = (ctypes.c_int64 * (2 * len(pairs)))(*(address for pair in pairs for address in pair))
-        self.address = ctypes.addressof(self._words)
 
 
 class SpinningPool:
@@ -117,6 +95,8 @@ class SpinningPool:
         self.finished = self.word(tasks.FINISHED)
         self.rows_are_alone = False
         """Whether each of several rows is summed as it would be alone, not as the library sums several."""
+        self._byte_rows, self._byte_rows_at = bytearray(), 0
+        self.row_lists = RowLists()
         self._is_closed = False
         self._is_asleep = [False] * (threads - 1)
         self._alarms = [threading.Lock() for _ in self._is_asleep]
@@ -179,33 +159,31 @@ class SpinningPool:
     def multiply_quantised(
         self, x: torch.Tensor, matrices: Sequence[Matrix], out: torch.Tensor, bias: torch.Tensor | None = None
     ) -> None:
-        """out [M, N] = x [M, K] times quantised matrices, side by side; M is `MOST_QUANTISED_ROWS` at most,
-        and both lie in one piece.
+        """out [M, N] = x [M, K] times quantised matrices, side by side; both lie in one piece.
 
-        `bias` [N] is added to rows that are alone only.
+        M is at most `most_quantised_rows(matrices)`. `bias` [N] is added before rounding; rows of bf16 numbers that are
+        multiplied together have none.
         """
-        fields: list[int] = []
-        rows, kept = x.shape[0], []
-        assert rows <= MOST_QUANTISED_ROWS and (bias is None or rows == 1 or self.rows_are_alone), rows
-        units = weights = column = 0
-        for address, outputs, columns, products in matrices:
-            assert products is not None
-            head = (outputs, LONE_UNIT, tasks.FORMAT, self.at_once, 0, self.nowhere)
-            to, at = out.data_ptr() + 2 * column, 0 if bias is None else bias.data_ptr() + 2 * column
-            if rows == 1 or self.rows_are_alone:
-                for n in range(rows):
-                    row, its = x.data_ptr() + 2 * columns * n, to + 2 * out.shape[1] * n
-                    fields += (units, *head, products.of_rows[0], row, address, its, columns, at)
-                    units += -(-outputs // LONE_UNIT)
-            else:
-                both = [(x.data_ptr() + 2 * columns * n, to + 2 * out.shape[1] * n) for n in range(rows)]
-                for pairs in passes(both):
-                    kept.append(pairs)
-                    fields += (units, *head, products.of_rows[pairs.count // 2], pairs.address, address, 0, columns, 0)
-                    units += -(-outputs // LONE_UNIT)
-            weights += outputs * columns
-            column += outputs
-        self.run(fields, units, is_long=weights >= WAKING_WEIGHTS)
+        stride, column, targets = 2 * out.shape[1], 0, []
+        for matrix in matrices:
+            bias_at = 0 if bias is None else bias.data_ptr() + 2 * column
+            targets.append(Target(matrix, out.data_ptr() + 2 * column, stride, bias_at))
+            column += matrix.outputs
+        self.multiply_each(x, targets)
+
+    def multiply_each(self, x: torch.Tensor, targets: Sequence[Target]) -> None:
+        """x [M, K] times quantised matrices, whose products each go to a place of their own."""
+        work = QuantisedWork(self, x, targets)
+        self.run(work.fields, work.units, is_long=work.weights >= WAKING_WEIGHTS, counts=len(work.layouts))
+
+    def byte_rows(self, nbytes: int) -> int:
+        """The address of so many bytes for rows in 8 bits: of one work only, as the next one writes over them."""
+        if not nbytes:
+            return 0
+        if len(self._byte_rows) < nbytes + _LINE:
+            self._byte_rows = bytearray(nbytes + _LINE)
+            self._byte_rows_at = ctypes.addressof(ctypes.c_char.from_buffer(self._byte_rows))
+        return -(-self._byte_rows_at // _LINE) * _LINE
 
     def unpack(self, matrices: Sequence[tuple[Matrix, int]]) -> None:
         """Write quantised matrices as bf16, each to an address of its own."""

@@ -36,7 +36,7 @@ from smoe.kernels import elementwise, row_product
 
 OPEN, FINISHED, PATIENCE, NOWHERE, PROGRESS = 0, 8, 9, 10, 16
 """Words of the header; `open` has a cache line to itself. Nobody reads what is counted at `NOWHERE`."""
-MOST_COUNTS = 128
+MOST_COUNTS = 144
 HEADER = PROGRESS + MOST_COUNTS
 FIELDS = 13
 MOST_TASKS = 8192

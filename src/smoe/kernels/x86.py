@@ -59,16 +59,70 @@ def byte_dots(code: Code, total: Value, codes: Value, x: Value, is_signed: bool)
         return code.intrinsic(f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", kind, [total, *words])
     if is_signed:
         codes, x = _without_sign(code, codes, x)
-    pairs, halves = ir.VectorType(HALF_WORD, 2 * lanes), code.halves([1] * 2 * lanes)
-    of_two, of_four = ("pmaddubs.w.512", "pmaddw.d.512") if lanes == 16 else ("pmadd.ub.sw", "pmadd.wd")
-    own = "llvm.x86.avx512." if lanes == 16 else "llvm.x86.avx2."
-    twos = code.intrinsic(own + of_two, ir.FunctionType(pairs, [codes.type] * 2), [codes, x])
-    fours = code.intrinsic(own + of_four, ir.FunctionType(total.type, [pairs] * 2), [twos, halves])
-    return build.add(total, fours)
+    return build.add(total, _sums_of_pairs(code, _pairs_of(code, codes, x)))
+
+
+class DotSum:
+    """Sums of `byte_dots`. Without an instruction for four products, as many pairs of products are added up in 16 bits
+    as are sure to fit."""
+
+    def __init__(self, code: Code, most: int, is_signed: bool) -> None:
+        self._code = code
+        self._is_signed = is_signed
+        self._fit = 1 if is_signed else max(1, 32767 // (2 * 127 * most))
+        self._halves: Value = None
+        self._count = 0
+        self._total: Value = None
+
+    def add(self, codes: Value, x: Value) -> None:
+        """One more product of four bytes in every lane."""
+        code = self._code
+        if code.isa.has_int8_dots:
+            before = ir.Constant(code.registers(WORD), None) if self._total is None else self._total
+            self._total = byte_dots(code, before, codes, x, self._is_signed)
+            return
+        if self._is_signed:
+            codes, x = _without_sign(code, codes, x)
+        twos = _pairs_of(code, codes, x)
+        self._halves = twos if self._halves is None else code.build.add(self._halves, twos)
+        self._count += 1
+        if self._count == self._fit:
+            self._widen()
+
+    def total(self) -> Value:
+        """int32 [n]"""
+        self._widen()
+        return self._total
+
+    def _widen(self) -> None:
+        """What was added up in 16 bits goes to the total."""
+        if self._halves is not None:
+            fours = _sums_of_pairs(self._code, self._halves)
+            self._total = fours if self._total is None else self._code.build.add(self._total, fours)
+        self._halves, self._count = None, 0
+
+
+def _pairs_of(code: Code, codes: Value, x: Value) -> Value:
+    """Two products of bytes each, added up in 16 bits: int16 [2n]"""
+    pairs = ir.VectorType(HALF_WORD, codes.type.count // 2)
+    name = "llvm.x86.avx512.pmaddubs.w.512" if codes.type.count == 64 else "llvm.x86.avx2.pmadd.ub.sw"
+    return code.intrinsic(name, ir.FunctionType(pairs, [codes.type] * 2), [codes, x])
+
+
+def _sums_of_pairs(code: Code, halves: Value) -> Value:
+    """Neighbours added up: int16 [2n] -> int32 [n]"""
+    lanes = halves.type.count // 2
+    kind = ir.VectorType(WORD, lanes)
+    name = "llvm.x86.avx512.pmaddw.d.512" if lanes == 16 else "llvm.x86.avx2.pmadd.wd"
+    return code.intrinsic(name, ir.FunctionType(kind, [halves.type] * 2), [halves, code.halves([1] * 2 * lanes)])
 
 
 def _without_sign(code: Code, codes: Value, x: Value) -> tuple[Value, Value]:
     """Magnitudes of the codes, and x with their signs."""
+    if codes.type.count == 32:
+        kind = ir.FunctionType(codes.type, [codes.type] * 2)
+        magnitudes = code.intrinsic("llvm.x86.avx2.psign.b", kind, [codes, codes])
+        return magnitudes, code.intrinsic("llvm.x86.avx2.psign.b", kind, [x, codes])
     build, nothing = code.build, ir.Constant(codes.type, None)
     is_below = build.icmp_signed("<", codes, nothing)
     return tuple(build.select(is_below, build.sub(nothing, each), each) for each in (codes, x))

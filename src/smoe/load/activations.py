@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
-from smoe.bounds import BF16
+from smoe.bounds import AUTO, BF16, INT8
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.formats.activations import fits
+from smoe.kernels.isa import widest
 from smoe.memory.quantised_store import QuantisedStore
 from smoe.models.quantised_linear import QuantisedLinear
 from smoe.runtime.layer import LayerCompute
+
+
+def activations_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """What rows are rounded to before quantised weights multiply them: `BF16` or `INT8`."""
+    if config.activations != AUTO or config.cluster is not None:
+        return on_workers(config)
+    has_kernels = config.kernels != "torch" and dtype is torch.bfloat16 and device.type == "cpu"
+    return INT8 if has_kernels and widest(INT8) is not None else BF16
+
+
+def on_workers(config: EngineConfig) -> str:
+    """The same where several machines compute one model: what is asked for, as all must give the same bits."""
+    return BF16 if config.activations == AUTO else config.activations
 
 
 def check_activations(model: PreTrainedModel, config: EngineConfig, compute: LayerCompute) -> None:
@@ -18,7 +33,7 @@ def check_activations(model: PreTrainedModel, config: EngineConfig, compute: Lay
 
     To be called once the experts' arithmetic is chosen.
     """
-    if config.activations == BF16:
+    if config.activations != INT8:
         return
     store = compute.store
     forms = [module.form for module in model.modules() if isinstance(module, QuantisedLinear)]

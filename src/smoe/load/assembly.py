@@ -17,6 +17,7 @@ from smoe.compute.unit import ComputeUnit
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.expert import EXACT, LOW
+from smoe.load.activations import activations_of
 from smoe.load.calibration import calibrate
 from smoe.load.choose_kernel import choose_arithmetic
 from smoe.load.clustered import Asked, cluster_of
@@ -178,7 +179,7 @@ def _compute(
     math = {
         (layer, form): each
         for form, of in stores.items()
-        for layer, each in experts_math(model, spec, of, config.activations).items()
+        for layer, each in experts_math(model, spec, of, activations_of(config, spec.dtype, arena.device)).items()
     }
     arrivals = Arrivals(
         stores=stores,
@@ -254,7 +255,7 @@ def _host_experts(
     if _balance(config, tiers) == "none":
         return None
     assert tiers.host is not None, "refused before loading"
-    math = experts_math(model, spec, store, config.activations)
+    math = experts_math(model, spec, store, activations_of(config, spec.dtype, device))
     if device.type != "cpu" and not all(layer.is_movable for layer in math.values()):
         raise ConfigError(
             f"`balance` {_balance(config, tiers)}: this family's experts end in a norm that only the device has; use "

@@ -22,7 +22,7 @@ from smoe.errors import ConfigError
 from smoe.fastpath import attention, linear, norm
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, SpinningPool, is_supported
-from smoe.load.activations import check_activations
+from smoe.load.activations import activations_of, check_activations
 from smoe.load.slot_kernels import take_slot_kernels
 from smoe.memory.quantised_store import QuantisedStore
 from smoe.models.spec import ModelSpec
@@ -45,7 +45,8 @@ def choose_arithmetic(
 
     Returns whether the library has next to nothing left to compute for one token.
     """
-    is_native = spec.dtype is torch.bfloat16 and config.kernels != "torch" and widest(config.activations) is not None
+    activations = activations_of(config, spec.dtype, compute.device)
+    is_native = spec.dtype is torch.bfloat16 and config.kernels != "torch" and widest(activations) is not None
     host = compute.units.get(HOST)
     if isinstance(host, HostExperts) and is_native and not compute.pacing.is_emulated:
         # an emulated device is timed with the library's products: docs/log.md
@@ -75,7 +76,7 @@ def choose_arithmetic(
         return False
     gates = spec.anatomy.gates
     routers = {model.get_submodule(path): of in gates for of, path in spec.anatomy.routers.items()}
-    share = linear.speed_up(model, chosen, routers, config.activations, is_measured)
+    share = linear.speed_up(model, chosen, routers, activations, is_measured)
     return settled == model.config.get_text_config().num_hidden_layers and share > _NEARLY_ALL
 
 

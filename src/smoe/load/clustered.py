@@ -15,6 +15,7 @@ from smoe.compute.experts_alone import LEAST_SLOTS, ExpertsAlone
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.expert import EXACT
+from smoe.load.activations import activations_of
 from smoe.load.check_zmq import check_zmq
 from smoe.load.experts_math import experts_math
 from smoe.load.host_slots import host_sizes, reads_directly, size_of
@@ -140,7 +141,7 @@ def _movable_math(
     model: PreTrainedModel, spec: ModelSpec, config: EngineConfig, store: ExpertStore
 ) -> dict[int, ExpertMath]:
     """By layer. Raises `ConfigError` for experts that no other machine can compute."""
-    math = experts_math(model, spec, store, config.activations)
+    math = experts_math(model, spec, store, activations_of(config, spec.dtype, torch.device("cpu")))
     if not all(layer.is_movable for layer in math.values()):
         raise ConfigError(
             "this family's experts end in a norm that only the main machine has; it cannot be served by a `cluster`",

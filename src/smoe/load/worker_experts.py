@@ -9,6 +9,7 @@ import torch
 from smoe.cluster.worker import Served
 from smoe.config import EngineConfig
 from smoe.errors import UnsupportedModelError
+from smoe.load.activations import on_workers
 from smoe.load.clustered import experts_alone
 from smoe.load.experts_math import experts_math
 from smoe.load.host_slots import worker_sizes
@@ -29,7 +30,7 @@ def open_experts(model: str | Path, memory_bytes: int | None, config: EngineConf
     store = open_store(checkpoint, spec, checkpoint.experts(spec), _CPU)
     classes = demand_of(spec, config, _CPU, store).all_classes
     sizes = worker_sizes(classes, memory_bytes, slots)
-    math = experts_math(spec.shell, spec, store, config.activations)
+    math = experts_math(spec.shell, spec, store, on_workers(config))
     if not all(layer.is_movable for layer in math.values()):
         raise UnsupportedModelError("this family's experts end in a norm that only the main machine has")
     weights = checksum(checkpoint.place)

@@ -9,7 +9,7 @@ They stand in the places of `nn.Linear` and `nn.Embedding` and compute in the mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -18,7 +18,9 @@ from torch.nn import functional
 from smoe.bounds import BF16
 from smoe.formats.base import Format
 from smoe.kernels.matrix import Matrix, products_of
-from smoe.kernels.spinning_pool import MOST_QUANTISED_ROWS, MOST_ROWS, SpinningPool
+from smoe.kernels.quantised_work import MOST_BYTE_ROWS, Target, most_quantised_rows
+from smoe.kernels.rows import MOST_ROWS
+from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.unpacked import unpacked
 
 PIECE_ELEMENTS = 2**22
@@ -73,15 +75,21 @@ class QuantisedLinear(QuantisedWeight):
         super().__init__(form, codes, dtype)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.out_features, self.in_features = self.shape
+        self.shared: SharedInput | None = None
+        """Computes this layer together with others that are given the same rows."""
+        self._matrix_of: dict[str, Matrix] = {}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]"""
+        if self.shared is not None:
+            return self.shared.output(self, input)
+        return self.alone(input)
+
+    def alone(self, input: torch.Tensor) -> torch.Tensor:
+        """The same, computed for this layer only."""
         rows = input.reshape(-1, self.in_features)
-        # a bias is added before rounding, which only the product of a single row does
-        is_free = self.bias is None or (self.pool is not None and self.pool.rows_are_alone)
-        most = MOST_QUANTISED_ROWS if is_free else MOST_ROWS
-        if self.pool is not None and rows.shape[0] <= most and rows.dtype is torch.bfloat16:
-            out = self._by_codes(self.pool, rows.contiguous())
+        if rows.shape[0] <= self._most_rows(rows):
+            out = self._by_codes(rows.contiguous())
         else:
             out = rows.new_empty(rows.shape[0], self.out_features)
             for begin, end in self.pieces():
@@ -89,14 +97,98 @@ class QuantisedLinear(QuantisedWeight):
                 out[:, begin:end] = functional.linear(rows, self.numbers(begin, end).to(rows.dtype), bias)
         return out.view(*input.shape[:-1], self.out_features)
 
-    def _by_codes(self, pool: SpinningPool, rows: torch.Tensor) -> torch.Tensor:
-        out, matrix = rows.new_empty(rows.shape[0], self.out_features), self._matrix(0, self.out_features)
-        if self.bias is None:
-            pool.multiply_quantised(rows, [matrix], out)
+    def takes(self, input: torch.Tensor) -> bool:
+        """Whether these rows are multiplied in 8 bits by our kernel."""
+        is_known = self.pool is not None and input.dtype is torch.bfloat16 and self.has_byte_products
+        return is_known and input.numel() <= MOST_BYTE_ROWS * self.in_features
+
+    def target(self, out: torch.Tensor) -> Target:
+        """For the pool: this matrix, with products that go to out [M, out_features]."""
+        bias = 0 if self.bias is None else self.bias.data_ptr()
+        return Target(self.matrix, out.data_ptr(), 2 * self.out_features, bias)
+
+    def _most_rows(self, rows: torch.Tensor) -> int:
+        """Rows that our kernel multiplies; more, or of other types, are multiplied with unpacked numbers."""
+        if self.pool is None or rows.dtype is not torch.bfloat16:
+            return 0
+        if self.has_byte_products or self.bias is None or self.pool.rows_are_alone:
+            return most_quantised_rows([self.matrix])
+        return MOST_ROWS  # a bias is added before rounding, which only the product of a single row of bf16 does
+
+    @property
+    def has_byte_products(self) -> bool:
+        """Whether rows are multiplied in 8 bits."""
+        products = self.matrix.products
+        return products is not None and products.in_bytes is not None
+
+    @property
+    def matrix(self) -> Matrix:
+        """The whole of it."""
+        known = self._matrix_of.get(self.activations)
+        if known is None or known.address != self.codes.data_ptr():
+            known = self._matrix_of[self.activations] = self._matrix(0, self.out_features)
+        return known
+
+    def _by_codes(self, rows: torch.Tensor) -> torch.Tensor:
+        assert self.pool is not None
+        out = rows.new_empty(rows.shape[0], self.out_features)
+        if self.bias is None or self.has_byte_products:
+            self.pool.multiply_each(rows, [self.target(out)])
             return out
         for n in range(rows.shape[0]):
-            pool.multiply_quantised(rows[n : n + 1], [matrix], out[n : n + 1], self.bias)
+            self.pool.multiply_each(rows[n : n + 1], [self.target(out[n : n + 1])])
         return out
+
+
+class SharedInput:
+    """Layers that are given the same tensor one after the other: the first of them computes the products of all.
+
+    So q, k and v of an attention are one piece of work for all threads. A layer that is given another tensor than the
+    first computes alone from then on.
+    """
+
+    def __init__(self, layers: Sequence[QuantisedLinear]) -> None:
+        self.layers = list(layers)
+        self._input: torch.Tensor | None = None
+        self._outputs: dict[QuantisedLinear, torch.Tensor] = {}
+        for layer in layers:
+            layer.shared = self
+
+    def output(self, layer: QuantisedLinear, input: torch.Tensor) -> torch.Tensor:
+        """What the layer makes of the tensor."""
+        if layer is self.layers[0]:
+            return self._all(input) if layer.takes(input) else layer.alone(input)
+        found = self._outputs.pop(layer, None) if input is self._input else None
+        if not self._outputs:
+            self._input = None
+        if found is not None:
+            return found
+        if layer.takes(input):
+            self.layers.remove(layer)
+            layer.shared = None
+        return layer.alone(input)
+
+    def _all(self, input: torch.Tensor) -> torch.Tensor:
+        first, *others = self.layers
+        assert first.pool is not None
+        rows = input.reshape(-1, first.in_features).contiguous()
+        outs = [rows.new_empty(rows.shape[0], layer.out_features) for layer in self.layers]
+        first.pool.multiply_each(rows, [layer.target(out) for layer, out in zip(self.layers, outs, strict=True)])
+        own, *rest = [out.view(*input.shape[:-1], out.shape[1]) for out in outs]
+        self._input, self._outputs = input, dict(zip(others, rest, strict=True))
+        return own
+
+
+def share_inputs(model: nn.Module) -> None:
+    """Let layers next to each other that take equally long rows share what is given to the first of them."""
+    for module in model.modules():
+        alike: dict[int, list[QuantisedLinear]] = {}
+        for child in module.children():
+            if isinstance(child, QuantisedLinear) and child.pool is not None and child.has_byte_products:
+                alike.setdefault(child.in_features, []).append(child)
+        for layers in alike.values():
+            if len(layers) > 1:
+                SharedInput(layers)
 
 
 class QuantisedEmbedding(QuantisedWeight):

@@ -22,6 +22,7 @@ from smoe.compute.unit import ComputeUnit, Others, Wanted
 from smoe.expert import EXACT, ExpertKey
 from smoe.gpu_kernels.slot_experts import SlotExperts
 from smoe.kernels.experts import TokenExperts
+from smoe.kernels.prompt_experts import Chosen, PromptExperts
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.memory.arena import Arena
 from smoe.memory.pacing import Pacing
@@ -293,6 +294,9 @@ class LayerCompute:
         """Many tokens: experts in ascending order, each read once, loads of this and the next layer running ahead."""
         if self._is_short(plan, hidden):
             return self.decode(plan, hidden, top_k_weights, lambda _: None)
+        kernel = self._prompt_kernel(plan)
+        if kernel is not None:
+            return self._prompt_in_bytes(plan, kernel, hidden, top_k_weights)
         total = empty_sum(self.math_of(plan.serves[0].key), hidden, top_k_weights)
         flat_weights, width = top_k_weights.reshape(-1, 1), top_k_weights.shape[1]
         given = routes_on_device([serve.routes for serve in plan.serves], width, self._arena.device)
@@ -316,6 +320,36 @@ class LayerCompute:
             self.arrivals.served(serve, computed)
         counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
         return total.to(hidden.dtype)
+
+    def _prompt_kernel(self, plan: LayerPlan) -> TokenExperts | None:
+        """What multiplies all of a prompt's experts in 8 bits, where all are computed here by such products."""
+        kernels = [self.math_of(serve.key).byte_kernel for serve in plan.serves if serve.unit == DEVICE]
+        return kernels[0] if kernels and all(kernels) and len(kernels) == len(plan.serves) else None
+
+    def _prompt_in_bytes(
+        self, plan: LayerPlan, kernel: TokenExperts, hidden: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Many tokens through experts in ascending order, as many at once as are here: [T, H]."""
+        counters, width = self.arrivals.counters, top_k_weights.shape[1]
+        started, before = self._now(), counters.elsewhere_seconds
+        gains, prompt, computed = top_k_weights.flatten().tolist(), PromptExperts(kernel, hidden), 0
+
+        def finish(done: int) -> int:
+            """Tell the loads that the next `done` serves are over."""
+            for n in range(computed, computed + done):
+                self.arrivals.served(plan.serves[n], n + 1)
+            return computed + done
+
+        for serve in plan.serves:
+            if serve.waits or not prompt.has_room(len(serve.routes)):
+                computed = finish(prompt.flush())
+            matrices = self.arrivals.weights_of(serve).matrices
+            prompt.add(
+                Chosen(matrices, [route // width for route in serve.routes], [gains[route] for route in serve.routes])
+            )
+        finish(prompt.flush())
+        counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
+        return prompt.total.to(hidden.dtype)
 
 
 class _HandedOver:

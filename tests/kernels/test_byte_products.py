@@ -1,7 +1,7 @@
 """Products with activations in 8 bits: every format on every instruction set that this CPU has, against NumPy.
 
 Would catch: a product that is cut off at 16 bits, bytes of x in another order than codes, a zero that is not taken
-back, a group's scale on its neighbour, a rounding of x that the reference does not have.
+back, a group's scale on its neighbour, a rounding of x that the reference does not have, a tile's end.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from smoe.bounds import BF16, INT8
 from smoe.formats.activations import fits, in_8_bits
 from smoe.formats.base import Bits, Format
 from smoe.formats.registry import FORMATS
+from smoe.kernels.byte_products import TILE_COLUMNS
+from smoe.kernels.elementwise import activation_table
 from smoe.kernels.isa import ISAS_OF, Isa
 from smoe.kernels.jit import is_available
 from smoe.kernels.matrix import products_of
 from tests.formats.blocks import random_rows
-from tests.kernels.products import columns_of, compiled, exact, multiplied
+from tests.kernels.products import columns_of, compiled_in_bytes, exact, gated_in_bytes, multiplied_in_bytes
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="needs llvmlite")
 ROWS = 11
@@ -48,7 +51,7 @@ def test_other_formats_are_multiplied_as_without_it() -> None:
 
 @pytest.fixture
 def functions(form: Format, isa: Isa) -> dict[object, object]:
-    return compiled(form, isa, INT8)
+    return compiled_in_bytes(form, isa)
 
 
 def check(form: Format, data, x: torch.Tensor, ours: torch.Tensor) -> None:
@@ -59,13 +62,13 @@ def check(form: Format, data, x: torch.Tensor, ours: torch.Tensor) -> None:
     assert bool(((ours.double() - wanted).abs() <= 2.0**-8 * wanted.abs() + 3e-6 * offsets + 1e-38).all())
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7])
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_products_are_those_of_x_in_8_bits(form, functions, rows: int, blocks: int) -> None:
     columns = columns_of(form, blocks)
     data = random_rows(form, ROWS, columns, blocks)
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(blocks)).bfloat16()
-    check(form, data, x, multiplied(functions, data, x, columns, 0, ROWS))
+    check(form, data, x, multiplied_in_bytes(form, functions, data, x))
 
 
 @pytest.mark.parametrize("value", [0x00, 0x7F, 0x80, 0xFF])
@@ -80,7 +83,7 @@ def test_the_largest_codes_and_bytes_are_not_cut_off(form, functions, value: int
                 step = 8 if isinstance(field, Bits) else 1
                 blocks[:, field.byte : field.byte + run.numbers // step] = value
     x = torch.full((1, columns), 1.5 * sign).bfloat16()
-    check(form, data, x, multiplied(functions, data, x, columns, 0, ROWS))
+    check(form, data, x, multiplied_in_bytes(form, functions, data, x))
 
 
 NUMBERS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-3, -300.0, 1e4, -3e20, 1e-40, -1e-38, 3e-31, 0.996, -0.5])
@@ -93,7 +96,7 @@ def test_outliers_zeros_and_what_is_almost_zero(form, functions, values: list[fl
     picked = np.random.default_rng(seed).choice(values, columns)
     x = torch.from_numpy(picked).float().bfloat16().unsqueeze(0)
     data = random_rows(form, ROWS, columns, seed)
-    check(form, data, x, multiplied(functions, data, x, columns, 0, ROWS))
+    check(form, data, x, multiplied_in_bytes(form, functions, data, x))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -101,7 +104,7 @@ def test_what_is_no_number_is_not_hidden(form, functions, value: float) -> None:
     columns = columns_of(form, 2)
     x = torch.randn(1, columns).bfloat16()
     x[0, columns // 2 + 3] = value
-    ours = multiplied(functions, random_rows(form, ROWS, columns, 5), x, columns, 0, ROWS)
+    ours = multiplied_in_bytes(form, functions, random_rows(form, ROWS, columns, 5), x)
     assert not bool(ours.isfinite().any())
 
 
@@ -109,15 +112,29 @@ def test_a_bias_is_added_before_rounding(form, functions) -> None:
     columns = columns_of(form, 1)
     data, bias = random_rows(form, ROWS, columns, 4), torch.randn(ROWS).bfloat16()
     x = torch.zeros(1, columns, dtype=torch.bfloat16)
-    assert torch.equal(multiplied(functions, data, x, columns, 0, ROWS, bias)[0], bias)
+    assert torch.equal(multiplied_in_bytes(form, functions, data, x, bias=bias)[0], bias)
 
 
-def test_bits_do_not_hang_on_what_is_computed_together(form, functions) -> None:
-    """Rows of the matrix and rows of x alone, or several at once."""
-    columns = columns_of(form, 4)
-    data, x = random_rows(form, 8, columns, 7), torch.randn(4, columns).bfloat16()
-    single = torch.cat([multiplied(functions, data, x[n : n + 1], columns, 0, 8) for n in range(4)])
-    for n in range(8):
-        assert torch.equal(multiplied(functions, data, x[:1], columns, n, n + 1)[:, n], single[:1, n])
-    assert torch.equal(multiplied(functions, data, x, columns, 0, 8), single)
-    assert torch.equal(multiplied(functions, data, x[:2], columns, 0, 8), single[:2])
+def test_bits_depend_on_nothing_that_is_computed_with_them(form, functions) -> None:
+    """Rows of the matrix and rows of x alone, or several at once; more columns than a tile has."""
+    columns = columns_of(form, -(-(TILE_COLUMNS + form.numbers) // form.numbers))
+    data, x = random_rows(form, 19, columns, 7), torch.randn(5, columns).bfloat16()
+    single = torch.cat([multiplied_in_bytes(form, functions, data, row) for row in x.split(1)])
+    check(form, data, x, single)
+    for n in (0, 7, 18):
+        alone = multiplied_in_bytes(form, functions, data, x[:2], n, n + 1)
+        assert torch.equal(alone[:, n], single[:2, n])
+        assert bool(alone[:, [i for i in range(19) if i != n]].isnan().all()), "outputs that were not asked for"
+    for count in (2, 3, 5):
+        assert torch.equal(multiplied_in_bytes(form, functions, data, x[:count]), single[:count])
+
+
+def test_a_gated_row_is_what_the_library_makes_of_it_in_8_bits(form, functions) -> None:
+    columns = columns_of(form, 2)
+    table = activation_table(lambda both: functional.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1])
+    assert table is not None
+    wide = torch.randn(3, 2 * columns).bfloat16()
+    gate, up = wide.chunk(2, -1)
+    data = random_rows(form, ROWS, columns, 8)
+    ours = gated_in_bytes(form, functions, data, wide, table)
+    assert torch.equal(ours, multiplied_in_bytes(form, functions, data, functional.silu(gate) * up))

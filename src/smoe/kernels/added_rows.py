@@ -1,0 +1,49 @@
+"""Rows times their gains, added to totals in float32: the sum over the experts of a prompt.
+
+total [H] += gain * row [H]        row after row in the order of the list, whatever threads share the columns
+"""
+
+from __future__ import annotations
+
+import functools
+
+from llvmlite import ir
+
+from smoe.kernels.builder import Code
+from smoe.kernels.isa import Isa
+from smoe.kernels.kinds import FLOAT, HALF_WORD, LONG, POINTER, Value
+
+NAME = "add_rows"
+
+
+def module_of(isa: Isa) -> str:
+    """The function `add_rows(given, gains, -, -, begin, end, H)` for LLVM: columns begin ... end - 1, whose number is a
+    multiple of the lanes.
+
+    `given`: how many rows, then for each its address (bf16 [H]) and that of its total (float32 [H]); `gains`: float32.
+    """
+    module = ir.Module()
+    code = Code(module, isa, NAME, ("*given", "*gains", "*-", "*--", "begin", "end", "H"))
+    given, gains, _, _, begin, end, _ = code.arguments
+    rows = code.load(LONG, given)
+    code.loop(code.number(0), rows, 1, [], functools.partial(_row, code, given, gains, begin, end))
+    code.end()
+    lines = str(module).splitlines()
+    defined = [f"{line} #0" if line.startswith("define ") else line for line in lines if "target " not in line]
+    return "\n".join([*defined, f"attributes #0 = {{ {isa.attributes} }}", ""])
+
+
+def _row(code: Code, given: Value, gains: Value, begin: Value, end: Value, n: Value, _: list[Value]) -> list[Value]:
+    build, lanes = code.build, code.isa.lanes
+    place = build.mul(n, code.number(16))
+    row, total = (code.load(POINTER, code.at(given, build.add(place, code.number(at)))) for at in (8, 16))
+    gain = code.splat(code.load(FLOAT, code.at(gains, build.mul(n, code.number(4))), 4))
+
+    def some(i: Value, _: list[Value]) -> list[Value]:
+        numbers = code.widened(code.load(code.registers(HALF_WORD), code.at(row, build.mul(i, code.number(2)))))
+        to = code.at(total, build.mul(i, code.number(4)))
+        code.store(code.fma(gain, numbers, code.load(code.registers(FLOAT), to, 4)), to, 4)
+        return []
+
+    code.loop(begin, end, lanes, [], some)
+    return []

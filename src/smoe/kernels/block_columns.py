@@ -1,0 +1,173 @@
+"""Blocks of several rows of a quantised matrix at once: the same four neighbouring bytes of every row in one register.
+
+    row 0    | 16 bytes |            register 0   | bytes 0-3 of row 0 | bytes 0-3 of row 1 | ...
+    row 1    | 16 bytes |     ->     register 1   | bytes 4-7 of row 0 | bytes 4-7 of row 1 | ...
+    ...                              ...
+
+Whatever is done to a byte alone, a shift, a mask, a look-up, is done to all rows by one instruction, and scales become
+registers with one number a row. Sums over a row then need no adding across a register.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llvmlite import ir
+
+from smoe.formats.base import Bits, Field, Format, Group, Scalar
+from smoe.kernels.builder import Code
+from smoe.kernels.kinds import BYTE, FLOAT, HALF, HALF_WORD, WORD, Value
+from smoe.kernels.quantised_block import float8
+
+PIECE = 16
+"""Bytes of each row that are transposed together."""
+_SPREAD = 0x00204081
+"""Times four bits: bit n becomes the lowest bit of byte n."""
+
+
+class Columns:
+    """One block of each of `code.isa.lanes` rows, in columns of four bytes."""
+
+    def __init__(self, code: Code, form: Format, places: Sequence[Value]) -> None:
+        """`places`: the address of the block in each row."""
+        self._code = code
+        self._form = form
+        self._places = places
+        self._known: dict[int, list[Value]] = {}
+
+    def words(self, byte: int) -> list[Value]:
+        """Bytes `byte` ... `byte` + 15 of every row: four registers of int32 [lanes]."""
+        if byte not in self._known:
+            self._known[byte] = self._transposed(byte)
+        return self._known[byte]
+
+    def byte(self, byte: int) -> Value:
+        """Byte number `byte` of every row: int32 [lanes]."""
+        code, build = self._code, self._code.build
+        first = next((known for known in self._known if known <= byte < known + PIECE), None)
+        first = min(byte, self._form.nbytes - PIECE) if first is None else first
+        word, inside = divmod(byte - first, 4)
+        register = self.words(first)[word]
+        if inside:
+            register = build.lshr(register, code.words([8 * inside] * code.isa.lanes))
+        return build.and_(register, code.words([255] * code.isa.lanes))
+
+    def codes(self, fields: Sequence[Field | Bits], i: int) -> list[Value]:
+        """The codes of numbers i ... i + 15 of a run: four registers of bytes [4 * lanes], a code in each byte."""
+        build, found = self._code.build, [None] * 4
+        for field in fields:
+            parts = self._bits(field, i) if isinstance(field, Bits) else self._field(field, i)
+            found = [
+                part if so_far is None else build.or_(so_far, part) for so_far, part in zip(found, parts, strict=True)
+            ]
+        kind = ir.VectorType(BYTE, 4 * self._code.isa.lanes)
+        return [build.bitcast(each, kind) for each in found]
+
+    def scalar(self, scalar: Scalar) -> Value:
+        """One of the block's own numbers: float32 [lanes]."""
+        code, build, lanes = self._code, self._code.build, self._code.isa.lanes
+        if scalar.kind == "E8M0":
+            return self._power(self.byte(scalar.byte))
+        parts = [self.byte(scalar.byte + n) for n in range(scalar.nbytes)]
+        bits = parts[0]
+        for n, part in enumerate(parts[1:], start=1):
+            bits = build.or_(bits, build.shl(part, code.words([8 * n] * lanes)))
+        if scalar.kind == "F32":
+            number = build.bitcast(bits, code.registers(FLOAT))
+        else:
+            halves = build.bitcast(build.trunc(bits, code.registers(HALF_WORD)), code.registers(HALF))
+            number = build.fpext(halves, code.registers(FLOAT))
+        return number if scalar.sign > 0 else build.fneg(number)
+
+    def gain(self, group: Group, scale: Value) -> Value:
+        """What the codes of a group are multiplied with: float32 [lanes]; `scale` is the block's."""
+        code, build, form = self._code, self._code.build, self._form
+        if not group.scale:
+            return scale
+        whole = self._whole(group.scale)
+        if form.has_float8_scales:
+            return build.fmul(float8(code, build.trunc(whole, code.registers(BYTE))), scale)
+        if form.has_signed_scales:
+            by = code.words([24] * code.isa.lanes)
+            whole = build.ashr(build.shl(whole, by), by)
+        elif form.scale_zero:
+            whole = build.sub(whole, code.words([form.scale_zero] * code.isa.lanes))
+        return build.fmul(build.sitofp(whole, code.registers(FLOAT)), scale)
+
+    def offset(self, group: Group, minimum: Value) -> Value:
+        """What is subtracted from each number of a group: float32 [lanes]; `minimum` is the block's."""
+        if not group.minimum:
+            return minimum
+        whole = self._whole(group.minimum)
+        return self._code.build.fmul(self._code.build.sitofp(whole, self._code.registers(FLOAT)), minimum)
+
+    def _whole(self, fields: Sequence[Field]) -> Value:
+        """A group's code, of one field or several: int32 [lanes]."""
+        code, build, lanes = self._code, self._code.build, self._code.isa.lanes
+        total = None
+        for field in fields:
+            part = self.byte(field.byte)
+            if field.shift:
+                part = build.lshr(part, code.words([field.shift] * lanes))
+            if field.mask != 255:
+                part = build.and_(part, code.words([field.mask] * lanes))
+            if field.left:
+                part = build.shl(part, code.words([field.left] * lanes))
+            total = part if total is None else build.or_(total, part)
+        return total
+
+    def _field(self, field: Field, i: int) -> list[Value]:
+        """(byte >> shift & mask) << left of 16 bytes: bits that come from a neighbouring byte are masked away."""
+        code, build, lanes = self._code, self._code.build, self._code.isa.lanes
+        right, mask = field.shift - field.left, field.mask << field.left
+        parts = self.words(field.byte + i)
+        if right:
+            by = code.words([abs(right)] * lanes)
+            parts = [build.lshr(part, by) if right > 0 else build.shl(part, by) for part in parts]
+        return parts if mask == 255 else [build.and_(part, code.words([mask * 0x01010101] * lanes)) for part in parts]
+
+    def _bits(self, bits: Bits, i: int) -> list[Value]:
+        """A bit for each of 16 numbers, four to a register."""
+        code, build, lanes = self._code, self._code.build, self._code.isa.lanes
+        found = []
+        for n in range(4):
+            byte = self.byte(bits.byte + (i + 4 * n) // 8)
+            four = build.lshr(byte, code.words([4] * lanes)) if n % 2 else build.and_(byte, code.words([15] * lanes))
+            spread = build.mul(four, code.words([_SPREAD << bits.left] * lanes))
+            found.append(build.and_(spread, code.words([0x01010101 << bits.left] * lanes)))
+        return found
+
+    def _power(self, exponent: Value) -> Value:
+        """2 ** (exponent - 127): float32 [lanes]."""
+        code, build, lanes = self._code, self._code.build, self._code.isa.lanes
+        bits = build.shl(exponent, code.words([23] * lanes))
+        is_least = build.icmp_unsigned("==", bits, code.words([0] * lanes))
+        # 2 ** -127 is no normal number: its only bit is one of the mantissa
+        return build.bitcast(build.select(is_least, code.words([1 << 22] * lanes), bits), code.registers(FLOAT))
+
+    def _transposed(self, byte: int) -> list[Value]:
+        """16 bytes of every row -> four registers; each quarter of a row of registers is a 4 x 4 transposition."""
+        code, build, lanes = self._code, self._code.build, self._code.isa.lanes
+        rows = [code.load(code.registers(WORD, 4), code.at(place, byte)) for place in self._places]
+        four = [self._joined(rows[n::4]) for n in range(4)]  # row n, n + 4, n + 8, ... behind each other
+
+        def interleaved(a: Value, b: Value, picks: Sequence[int]) -> Value:
+            """In every quarter those of its words: 0 ... 3 of `a`, 4 ... 7 of `b`."""
+            order = [4 * quarter + n % 4 + n // 4 * lanes for quarter in range(lanes // 4) for n in picks]
+            return build.shuffle_vector(a, b, code.words(order))
+
+        low, high = (0, 4, 1, 5), (2, 6, 3, 7)
+        first, second = (0, 1, 4, 5), (2, 3, 6, 7)
+        ab, cd = (four[0], four[1]), (four[2], four[3])
+        found = []
+        for half in (low, high):
+            one, other = interleaved(*ab, half), interleaved(*cd, half)
+            found += [interleaved(one, other, first), interleaved(one, other, second)]
+        return found
+
+    def _joined(self, rows: Sequence[Value]) -> Value:
+        """Registers of four words behind each other."""
+        registers = list(rows)
+        while len(registers) > 1:
+            registers = [self._code.joined(registers[n : n + 2]) for n in range(0, len(registers), 2)]
+        return registers[0]

@@ -1,0 +1,364 @@
+"""Products of rows in 8 bits with quantised matrices: one kernel from a single row to whole prompts.
+
+    strip       two registers' worth of outputs: 16 rows of the matrix where a register has 8 numbers
+    tile        a piece of the strip along K, unpacked once: codes in bytes, four of each output beside each other
+                        | 4 codes of output 0 | 4 codes of output 1 | ... | then the next four along K
+    product     tile x two rows of activations at a time, four bytes of which are copied to all outputs:
+                        sums += codes . bytes                        exact, in whole numbers
+                once a group:   total += scale * (gain * (sums - zero * sum of bytes) - offset * sum of bytes)
+
+A code is unpacked once for all rows, in a few instructions for 32 of them, so that even a single row takes no longer
+than its matrix takes to come from memory. Every output's sums are in one lane from the first to the last, so its bits
+depend neither on the number of rows nor on what else is computed. The order of sums is fixed by format and instruction
+set (grade E1). Rows are rounded as `byte_rows.py` describes; nothing else is rounded but the sums over groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from smoe.formats.base import Format, Group, Run
+from smoe.kernels.block_columns import PIECE, Columns
+from smoe.kernels.builder import Code
+from smoe.kernels.byte_layout import Layout
+from smoe.kernels.byte_rows import ByteRow, parts_of
+from smoe.kernels.isa import Isa
+from smoe.kernels.kinds import BYTE, FLOAT, LONG, POINTER, WORD, Value
+
+STRIPS = 2
+"""Registers of outputs that are computed together."""
+TILE_COLUMNS = 1024
+"""Numbers along K that are unpacked at a time: with 16 outputs 16 KB, half of the first cache level."""
+AHEAD = 2
+"""Strips of a register's width between what is multiplied with a single row and what is fetched from memory."""
+_LINE = 64
+_MOST_IN_16_BITS = 128
+"""The largest code of which two, times 127 each, are still a number of 16 bits."""
+_ROOM = 32767
+"""The largest number of 16 bits."""
+
+
+class _Codes(NamedTuple):
+    """What the codes of a format are as bytes."""
+
+    zero: int
+    """What they are too large by."""
+    most: int
+    """The largest magnitude."""
+    is_signed: bool = False
+    table: tuple[int, ...] | None = None
+    """What 16 codes become, where that is looked up."""
+    unit: float = 1.0
+    """What one stands for: a table's numbers are multiples of it."""
+
+
+def codes_of(isa: Isa, form: Format) -> _Codes:
+    """Signed where the CPU multiplies signed bytes easily, else unsigned where products of such fit."""
+    if form.table is not None:
+        unit = min(abs(number) for number in form.table if number)
+        whole = tuple(round(number / unit) for number in form.table)
+        assert [number * unit for number in whole] == list(form.table), form.name
+        least, most = min(whole), max(whole)
+        if isa.has_signed_bytes or not (most - least <= _MOST_IN_16_BITS or isa.has_int8_dots):
+            return _Codes(0, max(most, -least), True, whole, unit)
+        return _Codes(-least, most - least, False, tuple(number - least for number in whole), unit)
+    if form.is_signed:
+        return _Codes(128, 255) if isa.has_int8_dots and not isa.has_signed_bytes else _Codes(0, 128, True)
+    return _Codes(form.zero, form.most)
+
+
+def function_name(form: Format) -> str:
+    return f"byte_products_{form.name}"
+
+
+def add_function(module: ir.Module, isa: Isa, form: Format, arguments: Sequence[str]) -> None:
+    """The function `byte_products_F(given, w, -, bias, begin, end, K)`: outputs begin ... end - 1 of M rows.
+
+    `given`: M, then for each row the address of its bytes and that of its outputs in bf16; `bias` may be null.
+    """
+    code = Code(module, isa, function_name(form), arguments)
+    _Products(code, form).build()
+    code.end()
+
+
+class _Products:
+    """The function in the making."""
+
+    def __init__(self, code: Code, form: Format) -> None:
+        self.code = code
+        self.form = form
+        self.layout = Layout.of(form)
+        self.codes = codes_of(code.isa, form)
+        self.has_offsets = form.minimum is not None
+        self.given, self.w, _, self.bias, self.first, self.end, self.columns = code.arguments
+        build, lanes = code.build, code.isa.lanes
+        self.rows = code.load(LONG, self.given)
+        self.blocks = build.udiv(self.columns, code.number(form.numbers))
+        self.stride = build.mul(self.blocks, code.number(form.nbytes))
+        self.tile_blocks = max(1, TILE_COLUMNS // form.numbers)
+        self.tile_columns = self.tile_blocks * form.numbers
+        groups = self.tile_columns // self.layout.group
+        self.tile_strip, self.gain_strip = self.tile_columns * lanes, 4 * groups * lanes
+        """Bytes of one register of outputs in the tile, and of its gains, or offsets."""
+        self.tile = code.scratch(code.number(STRIPS * self.tile_strip))
+        self.gains = code.scratch(code.number(STRIPS * self.gain_strip))
+        self.offsets = code.scratch(code.number(STRIPS * self.gain_strip)) if self.has_offsets else None
+        self.total_row = 4 * lanes * STRIPS
+        self.totals = code.scratch(build.mul(self.rows, code.number(self.total_row)))
+        self.last = build.sub(self.end, code.number(1))
+        self.has_columns = build.icmp_signed("!=", self.columns, code.number(0))
+
+    def build(self) -> None:
+        code, lanes = self.code, self.code.isa.lanes
+        is_alone = code.build.icmp_signed("==", self.rows, code.number(1))
+        with code.build.if_else(is_alone) as (alone, several):
+            with alone:
+                code.loop(self.first, self.end, lanes, [], lambda n, _: self._one_row(n))
+            with several:
+                code.loop(self.first, self.end, STRIPS * lanes, [], lambda n, _: self._strip(n))
+
+    def _strip(self, n: Value) -> list[Value]:
+        """Outputs from n on of several rows."""
+        code = self.code
+        code.loop(code.number(0), self.blocks, self.tile_blocks, [], lambda b, _: self._piece(n, b))
+        self._store_outputs(n, STRIPS)
+        return []
+
+    def _one_row(self, n: Value) -> list[Value]:
+        """Outputs from n on of a single row: codes are multiplied as they are unpacked."""
+        code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
+        places, x = self._places(n, code.number(0)), self._row(code.number(0), code.number(0))
+        following = code.at(self.w, build.mul(build.add(n, code.number(AHEAD * lanes)), self.stride))
+
+        def block(b: Value, totals: list[Value]) -> list[Value]:
+            at = build.mul(b, code.number(form.nbytes))
+            ahead = code.at(following, build.mul(b, code.number(form.nbytes * lanes)))
+            here = self._from_block(x, b)
+            return [self._add_block([code.at(place, at) for place in places], here, ahead, totals[0])]
+
+        (total,) = code.loop(code.number(0), self.blocks, 1, [code.reals(0.0)], block)
+        code.store(total, self.totals, 4 * lanes)
+        self._store_outputs(n, 1)
+        return []
+
+    def _add_block(self, places: Sequence[Value], x: ByteRow, ahead: Value, total: Value) -> Value:
+        """Total [lanes] plus one block of `lanes` outputs times the row; memory at `ahead` is fetched meanwhile."""
+        code, form, lanes, kind = self.code, self.form, self.code.isa.lanes, self.codes
+        columns = Columns(code, form, places)
+        scale = columns.scalar(form.scale)
+        minimum = None if form.minimum is None else columns.scalar(form.minimum)
+        lines, fetched, k = form.nbytes * lanes // _LINE, 0, 0
+        for g, group in enumerate(form.groups):
+            sums = code.dot_sum(kind.most, kind.is_signed)
+            for run in group.runs:
+                for i in range(0, run.numbers, PIECE):
+                    for codes in columns.codes(run.fields, i):
+                        sums.add(self._as_bytes(codes), self._copied(code.at(x.numbers, k)))
+                        k += 4
+                    while fetched * form.numbers < lines * k:
+                        code.prefetch(code.at(ahead, _LINE * fetched))
+                        fetched += 1
+                    code.cut(self.has_columns)
+            offset = None if minimum is None else columns.offset(group, minimum)
+            scales, x_sums = (code.at(each, 4 * g) for each in (x.scales, x.sums))
+            total = self._scaled(sums.total(), self._gain(columns, group, scale), offset, scales, x_sums, total)
+        return total
+
+    def _gain(self, columns: Columns, group: Group, scale: Value) -> Value:
+        """What the codes of a group are multiplied with, as they are in a register: float32 [lanes]."""
+        gain, unit = columns.gain(group, scale), self.codes.unit
+        return gain if unit == 1 else self.code.build.fmul(gain, self.code.reals(unit))
+
+    def _scaled(self, sums: Value, gain: Value, offset: Value, scale_at: Value, sum_at: Value, total: Value) -> Value:
+        """Total [lanes] plus scale * (gain * (codes . bytes - zero * sum of bytes) - offset * sum of bytes)."""
+        code, build, zero = self.code, self.code.build, self.codes.zero
+        scale = code.splat(code.load(FLOAT, scale_at, 4))
+        dots = build.sitofp(sums, code.registers(FLOAT))
+        if zero or offset is not None:
+            x_sum = code.splat(code.load(FLOAT, sum_at, 4))
+        if zero:
+            dots = code.fma(code.reals(-float(zero)), x_sum, dots)
+        if offset is None:
+            return code.fma(build.fmul(gain, scale), dots, total)
+        return code.fma(scale, code.fma(gain, dots, build.fneg(build.fmul(offset, x_sum))), total)
+
+    def _copied(self, x: Value) -> Value:
+        """Four bytes of a row, for every output: [4 * lanes]."""
+        code = self.code
+        return code.build.bitcast(code.splat(code.load(WORD, x)), code.registers(BYTE, 4 * code.isa.lanes))
+
+    def _places(self, n: Value, b: Value) -> list[Value]:
+        """Where block b of outputs n, n + 1, ... begins; past the last output that one comes again."""
+        code, build = self.code, self.code.build
+        at, found = build.mul(b, code.number(self.form.nbytes)), []
+        for r in range(code.isa.lanes):
+            row = build.add(n, code.number(r))
+            row = build.select(build.icmp_signed("<", row, self.end), row, self.last)
+            found.append(code.at(self.w, build.add(build.mul(row, self.stride), at)))
+        return found
+
+    def _piece(self, n: Value, b: Value) -> list[Value]:
+        """Outputs from n on: blocks b, b + 1, ... of a tile, unpacked and multiplied with all rows."""
+        code, build = self.code, self.code.build
+        left = build.sub(self.blocks, b)
+        is_more = build.icmp_signed("<", left, code.number(self.tile_blocks))
+        count = build.select(is_more, left, code.number(self.tile_blocks))
+        for strip in range(STRIPS):
+            self._unpack(build.add(n, code.number(strip * code.isa.lanes)), b, count, strip)
+        pairs = build.sub(self.rows, build.and_(self.rows, code.number(1)))
+        code.loop(code.number(0), pairs, 2, [], lambda m, _: self._multiply(m, b, count, 2))
+        code.loop(pairs, self.rows, 1, [], lambda m, _: self._multiply(m, b, count, 1))
+        return []
+
+    def _unpack(self, n: Value, b: Value, count: Value, strip: int) -> None:
+        """Blocks b ... b + count - 1 of `lanes` outputs from n on."""
+        code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
+        places = self._places(n, b)
+        following = code.at(self.w, build.mul(build.add(n, code.number(STRIPS * lanes)), self.stride))
+        following = code.at(following, build.mul(b, code.number(form.nbytes * lanes)))
+
+        def block(i: Value, _: list[Value]) -> list[Value]:
+            ahead = code.at(following, build.mul(i, code.number(form.nbytes * lanes)))
+            for line in range(0, form.nbytes * lanes, _LINE):
+                code.prefetch(code.at(ahead, line))
+            at = build.mul(i, code.number(form.nbytes))
+            self._unpack_block([code.at(place, at) for place in places], i, strip)
+            return []
+
+        code.loop(code.number(0), count, 1, [], block)
+
+    def _unpack_block(self, places: Sequence[Value], i: Value, strip: int) -> None:
+        """Block number i of the tile."""
+        code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
+        columns, groups = Columns(code, form, places), len(form.groups)
+        scale = columns.scalar(form.scale)
+        minimum = None if form.minimum is None else columns.scalar(form.minimum)
+        at = build.mul(i, code.number(4 * lanes * groups))
+        gains = code.at(code.at(self.gains, strip * self.gain_strip), at)
+        offsets = code.at(code.at(self.offsets, strip * self.gain_strip), at) if self.has_offsets else None
+        for g, group in enumerate(form.groups):
+            gain = self._gain(columns, group, scale)
+            if offsets is not None:
+                code.store(columns.offset(group, minimum), code.at(offsets, 4 * lanes * g), 4 * lanes)
+            code.store(gain, code.at(gains, 4 * lanes * g), 4 * lanes)
+        tile = code.at(code.at(self.tile, strip * self.tile_strip), build.mul(i, code.number(form.numbers * lanes)))
+        for place, (run, first) in self._pieces():
+            for n, codes in enumerate(columns.codes(run.fields, first)):
+                code.store(self._as_bytes(codes), code.at(tile, (place + 4 * n) * lanes), 4 * lanes)
+
+    def _pieces(self) -> list[tuple[int, tuple[Run, int]]]:
+        """(place in the block's order of codes, (run, first number in it)) of 16 numbers each, those of neighbouring
+        bytes one after the other."""
+        found, place = [], 0
+        for group in self.form.groups:
+            for run in group.runs:
+                for i in range(0, run.numbers, PIECE):
+                    found.append((place, (run, i)))
+                    place += PIECE
+        return sorted(found, key=lambda piece: [field.byte + piece[1][1] for field in reversed(piece[1][0].fields)])
+
+    def _as_bytes(self, codes: Value) -> Value:
+        code, kind = self.code, self.codes
+        if kind.table is not None:
+            return code.looked_up_bytes(kind.table, codes)
+        if self.form.is_signed and not kind.is_signed:
+            return code.build.xor(codes, code.bytes([kind.zero] * codes.type.count))
+        return codes
+
+    def _multiply(self, m: Value, b: Value, count: Value, rows: int) -> list[Value]:
+        """Rows m ... m + rows - 1 times the tile, which begins with block b: added to their totals."""
+        code, build, lanes = self.code, self.code.build, self.code.isa.lanes
+        places = [
+            code.at(self.totals, build.mul(build.add(m, code.number(r)), code.number(self.total_row)))
+            for r in range(rows)
+        ]
+        is_first = build.icmp_signed("==", b, code.number(0))
+        nothing = code.reals(0.0)
+        begin = []
+        for place in places:
+            for strip in range(STRIPS):
+                before = code.load(code.registers(FLOAT), code.at(place, 4 * lanes * strip), 4 * lanes)
+                begin.append(build.select(is_first, nothing, before))
+        xs = [self._row(build.add(m, code.number(r)), b) for r in range(rows)]
+        groups = build.mul(count, code.number(len(self.form.groups)))
+        ended = code.loop(code.number(0), groups, 1, begin, lambda g, totals: self._add_group(g, xs, totals))
+        for n, total in enumerate(ended):
+            row, strip = divmod(n, STRIPS)
+            code.store(total, code.at(places[row], 4 * lanes * strip), 4 * lanes)
+        return []
+
+    def _row(self, m: Value, b: Value) -> ByteRow:
+        """Row number m of those given, from block b on."""
+        code, build = self.code, self.code.build
+        row = code.load(POINTER, code.at(self.given, build.add(build.mul(m, code.number(16)), code.number(8))))
+        return self._from_block(parts_of(code, self.layout, row, self.columns), b)
+
+    def _from_block(self, row: ByteRow, b: Value) -> ByteRow:
+        code, build = self.code, self.code.build
+        numbers, scales, sums = row
+        at = build.mul(b, code.number(4 * len(self.form.groups)))
+        return ByteRow(
+            code.at(numbers, build.mul(b, code.number(self.form.numbers))), code.at(scales, at), code.at(sums, at)
+        )
+
+    def _add_group(self, g: Value, xs: Sequence[ByteRow], totals: Sequence[Value]) -> list[Value]:
+        """Totals plus group number g of the tile."""
+        code, build, lanes, size = self.code, self.code.build, self.code.isa.lanes, self.layout.group
+        tile = code.at(self.tile, build.mul(g, code.number(size * lanes)))
+        at, lane_at = build.mul(g, code.number(4)), build.mul(g, code.number(4 * lanes))
+        numbers = [code.at(x.numbers, build.mul(g, code.number(size))) for x in xs]
+        sums = self._sums(tile, numbers)
+        found = list(totals)
+        for strip in range(STRIPS):
+            gain_at = build.add(lane_at, code.number(strip * self.gain_strip))
+            gain = code.load(code.registers(FLOAT), code.at(self.gains, gain_at), 4 * lanes)
+            offset = None
+            if self.has_offsets:
+                offset = code.load(code.registers(FLOAT), code.at(self.offsets, gain_at), 4 * lanes)
+            for r, x in enumerate(xs):
+                n = r * STRIPS + strip
+                found[n] = self._scaled(sums[n], gain, offset, code.at(x.scales, at), code.at(x.sums, at), found[n])
+        return found
+
+    def _sums(self, tile: Value, xs: Sequence[Value]) -> list[Value]:
+        """codes . bytes of one group, row by row and strip by strip: int32 [lanes] each."""
+        code, lanes, kind = self.code, self.code.isa.lanes, self.codes
+        sums = [code.dot_sum(kind.most, kind.is_signed) for _ in range(len(xs) * STRIPS)]
+        for k in range(0, self.layout.group, 4):
+            bytes_ = [self._copied(code.at(x, k)) for x in xs]
+            for strip in range(STRIPS):
+                codes = code.load(
+                    code.registers(BYTE, 4 * lanes), code.at(tile, strip * self.tile_strip + k * lanes), 4 * lanes
+                )
+                for r, x in enumerate(bytes_):
+                    sums[r * STRIPS + strip].add(codes, x)
+        return [each.total() for each in sums]
+
+    def _store_outputs(self, n: Value, strips: int) -> None:
+        """Totals of outputs n, n + 1, ... plus the bias, in bf16, of every row."""
+        code, build, lanes = self.code, self.code.build, self.code.isa.lanes
+        left = build.sub(self.end, n)
+        width = code.number(strips * lanes)
+        count = build.select(build.icmp_signed("<", left, width), left, width)
+        to = build.mul(n, code.number(2))
+
+        def row(m: Value, _: list[Value]) -> list[Value]:
+            total = code.at(self.totals, build.mul(m, code.number(self.total_row)))
+            out = code.load(POINTER, code.at(self.given, build.add(build.mul(m, code.number(16)), code.number(16))))
+            out = code.at(out, to)
+
+            def output(i: Value, _: list[Value]) -> list[Value]:
+                place = build.mul(i, code.number(2))
+                number = code.load(FLOAT, code.at(total, build.mul(i, code.number(4))), 4)
+                number = code.biased(number, self.bias, build.add(to, place))
+                bits = build.extract_element(code.rounded(code.splat(number, 1)), ir.Constant(WORD, 0))
+                code.store(bits, code.at(out, place), 2)
+                return []
+
+            code.loop(code.number(0), count, 1, [], output)
+            return []
+
+        code.loop(code.number(0), self.rows, 1, [], row)

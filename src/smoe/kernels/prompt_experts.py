@@ -1,0 +1,104 @@
+"""A prompt's tokens through the experts of a layer, some experts at a time.
+
+    tokens in 8 bits       made once for all experts
+    expert after expert    first product, gate, second product          rows of one work: [n, H] in bf16
+                           total [T, H] += gain * row                   in float32, in ascending expert order
+
+No more than the rows of one work are in memory besides the totals. The sum of a token's experts is rounded once (grade
+E1), and depends on the order of the experts alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from smoe.bounds import INT8
+from smoe.kernels import tasks
+from smoe.kernels.byte_layout import Layout
+from smoe.kernels.experts import MOST_EXPERTS, Expert, ExpertWork, TokenExperts, byte_functions
+from smoe.kernels.matrix import Matrix, added_rows
+from smoe.kernels.quantised_work import ROWS_OF_UNIT
+
+MOST_ROWS_OF_WORK = 512
+"""Rows of one work, but for an expert that alone has more: 2 MB where H is 2048."""
+
+
+class Chosen(NamedTuple):
+    """An expert, the tokens that have chosen it, and their routing weights."""
+
+    matrices: Sequence[Matrix]
+    tokens: Sequence[int]
+    gains: Sequence[float]
+
+
+def has_byte_products(matrices: Sequence[Matrix]) -> bool:
+    """Whether all these matrices are multiplied with rows in 8 bits."""
+    return len(byte_functions(matrices)) == len(matrices)
+
+
+class PromptExperts:
+    """The tokens x [T, H] in bf16, and what their experts have added up to so far."""
+
+    def __init__(self, kernel: TokenExperts, x: torch.Tensor) -> None:
+        self._kernel = kernel
+        self._x = x.contiguous()
+        self.total = torch.zeros(x.shape, dtype=torch.float32)
+        """[T, H]"""
+        self._byte_rows: dict[Layout, torch.Tensor] = {}
+        self._waiting: list[Chosen] = []
+        self._rows = 0
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether one more expert of so many tokens may be added before the next `flush`."""
+        is_small = self._rows + tokens <= MOST_ROWS_OF_WORK and len(self._waiting) < MOST_EXPERTS
+        return is_small or not self._waiting
+
+    def add(self, expert: Chosen) -> None:
+        """One more expert, where there is room; `flush` computes it."""
+        self._waiting.append(expert)
+        self._rows += len(expert.tokens)
+
+    def flush(self) -> int:
+        """Compute all experts that were added; returns how many."""
+        waiting, count = self._waiting, self._rows
+        self._waiting, self._rows = [], 0
+        if not waiting:
+            return 0
+        rows = self._x.new_empty(count, self._x.shape[1])
+        experts, first = [], 0
+        for matrices, tokens, _ in waiting:
+            experts.append(Expert(matrices, [(token, first + n) for n, token in enumerate(tokens)]))
+            first += len(tokens)
+        self._run(experts, rows, waiting)
+        return len(waiting)
+
+    def _run(self, experts: Sequence[Expert], rows: torch.Tensor, waiting: Sequence[Chosen]) -> None:
+        kernel, width = self._kernel, 4 * self._x.shape[1]
+        self._make_byte_rows(experts)
+        kernel.reserve(len(rows))
+        work = ExpertWork(kernel, self._x.data_ptr(), rows.data_ptr(), experts)
+        work.take_byte_rows({layout: bytes_.data_ptr() for layout, bytes_ in self._byte_rows.items()})
+        work.ups()
+        work.downs()
+        gains = [gain for expert in waiting for gain in expert.gains]
+        words = (ctypes.c_float * len(gains))(*gains)
+        total = self.total.data_ptr()
+        totals = [total + width * token for expert in waiting for token in expert.tokens]
+        work.add_rows(added_rows(INT8), ctypes.addressof(words), totals)
+        kernel.run(work, len(experts))
+
+    def _make_byte_rows(self, experts: Sequence[Expert]) -> None:
+        """The tokens in 8 bits in every layout that these experts need, where they are not there yet."""
+        pool, (tokens, hidden) = self._kernel.pool, self._x.shape
+        for functions in {each for expert in experts for each in byte_functions(expert.matrices[:-1])}:
+            if functions.layout in self._byte_rows:
+                continue
+            made = torch.empty(tokens, functions.layout.nbytes(hidden), dtype=torch.uint8)
+            fields = [0, tokens, ROWS_OF_UNIT, tasks.FORMAT, pool.at_once, 0, pool.nowhere, functions.rows]
+            fields += [self._x.data_ptr(), 0, made.data_ptr(), hidden, 0]
+            pool.run(fields, -(-tokens // ROWS_OF_UNIT), is_long=tokens > ROWS_OF_UNIT)
+            self._byte_rows[functions.layout] = made

@@ -1,0 +1,109 @@
+"""The tasks of a product with quantised matrices, which the threads of a pool carry out (`tasks.py`).
+
+rows of bf16     one row a task, or passes of up to four
+rows in 8 bits   tasks that make them, which the tasks of all matrices wait for; then any number of rows at once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from smoe.kernels import tasks
+from smoe.kernels.byte_layout import Layout
+from smoe.kernels.matrix import Matrix
+from smoe.kernels.rows import passes
+
+if TYPE_CHECKING:
+    import torch
+
+    from smoe.kernels.spinning_pool import SpinningPool
+
+LONE_UNIT = 128
+"""Outputs in a unit of a single product, of which the last unit would else be waited for."""
+MOST_QUANTISED_ROWS = 32
+"""Rows of bf16 that a quantised matrix is multiplied with, in passes of `MOST_ROWS`: for more it takes less time to
+unpack the matrix once."""
+MOST_BYTE_ROWS = 4096
+"""Of rows in 8 bits: their sums take 64 bytes each of a thread's stack."""
+ROWS_OF_UNIT = 4
+"""Rows that are rounded to 8 bits in a unit."""
+
+
+def most_quantised_rows(matrices: Sequence[Matrix]) -> int:
+    """Rows that quantised matrices are multiplied with at once, at most."""
+    in_bytes = all(each.products is not None and each.products.in_bytes is not None for each in matrices)
+    return MOST_BYTE_ROWS if in_bytes else MOST_QUANTISED_ROWS
+
+
+class Target(NamedTuple):
+    """A matrix, and where the products of all rows with it go."""
+
+    matrix: Matrix
+    out: int
+    """Address of the first row's outputs, in bf16."""
+    stride: int
+    """Bytes between two rows' outputs."""
+    bias: int = 0
+    """Address of as many numbers as the matrix has outputs; 0 for none."""
+
+
+class QuantisedWork:
+    """The tasks of one product with quantised matrices, and the memory that they refer to."""
+
+    def __init__(self, pool: SpinningPool, x: torch.Tensor, targets: Sequence[Target]) -> None:
+        """x [M, K] in bf16, in one piece."""
+        self.fields: list[int] = []
+        self.units = self.weights = 0
+        self.layouts: dict[Layout, tuple[int, int, int]] = {}
+        """Of rows in 8 bits: where they are, the word that counts units done, and how many there are."""
+        self._pool, self._rows, self._x = pool, x.shape[0], x.data_ptr()
+        self._referred: list[object] = []
+        self._make_byte_rows([each.matrix for each in targets])
+        pool.row_lists.begin(len(targets) * (1 + 2 * self._rows))
+        for target in targets:
+            self._add(target)
+
+    def _make_byte_rows(self, matrices: Sequence[Matrix]) -> None:
+        """The rows in 8 bits, in every layout that one of the matrices needs."""
+        functions = {
+            each.products.in_bytes.layout: (each.products.in_bytes.rows, each.columns)
+            for each in matrices
+            if each.products is not None and each.products.in_bytes is not None
+        }
+        sizes = [self._rows * layout.nbytes(columns) for layout, (_, columns) in functions.items()]
+        at, pool, units = self._pool.byte_rows(sum(sizes)), self._pool, -(-self._rows // ROWS_OF_UNIT)
+        for n, ((layout, (function, columns)), size) in enumerate(zip(functions.items(), sizes, strict=True)):
+            done = pool.word(tasks.PROGRESS + n)
+            self.fields += (self.units, self._rows, ROWS_OF_UNIT, tasks.FORMAT, pool.at_once, 0, done, function)
+            self.fields += (self._x, 0, at, columns, 0)
+            self.units += units
+            self.layouts[layout] = at, done, units
+            at += size
+
+    def _add(self, target: Target) -> None:
+        matrix, out, stride, bias = target
+        products, columns, rows = matrix.products, matrix.columns, range(self._rows)
+        assert products is not None
+        if products.in_bytes is not None:
+            begin, done, units = self.layouts[products.in_bytes.layout]
+            row_bytes = products.in_bytes.layout.nbytes(columns)
+            given = self._pool.row_lists.add([(begin + row_bytes * n, out + stride * n) for n in rows])
+            self._task(matrix, products.in_bytes.products, given, 0, bias, (done, units))
+        elif self._rows == 1 or self._pool.rows_are_alone:
+            for n in rows:
+                self._task(matrix, products.of_rows[0], self._x + 2 * columns * n, out + stride * n, bias)
+        else:
+            assert not bias and self._rows <= MOST_QUANTISED_ROWS, self._rows
+            for pairs in passes([(self._x + 2 * columns * n, out + stride * n) for n in rows]):
+                self._referred.append(pairs)
+                self._task(matrix, products.of_rows[pairs.count // 2], pairs.address, 0, 0)
+        self.weights += matrix.outputs * columns
+
+    def _task(
+        self, matrix: Matrix, function: int, x: int, out: int, bias: int, wait: tuple[int, int] | None = None
+    ) -> None:
+        wait_at, wait_for = wait or (self._pool.at_once, 0)
+        self.fields += (self.units, matrix.outputs, LONE_UNIT, tasks.FORMAT, wait_at, wait_for, self._pool.nowhere)
+        self.fields += (function, x, matrix.address, out, matrix.columns, bias)
+        self.units += -(-matrix.outputs // LONE_UNIT)
