@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from smoe.bounds import INT8
+from smoe.bounds import BF16, INT8
 from smoe.compute import quantised_math
 from smoe.errors import ConfigError
 from smoe.kernels.isa import widest
@@ -36,8 +36,23 @@ def test_logits_are_near_those_of_the_dequantised_model(mixture: str, tmp_path: 
     full, minimum = (steps(open_model(path, budget, activations=INT8), oracle.PROMPT) for budget in ("full", "minimum"))
     assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
     assert_near(full, steps(theirs, oracle.PROMPT), 0.08, others=2)
-    as_they_are = steps(open_model(path, "full"), oracle.PROMPT)
+    as_they_are = steps(open_model(path, "full", activations=BF16), oracle.PROMPT)
     assert not all(map(torch.equal, full, as_they_are)), "nothing was rounded"
+
+
+@needs_kernels
+def test_it_is_the_default_for_quantised_weights(tmp_path: Path, open_model: Open) -> None:
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M")
+    asked, default, same = (
+        steps(open_model(path, "half", **switches), oracle.PROMPT)
+        for switches in ({"activations": INT8}, {}, {"activations": "bf16"})
+    )
+    assert all(map(torch.equal, asked, default))
+    assert not all(map(torch.equal, asked, same))
+
+
+def test_the_type_of_the_model_is_its_other_name() -> None:
+    assert configure(activations="dtype").activations == BF16
 
 
 @needs_kernels
@@ -63,7 +78,7 @@ def test_several_sequences_and_packed_experts(toy: Callable[..., Path], tmp_path
     ids = torch.cat([oracle.PROMPT, oracle.PROMPT.flip(1)])
     rounded, as_they_are = (
         steps(open_model(folder, "half", precision="int4", max_sequences=2, **switches), ids)
-        for switches in ({"activations": INT8}, {})
+        for switches in ({"activations": INT8}, {"activations": BF16})
     )
     assert_near(rounded, as_they_are, 0.08, others=4)
     assert not all(map(torch.equal, rounded, as_they_are))

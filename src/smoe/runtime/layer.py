@@ -292,11 +292,11 @@ class LayerCompute:
 
     def prefill(self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Many tokens: experts in ascending order, each read once, loads of this and the next layer running ahead."""
-        if self._is_short(plan, hidden):
-            return self.decode(plan, hidden, top_k_weights, lambda _: None)
         kernel = self._prompt_kernel(plan)
         if kernel is not None:
             return self._prompt_in_bytes(plan, kernel, hidden, top_k_weights)
+        if self._is_short(plan, hidden):
+            return self.decode(plan, hidden, top_k_weights, lambda _: None)
         total = empty_sum(self.math_of(plan.serves[0].key), hidden, top_k_weights)
         flat_weights, width = top_k_weights.reshape(-1, 1), top_k_weights.shape[1]
         given = routes_on_device([serve.routes for serve in plan.serves], width, self._arena.device)
