@@ -54,7 +54,7 @@ def main() -> None:
     if given.json:
         print(json.dumps(rows, indent=1))
         return
-    print(f"{'isa':<12} {'x':<4} {'format':<10} {'memory':>7} {'1 row':>7} {'2':>7} {'4':>7} GB/s  {'16':>5} {'128':>5} "
+    print(f"{'isa':<12} {'x':<4} {'format':<10} {'memory':>7} {'1 row':>7} {'2':>7} {'4':>7} GB/s  {'16':>5} {'128':>5} "  # noqa: E501
           f"G products/s  {'unpack':>7} G/s  {'error':>6} of torch's")  # fmt: skip
     for row in rows:
         rates = " ".join(f"{row[f'gb_per_second_{n}']:7.1f}" for n in ROWS[:3])
