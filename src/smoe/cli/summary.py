@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
+from smoe.bounds import INT8
 from smoe.cli.console import errors
 from smoe.report.run import RunReport
 from smoe.units import format_bytes, format_count, format_rate, format_seconds
@@ -186,6 +187,8 @@ def _by_low_copies(report: RunReport) -> str:
 
 
 def _arithmetic(report: RunReport) -> str:
+    if report.activations == INT8:
+        return "activations in 8 bits where weights are quantised, as llama.cpp (--activations dtype: in full)"
     if report.arithmetic != "own-order":
         return ""
     return "sums in our own order, equal to torch's up to rounding (--kernels torch has its bits)"

@@ -134,6 +134,11 @@ class ExpertMath:
         self.kernel = kernel
 
     @property
+    def rounds_rows(self) -> bool:
+        """Whether rows are rounded to 8 bits before they are multiplied."""
+        return False
+
+    @property
     def byte_kernel(self) -> TokenExperts | None:
         """What takes any number of tokens through these experts in 8 bits, where something does."""
         return None

@@ -131,11 +131,20 @@ class QuantisedMath(ExpertMath):
             self._activate = lambda wide: activate(wide.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))
 
     @property
+    def rounds_rows(self) -> bool:
+        """See `ExpertMath.rounds_rows`."""
+        return self._tile.pool is not None and self._post_norm is None and any(self._are_in_bytes())
+
+    @property
     def byte_kernel(self) -> TokenExperts | None:
         """See `ExpertMath.byte_kernel`."""
-        forms = [products_of(each.form, self._activations) for each in self._stored] if self.kernel is not None else []
-        in_bytes = [products is not None and products.in_bytes is not None for products in forms]
-        return self.kernel if in_bytes and all(in_bytes) and not self.sums_as_weights else None
+        has_kernel = self.kernel is not None and not self.sums_as_weights
+        return self.kernel if has_kernel and all(self._are_in_bytes()) else None
+
+    def _are_in_bytes(self) -> list[bool]:
+        """Of every matrix, whether it is multiplied with rows in 8 bits."""
+        products = [products_of(each.form, self._activations) for each in self._stored]
+        return [each is not None and each.in_bytes is not None for each in products]
 
     @property
     def shapes(self) -> tuple[Shape, Shape]:

@@ -40,7 +40,7 @@ OWN_ORDER_GAIN = 1.1
 """So many times as fast as the library an order of sums of our own must be, where its bits cannot be had."""
 _SPIN_CYCLES = 20_000
 """How long a helper looks out for work before it sleeps: some 10 us. Longer takes from the readers what it gives us."""
-_SPIN_CYCLES_ALONE = 2_000_000
+_SPIN_CYCLES_ALONE = 25_000_000
 """The same where nothing is read: some 0.6 ms, the longest that Python takes between two products of a token."""
 _CYCLES_A_SECOND = 3e9
 """Of such a CPU, for those whose clock ticks otherwise."""

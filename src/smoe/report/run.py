@@ -58,6 +58,8 @@ class RunReport:
     """By what the text may differ from the unmodified model's (`EngineConfig.lossy`)."""
     arithmetic: str
     """What multiplied few rows: torch, native (its bits by our kernels) or own-order (equal up to rounding)."""
+    activations: str
+    """What rows were rounded to before quantised weights multiplied them: bf16, as they are, or int8."""
     bench: dict[str, Any] | None
     """The emulated device: profile, dilation, and the share of the time by which this machine was late; None: real."""
     routes: dict[str, float]
@@ -128,6 +130,7 @@ class RunReport:
             "time_shares": {identifier(name): share for name, share in self.time_shares.items()},
             "alpha": self.alpha,
             "arithmetic": self.arithmetic,
+            "activations": self.activations,
             "lossy": list(self.lossy),
             "routes": self.routes,
             "low_copies": self.low_copies,
@@ -176,6 +179,7 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         bench=_bench_of(generation, pacing),
         alpha=engine.config.alpha,
         arithmetic=engine.arithmetic,
+        activations=engine.activations,
         lossy=tuple(engine.config.lossy),
         tpot_asked_seconds=engine.config.tpot_seconds,
         routes=route_shares(decode),

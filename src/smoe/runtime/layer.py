@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import torch
 
+from smoe.bounds import BF16, INT8
 from smoe.compute.decode_experts import DecodeExperts, decode_experts, proven_kernel, routes_on_device
 from smoe.compute.expert_math import ExpertMath, empty_sum
 from smoe.compute.row_groups import Filling, Shape, proven_filling
@@ -103,6 +104,11 @@ class LayerCompute:
         """What multiplies few rows, one of `KERNELS`: torch, native (its bits by our kernels) or own-order (E1)."""
         pool = self.spinning_pool
         return "torch" if pool is None else "native" if pool.own_order is None else "own-order"
+
+    @property
+    def activations(self) -> str:
+        """What rows are rounded to before quantised experts multiply them: `INT8` or `BF16`."""
+        return INT8 if any(math.rounds_rows for math in self._experts.values()) else BF16
 
     @property
     def helpers(self) -> list[Helpers]:
