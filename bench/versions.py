@@ -6,8 +6,9 @@
     python -m bench.versions src src MODEL --memory all --env SMOE_MAX_CPU_ISA=avx2 --set-b kernels=own-order
 
 Every process loads the model, reads a prompt of 64 tokens, decodes some forced tokens untimed and the rest timed, and
-prints one line. Order is A B B A A B, so that a drift of the machine falls on both. Of each round the ratio of the mean
-times (second version over first) is taken; the last line is JSON with every round, machine and versions.
+prints one line. With `--prompts`, prompts of those lengths are read then, each once untimed and once timed. Order is
+A B B A A B, so that a drift of the machine falls on both. Of each round the ratio of the mean times (second version
+over first) is taken; the last line is JSON with every round, machine and versions.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from statistics import mean, median
 from typing import Any
 
 PROMPT_TOKENS, WARM_TOKENS = 64, 24
+_LEAST_WORDS = 32000
+"""So many tokens of a GGUF file are used: every known vocabulary has them."""
 CONTEXT_TOKENS = 512
 TEXT = Path(__file__).with_name("text.txt")
 ROOT = Path(__file__).parent.parent
@@ -50,7 +53,15 @@ with torch.no_grad():
         seconds.append(time.perf_counter() - started)
         check += float(out.logits[0, -1].float().abs().max())
 stats = engine.stats() - before
-print(json.dumps({"ttft_seconds": first, "seconds": seconds[asked["warm"] :], "check": check,
+prompts = {}
+for length in asked["prompts"]:
+    for _ in range(2):
+        cache, tokens = engine.new_cache(), torch.tensor([[ids[n % len(ids)] for n in range(length)]])
+        started = time.perf_counter()
+        with torch.no_grad():
+            model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        prompts[length] = time.perf_counter() - started
+print(json.dumps({"ttft_seconds": first, "seconds": seconds[asked["warm"] :], "check": check, "prompt_seconds": prompts,
     "hit_ratio": stats.hit_ratio, "bytes_per_token": stats.bytes_read / len(seconds[asked["warm"] :]),
     "resident_share": engine.ledger.resident_share}))
 engine.close()
@@ -76,10 +87,13 @@ def main() -> None:
 
 
 def _line(memory: str, pair: dict[str, Any], ratio: float) -> str:
-    shown = (
-        f"{1e3 * mean(run['seconds']):7.2f} ms a token (hits {run['hit_ratio']:.3f}), first {run['ttft_seconds']:.2f} s"
-        for run in (pair["a"], pair["b"])
-    )
+    shown = []
+    for run in (pair["a"], pair["b"]):
+        decode = f"{1e3 * mean(run['seconds']):7.2f} ms a token (hits {run['hit_ratio']:.3f})"
+        shown.append(
+            f"{decode}, first {run['ttft_seconds']:.2f} s"
+            + "".join(f", {n} in {seconds:.2f} s" for n, seconds in run["prompt_seconds"].items())
+        )
     same = "same logits" if pair["a"]["check"] == pair["b"]["check"] else "OTHER LOGITS"
     return f"{memory:>6}  {' | '.join(shown)}  ratio {ratio:.3f}  {same}"
 
@@ -95,7 +109,8 @@ def _run(
     asked = {
         "model": str(options.model.resolve()),
         "memory": None if memory == "all" else memory,
-        "context": CONTEXT_TOKENS,
+        "context": max(CONTEXT_TOKENS, *options.prompts, 0),
+        "prompts": options.prompts,
         "switches": _pairs(switches),
         "ids": ids,
         "prompt": PROMPT_TOKENS,
@@ -126,7 +141,8 @@ def _tokens(options: argparse.Namespace) -> list[int]:
     else:
         from bench.peers.streams import forced_tokens
 
-        vocabulary = json.loads((options.model / "config.json").read_text(encoding="utf8"))["vocab_size"]
+        config = options.model / "config.json"
+        vocabulary = json.loads(config.read_text(encoding="utf8"))["vocab_size"] if config.exists() else _LEAST_WORDS
         found = forced_tokens("zipf", count, seed=1, vocabulary=vocabulary)
     if len(found) < count:
         raise SystemExit(f"the text has {len(found)} tokens, {count} are needed: fewer --tokens, or another --text")
@@ -167,6 +183,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--memory", default="2GiB,all", help="budgets; all: what is free [default: 2GiB,all]")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64, help="timed ones")
+    parser.add_argument("--prompts", type=lambda text: [int(n) for n in text.split(",")], default=[], metavar="N,N")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--set", action="append", default=[], help="a setting for both, such as eviction=lru")
     parser.add_argument("--set-b", action="append", default=[], help="a setting for the second alone")
