@@ -47,6 +47,10 @@ class Checkpoint(Protocol):
     def tensors(self) -> dict[str, StoredTensor]:
         """Every tensor by its key in the file, from the headers alone."""
 
+    def stored_apart(self, shell: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+        """Weights of an empty model that are shared by its configuration, and of which the files have different
+        numbers, by the library's names; none where the weights are not here."""
+
     def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
         """Where the routed experts of every layer lie, in the precision of `spec`. All other weights are compared with
         `spec`, too: which there are, and of what shape and type."""

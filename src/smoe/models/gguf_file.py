@@ -57,6 +57,9 @@ class GgufFile:
     def tensors(self) -> dict[str, StoredTensor]:
         return dict(self._tensors)
 
+    def stored_apart(self, shell: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+        return []  # a matrix of its own is what says that nothing is shared
+
     def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
         tensors = self._tensors
         layers = self._layers(spec)

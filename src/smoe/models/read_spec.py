@@ -16,6 +16,7 @@ from smoe.models.checkpoint import Checkpoint, described_checkpoint
 from smoe.models.experts import ExpertsSite, find_sites, meta_model
 from smoe.models.files import naming
 from smoe.models.spec import ModelSpec, own_dtype
+from smoe.models.tied_weights import separate
 from smoe.units import format_bytes
 
 DEFAULT_CONTEXT_TOKENS = 4096
@@ -30,6 +31,7 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
         context_tokens = choose_context(model_config, config)
         own, dtype = own_dtype(model_config), choose_dtype(model_config, config)
         shell = meta_model(model_config, dtype)
+    separate(shell, checkpoint.stored_apart(shell, dtype))
     sites = find_sites(shell)
     unclear = f"the structure of {model_config.model_type!r} could not be followed by {path}, so it is refused"
     with naming(unclear, UnsupportedModelError):
@@ -65,8 +67,8 @@ def _low_copies(spec: ModelSpec, checkpoint: Checkpoint, config: EngineConfig) -
 
 def spec_of_whole(checkpoint: Checkpoint, spec: ModelSpec, config: EngineConfig) -> ModelSpec:
     """`spec` for a checkpoint whose weights are here: where quantised ones lie, which it says, may have been read from
-    copies of nothing but headers."""
-    return read_spec(checkpoint.place, config) if spec.dense else spec
+    copies of nothing but headers, and only the files say whether weights that may be shared are stored apart."""
+    return read_spec(checkpoint.place, config) if spec.dense or spec.shell.all_tied_weights_keys else spec
 
 
 def choose_dtype(model_config: PretrainedConfig, config: EngineConfig) -> torch.dtype:

@@ -31,6 +31,7 @@ from smoe.models.released_layers import expected_layers, load_released, quantise
 from smoe.models.released_schemes import Scheme, read_scheme
 from smoe.models.released_tensors import joined as released
 from smoe.models.spec import ModelSpec
+from smoe.models.tied_weights import stored_apart
 
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TOKENIZER_FILE = re.compile(r"tokenizer|special_tokens|added_tokens|vocab|merges|chat_template")
@@ -58,6 +59,9 @@ class SafetensorsFolder:
 
     def tensors(self) -> dict[str, StoredTensor]:
         return index_checkpoint(self.place)
+
+    def stored_apart(self, shell: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+        return stored_apart(shell, self._matrices, dtype) if self.has_weights() else []
 
     def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
         stored = index_experts(self.place, spec.shell, spec.sites, self._matrices)
