@@ -39,7 +39,10 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
     _check_anatomy(anatomy, sites, path)
     spec = ModelSpec(model_config, shell, sites, anatomy, dtype, own, context_tokens, config.precision)
     dense = checkpoint.quantised_dense(spec) if config.dense_precision == "as-stored" else {}
-    return with_experts_of(replace(spec, dense=dense), checkpoint, config)
+    spec = replace(spec, dense=dense)
+    spec = replace(spec, files=checkpoint.file_bytes(spec))
+    spec = replace(spec, doubts=checkpoint.doubts(spec))
+    return with_experts_of(spec, checkpoint, config)
 
 
 def with_experts_of(spec: ModelSpec, checkpoint: Checkpoint, config: EngineConfig) -> ModelSpec:
@@ -80,7 +83,8 @@ def choose_dtype(model_config: PretrainedConfig, config: EngineConfig) -> torch.
 
 
 def _refuse_quantised(model_config: PretrainedConfig, path: Path) -> None:
-    quantisation = getattr(model_config, "quantization_config", None)
+    both = (model_config, model_config.get_text_config())
+    quantisation = next((found for each in both if (found := getattr(each, "quantization_config", None))), None)
     if quantisation is not None:
         method = (
             quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else type(quantisation).__name__
