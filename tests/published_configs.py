@@ -1,7 +1,9 @@
 """Configurations as they are published on the hub: the fields that say what a model's weights take, and their bytes.
 
-Fields and sizes are facts read from each repository's config.json, hf_quant_config.json and list of files; the sizes
-are rounded as the hub shows them, in decimal gigabytes. `files_gb` is None where it is not known well.
+Fields are facts of each repository's config.json or hf_quant_config.json, reduced to what changes bytes; those of
+DeepSeek-V4 and Qwen3.6 are transformers' own defaults for these models, and which of the layers of Qwen3.6 are named
+is made up. Sizes are those that the hub shows for all safetensors files, in decimal gigabytes, written down from
+memory and not read again; `files_gb` is None where none is known well.
 """
 
 from __future__ import annotations
@@ -412,10 +414,10 @@ PUBLISHED: dict[str, Published] = {
         {**QWEN3_30B, "quantization_config": {**FP8, "modules_to_not_convert": QWEN3_KEPT}}, 31.2
     ),
     "Qwen/Qwen3-235B-A22B-FP8": Published(
-        {**QWEN3_235B, "quantization_config": {**FP8, "modules_to_not_convert": QWEN3_KEPT}}, 236.4
+        {**QWEN3_235B, "quantization_config": {**FP8, "modules_to_not_convert": QWEN3_KEPT}}
     ),
     "Qwen/Qwen3-30B-A3B-GPTQ-Int4": Published({**QWEN3_30B, "quantization_config": GPTQ}, 16.9),
-    "Qwen3-30B-A3B in AWQ": Published({**QWEN3_30B, "quantization_config": AWQ}, 16.9),
+    "Qwen3-30B-A3B in AWQ, int4": Published({**QWEN3_30B, "quantization_config": AWQ}),
     "Qwen3-30B-A3B in compressed-tensors, int4": Published(
         {
             **QWEN3_30B,

@@ -18,6 +18,7 @@ from smoe.models.released_schemes import read_scheme
 from smoe.models.spec import ModelSpec
 from smoe.models.stated_quantisation import stated_quantisation
 from smoe.presets import configure
+from smoe.report.forecast import forecast
 from tests.published_configs import FP8, KIMI_K2, KIMI_K25, MINIMAX_M2, NVFP4, PUBLISHED, QWEN3_30B, Published
 
 _TOLERANCE = 0.02
@@ -193,3 +194,13 @@ def test_an_embedding_that_is_tied_by_default(tmp_path: Path) -> None:
 )
 def test_names_within_the_decoder(name: str, wanted: str) -> None:
     assert in_decoder(name) == wanted
+
+
+def test_a_plan_states_what_files_take_and_what_memory_takes(tmp_path: Path) -> None:
+    """Of Kimi K2.5, whose scales are for 32 numbers each."""
+    text = {**KIMI_K25["text_config"], **SMALL}
+    folder = Published({**KIMI_K25, "text_config": text}).write(tmp_path)
+    value = forecast(str(folder), configure(memory_bytes=60 << 30)).as_json()
+    assert value["experts_bytes"] / value["experts_file_bytes"] == pytest.approx(5.25 / 4.5)
+    assert value["file_bytes"] - value["experts_file_bytes"] == pytest.approx(value["dense_bytes"], rel=0.01)
+    assert any("in the files (+17%)" in line for line in value["remarks"])

@@ -11,6 +11,8 @@ from smoe.units import format_bytes
 
 _FURTHER_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
 """Under which names families have the number of layers that guess further tokens."""
+_NOTED_DIFFERENCE = 0.02
+"""By which share memory and files may differ without a word."""
 
 
 def family_doubts(said: Mapping[str, Any]) -> tuple[str, ...]:
@@ -73,3 +75,17 @@ def _of_lists(spec: ModelSpec) -> str:
         f"which layers beside the experts are quantised is as config.json lists them, {format_bytes(quantised)} of "
         f"{format_bytes(spec.weights_bytes)}; the files may have others"
     )
+
+
+def beside_files(spec: ModelSpec) -> list[str]:
+    """That experts take more in memory than in the files of a quantised release, where they do."""
+    if spec.files is None or spec.files.experts is None or spec.precision != "auto":
+        return []
+    more = spec.experts_bytes / spec.files.experts - 1
+    if abs(more) <= _NOTED_DIFFERENCE:
+        return []
+    return [
+        f"experts take {format_bytes(spec.experts_bytes)} in memory and about {format_bytes(spec.files.experts)} in "
+        f"the files ({more:+.0%}): in memory every block has its scale as a float32; all files together take about "
+        f"{format_bytes(spec.files.together)}"
+    ]

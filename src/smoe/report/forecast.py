@@ -33,6 +33,7 @@ from smoe.machine.measure import (
 from smoe.machine.process_memory import beside_budget
 from smoe.memory.emulation import read_profile
 from smoe.models.checkpoint import Checkpoint, described_checkpoint
+from smoe.models.config_doubts import beside_files
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
 from smoe.models.workspace import reserved_kernel_bytes
@@ -42,7 +43,7 @@ from smoe.report.machine_for import files_of, machine_for, pace_for, rates_for, 
 from smoe.report.outlook import Case, Outlook, Subject, outlook_of, preset_of
 from smoe.report.pace import UNKNOWN
 from smoe.simulator.synthetic import SAYS
-from smoe.units import format_bytes, identifier
+from smoe.units import identifier
 
 TYPICAL_HITS = ((0.0, 0.0), (0.04, 0.12), (0.1, 0.28), (0.2, 0.47), (0.4, 0.72), (0.6, 0.88), (1.0, 1.0))
 """(share of the experts in memory, share of a token's experts found there) with the default eviction: means over the
@@ -54,8 +55,6 @@ _TAUGHT = (
     "precisions go by the machine's rates until one of them has run, and look faster than they are beside these"
 )
 _WITHOUT_LOW = "speeds are told without low copies: what they save hangs on what is missing, and on how important it is"
-_NOTED_DIFFERENCE = 0.02
-"""By which share memory and files may differ without a word."""
 _ESTIMATE = "from config.json alone: with its files here slots may be 4 KiB smaller, and reading may take buffers"
 
 
@@ -212,7 +211,7 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     has_own_memory = is_emulated or device.type != "cpu"
     beside = {} if has_own_memory else beside_budget(reserved_kernel_bytes(spec.experts_bytes))
     remarks = _remarks(survey.rates, is_emulated) + [_ESTIMATE] * survey.is_estimate
-    remarks += [*spec.doubts, *_beside_files(spec)]
+    remarks += [*spec.doubts, *beside_files(spec)]
     remarks += [_WITHOUT_LOW] * (spec.low is not None) + survey.remarks
     outlook = None
     if survey.subject is not None:
@@ -382,20 +381,6 @@ def dense_bytes_read(spec: ModelSpec) -> int:
 def moved_per_token(is_emulated: bool) -> str:
     """Beside an emulated device experts wait in RAM: nothing is read from a disk."""
     return "loaded per token" if is_emulated else "read per token"
-
-
-def _beside_files(spec: ModelSpec) -> list[str]:
-    """That experts take more in memory than in the files of a quantised release, where they do."""
-    if spec.files is None or spec.files.experts is None or spec.precision != "auto":
-        return []
-    more = spec.experts_bytes / spec.files.experts - 1
-    if abs(more) <= _NOTED_DIFFERENCE:
-        return []
-    return [
-        f"experts take {format_bytes(spec.experts_bytes)} in memory and about {format_bytes(spec.files.experts)} in "
-        f"the files ({more:+.0%}): in memory every block has its scale as a float32; all files together take about "
-        f"{format_bytes(spec.files.together)}"
-    ]
 
 
 def _remarks(rates: Rates, is_emulated: bool) -> list[str]:
