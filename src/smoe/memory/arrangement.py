@@ -21,7 +21,7 @@ from smoe.memory.safetensors_index import ITEM_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 SCALE_KINDS = ("F32", "BF16", "F16", "F8_E8M0")
-"""Types that scales may have in a file."""
+"""Types that scales may have in a file; the last, exponents alone, those of numbers of eight bits."""
 _POWERS = np.concatenate([np.exp2(np.arange(255) - 127.0), [np.nan]]).astype(np.float32)
 """What a scale of eight bits, an exponent alone, stands for."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

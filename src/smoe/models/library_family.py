@@ -21,9 +21,9 @@ from smoe.errors import UnsupportedModelError
 
 
 def family_by_architecture(said: Mapping[str, Any]) -> str | None:
-    """The library's family whose class `architectures` names; None where `model_type` is a family already, or no class
-    is known by these names."""
-    if said.get("model_type") in CONFIG_MAPPING:
+    """The library's family whose class `architectures` names; None where `model_type` is a family already, no class is
+    known by these names, or no code is said to stand for the family: its name may then be damaged."""
+    if said.get("model_type") in CONFIG_MAPPING or not said.get("auto_map"):
         return None
     named = said.get("architectures")
     wanted = set(map(str, named)) if isinstance(named, list) else set()

@@ -39,10 +39,9 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
     _check_anatomy(anatomy, sites, path)
     spec = ModelSpec(model_config, shell, sites, anatomy, dtype, own, context_tokens, config.precision)
     dense = checkpoint.quantised_dense(spec) if config.dense_precision == "as-stored" else {}
-    spec = replace(spec, dense=dense)
+    spec = with_experts_of(replace(spec, dense=dense), checkpoint, config)
     spec = replace(spec, files=checkpoint.file_bytes(spec))
-    spec = replace(spec, doubts=checkpoint.doubts(spec))
-    return with_experts_of(spec, checkpoint, config)
+    return replace(spec, doubts=checkpoint.doubts(spec))
 
 
 def with_experts_of(spec: ModelSpec, checkpoint: Checkpoint, config: EngineConfig) -> ModelSpec:
@@ -84,7 +83,8 @@ def choose_dtype(model_config: PretrainedConfig, config: EngineConfig) -> torch.
 
 def _refuse_quantised(model_config: PretrainedConfig, path: Path) -> None:
     both = (model_config, model_config.get_text_config())
-    quantisation = next((found for each in both if (found := getattr(each, "quantization_config", None))), None)
+    found = (getattr(each, "quantization_config", None) for each in both)
+    quantisation = next((each for each in found if each is not None), None)
     if quantisation is not None:
         method = (
             quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else type(quantisation).__name__

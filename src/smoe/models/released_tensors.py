@@ -203,7 +203,7 @@ class _Matrix:
         groups = columns // (scheme.columns_each or columns)
         blocks_each, tall = grid.blocks // groups, scheme.rows_each or grid.rows
         shape = (groups, grid.rows) if self._is_turned else (-(-grid.rows // tall), groups)
-        self._check(self._scales, shape, SCALE_KINDS)
+        self._check(self._scales, shape, SCALE_KINDS if scheme.is_float else SCALE_KINDS[:-1])
         zero = None if scheme.is_float or scheme.has_zeros else 1 << scheme.bits - 1
         made_of = [
             Ingredient(self._codes, SCALE_BYTES + (not scheme.is_float), self._arranged(grid, form)),
