@@ -22,7 +22,7 @@ import torch
 from bench.quantised_products import best
 from smoe.machine.processor import processor_name
 from smoe.memory.safetensors_index import StoredTensor, index_checkpoint
-from smoe.models.released_schemes import read_scheme
+from smoe.models.released_schemes import scheme_of
 from smoe.models.released_tensors import joined
 from tests import released_toy
 
@@ -37,7 +37,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for name, said in released_toy.SCHEMES.items():
-        scheme = read_scheme({"quantization_config": said}, "config.json")
+        scheme = scheme_of({"quantization_config": said}, Path("config.json"))
         assert scheme is not None
         if not scheme.is_reordered:
             row = measured(said, options.inner, options.hidden)
@@ -62,7 +62,7 @@ def measured(said: dict[str, Any], inner: int, hidden: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as place:
         config = {"quantization_config": said}
         released_toy.write(Path(place), tensors, config)
-        scheme = read_scheme(config, place)
+        scheme = scheme_of(config, Path(place))
         assert scheme is not None
         matrices = [each for each in joined(index_checkpoint(Path(place)), scheme).values() if each.made_of]
         parts = [(each, _bytes(each.tensor)) for matrix in matrices for each in matrix.made_of]

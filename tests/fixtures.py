@@ -61,7 +61,7 @@ def examined_once() -> Iterator[None]:
     known: dict[tuple[object, ...], Anatomy] = {}
 
     def remembered(model: PreTrainedModel, sites: list[ExpertsSite], dtype: torch.dtype) -> Anatomy:
-        key = type(model), model.config.to_json_string(use_diff=False), str(sites), dtype
+        key = type(model), model.config.to_json_string(use_diff=False), str(sites), dtype, len([*model.parameters()])
         if key not in known:
             known[key] = examine(model, sites, dtype)
         return known[key]

@@ -62,6 +62,16 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32, symmetric=True
     ),
     "modelopt fp8": {"quant_method": "modelopt", "quant_algo": "FP8"},
+    "modelopt, by layers": {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {
+            "model.layers.*.mlp.experts*": {"quant_algo": "NVFP4", "group_size": 16},
+            "model.layers.*.self_attn.*": {"quant_algo": "FP8"},
+        },
+    },
+    "fp8, exponents as scales": {**FP8, "fmt": "float8_e4m3fn", "scale_fmt": "ue8m0"},
+    "fp8, experts in fp4": {**FP8, "scale_fmt": "ue8m0", "expert_dtype": "fp4"},
     "gptq": GPTQ,
     "gptq, 8 bits": {**GPTQ, "bits": 8, "group_size": -1},
     "gptq v2": {**GPTQ, "checkpoint_format": "gptq_v2", "group_size": 64},
@@ -74,10 +84,17 @@ SCHEMES: dict[str, dict[str, Any]] = {
 def quantised(weight: torch.Tensor, said: dict[str, Any], stem: str) -> tuple[Tensors, torch.Tensor]:
     """A matrix [N, K] as a release has it, and the numbers that this stands for, in float32."""
     method = said["quant_method"]
+    if said.get("quant_algo") == "MIXED_PRECISION":
+        return quantised(weight, NVFP4 if "experts" in stem else SCHEMES["modelopt fp8"], stem)
+    if said.get("expert_dtype") == "fp4" and "experts" in stem:
+        tensors, numbers = _float4(weight, stem, 32, False)
+        codes, scales = tensors[f"{stem}.weight"], tensors[f"{stem}.weight_scale"]
+        return {f"{stem}.weight": codes.view(torch.int8), f"{stem}.scale": scales.view(torch.float8_e8m0fnu)}, numbers
     if method == "fp8":
         block = said["weight_block_size"]
         rows, columns = block or weight.shape
-        return _fp8(weight, stem, "weight_scale_inv", rows, columns, block is None)
+        ending = "scale" if "expert_dtype" in said else "weight_scale_inv"
+        return _fp8(weight, stem, ending, rows, columns, block is None, "scale_fmt" in said)
     if method == "compressed-tensors":
         weights = said["config_groups"]["group_0"]["weights"]
         if weights["type"] == "float" and weights["num_bits"] == 4:
@@ -93,7 +110,7 @@ def quantised(weight: torch.Tensor, said: dict[str, Any], stem: str) -> tuple[Te
 
 
 def _fp8(
-    weight: torch.Tensor, stem: str, ending: str, rows: int, columns: int, whole: bool = False
+    weight: torch.Tensor, stem: str, ending: str, rows: int, columns: int, whole: bool = False, powers: bool = False
 ) -> tuple[Tensors, torch.Tensor]:
     codes, numbers = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
     scales = torch.empty(-(-len(weight) // rows), -(-weight.shape[1] // columns))
@@ -101,9 +118,12 @@ def _fp8(
         for j in range(scales.shape[1]):
             at = (slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns))
             scales[i, j] = weight[at].float().abs().max() / 448
+            if powers:
+                scales[i, j] = torch.exp2(scales[i, j].log2().ceil())
             codes[at] = (weight[at].float() / scales[i, j]).to(torch.float8_e4m3fn)
             numbers[at] = codes[at].float() * scales[i, j]
-    return {f"{stem}.weight": codes, f"{stem}.{ending}": scales[0, 0] if whole else scales}, numbers
+    stored = scales.to(torch.float8_e8m0fnu) if powers else scales
+    return {f"{stem}.weight": codes, f"{stem}.{ending}": stored[0, 0] if whole else stored}, numbers
 
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[SmoeError], str]] = {
     "one layer too many": ({"metadata": {"block_count": 5}}, CheckpointError, "has no 'blk.4.ffn_gate_exps"),
     "one layer too few": ({"metadata": {"block_count": 3}}, UnsupportedModelError, "holds 'blk.3.*no place"),
     "more experts": ({"metadata": {"expert_count": 16}}, CheckpointError, r"shape \[8, 32, 64\].*says: \[16, 32, 64\]"),
-    "more choices": ({"metadata": {"expert_used_count": 9}}, UnsupportedModelError, "could not be followed"),
+    "more choices": ({"metadata": {"expert_used_count": 9}}, CheckpointError, "'num_experts_per_tok' is 9.* the 8 of"),
     "another width": (
         {"metadata": {"expert_feed_forward_length": 64}},
         CheckpointError,

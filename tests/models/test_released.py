@@ -25,7 +25,7 @@ from smoe.memory.safetensors_index import index_checkpoint
 from smoe.models.quantised_linear import QuantisedLinear
 from smoe.models.read_spec import read_spec
 from smoe.models.reference import stored_numbers
-from smoe.models.released_schemes import read_scheme
+from smoe.models.released_schemes import scheme_of
 from smoe.models.released_tensors import joined
 from smoe.presets import configure
 from tests import oracle, released_toy
@@ -279,7 +279,7 @@ def test_groups_that_are_no_whole_blocks(tmp_path: Path) -> None:
 
 
 def matrices_of(folder: Path) -> dict[str, Any]:
-    said = read_scheme(json.loads((folder / "config.json").read_text()), folder)
+    said = scheme_of(json.loads((folder / "config.json").read_text()), folder)
     assert said is not None
     return joined(index_checkpoint(folder), said)
 
@@ -309,6 +309,6 @@ def test_a_configuration_alone_says_what_the_layers_beside_the_experts_take(name
     ids=str,
 )
 def test_what_a_configuration_leaves_out(said: dict[str, Any], left_out: list[str]) -> None:
-    scheme = read_scheme({"quantization_config": {**released_toy.FP8, **said}}, "here")
+    scheme = scheme_of({"quantization_config": {**released_toy.FP8, **said}}, Path("here"))
     assert scheme is not None and all(map(scheme.leaves_out, left_out))
     assert not scheme.leaves_out("model.layers.30.mlp.gate_up_proj")

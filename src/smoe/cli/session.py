@@ -33,7 +33,7 @@ def loaded(
     `prompts` of no tokens are refused before the weights are read.
     """
     transformers.logging.set_verbosity_error()
-    watch = _Watch(f"loading {model}")
+    watch, checking = _Watch(f"loading {model}"), _Checking()
 
     def start(ledger: Ledger) -> None:
         if not all(prompt.strip() for prompt in prompts):  # what they become hangs on the tokenizer
@@ -46,8 +46,9 @@ def loaded(
         watch.start(ledger)
 
     try:
-        ready = load(model, config, revision, start, watch.expect, warn)
+        ready = load(model, config, revision, start, watch.expect, warn, checking.show)
     finally:
+        checking.stop()
         watch.stop()
     engine: Any = ready.offload
     described = describe(engine.ledger, engine.budget_reason, engine.config.keeps_experts)
@@ -105,6 +106,28 @@ def describe(ledger: Ledger, reason: str, keeps_experts: bool = True) -> str:
 def tokenizer_of(model: str, revision: str | None) -> Any:
     """The model's tokenizer, from its own files."""
     return whole_checkpoint(model, revision).tokenizer()
+
+
+class _Checking:
+    """A bar for each pack that is read against its checksums, where that takes longer than a second."""
+
+    def __init__(self) -> None:
+        self._bar: Patience | None = None
+        self._amount = (0, 0)
+
+    def show(self, done: int, total: int) -> None:
+        """So many bytes of so many are read."""
+        self._amount = done, total
+        if self._bar is None:
+            self._bar = Patience("checking the pack, once on this machine", lambda: self._amount)
+            self._bar.start()
+        if done == total:
+            self.stop()
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
 
 class _Watch:

@@ -61,7 +61,7 @@ def decode_experts(
     kernels = [math.kernel for math in maths if math.kernel is not None]
     if len(kernels) == len(maths) and hidden.shape[0] <= MOST_TOKENS and not maths[0].sums_as_weights:
         return _InOnePiece(maths, kernels, hidden, top_k_weights, routes, ascending)
-    if hidden.shape[0] == 1:
+    if hidden.shape[0] == 1 and all(len(some) == 1 for some in routes):
         return _OneByOperations(maths, thread_pool, hidden, top_k_weights, routes, ascending)
     return _SeveralByOperations(maths, hidden, top_k_weights, routes, ascending)
 

@@ -25,6 +25,7 @@ from smoe.load.known import known_of
 from smoe.load.ledger import make_ledger, open_store, share_beside, shortages_of
 from smoe.load.shadow import least_shadow_bytes, planned_shadow
 from smoe.load.shadow_apart import following, is_apart, placed_shadow
+from smoe.load.verified_packs import OnBytes, verify_pack
 from smoe.load.winners import with_winners
 from smoe.load.worker_files import worker_files
 from smoe.machine.available_memory import free_device_bytes
@@ -85,10 +86,13 @@ def load(
     on_ledger: Callable[[Ledger], None] | None = None,
     on_host_tier: Callable[[int], None] | None = None,
     on_shortage: Callable[[str], None] = _log.warning,
+    on_pack_bytes: OnBytes = lambda done, total: None,
 ) -> PreTrainedModel:
-    """`from_pretrained` for a finished configuration; `on_ledger` hears the budget before anything large is read, and
-    `on_host_tier` the bytes of host memory that are about to be locked beside a GPU; `on_shortage` gets a sentence
-    where more memory is asked for than is left."""
+    """`from_pretrained` for a finished configuration.
+
+    `on_ledger` is called with the budget before anything large is read, `on_host_tier` with the bytes of host memory
+    that are about to be locked beside a GPU, `on_shortage` with a sentence where more memory is asked for than is
+    left, and `on_pack_bytes` with how much of a pack has been compared with its checksums, once on a machine."""
     collect_dropped()
     note_start()
     device = choose_device(config)
@@ -120,6 +124,9 @@ def load(
     ledger, reason = make_ledger(spec, config, device, stores[EXACT], learned.nbytes, shadow_bytes)
     for sentence in shortages_of(config, ledger, device):
         on_shortage(sentence)
+    for form, of in ((EXACT, spec), (LOW, spec.low)):
+        if of is not None:
+            verify_pack(checkpoint, of, by_form[form], on_pack_bytes)
     if on_ledger is not None:
         on_ledger(ledger)
     known = known_of(config, checkpoint.place, ledger.resident_share)

@@ -17,10 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from smoe.formats.released import SCALE_BYTES
+from smoe.memory.safetensors_index import ITEM_BYTES
 
 Bytes = npt.NDArray[np.uint8]
-SCALE_KINDS = ("F32", "BF16", "F16")
-"""Types that scales may have in a file."""
+SCALE_KINDS = ("F32", "BF16", "F16", "F8_E8M0")
+"""Types that scales may have in a file; the last, exponents alone, those of numbers of eight bits."""
+_POWERS = np.concatenate([np.exp2(np.arange(255) - 127.0), [np.nan]]).astype(np.float32)
+"""What a scale of eight bits, an exponent alone, stands for."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """AWQ: which codes of a word, counted from its lowest bits, belong to eight outputs that follow each other."""
 _AWQ_LOWER, _AWQ_UPPER = (0, 4, 1, 5), (2, 6, 3, 7)
@@ -97,7 +100,7 @@ class Scales:
 
     @property
     def unit(self) -> int:
-        return self.shape[1] * (4 if self.kind == "F32" else 2)
+        return self.shape[1] * ITEM_BYTES[self.kind]
 
     def put(self, source: Bytes, slot: memoryview, target: int, begin: int) -> None:
         found = _as_float32(source, self.kind).reshape(-1, self.shape[1])
@@ -237,6 +240,8 @@ def every_code(bits: int) -> int:
 
 
 def _as_float32(source: Bytes, kind: str) -> npt.NDArray[np.float32]:
+    if kind == "F8_E8M0":
+        return _POWERS[source]
     if kind == "BF16":
         return (source.view("<u2").astype(np.uint32) << 16).view(np.float32)
     return source.view("<f4" if kind == "F32" else "<f2").astype(np.float32, copy=False)

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from smoe.memory.gguf_header import is_gguf
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import LayerExperts
+from smoe.models.file_bytes import FileBytes
 from smoe.models.files import described_place, fetch, local_place
 from smoe.models.gguf_file import GgufFile
 from smoe.models.packed import Contents, Packed
@@ -47,6 +48,10 @@ class Checkpoint(Protocol):
     def tensors(self) -> dict[str, StoredTensor]:
         """Every tensor by its key in the file, from the headers alone."""
 
+    def stored_apart(self, shell: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+        """Weights of an empty model that are shared by its configuration, and of which the files have different
+        numbers, by the library's names; none where the weights are not here."""
+
     def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
         """Where the routed experts of every layer lie, in the precision of `spec`. All other weights are compared with
         `spec`, too: which there are, and of what shape and type."""
@@ -58,6 +63,12 @@ class Checkpoint(Protocol):
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
         """Weights beside the experts that are quantised and can stay so, by the library's names; where the weights are
         not here, those that the configuration speaks of."""
+
+    def file_bytes(self, spec: ModelSpec) -> FileBytes:
+        """What the files take; where the weights are not here, what they should take by the configuration."""
+
+    def doubts(self, spec: ModelSpec) -> tuple[str, ...]:
+        """What the configuration alone could not say, a sentence each."""
 
     def packed(self, contents: Contents) -> Packed | None:
         """The file that `smoe pack` wrote with these contents, where there is one."""

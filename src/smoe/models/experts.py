@@ -114,12 +114,12 @@ def is_transposed(module: nn.Module, part: str) -> bool:
 def stored_expert_bytes(
     sites: Sequence[ExpertsSite],
     dtype: torch.dtype,
-    form_of: Callable[[int], Format | None],
+    form_of: Callable[[ExpertsSite, int], Format | None],
     config_place: Path,
     blocks: str,
 ) -> dict[int, int]:
-    """An expert of every layer by the configuration alone: matrices by `form_of` their columns, biases in `dtype`;
-    `blocks`: what they should be made of, in words.
+    """An expert of every layer by the configuration alone: matrices by `form_of` a module and their columns, biases in
+    `dtype`; `blocks`: what they should be made of, in words.
 
     Raises `CheckpointError` for rows that are not made of whole blocks.
     """
@@ -131,7 +131,7 @@ def stored_expert_bytes(
                 found[site.layer] += part.shape[0] * dtype.itemsize
                 continue
             rows, columns = part.shape[::-1] if part.name in site.transposed else part.shape
-            form = form_of(columns)
+            form = form_of(site, columns)
             if form is None:
                 raise CheckpointError(
                     f"{config_place}: rows of {part.name} have {columns} numbers by its sizes, and {blocks}; download "

@@ -7,6 +7,7 @@ not known here, is refused by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import AutoConfig, PretrainedConfig
 from smoe.errors import CheckpointError, ModelError, NotMoEError, UnsupportedModelError
 from smoe.memory.gguf_header import GgufHeader, Value
 from smoe.memory.safetensors_index import StoredTensor
-from smoe.models.config_file import check_sizes
+from smoe.models.config_file import check_number, check_sizes
 from smoe.models.files import naming
 from smoe.models.gguf_families import FAMILIES, NEXT_TOKEN_LAYERS, GgufFamily, architecture_of
 
@@ -31,6 +32,8 @@ _SIZES = {
     "expert_used_count": "num_experts_per_tok",
 }
 """The library's names, in all families, of what files say; each family has more (`gguf_families.py`)."""
+_SWITCHES = ("expert_weights_norm",)
+"""Entries that are true or false; all others that are read so are numbers."""
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "expert_used_count")
 _ROUTER = ".ffn_gate_inp."
 """In the names of every router's tensors."""
@@ -105,7 +108,8 @@ def _said(header: GgufHeader, architecture: str, family: GgufFamily) -> dict[str
     said = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
     for key, known in _ONLY.items():
         allowed = family.allowed.get(key, known)
-        if key not in family.sizes and said.get(key, allowed[0]) not in allowed:
+        is_switch = isinstance(said.get(key), bool)  # true would pass for 1
+        if key not in family.sizes and (is_switch or said.get(key, allowed[0]) not in allowed):
             raise UnsupportedModelError(
                 f"{header.path}: '{prefix}{key}' is {said[key]!r:.80}; smoe reads files without it, or where it is "
                 f"{allowed[-1]}"
@@ -114,8 +118,10 @@ def _said(header: GgufHeader, architecture: str, family: GgufFamily) -> dict[str
 
 
 def _number(path: Path, key: str, value: Value) -> int | float | bool:
-    if not isinstance(value, (int, float)):
-        raise CheckpointError(f"{path}: the metadata entry {key!r} should be one number; it is {value!r:.80}")
+    if isinstance(value, bool) != (key in _SWITCHES) or not isinstance(value, (int, float)):
+        what = "true or false" if key in _SWITCHES else "one number"
+        raise CheckpointError(f"{path}: the metadata entry {key!r} should be {what}; it is {value!r:.80}")
+    check_number(key, value, path)
     return value
 
 
@@ -163,7 +169,8 @@ def _turned_part(
 
 def _rope(path: Path, family: GgufFamily, said: Mapping[str, Value]) -> dict[str, Any]:
     """How positions are turned, as the library writes it."""
-    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": said.get("rope.freq_base", _THETA)}
+    theta = _number(path, "rope.freq_base", said.get("rope.freq_base", _THETA))
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     kind = said.get("rope.scaling.type", "none")
     if kind == "none":
         return parameters
@@ -174,7 +181,8 @@ def _rope(path: Path, family: GgufFamily, said: Mapping[str, Value]) -> dict[str
         parameters["original_max_position_embeddings"] = said.get("rope.scaling.original_context_length")
         parameters |= {name: said[key] for key, name in _YARN.items() if key in said}
     for key, value in parameters.items():
-        if key != "rope_type" and (not isinstance(value, (int, float)) or not value > 0):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if key != "rope_type" and not (is_number and 0 < value < math.inf):
             raise CheckpointError(f"{path} scales positions by {kind!r}, but {key} is {value!r:.80}; download it again")
     if kind == "yarn":
         parameters |= family.fixed_yarn

@@ -27,6 +27,7 @@ from smoe.memory.store import LayerExperts
 from smoe.models.dense import built_of, check_loaded, quiet_library
 from smoe.models.expert_index import missing_weights
 from smoe.models.experts import without_expert_weights
+from smoe.models.file_bytes import FileBytes, bytes_of_files
 from smoe.models.files import naming
 from smoe.models.gguf_config import read_gguf_config
 from smoe.models.gguf_experts import check_shape, index_gguf_experts, tensors_of
@@ -56,6 +57,9 @@ class GgufFile:
 
     def tensors(self) -> dict[str, StoredTensor]:
         return dict(self._tensors)
+
+    def stored_apart(self, shell: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+        return []  # a matrix of its own is what says that nothing is shared
 
     def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
         tensors = self._tensors
@@ -90,6 +94,12 @@ class GgufFile:
             if key in stored and stored[key].dtype in FORMATS and can_stay_quantised(module):
                 found[name] = stored[key]
         return found
+
+    def file_bytes(self, spec: ModelSpec) -> FileBytes:
+        return bytes_of_files([header.path for header in self._headers])
+
+    def doubts(self, spec: ModelSpec) -> tuple[str, ...]:
+        return ()
 
     def packed(self, contents: Contents) -> Packed | None:
         return read_packed(self.place, contents)

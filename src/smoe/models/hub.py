@@ -11,7 +11,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +19,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from smoe.errors import ModelError, SmoeError
 from smoe.models.gguf_names import labels_of
+from smoe.models.stated_quantisation import MODELOPT_FILE
 
 HINT = "; check the name, the network, and for gated models that you are logged in (hf auth login)"
 """What to do where the hub does not give a model."""
@@ -43,7 +44,8 @@ def has_config(model: str, revision: str | None) -> bool:
 
 
 def config_folder(model: str, revision: str | None) -> Path:
-    """A folder of the cache that holds the model's config.json, downloaded where the hub answers."""
+    """A folder of the cache that holds the model's config.json, and what else states how it is quantised, downloaded
+    where the hub answers."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -52,10 +54,13 @@ def config_folder(model: str, revision: str | None) -> Path:
         return known.parent
     with asking(model):
         try:
-            return Path(hf_hub_download(model, "config.json", revision=revision)).parent
+            folder = Path(hf_hub_download(model, "config.json", revision=revision)).parent
         except EntryNotFoundError:
             _refuse_gguf(model, files_of(model, revision))
             raise
+        with suppress(EntryNotFoundError):  # few releases state there how they are quantised
+            hf_hub_download(model, MODELOPT_FILE, revision=revision)
+        return folder
 
 
 def cached(model: str, revision: str | None) -> Path | None:

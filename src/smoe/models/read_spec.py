@@ -17,6 +17,7 @@ from smoe.models.experts import ExpertsSite, find_sites, meta_model
 from smoe.models.files import naming
 from smoe.models.rotary import position_limit
 from smoe.models.spec import ModelSpec, own_dtype
+from smoe.models.tied_weights import separate
 from smoe.units import format_bytes
 
 DEFAULT_CONTEXT_TOKENS = 4096
@@ -31,6 +32,7 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
         context_tokens = choose_context(model_config, config)
         own, dtype = own_dtype(model_config), choose_dtype(model_config, config)
         shell = meta_model(model_config, dtype)
+    separate(shell, checkpoint.stored_apart(shell, dtype))
     sites = find_sites(shell)
     unclear = f"the structure of {model_config.model_type!r} could not be followed by {path}, so it is refused"
     with naming(unclear, UnsupportedModelError):
@@ -38,7 +40,9 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
     _check_anatomy(anatomy, sites, path)
     spec = ModelSpec(model_config, shell, sites, anatomy, dtype, own, context_tokens, config.precision)
     dense = checkpoint.quantised_dense(spec) if config.dense_precision == "as-stored" else {}
-    return with_experts_of(replace(spec, dense=dense), checkpoint, config)
+    spec = with_experts_of(replace(spec, dense=dense), checkpoint, config)
+    spec = replace(spec, files=checkpoint.file_bytes(spec))
+    return replace(spec, doubts=checkpoint.doubts(spec))
 
 
 def with_experts_of(spec: ModelSpec, checkpoint: Checkpoint, config: EngineConfig) -> ModelSpec:
@@ -66,8 +70,8 @@ def _low_copies(spec: ModelSpec, checkpoint: Checkpoint, config: EngineConfig) -
 
 def spec_of_whole(checkpoint: Checkpoint, spec: ModelSpec, config: EngineConfig) -> ModelSpec:
     """`spec` for a checkpoint whose weights are here: where quantised ones lie, which it says, may have been read from
-    copies of nothing but headers."""
-    return read_spec(checkpoint.place, config) if spec.dense else spec
+    copies of nothing but headers, and only the files say whether weights that may be shared are stored apart."""
+    return read_spec(checkpoint.place, config) if spec.dense or spec.shell.all_tied_weights_keys else spec
 
 
 def choose_dtype(model_config: PretrainedConfig, config: EngineConfig) -> torch.dtype:
@@ -79,7 +83,9 @@ def choose_dtype(model_config: PretrainedConfig, config: EngineConfig) -> torch.
 
 
 def _refuse_quantised(model_config: PretrainedConfig, path: Path) -> None:
-    quantisation = getattr(model_config, "quantization_config", None)
+    both = (model_config, model_config.get_text_config())
+    found = (getattr(each, "quantization_config", None) for each in both)
+    quantisation = next((each for each in found if each is not None), None)
     if quantisation is not None:
         method = (
             quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else type(quantisation).__name__

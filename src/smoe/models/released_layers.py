@@ -10,13 +10,14 @@ from safetensors import safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from smoe.errors import CheckpointError
+from smoe.errors import CheckpointError, UnsupportedModelError
+from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
 from smoe.memory.quantised_store import assembled
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.models.dense import built_of, check_loaded, move_to_own_memory, quiet_library
 from smoe.models.expert_index import parameter_names, stored_as
-from smoe.models.experts import without_expert_weights
+from smoe.models.experts import ExpertsSite, stored_expert_bytes, without_expert_weights
 from smoe.models.files import naming
 from smoe.models.quantised_linear import can_stay_quantised, keep_quantised
 from smoe.models.reference import stored_numbers
@@ -42,13 +43,34 @@ def expected_layers(spec: ModelSpec, scheme: Scheme, place: Path) -> dict[str, S
     found = {}
     experts = {site.name for site in spec.sites}
     for owner, module in spec.shell.named_modules():
-        if owner in experts or scheme.leaves_out(owner) or not isinstance(module, nn.Linear):
-            continue
-        form = scheme.form(module.in_features)
+        its = None if owner in experts or not isinstance(module, nn.Linear) else scheme.of(owner)
+        form = None if its is None else its.form(module.in_features)
         if form is not None and can_stay_quantised(module):
             nbytes, shape = module.out_features * form.row_bytes(module.in_features), tuple(module.weight.shape)
             found[f"{owner}.weight"] = StoredTensor(place, 0, nbytes, form.name, shape)
     return found
+
+
+def released_expert_bytes(spec: ModelSpec, scheme: Scheme, place: Path) -> dict[int, int] | None:
+    """An expert of every layer in a slot by what config.json says; None where all experts are in full. Raises
+    `UnsupportedModelError` where only some layers' are."""
+    kinds = {site.name: scheme.of_experts(site.name) for site in spec.sites}
+    in_full = [name for name, kind in kinds.items() if kind is None]
+    if len(in_full) == len(kinds):
+        return None
+    if in_full:
+        raise UnsupportedModelError(
+            f"{place}: the experts of {len(kinds) - len(in_full)} layers are quantised, those of {len(in_full)} "
+            f"({in_full[0]} first) are not; smoe reads models whose experts are all quantised, or none: take another "
+            "release of the model"
+        )
+
+    def form_of(site: ExpertsSite, columns: int) -> Format | None:
+        kind = kinds[site.name]
+        return None if kind is None else kind.form(columns)
+
+    group = next(kind for kind in kinds.values() if kind is not None).columns_each
+    return stored_expert_bytes(spec.sites, spec.dtype, form_of, place, f"scales are for {group or 'all'} of them")
 
 
 def load_released(place: Path, spec: ModelSpec, matrices: Mapping[str, StoredTensor]) -> PreTrainedModel:

@@ -40,6 +40,7 @@ def _float4(
     codes: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | None = None, *, is_divided: bool
 ) -> torch.Tensor:
     """Codes [N, K / 2], scales [N, groups] as E4M3 with a factor for the matrix, or as exponents."""
+    codes = codes.view(torch.uint8)
     meant = torch.tensor(E2M1)[torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()]
     if factor is None:
         gains = torch.exp2(scales.view(torch.uint8).float() - 127)

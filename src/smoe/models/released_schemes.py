@@ -1,10 +1,11 @@
-"""How quantised releases on the hub say, in config.json, what their matrices are: fp8 with block scales, compressed-
-tensors, NVIDIA's modelopt, GPTQ, AWQ.
+"""How quantised releases on the hub state what their matrices are: fp8 with block scales, compressed-tensors, NVIDIA's
+modelopt, GPTQ, AWQ.
 
     quant_method          numbers of a group                       stored
     fp8                   128 columns of 128 rows                  row by row
+      expert_dtype: fp4   experts: MXFP4, 32 columns               row by row
     compressed-tensors    32 k columns, a row, or a block; NVFP4   row by row
-    modelopt              NVFP4: 16 columns; fp8: the matrix       row by row
+    modelopt              NVFP4: 16 columns; fp8: the matrix       row by row; each layer may have its own of the two
     gptq, awq             32 k columns, or a whole row             column by column, turned on their way to a slot
 
 Whatever else is quantised in ways that are not read here is refused with the reason.
@@ -12,19 +13,24 @@ Whatever else is quantised in ways that are not read here is refused with the re
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
 from smoe.errors import UnsupportedModelError
 from smoe.formats.base import Format
 from smoe.formats.mxfp4 import MXFP4_PAIRS
 from smoe.formats.released import FP8, NVFP4, NVFP4_GROUP, WEIGHTS
+from smoe.models.module_names import in_decoder, is_named
+from smoe.models.stated_quantisation import Stated, stated_in
 
 METHODS = ("fp8", "compressed-tensors", "modelopt", "gptq", "awq")
 _GROUPS = (128, 64, 32)
+_E4M3 = ("e4m3", "e4m3fn", "float8_e4m3fn", "float8_e4m3")
+"""How the one format of eight bits that is read is spelled."""
 _FLOAT4 = {"nvfp4-pack-quantized": NVFP4_GROUP, "mxfp4-pack-quantized": MXFP4_PAIRS.numbers}
 """compressed-tensors' formats of codes that are numbers of four bits: columns that share a scale."""
 _TAKE = "take another release of the model: unquantised, in one of the forms that docs/formats.md lists, or a GGUF file"
@@ -52,6 +58,13 @@ class Scheme:
     left_out: tuple[str, ...] = ()
     """Which linear layers are no codes, by `config.json`: names, ends or parts of names, patterns (`*`), or regular
     expressions behind `re:`."""
+    is_of_text: bool = False
+    """Only the language model has codes, whatever else there is."""
+    experts: Scheme | None = None
+    """How routed experts are stored, where that is another way than that of the layers beside them."""
+    layers: Mapping[str, Scheme] = field(default_factory=dict)
+    """By the names of layers, from their number on, where every layer has its own; those that are not named are in
+    full."""
 
     @property
     def is_float4(self) -> bool:
@@ -70,40 +83,60 @@ class Scheme:
         numbers = next((group for group in _GROUPS if each % group == 0), None)
         return None if numbers is None or columns % each else WEIGHTS[self.bits, numbers]
 
+    def file_bytes(self, rows: int, columns: int) -> int:
+        """What a matrix takes in the files: codes, scales, and zero points or an order where there are any."""
+        groups = columns // (self.columns_each or columns)
+        scales = -(-rows // (self.rows_each or rows)) * groups
+        codes = rows * columns * self.bits // 8
+        if self.is_float:
+            return codes + scales * (1 if self.is_float4 else 4 if self.method == "fp8" else 2)
+        order = 4 * columns if self.method == "gptq" or self.is_reordered else 0
+        return codes + scales * 2 + (scales * self.bits // 8 if self.has_zeros else 0) + order
+
     def leaves_out(self, module: str) -> bool:
         """Whether a linear layer is no codes by what `config.json` says of it: what the files have may differ."""
-        return any(_names(pattern, module) for pattern in self.left_out)
+        return is_named(self.left_out, module)
+
+    def of(self, module: str) -> Scheme | None:
+        """How a linear layer beside the experts is stored; None: in full."""
+        if self.layers:
+            name = in_decoder(module)
+            patterns = (pattern for pattern in self.layers if "*" in pattern and fnmatch(name, pattern))
+            return self.layers.get(name) or next((self.layers[pattern] for pattern in patterns), None)
+        return None if self.leaves_out(module) or (self.is_of_text and not in_decoder(module)) else self
+
+    def of_experts(self, module: str) -> Scheme | None:
+        """How the routed experts of a module are stored; None: in full."""
+        names = (module, f"{module}.0.down_proj", f"{module}.0.w2", f"{module}.down_proj")
+        if self.layers:
+            return next((found for found in map(self.of, names) if found is not None), None)
+        return None if any(map(self.leaves_out, names)) else self.experts or self
 
 
-def read_scheme(config: Mapping[str, Any], place: object) -> Scheme | None:
-    """What `quantization_config` of a config.json says; None where there is none, or it is of another method.
+def read_scheme(stated: Stated | None) -> Scheme | None:
+    """What a release states; None where that is nothing, or of another method.
 
     Raises `UnsupportedModelError` for what cannot be read, naming it.
     """
-    said = config.get("quantization_config") or config.get("compression_config")
-    if not isinstance(said, dict) or said.get("quant_method") not in METHODS:
+    if stated is None or stated.method not in METHODS:
         return None
-    method = str(said["quant_method"])
+    said, method = stated.fields, str(stated.method)
     readers = {"fp8": _fp8, "compressed-tensors": _compressed, "modelopt": _modelopt, "gptq": _gptq, "awq": _awq}
-    scheme = readers[method](said, f"{place}: experts quantised by {method}")
-    return replace(scheme, left_out=_left_out(said))
+    scheme = readers[method](said, f"{stated.place}: experts quantised by {method}")
+    return replace(scheme, left_out=_left_out(said), is_of_text=stated.is_of_text)
+
+
+def scheme_of(config: Mapping[str, Any], place: Path) -> Scheme | None:
+    """The same of a configuration alone."""
+    return read_scheme(stated_in(config, place))
 
 
 def _left_out(said: Mapping[str, Any]) -> tuple[str, ...]:
-    lists = [said.get(key) for key in ("modules_to_not_convert", "ignore", "exclude_modules")]
+    lists = [said.get(key) for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")]
     found = [each for names in lists if isinstance(names, list) for each in names if isinstance(each, str)]
     rules = said.get("dynamic")  # GPTQ: other settings for some, by regular expressions
     found += [f"re:{rule[2:]}" for rule in rules if rule.startswith("-:")] if isinstance(rules, dict) else []
     return (*found, *([] if said.get("lm_head") else ["lm_head"]))
-
-
-def _names(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
-        try:
-            return re.match(pattern[3:], module) is not None
-        except re.error:
-            return False
-    return fnmatch(module, pattern) or f".{pattern}." in f".{module}."
 
 
 def _refuse(whose: str, what: str) -> NoReturn:
@@ -111,14 +144,17 @@ def _refuse(whose: str, what: str) -> NoReturn:
 
 
 def _fp8(said: Mapping[str, Any], whose: str) -> Scheme:
-    size = said.get("weight_block_size")
-    if said.get("fmt", "e4m3") != "e4m3":
+    size, experts = said.get("weight_block_size"), said.get("expert_dtype", "fp8")
+    if said.get("fmt", "e4m3") not in _E4M3:
         _refuse(whose, f"are in the format {said['fmt']!r:.40}")
+    if experts not in ("fp8", "fp4"):
+        _refuse(whose, f"have the expert_dtype {experts!r:.40}")
+    fp4 = Scheme("fp8", 4, True, MXFP4_PAIRS.numbers) if experts == "fp4" else None
     if size is None:
-        return Scheme("fp8", is_float=True, rows_each=0)
+        return Scheme("fp8", is_float=True, rows_each=0, experts=fp4)
     if not (isinstance(size, (list, tuple)) and len(size) == 2 and size[1] == FP8.numbers and _is_count(size[0])):
         _refuse(whose, f"have blocks of {size!r:.40} instead of [128, 128]")
-    return Scheme("fp8", is_float=True, columns_each=FP8.numbers, rows_each=int(size[0]))
+    return Scheme("fp8", is_float=True, columns_each=FP8.numbers, rows_each=int(size[0]), experts=fp4)
 
 
 def _compressed(said: Mapping[str, Any], whose: str) -> Scheme:
@@ -170,6 +206,8 @@ def _shared(weights: Mapping[str, Any], strategy: object, whose: str) -> tuple[i
 
 def _modelopt(said: Mapping[str, Any], whose: str) -> Scheme:
     algorithm = str(said.get("quant_algo")).upper()
+    if algorithm == "MIXED_PRECISION":
+        return Scheme("modelopt", is_float=True, layers=_layers(said, whose))
     if algorithm == "FP8":
         return Scheme("modelopt", is_float=True, rows_each=0)
     if algorithm != "NVFP4":
@@ -177,6 +215,17 @@ def _modelopt(said: Mapping[str, Any], whose: str) -> Scheme:
     if said.get("group_size", NVFP4_GROUP) != NVFP4_GROUP:
         _refuse(whose, f"have groups of {said['group_size']!r:.40} columns in NVFP4")
     return Scheme("modelopt", 4, True, NVFP4_GROUP)
+
+
+def _layers(said: Mapping[str, Any], whose: str) -> dict[str, Scheme]:
+    """The layers of the decoder, each with its own scheme."""
+    layers = said.get("quantized_layers")
+    if not _holds_objects(layers) or not layers:
+        _refuse(whose, "are quantised as 'MIXED_PRECISION' without 'quantized_layers', which names the layers,")
+    read = {json.dumps(each, sort_keys=True): each for each in layers.values()}
+    schemes = {key: _modelopt(each, whose) for key, each in read.items() if each.get("quant_algo") is not None}
+    found = {in_decoder(name): schemes.get(json.dumps(each, sort_keys=True)) for name, each in layers.items()}
+    return {name: scheme for name, scheme in found.items() if name and scheme is not None}
 
 
 def _gptq(said: Mapping[str, Any], whose: str) -> Scheme:

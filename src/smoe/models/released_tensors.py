@@ -1,6 +1,8 @@
 """The tensors of a quantised release, those that make up a matrix joined to the one weight that they are.
 
     fp8                  X.weight (F8_E4M3 [N, K]), X.weight_scale_inv [N / 128, K / 128]; of all experts X, X_scale_inv
+                         (DeepSeek-V4 has X.scale for X.weight_scale_inv)
+      expert_dtype: fp4  X.weight (I8 [N, K / 2]), X.scale (exponents F8_E8M0 [N, K / 32])
     compressed-tensors   X.weight (fp8), or X.weight_packed (I32 [N, K / 8]); X.weight_scale [N, K / G],
                          X.weight_zero_point (I32 [N / 8, K / G])
       in four-bit floats X.weight_packed (U8 [N, K / 2]), X.weight_scale (F8_E4M3 [N, K / 16], or exponents U8
@@ -41,6 +43,8 @@ _BESIDE = (
 )
 """What does not change what weights are, or is looked at with them."""
 _WORD_BITS = 32
+_PAIRS_OF_CODES = ("U8", "I8")
+"""What two numbers of four bits are stored as."""
 
 
 def joined(tensors: Mapping[str, StoredTensor], scheme: Scheme) -> dict[str, StoredTensor]:
@@ -50,6 +54,7 @@ def joined(tensors: Mapping[str, StoredTensor], scheme: Scheme) -> dict[str, Sto
     for rows that are no whole blocks.
     """
     names = _names_of(scheme)
+    tensors = {_scales_by_their_name(key, tensors, scheme): tensor for key, tensor in tensors.items()}
     found, used = {}, set()
     for key, scales in tensors.items():
         if key.endswith(names.scales):
@@ -60,7 +65,7 @@ def joined(tensors: Mapping[str, StoredTensor], scheme: Scheme) -> dict[str, Sto
             stem = key.removesuffix(_OF_ALL.scales)
             found[stem], made_of = _of_all_experts(tensors, stem, scheme, scales)
             used.update(made_of)
-    rest = {key: each for key, each in tensors.items() if key not in used and not key.endswith(_BESIDE)}
+    rest = {key: each for key, each in tensors.items() if each.key not in used and not key.endswith(_BESIDE)}
     for key, tensor in rest.items():
         is_quantised = tensor.dtype not in ("BF16", "F16", "F32")
         if key in found or (key.endswith((names.codes, names.zeros)) and is_quantised):
@@ -96,9 +101,24 @@ def _names_of(scheme: Scheme) -> _Names:
     return _Names(".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx")
 
 
+def _scales_by_their_name(key: str, tensors: Mapping[str, StoredTensor], scheme: Scheme) -> str:
+    """A key; the usual one of scales that lie under a shorter one."""
+    stem = key.removesuffix(".scale")
+    is_short = scheme.method == "fp8" and stem != key and f"{stem}.weight" in tensors
+    return f"{stem}.weight_scale_inv" if is_short else key
+
+
+def _stored_as(scheme: Scheme, codes: StoredTensor | None) -> Scheme:
+    """How a matrix is stored, where a release has more than one way: its codes tell."""
+    kinds = [*scheme.layers.values(), *([] if scheme.experts is None else [scheme, scheme.experts])]
+    is_float4 = codes is not None and codes.dtype in _PAIRS_OF_CODES
+    return next((kind for kind in kinds if kind.is_float4 == is_float4), scheme)
+
+
 def _matrix(
     tensors: Mapping[str, StoredTensor], stem: str, names: _Names, scheme: Scheme, scales: StoredTensor
 ) -> _Matrix:
+    scheme = _stored_as(scheme, tensors.get(stem + names.codes))
     return (_Float4 if scheme.is_float4 else _Matrix)(tensors, stem, names, scheme, scales)
 
 
@@ -183,7 +203,7 @@ class _Matrix:
         groups = columns // (scheme.columns_each or columns)
         blocks_each, tall = grid.blocks // groups, scheme.rows_each or grid.rows
         shape = (groups, grid.rows) if self._is_turned else (-(-grid.rows // tall), groups)
-        self._check(self._scales, shape, SCALE_KINDS)
+        self._check(self._scales, shape, SCALE_KINDS if scheme.is_float else SCALE_KINDS[:-1])
         zero = None if scheme.is_float or scheme.has_zeros else 1 << scheme.bits - 1
         made_of = [
             Ingredient(self._codes, SCALE_BYTES + (not scheme.is_float), self._arranged(grid, form)),
@@ -236,10 +256,10 @@ class _Float4(_Matrix):
 
     def _shape(self) -> tuple[int, int]:
         codes = self._codes
-        if codes.dtype != "U8" or len(codes.shape) != 2 or not codes.nbytes:
+        if codes.dtype not in _PAIRS_OF_CODES or len(codes.shape) != 2 or not codes.nbytes:
             raise CheckpointError(
                 f"{codes.path}: {codes.key!r} is {codes.dtype}{list(codes.shape)}, and by config.json it should be U8 "
-                "with two dimensions; download the checkpoint again"
+                "or I8 with two dimensions; download the checkpoint again"
             )
         return codes.shape[0], 2 * codes.shape[1]
 

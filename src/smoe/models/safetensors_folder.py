@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from smoe.errors import ModelError, UnsupportedModelError
-from smoe.formats.base import Format
 from smoe.formats.mxfp4 import MXFP4_PAIRS
 from smoe.memory.checkpoint_json import read_object
-from smoe.memory.safetensors_index import StoredTensor, has_shards, index_checkpoint
+from smoe.memory.safetensors_index import StoredTensor, has_shards, index_checkpoint, shard_paths
 from smoe.memory.store import LayerExperts
+from smoe.models.config_doubts import doubts_of, family_doubts
 from smoe.models.config_file import check_config
 from smoe.models.dense import check_loaded, move_to_own_memory, quiet_library
 from smoe.models.expert_index import index_experts, stored_as
 from smoe.models.experts import auto_class, stored_expert_bytes, without_expert_weights
+from smoe.models.file_bytes import FileBytes, bytes_of_files, expected_bytes
 from smoe.models.files import naming
 from smoe.models.generation_file import check_generation
+from smoe.models.library_family import read_library_config
 from smoe.models.mxfp4_experts import check_mxfp4, has_mxfp4_experts, joined
 from smoe.models.mxfp4_experts import form_of as mxfp4_form
 from smoe.models.own_implementations import check_implementations, with_own_implementations
 from smoe.models.packed import Contents, Packed, bytes_in_precision, experts_in_precision, not_gatherable, read_packed
 from smoe.models.registration import register_local_families
-from smoe.models.released_layers import expected_layers, load_released, quantised_layers
+from smoe.models.released_layers import expected_layers, load_released, quantised_layers, released_expert_bytes
 from smoe.models.released_schemes import Scheme, read_scheme
 from smoe.models.released_tensors import joined as released
 from smoe.models.spec import ModelSpec
+from smoe.models.stated_quantisation import Stated, stated_quantisation
+from smoe.models.tied_weights import stored_apart
 
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TOKENIZER_FILE = re.compile(r"tokenizer|special_tokens|added_tokens|vocab|merges|chat_template")
@@ -48,11 +52,9 @@ class SafetensorsFolder:
         register_local_families(check_config(self.place))
         check_implementations(read_object(self.config_place), self.config_place)
         with naming(f"cannot read the configuration {self.config_place}", ModelError):
-            config: PretrainedConfig = AutoConfig.from_pretrained(
-                self.place, trust_remote_code=False, local_files_only=True
-            )
+            config = read_library_config(self.place, read_object(self.config_place))
         if self._has_mxfp4 or self._scheme is not None:
-            del config.quantization_config  # with it the library would convert, or fetch kernels
+            _forget_quantisation(config)
         return with_own_implementations(config)
 
     def has_weights(self) -> bool:
@@ -60,6 +62,9 @@ class SafetensorsFolder:
 
     def tensors(self) -> dict[str, StoredTensor]:
         return index_checkpoint(self.place)
+
+    def stored_apart(self, shell: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+        return stored_apart(shell, self._matrices, dtype) if self.has_weights() else []
 
     def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
         stored = index_experts(self.place, spec.shell, spec.sites, self._matrices)
@@ -72,18 +77,14 @@ class SafetensorsFolder:
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
         if spec.precision != "auto":
             return bytes_in_precision(spec)
-        form_of, blocks = self._stored_in()
-        if form_of is None:
-            return None
-        return stored_expert_bytes(spec.sites, spec.dtype, form_of, self.config_place, blocks)
-
-    def _stored_in(self) -> tuple[Callable[[int], Format | None] | None, str]:
-        """What rows of so many numbers are stored in, where experts are quantised, and its blocks in words."""
         if self._has_mxfp4:
-            return mxfp4_form, f"MXFP4 comes in blocks of {MXFP4_PAIRS.numbers}"
+            blocks = f"MXFP4 comes in blocks of {MXFP4_PAIRS.numbers}"
+            return stored_expert_bytes(
+                spec.sites, spec.dtype, lambda _, columns: mxfp4_form(columns), self.config_place, blocks
+            )
         if self._scheme is None or self._scheme.is_reordered:  # the latter can only be packed
-            return None, ""
-        return self._scheme.form, f"scales are for {self._scheme.columns_each or 'all'} of them"
+            return None
+        return released_expert_bytes(spec, self._scheme, self.config_place)
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
         if self._scheme is None:
@@ -99,6 +100,16 @@ class SafetensorsFolder:
         if self._scheme is not None:
             return released(self.tensors(), self._scheme)
         return joined(self.tensors()) if self._has_mxfp4 else self.tensors()
+
+    def file_bytes(self, spec: ModelSpec) -> FileBytes:
+        if self.has_weights():
+            return bytes_of_files(shard_paths(self.place))
+        return expected_bytes(spec.shell, spec.sites, spec.own_dtype, self._scheme, self._has_mxfp4)
+
+    def doubts(self, spec: ModelSpec) -> tuple[str, ...]:
+        said = read_object(self.config_place)
+        read_as = family_doubts(said)
+        return read_as if self.has_weights() else (*read_as, *doubts_of(said, spec, self._scheme is not None))
 
     def packed(self, contents: Contents) -> Packed | None:
         return read_packed(self.place, contents)
@@ -126,8 +137,12 @@ class SafetensorsFolder:
         return has_mxfp4_experts(read_object(self.config_place))
 
     @cached_property
+    def _stated(self) -> Stated | None:
+        return stated_quantisation(self.config_place)
+
+    @cached_property
     def _scheme(self) -> Scheme | None:
-        return read_scheme(read_object(self.config_place), self.config_place)
+        return read_scheme(self._stated)
 
     def load_dense(self, spec: ModelSpec, device: torch.device) -> PreTrainedModel:
         spec.config._experts_implementation = "eager"
@@ -160,3 +175,10 @@ class SafetensorsFolder:
             tokenizer = AutoTokenizer.from_pretrained(self.place, trust_remote_code=False, local_files_only=True)
             tokenizer("a")["input_ids"]
             return tokenizer
+
+
+def _forget_quantisation(config: PretrainedConfig) -> None:
+    """With it the library would convert the weights, or fetch kernels."""
+    for each in (config, config.get_text_config()):
+        if hasattr(each, "quantization_config"):
+            del each.quantization_config

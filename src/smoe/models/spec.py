@@ -23,6 +23,7 @@ from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import PAGE, page_ceil
 from smoe.models.anatomy import Anatomy
 from smoe.models.experts import ExpertsSite
+from smoe.models.file_bytes import FileBytes
 from smoe.models.quantised_linear import PIECE_ELEMENTS
 from smoe.models.workspace import workspace_bytes
 from smoe.policy.budget import MIN_STAGING_SLOTS, Demand, SlotClass, slot_classes
@@ -63,6 +64,11 @@ class ModelSpec:
     """Of what its experts are: their own copies, or low ones."""
     dense: Mapping[str, StoredTensor] = field(default_factory=dict)
     """Weights beside the experts that are quantised and stay so, by the library's names."""
+    files: FileBytes | None = None
+    """What the model's files take; None where that was not asked for."""
+    doubts: tuple[str, ...] = ()
+    """What the configuration alone could not say, where the weights are not here, and how it was read where it could be
+    read in more than one way."""
 
     @property
     def weights_bytes(self) -> int:

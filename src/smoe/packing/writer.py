@@ -149,6 +149,7 @@ def damaged_layers(packed: Packed, contents: Contents, progress: Callable[[int, 
     """Layers of a packed file whose bytes are not those that were written; `progress(done, total)` counts bytes."""
     found, total = [], contents.experts * contents.stride
     done = 0
+    progress(done, total)
     with packed.path.open("rb") as file:
         file.seek(packed.start)
         for site, record in zip(contents.sites, packed.records, strict=True):

@@ -88,7 +88,11 @@ def routes_by_key(routing: Routing, low: Container[int] = ()) -> dict[ExpertKey,
     if len(rows) == 1:
         row = rows[0]
         order = sorted(range(len(row)), key=row.__getitem__)
-        return {(layer, row[k], LOW if row[k] in low else EXACT): (k,) for k in order if row[k] != routing.experts}
+        alone: dict[ExpertKey, tuple[int, ...]] = {
+            (layer, row[k], LOW if row[k] in low else EXACT): (k,) for k in order if row[k] != routing.experts
+        }
+        if len(alone) == len(row):  # else one is padding, or is chosen twice
+            return alone
     found: dict[int, list[int]] = {}
     width = len(rows[0])
     for choice in range(width):

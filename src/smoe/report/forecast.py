@@ -34,6 +34,7 @@ from smoe.machine.process_memory import beside_budget
 from smoe.machine.processor import set_compute_threads
 from smoe.memory.emulation import read_profile
 from smoe.models.checkpoint import Checkpoint, described_checkpoint
+from smoe.models.config_doubts import beside_files
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
 from smoe.models.workspace import reserved_kernel_bytes
@@ -153,6 +154,8 @@ class Forecast:
             "expert_bytes": spec.expert_bytes,
             "experts_bytes": spec.experts_bytes,
             "dense_bytes": spec.weights_bytes,
+            "file_bytes": None if spec.files is None else spec.files.together,
+            "experts_file_bytes": None if spec.files is None else spec.files.experts,
             "expert_bytes_per_token": spec.expert_bytes_per_token,
             "bytes_per_token": self.chosen.uniform.bytes_per_token,
             "typical_bytes_per_token": self.chosen.typical.bytes_per_token,
@@ -209,6 +212,7 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     has_own_memory = is_emulated or device.type != "cpu"
     beside = {} if has_own_memory else beside_budget(reserved_kernel_bytes(spec.experts_bytes))
     remarks = _remarks(survey.rates, is_emulated) + [_ESTIMATE] * survey.is_estimate
+    remarks += [*spec.doubts, *beside_files(spec)]
     remarks += [_WITHOUT_LOW] * (spec.low is not None) + survey.remarks
     outlook = None
     if survey.subject is not None:

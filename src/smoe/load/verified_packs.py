@@ -1,0 +1,78 @@
+"""Packs are read against their checksums once on every machine, when they are first loaded.
+
+Which file was found whole is remembered in the user's cache folder, by the file's size, number and time: one that was
+written or copied since then is read again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from smoe.errors import CheckpointError
+from smoe.memory.store import LayerExperts
+from smoe.models.checkpoint import Checkpoint
+from smoe.models.packed import Contents, Packed, contents_as_they_are, contents_in_precision
+from smoe.models.spec import ModelSpec
+from smoe.packing.writer import damaged_layers
+from smoe.user_cache import keep, kept, of_model
+
+_FORM = 1
+_log = logging.getLogger(__name__)
+
+OnBytes = Callable[[int, int], None]
+"""Hears how many bytes of how many have been read; both are the same at the end."""
+
+
+def verify_pack(
+    checkpoint: Checkpoint, spec: ModelSpec, experts: Mapping[int, LayerExperts], on_bytes: OnBytes
+) -> None:
+    """Read the pack of which a model's experts are served, where there is one, unless this machine has done so before.
+
+    Raises `CheckpointError` for a damaged one, naming its layers.
+    """
+    contents = _contents(spec, experts)
+    path = None if contents is None else contents.path(checkpoint.place)
+    if contents is None or path is None or not path.exists() or _is_known(path):
+        return
+    packed, before = checkpoint.packed(contents), _identity(path)
+    if packed is None:
+        return
+    damaged = damaged_layers(packed, contents, on_bytes)
+    if damaged:
+        raise CheckpointError(_complaint(packed, contents, damaged))
+    try:
+        keep(_note_of(path), {"format": _FORM, "pack": str(path), "identity": before})
+    except OSError as error:
+        _log.warning("%s is whole, which cannot be remembered (%s): it is read again at the next load", path, error)
+
+
+def _contents(spec: ModelSpec, experts: Mapping[int, LayerExperts]) -> Contents | None:
+    if spec.precision == "auto":
+        return contents_as_they_are(spec, experts)
+    return contents_in_precision(spec.sites, spec.precision, spec.config.model_type, spec.own_dtype)
+
+
+def _complaint(packed: Packed, contents: Contents, damaged: list[int]) -> str:
+    asked = "" if contents.is_as_stored or contents.name.isupper() else f" with `precision` {contents.name}"
+    layers = f"layer{'s' * (len(damaged) > 1)} {', '.join(map(str, damaged[:8]))}{', ...' * (len(damaged) > 8)}"
+    return (
+        f"{packed.path} is damaged in {layers}: its bytes are not those that smoe pack wrote; delete it and run smoe "
+        f"pack again{asked}, or copy it again"
+    )
+
+
+def _is_known(path: Path) -> bool:
+    known = kept(_note_of(path), _FORM)
+    return known is not None and known.get("identity") == _identity(path)
+
+
+def _note_of(path: Path) -> Path:
+    return of_model("verified-packs", path)
+
+
+def _identity(path: Path) -> list[int]:
+    """Of a file as it is: what changes where it is written, or another takes its place."""
+    found = path.stat()
+    return [found.st_size, found.st_ino, found.st_mtime_ns]

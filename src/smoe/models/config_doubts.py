@@ -1,0 +1,91 @@
+"""What a config.json alone does not say of a model's bytes, so that a plan states it instead of guessing in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from smoe.models.library_family import family_by_architecture
+from smoe.models.spec import ModelSpec
+from smoe.units import format_bytes
+
+_FURTHER_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
+"""Under which names families have the number of layers that guess further tokens."""
+_NOTED_DIFFERENCE = 0.02
+"""By which share memory and files may differ without a word."""
+
+
+def family_doubts(said: Mapping[str, Any]) -> tuple[str, ...]:
+    """How a config.json of a family that the library lacks is read."""
+    family = family_by_architecture(said)
+    if family is None:
+        return ()
+    return (
+        f"config.json names the family {said.get('model_type')!r:.40}, which transformers does not have; read as "
+        f"{family!r} by its architecture, without the code in the repository",
+    )
+
+
+def doubts_of(said: Mapping[str, Any], spec: ModelSpec, is_quantised: bool) -> tuple[str, ...]:
+    """Of a model whose weights are not here."""
+    found = [_of_further_layers(said, spec), _of_type(said, spec), _of_tied(said, spec)]
+    return tuple(doubt for doubt in (*found, _of_lists(spec) if is_quantised else None) if doubt is not None)
+
+
+def _texts(said: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A configuration and those nested in it."""
+    return [said, *(value for value in said.values() if isinstance(value, dict))]
+
+
+def _of_further_layers(said: Mapping[str, Any], spec: ModelSpec) -> str | None:
+    counts = [each[name] for each in _texts(said) for name in _FURTHER_LAYERS if isinstance(each.get(name), int)]
+    layers = max(counts, default=0)
+    if layers < 1 or spec.files is None or spec.files.experts is None:
+        return None
+    all_layers = int(spec.config.get_text_config().num_hidden_layers)
+    others = (spec.files.together - spec.files.experts) // max(1, all_layers)
+    each = spec.files.experts // len(spec.sites) + others
+    return (
+        f"config.json names {layers} layer{'s' * (layers > 1)} that guess further tokens, which are not read and not "
+        f"counted: the files may be larger by about {format_bytes(layers * each)}"
+    )
+
+
+def _of_type(said: Mapping[str, Any], spec: ModelSpec) -> str | None:
+    if any(each.get(name) for each in _texts(said) for name in ("dtype", "torch_dtype")):
+        return None
+    dtype = str(spec.own_dtype).removeprefix("torch.")
+    return f"config.json names no dtype: what is not quantised is counted as {dtype}"
+
+
+def _of_tied(said: Mapping[str, Any], spec: ModelSpec) -> str | None:
+    tied = spec.shell.all_tied_weights_keys
+    if not tied or any("tie_word_embeddings" in each for each in _texts(said)):
+        return None
+    nbytes = sum(spec.shell.get_parameter(name).numel() for name in tied) * spec.dtype.itemsize
+    return (
+        "config.json does not say whether the output matrix is the embedding, which is the family's default; where the "
+        f"files have one of its own, it takes {format_bytes(nbytes)} more"
+    )
+
+
+def _of_lists(spec: ModelSpec) -> str:
+    quantised = sum(tensor.nbytes for tensor in spec.dense.values())
+    return (
+        f"which layers beside the experts are quantised is as config.json lists them, {format_bytes(quantised)} of "
+        f"{format_bytes(spec.weights_bytes)}; the files may have others"
+    )
+
+
+def beside_files(spec: ModelSpec) -> list[str]:
+    """That experts take more in memory than in the files of a quantised release, where they do."""
+    if spec.files is None or spec.files.experts is None or spec.precision != "auto":
+        return []
+    more = spec.experts_bytes / spec.files.experts - 1
+    if abs(more) <= _NOTED_DIFFERENCE:
+        return []
+    return [
+        f"experts take {format_bytes(spec.experts_bytes)} in memory and about {format_bytes(spec.files.experts)} in "
+        f"the files ({more:+.0%}): in memory every block has its scale as a float32; all files together take about "
+        f"{format_bytes(spec.files.together)}"
+    ]

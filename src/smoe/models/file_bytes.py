@@ -1,0 +1,63 @@
+"""What a model's files take on disk: as they are, or, where they are not here, by the configuration alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from smoe.formats.mxfp4 import MXFP4_PAIRS
+from smoe.memory.store import Part
+from smoe.models.experts import ExpertsSite
+from smoe.models.released_schemes import Scheme
+
+
+class FileBytes(NamedTuple):
+    """Bytes on disk."""
+
+    together: int
+    experts: int | None = None
+    """Of them, those of the routed experts; None where the files were counted as a whole."""
+
+
+def bytes_of_files(paths: Iterable[Path]) -> FileBytes:
+    """Files that are here."""
+    return FileBytes(sum(path.stat().st_size for path in paths))
+
+
+def expected_bytes(
+    shell: PreTrainedModel, sites: Sequence[ExpertsSite], dtype: torch.dtype, scheme: Scheme | None, has_mxfp4: bool
+) -> FileBytes:
+    """Files that are not here: matrices as their release stores them, all else in `dtype`, tied weights once."""
+    experts = sum(_expert_bytes(site, part, dtype, scheme, has_mxfp4) for site in sites for part in site.parts)
+    own = {f"{site.name}.{part.name}" for site in sites for part in site.parts}
+    others = sum(
+        _layer_bytes(shell, name, weight, dtype, scheme) for name, weight in shell.named_parameters() if name not in own
+    )
+    return FileBytes(experts + others, experts)
+
+
+def _expert_bytes(site: ExpertsSite, part: Part, dtype: torch.dtype, scheme: Scheme | None, has_mxfp4: bool) -> int:
+    """One weight of all experts of a layer."""
+    kind = None if scheme is None else scheme.of_experts(site.name)
+    if len(part.shape) == 1 or (kind is None and not has_mxfp4):
+        return site.experts * math.prod(part.shape) * dtype.itemsize
+    rows, columns = part.shape[::-1] if part.name in site.transposed else part.shape
+    return site.experts * (rows * MXFP4_PAIRS.row_bytes(columns) if kind is None else kind.file_bytes(rows, columns))
+
+
+def _layer_bytes(
+    shell: PreTrainedModel, name: str, weight: nn.Parameter, dtype: torch.dtype, scheme: Scheme | None
+) -> int:
+    """A weight beside the experts."""
+    owner, _, key = name.rpartition(".")
+    if scheme is not None and key == "weight" and isinstance(shell.get_submodule(owner), nn.Linear):
+        kind = scheme.of(owner)
+        if kind is not None:
+            return kind.file_bytes(*weight.shape)
+    return weight.numel() * dtype.itemsize

@@ -1,0 +1,60 @@
+"""Weights that a model shares by its configuration, and that a checkpoint stores apart, with different numbers.
+
+The library compares the two tensors when it loads them, and shares one only where they are equal. Memory is planned
+before that, so the same comparison is made here, piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from smoe.memory.safetensors_index import StoredTensor
+from smoe.models.expert_index import parameter_names
+
+_PIECE_ELEMENTS = 2**20
+
+
+def stored_apart(shell: PreTrainedModel, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> list[str]:
+    """The library's names of shared weights for which the files have numbers of their own, compared in `dtype`."""
+    if not shell.all_tied_weights_keys:
+        return []
+    names = parameter_names(shell, tensors)
+    stored = {name: tensors[key] for key, name in names.items()}
+    pairs = shell.all_tied_weights_keys.items()
+    return [
+        target
+        for target, source in pairs
+        if target in stored and source in stored and not _are_equal(stored[source], stored[target], dtype)
+    ]
+
+
+def separate(shell: PreTrainedModel, names: list[str]) -> None:
+    """Give each of these shared weights of an empty model a parameter of its own."""
+    for name in names:
+        owner, _, key = name.rpartition(".")
+        shared = shell.get_parameter(name)
+        own = nn.Parameter(torch.empty_like(shared), requires_grad=shared.requires_grad)
+        setattr(shell.get_submodule(owner), key, own)
+        shell.all_tied_weights_keys.pop(name)
+
+
+def _are_equal(source: StoredTensor, target: StoredTensor, dtype: torch.dtype) -> bool:
+    if source.made_of or target.made_of or source.shape != target.shape:
+        return False
+    pieces = zip(_rows(source), _rows(target), strict=True)
+    return all(torch.equal(ours.to(dtype), theirs.to(dtype)) for ours, theirs in pieces)
+
+
+def _rows(tensor: StoredTensor) -> Iterator[torch.Tensor]:
+    """Runs of whole rows, of the same length for tensors of the same shape."""
+    rows, *columns = tensor.shape or (1,)
+    step = max(1, _PIECE_ELEMENTS // max(1, *columns, 1))
+    with safe_open(tensor.path, framework="pt") as file:
+        stored = file.get_slice(tensor.key)
+        for begin in range(0, rows, step):
+            yield stored[begin : begin + step]
