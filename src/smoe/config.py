@@ -56,11 +56,9 @@ class EngineConfig:
     prefill_tokens: int = 2048
     """Tokens of all sequences in one step; longer prompts are read in chunks (their grade then is E1, not E0)."""
     threads: int | None = None
-    """Computing threads; None: what torch has when the model is loaded, but no more than the CPUs that the process may
-    use (affinity, a container's quota). Every request computes with as many."""
+    """Computing threads of every request; None: torch's number, at most the CPUs that the process may use."""
     io_threads: int = 2
-    """Reading threads; one or two saturate a disk with requests of 4 MB. The default is one where the process may use a
-    single CPU."""
+    """Reading threads; two saturate a disk with requests of 4 MB. On a single CPU the default becomes one."""
     dtype: str = "auto"
     """Element type of weights and activations; auto: the checkpoint's own."""
     device: str = "auto"
@@ -171,9 +169,8 @@ class EngineConfig:
     upgrade: bool = False
     """While nothing else is read, experts that low copies have served are brought in themselves."""
     activations: str = AUTO
-    """What activations are rounded to before quantised weights of any kind multiply them on a CPU. bf16 (or dtype): as
-    the model has them. int8: to 8 bits with a scale for every group of 16 to 128, which takes less time; llama.cpp
-    rounds to 8 bits with a scale for 32 or 256. auto: int8 where our kernels for it are proven, else bf16."""
+    """What activations are rounded to before quantised weights multiply them on a CPU. bf16 (or dtype): not at all.
+    int8: to 8 bits, with a scale for 16 to 128 numbers. auto: int8 where kernels for it are proven, else bf16."""
     dense_precision: str = "as-stored"
     """Quantised weights beside the experts: kept as the file has them, or unpacked to `dtype` when they are loaded."""
     kernels: str = "auto"

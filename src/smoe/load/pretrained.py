@@ -5,7 +5,7 @@ work is refused before anything large is read. The engine is put together of the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ from smoe.machine.processor import set_compute_threads
 from smoe.memory.arena import Arena, forget_peak
 from smoe.memory.emulation import DeviceProfile, Emulation, read_emulated
 from smoe.memory.pacing import Pacing
-from smoe.memory.store import ExpertStore
-from smoe.models.checkpoint import local_checkpoint, whole_checkpoint
+from smoe.memory.store import ExpertStore, LayerExperts
+from smoe.models.checkpoint import Checkpoint, local_checkpoint, whole_checkpoint
 from smoe.models.read_spec import read_spec, spec_of_whole
 from smoe.models.spec import ModelSpec
 from smoe.models.weight_samples import checksum
@@ -102,19 +102,7 @@ def load(
     set_compute_threads(config.threads)
     check_cluster(config)
     config = placed_shadow(config)
-    spec = read_spec(model, config, revision)
-    checkpoint = local_checkpoint(model)
-    experts = None if checkpoint is None else checkpoint.experts(spec)  # a damaged file first, not its sizes
-    if config.memory_bytes is not None and checkpoint is None:  # refused before a download: what cannot work at best
-        least = replace(
-            spec.demand(config, spec.least_slot_bytes()), shadow_bytes=least_shadow_bytes(model, spec, config, revision)
-        )
-        allocate(config.memory_bytes, least)
-    if checkpoint is None or experts is None:
-        checkpoint = whole_checkpoint(model, revision)
-        spec = spec_of_whole(checkpoint, spec, config)
-        experts = checkpoint.experts(spec)
-    by_form = {EXACT: experts} if spec.low is None else {EXACT: experts, LOW: checkpoint.experts(spec.low)}
+    checkpoint, spec, by_form = _open_checkpoint(model, config, revision)
     stores = {form: open_store(checkpoint, spec, of, device) for form, of in by_form.items()}
     shadow = planned_shadow(checkpoint, spec, config, device)
     shadow_bytes = 0 if shadow is None else shadow.nbytes
@@ -149,6 +137,28 @@ def load(
     except BaseException:
         arena.close()
         raise
+
+
+def _open_checkpoint(
+    model: str | Path, config: EngineConfig, revision: str | None
+) -> tuple[Checkpoint, ModelSpec, Mapping[int, Mapping[int, LayerExperts]]]:
+    """The model's files, downloaded where they are not here, what they hold, and the experts of every format.
+
+    A budget that cannot be enough is refused before a download."""
+    spec = read_spec(model, config, revision)
+    checkpoint = local_checkpoint(model)
+    experts = None if checkpoint is None else checkpoint.experts(spec)  # a damaged file first, not its sizes
+    if config.memory_bytes is not None and checkpoint is None:
+        least = replace(
+            spec.demand(config, spec.least_slot_bytes()), shadow_bytes=least_shadow_bytes(model, spec, config, revision)
+        )
+        allocate(config.memory_bytes, least)
+    if checkpoint is None or experts is None:
+        checkpoint = whole_checkpoint(model, revision)
+        spec = spec_of_whole(checkpoint, spec, config)
+        experts = checkpoint.experts(spec)
+    low = {} if spec.low is None else {LOW: checkpoint.experts(spec.low)}
+    return checkpoint, spec, {EXACT: experts} | low
 
 
 def _check_balance(config: EngineConfig) -> None:

@@ -190,11 +190,6 @@ class Engine:
         compute = self.executor.compute
         return "slots" if compute.is_in_slots else compute.arithmetic
 
-    @property
-    def activations(self) -> str:
-        """What rows are rounded to before quantised experts multiply them: bf16, as they are, or int8 (E1)."""
-        return self.executor.compute.activations
-
     def cancel(self) -> bool:
         """End the running request, from any thread: at its next layer it raises `GenerationCancelledError`. Requests
         that wait for their turn have it next. False where nothing was running."""
