@@ -59,7 +59,7 @@ AVX2    := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 SMOE_MAX_CPU_ISA=avx
 CORE    := ONEDNN_MAX_CPU_ISA=AVX512_CORE
 
 # Products that are called directly, on bytes of ours: no library computes in them, on however many threads.
-DIRECT  := tests/kernels/test_quantised_whole.py
+DIRECT  := tests/kernels/test_byte_products.py
 LIMIT    = $(BIN)/python -m pytest $(JOBS) -m "not slow"
 
 # `make -j2 test-limited JOBS=` runs them side by side, each in one process: it starts, and compiles, once.

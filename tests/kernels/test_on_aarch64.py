@@ -22,7 +22,8 @@ from smoe.cpu_isa import AARCH64
 from smoe.formats.activations import fits, in_8_bits
 from smoe.formats.base import Bytes, Format
 from smoe.formats.registry import FORMATS
-from smoe.kernels import tasks
+from smoe.kernels import byte_products, byte_rows, tasks
+from smoe.kernels.byte_layout import Layout
 from smoe.kernels.isa import NEON, NEON_DOTPROD, Isa
 from tests.formats.blocks import random_rows
 from tests.kernels import emulated
@@ -80,6 +81,32 @@ class Products:
         program.call(f"{name}_{rows}", given, program.place(data), to, plus, begin, end, x.shape[1])
         return lambda results: self.bf16(results, out, rows, outputs)
 
+    def multiply_in_bytes(
+        self,
+        form: Format,
+        data: Any,
+        x: torch.Tensor,
+        begin: int = 0,
+        end: int | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> Callable[[Results], torch.Tensor]:
+        """The same of rows that are rounded to 8 bits."""
+        program, outputs, (rows, columns) = self.program, len(data), x.shape
+        layout = Layout.of(form)
+        out = program.place(bits(torch.full((rows, outputs), float("nan"), dtype=torch.bfloat16)))
+        bytes_ = program.place(np.zeros((rows, layout.nbytes(columns)), np.uint8))
+        program.call(byte_rows.function_name(layout), program.place(bits(x)), 0, bytes_, 0, 0, rows, columns)
+        pairs = [
+            each + n * size
+            for n in range(rows)
+            for each, size in ((bytes_, layout.nbytes(columns)), (out, 2 * outputs))
+        ]
+        given = program.place(np.array([rows, *pairs], np.int64))
+        plus = 0 if bias is None else program.place(bits(bias))
+        end = outputs if end is None else end
+        program.call(byte_products.function_name(form), given, program.place(data), 0, plus, begin, end, columns)
+        return lambda results: self.bf16(results, out, rows, outputs)
+
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted).square().mean().sqrt())
@@ -87,18 +114,20 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def multiplied(form: Format, isa: Isa, activations: str, folder: Path, cpu: str) -> list[tuple[float, float]]:
     """(our error, torch's) for one row of x, two and four; what else is promised is asserted."""
-    from smoe.kernels.quantised import module_of, products_name, unpack_name
+    from smoe.kernels.quantised import byte_module_of, module_of, products_name, unpack_name
 
-    products, columns = Products(module_of([form], isa, activations), isa), BLOCKS * form.numbers
-    name = products_name(form, 1)[: -len("_1")]
+    in_bytes, columns = activations == INT8 and fits(form), BLOCKS * form.numbers
+    products = Products(byte_module_of(form, isa) if in_bytes else module_of([form], isa), isa)
+    name: Any = form if in_bytes else products_name(form, 1)[: -len("_1")]
+    multiply: Any = products.multiply_in_bytes if in_bytes else products.multiply
     data, bias = random_rows(form, ROWS, columns, 1), random(ROWS)
     xs = [random(rows, columns, seed=rows) for rows in (1, 2, 4)]
-    found = [products.multiply(name, data, x) for x in xs]
-    part = products.multiply(name, data, xs[0], 3, 8)
-    biased = products.multiply(name, data, xs[0], bias=bias)
+    found = [multiply(name, data, x) for x in xs]
+    part = multiply(name, data, xs[0], 3, 8)
+    biased = multiply(name, data, xs[0], bias=bias)
     none = xs[0].clone()
     none[0, columns // 2] = float("nan")
-    is_none = products.multiply(name, data, none)
+    is_none = multiply(name, data, none)
     unpacked = products.program.place(np.zeros((ROWS, columns), np.uint16))
     products.program.call(unpack_name(form), unpacked, products.program.place(data), 0, 0, 2, ROWS, columns)
     results = products.program.run(folder, cpu)
@@ -151,14 +180,14 @@ def test_errors_are_no_larger_than_torchs(isa: Isa, activations: str, name: str,
 @pytest.mark.parametrize("isa", [NEON, NEON_DOTPROD], ids=lambda isa: isa.name)
 def test_the_largest_codes_and_bytes_are_not_cut_off(isa: Isa, value: int, tmp_path: Path) -> None:
     """Where two products meet in 16 bits, -128 times 127 twice is as much as there is room for."""
-    from smoe.kernels.quantised import module_of
+    from smoe.kernels.quantised import byte_module_of
 
     form = FORMATS["Q8_0"]
     data = random_rows(form, ROWS, form.numbers, 6)
     data[:, form.scale.nbytes :] = value
-    products, found = Products(module_of([form], isa, INT8), isa), []
+    products, found = Products(byte_module_of(form, isa), isa), []
     xs = [torch.full((1, form.numbers), size).bfloat16() for size in (1.5, -1.5)]
-    found = [products.multiply("products_Q8_0", data, x) for x in xs]
+    found = [products.multiply_in_bytes(form, data, x) for x in xs]
     results = products.program.run(tmp_path, emulated.CPUS[isa])
     for x, ours in zip(xs, found, strict=True):
         errors_of(form, data, x, ours(results), INT8)
