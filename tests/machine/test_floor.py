@@ -66,7 +66,24 @@ def report(step_seconds: list[float], bytes_per_step: float, disk_rate: float) -
     rates = Rates(memory=1e12, disk=disk_rate, source="a test")
     floor = floor_of(StepBytes(memory=1.0, disk=bytes_per_step), rates)
     return RunReport(
-        generation, 0.5, bytes_per_step, 1, 1, None, floor, rates, {}, 0.0, (), "native", None, {}, {}, None, None
+        generation,
+        0.5,
+        bytes_per_step,
+        1,
+        1,
+        None,
+        floor,
+        rates,
+        {},
+        0.0,
+        (),
+        "native",
+        "bf16",
+        None,
+        {},
+        {},
+        None,
+        None,
     )
 
 

@@ -52,7 +52,10 @@ def test_logits_are_those_of_the_dequantised_model(
 ) -> None:
     path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", mixture)
     wanted = steps(theirs, oracle.PROMPT)
-    full, minimum = (steps(open_model(path, budget, kernels=kernels), oracle.PROMPT) for budget in ("full", "minimum"))
+    full, minimum = (
+        steps(open_model(path, budget, kernels=kernels, activations="bf16"), oracle.PROMPT)
+        for budget in ("full", "minimum")
+    )
     assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
     assert_near(full, wanted, 0.04, others=2)
 
@@ -67,7 +70,7 @@ def test_in_32_bits_they_are_equal_but_for_the_last_ones(mixture: str, tmp_path:
 def test_shared_experts_and_several_sequences(tmp_path: Path, open_model: Open) -> None:
     path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M", "qwen2_moe")
     ids = torch.cat([oracle.PROMPT, oracle.PROMPT.flip(1)])
-    ours = steps(open_model(path, "half", max_sequences=2), ids)
+    ours = steps(open_model(path, "half", max_sequences=2, activations="bf16"), ids)
     assert_near(ours, steps(theirs, ids), 0.04, others=4)
 
 

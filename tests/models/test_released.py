@@ -43,7 +43,7 @@ FIRST = "model.layers.0.mlp.experts.0.gate_proj"
 @served
 def test_logits_are_those_of_the_dequantised_model(name: str, tmp_path: Path, open_model: Open) -> None:
     wanted = steps(released_toy.save(tmp_path, SCHEMES[name]), oracle.PROMPT)
-    models = [open_model(tmp_path, budget) for budget in ("full", "minimum")]
+    models = [open_model(tmp_path, budget, activations="bf16") for budget in ("full", "minimum")]
     full, minimum = (steps(model, oracle.PROMPT) for model in models)
     assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
     assert_near(full, wanted, 0.04)
