@@ -18,10 +18,9 @@ def test_claims_stand_beside_ours(run, monkeypatch):
 
 
 def test_a_paper_may_claim_figures(run, monkeypatch):
-    from smoe.simulator import sweep
 
     monkeypatch.setattr(od_moe, "NEW_TOKENS", 2)
-    monkeypatch.setattr(sweep.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(od_moe, "usable_cores", lambda: 1)
     said = run("simulate", "--paper", "od-moe", "--json").json
     assert said["paper"] == "od-moe" and len(said["settings"]) == len(od_moe.SETTINGS)
     (memory,) = [claim for claim in said["claims"] if claim["what"].startswith("GB")]
@@ -32,11 +31,10 @@ def test_a_paper_may_claim_figures(run, monkeypatch):
 
 
 def test_what_was_simulated_is_said_and_simulated_anew_where_asked(run, monkeypatch):
-    from smoe.simulator import sweep
 
     monkeypatch.setattr(duoserve, "SETTINGS", duoserve.SETTINGS[::4])  # of both paces, both texts
     monkeypatch.setattr(duoserve, "NEW_TOKENS", 3)
-    monkeypatch.setattr(sweep.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(duoserve, "usable_cores", lambda: 1)
     monkeypatch.setattr(duoserve, "_claims", lambda *_: [])
     simulated, original = [], duoserve._in_case
     monkeypatch.setattr(duoserve, "_in_case", lambda case: simulated.append(case) or original(case))

@@ -15,7 +15,7 @@ def reproduced(paper: ModuleType, settings: int, **less: object) -> Reproduction
     with pytest.MonkeyPatch.context() as patch:
         for name, value in less.items():
             patch.setattr(paper, name, value)
-        patch.setattr("smoe.simulator.sweep.os.cpu_count", lambda: 1)
+        patch.setattr(paper, "usable_cores", lambda: 1)
         result: Reproduction = paper.reproduce(ticks.append)
     assert sum(ticks) == settings
     return result

@@ -26,7 +26,8 @@ CELL = Cell([Setting("here", "smoe", 0.1 + 0.2, 1 / 3, 64, 2e9)], {"LRU": 1.1})
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("smoe.simulator.sweep.os.cpu_count", lambda: 1)
+    for name in ("duoserve", "hobbit", "smoe"):
+        monkeypatch.setattr(f"smoe.papers.{name}.usable_cores", lambda: 1)  # all in this process
     return tmp_path / "smoe" / "simulated"
 
 
