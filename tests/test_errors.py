@@ -187,7 +187,7 @@ def test_devices_that_are_not_here(device: str, mixtral: Path) -> None:
 
 
 def test_a_repository_s_code_is_never_run(mixtral: Path, tmp_path: Path) -> None:
-    """Neither for a known family with an auto_map nor for an unknown one."""
+    """Neither for a known family with an auto_map, by its type or by its class alone, nor for an unknown one."""
     witness = tmp_path / "was run"
     (mixtral / "evil.py").write_text(f"open({str(witness)!r}, 'w').close()\nclass C: pass\nclass M: pass\n")
     auto_map = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
@@ -196,6 +196,8 @@ def test_a_repository_s_code_is_never_run(mixtral: Path, tmp_path: Path) -> None
     model(oracle.PROMPT)
     model.offload.close()
     edit_config(mixtral, auto_map=auto_map, model_type="unheard_of")
+    from_pretrained(mixtral, context_tokens=64, memory="64MiB").offload.close()
+    edit_config(mixtral, auto_map=auto_map, model_type="unheard_of", architectures=["UnheardOf"])
     with pytest.raises(ModelError):
         from_pretrained(mixtral, context_tokens=64)
     assert not witness.exists()

@@ -36,6 +36,9 @@ FOR_POSIX_ALONE = {
     "cluster/identity.py": "fchmod",  # where os.name is posix
     "cli/interrupts.py": "termios tcgetattr error",  # after SIGHUP, which Windows has not
     "file_lock.py": "fcntl flock LOCK_EX LOCK_NB",  # in a branch that Windows does not take
+    # in a branch that only Linux takes
+    "conversation/template_program.py": "resource setrlimit RLIMIT_AS RLIMIT_CORE",
+    "server/connections.py": "resource getrlimit RLIMIT_NOFILE RLIM_INFINITY",  # after an import that may fail
     "kernels/machine_code.py": "mmap MAP_PRIVATE MAP_ANONYMOUS PROT_READ PROT_WRITE PROT_EXEC",  # x86-64 Linux
 }
 """What is used without asking whether it is there, and why that is well."""

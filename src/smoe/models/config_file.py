@@ -76,9 +76,11 @@ def _check_used(config: Mapping[str, Any], path: Path) -> None:
     """Raise `CheckpointError` where a token would use more experts than there are."""
     for used in (name for name in _USED if isinstance(config.get(name), int)):
         for experts in (name for name in _EXPERTS if isinstance(config.get(name), int)):
-            if config[used] > config[experts] > 0:
+            # experts that compute nothing are counted apart
+            most = config[experts] + (config.get("zero_expert_num") or 0)
+            if config[used] > most and config[experts] > 0:
                 raise CheckpointError(
-                    f"{path}: {used!r} is {config[used]}, it must be from 1 to the {config[experts]} of {experts!r}; "
+                    f"{path}: {used!r} is {config[used]}, it must be from 1 to the {most} of {experts!r}; "
                     "download it again"
                 )
 
