@@ -19,6 +19,7 @@ from smoe.compute import quantised_math
 from smoe.errors import ConfigError
 from smoe.kernels.isa import widest
 from smoe.kernels.threads import threads
+from smoe.load.activations import activations_of
 from smoe.models.quantised_linear import QuantisedLinear
 from smoe.presets import configure
 from tests import gguf_toy, oracle
@@ -49,6 +50,15 @@ def test_it_is_the_default_for_quantised_weights(tmp_path: Path, open_model: Ope
     )
     assert all(map(torch.equal, asked, default))
     assert not all(map(torch.equal, asked, same))
+
+
+@pytest.mark.parametrize(
+    ("switches", "wanted"),
+    [({}, INT8), ({"device": "emulated"}, BF16), ({"kernels": "torch"}, BF16), ({"activations": "bf16"}, BF16)],
+)
+@needs_kernels
+def test_what_is_chosen_where_nothing_is_asked_for(switches: dict[str, str], wanted: str) -> None:
+    assert activations_of(configure(**switches), torch.bfloat16, torch.device("cpu")) == wanted
 
 
 def test_the_type_of_the_model_is_its_other_name() -> None:

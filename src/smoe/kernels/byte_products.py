@@ -37,8 +37,6 @@ AHEAD = 2
 _LINE = 64
 _MOST_IN_16_BITS = 128
 """The largest code of which two, times 127 each, are still a number of 16 bits."""
-_ROOM = 32767
-"""The largest number of 16 bits."""
 
 
 class _Codes(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from smoe.bounds import AUTO, BF16, INT8
+from smoe.bounds import AUTO, BF16, EMULATED, INT8
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.formats.activations import fits
@@ -19,6 +19,8 @@ def activations_of(config: EngineConfig, dtype: torch.dtype, device: torch.devic
     """What rows are rounded to before quantised weights multiply them: `BF16` or `INT8`."""
     if config.activations != AUTO or config.cluster is not None:
         return on_workers(config)
+    if config.device == EMULATED:  # its prompts are timed by the library's products
+        return BF16
     has_kernels = config.kernels != "torch" and dtype is torch.bfloat16 and device.type == "cpu"
     return INT8 if has_kernels and widest(INT8) is not None else BF16
 

@@ -341,7 +341,7 @@ class LayerCompute:
         gains, prompt, computed = top_k_weights.flatten().tolist(), PromptExperts(kernel, hidden), 0
 
         def finish(done: int) -> int:
-            """Tell the loads that the next `done` serves are over."""
+            """Release the slots of the next `done` experts; returns how many are computed."""
             for n in range(computed, computed + done):
                 self.arrivals.served(plan.serves[n], n + 1)
             return computed + done
