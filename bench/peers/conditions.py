@@ -237,7 +237,7 @@ def set_priority(process_id: int, nice: int) -> None:
 
 # --- machine ----------------------------------------------------------------------------------------------------------
 
-NOTABLE_CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+NOTABLE_CPU_FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
 
 def machine() -> dict[str, object]:
@@ -247,6 +247,7 @@ def machine() -> dict[str, object]:
     flags = cpu_lines.get("flags", "").split()
     return {
         "cpu": cpu_lines.get("model name", platform.processor() or platform.machine()),
+        "cpu_family_and_model": f"{cpu_lines.get('cpu family', '?')}, {cpu_lines.get('model', '?')}",
         "cpu_flags": [flag for flag in NOTABLE_CPU_FLAGS if flag in flags],
         "cores": os.cpu_count(),
         "virtual": "hypervisor" in flags,

@@ -49,6 +49,10 @@ class LlamaSession:
         """See `Session`."""
         return self._forward([token])
 
+    def resident_expert_bytes(self) -> int | None:
+        """See `Session`. The kernel decides what stays of a mapped file."""
+        return None
+
     def notes(self) -> dict[str, object]:
         """See `Session`."""
         return {

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench.peers.binaries import BinaryError
 from bench.peers.cgroup import MemoryCgroup, MemoryParent
 from bench.peers.conditions import (
     Ceilings,
@@ -19,25 +17,41 @@ from bench.peers.conditions import (
     ceilings,
     drop_from_page_cache,
     read_into_page_cache,
-    set_priority,
     wait_until_quiet,
 )
-from bench.peers.engines import ENGINES, REPOSITORY, Setup, worker_environment
-from bench.peers.shape import ModelShape
+from bench.peers.engines import ENGINES, REPOSITORY, Engine, Setup, worker_environment
+from bench.peers.isa import Isa
+from bench.peers.neighbour import busy_neighbour
+from bench.peers.process import Finished, run_process
+from bench.peers.shape import Shape
 from bench.peers.worker import Measurement, Workload
+from smoe.units import format_bytes
 
-# The shell joins the group before it becomes the worker: nothing the worker allocates escapes the limit.
-JOIN_AND_RUN = 'echo $$ > "$0" && exec "$@"'
-TIMED_OUT = 124  # exit status, as of timeout(1)
 DIRECTORIES = re.compile(r"(/[\w.-]+)+/")  # cut from messages: results are published
 
 
 @dataclass(frozen=True)
+class Case:
+    """What engines are measured under."""
+
+    limit_bytes: int | None = None
+    """Of the whole process, page cache included; None = unlimited."""
+    isa: Isa = "native"
+    neighbour: bool = False
+    """Whether other work keeps one core busy."""
+
+    def __str__(self) -> str:
+        limit = "no limit" if self.limit_bytes is None else f"limit {format_bytes(self.limit_bytes)}"
+        isa = "" if self.isa == "native" else f", {self.isa} only"
+        return f"{limit}{isa}{', one core busy' if self.neighbour else ''}"
+
+
+@dataclass(frozen=True)
 class Round:
-    """Result of one process. Without a measurement, `error` says why."""
+    """Result of one engine's processes. Without a measurement, `error` says why."""
 
     engine: str
-    limit_bytes: int | None
+    case: Case
     pair: int
     measurement: Measurement | None
     error: str | None
@@ -46,7 +60,7 @@ class Round:
     ceilings: Ceilings
     """Measured just before the process started."""
     cpu: CpuUse
-    """While the process ran."""
+    """While it ran; a neighbour counts as ours."""
 
     @property
     def decode_rate(self) -> float:
@@ -71,7 +85,7 @@ class Round:
         memory = self.measured.memory_bytes
         return memory["RssAnon"] + memory.get("RssShmem", 0) if "RssAnon" in memory else None
 
-    def of_possible(self, shape: ModelShape) -> float | None:
+    def of_possible(self, shape: Shape) -> float | None:
         """Achieved decode rate over that of a machine that reads *these* bytes one after the other at its ceilings.
 
         Seconds per token at best = touched bytes / memory rate + disk bytes / disk rate. Above 1 is possible where
@@ -101,7 +115,7 @@ class Arena:
 
     setup: Setup
     workload: Workload
-    shape: ModelShape
+    shape: Shape
     parent: MemoryParent | None
     """Where memory groups are made; None = runs are not limited."""
     timeout_seconds: float
@@ -111,64 +125,62 @@ class Arena:
     """Priority of the worker processes; below 0 (root only) they go before everything else on the machine."""
 
 
-def run_round(arena: Arena, name: str, limit_bytes: int | None, pair: int, logits: Path | None = None) -> Round:
+def run_round(arena: Arena, name: str, case: Case, pair: int, logits: Path | None = None) -> Round:
     """Run engine `name` once; again, up to `arena.retries` times, while others disturb it."""
     for _ in range(arena.retries + 1):
         wait_until_quiet()
-        result = _run_once(arena, name, limit_bytes, pair, logits)
+        result = _run_once(arena, name, case, pair, logits)
         if result.error or not result.cpu.disturbed:
             break
     return result
 
 
-def _run_once(arena: Arena, name: str, limit_bytes: int | None, pair: int, logits: Path | None) -> Round:
-    engine, setup = ENGINES[name], arena.setup
+def _run_once(arena: Arena, name: str, case: Case, pair: int, logits: Path | None) -> Round:
+    engine, setup = ENGINES[name], replace(arena.setup, isa=case.isa)
     workload = replace(arena.workload, logits=logits)
-    command = engine.command(setup, workload, limit_bytes)
-    if limit_bytes is None:
+    if case.limit_bytes is None:
         read_into_page_cache(engine.files(setup))
     else:
         drop_from_page_cache(engine.files(setup))
     possible = ceilings(setup.checkpoint(), arena.shape.expert_bytes, workload.threads)
-    group = MemoryCgroup(arena.parent, limit_bytes) if arena.parent else None
+    group = MemoryCgroup(arena.parent, case.limit_bytes) if arena.parent else None
     try:
-        with CpuWatch() as watch:
-            status, output, errors = _run_process(command, group, arena)
+        with CpuWatch() as watch, busy_neighbour(case.neighbour, arena.nice):
+            finished = _run_processes(arena, engine, setup, workload, case, group)
         peak_bytes = group.peak_bytes() if group else None
     finally:
         if group:
             group.close()
-    measurement, error = _parse(status, output, errors)
-    return Round(name, limit_bytes, pair, measurement, error, peak_bytes, possible, watch.use)
+    measurement, error = read_result(engine, finished, workload)
+    return Round(name, case, pair, measurement, error, peak_bytes, possible, watch.use)
 
 
-def _run_process(command: Sequence[str], group: MemoryCgroup | None, arena: Arena) -> tuple[int, str, str]:
-    """(status, stdout, stderr) of a fresh process, in a session of its own; killed with its children on timeout."""
-    if group is not None:
-        command = ["sh", "-c", JOIN_AND_RUN, str(group.procs), *command]
-    pipe = subprocess.PIPE
-    environment = worker_environment(arena.workload.threads)
-    process = subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, cwd=REPOSITORY, env=environment, start_new_session=True
-    )
-    try:
-        if arena.nice:
-            set_priority(process.pid, arena.nice)
-        output, errors = process.communicate(timeout=arena.timeout_seconds)
-        return process.returncode, output, errors
-    except subprocess.TimeoutExpired:
-        return TIMED_OUT, "", f"stopped after {arena.timeout_seconds:.0f} s"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+def _run_processes(
+    arena: Arena, engine: Engine, setup: Setup, workload: Workload, case: Case, group: MemoryCgroup | None
+) -> list[Finished]:
+    """The engine's processes, one after the other, until one fails. Below a limit each starts from the disk."""
+    environment = worker_environment(workload.threads, case.isa)
+    finished: list[Finished] = []
+    for command in engine.commands(setup, workload, case.limit_bytes):
+        if finished and case.limit_bytes is not None:
+            drop_from_page_cache(engine.files(setup))
+        finished.append(run_process(command, group, REPOSITORY, environment, arena.nice, arena.timeout_seconds))
+        if finished[-1].status:
+            break
+    return finished
 
 
-def _parse(status: int, output: str, errors: str) -> tuple[Measurement | None, str | None]:
+def read_result(
+    engine: Engine, finished: Sequence[Finished], workload: Workload
+) -> tuple[Measurement | None, str | None]:
     """(measurement, None) of a good run, (None, reason) of another."""
-    if status == 0:
-        return Measurement(**json.loads(output.splitlines()[-1])), None
-    if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
+    last = finished[-1]
+    if last.status == 0:
+        try:
+            return engine.read(finished, workload), None
+        except BinaryError as reason:
+            return None, str(reason)
+    if last.status in (-signal.SIGKILL, 128 + signal.SIGKILL):
         return None, "killed by the kernel: needs more memory than the limit"
-    last_line = errors.strip().splitlines()[-1] if errors.strip() else "no message"
-    return None, f"exit status {status}: {DIRECTORIES.sub('', last_line)}"
+    last_line = last.errors.strip().splitlines()[-1] if last.errors.strip() else "no message"
+    return None, f"exit status {last.status}: {DIRECTORIES.sub('', last_line)}"

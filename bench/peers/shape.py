@@ -1,4 +1,4 @@
-"""The shape of a Qwen3-MoE model: what its config says and what one token has to touch.
+"""The shape of a model: what a Qwen3-MoE config or a GGUF file says, and what one token has to touch.
 
 Letters of the code base: L layers, E experts, K experts per token, H hidden, I inner width of an expert.
 """
@@ -8,6 +8,30 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+from smoe.memory.gguf_header import read_gguf_header
+from smoe.memory.gguf_index import index_gguf
+
+
+class Shape(Protocol):
+    """What a comparison has to know of a model."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below it."""
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert: gate, up and down; the mean where layers differ."""
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes every token reads besides experts: attention, router and head (the embedding gives one row only)."""
+
+    @property
+    def touched_bytes(self) -> int:
+        """Bytes of weights one decoded token reads from memory."""
 
 
 @dataclass(frozen=True)
@@ -103,3 +127,65 @@ def read_shape(model: Path) -> ModelShape:
             "(make one with `python -m bench.peers.model`)"
         )
     return ModelShape(**{name: config[key] for name, key in CONFIG_KEYS.items()})
+
+
+@dataclass(frozen=True)
+class GgufShape:
+    """Sizes of a GGUF model, of its own bytes."""
+
+    vocabulary: int
+    experts: int
+    """Of all layers."""
+    experts_per_token: int
+    """Of all layers."""
+    all_expert_bytes: int
+    embedding_bytes: int
+    dense_bytes: int
+    key_value_bytes: int
+    """Of one position, at 16 bits a number."""
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert, the mean of all layers."""
+        return self.all_expert_bytes // self.experts
+
+    @property
+    def touched_bytes(self) -> int:
+        """Bytes of weights one decoded token reads from memory."""
+        return self.experts_per_token * self.expert_bytes + self.dense_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is in memory beside experts: the embedding, too."""
+        return self.embedding_bytes + self.dense_bytes
+
+
+def read_gguf_shape(file: Path) -> GgufShape:
+    """The shape of the model in one GGUF file."""
+    header = read_gguf_header(file)
+    tensors = index_gguf([header])
+    said = header.metadata
+    family = said["general.architecture"]
+    layers = sum(key.endswith("ffn_down_exps.weight") for key in tensors)
+    if not layers:
+        raise ValueError(f"{file.name} holds no experts: choose the file of a mixture of experts")
+    experts = {key: tensor.nbytes for key, tensor in tensors.items() if "_exps." in key}
+    embedding = tensors["token_embd.weight"]
+    # a model without an output matrix of its own multiplies by its embedding, and so reads all of it
+    embedding_bytes = embedding.nbytes if "output.weight" in tensors else 0
+    dense_bytes = sum(tensor.nbytes for tensor in tensors.values()) - sum(experts.values()) - embedding_bytes
+    rows = sum(tensor.shape[0] for key, tensor in tensors.items() if key.endswith(("attn_k.weight", "attn_v.weight")))
+    return GgufShape(
+        vocabulary=embedding.shape[0],
+        experts=layers * _number(said[f"{family}.expert_count"]),
+        experts_per_token=layers * _number(said[f"{family}.expert_used_count"]),
+        all_expert_bytes=sum(experts.values()),
+        embedding_bytes=embedding_bytes,
+        dense_bytes=dense_bytes,
+        key_value_bytes=2 * rows,
+    )
+
+
+def _number(value: object) -> int:
+    assert isinstance(value, int), value
+    return value

@@ -34,6 +34,10 @@ class SmoeSession(TransformersSession):
         self._counters_after_prefill = self._model.offload.stats()
         return logits
 
+    def resident_expert_bytes(self) -> int | None:
+        """See `Session`."""
+        return int(self._model.offload.ledger.entries()["expert slots"])
+
     def notes(self) -> dict[str, object]:
         """Versions, and the counters of the tokens decoded after the last prompt."""
         decode = self._model.offload.stats() - self._counters_after_prefill
@@ -64,7 +68,8 @@ def main() -> None:
     torch.set_grad_enabled(False)
     transformers.logging.set_verbosity_error()
     watch = Stopwatch()
-    switches = dict(entry.split("=", 1) for entry in options.set)
+    given = dict(entry.split("=", 1) for entry in options.set)
+    switches: dict[str, Any] = {name: int(value) if value.isdigit() else value for name, value in given.items()}
     session = SmoeSession(load(options.model, memory=options.memory, **switches))
     report(measure(workload_from(options), session, watch))
 

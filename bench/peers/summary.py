@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from bench.peers.rounds import Round
-from bench.peers.shape import ModelShape
-from smoe.units import format_bytes
+from bench.peers.shape import Shape
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ def ttft(length: int) -> Callable[[Round], float]:
     return lambda round_: round_.measured.ttft_seconds[str(length)]
 
 
-def summarise(rounds: Sequence[Round], prompts: Sequence[int], shape: ModelShape) -> dict[str, Spread | None]:
-    """Spreads over the rounds of one engine under one limit."""
+def summarise(rounds: Sequence[Round], prompts: Sequence[int], shape: Shape) -> dict[str, Spread | None]:
+    """Spreads over the rounds of one engine in one case."""
     good = [round_ for round_ in rounds if round_.measurement]
     columns: dict[str, Callable[[Round], float | None]] = {
         "decode tok/s": lambda round_: round_.decode_rate,
@@ -64,6 +63,7 @@ def summarise(rounds: Sequence[Round], prompts: Sequence[int], shape: ModelShape
         "of possible": lambda round_: round_.of_possible(shape),
         "peak GiB": lambda round_: _scaled(round_.peak_bytes, 2**30),
         "own GiB": lambda round_: _scaled(round_.own_bytes, 2**30),
+        "experts GiB": lambda round_: _scaled(round_.measured.resident_expert_bytes, 2**30),
     }
     return {name: spread(value(round_) for round_ in good) for name, value in columns.items()}
 
@@ -72,13 +72,8 @@ def _scaled(value: float | None, unit: float) -> float | None:
     return None if value is None else value / unit
 
 
-def limit_name(limit_bytes: int | None) -> str:
-    """How a limit is written in tables."""
-    return "no limit" if limit_bytes is None else f"limit {format_bytes(limit_bytes)}"
-
-
-def table(rounds: Sequence[Round], engines: Sequence[str], prompts: Sequence[int], shape: ModelShape) -> str:
-    """The rounds of one limit as text: one line per engine, then paired ratios of the first engine to the others."""
+def table(rounds: Sequence[Round], engines: Sequence[str], prompts: Sequence[int], shape: Shape) -> str:
+    """The rounds of one case as text: one line per engine, then paired ratios of the first engine to the others."""
     by_engine = {name: [round_ for round_ in rounds if round_.engine == name] for name in engines}
     summaries = {name: summarise(found, prompts, shape) for name, found in by_engine.items()}
     columns = next(iter(summaries.values())).keys()

@@ -34,6 +34,10 @@ class TransformersSession:
         """See `Session`."""
         return np.asarray(self._forward([token], keep=1)[-1])
 
+    def resident_expert_bytes(self) -> int | None:
+        """See `Session`."""
+        return None
+
     def notes(self) -> dict[str, object]:
         """See `Session`."""
         return {name: version(name) for name in ("torch", "transformers", "accelerate") if find_spec(name)}

@@ -36,6 +36,9 @@ class Session(Protocol):
     def decode(self, token: int) -> np.ndarray:
         """Append one token; its logits [V]."""
 
+    def resident_expert_bytes(self) -> int | None:
+        """Room for experts that stay in memory between tokens; None = not known."""
+
     def notes(self) -> dict[str, object]:
         """Versions and counters worth keeping, JSON-able."""
 
@@ -67,6 +70,8 @@ class Measurement:
     """Bytes read from disk per phase: load, warmup, one per prompt, decode."""
     memory_bytes: dict[str, int] = field(default_factory=dict)
     """VmHWM (peak resident), and what is resident after decoding: RssAnon, RssFile, RssShmem."""
+    resident_expert_bytes: int | None = None
+    """Room for experts that stay in memory between tokens; None where the engine does not say."""
     notes: dict[str, object] = field(default_factory=dict)
 
 
@@ -136,6 +141,7 @@ def measure(workload: Workload, session: Session, watch: Stopwatch) -> Measureme
         found.decode_seconds.append(time.perf_counter() - start)
     _, found.disk_bytes["decode"] = watch.cut()
     found.memory_bytes = memory_bytes()
+    found.resident_expert_bytes = session.resident_expert_bytes()
     found.notes = session.notes()
     if workload.logits is not None:
         np.save(workload.logits, session.prefill(tokens[:LOGITS_POSITIONS], every_position=True).astype(np.float32))
@@ -147,19 +153,19 @@ def report(found: Measurement) -> None:
     print(json.dumps(asdict(found)), flush=True)
 
 
-def disk_bytes_read() -> int | None:
-    """Bytes this process caused to be fetched from block devices, all threads; None where the kernel does not tell."""
+def disk_bytes_read(process: int | str = "self") -> int | None:
+    """Bytes a process caused to be fetched from block devices, all threads; None where the kernel does not tell."""
     try:
-        lines = Path("/proc/self/io").read_text().splitlines()
+        lines = Path(f"/proc/{process}/io").read_text().splitlines()
     except OSError:
         return None
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
-def memory_bytes() -> dict[str, int]:
-    """Peak and present resident memory of this process; empty where /proc does not exist."""
+def memory_bytes(process: int | str = "self") -> dict[str, int]:
+    """Peak and present resident memory of a process; empty where /proc does not exist, and of one that has ended."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
         return {}
     pairs = (line.split(":") for line in lines if line.startswith(("VmHWM", "RssAnon", "RssFile", "RssShmem")))

@@ -13,7 +13,8 @@ from bench.peers import cgroup, conditions, rounds, summary, worker
 from bench.peers.compare import logits_difference
 from bench.peers.conditions import Ceilings, CpuUse
 from bench.peers.engines import ENGINES, Setup
-from bench.peers.rounds import Round
+from bench.peers.process import Chunk, Finished
+from bench.peers.rounds import Case, Round
 from bench.peers.shape import ModelShape, read_shape
 from bench.peers.streams import forced_tokens
 from bench.peers.worker import Measurement, Workload
@@ -77,6 +78,9 @@ class ScriptedSession:
         self.decoded.append(token)
         return np.zeros(8)
 
+    def resident_expert_bytes(self) -> int | None:
+        return 77
+
     def notes(self) -> dict[str, object]:
         return {"engine": "scripted"}
 
@@ -90,6 +94,7 @@ def test_decode_continues_the_longest_prompt(tmp_path: Path) -> None:
     assert (short, long, session.decoded) == (stream[:4], stream[:8], stream[8:13])
     assert warmup == stream[13:]
     assert checked == stream[: worker.LOGITS_POSITIONS]
+    assert found.resident_expert_bytes == 77
     assert len(found.decode_seconds) == 5 and set(found.ttft_seconds) == {"4", "8"}
     assert np.load(tmp_path / "logits.npy").shape == (16, 8)
 
@@ -105,13 +110,17 @@ def test_every_engine_gets_the_same_workload(tmp_path: Path, monkeypatch: pytest
     setup = Setup(tmp_path / "m", tmp_path / "m.gguf", "python-of-llama", tmp_path / "m.offload")
     workload = Workload(setup.model, 4096, seed=5)
     for name, engine in ENGINES.items():
-        command = engine.command(setup, workload, 1000)
-        options, _ = worker.workload_parser("").parse_known_args(command[3:])
+        if engine.variable:
+            continue  # a program: test_peers_binaries.py
+        (command,) = engine.commands(setup, workload, 1000)
+        options, _ = worker.workload_parser("").parse_known_args(command.words[3:])
         sent = worker.workload_from(options)
         assert replace(sent, model=workload.model) == workload, name
         reads_gguf = name.startswith("llama") or "gguf" in name
         assert sent.model == (setup.gguf if reads_gguf else setup.model)
-    assert ENGINES["smoe"].command(setup, workload, 1000)[-2:] == ["--memory", "600"]
+    (command,) = ENGINES["smoe"].commands(setup, workload, 1000)
+    assert command.words[-2:] == ["--memory", "600"]
+    assert command.words[-4:-2] == ["--set", "context_tokens=224"]  # as much room as any other engine has
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
@@ -127,7 +136,7 @@ def make_round(engine: str, pair: int, tokens_per_second: float | None, disk_byt
         seconds = [1 / tokens_per_second] * 4
         measurement = Measurement(ttft_seconds={"16": 1.0}, decode_seconds=seconds, disk_bytes={"decode": disk_bytes})
     error = None if measurement else "killed"
-    return Round(engine, None, pair, measurement, error, None, SOME_CEILINGS, QUIET)
+    return Round(engine, Case(), pair, measurement, error, None, SOME_CEILINGS, QUIET)
 
 
 def test_pairs_cancel_a_machine_that_changes_speed() -> None:
@@ -288,13 +297,23 @@ def test_group_writes_the_limit_of_its_version(
     assert not group.path.exists()
 
 
+def result_of(status: int, output: str = "", errors: str = "") -> tuple[Measurement | None, str | None]:
+    finished = Finished(status, (Chunk(output, None),), errors)
+    return rounds.read_result(ENGINES["smoe"], [finished], Workload(Path("m"), 10))
+
+
+def test_worker_reports_in_its_last_line() -> None:
+    measurement, error = result_of(0, 'a warning\n{"load_seconds": 2.5}\n')
+    assert error is None and measurement == Measurement(load_seconds=2.5)
+
+
 def test_killed_process_is_explained() -> None:
-    measurement, error = rounds._parse(137, "", "")
+    measurement, error = result_of(137)
     assert measurement is None and error is not None and "limit" in error
 
 
 def test_errors_carry_no_directories() -> None:
-    _, error = rounds._parse(1, "", "Traceback\nOSError: no such file: /home/someone/models/ref.gguf\n")
+    _, error = result_of(1, errors="Traceback\nOSError: no such file: /home/someone/models/ref.gguf\n")
     assert error == "exit status 1: OSError: no such file: ref.gguf"
 
 
