@@ -10,6 +10,9 @@ runs in processes of their own too (`--here`), in turns, round by round.
     overhead   one client: milliseconds a token beside the decode loop without HTTP, and with the page's feed open
     gaps       one client's times between tokens while another one's prompt of 512 tokens is read
     follow-up  time to the first token of 20 more tokens after nearly a context's, beside reading all
+    clients    1, 4 and 8 clients, prompts of 140 tokens and 48 new: tokens a second of all, prompts' time included,
+               the longest wait for a first token, the median gap; beside llama.cpp's server, for a GGUF file, where
+               SMOE_BENCH_LLAMA_SERVER (with --isa avx2: SMOE_BENCH_LLAMA_SERVER_AVX2) names its program
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench.peers.isa import ISAS, VARIABLES
 from bench.serve.beside import here
 from bench.serve.measures import MEASURES, NEW_TOKENS
 from bench.serve.results import write
@@ -36,7 +40,7 @@ def main() -> None:
         for part in found:
             found[part].append(MEASURES[part](options))
             print(f"round {number + 1}, {part}: {json.dumps(found[part][-1])}", file=sys.stderr, flush=True)
-    write("serve", options, ("memory", "context", "parts", "rounds", "set"), {"rounds": found})
+    write("serve", options, ("memory", "context", "parts", "rounds", "isa", "set"), {"rounds": found})
 
 
 def _parse() -> argparse.Namespace:
@@ -46,6 +50,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--parts", default=",".join(MEASURES))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--isa", choices=ISAS, default="native", help="instructions that may be used")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
@@ -53,6 +58,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.update(VARIABLES[options.isa])  # for the processes that it starts
     return options
 
 

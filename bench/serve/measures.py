@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from bench.serve.beside import by_engine, rate, settings_of
+from bench.serve.clients import clients
 from bench.serve.prompts import end_of, prompt_of
 from bench.serve.server import Server, Stream, served
 
@@ -100,6 +101,7 @@ MEASURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "overhead": _overhead,
     "gaps": _gaps,
     "follow-up": _follow_up,
+    "clients": clients,
 }
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 _LOADING_SECONDS = 300.0
 _ENDING_SECONDS = 60.0
@@ -60,14 +60,20 @@ class Server:
         connection.close()
         return stream
 
+    def is_healthy(self) -> bool:
+        """Whether it answers, and can be asked."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=10)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except ConnectionError:
+            return False
+        finally:
+            connection.close()
+
     def wait(self) -> None:
         """Until it is healthy."""
-        while True:
-            with suppress(ConnectionRefusedError):
-                connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=10)
-                connection.request("GET", "/health")
-                if connection.getresponse().status == 200:
-                    return
+        while not self.is_healthy():
             time.sleep(0.05)
 
     @contextmanager
