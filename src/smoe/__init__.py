@@ -8,10 +8,14 @@ Importing this package loads nothing heavy; torch and transformers come with the
 
 import sys
 
-from smoe.safe_path import drop_current_folder, is_run_by_name
+from smoe.safe_path import drop_current_folder, is_program, is_run_by_name
 
 if is_run_by_name():
     drop_current_folder()  # before any import that a file of the current folder could take the place of
+if is_program():
+    from smoe.early_interrupt import leave_on_interrupt
+
+    leave_on_interrupt()  # what follows takes a tenth of a second, in which a Ctrl-C would show a traceback
 
 import logging
 import os

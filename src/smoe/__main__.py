@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 
+from smoe.early_interrupt import leave_on_interrupt
 from smoe.safe_path import drop_current_folder
 
 
 def main() -> None:
-    """The program. Before it can answer a Ctrl-C in words, and when all has been said, it leaves without any."""
+    """The program."""
     drop_current_folder()
     os.environ["USE_HUB_KERNELS"] = "NO"  # read when transformers is imported: it downloads no code for any model
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    leave_on_interrupt()  # where it was started in another way than by its name
     from smoe.cli import main as run
 
     run()

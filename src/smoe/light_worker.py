@@ -61,7 +61,6 @@ def run(me: Worker, task: Task, say: Callable[[str], None], serving: Callable[[C
     what is raised meanwhile a library's callback may swallow."""
     from smoe.cluster.described import ask
     from smoe.cluster.worker import WorkerProcess
-    from smoe.kernels.jit import compile_elsewhere
     from smoe.load.light_experts import open_described, said_of
     from smoe.units import format_bytes
 
@@ -70,7 +69,6 @@ def run(me: Worker, task: Task, say: Callable[[str], None], serving: Callable[[C
         if me.code is not None:
             keep_worker(replace(me, code=None))
 
-    compile_elsewhere()
     place = Path(task.place)
     said = {"smoe": __version__, "name": me.name, "code": me.code} | said_of(place)
     say(f"worker {me.name}: waits for main at {me.address}, which says what its experts are")

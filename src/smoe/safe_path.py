@@ -41,6 +41,12 @@ def is_run_by_name() -> bool:
     return name.split(".")[0] == "smoe"
 
 
+def is_program() -> bool:
+    """Whether this interpreter is about to be the command `smoe`, by name or as the script that an installer made."""
+    script = os.path.basename(sys.argv[0] if sys.argv else "")  # noqa: PTH119
+    return is_run_by_name() or script in ("smoe", "smoe.exe", "smoe-script.py")
+
+
 def module_line(module: str, *arguments: str) -> list[str]:
     """A command line that calls `main` of a module of ours in a process of its own."""
     return code_line(f"from {module} import main; main()", *arguments)

@@ -12,7 +12,7 @@ import torch
 from smoe.formats.base import Bytes, Format
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.isa import Isa
-from smoe.kernels.jit import compile_functions
+from smoe.kernels.jit import Source, compile_functions
 from smoe.kernels.rows import RowLists
 
 ARGUMENTS = (ctypes.c_void_p,) * 4 + (ctypes.c_longlong,) * 3
@@ -25,7 +25,7 @@ def compiled(form: Format, isa: Isa) -> Functions:
     from smoe.kernels.quantised import module_of, products_name, unpack_name  # needs llvmlite
 
     names: dict[Any, str] = {rows: products_name(form, rows) for rows in (1, 2, 4)} | {"unpack": unpack_name(form)}
-    made = compile_functions(module_of([form], isa), dict.fromkeys(names.values(), ARGUMENTS))
+    made = compile_functions(Source(module_of, ((form,), isa)), dict.fromkeys(names.values(), ARGUMENTS))
     return dict(zip(names, made, strict=True))
 
 
@@ -35,7 +35,7 @@ def compiled_in_bytes(form: Format, isa: Isa) -> Functions:
     from smoe.kernels.quantised import byte_module_of, byte_names  # needs llvmlite
 
     names = byte_names(form)
-    made = compile_functions(byte_module_of(form, isa), dict.fromkeys(names, ARGUMENTS))
+    made = compile_functions(Source(byte_module_of, (form, isa)), dict.fromkeys(names, ARGUMENTS))
     return dict(zip(("rows", "gated_rows", "products"), made, strict=True))
 
 

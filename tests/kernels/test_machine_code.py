@@ -78,7 +78,7 @@ def test_it_computes_what_is_compiled_here(object_file: bytes) -> None:
     assert isa is not None
     loaded = machine_code.Loaded(machine_code.linked(object_file))
     names = [own_order.products_name(rows) for rows in (1, 2, 4)]
-    here = jit.compile_functions(own_order.module_of(isa), dict.fromkeys(names, ARGUMENTS))
+    here = jit.compile_functions(jit.Source(own_order.module_of, (isa,)), dict.fromkeys(names, ARGUMENTS))
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(48, 160, generator=generator).bfloat16()
     for rows, name, ours in zip((1, 2, 4), names, here, strict=True):

@@ -22,13 +22,13 @@ from tests.kernels import products
 
 pytestmark = pytest.mark.skipif(widest() is None, reason="needs llvmlite and AVX2")
 if is_available():
-    from smoe.kernels.jit import compile_functions
+    from smoe.kernels.jit import Source, compile_functions
 
 
 @functools.cache
 def compiled(isa: Isa) -> dict[int, Any]:
     names = {rows: own_order.products_name(rows) for rows in (1, 2, 4)}
-    made = compile_functions(own_order.module_of(isa), dict.fromkeys(names.values(), products.ARGUMENTS))
+    made = compile_functions(Source(own_order.module_of, (isa,)), dict.fromkeys(names.values(), products.ARGUMENTS))
     return dict(zip(names, made, strict=True))
 
 

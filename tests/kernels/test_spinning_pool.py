@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from smoe.cpu_isa import FAMILY, X86
-from smoe.kernels import jit, row_product, spinning_pool, tasks
+from smoe.kernels import jit, object_cache, row_product, spinning_pool, tasks
 from smoe.kernels.proof import agrees, agrees_on_rows, part_that_agrees
 from smoe.kernels.row_product import fits
 from smoe.kernels.spinning_pool import Product, SpinningPool
@@ -84,6 +84,7 @@ def test_a_wrong_order_is_noticed(pool: SpinningPool, monkeypatch: pytest.Monkey
     """The proof itself: a kernel whose chains are twice as long differs in the last bit of few outputs."""
     promised.needs_products(pool, (1536, 2048))
     monkeypatch.setattr(row_product, "CHAIN", 1024)
+    monkeypatch.setattr(object_cache, "source_digest", lambda: "another chain")
     monkeypatch.setattr(spinning_pool, "_functions", spinning_pool._functions.__wrapped__)
     with SpinningPool(pool.threads) as wrong:
         assert not agrees(wrong, matrix(1536, 2048))
@@ -218,4 +219,6 @@ def test_code_is_made_for_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_without_the_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "llvm", lambda: None)
+    monkeypatch.setattr(jit, "_version", lambda: "")
+    monkeypatch.setattr(jit, "_host_features", jit._host_features.__wrapped__)
     assert not spinning_pool.is_supported()

@@ -1,22 +1,48 @@
 """From LLVM's intermediate language to a callable: machine code for this very CPU, and no compiler to install.
 
-LLVM takes 75 MiB of a process that compiles with it. One that is to stay small has it done elsewhere
-(`compile_elsewhere`): in a process that ends when it has said what the code is (`compiler.py`).
+    in the user's cache      object code --> memory                              `object_cache.py`, `machine_code.py`
+    else, LLVM loaded here   source --> object code --> cache, memory            `compiler.py`
+    else                     the same by a process that ends when it has answered: LLVM takes 75 MiB of whoever loads it
+
+Where code cannot be brought into a process by us (`machine_code.py` knows Linux only), LLVM is loaded and does it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
+import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from smoe.cpu_isa import CPU_ISA, max_cpu_isa
-from smoe.kernels import compiler, machine_code
+from smoe.kernels import compiler, machine_code, object_cache
 
 _kept: list[Any] = []
 """What owns the machine code, which callables outlive modules."""
-_is_elsewhere = False
+
+
+class Source(NamedTuple):
+    """A module in LLVM's language that is not generated unless it must be compiled, which may take as long again."""
+
+    make: Callable[..., str]
+    """A function of a module of ours."""
+    arguments: tuple[object, ...] = ()
+    """What it is given: values whose `repr` says all there is of them."""
+
+    @property
+    def key(self) -> str:
+        """Tells it apart from every other one: by its text where the function may depend on more than what it is
+        given, as one within another function does."""
+        if "<" in self.make.__qualname__:
+            return self.text()
+        return f"{self.make.__module__}.{self.make.__qualname__}{self.arguments!r}"
+
+    def text(self) -> str:
+        """Generates it."""
+        return self.make(*self.arguments)
 
 
 @functools.cache
@@ -29,16 +55,24 @@ def llvm() -> Any:
     return llvmlite.binding
 
 
-def compile_elsewhere() -> None:
-    """From now on, and before anything was compiled: LLVM is not loaded here. Where that cannot be done (`machine_code`
-    knows Linux only), everything stays as it is."""
-    global _is_elsewhere
-    _is_elsewhere = machine_code.is_known()
-
-
 def is_available() -> bool:
     """Whether anything can be compiled here."""
-    return bool(_host_features()) if _is_elsewhere else llvm() is not None
+    return bool(_host_features()) if machine_code.is_known() else llvm() is not None
+
+
+def _is_loaded() -> bool:
+    """Whether this process has paid for LLVM."""
+    return "llvmlite.binding" in sys.modules
+
+
+@functools.cache
+def _version() -> str:
+    """LLVM's, as llvmlite counts it; empty without it. Does not load LLVM."""
+    if importlib.util.find_spec("llvmlite") is None:
+        return ""
+    import llvmlite
+
+    return str(llvmlite.__version__)
 
 
 _FIRST_ISA = (("amx", "all"), ("avx10", "all"), ("avx512bf16", "avx512_bf16"), ("avx512fp16", "all"),
@@ -59,9 +93,19 @@ def cpu_has(*features: str) -> bool:
 @functools.cache
 def _host_features() -> dict[str, bool]:
     """This CPU's extensions by LLVM's names; empty without LLVM."""
-    if _is_elsewhere:
-        return compiler.host_features()
-    return compiler.features_here(llvm())
+    if not machine_code.is_known():
+        return compiler.features_here(llvm())
+    if not _version():
+        return {}
+    key = object_cache.key_of(_version(), "features")
+    known = object_cache.read(key)
+    if known is None:
+        found = compiler.features_here(llvm()) if _is_loaded() else compiler.host_features()
+        if found:  # else llvmlite is broken, and may be repaired
+            object_cache.write(key, json.dumps(found).encode())
+        return found
+    stored: dict[str, bool] = json.loads(known)
+    return stored
 
 
 def _features() -> dict[str, bool]:
@@ -79,22 +123,35 @@ def _flattened(features: Mapping[str, bool]) -> str:
     return ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(features.items()))
 
 
-def compile_functions(source: str, signatures: Mapping[str, Sequence[type]]) -> list[Callable[..., None]]:
-    """Functions of an LLVM module in text form, without results. Calling one releases the interpreter lock.
+def compile_functions(source: Source, signatures: Mapping[str, Sequence[type]]) -> list[Callable[..., None]]:
+    """Functions of a module, without results. Calling one releases the interpreter lock.
 
-    Takes some 50 ms, elsewhere 300. Raises `RuntimeError` with LLVM's message where the text is wrong.
+    Takes some 50 ms to 1 s, and 2 ms where the object code is in the user's cache. Raises `RuntimeError` with LLVM's
+    message where the text is wrong.
     """
     features = _flattened(_features())
-    if _is_elsewhere:
-        code = machine_code.Loaded(machine_code.linked(compiler.compiled(source, features)))
+    if machine_code.is_known():
+        code = machine_code.Loaded(_image(source, features))
         _kept.append(code)
         addresses = [code.address_of(name) for name in signatures]
     else:
-        addresses = _compiled_here(source, features, list(signatures))
+        addresses = _compiled_here(source.text(), features, list(signatures))
     return [
         ctypes.CFUNCTYPE(None, *arguments)(address)
         for address, arguments in zip(addresses, signatures.values(), strict=True)
     ]
+
+
+def _image(source: Source, features: str) -> machine_code.Image:
+    """Of the cache, else compiled, and kept there."""
+    key = object_cache.key_of(_version(), features, source.key)
+    known = object_cache.read(key)
+    if known is not None:
+        return machine_code.linked(known)
+    text = source.text()
+    made = compiler.object_file(llvm(), text, features) if _is_loaded() else compiler.compiled(text, features)
+    object_cache.write(key, made)
+    return machine_code.linked(made)
 
 
 def _compiled_here(source: str, features: str, names: Sequence[str]) -> list[int]:

@@ -12,7 +12,7 @@ from smoe.formats.activations import fits as activations_fit
 from smoe.formats.base import Format
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.isa import Isa, widest
-from smoe.kernels.jit import address_of, compile_functions
+from smoe.kernels.jit import Source, address_of, compile_functions
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ def own_order() -> Products | None:
         return None
     from smoe.kernels import own_order
 
-    one, two, four = _addresses(own_order.module_of(isa), [own_order.products_name(rows) for rows in _ROWS])
+    one, two, four = _addresses(Source(own_order.module_of, (isa,)), [own_order.products_name(rows) for rows in _ROWS])
     return Products((one, two, four), None)
 
 
@@ -88,7 +88,7 @@ def added_rows(activations: str) -> int:
     assert isa is not None, activations
     from smoe.kernels import added_rows as rows
 
-    (address,) = _addresses(rows.module_of(isa), [rows.NAME])
+    (address,) = _addresses(Source(rows.module_of, (isa,)), [rows.NAME])
     return address
 
 
@@ -98,12 +98,12 @@ def _compiled(form: Format, isa: Isa, activations: str) -> Products:
     if activations == INT8 and activations_fit(form):
         layout = Layout.of(form)
         names = [*quantised.byte_names(form), quantised.unpack_name(form)]
-        rows, gated_rows, products, unpack = _addresses(quantised.byte_module_of(form, isa), names)
+        rows, gated_rows, products, unpack = _addresses(Source(quantised.byte_module_of, (form, isa)), names)
         return Products((), unpack, ByteFunctions(layout, rows, gated_rows, products))
     names = [*(quantised.products_name(form, rows) for rows in _ROWS), quantised.unpack_name(form)]
-    one, two, four, unpack = _addresses(quantised.module_of([form], isa), names)
+    one, two, four, unpack = _addresses(Source(quantised.module_of, ((form,), isa)), names)
     return Products((one, two, four), unpack)
 
 
-def _addresses(source: str, names: Sequence[str]) -> list[int]:
+def _addresses(source: Source, names: Sequence[str]) -> list[int]:
     return [address_of(each) for each in compile_functions(source, dict.fromkeys(names, _ARGUMENTS))]

@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 import torch
 
-from smoe.kernels.jit import compile_functions
+from smoe.kernels.jit import Source, compile_functions
 from smoe.kernels.registers import as_bf16, broadcast, halved, joined, widened
 
 LONGEST = 8192
@@ -54,7 +54,7 @@ def _function() -> Callable[..., None]:
     """Machine code, made once a process: addresses of x, weight and out; rows; size; epsilon."""
     pointer, number = ctypes.c_void_p, ctypes.c_longlong
     signature = (pointer, pointer, pointer, number, number, ctypes.c_float)
-    (function,) = compile_functions(source(), {"rms_norm": signature})
+    (function,) = compile_functions(Source(source), {"rms_norm": signature})
     return function
 
 

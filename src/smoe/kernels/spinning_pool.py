@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from smoe.cpu_isa import FAMILY, X86
 from smoe.kernels import tasks
 from smoe.kernels.isa import widest
-from smoe.kernels.jit import compile_functions, cpu_has
+from smoe.kernels.jit import Source, compile_functions, cpu_has
 from smoe.kernels.matrix import Matrix, own_order
 from smoe.kernels.quantised_work import LONE_UNIT, MOST_QUANTISED_ROWS, QuantisedWork, Target
 from smoe.kernels.row_product import chain_of
@@ -250,7 +250,8 @@ class SpinningPool:
 def _functions(has_bf16: bool, several: bool) -> tuple[Callable[..., None], Callable[..., None]]:
     """Machine code, made once a process."""
     pointer, number = ctypes.c_void_p, ctypes.c_longlong
-    work, serve = compile_functions(tasks.source(has_bf16, several), {"work": (pointer, number), "serve": (pointer,)})
+    source = Source(tasks.source, (has_bf16, several))
+    work, serve = compile_functions(source, {"work": (pointer, number), "serve": (pointer,)})
     return work, serve
 
 
@@ -262,7 +263,7 @@ def _ticks(cycles: int) -> int:
 @functools.cache
 def _ticks_a_second() -> int:
     found = ctypes.c_int64()
-    (tell,) = compile_functions(tasks.source(False, False), {"ticks_a_second": (ctypes.c_void_p,)})
+    (tell,) = compile_functions(Source(tasks.source, (False, False)), {"ticks_a_second": (ctypes.c_void_p,)})
     tell(ctypes.addressof(found))
     return found.value
 
