@@ -6,7 +6,7 @@
 Like `safe_path.py` this module imports only what is loaded by then.
 """
 
-import _signal  # what `signal` wraps in enumerations, which take longer to import than all of this
+import _signal  # type: ignore[import-not-found]  # `signal` without its enumerations, which take longer than all of this
 import os
 import sys
 
