@@ -2,7 +2,7 @@
 
     of a folder        experts.int4.smoe in it
     of a GGUF file     model.gguf.experts.int4.smoe beside it, as a folder may hold several
-    of either, where its folder cannot be written: in the user's cache
+    of either, where its folder cannot be written, and of the embedded model: in the user's cache
 
     offset 0        8 bytes magic, 8 bytes little-endian header length, JSON header, zeros up to the next page
     then            experts in (layer, expert) order at a fixed stride, parts in order, zeros up to the stride
@@ -41,6 +41,7 @@ from smoe.memory.quantised_store import is_in_pieces, is_quantised
 from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor, identity_of
 from smoe.memory.store import LayerExperts, Part, page_ceil
 from smoe.models.experts import ExpertsSite
+from smoe.models.files import DEMO_FOLDER
 from smoe.models.spec import ModelSpec
 from smoe.models.weight_samples import checksum
 from smoe.units import format_bytes
@@ -115,10 +116,10 @@ class Contents:
 
     def path(self, place: Path) -> Path:
         """Where the packed file of a checkpoint, a folder or a GGUF file, lies, or is to be written: beside its
-        weights; where there is none and that folder cannot be written, as of an installed program, in the user's
-        cache."""
+        weights; in the user's cache where there is none and that folder cannot be written, and of the embedded
+        model, whose folder is part of the installed program."""
         beside = (place if place.is_dir() else place.parent) / self.name_beside(place)
-        if beside.exists() or os.access(beside.parent, os.W_OK):
+        if place.resolve() != DEMO_FOLDER.resolve() and (beside.exists() or os.access(beside.parent, os.W_OK)):
             return beside
         return of_model("packs", place).with_suffix(f".{self._own_name}")
 
