@@ -59,20 +59,25 @@ def has_ipv6() -> bool:
 
 @pytest.fixture
 def start(main: Main) -> Iterator[Start]:
-    """`start(model, count, kind=WorkerProcess, slots=None, **switches)`: invited workers, each on a thread of its
-    own, with 1 MiB each, or with so many slots."""
+    """`start(model, count, kind=WorkerProcess, slots=None, name=None, **switches)`: invited workers, each on a thread
+    of its own, with 1 MiB each, or with so many slots; all called `name`, or w0, w1, ..."""
     running: list[tuple[WorkerProcess, threading.Thread]] = []
     opened: list[Any] = []
 
     def begin(
-        model: Path, count: int, kind: type[WorkerProcess] = WorkerProcess, slots: int | None = None, **switches: Any
+        model: Path,
+        count: int,
+        kind: type[WorkerProcess] = WorkerProcess,
+        slots: int | None = None,
+        name: str | None = None,
+        **switches: Any,
     ) -> list[Any]:
         started = []
         for _ in range(count):
             config = configure(**({"threads": 1} | switches))
             served = open_experts(model, 1 << 20 if slots is None else None, config, slots)
             opened.append(served)
-            worker = kind(member(f"w{len(running)}"), served)
+            worker = kind(member(name or f"w{len(running)}"), served)
             thread = threading.Thread(target=partial(served_or_refused, worker), daemon=True)
             thread.start()
             running.append((worker, thread))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from smoe.cluster.identity import Main, is_name, keep_main, read_main
+from smoe.cluster.identity import MOST_NAME, Main, is_name, keep_main, read_main
 from smoe.errors import ClusterError
 
 
@@ -52,14 +54,23 @@ class Admission:
             self.main = replace(read_main(self.main.name), address=self.main.address)
 
     def _let_in(self, name: str, key: str, code: object) -> str:
-        """Take an invitation; why not, where it is not good."""
-        if name in self.main.workers:
-            return f"there is a worker {name!r} already; join by another name (`worker`)"
+        """Take an invitation; why not, where it is not good. A name that another worker has gets a number behind it, as
+        two machines may have one host name."""
         self._read_again()
         found = self.main.invited(code) if isinstance(code, str) else None
         if found is None:
             return "its invitation is not, or no longer, good; ask for another (smoe cluster invite)"
         with self._lock:
-            self.main = found.with_worker(name, key)
+            self.main = found.with_worker(numbered(name, found.workers), key)
             keep_main(self.main)
         return ""
+
+
+def numbered(name: str, taken: Collection[str]) -> str:
+    """The name, or the first of name-2, name-3, ... that nobody has."""
+    for number in itertools.count(2):
+        if name not in taken:
+            return name
+        ending = f"-{number}"
+        name = f"{name.removesuffix(f'-{number - 1}')[: MOST_NAME - len(ending)]}{ending}"
+    raise AssertionError("there are numbers enough")

@@ -32,7 +32,9 @@ from smoe.whole_file import partial_of, take_place, whole_file
 _FORMAT = 1
 INVITATION_SECONDS = 600
 _PLACE = "XDG_CONFIG_HOME"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+MOST_NAME = 63
+"""Letters of a name."""
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MOST_NAME - 1}}}")
 _KEY = re.compile(r"[!-~]{40}")
 
 
