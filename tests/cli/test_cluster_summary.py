@@ -34,6 +34,9 @@ def test_who_was_lost_is_named() -> None:
     assert said([worker("a", 7), worker("b", 3, "said nothing for 1 s")], lost_workers=lost) == (
         "experts computed: a 7, b 3; b was lost at 17:52:03 (said nothing for 1 s)"
     )
+    assert said([worker("a", 7), worker("b", 3)], lost_workers=lost) == (
+        "experts computed: a 7, b 3; b was away at 17:52:03 (said nothing for 1 s) and came back"
+    )
     assert said([worker("a", 7), worker("c", 0, "has other bits")]) == "experts computed: a 7, c 0; c: has other bits"
     assert said([]) == "nobody came"
 

@@ -46,14 +46,26 @@ def test_json_is_all_there_is_on_stdout(run, checkpoint):
 
 
 def test_the_forecast_stands_beside_the_run_and_learns_from_it(run, checkpoint):
-    """From the machine's rates first, then from what the first run has shown; a short run tells nothing."""
+    """From the machine's rates first, of which no figure is shown, then from what the first run has shown; a short run
+    shows nothing."""
     asked = ("generate", checkpoint, "--memory", "4MiB", "-p", "Hello", "--max-new-tokens")
     first, second = (run(*asked, 40, "--json").json for _ in range(2))
     assert first["new_tokens"] > 17, "or there is nothing to learn from"
     assert first["forecast"]["is_calibrated"] is False and first["forecast"]["seconds_per_token"] > 0
     assert second["forecast"]["is_calibrated"] is True and second["text"] == first["text"]
-    assert "by an earlier run's times" in run(*asked, 40).err
+    assert "by the times of earlier runs" in run(*asked, 40).err
     assert run(*asked, 8, "--json").json["forecast"] is None
+    assert "\nforecast " not in run(*asked, 40, "--kernels", "torch", "--set", "direct_io=on").err, (
+        "read in another way"
+    )
+
+
+@pytest.mark.parametrize(("waited", "is_mentioned"), [(1e9, True), (0.0, False), (None, False)])
+def test_a_busy_machine_is_mentioned(run, checkpoint, monkeypatch, waited, is_mentioned):
+    seconds = iter((0.0, waited))
+    monkeypatch.setattr("smoe.generation.generate.waited_seconds", lambda: next(seconds))
+    ran = run("generate", checkpoint, "--memory", "4MiB", "-p", "Hello", "--max-new-tokens", 4)
+    assert ("this run waited 100% of its time for a core" in ran.err) is is_mentioned
 
 
 def test_an_emulated_device_is_labelled(run, checkpoint):

@@ -9,6 +9,7 @@ from smoe import from_pretrained
 from smoe.machine.measure import layer_seconds
 from smoe.memory.emulation import read_profile
 from smoe.report.forecast import typical_hit_ratio
+from smoe.report.pace import LastRun, Pace, remember
 from smoe.units import parse_share
 
 FIELDS = {
@@ -36,14 +37,14 @@ def test_config_alone_is_enough(run, config_only, checkpoint):
     whole = run("plan", checkpoint, "--memory", "4MiB", "--json").json
     for name in ("non_expert_weights", "workspace", "kv_cache"):
         assert value["bytes"][name] == whole["bytes"][name]
-    assert "from config.json alone" in value["remarks"][-1] and "config.json" not in whole["remarks"][-1]
+    assert "from config.json alone" in str(value["remarks"]) and "config.json" not in str(whole["remarks"])
 
 
 def test_of_a_checkpoint_that_is_not_all_here_the_config_is_planned(run, checkpoint, config_only):
     """As while it is being downloaded."""
     (config_only / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     ran = run("plan", config_only, "--memory", "4MiB", "--json")
-    assert ran.code == 0 and "from config.json alone" in ran.json["remarks"][-1]
+    assert ran.code == 0 and "from config.json alone" in str(ran.json["remarks"])
 
 
 def test_floor_is_the_arithmetic_of_uniform_routing(run, config_only):
@@ -199,3 +200,52 @@ def test_a_range_of_no_width_is_one_figure(run, checkpoint):
     ran = run("plan", checkpoint, "--context", 128, "--profile", "rtx-4060-ti", "--resident", "100%")
     (line,) = [line for line in ran.out.splitlines() if "simulated;" in line]
     assert re.match(r"[\d,.]+ tokens/s on rtx-4060-ti, simulated; ", line), line
+
+
+def speeds_in(ran):
+    """What the forecast's own two lines and the row of the budget asked for say of speeds."""
+    expected, first = (
+        next(line for line in ran.out.splitlines() if words in line) for words in ("simulated;", "after ")
+    )
+    (row,) = [line for line in ran.out.splitlines() if "this budget" in line]
+    return expected, first, row
+
+
+def test_before_the_first_run_of_a_model_every_speed_is_a_range(run, checkpoint):
+    """Would catch one figure that nothing on this machine has shown, and a range that stays once a run has."""
+    asked = ("plan", checkpoint, "--memory", "4MiB", "--context", 128)
+    value = run(*asked, "--json").json["forecast"]
+    low, high = value["tokens_per_second_range"]
+    assert not value["is_calibrated"] and value["first_pass_seconds"] is None
+    assert low < 0.5 * value["tokens_per_second"] and high > 1.3 * value["tokens_per_second"]
+    untaught = run(*asked)
+    assert all(re.search(r"\d - \d", line) for line in (*speeds_in(untaught),))
+    assert "no run of this model (precision auto) has shown" in untaught.err
+    remember(checkpoint, "auto", False, Pace(layer=1e-3, expert=1e-5, load=1e-5, first_pass=1.5), LastRun(1.1, 0.9))
+    remember(checkpoint, "auto", True, Pace(layer=1e-3, expert=1e-5, load=1e-5, first_pass=1.5), LastRun(1.1, 0.9))
+    taught, value = run(*asked), run(*asked, "--json").json["forecast"]
+    _, first, row = speeds_in(taught)
+    assert (
+        value["is_calibrated"] and value["first_pass_seconds"] == 1.5 and "(of a process's first 1.5 s later)" in first
+    )
+    assert value["ttft_seconds_range"] == [value["ttft_seconds"]] * 2
+    assert not re.search(r"after [^;]* - ", first) and not re.search(r"[\d.]+ - [\d.]+ +this budget", row)
+    assert "has shown how fast" not in taught.err and "was off" not in taught.err
+
+
+def test_a_forecast_that_was_off_and_a_machine_that_was_busy_are_mentioned(run, checkpoint):
+    asked = ("plan", checkpoint, "--memory", "4MiB", "--context", 128)
+    for is_direct in (False, True):
+        remember(checkpoint, "auto", is_direct, Pace(layer=1e-3, expert=1e-5), LastRun(2.4, 0.4, 0.45))
+    found = run(*asked).err
+    assert "a token took 2.4 times as long, the first token 0.4 times" in found
+    assert "waited 45% of its time for a core" in found
+
+
+@pytest.mark.parametrize(("waited", "is_mentioned"), [(0.5, True), (0.1, False), (None, False)])
+def test_a_busy_machine_is_mentioned(run, checkpoint, monkeypatch, waited, is_mentioned):
+    """Rates measured beside other programs are theirs, too; of a profile nothing is measured."""
+    monkeypatch.setattr("smoe.report.remarks.waited_share", lambda: waited)
+    asked = ("plan", checkpoint, "--memory", "4MiB", "--context", 128)
+    assert ("this machine is busy: this command waited 50%" in run(*asked).err) is is_mentioned
+    assert "busy" not in run(*asked, "--profile", "rtx-4060-ti").err

@@ -133,6 +133,9 @@ def test_times_and_counters(model, tokenizer):
     assert 0 < result.ttft_seconds < time.perf_counter() - started
     assert result.tpot_median_seconds <= result.tpot_p95_seconds
     assert result.tokens_per_second == pytest.approx(8 / result.decode_seconds)
+    assert result.later_counters.forward_passes == 7 and result.first_step_counters.forward_passes == 1
+    assert result.later_seconds_per_token == pytest.approx(sum(result.step_seconds[1:]) / 7)
+    assert result.waited_share is None or 0 <= result.waited_share <= 1
 
 
 def test_end_token_ends_and_is_not_text(model, tokenizer, monkeypatch):

@@ -60,7 +60,8 @@ def test_a_run_whose_experts_others_computed_teaches_nothing(tmp_path: Path) -> 
     engine = SimpleNamespace(pacing=SimpleNamespace(is_emulated=False), config=config)
     model: Any = SimpleNamespace(offload=engine, device=torch.device("cpu"))
     generation: Any = SimpleNamespace(answers=["one"], decode_counters=Counters(forward_passes=99))
-    assert look_back(model, generation, tmp_path) is None
+    layers: Any = None
+    assert look_back(model, generation, tmp_path, layers) is None
 
 
 def test_a_short_run_shows_nothing() -> None:

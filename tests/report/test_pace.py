@@ -12,7 +12,20 @@ from pathlib import Path
 import pytest
 
 from smoe.metrics import Counters
-from smoe.report.pace import ALONE, UNKNOWN, Pace, crowded, measured_pace, pace_of, remember
+from smoe.report.pace import (
+    ALONE,
+    MOST_FIRST_PASS,
+    PROMPT_FACTORS,
+    UNKNOWN,
+    LastRun,
+    Pace,
+    crowded,
+    last_run_of,
+    measured_pace,
+    of_prompt,
+    pace_of,
+    remember,
+)
 
 COUNTED = Counters(
     forward_passes=20, decode_uses=320, decode_hits=290, loads=30, prefetches=10, bytes_read=4000,
@@ -48,7 +61,7 @@ def test_too_little_shows_nothing() -> None:
 
 
 def test_each_kind_of_experts_has_its_own(tmp_path: Path) -> None:
-    model, pace = tmp_path / "model", Pace(0.1, 0.2, 0.3, 1.2, 1.5)
+    model, pace = tmp_path / "model", Pace(0.1, 0.2, 0.3, 1.2, 1.5, 0.7)
     remember(model, "int4", True, pace)
     assert pace_of(model, "int4", True) == pace
     assert pace_of(model, "int4", False) == pace_of(model, "auto", True) == pace_of(tmp_path, "int4", True) == UNKNOWN
@@ -62,3 +75,40 @@ def test_what_a_run_does_not_show_stays_known(tmp_path: Path) -> None:
     assert (found.layer, found.prompt) == pytest.approx((0.2, 3.0**0.5)), "half way, as one run may have been disturbed"
     path.write_text(path.read_text().replace('"load"', '"lode"'))
     assert pace_of(tmp_path, "auto", False) == UNKNOWN, "half of it is nothing"
+
+
+def test_what_a_first_pass_takes_once_is_no_rate() -> None:
+    """Nine seconds of compiling before eight layers of 0.1 s, forecast at 0.4: twice the rate, and 8.2 s once."""
+    shown = of_prompt(first_pass_seconds=9.0, warm_seconds=0.8, forecast_seconds=0.4, tokens=128)
+    assert shown.prompt == pytest.approx(2.0) and shown.first_pass == pytest.approx(8.2)
+    short = of_prompt(first_pass_seconds=9.0, warm_seconds=0.8, forecast_seconds=0.4, tokens=4)
+    assert short.prompt is None and short.first_pass == shown.first_pass, "four tokens show no rate"
+
+
+def test_what_is_learned_of_prompts_is_bounded() -> None:
+    assert of_prompt(1e6, 1e3, 1e-3, 128) == Pace(prompt=PROMPT_FACTORS[1], first_pass=MOST_FIRST_PASS)
+    least = of_prompt(1e-9, 1e-9, 1.0, 128)
+    assert least.prompt == PROMPT_FACTORS[0] and least.first_pass is not None and least.first_pass > 0
+
+
+def test_how_the_last_run_went(tmp_path: Path) -> None:
+    assert last_run_of(tmp_path, "auto", False) is None
+    for last in (LastRun(3.0, 1.0), LastRun(1.2, 0.9, 0.1)):
+        remember(tmp_path, "auto", False, Pace(layer=0.1), last)
+        assert last_run_of(tmp_path, "auto", False) == last, "the last one, not a mean"
+    assert last_run_of(tmp_path, "auto", True) is last_run_of(tmp_path, "int4", False) is None
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        (LastRun(1.9, 0.6, 0.1), []),
+        (LastRun(2.1, 1.0), ["2.1 times as long"]),
+        (LastRun(1.0, 0.4), ["the first token 0.4 times"]),
+        (LastRun(1.0, 1.0, 0.6), ["waited 60%"]),
+        (LastRun(3.0, 1.0, 0.6), ["3 times as long", "waited 60%"]),
+    ],
+)
+def test_doubts(last: LastRun, words: list[str]) -> None:
+    assert len(last.doubts()) == len(words)
+    assert all(word in doubt for word, doubt in zip(words, last.doubts(), strict=True))

@@ -172,6 +172,7 @@ def _run(
     from smoe.generation.generate import generate
     from smoe.models.files import fetch
     from smoe.report.hindsight import look_back
+    from smoe.report.prompt_layers import PromptLayers
     from smoe.report.run import report_on
 
     config = engine.config(len(texts))
@@ -191,7 +192,10 @@ def _run(
         bar.start()
         try:
             writer = _after(bar.stop, _writer(len(texts)), say) if streams else say
-            generation = generate(ready, tokenizer, texts, sampling, writer)
+            offload: Any = ready.offload
+            layers = PromptLayers(offload)
+            with offload.observed_by(layers):
+                generation = generate(ready, tokenizer, texts, sampling, writer)
         finally:
             bar.stop()
         if streams:
@@ -199,7 +203,7 @@ def _run(
         for text in generation.notes:
             warn(text)
         report = report_on(generation, ready)
-        return replace(report, forecast=look_back(ready, generation, fetch(model, engine.revision)))
+        return replace(report, forecast=look_back(ready, generation, fetch(model, engine.revision), layers))
 
 
 def _identity(model: str, sampling: SamplingOptions) -> dict[str, object]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from smoe.models.spec import ModelSpec
     from smoe.policy.budget import Ledger
     from smoe.report.forecast import Choice, Forecast
-    from smoe.report.outlook import Outlook
+    from smoe.report.outlook import Case, Outlook
 
 EPILOG = """Examples:
 
@@ -99,7 +99,7 @@ def _print(result: Forecast) -> None:
             format_bytes(choice.ledger.budget_bytes),
             _slots(choice.ledger),
             _bytes(choice),
-            _speeds(choice) if case is None else _rate(case.run.tokens_per_second),
+            _speeds(choice) if result.outlook is None or case is None else _expected(result.outlook, case),
             "this budget" if is_chosen else "",
             style="bold" if is_chosen else None,
         )
@@ -121,13 +121,17 @@ def _print_expected(outlook: Outlook, console: Console) -> None:
 
     run, (slowest, fastest) = outlook.asked.run, map(_rate, outlook.tokens_per_second)
     span = f" ({slowest} - {fastest})" if slowest != fastest else ""
+    speed, first = f"{_expected(outlook, outlook.asked)} tokens/s", _first(outlook, outlook.asked)
+    once = outlook.asked.first_pass_seconds
+    longer = "" if once is None else f" (of a process's first {format_seconds(once)} later)"
+    gain = outlook.with_faster_reads.tokens_per_second / run.tokens_per_second - 1
     share = run.parts[run.bound_by] / run.seconds_per_token
     reads = "link" if outlook.machine.has_link else "disk"
     console.print(
-        f"\n[bold]{format_rate(run.tokens_per_second)}[/bold]{span} on {outlook.machine.name}, simulated; "
+        f"\n[bold]{speed}[/bold]{span if outlook.spread == (1, 1) else ''} on {outlook.machine.name}, simulated; "
         f"{share:.0%} of the time: {run.bound_by}\n"
-        f"first token of a prompt of {PROMPT_TOKENS} after {format_seconds(run.ttft_seconds)}; with a {reads} twice as "
-        f"fast {format_rate(outlook.with_faster_reads.tokens_per_second)}",
+        f"first token of a prompt of {PROMPT_TOKENS} after {first}{longer}; a {reads} twice as "
+        f"fast would make it {max(0.0, gain):.0%} faster",
         soft_wrap=True,
         highlight=False,
     )
@@ -153,8 +157,8 @@ def _print_others(outlook: Outlook, console: Console) -> None:
             case.preset,
             case.precision,
             f"{case.resident_share:.0%}",
-            _rate(case.run.tokens_per_second),
-            format_seconds(case.run.ttft_seconds),
+            _expected(outlook, case),
+            _first(outlook, case),
             ", ".join(remarks),
         )
     console.print(others)
@@ -163,6 +167,32 @@ def _print_others(outlook: Outlook, console: Console) -> None:
 def _lacking(outlook: Outlook) -> list[str]:
     """What has to be made first."""
     return [f"missing: {line}" for line in outlook.asked.missing]
+
+
+def _expected(outlook: Outlook, case: Case) -> str:
+    """Tokens a second: one figure where a run has taught the forecast, else a range."""
+    simulated = case.run.tokens_per_second
+    if outlook.spread == (1, 1):
+        return _rate(simulated)
+    return _span(*(_rate(_roughly(speed)) for speed in outlook.speeds(simulated, simulated)))
+
+
+def _first(outlook: Outlook, case: Case) -> str:
+    """Likewise the time to the first token."""
+    if outlook.spread == (1, 1):
+        return format_seconds(case.run.ttft_seconds)
+    low, high = (format_seconds(_roughly(seconds)) for seconds in outlook.seconds(case.run.ttft_seconds))
+    (number, unit), (_, same) = low.split(" "), high.split(" ")
+    return _span(number if unit == same else low, high)
+
+
+def _roughly(number: float) -> float:
+    """With two digits, as an end of a range has no more to say."""
+    return float(f"{number:.2g}")
+
+
+def _span(low: str, high: str) -> str:
+    return low if low == high else f"{low} - {high}"
 
 
 def _rate(tokens_per_second: float) -> str:
@@ -184,16 +214,14 @@ def _slots(ledger: Ledger) -> str:
 
 def _bytes(choice: Choice) -> str:
     """From typical to uniform routing; one figure where they are the same."""
-    least, most = format_bytes(choice.typical.bytes_per_token), format_bytes(choice.uniform.bytes_per_token)
-    return most if least == most else f"{least} - {most}"
+    return _span(format_bytes(choice.typical.bytes_per_token), format_bytes(choice.uniform.bytes_per_token))
 
 
 def _speeds(choice: Choice) -> str:
     """Without the unit, which stands in the head: a row fits a line of 80 columns."""
     if choice.tokens_per_second is None:
         return "?"
-    low, high = map(_rate, choice.tokens_per_second)
-    return low if low == high else f"{low} - {high}"
+    return _span(*map(_rate, choice.tokens_per_second))
 
 
 def _recommended(result: Forecast) -> str:
@@ -207,7 +235,9 @@ def _recommended(result: Forecast) -> str:
         least = format_bytes(minimum_bytes(result.ledger.demand))
         return f"[bold]This machine has too little free memory[/bold]: {least} is the least that works."
     ledger, case = found.choice.ledger, None if result.outlook is None else result.outlook.recommended
-    expected = _speeds(found.choice) if case is None else _rate(case.run.tokens_per_second)
+    expected = _speeds(found.choice)
+    if result.outlook is not None and case is not None:
+        expected = _expected(result.outlook, case)
     whole = "all experts" if ledger.resident_share == 1 else f"{ledger.resident_share:.0%} of the experts"
     return (
         f"[bold]{format_bytes(found.free_bytes)} free here: --memory {size_to_type(ledger.budget_bytes)}[/bold], "

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from smoe.bounds import INT8
 from smoe.cli.console import errors
+from smoe.machine.processor import BUSY_SHARE
 from smoe.report.run import RunReport
 from smoe.units import format_bytes, format_count, format_rate, format_seconds
 
@@ -63,6 +64,7 @@ def _rows(report: RunReport) -> list[tuple[str, str]]:
         ("first token", _seconds(generation.ttft_seconds)),
         ("per token", _per_token(report)),
         ("forecast", _forecast(report)),
+        ("busy machine", _busy(report)),
         ("experts", _experts(report)),
         ("workers", _workers(report)),
         ("shadow", _shadow(report)),
@@ -89,19 +91,26 @@ def _per_token(report: RunReport) -> str:
 
 
 def _forecast(report: RunReport) -> str:
-    """What smoe plan would have said, beside what it was."""
-    told, generation = report.forecast, report.generation
-    if told is None or generation.ttft_seconds is None or not generation.step_seconds:
+    """What smoe plan would have forecast, beside what was measured; nothing before a run of the model has shown how
+    fast it is here."""
+    forecast, generation = report.forecast, report.generation
+    mean, first = generation.later_seconds_per_token, generation.ttft_seconds
+    if forecast is None or not forecast.is_calibrated or mean is None or first is None:
         return ""
-    mean = generation.decode_seconds / len(generation.step_seconds)
-    off = mean / told.seconds_per_token - 1
-    off_first = generation.ttft_seconds / told.ttft_seconds - 1
-    by = "an earlier run's times" if told.is_calibrated else "this machine's rates; the next one knows this run"
+    off, off_first = mean / forecast.seconds_per_token - 1, first / forecast.ttft_seconds - 1
     measured = f"{format_seconds(mean)} in the mean, {off:+.0%}"
     return (
-        f"{format_seconds(told.seconds_per_token)} per token (measured {measured}), first token "
-        f"{format_seconds(told.ttft_seconds)} ({off_first:+.0%}), by {by}"
+        f"{format_seconds(forecast.seconds_per_token)} per token (measured {measured}), first token "
+        f"{format_seconds(forecast.ttft_seconds)} ({off_first:+.0%}), by the times of earlier runs"
     )
+
+
+def _busy(report: RunReport) -> str:
+    """That other programs made this run slow."""
+    waited = report.generation.waited_share
+    if waited is None or waited < BUSY_SHARE:
+        return ""
+    return f"other programs use this machine: this run waited {waited:.0%} of its time for a core"
 
 
 def _beyond(report: RunReport) -> str:
@@ -134,12 +143,16 @@ def _workers(report: RunReport) -> str:
     else:
         done = "experts computed: " + ", ".join(f"{each['name']} {each['experts_computed']}" for each in report.workers)
     lost = {each["name"] for each in report.lost_workers}
+    here = {each["name"] for each in report.workers if not each["why"]}
     refused = [f"{each['name']}: {each['why']}" for each in report.workers if each["why"] and each["name"] not in lost]
-    return "; ".join([done, *map(_loss, report.lost_workers), *refused])
+    return "; ".join([done, *(_loss(each, each["name"] in here) for each in report.lost_workers), *refused])
 
 
-def _loss(lost: dict[str, Any]) -> str:
-    return f"{lost['name']} was lost at {time.strftime('%H:%M:%S', time.localtime(lost['at']))} ({lost['why']})"
+def _loss(lost: dict[str, Any], came_back: bool) -> str:
+    when = time.strftime("%H:%M:%S", time.localtime(lost["at"]))
+    if came_back:
+        return f"{lost['name']} was away at {when} ({lost['why']}) and came back"
+    return f"{lost['name']} was lost at {when} ({lost['why']})"
 
 
 def _shadow(report: RunReport) -> str:

@@ -19,6 +19,7 @@ from smoe.generation.detokenizer import OnText
 from smoe.generation.loop import DecodeLoop
 from smoe.generation.request import End, Piece, Reason, Request
 from smoe.generation.sampling import Sampling
+from smoe.machine.processor import waited_seconds
 from smoe.metrics import Counters
 from smoe.runtime.engine import Engine
 
@@ -53,6 +54,10 @@ class Generation:
     """What the user should know: a limit that was lowered, and why."""
     reused_tokens: int = 0
     """Of the prompts, those that had been read before."""
+    waited_seconds: float | None = None
+    """In which this thread was ready and other threads had the cores; None where the system does not count it."""
+    first_step_counters: Counters = field(default_factory=Counters)
+    """Of the decode steps, the first one's: of a process's first text it makes what the others use."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -75,6 +80,22 @@ class Generation:
     @property
     def decode_seconds(self) -> float:
         return self.token_times[-1] - self.token_times[0] if self.token_times else 0.0
+
+    @property
+    def later_counters(self) -> Counters:
+        """Of the decode steps from the second on."""
+        return self.decode_counters - self.first_step_counters
+
+    @property
+    def later_seconds_per_token(self) -> float | None:
+        """The mean of the decode steps from the second on."""
+        return statistics.fmean(self.step_seconds[1:]) if len(self.step_seconds) > 1 else None
+
+    @property
+    def waited_share(self) -> float | None:
+        """Of the whole time, that in which other threads had the cores."""
+        whole = self.ended - self.started
+        return None if self.waited_seconds is None or whole <= 0 else min(1.0, self.waited_seconds / whole)
 
     @property
     def tpot_median_seconds(self) -> float | None:
@@ -130,7 +151,7 @@ def generate_batch(
     notes = _room(engine, prompts, sampling.max_new_tokens)
     loop = loop or DecodeLoop(model, tokenizer, reads_first=True)
     heard = _Heard(engine, prompts, sampling, on_text)
-    started, before = engine.now(), engine.stats()
+    started, before, waited_before = engine.now(), engine.stats(), waited_seconds()
     was_interrupted = False
     try:
         for request in heard.requests:
@@ -140,7 +161,7 @@ def generate_batch(
         was_interrupted = True
     finally:
         loop.give_up()
-    ended, after = engine.now(), engine.stats()
+    ended, after, waited = engine.now(), engine.stats(), waited_seconds()
     heard.raise_first()
     _log.info(
         "%d new tokens for %d in the prompts of %d sequences in %.3f s%s",
@@ -160,6 +181,8 @@ def generate_batch(
         was_interrupted=was_interrupted,
         notes=notes,
         reused_tokens=sum(request.reused_tokens for request in heard.requests),
+        waited_seconds=None if waited is None or waited_before is None else waited - waited_before,
+        first_step_counters=heard.of_first_step,
     )
 
 
@@ -220,6 +243,7 @@ class _Heard:
         ]
         self.times: list[float] = []
         self.after_prefill: Counters | None = None
+        self.of_first_step = Counters()
         self._engine, self._on_text = engine, on_text
         self._is_news = False
         self._errors: list[Exception] = []
@@ -230,6 +254,8 @@ class _Heard:
             self.times.append(self._engine.now())
             if self.after_prefill is None:
                 self.after_prefill = self._engine.stats()
+            elif len(self.times) == 2:
+                self.of_first_step = self._engine.stats() - self.after_prefill
         self._is_news = False
 
     def raise_first(self) -> None:

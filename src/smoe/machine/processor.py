@@ -1,4 +1,4 @@
-"""What the processor is called, and how much of it is ours."""
+"""What the processor is called, how much of it is ours, and whether others use it at present."""
 
 from __future__ import annotations
 
@@ -37,6 +37,27 @@ def set_compute_threads(asked: int | None) -> None:
     import torch
 
     torch.set_num_threads(asked or min(torch.get_num_threads(), usable_cores()))
+
+
+BUSY_SHARE = 0.2
+"""Of a thread's time, waited for a core, from which other programs make it slow: our own readers, which want the same
+cores, take less."""
+
+
+def waited_seconds() -> float | None:
+    """How long the calling thread has been ready to run without a core, since it began; None where the system does not
+    count it."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    return None
+
+
+def waited_share() -> float | None:
+    """The same, of the time in which the thread has wanted to run since it began."""
+    with suppress(OSError, ValueError, IndexError, ZeroDivisionError):
+        ran, waited = map(int, Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[:2])
+        return waited / (ran + waited)
+    return None
 
 
 def is_pinned() -> bool:

@@ -28,7 +28,6 @@ from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at
 from smoe.machine.measure import (
     layer_seconds,
-    load_profile,
 )
 from smoe.machine.process_memory import beside_budget
 from smoe.machine.processor import set_compute_threads
@@ -42,8 +41,8 @@ from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_byt
 from smoe.policy.registry import SHADOW
 from smoe.report.machine_for import files_of, machine_for, pace_for, rates_for, reads_past_cache
 from smoe.report.outlook import Case, Outlook, Subject, outlook_of, preset_of
-from smoe.report.pace import UNKNOWN
-from smoe.simulator.synthetic import SAYS
+from smoe.report.pace import last_run_of
+from smoe.report.remarks import moved_per_token, of_earlier_runs, of_machine
 from smoe.units import identifier
 
 TYPICAL_HITS = ((0.0, 0.0), (0.04, 0.12), (0.1, 0.28), (0.2, 0.47), (0.4, 0.72), (0.6, 0.88), (1.0, 1.0))
@@ -51,10 +50,6 @@ TYPICAL_HITS = ((0.0, 0.0), (0.04, 0.12), (0.1, 0.28), (0.2, 0.47), (0.4, 0.72),
 four recorded texts of docs/evictions.md."""
 _SHARES = (0.1, 0.25, 0.5, 0.75)
 """Budgets between the smallest and the full one that the table shows, by share of experts in memory."""
-_TAUGHT = (
-    "layers, experts and loads take what they took in earlier runs of this model (precision {}); rows of other "
-    "precisions go by the machine's rates until one of them has run, and look faster than they are beside these"
-)
 _WITHOUT_LOW = "speeds are told without low copies: what they save hangs on what is missing, and on how important it is"
 _ESTIMATE = "from config.json alone: with its files here slots may be 4 KiB smaller, and reading may take buffers"
 
@@ -211,14 +206,14 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     recommended = None if is_emulated else _recommend(ledger.demand, device, choose)
     has_own_memory = is_emulated or device.type != "cpu"
     beside = {} if has_own_memory else beside_budget(reserved_kernel_bytes(spec.experts_bytes))
-    remarks = _remarks(survey.rates, is_emulated) + [_ESTIMATE] * survey.is_estimate
+    remarks = of_machine(survey.rates, is_emulated) + [_ESTIMATE] * survey.is_estimate
     remarks += [*spec.doubts, *beside_files(spec)]
     remarks += [_WITHOUT_LOW] * (spec.low is not None) + survey.remarks
     outlook = None
     if survey.subject is not None:
         ledgers = [choice.ledger for choice in choices]
         best = None if recommended is None else recommended.choice.ledger
-        outlook = outlook_of(survey.subject, ledger, ledgers, best)
+        outlook = outlook_of(survey.subject, ledger, ledgers, best, is_here=device.type == "cpu" and not is_emulated)
     return Forecast(
         model, spec, ledger, survey.reason, chosen, choices, survey.rates, is_emulated, recommended, remarks, beside,
         outlook,
@@ -267,10 +262,9 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
         pace = functools.partial(pace_for, checkpoint, device, is_direct, is_emulated)
         subject = Subject(model, checkpoint, spec, config, machine, dense_bytes_read(spec), guess, pace, unlearned)
         known = pace(spec.precision)
-        if known != UNKNOWN:
-            decided = [*decided, _TAUGHT.format(spec.precision)]
-        if known.skew is not None:
-            decided = [*decided, "routing is drawn as skewed as theirs was"]
+        if device.type == "cpu" and not is_emulated:
+            last = last_run_of(checkpoint.place, spec.precision, is_direct)
+            decided = [*decided, *of_earlier_runs(known, last, spec.precision)]
     is_estimate = store is None and spec.precision == "auto"
     return Survey(spec, ledger, reason, rates, device, is_emulated, is_estimate, decided, subject)
 
@@ -378,22 +372,3 @@ def dense_bytes_read(spec: ModelSpec) -> int:
     name = next(name for name, weight in spec.shell.named_parameters() if weight is embedding.weight)
     stored = spec.dense.get(name)
     return spec.weights_bytes - (embedding.weight.numel() * spec.dtype.itemsize if stored is None else stored.nbytes)
-
-
-def moved_per_token(is_emulated: bool) -> str:
-    """Beside an emulated device experts wait in RAM: nothing is read from a disk."""
-    return "loaded per token" if is_emulated else "read per token"
-
-
-def _remarks(rates: Rates, is_emulated: bool) -> list[str]:
-    remarks = [
-        SAYS,
-        f"{moved_per_token(is_emulated)}: from typical texts (experts repeat as in recorded texts) to every expert "
-        "equally likely",
-    ]
-    figures = f"rates from {rates.source}"
-    if is_emulated:
-        return [*remarks, f"{figures}: speeds are that machine's, experts come from its RAM as far as they fit there"]
-    if load_profile() is None:
-        figures += "; smoe doctor measures them properly"
-    return [*remarks, figures]

@@ -25,7 +25,8 @@ from smoe.policy.residency import PoolSize
 from smoe.report.forecast import dense_bytes_read
 from smoe.report.machine_for import READING_SECONDS, machine_for, pace_for
 from smoe.report.on_clock import MOST_LAYERS, Scene, Simulated, settled, simulate, work_of
-from smoe.report.pace import LEAST_STEPS, UNKNOWN, Pace, measured_pace, remember
+from smoe.report.pace import LEAST_STEPS, UNKNOWN, LastRun, Pace, measured_pace, of_prompt, remember
+from smoe.report.prompt_layers import PromptLayers
 from smoe.runtime.engine import Engine
 from smoe.simulator.skewness import skew_of
 from smoe.simulator.synthetic import TYPICAL, Shape
@@ -46,18 +47,23 @@ class Foretold(NamedTuple):
     """By an earlier run of this model on this machine, not by the machine's rates alone."""
 
 
-def look_back(model: PreTrainedModel, generation: Generation, place: Path) -> Foretold | None:
-    """Foretell a run that has just ended, then learn from it for the next one.
-
-    `place` holds the model. Takes a second or two, and one more to look at a disk that no run has shown. None for what
-    is not foretold: several sequences, a cluster, a shadow, a device other than the CPU, a run of fewer than
-    `LEAST_STEPS` steps or interrupted before them.
-    """
+def _is_forecast(model: PreTrainedModel, generation: Generation) -> bool:
+    """Not several sequences, a cluster, a shadow, a device other than the CPU, a run of few steps."""
     engine: Engine = model.offload  # type: ignore[assignment]
-    steps = generation.decode_counters.forward_passes
     is_elsewhere = model.device.type != "cpu" or engine.pacing.is_emulated or engine.config.cluster is not None
     is_elsewhere = is_elsewhere or engine.config.prefetch == SHADOW  # which computes beside the model
-    if is_elsewhere or len(generation.answers) > 1 or steps < LEAST_STEPS:
+    return not is_elsewhere and len(generation.answers) == 1 and generation.decode_counters.forward_passes > LEAST_STEPS
+
+
+def look_back(model: PreTrainedModel, generation: Generation, place: Path, layers: PromptLayers) -> Foretold | None:
+    """Forecast a run that has just ended, then learn from it for the next one.
+
+    `place` holds the model; `layers` have seen the run. Takes a second or two, and one more to look at a disk that no
+    run has shown. None for what is not forecast: several sequences, a cluster, a shadow, a device other than the CPU, a
+    run of fewer than `LEAST_STEPS` steps after the first or interrupted before them.
+    """
+    engine: Engine = model.offload  # type: ignore[assignment]
+    if not _is_forecast(model, generation):
         return None
     spec = read_spec(str(place), engine.config)
     is_direct = engine.config.direct_io == "on"  # settled when the model was loaded
@@ -65,11 +71,22 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path) -> Fo
     run = _simulated(engine, spec, place, pace, generation.prompt_tokens, is_direct)
     if run is None:
         return None
-    shown = shown_by(engine, generation.decode_counters, generation.prompt_tokens)
-    with suppress(OSError):  # nothing depends on it
-        remember(place, spec.precision, is_direct, replace(shown, prompt=pace.prompt * _prompt_ratio(generation, run)))
     longer = max(1.0, generation.prompt_tokens / _LONGEST_PROMPT)  # than what is simulated: in so many pieces
-    return Foretold(run.seconds_per_token, run.ttft_seconds * longer, pace.layer is not None)
+    first = run.ttft_seconds * longer + (pace.first_pass or 0.0)
+    found = Foretold(run.seconds_per_token, first, pace.layer is not None)
+    shown = shown_by(engine, generation.later_counters, generation.prompt_tokens)
+    shown = shown.after(_prompt_shown(generation, run, pace, layers))
+    with suppress(OSError):  # nothing depends on it
+        remember(place, spec.precision, is_direct, shown, _beside(generation, found))
+    return found
+
+
+def _beside(generation: Generation, found: Foretold) -> LastRun | None:
+    """A run beside its forecast."""
+    per_token, first_token = generation.later_seconds_per_token, generation.ttft_seconds
+    if not per_token or not first_token:
+        return None
+    return LastRun(per_token / found.seconds_per_token, first_token / found.ttft_seconds, generation.waited_share)
 
 
 def shown_by(engine: Engine, decode: Counters, prompt_tokens: int) -> Pace:
@@ -120,9 +137,11 @@ def _simulated(
     return simulate(settled(scene), TYPICAL)
 
 
-def _prompt_ratio(generation: Generation, run: Simulated) -> float:
-    """Measured over foretold, of a prompt's computing; 1 of prompts longer than those that are simulated."""
-    if generation.prompt_tokens > _LONGEST_PROMPT:
-        return 1.0
-    of_prompt = generation.counters - generation.decode_counters
-    return (of_prompt.compute_seconds + of_prompt.dense_seconds) / run.prefill_parts["computing"]
+def _prompt_shown(generation: Generation, run: Simulated, pace: Pace, layers: PromptLayers) -> Pace:
+    """What a prompt says that was read in one pass, a process's first, and is no longer than what is simulated."""
+    measured, warm = generation.counters - generation.decode_counters, layers.warm_seconds
+    tokens = generation.prompt_tokens - generation.reused_tokens
+    if warm is None or measured.forward_passes != 1 or tokens > _LONGEST_PROMPT:
+        return UNKNOWN
+    by_rates = run.prefill_parts["computing"] / (pace.prompt or 1.0)
+    return of_prompt(measured.compute_seconds + measured.dense_seconds, warm, by_rates, tokens)

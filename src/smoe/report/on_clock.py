@@ -131,6 +131,7 @@ def times_for(
     """
     in_host = _share_in_host(machine, work, host_bytes)
     slower = _UNPACKING if work.is_quantised else 1.0
+    of_prompts = 1.0 if pace.prompt is None else pace.prompt
 
     def load(nbytes: int) -> float:
         if pace.load is not None:
@@ -147,14 +148,14 @@ def times_for(
         of_a_prompt = _PROMPT_EXPERT_SECONDS if rows > 1 and not machine.has_link else 0.0
         by_arithmetic = work.plain_bytes * rows / machine.device_flops
         seconds = machine.device_expert_seconds + of_a_prompt + max(by_memory, by_arithmetic)
-        return seconds if rows == 1 else pace.prompt * seconds
+        return seconds if rows == 1 else of_prompts * seconds
 
     def layer(tokens: int) -> float:
         if tokens == 1 and pace.layer is not None:
             return pace.layer
         constant = machine.device_layer_seconds * (work.decoder_layers - 1)
         seconds = constant + machine.layer_seconds(work.layer_bytes, tokens)
-        return seconds if tokens == 1 else pace.prompt * seconds
+        return seconds if tokens == 1 else of_prompts * seconds
 
     def host(rows: int) -> float:
         by_memory = slower * work.expert_bytes / machine.host_bytes_per_second

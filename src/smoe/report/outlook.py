@@ -23,7 +23,7 @@ from smoe.policy.budget import Ledger, allocate
 from smoe.policy.registry import LEARNED
 from smoe.presets import PRESETS
 from smoe.report.on_clock import PROMPT_TOKENS, Scene, Simulated, settled, simulate, work_of
-from smoe.report.pace import Pace
+from smoe.report.pace import UNTAUGHT_SPEEDS, Pace
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, SAYS, TYPICAL
 from smoe.units import identifier
 
@@ -46,6 +46,10 @@ class Case:
     missing: list[str]
     """What has to be made before it can run: packs, prices, what is learned; each with the command."""
     run: Simulated
+    is_taught: bool
+    """By earlier runs of the model in this precision on this machine."""
+    first_pass_seconds: float | None = None
+    """What they took longer to the first token, as the first of a process; None where none has shown it."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -80,11 +84,22 @@ class Outlook:
     settings: dict[str, str]
     """With which to run it, by the names of the command line's options."""
     warnings: list[str]
+    spread: tuple[float, float]
+    """Between which shares of what is simulated a speed lies: (1, 1) where a run of the model has shown its pace, or
+    where the machine is a profile."""
 
     @property
     def tokens_per_second(self) -> tuple[float, float]:
         speeds = [run.tokens_per_second for run in (self.slowest, self.asked.run, self.fastest)]
-        return min(speeds), max(speeds)
+        return self.speeds(min(speeds), max(speeds))
+
+    def speeds(self, lowest: float, highest: float) -> tuple[float, float]:
+        """Of simulated tokens a second, those to expect."""
+        return self.spread[0] * lowest, self.spread[1] * highest
+
+    def seconds(self, simulated: float) -> tuple[float, float]:
+        """Likewise of a time."""
+        return simulated / self.spread[1], simulated / self.spread[0]
 
     def as_json(self) -> dict[str, Any]:
         """Part of what `smoe plan --json` prints."""
@@ -92,6 +107,9 @@ class Outlook:
         return {
             **self.asked.as_json(),
             "tokens_per_second_range": self.tokens_per_second,
+            "is_calibrated": self.asked.is_taught,
+            "ttft_seconds_range": self.seconds(run.ttft_seconds),
+            "first_pass_seconds": self.asked.first_pass_seconds,
             "ttft_prompt_tokens": PROMPT_TOKENS,
             "ttft_bound_by": run.prefill_bound_by,
             "hit_ratio": run.hit_ratio,
@@ -143,6 +161,8 @@ class Subject:
             config.lossy,
             missing,
             simulate(scene, TYPICAL),
+            pace.layer is not None,
+            pace.first_pass,
         )
         return case, scene
 
@@ -193,8 +213,11 @@ def with_preset(config: EngineConfig, preset: str, precision: str) -> EngineConf
     return replace(config, **usual | PRESETS[preset] | {"precision": precision})
 
 
-def outlook_of(subject: Subject, ledger: Ledger, budgets: Sequence[Ledger], recommended: Ledger | None) -> Outlook:
-    """Simulate all of it: some seconds. `budgets` are the ones to compare, `ledger`, the one asked for, among them."""
+def outlook_of(
+    subject: Subject, ledger: Ledger, budgets: Sequence[Ledger], recommended: Ledger | None, is_here: bool
+) -> Outlook:
+    """Simulate all of it: some seconds. `budgets` are the ones to compare, `ledger`, the one asked for, among them;
+    `is_here`: the machine is this one, where runs teach."""
     asked, scene = subject.case(ledger)
     return Outlook(
         machine=subject.machine,
@@ -207,6 +230,7 @@ def outlook_of(subject: Subject, ledger: Ledger, budgets: Sequence[Ledger], reco
         recommended=None if recommended is None else subject.case(recommended)[0],
         settings=_settings(subject, ledger, asked),
         warnings=_warnings(asked),
+        spread=UNTAUGHT_SPEEDS if is_here and not asked.is_taught else (1.0, 1.0),
     )
 
 

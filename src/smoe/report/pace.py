@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from smoe.machine.measure import describe_machine
+from smoe.machine.processor import BUSY_SHARE
 from smoe.metrics import Counters
 from smoe.user_cache import keep, kept, of_model
 
-_FORMAT = 1
+_FORMAT = 2
 LEAST_STEPS = 16
 """Decode steps that a run has at least, to be learned from."""
 _LEAST_LOADS = 16
@@ -32,8 +33,12 @@ class Pace:
     skew: float | None = None
     """How many times as much the model's routers like some experts more than others as typical ones do
     (`simulator/skewness.py`)."""
-    prompt: float = 1.0
-    """What a prompt's computing took, over what was foretold without this."""
+    prompt: float | None = None
+    """What computing a prompt took in layers that had been computed before, over the forecast without this; within
+    `PROMPT_FACTORS`."""
+    first_pass: float | None = None
+    """What the first pass of a process took beyond that, whatever the prompt: kernels are compiled, memory is touched.
+    At most `MOST_FIRST_PASS`."""
 
     def after(self, other: Pace) -> Pace:
         """With what `other` knows beside what was known before, their geometric mean: one disturbed run says little."""
@@ -46,6 +51,62 @@ UNKNOWN = Pace()
 
 def _between(before: float | None, now: float) -> float:
     return now if before is None else (before * now) ** 0.5
+
+
+PROMPT_FACTORS = (1 / 8, 8.0)
+MOST_FIRST_PASS = 60.0
+"""Seconds."""
+_LEAST_FIRST_PASS = 1e-3
+"""Seconds, so that a mean with it stays above 0."""
+LEAST_PROMPT_TOKENS = 32
+"""Of a prompt that a factor is learned from: in a shorter one calls take more of the time than arithmetic."""
+
+
+def of_prompt(first_pass_seconds: float, warm_seconds: float, forecast_seconds: float, tokens: int) -> Pace:
+    """What the first pass of a process shows of prompts: it computed so many tokens in so many seconds, would have
+    taken `warm_seconds` in layers that had been computed before, and `forecast_seconds` by the machine's rates."""
+    low, high = PROMPT_FACTORS
+    factor = min(high, max(low, warm_seconds / forecast_seconds))
+    once = min(MOST_FIRST_PASS, max(_LEAST_FIRST_PASS, first_pass_seconds - warm_seconds))
+    return Pace(prompt=factor if tokens >= LEAST_PROMPT_TOKENS else None, first_pass=once)
+
+
+UNTAUGHT_SPEEDS = (0.3, 1.5)
+"""Between which shares of its forecast the speed of a model lies that has not run on this machine: 54 cells of large
+models were within 0.66 and 1.5 of it, small ones go as low as 0.31 (docs/log.md)."""
+_OFF = 2.0
+"""Times by which a run differs from its forecast at least, to be mentioned."""
+
+
+@dataclass(frozen=True)
+class LastRun:
+    """How the last run of a model went, beside the forecast before it."""
+
+    per_token: float
+    """The time per token, measured over forecast."""
+    first_token: float
+    """Likewise the time to the first token."""
+    waited: float | None = None
+    """Share of its time in which other programs had the cores."""
+
+    def doubts(self) -> list[str]:
+        """What a forecast made after this run has to mention."""
+        found = []
+        if _is_off(self.per_token) or _is_off(self.first_token):
+            found.append(
+                f"the forecast before the last run of this model was off: a token took {self.per_token:.2g} times as "
+                f"long, the first token {self.first_token:.2g} times"
+            )
+        if self.waited is not None and self.waited >= BUSY_SHARE:
+            found.append(
+                f"the last run of this model waited {self.waited:.0%} of its time for a core that other programs had; "
+                "what it taught is of a machine as busy"
+            )
+        return found
+
+
+def _is_off(ratio: float) -> bool:
+    return max(ratio, 1 / ratio) > _OFF
 
 
 ALONE = 2.1
@@ -77,21 +138,34 @@ def measured_pace(decode: Counters, layers: int, expert_bytes: int) -> Pace:
 
 def pace_of(folder: Path, precision: str, is_direct: bool) -> Pace:
     """What is known of the model in `folder` with experts in `precision`, read past the page cache or not."""
-    stored: dict[str, Any] = (kept(of_model("pace", folder), _FORMAT) or {}).get(_key(precision, is_direct), {})
     try:
+        stored = _stored(folder, precision, is_direct)["pace"]
         return Pace(**{field.name: stored[field.name] for field in fields(Pace)})
     except (KeyError, TypeError):
         return UNKNOWN
 
 
-def remember(folder: Path, precision: str, is_direct: bool, pace: Pace) -> Path:
+def last_run_of(folder: Path, precision: str, is_direct: bool) -> LastRun | None:
+    """How the last of these runs went; None where none was compared with a forecast."""
+    try:
+        return LastRun(**_stored(folder, precision, is_direct)["last_run"])
+    except (KeyError, TypeError):
+        return None
+
+
+def remember(folder: Path, precision: str, is_direct: bool, pace: Pace, last: LastRun | None = None) -> Path:
     """Keep what a run has shown, and what earlier ones have of which it shows nothing; returns where. Raises
     `OSError`."""
     path = of_model("pace", folder)
     stored: dict[str, Any] = kept(path, _FORMAT) or {}
-    before = pace_of(folder, precision, is_direct)
-    now = pace if before == UNKNOWN else before.after(pace)
-    return keep(path, {"format": _FORMAT} | stored | {_key(precision, is_direct): asdict(now)})
+    now = pace_of(folder, precision, is_direct).after(pace)
+    entry = {"pace": asdict(now), "last_run": None if last is None else asdict(last)}
+    return keep(path, {"format": _FORMAT} | stored | {_key(precision, is_direct): entry})
+
+
+def _stored(folder: Path, precision: str, is_direct: bool) -> dict[str, Any]:
+    content = kept(of_model("pace", folder), _FORMAT) or {}
+    return dict(content.get(_key(precision, is_direct), {}))
 
 
 def _key(precision: str, is_direct: bool) -> str:

@@ -26,11 +26,12 @@ from smoe.report.hindsight import Foretold
 from smoe.runtime.engine import Engine
 from smoe.units import identifier
 
-DISK, LINK, DEVICE, HOST, EXPERTS, DENSE, AHEAD, PYTHON = (
+DISK, LINK, DEVICE, HOST, WORKERS, EXPERTS, DENSE, AHEAD, PYTHON = (
     "disk",
     "link",
     "the GPU",
     "the CPU's experts",
+    "workers",
     "experts",
     "the other layers",
     "looking ahead",
@@ -120,6 +121,7 @@ class RunReport:
             "memory_budget_bytes": self.memory_budget_bytes,
             "process_peak_bytes": self.process_peak_bytes,
             "process": self.process.as_json() if self.process else None,
+            "waited_for_cores_share": generation.waited_share,
             "forecast": None if self.forecast is None else self.forecast._asdict(),
             "floor_seconds_per_token": self.floor.overlapped_seconds if self.floor else None,
             "floor_serial_seconds_per_token": self.floor.serial_seconds if self.floor else None,
@@ -175,7 +177,7 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         process_peak_bytes=peak,
         floor=floor_of(step, rates) if step else None,
         rates=rates,
-        time_shares=time_shares(generation, has_link),
+        time_shares=time_shares(generation, has_link, has_workers=cluster is not None),
         bench=_bench_of(generation, pacing),
         alpha=engine.config.alpha,
         arithmetic=engine.arithmetic,
@@ -254,25 +256,26 @@ def _stored(layer: nn.Module) -> torch.Tensor:
     return weights
 
 
-def time_shares(generation: Generation, has_link: bool) -> dict[str, float]:
+def time_shares(generation: Generation, has_link: bool, has_workers: bool = False) -> dict[str, float]:
     """Shares of the decode time; what is no forward pass is the library's loop and ours: Python.
 
-    `has_link`: experts come over a link to a device with a memory of its own.
+    `has_link`: experts come over a link to a device with a memory of its own; `has_workers`: what is not computed here
+    is computed by a cluster's workers.
     """
     whole, decode = generation.decode_seconds, generation.decode_counters
     if whole <= 0:
         return {}
-    parts = seconds_by_part(decode, whole, has_link)
+    parts = seconds_by_part(decode, whole, has_link, has_workers)
     total = sum(parts.values()) or 1.0
     return {name: seconds / total for name, seconds in parts.items()}
 
 
-def seconds_by_part(decode: Counters, whole: float, has_link: bool) -> dict[str, float]:
+def seconds_by_part(decode: Counters, whole: float, has_link: bool, has_workers: bool) -> dict[str, float]:
     """What `whole` seconds of decode steps, with these counts, went to. What is no forward pass is Python."""
     return {
         LINK if has_link else DISK: decode.wait_seconds,
         **({DEVICE: decode.device_wait_seconds} if decode.device_wait_seconds else {}),
-        HOST: decode.host_wait_seconds,
+        WORKERS if has_workers else HOST: decode.host_wait_seconds,
         EXPERTS: decode.compute_seconds,
         DENSE: decode.dense_seconds,
         AHEAD: decode.look_ahead_seconds,

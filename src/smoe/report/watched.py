@@ -141,7 +141,8 @@ class Watched:
             found["prompt"] = prompt
         if tokens:
             has_link = self._engine.executor.device.type == "cuda" or self._engine.pacing.is_emulated
-            parts = seconds_by_part(sums, seconds, has_link)
+            has_workers = self._engine.executor.compute.others is not None
+            parts = seconds_by_part(sums, seconds, has_link, has_workers)
             found["decode"] = {
                 "tokens": tokens,
                 "seconds": seconds,

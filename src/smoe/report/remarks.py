@@ -1,0 +1,52 @@
+"""What stands below a forecast: where its figures are from, and what there is to doubt."""
+
+from __future__ import annotations
+
+from smoe.machine.floor import Rates
+from smoe.machine.measure import load_profile
+from smoe.machine.processor import BUSY_SHARE, waited_share
+from smoe.report.pace import LastRun, Pace
+from smoe.simulator.synthetic import SAYS
+
+_UNTAUGHT = (
+    "no run of this model (precision {}) has shown how fast it is on this machine: speeds are ranges, and a run of 20 "
+    "tokens narrows them"
+)
+_TAUGHT = (
+    "layers, experts and loads take what they took in earlier runs of this model (precision {}); rows of other "
+    "precisions go by the machine's rates until one of them has run, and look faster than they are beside these"
+)
+_BUSY = (
+    "this machine is busy: this command waited {:.0%} of its time for a core that other programs had; rates measured "
+    "meanwhile are too low"
+)
+
+
+def moved_per_token(is_emulated: bool) -> str:
+    """Beside an emulated device experts wait in RAM: nothing is read from a disk."""
+    return "loaded per token" if is_emulated else "read per token"
+
+
+def of_machine(rates: Rates, is_emulated: bool) -> list[str]:
+    """Of the routing and the rates, and that other programs use this machine, where they do."""
+    remarks = [
+        SAYS,
+        f"{moved_per_token(is_emulated)}: from typical texts (experts repeat as in recorded texts) to every expert "
+        "equally likely",
+    ]
+    figures = f"rates from {rates.source}"
+    if is_emulated:
+        return [*remarks, f"{figures}: speeds are that machine's, experts come from its RAM as far as they fit there"]
+    if load_profile() is None:
+        figures += "; smoe doctor measures them properly"
+    waited = waited_share()
+    busy = [] if waited is None or waited < BUSY_SHARE else [_BUSY.format(waited)]
+    return [*busy, *remarks, figures]
+
+
+def of_earlier_runs(known: Pace, last: LastRun | None, precision: str) -> list[str]:
+    """Of what runs of the model on this machine have shown, the last of them among these."""
+    if known.layer is None:
+        return [_UNTAUGHT.format(precision)]
+    skewed = ["routing is drawn as skewed as theirs was"] if known.skew is not None else []
+    return [_TAUGHT.format(precision), *skewed, *([] if last is None else last.doubts())]
