@@ -20,12 +20,13 @@ JOBS   ?= -n auto --maxprocesses 4 --dist worksteal
 # libraries anew: seven seconds of ten.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-limited limited-avx2 limited-core limited-one-thread limited-disagreeing lint docs wheel wheel-test locked \
+.PHONY: demo test test-all test-optional test-limited limited-avx2 limited-core limited-one-thread limited-disagreeing lint docs wheel wheel-test locked \
         env clean help gpu
 
 help:
 	@echo "make demo   install into $(VENV) and generate text with the embedded model in $(MEMORY)"
-	@echo "make test   run the test suite"
+	@echo "make test   run the test suite, but for what takes seconds: make test-all runs that, too"
+	@echo "make test-optional  what needs Ray, lm_eval, qemu-aarch64 and a Chromium"
 	@echo "make test-limited   once more what hangs on the CPU, as on machines with less than this one"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation as a site, into build/site; fails where a link leads nowhere"
@@ -46,8 +47,23 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: env
 	$(BIN)/smoe generate demo --memory $(MEMORY) --context 512 --max-new-tokens 120 --prompt "$(PROMPT)"
 
+# What is slow, another test covers in less time; CI runs it, too.
 test: env
+	$(BIN)/python -m pytest $(JOBS) -m "not slow"
+
+test-all: env
 	$(BIN)/python -m pytest $(JOBS)
+
+# Tests of what is not installed for development. They need qemu-aarch64 and a Chromium (Debian: qemu-user, chromium), for
+# chat templates SMOE_LLAMA_CPP=folder with the sources of llama.cpp; a test that is skipped for want of them fails.
+test-optional:
+	$(PYTHON) -m venv $(VENV)-optional
+	$(VENV)-optional/bin/python -m pip install --quiet --no-compile -c constraints.txt "$(TORCH)"
+	$(VENV)-optional/bin/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev,ray,lm-eval]"
+	$(VENV)-optional/bin/python -m pytest --none-needs emulated --none-needs Chromium --none-needs Ray \
+	    $(if $(SMOE_LLAMA_CPP),--none-needs llama.cpp) tests/kernels/test_on_aarch64.py tests/server/test_page.py \
+	    tests/cluster/test_on_ray.py tests/eval/test_questions.py tests/conversation/test_published_templates.py \
+	    tests/models/test_gguf_tokenizer.py
 
 # What hangs on the CPU: the kernels, and that whole models are exact with what of them is adopted.
 LIMITED := tests/kernels tests/fastpath/test_linear.py tests/fastpath/test_attention.py tests/fastpath/test_norm.py \
@@ -108,4 +124,4 @@ gpu:
 	PYTHONPATH=src HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m bench.gpu --out $(GPU_OUT)
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-lock build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-lock $(VENV)-optional build .pytest_cache .mypy_cache .ruff_cache

@@ -33,6 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+pytest_plugins = ["tests.slow", "pytester"]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """A shell that starts the suite in the background has it ignore Ctrl-C, nohup a hangup, and so whatever the suite
     starts.
