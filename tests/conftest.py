@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-pytest_plugins = ["tests.slow", "pytester"]
+pytest_plugins = ["tests.skips", "tests.slow", "pytester"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

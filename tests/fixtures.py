@@ -99,7 +99,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return folder
 
 
-@pytest.fixture(params=[1, 3], ids=["alone", "pool"])
+@pytest.fixture(params=[pytest.param(n, marks=promised.machine_code) for n in (1, 3)], ids=["alone", "pool"])
 def pool(request: pytest.FixtureRequest) -> Iterator[SpinningPool]:
     """Our kernel, where this machine can run it and torch sums in the order that it knows."""
     promised.needs_machine_code()

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from smoe.cpu_isa import FAMILY
 from smoe.kernels import jit, proof, spinning_pool
+from smoe.kernels.isa import Isa
 
 REFERENCE_CPUS = ("znver5",)
 """On these every kernel has been found to agree, with this torch:"""
@@ -24,6 +26,8 @@ REFERENCE_TORCH = "2.13.0"
 LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
           "SMOE_MAX_CPU_ISA")  # fmt: skip
 """Variables by which torch, oneDNN, MKL and our kernels are kept from vector extensions."""
+
+LEFT_TO_TORCH = "not on this machine, where smoe leaves it to torch: "
 
 _NO: Callable[..., Any] = lambda *_: False  # noqa: E731
 _NONE: Callable[..., Any] = lambda *_: None  # noqa: E731
@@ -54,7 +58,7 @@ def needs(is_there: bool, what: str) -> None:
         return
     if is_reference():
         pytest.fail(f"this is a machine on which there must be: {what}")
-    pytest.skip(f"not on this machine, where smoe leaves it to torch: {what}")
+    pytest.skip(LEFT_TO_TORCH + what)
 
 
 def holds(is_equal: bool, proof: Callable[[], bool], what: str) -> None:
@@ -79,8 +83,24 @@ def needs_products(pool: spinning_pool.SpinningPool, *shapes: tuple[int, int], r
             needs(is_there, f"torch's order of sums for {count} rows and weights [{outputs}, {columns}]")
 
 
+MACHINE_CODE = "machine code of our own (bf16 dot products, llvmlite, no limit on both)"
+machine_code = pytest.mark.skipif(
+    not spinning_pool.is_supported() and not is_reference(), reason=LEFT_TO_TORCH + MACHINE_CODE
+)
+"""Of what nothing can run without it: known before the test begins."""
+
+
 def needs_machine_code() -> None:
-    needs(spinning_pool.is_supported(), "machine code of our own (bf16 dot products, llvmlite, no limit on both)")
+    needs(spinning_pool.is_supported(), MACHINE_CODE)
+
+
+def cells_of(isas: Sequence[Isa]) -> list[Any]:
+    """A cell for each of these instruction sets that a CPU of this family may have."""
+    return [
+        pytest.param(isa, marks=pytest.mark.skipif(not isa.is_here, reason=f"this CPU has no {isa.name}"))
+        for isa in isas
+        if isa.family == FAMILY
+    ]
 
 
 def disagree(patch: pytest.MonkeyPatch, *kernels: str) -> None:

@@ -20,8 +20,6 @@ from smoe.eval.questions import Question, Questions, Reader, answer, ask, fittin
 from smoe.models.files import DEMO_FOLDER
 from tests import oracle
 
-SHARED = Path(__file__).parents[3] / "shared" / "data" / "eval"
-
 
 class Letters:
     """A tokenizer whose tokens are characters."""
@@ -173,14 +171,6 @@ def test_a_prompt_is_never_cut_in_silence(folder: Path, open_model: Callable[...
     assert answer(model, Letters(), "x" * (room - 1), 8, ["!"], quiet)
     with pytest.raises(ContextError, match=f"{room} tokens leaves no room for an answer in a context of {room}"):
         answer(model, Letters(), "x" * room, 8, ["!"], quiet)
-
-
-@pytest.mark.skipif(not SHARED.exists(), reason="the evaluation sets are not here")
-def test_every_set_with_gold_answers_can_be_read() -> None:
-    without = ("humaneval", "mbpp", "wiki_text", "longwriter", "alpaca")
-    paths = [path for path in sorted(SHARED.glob("*.jsonl")) if path.stem not in without]
-    asked = {path.stem: read_questions(path) for path in paths}
-    assert len(asked) >= 16 and all(len(questions) >= 100 for questions in asked.values())
 
 
 def test_tasks_of_the_harness(tmp_path: Path, open_model: Callable[..., PreTrainedModel]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,14 +104,13 @@ class EvictionContract:
 
     @given(used=st.sets(st.integers(0, EXPERTS - 1), min_size=1), seed=st.randoms())
     def test_ties_break_by_layer_and_expert(self, name: str, used: set[int], seed: object) -> None:
-        """Copies with the same history come out ascending, in whatever order the step named them."""
-        if name == "random":
-            pytest.skip("its lots never tie")
+        """Copies with the same history come out ascending, in whatever order the step named them; lots never tie."""
         named = sorted(used)
         seed.shuffle(named)  # type: ignore[attr-defined]
         step = Routing(1, Phase.DECODE, EXPERTS, [named])
         eviction, _ = self.make(name, [*(("insert", (1, expert, EXACT)) for expert in sorted(used)), step, step])
-        assert eviction.victims(EXPERTS, ()) == [(1, expert, EXACT) for expert in sorted(used)]
+        victims = eviction.victims(EXPERTS, ())
+        assert (sorted(victims) if name == "random" else victims) == [(1, expert, EXACT) for expert in sorted(used)]
 
     def test_padding_is_no_use(self, name: str) -> None:
         """The index E means no expert; would catch statistics of an expert that does not exist."""
