@@ -20,9 +20,11 @@ from transformers.utils import logging as library_logging
 
 from smoe.kernels import proof
 from smoe.kernels.spinning_pool import SpinningPool
+from smoe.machine import measure
 from smoe.models import read_spec
 from smoe.models.anatomy import Anatomy, examine
 from smoe.models.experts import ExpertsSite
+from smoe.report import on_clock
 from smoe.user_cache import PLACE
 from tests import oracle, promised, zoo
 
@@ -69,6 +71,26 @@ def examined_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read_spec, "examine", remembered)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def measured_briefly() -> Iterator[None]:
+    """Rates are measured by one run, and forecasts simulate few steps: a plan takes 0.2 s in the place of 3, and what
+    most tests ask of it are its ledger and its words. Tests of figures take `measured_in_full`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_best", lambda action, seconds, best=measure._best: best(action, 0.0))
+        patch.setattr(measure, "_MEMORY_BYTES", 1 << 20)
+        patch.setattr(measure, "_ENOUGH_MEMORY_BYTES", 1 << 20)
+        patch.setattr(on_clock, "_WARM_UP", 2)
+        patch.setattr(on_clock, "_STEPS", 4)
+        yield
+
+
+@pytest.fixture
+def measured_in_full(measured_briefly: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forecasts simulate as many steps as a user's."""
+    monkeypatch.setattr(on_clock, "_WARM_UP", 16)
+    monkeypatch.setattr(on_clock, "_STEPS", 48)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,6 +18,7 @@ from smoe.report.on_clock import MOST_LAYERS, Scene, Work, settled, simulate, ti
 from smoe.report.pace import ALONE, Pace, crowded
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, TYPICAL
 
+pytestmark = pytest.mark.usefixtures("measured_in_full")
 MIB = 2**20
 MACHINE = DeviceProfile(
     "test", "made up", 1e9, 0.0, 1e11, 1e15, 1e-5, 1e-3, 1e10, 1e12, 1e-5,

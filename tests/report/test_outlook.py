@@ -21,6 +21,8 @@ from smoe.units import parse_bytes
 from tests import oracle
 from tests.packs import pack_folder
 
+pytestmark = pytest.mark.usefixtures("measured_in_full")
+
 
 @pytest.fixture
 def folder(toy: Callable[..., Path], tmp_path: Path) -> Path:
