@@ -14,7 +14,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from smoe.server.connection import _SLICE_BYTES
 from smoe.server.connections import Connections, Room, room_for
 from smoe.server.settings import ServerConfig
 from tests.server.conftest import Running, eventually, served
@@ -151,3 +153,25 @@ def test_a_lack_of_files_is_one_line_a_minute() -> None:
         assert len(warned) == 1 and "`ulimit -n`" in warned[0]
     finally:
         loop.close()
+
+
+def test_a_body_in_tiny_chunks_is_parsed_in_slices(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch a turn of the event loop that takes as long as 256 KiB of them do, half a second."""
+    lengths = list[int]()
+    parse = H11Protocol.data_received
+
+    def noted(connection: H11Protocol, data: bytes) -> None:
+        lengths.append(len(data))
+        parse(connection, data)
+
+    monkeypatch.setattr(H11Protocol, "data_received", noted)
+    body = json.dumps({"model": "demo", "prompt": "x", "max_tokens": 1, "user": "u" * 20_000}).encode()
+    with line_to(running) as line:
+        line.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        line.sendall(b"".join(b"1\r\n%c\r\n" % each for each in body) + b"0\r\n\r\n")
+        line.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answer = b""
+        while piece := line.recv(65536):
+            answer += piece
+    assert answer.count(b"HTTP/1.1 200") == 2, answer[:500]
+    assert sum(lengths) > 6 * len(body) and max(lengths) <= _SLICE_BYTES
