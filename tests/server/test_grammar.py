@@ -95,3 +95,10 @@ def test_a_model_that_never_ends_a_text_cannot_be_held_to_a_form() -> None:
     with pytest.raises(ApiError, match="no token that ends a text") as error:
         Grammars(tokenizer, len(tokenizer), []).of_schema(PERSON, "text.format")
     assert (error.value.param, error.value.status) == ("text.format", 400)
+
+
+def test_a_chain_of_references_may_be_as_long_as_a_schema() -> None:
+    """The compiler goes down by recursion: with a thread's usual stack it would end the process."""
+    chain: list[dict[str, Any]] = [{"properties": {"a": {"$ref": f"#/a/{number + 1}"}}} for number in range(4000)]
+    _, made = grammars()
+    made.of_schema({"$ref": "#/a/0", "a": [*chain, {}]}, "response_format")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,11 @@ from smoe.server.problem import ApiError, refused
 
 _LONGEST_SCHEMA = 200_000
 """Characters."""
+_STACK_BYTES = 256 << 20
+"""Of the thread that compiles a grammar: llguidance goes down by recursion, from reference to reference. The deepest
+schema that is read, 4,300 references one after the other, takes 150 MiB of it, and 8 MiB, which threads usually have,
+end the process after some hundreds. The system gives what is touched."""
+_T = TypeVar("_T")
 COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """A model that may write space writes nothing else, if it is small enough."""
 
@@ -54,12 +60,24 @@ class Grammars:
         """A grammar as llguidance keeps it."""
         import llguidance
 
-        matcher = llguidance.LLMatcher(self._known_tokens(param), rules)
+        tokens = self._known_tokens(param)
+        matcher = self._on_a_deep_stack(lambda: llguidance.LLMatcher(tokens, rules))
         if matcher.is_error():
             raise _cannot_be_kept(matcher.get_error(), param)
         grammar = Grammar(matcher, self._vocabulary, param)
         grammar.check_first()
         return grammar
+
+    def _on_a_deep_stack(self, work: Callable[[], _T]) -> _T:
+        """What `work` returns, on a thread whose stack holds the deepest grammar."""
+        with ThreadPoolExecutor(1, "smoe-grammar") as thread:
+            with self._making:  # the size holds for all threads that begin meanwhile
+                before = threading.stack_size(_STACK_BYTES)
+                try:
+                    made = thread.submit(work)
+                finally:
+                    threading.stack_size(before)
+            return made.result()
 
     def _known_tokens(self, param: str) -> Any:
         from smoe.server.grammar_tokens import grammar_tokens
