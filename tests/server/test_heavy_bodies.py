@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from bench.serve.heavy_bodies import HEAVY, heavy_body
+from smoe.server import listening, serving
 from smoe.server.body import asked_of
 from smoe.server.body_budget import BodyBudget
 from smoe.server.body_size import MOST_CONTAINERS, MOST_VALUES, check_size
@@ -137,3 +138,18 @@ def test_a_request_that_waits_holds_no_body(running: Running) -> None:
     stream = running.chat(messages=[{"role": "user", "content": [*said, {"type": "text", "text": "x"}]}], stream=True)
     assert running.server.bodies.held_bytes == 0
     assert list(stream)
+
+
+def test_memory_is_given_back_after_bodies(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back = list[str]()
+    monkeypatch.setattr(serving, "give_back_heap", lambda: given_back.append(threading.current_thread().name))
+    monkeypatch.setattr(listening, "_HEAP_TICKS", 1)
+    assert running.http("POST", "/v1/completions", b"{}", **JSON).status == 400
+    eventually(lambda: bool(given_back))
+    monkeypatch.setattr(listening, "_HEAP_TICKS", 1 << 30)
+    given_back.clear()
+    running.serving.give_back_memory()
+    assert running.http("POST", "/v1/completions", b"{}", **JSON).status == 400  # by the same thread, one by one
+    assert not given_back, "nothing was read since the last time"
+    running.serving.give_back_memory()
+    eventually(lambda: given_back == ["smoe-prompts_0"])

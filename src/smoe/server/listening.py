@@ -30,6 +30,8 @@ from smoe.server.serving import Serving
 
 _log = logging.getLogger(__name__)
 _LAST_SECONDS = 2
+_HEAP_TICKS = 100
+"""Ticks of uvicorn, ten a second, between two times that free memory is given back to the system."""
 _MOST_PENDING = 1024
 """Connections that the system keeps until they are accepted."""
 _SPARE_SECONDS = 10
@@ -75,6 +77,8 @@ class Server(uvicorn.Server):
         """Whether it ends now."""
         if self._serving.config.exit_on_failure and self._serving.state == "failed":
             self.should_exit = True
+        if counter % _HEAP_TICKS == 0:
+            self._serving.give_back_memory()
         return await super().on_tick(counter)
 
     @contextmanager

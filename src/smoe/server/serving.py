@@ -20,6 +20,7 @@ from smoe.errors import EngineStateError
 from smoe.generation.choices import end_tokens
 from smoe.generation.loop import DecodeLoop
 from smoe.generation.request import End, Piece, Request
+from smoe.machine.native_heap import give_back_heap
 from smoe.models.rotary import position_limit
 from smoe.runtime.engine import Engine
 from smoe.server.body import asked_of, body_of
@@ -67,7 +68,7 @@ class Serving:
         self._bell = Bell()
         self._asked: weakref.WeakSet[Texts] = weakref.WeakSet()
         self.health = ModelHealth()
-        self._is_ending = False
+        self._is_ending = self._has_read = False
         self._thread = threading.Thread(target=self._run, name="smoe-decode", daemon=True)
         self._preparing = ThreadPoolExecutor(1, "smoe-prompts")
         """Tokenizers are not made for several threads, and a long prompt is not to hold the others' answers up."""
@@ -75,6 +76,12 @@ class Serving:
     def start(self) -> None:
         """Begin to work."""
         self._thread.start()
+
+    def give_back_memory(self) -> None:
+        """Have the heap's free pages given back to the system, if a body has been read since the last call."""
+        if self._has_read and not self._is_ending:
+            self._has_read = False
+            self._preparing.submit(give_back_heap)
 
     def close(self) -> None:
         """End what is under way, and wait until it has."""
@@ -125,6 +132,7 @@ class Serving:
         at a time, and what was parsed does not outlive `work`, so of all requests that wait only bodies and tokens are
         in memory. Raises an `ApiError` in the request's words."""
         self.refuse_if_ending()
+        self._has_read = True
         try:
             data = [await body_of(request)]
             here = asyncio.get_running_loop()
@@ -143,8 +151,8 @@ class Serving:
         raise problem  # outside of the `except`: the error would keep what was parsed in memory
 
     def ask(self, wanted: Sequence[Wanted], fields: Mapping[str, str], is_streamed: bool) -> Texts:
-        """Have texts made; what is not streamed is looked at when it ends. Raises an `ApiError`, in the request's
-        words, where they will not be."""
+        """Have texts made; what is not streamed, and does not end early, is looked at when it ends. Raises an
+        `ApiError`, in the request's words, where they will not be."""
         self.refuse_if_ending()
         self._check_room(len(wanted))
         try:
