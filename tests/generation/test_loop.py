@@ -74,6 +74,21 @@ def test_whoever_joins_or_leaves(family: str, toy: Callable[..., Path], open_mod
     assert not loop.running and not loop.waiting
 
 
+def test_a_text_of_which_enough_has_come_ends(toy: Callable[..., Path], open_model: Open) -> None:
+    model = open_model(toy("mixtral"), max_sequences=1)
+    heard: list[Piece | End] = []
+
+    def hear(what: Piece | End) -> None:
+        heard.append(what)
+        request.has_enough = len(heard) == 3
+
+    request = Request(PROMPTS[1], Sampling(max_new_tokens=30, ignores_end=True), hear)
+    loop = DecodeLoop(model, NoText())
+    loop.hand_in(request)
+    loop.run(until_idle=True)
+    assert len(request.new_ids) == 3 and heard[3:] == [End(Reason.STOP, "")]
+
+
 def test_bits_are_those_of_each_alone(toy: Callable[..., Path], open_model: Open) -> None:
     """In bf16, with our kernels, not up to rounding: log probabilities of eight texts together are those of each."""
     model = open_model(toy("qwen3_moe", dtype=torch.bfloat16), "half", max_sequences=8)

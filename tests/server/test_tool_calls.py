@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from smoe.generation.request import End, Piece, Reason, Request
+from smoe.generation.sampling import Sampling
+from smoe.server.choice import Choice
 from smoe.server.tool_calls import PARSERS, form_of
 
 OFFERED = ["warmth", "time"]
@@ -126,6 +129,33 @@ def test_text_before_a_call_is_not_held_back() -> None:
 def test_a_call_comes_as_soon_as_it_is_whole() -> None:
     for form, text in (("hermes", f"<tool_call>{CALL}"), ("mistral", f"[TOOL_CALLS][{CALL}]"), ("llama", LLAMA)):
         assert [call.name for call in PARSERS[form](OFFERED).push(text)[1]] == ["warmth"]
+
+
+@pytest.mark.parametrize("form", list(PARSERS))
+def test_the_first_call_is_the_last_where_one_alone_is_wanted(form: str) -> None:
+    call, other = (LLAMA, LLAMA.replace("warmth", "time")) if form == "llama" else (CALL, OTHER)
+    text = {
+        "hermes": f"<tool_call>{call}</tool_call> a <tool_call>{other}</tool_call>",
+        "mistral": f"[TOOL_CALLS][{call}, {other}] a",
+        "llama": f"{call}; {other} a",
+    }[form]
+    parser = PARSERS[form](OFFERED, is_single=True)
+    found = [parser.push(character) for character in text]
+    assert [call.name for _, calls in found for call in calls] == ["warmth"]
+    assert "".join(shown for shown, _ in found) == "" and parser.flush() == ("", [])
+    assert parser.is_full and not PARSERS[form](OFFERED).is_full
+
+
+def test_a_text_ends_with_its_first_call() -> None:
+    request = Request([1], Sampling(max_new_tokens=1000), lambda what: None)
+    choice = Choice(request, PARSERS["hermes"](OFFERED, is_single=True))
+    for character in f"a<tool_call>{CALL}":
+        assert not request.has_enough
+        choice.take(Piece(1, character, None))
+    assert request.has_enough
+    assert choice.take(Piece(1, "</tool_call>", None)).is_empty
+    choice.take(End(Reason.LENGTH, ""))
+    assert (choice.text, len(choice.calls), choice.finish_reason) == ("a", 1, "tool_calls")
 
 
 def test_forms_are_told_by_templates() -> None:

@@ -161,6 +161,30 @@ def test_text_around_calls_stays(running: Running, script: Callable[[str], None]
     ]
 
 
+def test_an_answer_has_one_call_where_parallel_ones_are_not_wanted(
+    running: Running, script: Callable[[str], None]
+) -> None:
+    form = running.serving.prompts.tool_form or ""
+    key = "parameters" if form == "llama" else "arguments"
+    calls = [json.dumps({"name": name, key: {"city": "Oslo"}}) for name in ("warmth", "time")]
+    written = "".join(frame.format(call) for frame, call in zip(WRITTEN[form], calls, strict=True))
+    script(f"I see.{written}\nSo.")
+    fields: dict[str, Any] = {"tools": TOOLS, "max_tokens": 400, "parallel_tool_calls": False}
+    answer = running.chat(**fields).choices[0]
+    assert (answer.message.content, answer.finish_reason) == ("I see.", "tool_calls")
+    assert [call.function.name for call in answer.message.tool_calls] == ["warmth"]
+    chunks = [chunk.choices[0] for chunk in running.chat(**fields, stream=True)]
+    streamed = [call.function.name for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert (streamed, chunks[-1].finish_reason) == (["warmth"], "tool_calls")
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "I see."
+    response = running.client.responses.create(
+        model="demo", input="x", tools=FLAT, max_output_tokens=400, parallel_tool_calls=False
+    )
+    assert [item.type for item in response.output] == ["message", "function_call"]
+    assert not response.parallel_tool_calls
+    assert len(running.chat(tools=TOOLS, max_tokens=400, parallel_tool_calls=True).choices[0].message.tool_calls) == 2
+
+
 def test_an_answer_that_is_json_is_no_call(running: Running, script: Callable[[str], None]) -> None:
     text = '{"name": "Alice", "age": 7}'
     script(text)

@@ -185,6 +185,8 @@ class DecodeLoop:
         for text in self._texts():
             if text.request.is_cancelled:
                 self._leave(text, Reason.CANCELLED)
+            elif text.request.has_enough:
+                self._leave(text, Reason.STOP)
 
     def _admit(self) -> None:
         """The next request that waits gets a row, where one is free; and those behind it that can be read with it."""

@@ -80,6 +80,8 @@ class Request:
     constraint: Constraint | None = None
     is_cancelled: bool = False
     """Set it from any thread: the request ends before the next step."""
+    has_enough: bool = False
+    """Set it from any thread: what is wanted has come, and the text ends before the next step, as at a stop string."""
     # the loop's
     reused_tokens: int = 0
     """Of the prompt, those that need not be read, as another text began with them."""

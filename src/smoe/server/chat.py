@@ -27,7 +27,7 @@ async def chat_completions(serving: Serving, request: Request) -> Response:
         return prepare(serving, asked, _talk(asked), asked.settings), form
 
     prepared, form = await serving.read(ChatAsked, request, work)
-    texts = serving.ask(prepared.wanted, form.settings, form.is_streamed)
+    texts = serving.ask(prepared.wanted, form.settings, form.is_streamed or prepared.ends_early)
     return await _Answer(serving, form, prepared, texts).to(request, form.is_streamed)
 
 
@@ -42,6 +42,7 @@ def _talk(asked: ChatAsked) -> Talk:
         messages=[message.model_dump(exclude_none=True) for message in asked.messages],
         tools=[tool.model_dump(exclude_none=True) for tool in asked.tools or ()],
         tool_choice=asked.tool_choice,
+        is_single_call=asked.parallel_tool_calls is False,
         schema=schema_of(asked.response_format),
         template=template,
         ending=_ending(asked),

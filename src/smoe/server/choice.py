@@ -67,10 +67,14 @@ class Choice:
                 raise over()
             self.reason = what.reason
             return self._keep(self._read(what.text, [], is_last=True))
+        if self.parser.is_full:  # tokens that came before the text could end
+            return Delta("", [], [])
         said = []
         if what.logprob is not None and what.token not in self.ends:
             said.append(Said(what.token, what.logprob, tuple((each.token, each.logprob) for each in what.top)))
-        return self._keep(self._read(self.markers.get(what.token, "") + what.text, said))
+        added = self._keep(self._read(self.markers.get(what.token, "") + what.text, said))
+        self.request.has_enough = self.parser.is_full
+        return added
 
     def _read(self, text: str, said: list[Said], is_last: bool = False) -> Delta:
         thought = ""
@@ -97,7 +101,7 @@ class Choice:
         """In OpenAI's words; None while it goes on."""
         if self.reason is None:
             return None
-        if self.reason is Reason.LENGTH:
+        if self.reason is Reason.LENGTH and not self.parser.is_full:
             return "length"
         return "tool_calls" if self.calls else "stop"
 

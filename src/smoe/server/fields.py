@@ -234,6 +234,8 @@ class ChatAsked(Completing):
     tools: list[Tool] | None = Field(default=None, max_length=128, fail_fast=True)
     tool_choice: str | dict[str, Any] | None = None
     """`none`, `auto`, `required`, or a function of `tools`."""
+    parallel_tool_calls: bool | None = None
+    """false: the answer ends with its first call."""
     reasoning_effort: str | None = None
     """Given to the chat template."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -251,7 +253,6 @@ class ChatAsked(Completing):
     web_search_options: Any = None
     # ignored: the answer is right without them
     metadata: Any = None
-    parallel_tool_calls: Any = None
     prediction: Any = None
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
@@ -310,6 +311,8 @@ class ResponseAsked(Asked):
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128, fail_fast=True)
     """Functions alone."""
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    """false: the response ends with its first call."""
     metadata: dict[str, str] | None = None
     """Given back."""
     reasoning: dict[str, Any] | None = None
@@ -331,7 +334,6 @@ class ResponseAsked(Asked):
     background_options: Any = None
     include: Any = None
     max_tool_calls: Any = None
-    parallel_tool_calls: Any = None
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None

@@ -22,6 +22,7 @@ def talk_of(asked: ResponseAsked, before: list[dict[str, Any]]) -> tuple[Talk, l
         messages=first + messages,
         tools=[_tool(tool) for tool in asked.tools or ()],
         tool_choice=asked.tool_choice,
+        is_single_call=asked.parallel_tool_calls is False,
         schema=_schema(asked),
         schema_field="text.format",
         template={} if effort is None else {"reasoning_effort": effort},

@@ -60,7 +60,7 @@ class Responses:
             return prepared, _form_of(asked, serving.name, messages)
 
         prepared, form = await serving.read(ResponseAsked, request, work)
-        texts = serving.ask(prepared.wanted, form.settings, form.is_streamed)
+        texts = serving.ask(prepared.wanted, form.settings, form.is_streamed or prepared.ends_early)
         answer = _Answer(self._kept, form, prepared.choices(texts.requests)[0], texts)
         return await answer.to(request, form.is_streamed)
 
@@ -231,7 +231,7 @@ def _empty(asked: ResponseAsked, model: str) -> dict[str, Any]:
         "metadata": asked.metadata or {},
         "model": model,
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
         "previous_response_id": asked.previous_response_id,
         "reasoning": asked.reasoning or {"effort": None, "summary": None},
         "store": asked.store is not False,

@@ -30,6 +30,8 @@ class Talk:
     tools: list[dict[str, Any]] = field(default_factory=list)
     """As chat completions have them."""
     tool_choice: str | dict[str, Any] | None = None
+    is_single_call: bool = False
+    """Whether the answer ends with its first call."""
     schema: dict[str, Any] | None = None
     """What the answer must keep to."""
     schema_field: str = "response_format"
@@ -48,6 +50,8 @@ class Prepared:
 
     wanted: list[Wanted]
     parser: Callable[[], Parser]
+    ends_early: bool
+    """Whether what comes may end a text, so that it is looked at as it comes."""
     markers: dict[int, str]
     ends: frozenset[int]
     has_begun_to_think: bool | None
@@ -82,7 +86,8 @@ def prepare(serving: Serving, asked: Asked, talk: Talk, fields: dict[str, str]) 
     begun = _has_begun_to_think(serving, talk, ids) if grammar is None else None  # what keeps to a form is the answer
     if begun is not None:
         markers |= _left_out(serving.tokenizer, _added(serving.tokenizer, TOKENS))
-    return Prepared(wanted, _parser(form, offered), markers, serving.ends, begun)
+    ends_early = form is not None and talk.is_single_call
+    return Prepared(wanted, _parser(form, offered, talk.is_single_call), ends_early, markers, serving.ends, begun)
 
 
 def _has_begun_to_think(serving: Serving, talk: Talk, ids: Sequence[int]) -> bool | None:
@@ -113,9 +118,11 @@ def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     )
 
 
-def _parser(form: str | None, offered: Sequence[dict[str, Any]]) -> Callable[[], Parser]:
+def _parser(form: str | None, offered: Sequence[dict[str, Any]], is_single: bool) -> Callable[[], Parser]:
     """What reads the calls of these tools; plain text where there are none, or the model's form is not known."""
-    return PlainText if form is None else partial(PARSERS[form], [tool["function"]["name"] for tool in offered])
+    if form is None:
+        return PlainText
+    return partial(PARSERS[form], [tool["function"]["name"] for tool in offered], is_single)
 
 
 def _added(tokenizer: Any, texts: Sequence[str]) -> dict[str, int]:

@@ -41,6 +41,8 @@ class Parser(ABC):
     tokens: ClassVar[tuple[str, ...]] = ()
     """What the parser looks for. Where the tokenizer leaves one out of texts, as a special token, the caller of `push`
     writes it."""
+    is_full = False
+    """Whether as many calls have come as may; what follows is left out."""
 
     @abstractmethod
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
@@ -82,9 +84,9 @@ class CallParser(Parser):
     id_letters: ClassVar[int] = 24
     id_prefix: ClassVar[str] = "call_"
 
-    def __init__(self, offered: Collection[str]) -> None:
-        """`offered`: the names of the tools that may be called."""
-        self._offered = frozenset(offered)
+    def __init__(self, offered: Collection[str], is_single: bool = False) -> None:
+        """`offered`: the names of the tools that may be called. `is_single`: whether the first call is the last."""
+        self._offered, self._is_single = frozenset(offered), is_single
         self._held = ""
         self._is_call = self._is_after = False
         self._has_called = self._has_ended = False
@@ -111,6 +113,9 @@ class CallParser(Parser):
 
     def _step(self, is_last: bool) -> bool:
         """Go on by one part of the held text; whether there may be another."""
+        if self.is_full:
+            self._held = ""
+            return False
         if self._is_call:
             return self._read_call(is_last)
         return self._read_separators(is_last) if self._is_after else self._read_text(is_last)
@@ -140,7 +145,8 @@ class CallParser(Parser):
         calls = self._calls_in(self._held[head.end() : end], head[1] if self.head.groups else None)
         if not calls:
             return self._is_text(end)
-        self._calls += calls
+        self._calls += calls[:1] if self._is_single else calls
+        self.is_full = self._is_single
         self._held, self._json, self._skipped = self._held[end:], None, ""
         self._is_call, self._is_after, self._has_called, self._has_ended = False, True, True, not self.end
         return True
@@ -237,8 +243,8 @@ class Llama(CallParser):
     partial_head = re.compile(r"<\|python_tag\|>\s*")
     separators = "; \t\r\n"
 
-    def __init__(self, offered: Collection[str]) -> None:
-        super().__init__(offered)
+    def __init__(self, offered: Collection[str], is_single: bool = False) -> None:
+        super().__init__(offered, is_single)
         self._is_after = self._has_ended = True
 
     def _begins_call(self, text: str) -> bool:
