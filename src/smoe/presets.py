@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from difflib import get_close_matches
+from dataclasses import replace
 from typing import Any
 
 from smoe.bounds import BF16
@@ -11,6 +10,7 @@ from smoe.config import DEFAULT_ALPHA, EngineConfig
 from smoe.cpu_isa import max_cpu_isa
 from smoe.errors import ConfigError
 from smoe.policy.registry import EXPERT_MLP, HISTORY_PREFETCH, SHADOW, WHOLE_LAYER
+from smoe.unknown_setting import SETTINGS, unknown_setting
 
 PRESETS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -99,18 +99,8 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
     max_cpu_isa()  # what cannot be understood is refused also where nothing would ask
     if preset not in PRESETS:
         raise ConfigError.no_choice("preset", preset, PRESETS)
-    known = {field.name for field in fields(EngineConfig)}
-    unknown = sorted(switches.keys() - known)
-    if unknown:
-        near = get_close_matches(unknown[0], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        names = ", ".join(sorted(known))
-        raise ConfigError(
-            f"unknown setting {unknown[0]!r}; {hint}known settings are: {names}",
-            setting=unknown[0],
-            given=switches[unknown[0]],
-            allowed=f"settings are {names}",
-        )
+    for name in sorted(switches.keys() - SETTINGS):
+        raise unknown_setting(name, switches[name])
     given = {name: value for name, value in switches.items() if value is not None}
     if given.get("activations") == "dtype":
         given["activations"] = BF16

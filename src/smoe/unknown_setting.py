@@ -1,0 +1,58 @@
+"""The error for a setting that there is none of: the nearest one, or what does here what another library's does."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from difflib import get_close_matches
+
+from smoe.config import EngineConfig
+from smoe.errors import ConfigError
+
+SETTINGS = frozenset(field.name for field in fields(EngineConfig))
+"""The names of all settings."""
+_SHORT = {"memory_bytes": "memory", "resident_share": "resident", "host_memory_bytes": "host_memory"}
+"""What `from_pretrained` calls some settings."""
+_NAMES = sorted({_SHORT.get(name, name) for name in SETTINGS} | {"preset", "revision"})
+"""What `from_pretrained` takes."""
+_WHERE = "help(smoe.config.EngineConfig) and docs/python.md list all settings"
+_BITS = "give `precision` int4 once `smoe pack --precision int4` has written such experts."
+_CONTEXT = "did you mean `context_tokens`?"
+_HUB = "set it in the environment: HF_TOKEN, HF_HOME, HF_HUB_OFFLINE=1."
+_KERNELS = "leave it out; `kernels` says what computes."
+_NOT_NEEDED = "leave it out; experts are read from the checkpoint as they are needed."
+_OTHERS = {
+    "attn_implementation": _KERNELS,
+    "cache_dir": _HUB,
+    "context": _CONTEXT,
+    "device_map": "leave it out; `memory` says how much stays in memory, `device` where it computes.",
+    "experts_implementation": _KERNELS,
+    "load_in_4bit": _BITS,
+    "load_in_8bit": _BITS,
+    "local_files_only": _HUB,
+    "low_cpu_mem_usage": _NOT_NEEDED,
+    "max_length": _CONTEXT,
+    "max_memory": "did you mean `memory`?",
+    "max_model_len": _CONTEXT,
+    "max_new_tokens": "it is an argument of model.generate.",
+    "n_ctx": _CONTEXT,
+    "offload_buffers": _NOT_NEEDED,
+    "offload_folder": _NOT_NEEDED,
+    "offload_state_dict": _NOT_NEEDED,
+    "quantization_config": _BITS,
+    "token": _HUB,
+    "torch_dtype": "did you mean `dtype`?",
+    "trust_remote_code": "leave it out; no code of a checkpoint is run.",
+}
+"""Arguments of other libraries, and what to do here."""
+
+
+def unknown_setting(name: str, given: object) -> ConfigError:
+    """`name` was given, and is no setting."""
+    near = get_close_matches(name, _NAMES, n=1)
+    hint = _OTHERS.get(name, f"did you mean `{near[0]}`?" if near else "no setting has a similar name.")
+    return ConfigError(
+        f"unknown setting {name!r}: {hint} {_WHERE}",
+        setting=name,
+        given=given,
+        allowed=f"settings are {', '.join(_NAMES)}",
+    )
