@@ -1,18 +1,22 @@
 """What would wreck a live model is refused, what changes nothing works.
 
-Would catch: a saved model without experts, weights that change their type under an engine that keeps its own, and a
-harness that fails on `.to("cpu")`.
+Would catch: a saved model without experts, a copy without an engine, weights that change their type under an engine
+that keeps its own, and a harness that fails on `.to("cpu")`.
 """
 
 from __future__ import annotations
 
+import copy
+import io
 import logging
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel, pipeline
 
 from smoe import from_pretrained
@@ -35,6 +39,8 @@ WRECKS: dict[str, Callable[[PreTrainedModel], Any]] = {
     "type": lambda model: model.type(torch.float64),
     "a part": lambda model: model.model.layers[0].self_attn.half(),
     "the head": lambda model: model.lm_head.to(torch.bfloat16),
+    "a device that torch lacks": lambda model: model.to("xpu"),
+    "a device by its method": lambda model: model.xpu(),
     "train": lambda model: model.train(),
     "gradients": lambda model: model.requires_grad_(),
 }
@@ -48,6 +54,81 @@ def test_wrecking_is_refused(wreck: str, toy: Toy, open_model: Open) -> None:
         WRECKS[wreck](model)
     assert "from_pretrained" in str(error.value) or "inference" in str(error.value)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": pickle.dumps,
+    "torch.save": lambda what: torch.save(what, io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("what", ["model", "engine"])
+def test_copying_is_refused(what: str, way: str, toy: Toy, open_model: Open) -> None:
+    """Would catch torch's or pickle's own message about an object deep inside, and a copy without an engine."""
+    folder = toy("mixtral")
+    model = open_model(folder)
+    with pytest.raises(EngineStateError, match=r"cannot be copied or pickled.*Call smoe.from_pretrained again"):
+        COPIES[way](model if what == "model" else model.offload)
+    oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
+
+
+class Adapted(nn.Module):
+    """A linear layer and a low-rank product beside it, as adapters put one in a layer's place."""
+
+    def __init__(self, base: nn.Module, is_trained: bool = False) -> None:
+        super().__init__()
+        self.base, rows, columns = base, base.weight.shape[0], base.weight.shape[1]
+        generator = torch.Generator().manual_seed(5)
+        self.down, self.up = (
+            nn.Parameter(torch.randn(shape, generator=generator, dtype=base.weight.dtype), requires_grad=is_trained)
+            for shape in ((2, columns), (rows, 2))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.base(x) + x @ self.down.T @ self.up.T
+        return found
+
+
+def adapt(model: PreTrainedModel, is_trained: bool = False) -> PreTrainedModel:
+    for layer in model.model.layers:
+        for name in ("q_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, name, Adapted(getattr(layer.self_attn, name), is_trained))
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adapters_are_used(dtype: torch.dtype, toy: Toy, open_model: Open) -> None:
+    """Would catch attention that reads a layer's weights past the adapter in its place."""
+    folder = toy("qwen3_moe", dtype=dtype)
+    theirs = oracle.greedy(adapt(oracle.reference(folder)))
+    assert not torch.equal(theirs.prefill, oracle.reference_steps(folder).prefill)
+    oracle.assert_same_steps(oracle.greedy(adapt(open_model(folder))), theirs)
+
+
+def test_adapters_are_not_trained(toy: Toy, open_model: Open) -> None:
+    """Refused before anything is computed; without gradients the same adapters work."""
+    model = adapt(open_model(toy("mixtral")), is_trained=True)
+    with pytest.raises(EngineStateError, match=r"inference only.*Adapters .* can be used with it, not trained"):
+        model(oracle.PROMPT, labels=oracle.PROMPT)
+    with torch.no_grad():
+        model(oracle.PROMPT)
+    with pytest.raises(EngineStateError, match="inference only"):
+        model(inputs_embeds=torch.zeros(1, 3, 64, requires_grad=True))
+
+
+def test_a_loss_says_that_it_has_no_gradients(toy: Toy, open_model: Open) -> None:
+    """And is the library's own; would catch torch's message about elements that do not require grad."""
+    folder = toy("mixtral")
+    model = open_model(folder)
+    loss = model(oracle.PROMPT, labels=oracle.PROMPT).loss
+    assert torch.equal(loss.detach(), oracle.reference(folder)(oracle.PROMPT, labels=oracle.PROMPT).loss.detach())
+    with pytest.raises(EngineStateError, match="inference only"):
+        loss.backward()
+    with torch.no_grad():
+        assert not model(oracle.PROMPT, labels=oracle.PROMPT).loss.requires_grad
 
 
 HARMLESS: dict[str, Callable[[PreTrainedModel], Any]] = {

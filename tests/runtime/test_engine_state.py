@@ -103,15 +103,38 @@ def test_a_cache_for_other_rows_is_refused(toy: Callable[..., Path], open_model:
 
 
 def test_what_does_not_fit_the_context_is_refused(toy: Callable[..., Path], open_model: Open) -> None:
-    """In a prompt and in the middle of generating; afterwards the engine goes on."""
+    """A prompt, and more new tokens than there is room for, before any is computed; afterwards the engine goes on."""
     folder = toy("mixtral")
     model = open_model(folder, context_tokens=40)
     with pytest.raises(ContextError, match="40"):
         model(oracle.PROMPT.repeat(1, 2))
     with pytest.raises(ContextError, match="`context_tokens`"):
         model.generate(oracle.PROMPT, max_new_tokens=40, min_new_tokens=40, do_sample=False)
+    assert model.offload.stats().forward_passes == 0, "refused after work that is thrown away"
     fits = model.generate(oracle.PROMPT, max_new_tokens=16, min_new_tokens=16, do_sample=False)
     assert torch.equal(fits, oracle.reference_steps(folder).tokens[:, : fits.shape[1]])
+
+
+def test_as_many_new_tokens_as_fit_are_generated(toy: Callable[..., Path], open_model: Open) -> None:
+    """To the last position, the last token needing none; one more is refused by its number."""
+    model = open_model(toy("mixtral"), context_tokens=40)
+    most = 40 - oracle.PROMPT_TOKENS + 1
+    assert model.generate(oracle.PROMPT, max_new_tokens=most, min_new_tokens=most).shape[1] == 41
+    with pytest.raises(ContextError, match=r"41 tokens .* of 40 reserved; lower `max_new_tokens` by 1, shorten"):
+        model.generate(oracle.PROMPT, max_new_tokens=most + 1)
+
+
+def test_sequences_that_share_a_context_are_told_so(toy: Callable[..., Path], open_model: Open) -> None:
+    """Also of a cache that the caller has made."""
+    model = open_model(toy("mixtral"), context_tokens=60)
+    pair = oracle.PROMPT.repeat(2, 1)
+    more = r"39 tokens do not fit the context of 30 reserved for each of 2 sequences; lower `max_new_tokens` by 9, "
+    more += "shorten the prompt or raise `context_tokens` or `max_sequences`, whose product all sequences share"
+    for given in ({}, {"past_key_values": model.offload.new_cache(2)}):
+        with pytest.raises(ContextError, match=more):
+            model.generate(pair, max_new_tokens=16, **given)
+    assert model.offload.stats().forward_passes == 0
+    assert model.generate(pair, max_new_tokens=7, min_new_tokens=7).shape[1] == 31
 
 
 def test_several_caches_retire_the_oldest(toy: Callable[..., Path], open_model: Open) -> None:

@@ -36,6 +36,7 @@ from smoe.memory.emulation import DeviceProfile, Emulation, read_emulated
 from smoe.memory.pacing import Pacing
 from smoe.memory.store import ExpertStore, LayerExperts
 from smoe.models.checkpoint import Checkpoint, local_checkpoint, whole_checkpoint
+from smoe.models.parameter_count import count_whole
 from smoe.models.read_spec import read_spec, spec_of_whole
 from smoe.models.spec import ModelSpec
 from smoe.models.weight_samples import checksum
@@ -124,6 +125,7 @@ def load(
     try:
         arena.touch()  # slower than the disk, and free beside the loading of the other weights
         loaded = checkpoint.load_dense(spec, device)
+        count_whole(loaded, spec.shell)
         arena.wait_touched(_TOUCH_SECONDS)
         pacing = Pacing() if profile is None else _emulation(profile, config, spec, ledger, stores[EXACT])
         known = known._replace(config=config, reasons=won.reasons | known.reasons)

@@ -1,8 +1,9 @@
 """What an ordinary model can do and one with an engine behind it cannot, refused before it does harm.
 
 Saving would write a model without experts; converting or moving the weights would leave those in the slots behind, and
-the budget; gradients would miss the experts. What changes nothing (`.to("cpu")` on a CPU, `.eval()`) works, as
-pipelines and evaluation harnesses ask for it. Compiling is declined: the model runs as it is, at once.
+the budget; a copy would have no engine of its own; gradients would miss the experts, so adapters are used here and
+trained elsewhere. What changes nothing (`.to("cpu")` on a CPU, `.eval()`) works, as pipelines and evaluation harnesses
+ask for it. Compiling is declined: the model runs as it is, at once.
 """
 
 from __future__ import annotations
@@ -11,14 +12,24 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd import Function
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from smoe.errors import EngineStateError
 
+_WHY_NOT_COPIED = (
+    "a loaded model cannot be copied or pickled: its experts are on disk, and its memory and threads belong to this "
+    "process. Call smoe.from_pretrained again where a second one is needed; several threads can share one"
+)
+_FOR_INFERENCE = (
+    "this model is for inference only: no gradient reaches its experts. Adapters (LoRA) can be used with it, not "
+    "trained: train them with the unmodified transformers model, or call this one inside torch.no_grad()"
+)
 _log = logging.getLogger(__name__)
 
 
@@ -30,6 +41,33 @@ def guard(model: PreTrainedModel) -> None:
         setattr(model, name, _not_saved(model, name))
     model.train = _evaluated(model)  # type: ignore[method-assign]
     model.requires_grad_ = _without_gradients(model)  # type: ignore[method-assign]
+    for name in ("__deepcopy__", "__reduce_ex__"):  # copy.deepcopy, pickle and torch.save ask the object itself
+        setattr(model, name, not_copied)
+
+
+def refuse_gradients(model: nn.Module, given: torch.Tensor) -> None:
+    """Raise `EngineStateError` where a forward pass over `given` is meant to train something: an adapter, an input."""
+    if torch.is_grad_enabled() and (given.requires_grad or any(each.requires_grad for each in model.parameters())):
+        raise EngineStateError(_FOR_INFERENCE)
+
+
+def without_backward(output: Any) -> Any:
+    """A model's output whose loss, where gradients are on, says at `backward()` that there are none."""
+    if torch.is_grad_enabled() and isinstance(output, ModelOutput) and isinstance(output.get("loss"), torch.Tensor):
+        output["loss"] = _WithoutBackward.apply(output["loss"], torch.zeros((), requires_grad=True))
+    return output
+
+
+class _WithoutBackward(Function):
+    """Nothing, and an error in the place of gradients. The second input is what asks for some."""
+
+    @staticmethod
+    def forward(context: Any, loss: torch.Tensor, wanting: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> NoReturn:
+        raise EngineStateError(_FOR_INFERENCE)
 
 
 def uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,16 +105,27 @@ def _unchanged(module: nn.Module) -> Callable[..., nn.Module]:
         if like is None:
             return module
         before = like.new_empty(0)
-        after = change(before)
+        try:
+            after = change(before)
+        except (AssertionError, RuntimeError) as error:  # no such device, or not in this torch
+            raise _fixed(before, f"be changed ({str(error).splitlines()[0]})") from error
         if after.dtype is not before.dtype or after.device != before.device:
-            raise EngineStateError(
-                f"this model computes in {_name(before.dtype)} on {before.device}, and its experts and its memory "
-                f"budget with it; it cannot become {_name(after.dtype)} on {after.device} while it is loaded: call "
-                "smoe.from_pretrained again with dtype=... or device=..."
-            )
+            raise _fixed(before, f"become {_name(after.dtype)} on {after.device}")
         return module
 
     return apply
+
+
+def _fixed(now: torch.Tensor, what: str) -> EngineStateError:
+    return EngineStateError(
+        f"this model computes in {_name(now.dtype)} on {now.device}, and its experts and its memory budget with it; it "
+        f"cannot {what} while it is loaded: call smoe.from_pretrained again with dtype=... or device=..."
+    )
+
+
+def not_copied(*_: Any) -> NoReturn:
+    """For `copy` and `pickle` of a model or an engine."""
+    raise EngineStateError(_WHY_NOT_COPIED)
 
 
 def _not_saved(model: PreTrainedModel, name: str) -> Callable[..., Any]:
@@ -94,7 +143,7 @@ def _evaluated(model: PreTrainedModel) -> Callable[..., PreTrainedModel]:
 
     def train(mode: bool = True) -> PreTrainedModel:
         if mode:
-            raise EngineStateError("this model is for inference only: .train() would turn dropout on; use .eval()")
+            raise EngineStateError(f".train() would turn dropout on; use .eval(): {_FOR_INFERENCE}")
         done: PreTrainedModel = original(mode)
         return done
 
@@ -106,7 +155,7 @@ def _without_gradients(model: PreTrainedModel) -> Callable[..., PreTrainedModel]
 
     def requires_grad(requires_grad: bool = True) -> PreTrainedModel:
         if requires_grad:
-            raise EngineStateError("this model is for inference only: no gradient reaches its experts")
+            raise EngineStateError(_FOR_INFERENCE)
         done: PreTrainedModel = original(requires_grad)
         return done
 

@@ -50,14 +50,30 @@ class RowCache(DynamicCache):
         if rows != self.rows:
             raise EngineStateError(f"this cache was made for {self.rows} sequences, the input has {rows}")
         if self.length + tokens > self.capacity_tokens:
-            raise ContextError(
-                f"{self.length + tokens} tokens do not fit the context of {self.capacity_tokens} reserved; "
-                "shorten the prompt or raise `context_tokens`",
-                setting="context_tokens",
-                given=self.capacity_tokens,
-                allowed=f"at least {self.length + tokens} for these tokens",
-            )
+            raise self._too_small(self.length + tokens, "shorten the prompt")
         self._pending = tokens
+
+    def check_room(self, tokens: int) -> None:
+        """Raise `ContextError` where a call that may write so many tokens of every row would come to an end of this
+        cache: before it computes anything, not after all it had room for."""
+        if tokens > self.capacity_tokens:
+            fewer = f"lower `max_new_tokens` by {tokens - self.capacity_tokens}, shorten the prompt"
+            raise self._too_small(tokens, fewer)
+
+    def _too_small(self, tokens: int, fewer: str) -> ContextError:
+        """The error of `tokens` in every row, which have no room; `fewer`: how to need less."""
+        if self.rows == 1:
+            room, more, needed = "", "`context_tokens`", f"at least {tokens} for these tokens"
+        else:
+            room = f" for each of {self.rows} sequences"
+            more = "`context_tokens` or `max_sequences`, whose product all sequences share"
+            needed = f"as many as make {tokens * self.rows} positions with `max_sequences`"
+        return ContextError(
+            f"{tokens} tokens do not fit the context of {self.capacity_tokens} reserved{room}; {fewer} or raise {more}",
+            setting="context_tokens",
+            given=self.capacity_tokens,
+            allowed=needed,
+        )
 
     def commit(self) -> None:
         """The pass has ended well: its positions count from now on."""

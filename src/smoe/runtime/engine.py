@@ -26,6 +26,7 @@ from smoe.memory.reading_threads import Transfers
 from smoe.memory.store import ExpertStore
 from smoe.metrics import Counters
 from smoe.models.anatomy import Anatomy
+from smoe.models.guards import not_copied
 from smoe.models.kv_cache import RowCache
 from smoe.models.rotary_lengths import RotaryLengths
 from smoe.models.scoring import ScoringRule
@@ -227,6 +228,8 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    __reduce__ = not_copied
 
     def __repr__(self) -> str:
         ledger, config, counters = self.ledger, self.config, self.stats()

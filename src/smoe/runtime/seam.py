@@ -30,7 +30,7 @@ from smoe.fastpath.rows_of_pass import RowsOfPass
 from smoe.memory.quantised_store import QuantisedStore
 from smoe.models.ended_rows import EndedRows
 from smoe.models.experts import ExpertsSite
-from smoe.models.guards import guard, uncompiled
+from smoe.models.guards import guard, refuse_gradients, uncompiled, without_backward
 from smoe.models.kv_cache import RowCache
 from smoe.models.rotary_lengths import RotaryLengths
 from smoe.models.scoring import in_order
@@ -103,9 +103,11 @@ def _model_forward(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]
         if given is None:
             return original(**kwargs)  # the library says what is missing
         with engine.turn():  # before a cache is made: whoever has the turn has the budget
+            refuse_gradients(model, given)
             cache = _our_cache(kwargs, engine, model, given.shape[0])
             with engine.forward_pass(given, _padding(kwargs.get("attention_mask"), given.shape[1]), cache):
-                return original(**kwargs)
+                output = original(**kwargs)
+        return without_backward(output)
 
     return forward
 
@@ -142,7 +144,13 @@ def _generate(model: PreTrainedModel, engine: Engine, ended: EndedRows, rotary: 
             if prompt.shape[1] > chunk:
                 kwargs.setdefault("prefill_chunk_size", chunk)
         whole = _lengths(prompt, kwargs.get("attention_mask"))
-        with engine.turn(), ended.heard(is_plain=kwargs.get("custom_generate") is None), rotary.reading(whole):
+        criteria = kwargs.get("stopping_criteria", args[2] if len(args) > 2 else None)
+        cancellations = [each for each in criteria or () if isinstance(each, Cancellation)]
+        with (
+            engine.turn(cancellations),
+            ended.heard(is_plain=kwargs.get("custom_generate") is None),
+            rotary.reading(whole),
+        ):
             return original(inputs, *args, **kwargs)
 
     return generate
@@ -158,12 +166,18 @@ def _lengths(prompt: Any, attention_mask: Any) -> list[int]:
 
 
 def _prepare_cache(engine: Engine, ended: EndedRows) -> Callable[..., None]:
-    def prepare(generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, *rest: Any) -> None:
-        if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
-            return  # the model's forward checks whose cache it is
-        copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        cache = model_kwargs["past_key_values"] = engine.new_cache(batch_size * copies)
-        ended.note_cache(cache, generation_config, mode)
+    def prepare(
+        generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
+    ) -> None:
+        if generation_config.use_cache is False:
+            return
+        cache = model_kwargs.get("past_key_values")
+        if cache is None:
+            copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            cache = model_kwargs["past_key_values"] = engine.new_cache(batch_size * copies)
+            ended.note_cache(cache, generation_config, mode)
+        if isinstance(cache, RowCache):  # else the model's forward refuses it
+            cache.check_room(max_cache_length)
 
     return prepare
 
