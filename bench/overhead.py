@@ -241,7 +241,8 @@ def _layer(folder: str, memory: str, kernels: str, repeats: int, reads: bool) ->
     model = from_pretrained(folder, memory=memory, kernels=kernels, context_tokens=64, prefill_tokens=64)
     executor = model.offload.executor
     if not reads:
-        executor.arrivals.transfers._mover.move = lambda ticket, between: 0  # the bytes are there at once
+        # the bytes are there at once
+        executor.arrivals.transfers._mover.move = lambda ticket, between: 0  # type: ignore[method-assign]
     chance = random.Random(0)
     x = torch.randn(1, HIDDEN).bfloat16()
     weights = torch.rand(1, TOP_K).bfloat16()

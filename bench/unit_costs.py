@@ -53,8 +53,9 @@ def measure(folder: str, profile_name: str) -> dict[str, Any]:
     with model.offload as engine, torch.no_grad():
         executor, nbytes = engine.executor, engine.store.expert_bytes
         disk = _disk_ms(engine)
-        math = executor.compute._experts[min(executor.compute._experts)]
-        parts = engine.store.placement(min(executor.compute._experts), 0).parts
+        first = min(executor.compute._experts)
+        math, layer = executor.compute._experts[first], first[0]
+        parts = engine.store.placement(layer, 0).parts
         weights = [math.bind(engine._arena, slot, parts) for slot in range(EXPERTS)]
         rows = []
         for tokens in ROWS:

@@ -17,6 +17,7 @@ if is_program():
 
     leave_on_interrupt()  # what follows takes a tenth of a second, in which a Ctrl-C would show a traceback
 
+import importlib
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -34,9 +35,17 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # a library is si
 
 if TYPE_CHECKING:
     from smoe.load.pretrained import from_pretrained
+    from smoe.runtime.cancellation import Cancellation
+    from smoe.runtime.offloaded_model import OffloadedModel
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "from_pretrained"]
+__all__ = ["Cancellation", "OffloadedModel", "__version__", "from_pretrained"]
+_PLACES = {
+    "Cancellation": "smoe.runtime.cancellation",
+    "OffloadedModel": "smoe.runtime.offloaded_model",
+    "from_pretrained": "smoe.load.pretrained",
+}
+"""Where the exported names are, which are imported when they are first used."""
 
 
 def __dir__() -> list[str]:
@@ -44,8 +53,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "from_pretrained":
-        from smoe.load.pretrained import from_pretrained
-
-        return from_pretrained
+    if name in _PLACES:
+        return getattr(importlib.import_module(_PLACES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

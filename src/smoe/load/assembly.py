@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -53,6 +53,7 @@ from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.layer import LayerCompute
+from smoe.runtime.offloaded_model import OffloadedModel
 from smoe.runtime.rerouting import substitution_of
 from smoe.runtime.running_ahead import ShadowRouting
 from smoe.runtime.seam import attach
@@ -91,7 +92,7 @@ def assemble(
     checkpoint: Mapping[int, Mapping[int, LayerExperts]],
     pacing: Pacing,
     on_host_tier: Callable[[int], None] | None = None,
-) -> PreTrainedModel:
+) -> OffloadedModel:
     """Put an engine behind `model`, whose experts were left out; the same object comes back.
 
     `stores` and `checkpoint` by format: where the experts are read from, and what they are compared with.
@@ -140,7 +141,7 @@ def assemble(
         answerer = _answerer(config, budget.known.prices, stores, transfers, tiers.link, balancer)
         _start(model, engine, answerer, tiers.link, pacing)
         made.pop_all()  # from here on the engine closes them
-    return model
+    return cast(OffloadedModel, model)  # its class is the library's
 
 
 def _start(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
@@ -43,6 +42,7 @@ from smoe.models.weight_samples import checksum
 from smoe.policy.budget import Ledger, allocate
 from smoe.presets import configure
 from smoe.runtime.lifetime import collect_dropped
+from smoe.runtime.offloaded_model import OffloadedModel
 from smoe.runtime.running_ahead import ShadowRouting
 from smoe.units import parse_bytes, parse_share
 
@@ -60,7 +60,7 @@ def from_pretrained(
     preset: str = "exact",
     revision: str | None = None,
     **switches: Any,
-) -> PreTrainedModel:
+) -> OffloadedModel:
     """Load a Mixture-of-Experts model whose experts stay on disk until they are needed.
 
     Returns the ordinary transformers model object; `model.offload` is the `Engine` behind it. `memory` is the budget
@@ -88,7 +88,7 @@ def load(
     on_host_tier: Callable[[int], None] | None = None,
     on_shortage: Callable[[str], None] = _log.warning,
     on_pack_bytes: OnBytes = lambda done, total: None,
-) -> PreTrainedModel:
+) -> OffloadedModel:
     """`from_pretrained` for a finished configuration.
 
     `on_ledger` is called with the budget before anything large is read, `on_host_tier` with the bytes of host memory

@@ -8,7 +8,7 @@ and threads back when Python collects it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -35,6 +35,7 @@ from smoe.policy.eviction.base import Eviction
 from smoe.policy.registry import EvictionSettings, make_eviction_for
 from smoe.routing import Phase, Routing
 from smoe.runtime.caches import Caches
+from smoe.runtime.cancellation import Cancellation
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.lifetime import Held
 from smoe.runtime.observer import Routed, RoutingList, StepObserver
@@ -192,8 +193,9 @@ class Engine:
         return "slots" if compute.is_in_slots else compute.arithmetic
 
     def cancel(self) -> bool:
-        """End the running request, from any thread: at its next layer it raises `GenerationCancelledError`. Requests
-        that wait for their turn have it next. False where nothing was running."""
+        """End the running request, whichever it is (a `Cancellation` ends one call), from any thread: at its next layer
+        it raises `GenerationCancelledError`. Requests that wait have their turn next. False where nothing was running.
+        """
         return self._turns.cancel("this request was cancelled by model.offload.cancel()")
 
     def close(self, timeout_seconds: float | None = None) -> None:
@@ -249,16 +251,17 @@ class Engine:
     # -- for the seam -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self, cancellations: Sequence[Cancellation] = ()) -> Iterator[None]:
         """Around everything that computes or makes a cache: one thread at a time, on the engine's number of threads.
 
-        Raises `EngineBusyError` after waiting for `turn_timeout_seconds`, `EngineStateError` where it is closed.
+        Raises `EngineBusyError` after waiting for `turn_timeout_seconds`, `EngineStateError` where it is closed, and
+        `GenerationCancelledError` where one of `cancellations` ends the request while it waits.
         """
         if self._turns.is_mine and self._process == os.getpid():
             yield  # also while it is closing: the pass says so
             return
         self._check_usable()
-        with self._turns.taken(self.config.turn_timeout_seconds, "turn_timeout_seconds"):
+        with self._turns.taken(self.config.turn_timeout_seconds, "turn_timeout_seconds", cancellations):
             try:
                 self._check_usable()
                 self._is_in_pass = False

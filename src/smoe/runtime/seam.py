@@ -34,6 +34,7 @@ from smoe.models.guards import guard, refuse_gradients, uncompiled, without_back
 from smoe.models.kv_cache import RowCache
 from smoe.models.rotary_lengths import RotaryLengths
 from smoe.models.scoring import in_order
+from smoe.runtime.cancellation import Cancellation
 from smoe.runtime.engine import Engine
 
 

@@ -4,6 +4,8 @@
     thread B        | waits ............. says so in the log ..... | turn: ...
     thread C                  | cancel(): A's next layer raises
 
+A `Cancellation` ends one call instead, whether it runs or waits.
+
 No lock is held during a turn, only a note of who has it: an interrupt (Ctrl-C) anywhere can then be undone by a
 `finally`, which a lock that was just being taken cannot.
 """
@@ -13,10 +15,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from smoe.errors import EngineBusyError, GenerationCancelledError
+from smoe.runtime.cancellation import Cancellation
 
 PATIENCE_SECONDS = 2.0
 """A thread that waits longer than this logs a warning."""
@@ -34,6 +37,8 @@ class Turns:
         self._holder: int | None = None
         self._began = 0.0
         self._why_cancelled: str | None = None
+        self._cancellations: Sequence[Cancellation] = ()
+        """Those of the running turn."""
 
     @property
     def is_running(self) -> bool:
@@ -46,22 +51,28 @@ class Turns:
         return self._holder == threading.get_ident()
 
     @contextmanager
-    def taken(self, timeout_seconds: float | None, bound: str) -> Iterator[None]:
+    def taken(
+        self, timeout_seconds: float | None, bound: str, cancellations: Sequence[Cancellation] = ()
+    ) -> Iterator[None]:
         """Inside, it is the calling thread's turn.
 
         Raises `EngineBusyError` after waiting `timeout_seconds` (None: for ever); `bound` is what the user calls them.
+        Raises `GenerationCancelledError` where one of `cancellations` ends the call before its turn has come.
         """
         if self.is_mine:
             yield
             return
-        try:
+        with ExitStack() as watched:
+            for each in cancellations:
+                watched.enter_context(each.waking(self._wake))
             try:
-                self._wait(timeout_seconds, bound)
-                yield
+                try:
+                    self._wait(timeout_seconds, bound, cancellations)
+                    yield
+                finally:
+                    self._end()
             finally:
-                self._end()
-        finally:
-            self._end()  # again, should an interrupt have struck just there
+                self._end()  # again, should an interrupt have struck just there
 
     def cancel(self, why: str) -> bool:
         """Make the running turn raise at its next layer; returns whether there was one. Any thread may call this."""
@@ -75,6 +86,11 @@ class Turns:
         """Raise `GenerationCancelledError` where the running turn was cancelled."""
         if self._why_cancelled is not None:
             raise GenerationCancelledError(self._why_cancelled)
+        _check(self._cancellations)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _end(self) -> None:
         if self.is_mine:
@@ -82,12 +98,13 @@ class Turns:
             with self._changed:
                 self._changed.notify()
 
-    def _wait(self, timeout_seconds: float | None, bound: str) -> None:
+    def _wait(self, timeout_seconds: float | None, bound: str, cancellations: Sequence[Cancellation]) -> None:
         asked = time.monotonic()
         end = None if timeout_seconds is None else asked + timeout_seconds
         is_patient = True
         with self._changed:
             while self._holder is not None:
+                _check(cancellations)
                 now = time.monotonic()
                 if end is not None and now >= end:
                     raise EngineBusyError(
@@ -105,5 +122,10 @@ class Turns:
                 left = _LOOK_AGAIN_SECONDS if end is None else min(_LOOK_AGAIN_SECONDS, end - now)
                 self._changed.wait(min(left, PATIENCE_SECONDS) if is_patient else left)
             self._began = time.monotonic()
-            self._why_cancelled = None
+            self._why_cancelled, self._cancellations = None, cancellations
             self._holder = threading.get_ident()
+
+
+def _check(cancellations: Sequence[Cancellation]) -> None:
+    if any(each.ends_without_tokens for each in cancellations):
+        raise GenerationCancelledError("this request was cancelled by its Cancellation before its first token")

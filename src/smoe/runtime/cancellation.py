@@ -1,0 +1,61 @@
+"""Ends the calls of `generate` that were given it, and no others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria
+
+
+class Cancellation(StoppingCriteria):  # type: ignore[misc]
+    """A stopping criterion that any thread, or a signal's handler, can set off.
+
+        stop = Cancellation()
+        threading.Timer(10, stop.cancel).start()
+        model.generate(**prompt, stopping_criteria=[stop])
+
+    A call that has new tokens returns them, at its next token. One that has none yet, because it waits for its turn or
+    reads its prompt, raises `GenerationCancelledError`, at its next layer. Once cancelled it stays so: a call that is
+    given it later raises at once. One object may serve several calls.
+    """
+
+    def __init__(self) -> None:
+        self._is_cancelled = False
+        self._have_tokens: set[int] = set()
+        """Threads whose call has new tokens."""
+        self._wakes: list[Callable[[], None]] = []
+
+    def cancel(self) -> None:
+        """End the calls that have this object, now and later. Idempotent."""
+        self._is_cancelled = True
+        for wake in tuple(self._wakes):
+            wake()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._is_cancelled
+
+    @property
+    def ends_without_tokens(self) -> bool:
+        """Whether the calling thread's call is to end and has no new tokens to return."""
+        return self._is_cancelled and threading.get_ident() not in self._have_tokens
+
+    @contextmanager
+    def waking(self, wake: Callable[[], None]) -> Iterator[None]:
+        """Around one call, by its thread; `cancel` calls `wake` meanwhile."""
+        self._wakes.append(wake)
+        try:
+            yield
+        finally:
+            self._wakes.remove(wake)
+            self._have_tokens.discard(threading.get_ident())
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """[rows], for the library, after every new token."""
+        self._have_tokens.add(threading.get_ident())
+        return torch.full((input_ids.shape[0],), self._is_cancelled, dtype=torch.bool, device=input_ids.device)
