@@ -20,6 +20,7 @@ import openai
 import psutil
 import pytest
 
+from smoe.cli.serve import ServerOptions
 from tests import forked
 from tests.cli.conftest import Run
 from tests.forked import Forked
@@ -188,12 +189,21 @@ def test_whenever_ctrl_c_comes_while_it_loads_it_ends_in_order(moment: str) -> N
     assert "interrupted\n" in ended.stderr or "ended\n" in ended.stderr
 
 
+def test_the_key_may_be_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("secret\n")
+    assert ServerOptions(api_key_file=file).config().api_key == "secret"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--host", "0.0.0.0"], "--api-key"),
         (["--host", "0.0.0.0", "--api-key", "x", "--no-auth"], "--no-auth"),
         (["--api-key", "with space"], "--api-key"),
+        (["--api-key-file", "/no/such/file"], "--api-key-file /no/such/file cannot be read: No such file"),
+        (["--api-key-file", __file__], "--api-key"),
+        (["--api-key-file", __file__, "--api-key", "x"], "exclude each other"),
         (["--port", "99999"], "--port"),
         (["--max-waiting", "0"], "--max-waiting"),
         (["--max-body", "1"], "--max-body is"),

@@ -73,7 +73,8 @@ def test_a_key_is_asked_for(demo: Any, demo_tokenizer: Any) -> None:
             for path in ("/v1/models", "/metrics", "/nowhere"):
                 answer = running.http("GET", path, Authorization=given)
                 assert (answer.status, answer.error["code"]) == (401, "invalid_api_key"), given
-        assert running.http("GET", "/health").status == 200
+        for path in ("/health", "/healthz", "/ready"):
+            assert running.http("GET", path).status == 200, path
         with pytest.raises(openai.AuthenticationError):
             running.client.with_options(api_key="other").models.list()
 

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import openai
+import psutil
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from smoe.errors import TransferError
 from smoe.generation.rows import Rows
@@ -184,9 +186,32 @@ def test_a_loop_that_fails_leaves_nobody_waiting(
             running.chat()
         health = running.http("GET", "/health")
         assert (health.status, json.loads(health.text)) == (503, {"status": "failed"})
+        assert [running.http("GET", path).status for path in ("/healthz", "/ready")] == [503, 503]
         with pytest.raises(openai.InternalServerError):
             running.chat()
         loop._asked.clear()
+
+
+def test_a_server_that_ends_is_live_and_not_ready(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [running.http("GET", path).status for path in ("/healthz", "/ready")] == [200, 200]
+    monkeypatch.setattr(running.serving, "_is_ending", True)
+    found = [running.http("GET", path) for path in ("/healthz", "/ready")]
+    assert [(each.status, json.loads(each.text)) for each in found] == [
+        (200, {"status": "ending"}),
+        (503, {"status": "ending"}),
+    ]
+
+
+def test_metrics_say_what_the_process_takes(running: Running) -> None:
+    """By the names that Prometheus's own client gives them; and no series of when counters began."""
+    text = running.http("GET", "/metrics").text
+    found = {each.name: each.samples[0].value for each in text_string_to_metric_families(text) if each.samples}
+    assert not [name for name in found if name.endswith("_created")] and "_created" not in text
+    process = psutil.Process()
+    assert found["process_cpu_seconds"] > 0 and found["process_threads"] >= 2
+    assert found["process_start_time_seconds"] == pytest.approx(process.create_time(), abs=2)
+    assert 0.5 < found["process_resident_memory_bytes"] / process.memory_info().rss < 2
+    assert found["process_virtual_memory_bytes"] > found["process_resident_memory_bytes"]
 
 
 def test_metrics_count(running: Running) -> None:

@@ -60,6 +60,12 @@ class ServerOptions:
             rich_help_panel=_SERVER,
         ),
     ] = None
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file whose one line is the key, such as a credential of systemd.", rich_help_panel=_SERVER
+        ),
+    ] = None
     no_auth: Annotated[
         bool, typer.Option("--no-auth", help="Let everybody ask who reaches --host.", rich_help_panel=_SERVER)
     ] = False
@@ -134,7 +140,7 @@ class ServerOptions:
         return ServerConfig(
             host=self.host,
             port=self.port,
-            api_key=self.api_key,
+            api_key=self._key(),
             no_auth=self.no_auth,
             allow_origin=tuple(self.allow_origin or ()),
             max_waiting=self.max_waiting,
@@ -149,6 +155,27 @@ class ServerOptions:
             parses_control_tokens=self.parse_control_tokens,
             drain_seconds=self.drain,
         )
+
+    def _key(self) -> str | None:
+        """What clients must send. Raises `ConfigError` for a file that has no key, or one beside another key."""
+        if self.api_key_file is None:
+            return self.api_key
+        if self.api_key is not None:
+            raise ConfigError(
+                "`api_key` and `api_key_file` exclude each other; leave one out (SMOE_API_KEY gives the first)",
+                setting="api_key_file",
+                given=str(self.api_key_file),
+                allowed="nothing beside `api_key`",
+            )
+        try:
+            return self.api_key_file.read_text(encoding="utf8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"`api_key_file` {self.api_key_file} cannot be read: {getattr(error, 'strerror', None) or error}",
+                setting="api_key_file",
+                given=str(self.api_key_file),
+                allowed="a file of text whose one line is the key",
+            ) from error
 
 
 def command(

@@ -39,7 +39,7 @@ def make_app(serving: Serving, warn: Callable[[str], None], bodies: BodyBudget |
     _add_models(app, serving)
     _add_api(app, serving)
     _add_state(app, serving)
-    open_paths = frozenset({"/health"} | add_page(app, _watching(serving)))
+    open_paths = frozenset({"/health", "/healthz", "/ready"} | add_page(app, _watching(serving)))
     known = {getattr(route, "path", "") for route in app.routes}
 
     def counted(path: str, status: int) -> None:
@@ -98,6 +98,16 @@ def _add_state(app: FastAPI, serving: Serving) -> None:
         has_failed = serving.prompts.template_state == "failed"
         state = {"status": serving.state, **({"chat_template": "failed"} if has_failed else {})}
         return Json(state, 200 if serving.state == "ok" else 503)
+
+    @app.api_route("/healthz", methods=_READ)
+    async def live() -> Response:
+        """For a supervisor that starts a program again that is not: one that ends is."""
+        return Json({"status": serving.state}, 503 if serving.state == "failed" else 200)
+
+    @app.api_route("/ready", methods=_READ)
+    async def ready() -> Response:
+        """For whoever shares requests out."""
+        return Json({"status": serving.state}, 200 if serving.state == "ok" else 503)
 
     @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:

@@ -1,11 +1,13 @@
-"""What a server counts, for Prometheus (`/metrics`). Names begin with `smoe_`; units are seconds, bytes, tokens."""
+"""What a server counts, for Prometheus (`/metrics`). Names begin with `smoe_`, those of the process with `process_`;
+units are seconds, bytes, tokens."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+import psutil
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from smoe.generation.loop import DecodeLoop
@@ -14,6 +16,8 @@ from smoe.runtime.engine import Engine
 
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _GAP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10)
+
+disable_created_metrics()  # when each counter began: a series more for each, which Prometheus does not use
 
 
 class Meters:
@@ -45,6 +49,7 @@ class Meters:
             "smoe_time_between_tokens_seconds", "Between two tokens of a text.", buckets=_GAP, registry=registry
         )
         registry.register(_Live(engine, loop))  # type: ignore[arg-type]
+        registry.register(_Process())  # type: ignore[arg-type]
 
     def heard(self, request: Request, what: Piece | End) -> None:
         """One more token of a text, or its end."""
@@ -107,3 +112,23 @@ class _Live:
             ("forward_passes", "Passes of the model.", counters.forward_passes),
         ):
             yield CounterMetricFamily(f"smoe_{name}", what, value)
+
+
+class _Process:
+    """What the process takes of the machine, by the names that all of Prometheus's clients give it."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+
+    def collect(self) -> Iterator[Metric]:
+        with self._process.oneshot():
+            memory, cpu = self._process.memory_info(), self._process.cpu_times()
+            yield GaugeMetricFamily("process_resident_memory_bytes", "Memory in use.", memory.rss)
+            yield GaugeMetricFamily("process_virtual_memory_bytes", "Address space.", memory.vms)
+            yield CounterMetricFamily("process_cpu_seconds", "Time of all threads on CPUs.", cpu.user + cpu.system)
+            yield GaugeMetricFamily("process_threads", "Threads.", self._process.num_threads())
+            yield GaugeMetricFamily(
+                "process_start_time_seconds", "When it began, since 1970.", self._process.create_time()
+            )
+            if psutil.POSIX:
+                yield GaugeMetricFamily("process_open_fds", "Open files, sockets included.", self._process.num_fds())

@@ -97,6 +97,22 @@ OPERATIONS = (
         others={503: answers.Health},
         is_open=True,
     ),
+    Operation(
+        "get",
+        "/healthz",
+        "Whether the process works, be it that it ends: otherwise it should be started again.",
+        {_JSON: answers.Health},
+        others={503: answers.Health},
+        is_open=True,
+    ),
+    Operation(
+        "get",
+        "/ready",
+        "Whether it takes requests.",
+        {_JSON: answers.Health},
+        others={503: answers.Health},
+        is_open=True,
+    ),
     Operation("get", "/metrics", "Counters, for Prometheus.", {METRICS_TYPE: "Prometheus's text form."}),
     Operation("get", "/openapi.json", "This description.", {_JSON: {"schema": {"type": "object"}}}),
     Operation(
