@@ -119,10 +119,10 @@ class Code:
 
     @property
     def nowhere(self) -> Value:
-        """An address that may be read and holds nothing of use."""
+        """The address of a register's bytes, which may be read and hold nothing of use."""
         if self._nowhere is None:
             with self.build.goto_entry_block():
-                self._nowhere = self.build.alloca(LONG)
+                self._nowhere = self.build.alloca(self.registers(WORD))
                 self._nowhere.type = POINTER
         return self._nowhere
 
@@ -188,13 +188,13 @@ class Code:
         odd = self.build.and_(pairs, self.words([0xFFFF0000] * lanes))
         return self.build.bitcast(even, kind), self.build.bitcast(odd, kind)
 
-    def biased(self, total: Value, bias: Value, place: Value) -> Value:
-        """A float32 plus the bf16 number `place` bytes behind the address `bias`, where that is not null."""
+    def biased(self, totals: Value, bias: Value, place: Value) -> Value:
+        """A register of float32 plus as many bf16 numbers `place` bytes behind the address `bias`, where that is not
+        null."""
         has_bias = self.build.icmp_unsigned("!=", bias, ir.Constant(bias.type, None))
         source = self.build.select(has_bias, self.at(bias, place), self.nowhere)
-        number = self.widened(self.load(ir.VectorType(HALF_WORD, 1), source))
-        value = self.build.extract_element(number, ir.Constant(WORD, 0))
-        return self.build.select(has_bias, self.build.fadd(total, value), total)
+        numbers = self.widened(self.load(self.registers(HALF_WORD, totals.type.count), source))
+        return self.build.select(has_bias, self.build.fadd(totals, numbers), totals)
 
     def rounded(self, reals: Value) -> Value:
         """float32 -> bf16 as 16 bits each, to even; whatever is no number becomes the one NaN."""

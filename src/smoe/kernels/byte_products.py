@@ -336,27 +336,32 @@ class _Products:
         return [each.total() for each in sums]
 
     def _store_outputs(self, n: Value, strips: int) -> None:
-        """Totals of outputs n, n + 1, ... plus the bias, in bf16, of every row."""
+        """Totals of outputs n, n + 1, ... plus the bias, in bf16, of every row: a register at a time, the last ones of
+        the matrix one by one."""
         code, build, lanes = self.code, self.code.build, self.code.isa.lanes
         left = build.sub(self.end, n)
-        width = code.number(strips * lanes)
-        count = build.select(build.icmp_signed("<", left, width), left, width)
-        to = build.mul(n, code.number(2))
+        is_whole = build.icmp_signed(">=", left, code.number(strips * lanes))
+        with build.if_else(is_whole) as (whole, part):
+            with whole:
+                self._store_each(n, code.number(strips * lanes), lanes)
+            with part:
+                self._store_each(n, left, 1)
+
+    def _store_each(self, n: Value, count: Value, width: int) -> None:
+        """`count` outputs from n on of every row, `width` at a time."""
+        code, build = self.code, self.code.build
 
         def row(m: Value, _: list[Value]) -> list[Value]:
-            total = code.at(self.totals, build.mul(m, code.number(self.total_row)))
+            totals = code.at(self.totals, build.mul(m, code.number(self.total_row)))
             out = code.load(POINTER, code.at(self.given, build.add(build.mul(m, code.number(16)), code.number(16))))
-            out = code.at(out, to)
 
-            def output(i: Value, _: list[Value]) -> list[Value]:
-                place = build.mul(i, code.number(2))
-                number = code.load(FLOAT, code.at(total, build.mul(i, code.number(4))), 4)
-                number = code.biased(number, self.bias, build.add(to, place))
-                bits = build.extract_element(code.rounded(code.splat(number, 1)), ir.Constant(WORD, 0))
-                code.store(bits, code.at(out, place), 2)
+            def outputs(i: Value, _: list[Value]) -> list[Value]:
+                place = build.mul(build.add(n, i), code.number(2))
+                numbers = code.load(code.registers(FLOAT, width), code.at(totals, build.mul(i, code.number(4))), 4)
+                code.store(code.rounded(code.biased(numbers, self.bias, place)), code.at(out, place), 2)
                 return []
 
-            code.loop(code.number(0), count, 1, [], output)
+            code.loop(code.number(0), count, width, [], outputs)
             return []
 
         code.loop(code.number(0), self.rows, 1, [], row)

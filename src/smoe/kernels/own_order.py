@@ -65,9 +65,8 @@ def _products(module: ir.Module, isa: Isa, rows: int) -> None:
         totals = _dots(code, code.at(w, build.mul(n, stride)), xs, columns)
         place = build.mul(n, code.number(2))
         for total, to in zip(totals, outs, strict=True):
-            biased = total if rows > 1 else code.biased(total, bias, place)
-            result = code.rounded(code.splat(biased, 1))
-            code.store(build.extract_element(result, ir.Constant(WORD, 0)), code.at(to, place))
+            one = code.splat(total, 1)
+            code.store(code.rounded(one if rows > 1 else code.biased(one, bias, place)), code.at(to, place))
         return []
 
     code.loop(begin, end, 1, [], output)

@@ -25,7 +25,7 @@ from smoe.kernels import byte_products, byte_rows, quantised_dots
 from smoe.kernels.builder import Code
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.isa import Isa
-from smoe.kernels.kinds import FLOAT, HALF_WORD, POINTER, WORD, Value
+from smoe.kernels.kinds import FLOAT, HALF_WORD, POINTER, Value
 from smoe.kernels.quantised_block import Row, arranged, codes_of, group_numbers, order_of, scales_of
 from smoe.kernels.quantised_dots import subtracted
 
@@ -128,9 +128,8 @@ def _products(module: ir.Module, isa: Isa, form: Format, way: _Way, rows: int) -
         for i in range(count):
             place = build.mul(build.add(n, code.number(i)), code.number(2))
             for r in range(rows):
-                total = code.biased(totals[i * rows + r], bias, place) if rows == 1 else totals[i * rows + r]
-                result = code.rounded(code.splat(total, 1))
-                code.store(build.extract_element(result, ir.Constant(WORD, 0)), code.at(outs[r], place))
+                one = code.splat(totals[i * rows + r], 1)
+                code.store(code.rounded(code.biased(one, bias, place) if rows == 1 else one), code.at(outs[r], place))
 
     whole = build.sub(end, build.srem(build.sub(end, begin), code.number(at_once)))
 
