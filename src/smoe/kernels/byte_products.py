@@ -220,16 +220,14 @@ class _Products:
 
         def block(i: Value, _: list[Value]) -> list[Value]:
             ahead = code.at(following, build.mul(i, code.number(form.nbytes * lanes)))
-            for line in range(0, form.nbytes * lanes, _LINE):
-                code.prefetch(code.at(ahead, line))
             at = build.mul(i, code.number(form.nbytes))
-            self._unpack_block([code.at(place, at) for place in places], i, strip)
+            self._unpack_block([code.at(place, at) for place in places], i, strip, ahead)
             return []
 
         code.loop(code.number(0), count, 1, [], block)
 
-    def _unpack_block(self, places: Sequence[Value], i: Value, strip: int) -> None:
-        """Block number i of the tile."""
+    def _unpack_block(self, places: Sequence[Value], i: Value, strip: int, ahead: Value) -> None:
+        """Block number i of the tile; memory at `ahead` is fetched meanwhile."""
         code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
         columns, groups = Columns(code, form, places), len(form.groups)
         scale = columns.scalar(form.scale)
@@ -243,9 +241,13 @@ class _Products:
                 code.store(columns.offset(group, minimum), code.at(offsets, 4 * lanes * g), 4 * lanes)
             code.store(gain, code.at(gains, 4 * lanes * g), 4 * lanes)
         tile = code.at(code.at(self.tile, strip * self.tile_strip), build.mul(i, code.number(form.numbers * lanes)))
-        for place, (run, first) in self._pieces():
+        lines, pieces = form.nbytes * lanes // _LINE, self._pieces()
+        for number, (place, (run, first)) in enumerate(pieces):
             for n, codes in enumerate(columns.codes(run.fields, first)):
                 code.store(self._as_bytes(codes), code.at(tile, (place + 4 * n) * lanes), 4 * lanes)
+            for line in range(lines * number // len(pieces), lines * (number + 1) // len(pieces)):
+                code.prefetch(code.at(ahead, _LINE * line))
+            code.cut(self.has_columns)
 
     def _pieces(self) -> list[tuple[int, tuple[Run, int]]]:
         """(place in the block's order of codes, (run, first number in it)) of 16 numbers each, those of neighbouring
