@@ -9,7 +9,10 @@ import sys
 from smoe.errors import ConfigError
 
 X86, AARCH64 = "x86", "aarch64"
-_LEVELS = {X86: ("none", "avx2", "avx512", "avx512_bf16", "all"), AARCH64: ("none", "neon", "neon_dotprod", "all")}
+_LEVELS = {
+    X86: ("none", "avx2", "avx_vnni", "avx512", "avx512_bf16", "all"),
+    AARCH64: ("none", "neon", "neon_dotprod", "all"),
+}
 
 
 def family_of(machine: str, is_wide: bool = True) -> str:

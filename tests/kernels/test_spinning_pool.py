@@ -198,15 +198,17 @@ def test_other_matrices_are_left_to_the_library(w: torch.Tensor) -> None:
 
 
 @pytest.mark.skipif(FAMILY != X86, reason="extensions of x86")
-@pytest.mark.parametrize(("isa", "kept"), [("none", 0), ("avx2", 1), ("AVX512", 2), ("avx512_bf16", 3), ("all", 3)])
+@pytest.mark.parametrize(
+    ("isa", "kept"), [("none", 0), ("avx2", 1), ("avx_vnni", 2), ("AVX512", 3), ("avx512_bf16", 4), ("all", 4)]
+)
 def test_the_kernels_can_be_kept_from_vector_extensions(isa: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the CPU does not have, no setting gives it."""
-    wanted = ("avx2", "avx512f", "avx512bf16")
+    wanted = ("avx2", "avxvnni", "avx512f", "avx512bf16")
     monkeypatch.delenv("SMOE_MAX_CPU_ISA", raising=False)
     has = [jit.cpu_has(feature) for feature in wanted]
     monkeypatch.setenv("SMOE_MAX_CPU_ISA", isa)
     assert [jit.cpu_has(feature) for feature in wanted] == [n < kept and there for n, there in enumerate(has)]
-    assert spinning_pool.is_supported() is (kept == 3 and all(has[1:]))
+    assert spinning_pool.is_supported() is (kept == 4 and all(has[2:]))
 
 
 @pytest.mark.skipif(FAMILY != X86, reason="extensions of x86")
@@ -214,7 +216,7 @@ def test_code_is_made_for_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> No
     promised.needs(jit.is_available(), "a compiler")
     monkeypatch.setenv("SMOE_MAX_CPU_ISA", "avx2")
     features = jit._flattened(jit._features()).split(",")
-    assert not any(feature.startswith(("+avx512", "+avx10", "+amx")) for feature in features)
+    assert not any(feature.startswith(("+avx512", "+avx10", "+amx", "+avxvnni")) for feature in features)
 
 
 def test_without_the_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def _version() -> str:
 
 
 _FIRST_ISA = (("amx", "all"), ("avx10", "all"), ("avx512bf16", "avx512_bf16"), ("avx512fp16", "all"),
-              ("avx512", "avx512"), ("avx", "avx2"), ("dotprod", "neon_dotprod"))  # fmt: skip
+              ("avx512", "avx512"), ("avxvnni", "avx_vnni"), ("avx", "avx2"), ("dotprod", "neon_dotprod"))  # fmt: skip
 """How LLVM's names of extensions begin, and the first of `CPU_ISA` that has them; the first that fits counts. NEON is
 part of every aarch64: code is made with it wherever any is."""
 
