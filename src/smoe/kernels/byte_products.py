@@ -33,7 +33,7 @@ STRIPS = 2
 TILE_COLUMNS = 1024
 """Numbers along K that are unpacked at a time: with 16 outputs 16 KB, half of the first cache level."""
 AHEAD = 2
-"""Strips of a register's width between what is multiplied with a single row and what is fetched from memory."""
+"""Registers' widths of outputs between what is multiplied and what is fetched from memory."""
 _LINE = 64
 _MOST_IN_16_BITS = 128
 """The largest code of which two, times 127 each, are still a number of 16 bits."""
@@ -111,12 +111,35 @@ class _Products:
 
     def build(self) -> None:
         code, lanes = self.code, self.code.isa.lanes
+        self._fetch_first()
         is_alone = code.build.icmp_signed("==", self.rows, code.number(1))
         with code.build.if_else(is_alone) as (alone, several):
             with alone:
                 code.loop(self.first, self.end, lanes, [], lambda n, _: self._one_row(n))
             with several:
                 code.loop(self.first, self.end, STRIPS * lanes, [], lambda n, _: self._strip(n))
+
+    def _fetch_first(self) -> None:
+        """What is multiplied first is fetched from memory all at once: piece by piece, each would be waited for."""
+        code, build = self.code, self.code.build
+        outputs = build.sub(self.end, self.first)
+        most = code.number(AHEAD * code.isa.lanes)
+        outputs = build.select(build.icmp_signed("<", outputs, most), outputs, most)
+        begin = code.at(self.w, build.mul(self.first, self.stride))
+
+        def line(i: Value, _: list[Value]) -> list[Value]:
+            code.prefetch(code.at(begin, i))
+            return []
+
+        code.loop(code.number(0), build.mul(outputs, self.stride), _LINE, [], line)
+
+    def _following(self, n: Value) -> Value:
+        """Where the outputs begin that are fetched while those from n on are multiplied; past the last one, those from
+        n on: what lies behind is another call's."""
+        code, build = self.code, self.code.build
+        following = build.add(n, code.number(AHEAD * code.isa.lanes))
+        is_inside = build.icmp_signed("<", following, self.end)
+        return code.at(self.w, build.mul(build.select(is_inside, following, n), self.stride))
 
     def _strip(self, n: Value) -> list[Value]:
         """Outputs from n on of several rows."""
@@ -129,7 +152,7 @@ class _Products:
         """Outputs from n on of a single row: codes are multiplied as they are unpacked."""
         code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
         places, x = self._places(n, code.number(0)), self._row(code.number(0), code.number(0))
-        following = code.at(self.w, build.mul(build.add(n, code.number(AHEAD * lanes)), self.stride))
+        following = self._following(n)
 
         def block(b: Value, totals: list[Value]) -> list[Value]:
             at = build.mul(b, code.number(form.nbytes))
@@ -215,8 +238,7 @@ class _Products:
         """Blocks b ... b + count - 1 of `lanes` outputs from n on."""
         code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
         places = self._places(n, b)
-        following = code.at(self.w, build.mul(build.add(n, code.number(STRIPS * lanes)), self.stride))
-        following = code.at(following, build.mul(b, code.number(form.nbytes * lanes)))
+        following = code.at(self._following(n), build.mul(b, code.number(form.nbytes * lanes)))
 
         def block(i: Value, _: list[Value]) -> list[Value]:
             ahead = code.at(following, build.mul(i, code.number(form.nbytes * lanes)))

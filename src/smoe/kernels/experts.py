@@ -22,7 +22,7 @@ import numpy.typing as npt
 from smoe.kernels import tasks
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.matrix import ByteFunctions, Matrix
-from smoe.kernels.quantised_work import LONE_UNIT, MOST_QUANTISED_ROWS, ROWS_OF_UNIT
+from smoe.kernels.quantised_work import FEW_ROWS, LONE_UNIT, MOST_QUANTISED_ROWS, ROWS_OF_UNIT, unit_of
 from smoe.kernels.rows import MOST_ROWS, passes
 from smoe.kernels.spinning_pool import UNIT, WAKING_WEIGHTS, SpinningPool
 
@@ -133,6 +133,9 @@ class ExpertWork:
         self._shape = shape
         self._experts = experts
         self._size = UNIT if len(experts) > 1 else LONE_UNIT
+        few = all(len(expert.places) <= FEW_ROWS for expert in experts)
+        outputs = len(experts) * (2 * shape.inner + shape.hidden)
+        self._byte_size = unit_of(shape.pool.threads, outputs) if few else self._size
         self._ups: list[int] = []
         """Units of each expert's first product."""
         self._counts = shape.pool.word(tasks.PROGRESS)
@@ -243,9 +246,9 @@ class ExpertWork:
         count_at: int,
     ) -> None:
         given = self._shape.pool.row_lists.add(pairs)
-        self.fields += (self.units, matrix.outputs, self._size, tasks.FORMAT, *wait, count_at, functions.products)
+        self.fields += (self.units, matrix.outputs, self._byte_size, tasks.FORMAT, *wait, count_at, functions.products)
         self.fields += (given, matrix.address, 0, matrix.columns, 0)
-        self.units += -(-matrix.outputs // self._size)
+        self.units += -(-matrix.outputs // self._byte_size)
 
     def downs(self) -> None:
         """Gates and second products."""

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 LONE_UNIT = 128
 """Outputs in a unit of a single product, of which the last unit would else be waited for."""
+MOST_UNIT = 1024
+"""Outputs in a unit of few rows: every unit waits for its first lines from memory."""
+_UNITS_OF_THREAD = 4
+"""So many units each thread gets of the product of few rows, where the matrices are large enough."""
+FEW_ROWS = 4
+"""So many take less time to multiply than their matrix takes to come from memory."""
 MOST_QUANTISED_ROWS = 32
 """Rows of bf16 that a quantised matrix is multiplied with, in passes of `MOST_ROWS`: for more it takes less time to
 unpack the matrix once."""
@@ -34,6 +40,12 @@ def most_quantised_rows(matrices: Sequence[Matrix]) -> int:
     """Rows that quantised matrices are multiplied with at once, at most."""
     in_bytes = all(each.products is not None and each.products.in_bytes is not None for each in matrices)
     return MOST_BYTE_ROWS if in_bytes else MOST_QUANTISED_ROWS
+
+
+def unit_of(threads: int, outputs: int) -> int:
+    """Outputs in a unit of few rows in 8 bits, of so many outputs in all."""
+    units = -(-outputs // (threads * _UNITS_OF_THREAD * LONE_UNIT))
+    return min(MOST_UNIT, units * LONE_UNIT)
 
 
 class Target(NamedTuple):
@@ -59,6 +71,8 @@ class QuantisedWork:
         """Of rows in 8 bits: where they are, the word that counts units done, and how many there are."""
         self._pool, self._rows, self._x = pool, x.shape[0], x.data_ptr()
         self._referred: list[object] = []
+        outputs = sum([each.matrix.outputs for each in targets])
+        self._byte_unit = unit_of(pool.threads, outputs) if self._rows <= FEW_ROWS else LONE_UNIT
         self._make_byte_rows([each.matrix for each in targets])
         pool.row_lists.begin(len(targets) * (1 + 2 * self._rows))
         for target in targets:
@@ -89,21 +103,28 @@ class QuantisedWork:
             begin, done, units = self.layouts[products.in_bytes.layout]
             row_bytes = products.in_bytes.layout.nbytes(columns)
             given = self._pool.row_lists.add([(begin + row_bytes * n, out + stride * n) for n in rows])
-            self._task(matrix, products.in_bytes.products, given, 0, bias, (done, units))
+            self._task(matrix, products.in_bytes.products, given, 0, bias, self._byte_unit, (done, units))
         elif self._rows == 1 or self._pool.rows_are_alone:
             for n in rows:
-                self._task(matrix, products.of_rows[0], self._x + 2 * columns * n, out + stride * n, bias)
+                self._task(matrix, products.of_rows[0], self._x + 2 * columns * n, out + stride * n, bias, LONE_UNIT)
         else:
             assert not bias and self._rows <= MOST_QUANTISED_ROWS, self._rows
             for pairs in passes([(self._x + 2 * columns * n, out + stride * n) for n in rows]):
                 self._referred.append(pairs)
-                self._task(matrix, products.of_rows[pairs.count // 2], pairs.address, 0, 0)
+                self._task(matrix, products.of_rows[pairs.count // 2], pairs.address, 0, 0, LONE_UNIT)
         self.weights += matrix.outputs * columns
 
     def _task(
-        self, matrix: Matrix, function: int, x: int, out: int, bias: int, wait: tuple[int, int] | None = None
+        self,
+        matrix: Matrix,
+        function: int,
+        x: int,
+        out: int,
+        bias: int,
+        unit: int,
+        wait: tuple[int, int] | None = None,
     ) -> None:
         wait_at, wait_for = wait or (self._pool.at_once, 0)
-        self.fields += (self.units, matrix.outputs, LONE_UNIT, tasks.FORMAT, wait_at, wait_for, self._pool.nowhere)
+        self.fields += (self.units, matrix.outputs, unit, tasks.FORMAT, wait_at, wait_for, self._pool.nowhere)
         self.fields += (function, x, matrix.address, out, matrix.columns, bias)
-        self.units += -(-matrix.outputs // LONE_UNIT)
+        self.units += -(-matrix.outputs // unit)
