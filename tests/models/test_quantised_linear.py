@@ -82,6 +82,16 @@ def test_an_embedding(form: Format) -> None:
     assert torch.allclose(ours, numbers_of(form, codes)[ids], rtol=1e-6, atol=1e-9)
 
 
+@needs_kernels
+@pytest.mark.parametrize("tokens", [[[2]], [[OUTPUTS - 1], [0]], [[0, 1, 2, 3, 4, 5, 6, 7]]])
+def test_an_embedding_has_the_same_bits_by_our_kernel(form: Format, tokens: list[list[int]], pool) -> None:
+    ids = torch.tensor(tokens)
+    library = QuantisedEmbedding(form, codes_of(form), torch.bfloat16, None)
+    ours = QuantisedEmbedding(form, library.codes, torch.bfloat16, None)
+    ours.pool = pool
+    assert torch.equal(ours(ids), library(ids))
+
+
 def test_tied_layers_share_their_codes(form: Format) -> None:
     model = nn.Module()
     model.embedding, model.output = nn.Embedding(OUTPUTS, COLUMNS), nn.Linear(COLUMNS, OUTPUTS, bias=False)

@@ -201,8 +201,12 @@ class QuantisedEmbedding(QuantisedWeight):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Token ids [...] -> [..., embedding_dim]"""
-        codes = self.codes[input.reshape(-1)]
-        return unpacked(self.form, codes, self.dtype).view(*input.shape, self.embedding_dim)
+        ids = input.reshape(-1)
+        if self.pool is None or len(ids) > MOST_ROWS:
+            return unpacked(self.form, self.codes[ids], self.dtype).view(*input.shape, self.embedding_dim)
+        out = torch.empty(len(ids), self.embedding_dim, dtype=self.dtype)
+        self.pool.unpack([(self._matrix(n, n + 1), to.data_ptr()) for n, to in zip(ids.tolist(), out, strict=True)])
+        return out.view(*input.shape, self.embedding_dim)
 
 
 def can_stay_quantised(module: nn.Module) -> bool:
