@@ -9,6 +9,8 @@ from pydantic import BaseModel, ValidationError
 
 from smoe.server import answers
 
+_STATES = ("/health", "/healthz", "/ready")
+"""Paths that say by 503 how the server is."""
 _EVENTS = "text/event-stream"
 
 
@@ -21,7 +23,7 @@ class Promises:
     def broken_by(self, method: str, path: str, status: int, kind: str, text: str) -> str | None:
         """What of it is not as described; None where all is. `path` as it is described, `kind`: the media type."""
         operation = self._paths.get(path, {}).get(method.lower())
-        if status >= 500 and (status != 503 or path != "/health"):
+        if status >= 500 and (status != 503 or path not in _STATES):
             return f"status {status}: {text[:300]}"
         if operation is None:
             return _broken_refusal(text) if status in (400, 403, 404, 405, 413) else f"status {status} of no such path"

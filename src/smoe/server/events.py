@@ -18,6 +18,8 @@ _T = TypeVar("_T")
 PATIENCE_SECONDS = 15.0
 """A stream that says nothing for so long sends a comment: proxies and clients then know that it lives."""
 STILL_HERE = b": still here\n\n"
+_LINE_ENDS = "\x85\u2028\u2029"
+"""Ends of lines that JSON leaves as they are."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -27,8 +29,11 @@ def to_json(value: Any) -> bytes:
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """One server-sent event."""
-    data = b"data: " + to_json(value) + b"\n\n"
+    """One server-sent event: one line by whatever rule its client splits lines (httpx ends them as Python does)."""
+    data = to_json(value)
+    for character in _LINE_ENDS:
+        data = data.replace(character.encode(), f"\\u{ord(character):04x}".encode())
+    data = b"data: " + data + b"\n\n"
     return data if name is None else f"event: {name}\n".encode() + data
 
 
