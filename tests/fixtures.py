@@ -93,11 +93,27 @@ def measured_in_full(measured_briefly: None, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(on_clock, "_STEPS", 48)
 
 
+@pytest.fixture(scope="session")
+def object_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Object code, for every process of the run: each kernel is compiled once."""
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernels"
+    shared.mkdir(mode=0o700, exist_ok=True)
+    return shared
+
+
+def cache_with(object_code: Path, place: Path) -> str:
+    """The user's caches at a place: nothing is known there but object code."""
+    (place / "smoe").mkdir(parents=True)
+    (place / "smoe" / "kernels").symlink_to(object_code)
+    return str(place)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def user_cache(tmp_path_factory: pytest.TempPathFactory, object_code: Path) -> Iterator[None]:
     """What tests have measured is not the user's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(PLACE, str(tmp_path_factory.mktemp("cache")))
+        patch.setenv(PLACE, cache_with(object_code, tmp_path_factory.mktemp("caches") / "cache"))
         yield
 
 

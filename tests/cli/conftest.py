@@ -15,6 +15,7 @@ import torch
 from smoe import cli, from_pretrained
 from smoe.trace.recorder import recording
 from tests import oracle
+from tests.fixtures import cache_with
 from tests.toy import save_toy
 
 SIZE = ("--memory", "2700KiB", "--context", 128)
@@ -57,8 +58,8 @@ def traces(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[P
 
 
 @pytest.fixture(autouse=True)
-def one_thread_and_no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def one_thread_and_no_profile(tmp_path: Path, object_code: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_with(object_code, tmp_path / "cache"))
     monkeypatch.delenv("SMOE_DEBUG", raising=False)
     monkeypatch.setattr("smoe.machine.measure.measure_memory", lambda seconds, memory=None: 20e9)
     monkeypatch.setattr("smoe.report.machine_for.measure_small_disk", lambda request_bytes: 1e8)

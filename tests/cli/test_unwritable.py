@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from smoe.machine.measure import profile_path
@@ -45,8 +47,7 @@ def test_a_place_lost_meanwhile_is_survived(run, tmp_path, quick, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def measure(*_):
-        (tmp_path / "cache" / "smoe").rmdir()
-        (tmp_path / "cache").rmdir()
+        shutil.rmtree(tmp_path / "cache")
         (tmp_path / "cache").write_text("")
         return 20e9
 
