@@ -52,7 +52,7 @@ def context_tokens(workload: Workload) -> int:
 # --- llama-cli and llama-completion: a process for each prompt, the tokens after the longest --------------------------
 
 PROMPT_TIME = re.compile(r"prompt eval time\s*=\s*([\d.]+) ms\s*/\s*(\d+) tokens")
-DECODE_TIME = re.compile(r"(?<!prompt )eval time\s*=\s*([\d.]+) ms\s*/\s*(\d+) runs")
+DECODE_TIME = re.compile(r"eval time\s*=\s*([\d.]+) ms\s*/\s*(\d+) runs")
 LOAD_TIME = re.compile(r"load time\s*=\s*([\d.]+) ms")
 
 
