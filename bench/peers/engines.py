@@ -150,11 +150,14 @@ def smoe_baseline_bytes(threads: int) -> int:
     return int(answer.stdout.split()[-1])
 
 
-def _cli(variable: str, *more: str, below_memory: Sequence[str] = ()) -> Engine:
-    """A program like llama.cpp's, with `more` options, and others where memory is limited."""
+def _cli(variable: str, *more: str, in_memory: Sequence[str] = (), below_memory: Sequence[str] = ()) -> Engine:
+    """A program like llama.cpp's, with `more` options, and others where memory is not limited, or is.
+
+    Where it is not, weights are to be read at load: the first prompt would else pay for mapping every page of them.
+    """
 
     def commands(setup: Setup, workload: Workload, limit_bytes: int | None) -> list[Command]:
-        options = [*more, *(below_memory if limit_bytes is not None else ())]
+        options = [*more, *(in_memory if limit_bytes is None else below_memory)]
         texts = prompt_texts(setup.gguf, workload)
         return binaries.cli_commands(binary(variable, setup.isa), setup.gguf, workload, texts, options)
 
@@ -182,8 +185,8 @@ ENGINES: dict[str, Engine] = {
     "llama.cpp": _llama("mmap"),
     "llama.cpp-mapped": _llama("mapped-only"),
     "llama.cpp-direct": _llama("direct"),
-    "llama.cpp-cli": _cli(LLAMA_CLI_VARIABLE, "-no-cnv"),
-    "ik-llama.cpp": _cli(IK_VARIABLE, below_memory=["--prefetch-experts"]),
+    "llama.cpp-cli": _cli(LLAMA_CLI_VARIABLE, "-no-cnv", in_memory=["--load-mode", "none"]),
+    "ik-llama.cpp": _cli(IK_VARIABLE, in_memory=["--no-mmap"], below_memory=["--prefetch-experts"]),
     "ik-llama.cpp-mapped": _cli(IK_VARIABLE),
     "ik-llama.cpp-repacked": _cli(IK_VARIABLE, "-rtr"),
     "bigmoe": _bigmoe(BIGMOE_VARIABLE),

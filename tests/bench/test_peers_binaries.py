@@ -67,7 +67,7 @@ def test_cli_has_a_process_for_each_prompt_and_decodes_after_the_longest() -> No
     assert short.words[:-4] == long.words[:-4]
     joined = " ".join(long.words)
     assert "-t 2 -c 195 --seed 5" in joined and "-rtr" in long.words
-    assert "--temp 1 --top-k 0 --top-p 1" in joined and "--ignore-eos" in long.words
+    assert "--temp 1 --top-k 40 --top-p 1" in joined and "--ignore-eos" in long.words
 
 
 def test_bigmoe_is_asked_for_a_warm_up_every_prompt_and_the_tokens_after_the_longest() -> None:
@@ -76,7 +76,7 @@ def test_bigmoe_is_asked_for_a_warm_up_every_prompt_and_the_tokens_after_the_lon
     assert [(each["prompt"], each["n_predict"]) for each in asked] == [(" warm", 1), (TEXTS[16], 1), (TEXTS[128], 3)]
     assert all(each["clear_kv"] for each in asked) and last == {"cmd": "close"}
     joined = " ".join(command.words)
-    assert "--moe-stream" in joined and "--overlap" in joined and "--temp 1 --top-k 0 --top-p 1" in joined
+    assert "--moe-stream" in joined and "--overlap" in joined and "--temp 1 --top-k 40 --top-p 1" in joined
     assert "-c 195 " in joined and "--ubatch 195 " in joined
 
 
@@ -98,6 +98,8 @@ def test_engines_read_experts_ahead_below_memory_only(monkeypatch: pytest.Monkey
     setup = Setup(GGUF, GGUF, "python", tmp_path)
     assert "--prefetch-experts" in ENGINES["ik-llama.cpp"].commands(setup, WORK, 1 << 31)[0].words
     assert "--prefetch-experts" not in ENGINES["ik-llama.cpp"].commands(setup, WORK, None)[0].words
+    assert "--no-mmap" in ENGINES["ik-llama.cpp"].commands(setup, WORK, None)[0].words
+    assert "--no-mmap" not in ENGINES["ik-llama.cpp"].commands(setup, WORK, 1 << 31)[0].words
     assert "-rtr" in ENGINES["ik-llama.cpp-repacked"].commands(setup, WORK, None)[0].words
     (command,) = ENGINES["bigmoe"].commands(setup, WORK, None)
     assert command.words[command.words.index("--cache-mb") + 1] == "2000"
@@ -121,7 +123,21 @@ def test_times_of_the_cli_are_read() -> None:
     found = binaries.read_cli([cli_process(16, 50), cli_process(128, 400)], WORK)
     assert found.ttft_seconds == {"16": 0.05, "128": 0.4}
     assert found.decode_seconds == pytest.approx([0.04] * 3)
-    assert found.load_seconds == pytest.approx(1.2505)
+
+
+IK_TIMES = """\
+main: prompt eval time =     323.94 ms /   {length} tokens (   23.14 ms per token,    43.22 tokens per second)
+main:        eval time =      90.00 ms /     4 tokens (   22.50 ms per token,    44.44 tokens per second)
+main:       total time =     413.94 ms /    18 tokens
+"""
+
+
+def test_token_of_the_prompt_is_no_decoded_one() -> None:
+    """ik_llama.cpp divides the time of three runs by four tokens."""
+    processes = [Finished(0, (Chunk("", 0),), IK_TIMES.format(length=length)) for length in (16, 128)]
+    found = binaries.read_cli(processes, WORK)
+    assert found.ttft_seconds == {"16": 0.32394, "128": 0.32394}
+    assert found.decode_seconds == pytest.approx([0.03] * 3)
 
 
 def test_bytes_from_the_first_token_on_are_the_decoding_ones() -> None:
