@@ -210,6 +210,7 @@ def _serve(
     from smoe.cli.interrupts import answered_by
     from smoe.cli.session import loaded, tokenizer_of
     from smoe.server.door import opened
+    from smoe.server.first_pass import first_pass
     from smoe.server.listening import Server
     from smoe.server.serving import Serving
     from smoe.server.totals import totals_of
@@ -226,6 +227,7 @@ def _serve(
         serving = Serving(ready, tokenizer_of(model, engine.revision), name, config)
         if not serving.prompts.has_template:
             note("this model has no chat template: it continues texts (/v1/completions) and cannot be talked with")
+        first_pass(ready, serving.tokenizer)
         listener = Server(serving, told, warned)
         with answered_by(listener.handle_exit):
             serving.start()

@@ -62,6 +62,8 @@ class Serving:
         self.grammars = Grammars(tokenizer, self.vocabulary, sorted(self.ends))
         self.tokenizer = tokenizer
         self.fingerprint = _fingerprint(name, self.engine)
+        self.before = self.engine.stats()
+        """What the engine has counted before anything was asked."""
         self._places = self.engine.config.max_sequences
         self._loop = DecodeLoop(model, tokenizer, self._places + config.max_waiting)
         self.meters = Meters(self.engine, self._loop)
@@ -75,6 +77,7 @@ class Serving:
 
     def start(self) -> None:
         """Begin to work."""
+        self.before = self.engine.stats()
         self._thread.start()
 
     def give_back_memory(self) -> None:

@@ -50,7 +50,7 @@ def totals_of(serving: Serving) -> Totals:
     """Of a server whose model is still there."""
     engine, meters = serving.engine, serving.meters
     answers = {labels: int(n) for labels, n in meters.count("smoe_http_requests").items() if labels[0] in _ASKING}
-    counters = engine.stats()
+    counters = engine.stats() - serving.before
 
     def whole(name: str) -> int:
         return int(sum(meters.count(name).values()))

@@ -1,0 +1,37 @@
+"""A prompt and two tokens before anybody may ask, so that no request waits for what a model's first use takes.
+
+kernels compiled, or loaded from the user's cache | the libraries' own, made at first use | memory touched
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from smoe.generation.loop import DecodeLoop
+from smoe.generation.request import End, Piece, Request
+from smoe.generation.sampling import Sampling
+
+_PROMPT_TOKENS, _NEW_TOKENS = 8, 2
+
+
+def first_pass(model: PreTrainedModel, tokenizer: Any) -> None:
+    """By a decode loop of its own: what is read here no later text begins with. Raises what the model fails with."""
+    engine: Any = model.offload
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    count = min(_PROMPT_TOKENS, engine.context_tokens - _NEW_TOKENS, vocabulary)
+    if count < 1:
+        return
+    ends: list[End] = []
+
+    def note(what: Piece | End) -> None:
+        if isinstance(what, End):
+            ends.append(what)
+
+    loop = DecodeLoop(model, tokenizer)
+    loop.hand_in(Request(range(count), Sampling(max_new_tokens=_NEW_TOKENS, ignores_end=True), note))
+    loop.run(until_idle=True)
+    for end in ends:
+        if end.error is not None:
+            raise end.error
