@@ -45,7 +45,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 demo: env
-	$(BIN)/smoe generate demo --memory $(MEMORY) --context 512 --max-new-tokens 120 --prompt "$(PROMPT)"
+	$(BIN)/smoe generate demo --memory $(MEMORY) --max-new-tokens 120 --prompt "$(PROMPT)"
 
 # What is slow, another test covers in less time; CI runs it, too.
 test: env

@@ -20,8 +20,10 @@ from smoe.memory.store import ExpertStore, LayerExperts
 from smoe.models.checkpoint import Checkpoint, described_checkpoint
 from smoe.models.packed import contents_as_they_are
 from smoe.models.spec import ModelSpec
-from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes
+from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes, minimum_bytes
 
+LEAST_CONTEXT_TOKENS = 512
+"""Positions below which a context is not chosen: a text and its answer."""
 _CUDA_ALIGNMENT = 256
 """What torch's own allocator gives on a GPU; its matrix kernels are slow, or choose others, at odd addresses."""
 
@@ -54,6 +56,22 @@ def open_if_here(
         checkpoint.check_servable()
         return None
     return open_store(checkpoint, spec, checkpoint.experts(spec), device)
+
+
+def fit_context(
+    spec: ModelSpec, config: EngineConfig, demand: Callable[[ModelSpec], Demand]
+) -> tuple[ModelSpec, EngineConfig, dict[str, str]]:
+    """The model and its settings with fewer positions for a sequence where no number was given and the budget cannot
+    hold it with the usual one: halved until it can, `LEAST_CONTEXT_TOKENS` at the least. With it, by setting, why."""
+    usual = spec.context_tokens
+    if config.context_tokens is not None or config.memory_bytes is None:
+        return spec, config, {}
+    while minimum_bytes(demand(spec)) > config.memory_bytes and spec.context_tokens > LEAST_CONTEXT_TOKENS:
+        spec = replace(spec, context_tokens=max(LEAST_CONTEXT_TOKENS, spec.context_tokens // 2))
+    if spec.context_tokens == usual:
+        return spec, config, {}
+    why = f"what the budget can hold; it cannot hold the usual {usual}"
+    return spec, replace(config, context_tokens=spec.context_tokens), {"context_tokens": why}
 
 
 def make_ledger(

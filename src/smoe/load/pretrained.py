@@ -21,7 +21,7 @@ from smoe.load.clustered import check_cluster
 from smoe.load.device import choose_device
 from smoe.load.host_slots import reads_directly
 from smoe.load.known import known_of
-from smoe.load.ledger import make_ledger, open_store, share_beside, shortages_of
+from smoe.load.ledger import demand_of, fit_context, make_ledger, open_store, share_beside, shortages_of
 from smoe.load.shadow import least_shadow_bytes, planned_shadow
 from smoe.load.shadow_apart import following, is_apart, placed_shadow
 from smoe.load.verified_packs import OnBytes, verify_pack
@@ -105,6 +105,7 @@ def load(
     config = placed_shadow(config)
     checkpoint, spec, by_form = _open_checkpoint(model, config, revision)
     stores = {form: open_store(checkpoint, spec, of, device) for form, of in by_form.items()}
+    spec, config, fitted = fit_context(spec, config, lambda each: demand_of(each, config, device, stores[EXACT]))
     shadow = planned_shadow(checkpoint, spec, config, device)
     shadow_bytes = 0 if shadow is None else shadow.nbytes
     share_of = share_beside(spec, config, device, stores[EXACT], shadow_bytes)
@@ -128,7 +129,7 @@ def load(
         count_whole(loaded, spec.shell)
         arena.wait_touched(_TOUCH_SECONDS)
         pacing = Pacing() if profile is None else _emulation(profile, config, spec, ledger, stores[EXACT])
-        known = known._replace(config=config, reasons=won.reasons | known.reasons)
+        known = known._replace(config=config, reasons=fitted | won.reasons | known.reasons)
         weights = "" if config.cluster is None else checksum(checkpoint.place)
         files = {} if config.cluster is None else worker_files(checkpoint, spec)
         ahead = None if shadow is None else shadow.beside(loaded)
@@ -151,10 +152,10 @@ def _open_checkpoint(
     checkpoint = local_checkpoint(model)
     experts = None if checkpoint is None else checkpoint.experts(spec)  # a damaged file first, not its sizes
     if config.memory_bytes is not None and checkpoint is None:
-        least = replace(
-            spec.demand(config, spec.least_slot_bytes()), shadow_bytes=least_shadow_bytes(model, spec, config, revision)
-        )
-        allocate(config.memory_bytes, least)
+        shadow_bytes = least_shadow_bytes(model, spec, config, revision)
+        fewest, _, _ = fit_context(spec, config, lambda each: each.demand(config, each.least_slot_bytes()))
+        least = fewest.demand(config, fewest.least_slot_bytes())
+        allocate(config.memory_bytes, replace(least, shadow_bytes=shadow_bytes))
     if checkpoint is None or experts is None:
         checkpoint = whole_checkpoint(model, revision)
         spec = spec_of_whole(checkpoint, spec, config)

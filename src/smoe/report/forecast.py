@@ -22,7 +22,7 @@ from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.load.assembly import predictor_name
 from smoe.load.device import choose_device
-from smoe.load.ledger import make_ledger, open_if_here, share_beside, shortages_of
+from smoe.load.ledger import demand_of, fit_context, make_ledger, open_if_here, share_beside, shortages_of
 from smoe.load.winners import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at
@@ -247,9 +247,15 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
     set_compute_threads(config.threads)
     spec = read_spec(model, config, revision)
     store = open_if_here(model, spec, device, revision)
+    spec, config, fitted = fit_context(
+        spec,
+        config,
+        lambda each: each.demand(config) if store is None else demand_of(each, config, device, store),
+    )
     checkpoint = described_checkpoint(model, revision)
     beside = share_beside(spec, config, device, store)
     config, learned_bytes, decided, unlearned = _decided(config, checkpoint, spec, device, beside)
+    decided = [*(f"`{name}` {getattr(config, name)}, {why}" for name, why in fitted.items()), *decided]
     ledger, reason = make_ledger(spec, config, device, store, learned_bytes)
     if profile is None:
         decided = [*decided, *shortages_of(config, ledger, device)]
