@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bench.peers.binaries import BinaryError
 from bench.peers.cgroup import MemoryCgroup, MemoryParent
@@ -161,12 +162,14 @@ def _run_processes(
     """The engine's processes, one after the other, until one fails. Below a limit each starts from the disk."""
     environment = worker_environment(workload.threads, case.isa)
     finished: list[Finished] = []
-    for command in engine.commands(setup, workload, case.limit_bytes):
-        if finished and case.limit_bytes is not None:
-            drop_from_page_cache(engine.files(setup))
-        finished.append(run_process(command, group, REPOSITORY, environment, arena.nice, arena.timeout_seconds))
-        if finished[-1].status:
-            break
+    with TemporaryDirectory() as empty:
+        folder = Path(empty) if engine.variable else REPOSITORY  # programs leave logs where they run
+        for command in engine.commands(setup, workload, case.limit_bytes):
+            if finished and case.limit_bytes is not None:
+                drop_from_page_cache(engine.files(setup))
+            finished.append(run_process(command, group, folder, environment, arena.nice, arena.timeout_seconds))
+            if finished[-1].status:
+                break
     return finished
 
 

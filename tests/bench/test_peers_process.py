@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.peers.engines import worker_environment
+from bench.peers import rounds
+from bench.peers.engines import Engine, Setup, worker_environment
 from bench.peers.isa import VARIABLES
 from bench.peers.kept_rounds import KeptRounds
 from bench.peers.neighbour import busy_neighbour
 from bench.peers.process import TIMED_OUT, Command, Finished, run_process
 from bench.peers.rounds import Case, Round
+from bench.peers.shape import ModelShape
 from bench.peers.words import as_text, draw_words, vocabulary_words
 from bench.peers.worker import Measurement, Workload
 from tests.bench.test_peers import QUIET, SOME_CEILINGS
@@ -149,3 +151,13 @@ class Vocabulary:
 def test_words_are_one_token_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("smoe.models.checkpoint.whole_checkpoint", lambda place, revision: Vocabulary())
     assert vocabulary_words(Path("of-a-test.gguf")) == ["the", "tree"]
+
+
+def test_program_leaves_its_logs_in_no_folder_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    engine = Engine(lambda *_: [Command(["sh", "-c", "pwd; touch main.log"])], lambda _: [], variable="SOME_PROGRAM")
+    setup = Setup(tmp_path, tmp_path, "python", tmp_path)
+    workload = Workload(tmp_path, 10)
+    arena = rounds.Arena(setup, workload, ModelShape(), None, 60, 0)
+    (finished,) = rounds._run_processes(arena, engine, setup, workload, Case(), None)
+    assert finished.status == 0 and not Path(finished.output.strip()).exists()
+    assert not (rounds.REPOSITORY / "main.log").exists()
