@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from smoe.cli.libraries import import_libraries
 from smoe.cli.options import Debug, EngineOptions, Model, check_text
 from smoe.cli.request_options import ChatSamplingOptions, ParseControlTokens
 from smoe.errors import ConfigError, ContextError
@@ -56,6 +57,8 @@ def command(
     """
     from smoe.cli.console import note, stdin
     from smoe.cli.interrupts import exit_code, was_terminated
+
+    import_libraries()
     from smoe.cli.session import loaded, tokenizer_of
     from smoe.generation.chat import Chat
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from smoe.cli.libraries import import_libraries
 from smoe.cli.options import Debug, EngineOptions, Json, Model, check_text, substituting
 from smoe.cli.request_options import PromptOptions, SamplingOptions
 from smoe.errors import ConfigError
@@ -168,6 +169,8 @@ def _run(
     watch: bool,
 ) -> RunReport:
     from smoe.cli.console import Patience, note, warn
+
+    import_libraries()
     from smoe.cli.session import loaded, tokenizer_of
     from smoe.generation.generate import generate
     from smoe.models.files import fetch

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from smoe.cli.libraries import import_libraries
 from smoe.cli.options import Debug, EngineOptions, Json, Model
 from smoe.cli.request_options import ParseControlTokens
 from smoe.errors import ConfigError
@@ -208,6 +209,8 @@ def _serve(
     """Until it is told to end, or fails where it is to end then: the second is why."""
     from smoe.cli.console import note, warn
     from smoe.cli.interrupts import answered_by
+
+    import_libraries()
     from smoe.cli.session import loaded, tokenizer_of
     from smoe.server.door import opened
     from smoe.server.first_pass import first_pass
