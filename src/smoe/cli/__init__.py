@@ -31,7 +31,6 @@ from smoe.cli.console import complain, print_json_error
 from smoe.cli.interrupts import REFUSED, listening
 from smoe.cli.spread import with_options
 from smoe.errors import SmoeError, WorkerRefusedError
-from smoe.machine.native_heap import bound_heap
 
 _EPILOG = """Try it:
 
@@ -104,7 +103,6 @@ def main() -> None:
     With --json, every error is an object on stdout besides.
     """
     _open_missing_streams()
-    bound_heap()
     as_json = "--json" in sys.argv[1:]
     try:
         with listening():

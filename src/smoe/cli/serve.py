@@ -187,9 +187,11 @@ def command(
     Several are answered at once (--max-sequences; 4 unless said otherwise), each as it would be alone. Listens on this
     machine only, unless told to.
     """
+    from smoe.machine.native_heap import bound_heap
     from smoe.server.installed import check_server
 
     check_server()
+    bound_heap()
     config = server.config()
     name = _name(server.name, model)
     from smoe.cli.interrupts import at_the_first, exit_code
