@@ -145,3 +145,11 @@ def test_parameters_that_no_call_can_have_are_refused(parameters: dict[str, Any]
     with pytest.raises(ApiError) as refused:
         takes("llama", [tool("f", parameters)], "")
     assert (refused.value.status, refused.value.param, refused.value.code) == (400, "tools", "invalid_json_schema")
+
+
+@pytest.mark.parametrize("form", [None, "kimi", "deepseek", "deepseek-r1"])
+def test_a_form_without_rules_is_refused(form: str | None) -> None:
+    """Would catch a call that is enforced in the form of another family."""
+    tokenizer = ascii_tokenizer()
+    with pytest.raises(ApiError, match="give 'tool_choice' auto"):
+        must_call(Grammars(tokenizer, len(tokenizer), [0]), form, {}, [])

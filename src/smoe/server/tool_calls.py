@@ -5,6 +5,9 @@
 | hermes (Qwen, Hermes) | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, after text or none |
 | mistral | `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}`, any number |
 | llama | `{"name": ..., "parameters": {...}}` at the beginning or after `<|python_tag|>`, several with `;` in between |
+| kimi (K2) | a section of calls: `functions.name:0`, a token, `{...}`, a token after each |
+| deepseek (V3.1) | a section of calls: `name`, a token, `{...}`, a token after each |
+| deepseek-r1 (R1, V3) | a section of calls: `function`, a token, `name`, a fenced block of JSON, a token after each |
 
 A call ends where its JSON ends, whatever its strings contain. It names one of the tools that were offered. What begins
 like a call and is none is text, and so is all that stands before, between and after calls.
@@ -81,6 +84,10 @@ class CallParser(Parser):
     """What may end a call."""
     separators: ClassVar[str] = " \t\r\n"
     """Characters between calls."""
+    next_marker: ClassVar[str] = ""
+    """What begins a call after another, where it is not `marker`."""
+    closing: ClassVar[str] = ""
+    """What may end all calls."""
     id_letters: ClassVar[int] = 24
     id_prefix: ClassVar[str] = "call_"
 
@@ -169,8 +176,11 @@ class CallParser(Parser):
             self._skipped, self._held = self._held[: len(self._held) - len(rest)], rest
             self._is_call, self._is_after = True, False
             return True
-        may_end = not self._has_ended and self.end.startswith(rest)
-        if not is_last and (may_end or self.marker.startswith(rest)):
+        if self._has_called and self.closing and rest.startswith(self.closing):
+            self._held, self._has_ended = rest.removeprefix(self.closing), True
+            return True
+        may_end = (not self._has_ended and self.end.startswith(rest)) or self.closing.startswith(rest)
+        if not is_last and (may_end or self.marker.startswith(rest) or self.next_marker.startswith(rest)):
             return False
         self._held = self._held if rest or not self._has_called else ""
         self._is_after = False
@@ -255,11 +265,75 @@ class Llama(CallParser):
         return super()._arguments(value) if value.keys() & {"arguments", "parameters"} else None
 
 
-PARSERS: dict[str, type[CallParser]] = {"hermes": Hermes, "mistral": Mistral, "llama": Llama}
+def _beginnings(text: str) -> str:
+    """A pattern of all beginnings of a text, itself and none of it too."""
+    pattern = ""
+    for letter in reversed(text):
+        pattern = f"(?:{re.escape(letter)}{pattern})?"
+    return pattern
+
+
+def _sectioned(marker: str, begin: str, separator: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """`head` and `partial_head` of calls in a section that `marker` begins: `begin`, a name, `separator`, JSON."""
+    section, name = rf"(?:{re.escape(marker)}\s*)?", r"[\w.:-]"
+    head = rf"{section}{re.escape(begin)}\s*({name}{{1,200}})\s*{re.escape(separator)}\s*(?=\{{)"
+    partial = rf"{section}(?:{_beginnings(begin)}|{re.escape(begin)}\s*{name}{{0,200}}\s*{_beginnings(separator)}\s*)"
+    return re.compile(head), re.compile(partial)
+
+
+class Kimi(CallParser):
+    """A section of calls, each with an id that is made of its name and its number."""
+
+    marker, closing = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    next_marker, end = "<|tool_call_begin|>", "<|tool_call_end|>"
+    tokens = (marker, next_marker, "<|tool_call_argument_begin|>", end, closing)
+    head, partial_head = _sectioned(marker, next_marker, "<|tool_call_argument_begin|>")
+
+    def _begins_call(self, text: str) -> bool:
+        return text.startswith((self.marker, self.next_marker))
+
+    def _calls_in(self, text: str, name: str | None) -> list[ToolCall]:
+        """With the model's own ids, which its template writes as they are."""
+        assert name is not None
+        plain = name.removeprefix("functions.").rpartition(":")[0] or name
+        return [call._replace(id=name) for call in super()._calls_in(text, plain)]
+
+
+class DeepSeek(CallParser):
+    """A section of calls, name and JSON."""
+
+    marker, closing = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    next_marker, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    tokens = (marker, next_marker, "<｜tool▁sep｜>", end, closing)
+    head, partial_head = _sectioned(marker, next_marker, "<｜tool▁sep｜>")
+
+    def _begins_call(self, text: str) -> bool:
+        return text.startswith((self.marker, self.next_marker))
+
+
+class DeepSeekR1(DeepSeek):
+    """Its predecessors' form: the JSON in a block."""
+
+    end = "```<｜tool▁call▁end｜>"
+    head, partial_head = _sectioned(DeepSeek.marker, f"{DeepSeek.next_marker}function<｜tool▁sep｜>", "```json")
+
+
+PARSERS: dict[str, type[CallParser]] = {
+    "hermes": Hermes,
+    "mistral": Mistral,
+    "llama": Llama,
+    "kimi": Kimi,
+    "deepseek": DeepSeek,
+    "deepseek-r1": DeepSeekR1,
+}
 
 
 def form_of(template: str) -> str | None:
     """Whose form a chat template asks for; None where nobody here knows."""
+    if Kimi.marker in template and "<|tool_call_argument_begin|>" in template:
+        return "kimi"
+    if DeepSeek.marker in template and "<｜tool▁sep｜>" in template:
+        return "deepseek-r1" if "```json" in template else "deepseek"
     if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
         return "hermes"
     if "[TOOL_CALLS]" in template:

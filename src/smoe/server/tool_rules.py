@@ -18,12 +18,15 @@ from typing import Any
 from smoe.server.grammar import COMPACT, Grammar, Grammars, schema_text
 from smoe.server.problem import refused
 
+_ENFORCED = ("hermes", "mistral", "llama")
+"""The forms that have rules here."""
+
 
 def must_call(grammars: Grammars, form: str | None, own: Mapping[str, int], tools: Sequence[dict[str, Any]]) -> Grammar:
     """A call of one of `tools`. `own`: the tokens of the form that the tokenizer has, by their texts. Raises an
-    `ApiError` where the model's form is not known, or a tool's parameters are no schema of an object."""
-    if form is None:
-        message = "how this model writes calls is not known here, so it cannot be made to; give 'tool_choice' auto"
+    `ApiError` where the model's form has no rules here, or a tool's parameters are no schema of an object."""
+    if form not in _ENFORCED:
+        message = "in this model's form no call can be enforced here; give 'tool_choice' auto"
         raise refused(message, "tool_choice", "unsupported_parameter")
     mark = {text: f"<[{token}]>" for text, token in own.items()}
     if form == "hermes":
