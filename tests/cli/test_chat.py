@@ -19,8 +19,9 @@ def say(run, monkeypatch):
     return say
 
 
-def test_without_a_template_the_text_goes_on(say, checkpoint):
-    ran = say(checkpoint, "One", "Two", "/quit", "never read")
+@pytest.mark.parametrize("leave", ["/quit", "/exit", "/bye"])
+def test_without_a_template_the_text_goes_on(say, checkpoint, leave):
+    ran = say(checkpoint, "One", "Two", leave, "never read")
     assert ran.code == 0 and "continues the text" in ran.err
     assert "0 of 3 tokens were known" in ran.err and "10 of 15 tokens were known" in ran.err
 

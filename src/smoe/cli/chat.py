@@ -27,16 +27,18 @@ smoe chat Qwen/Qwen3-30B-A3B --memory 8GiB --context 8192 --temperature 0.7
 smoe chat ./my-moe --memory 8GiB --temperature 0     (the likeliest token)
 
 In the conversation: /help lists the commands, /settings shows how tokens are
-chosen, /reset forgets the conversation, /quit leaves, Ctrl-C stops an answer,
-Ctrl-D leaves.
+chosen, /reset forgets the conversation, /quit (or /exit, /bye) leaves, Ctrl-C
+stops an answer, Ctrl-D leaves.
 """
 
 _QUIT = "/quit"
+_LEAVING = (_QUIT, "/exit", "/bye")
+"""What programs of this kind call it."""
 _COMMANDS = {
     "/help": "lists these commands",
     "/settings": "shows how tokens are chosen, and how much of the context is used",
     "/reset": "forgets the conversation",
-    _QUIT: "leaves, as Ctrl-D does",
+    _QUIT: "leaves, as /exit, /bye and Ctrl-D do",
     "Ctrl-C": "stops an answer",
 }
 _MOST_NEW_TOKENS = 512
@@ -72,7 +74,7 @@ def command(
         if not chat.has_template:
             note("this model has no chat template: it continues the text rather than answering it")
         _help()
-        while not was_terminated() and (message := _ask()) not in (None, _QUIT):
+        while not was_terminated() and (message := _ask()) not in (None, *_LEAVING):
             if message == "/help":
                 _help(is_asked=True)
             elif message == "/settings":
