@@ -23,7 +23,7 @@ from smoe.bounds import (
     allowed_of,
     is_allowed,
 )
-from smoe.errors import ConfigError
+from smoe.errors import ConfigError, UnpreparedError
 from smoe.policy.balance import RECENT
 from smoe.policy.registry import (
     ORDERLESS_EVICTION,
@@ -282,7 +282,7 @@ class EngineConfig:
         self._check_cluster()
         self._check_shadow()
         if self.device == "cpu" and self.balance not in ("auto", "none"):
-            raise ConfigError(
+            raise UnpreparedError(
                 f"`balance` {self.balance} (an option, or part of a preset) needs a device beside the CPU: use "
                 "`device` cuda or `device` emulated, or another preset",
                 setting="balance",

@@ -2,6 +2,7 @@
 
     SmoeError
     |-- ConfigError            a setting is out of bounds or unknown
+    |   `-- UnpreparedError      it needs what is not there yet: a pack, prices, a trained predictor, workers, a device
     |-- BudgetError            the memory budget cannot work; carries the ledger
     |-- ModelError             the model cannot be served
     |   |-- NotMoEError        it has no routed experts
@@ -80,6 +81,14 @@ class ConfigError(SmoeError, ValueError):
         """`setting` would have no effect, as it belongs to `owner`, which was not given."""
         message = f"`{setting}` belongs to {owner}; add that, or leave it out"
         return cls(message, setting=setting, given=given, allowed=f"only with {owner}")
+
+
+class UnpreparedError(ConfigError):
+    """A setting needs what is not there yet: a pack, prices, a trained predictor, workers, a device.
+
+    The command line adds what to type (`cli/first_use.py`), for the `model` that its command was given."""
+
+    model: str | None = None
 
 
 class BudgetError(SmoeError):

@@ -28,9 +28,10 @@ from smoe.cli import (
     verify,
 )
 from smoe.cli.console import complain, print_json_error
+from smoe.cli.first_use import commands_for
 from smoe.cli.interrupts import REFUSED, listening
 from smoe.cli.spread import with_options
-from smoe.errors import SmoeError, WorkerRefusedError
+from smoe.errors import SmoeError, UnpreparedError, WorkerRefusedError
 
 _EPILOG = """Try it:
 
@@ -126,7 +127,7 @@ def main() -> None:
 def _explain(error: Exception) -> int:
     """Say what has gone wrong and give the exit code; raises it again where nobody has foreseen it."""
     if isinstance(error, SmoeError):
-        complain(error)
+        complain(error, commands_for(error) if isinstance(error, UnpreparedError) else ())
         return REFUSED if isinstance(error, WorkerRefusedError) else 2
     if isinstance(error, OSError):
         _let_go_of_stdout()  # what it still holds may be what failed

@@ -80,13 +80,13 @@ def _facts_of_a_mistyped_line(error: BaseException) -> dict[str, object]:
     parameter = getattr(error, "param", None)
     if parameter is None:
         return {}
-    given = _value_of(parameter.opts)
+    given = typed_value(parameter.opts)
     setting = next((name for name, option in OPTION_OF.items() if option in parameter.opts), parameter.name)
     allowed = str(getattr(error, "message", "")).removeprefix("Input should be ").partition(", unable to parse")[0]
     return {"setting": setting, "given": given, "allowed": allowed or "must be given"}
 
 
-def _value_of(options: Sequence[str]) -> str | None:
+def typed_value(options: Sequence[str]) -> str | None:
     """What was typed last after one of these, an option's names; None: nothing."""
     given = None
     for word, following in zip(sys.argv, [*sys.argv[1:], None], strict=True):
@@ -128,8 +128,8 @@ def warn(text: str) -> None:
     errors().print(f"[yellow]warning:[/yellow] {escape(as_options(text))}", soft_wrap=True)
 
 
-def complain(error: SmoeError) -> None:
-    """One message, and a hint where there is one."""
+def complain(error: SmoeError, commands: Sequence[str] = ()) -> None:
+    """One message, a hint where there is one, and the commands that make it work where there are some."""
     console = errors()
     console.print(f"[bold red]error:[/bold red] {escape(words_of(error))}", soft_wrap=True)
     hints = [hint for kind, hint in _HINTS.items() if isinstance(error, kind)]
@@ -137,11 +137,15 @@ def complain(error: SmoeError) -> None:
         hints.append(f"smoe plan MODEL, without {_in_words(_not_of_plans())}, shows what each budget buys.")
     for hint in hints:
         console.print(f"[bold]hint:[/bold] {escape(hint)}", soft_wrap=True)
+    if commands:
+        console.print("[bold]to make it work:[/bold]")
+    for line in commands:
+        console.print(f"  {line}", soft_wrap=True, markup=False)
 
 
 def _not_of_plans() -> list[str]:
     """What was typed that smoe plan refuses, and --memory, which it is to choose."""
-    typed = {option: _value_of([option]) for option in ("--cluster", "--preset", "--prefetch")}
+    typed = {option: typed_value([option]) for option in ("--cluster", "--preset", "--prefetch")}
     refused = {"--preset": ("cluster", "od-moe"), "--prefetch": (SHADOW,)}
     return ["--memory"] + [
         option if option == "--cluster" else f"{option} {value}"

@@ -15,6 +15,7 @@ from smoe.cli.console import speaking
 from smoe.cli.interrupts import ending_in_order
 from smoe.cli.logs import logged
 from smoe.cli.options import EngineOptions, check_text
+from smoe.errors import UnpreparedError
 
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result, warnings and errors.")]
 _Verbose = Annotated[
@@ -61,7 +62,11 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
                     given[name].config()  # bad values are refused before anything heavy is imported
             if "model" in hints:
                 _refuse_unknown(given)
-            command(**given)
+            try:
+                command(**given)
+            except UnpreparedError as error:
+                error.model = given.get("model")
+                raise
 
     spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

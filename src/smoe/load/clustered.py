@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from smoe.compute.expert_math import ExpertMath
 from smoe.compute.experts_alone import LEAST_SLOTS, ExpertsAlone
 from smoe.config import EngineConfig
-from smoe.errors import ConfigError
+from smoe.errors import ConfigError, UnpreparedError
 from smoe.expert import EXACT
 from smoe.load.activations import activations_of
 from smoe.load.check_zmq import check_zmq
@@ -66,7 +66,7 @@ def check_cluster(config: EngineConfig) -> None:
     what is of a cluster where none is named."""
     if config.cluster is None:
         if config.placement is not None:
-            raise ConfigError(
+            raise UnpreparedError(
                 f"`placement` {config.placement}, which the presets cluster and od-moe have as well, belongs to "
                 "`cluster`; name one, or use another preset",
                 setting="placement",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from smoe.errors import ConfigError
+from smoe.errors import UnpreparedError
 from smoe.load.learned_file import NotLearnedError, keep_learned, learned, path_of
 from smoe.prediction.activation_path import RoutedLayer
 from smoe.prediction.fitted import Fitted
@@ -33,7 +33,7 @@ def fitted_of(folder: Path, name: str) -> Fitted:
         if said["predictor"] != name:
             raise NotLearnedError(f"{place_of(folder, name)} holds the predictor {said['predictor']}")
     except NotLearnedError as error:
-        raise ConfigError(
+        raise UnpreparedError(
             f"`prefetch` {name}: {error}; run smoe tune on the model with `predictor` {name}, once",
             setting="prefetch",
             given=name,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from smoe.bounds import CORRECTED_GATES
-from smoe.errors import ConfigError
+from smoe.errors import UnpreparedError
 from smoe.load.learned_file import NotLearnedError, Tensors, keep_learned, learned, path_of
 from smoe.models.spec import ModelSpec
 from smoe.prediction.correction import Correction
@@ -61,7 +61,7 @@ def corrections_of(folder: Path, spec: ModelSpec, depth: int) -> LearnedCorrecti
     try:
         return _of_pairs(*learned(CORRECTED_GATES, _FORMAT, folder), spec, depth)
     except NotLearnedError as error:
-        raise ConfigError(
+        raise UnpreparedError(
             f"`prefetch` {CORRECTED_GATES}: {error}; run smoe tune on the model with `predictor` "
             f"{CORRECTED_GATES} and some of your `text`, once",
             setting="prefetch",

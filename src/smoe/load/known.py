@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from smoe.config import EngineConfig
-from smoe.errors import ConfigError
+from smoe.errors import UnpreparedError
 from smoe.load.cache_weights import cache_weights_of
 from smoe.load.importance_profile import thresholds_by
 from smoe.load.priced_alpha import threshold_of
@@ -51,7 +51,7 @@ def _prices(config: EngineConfig, place: Path) -> PriceTable:
     wanted = config.low_precision if config.has_low else None
     if priced is None or (wanted is not None and priced.low_precision not in (wanted, "none")):
         of_what = "" if wanted is None else f" with `low_precision` {wanted}"
-        raise ConfigError(
+        raise UnpreparedError(
             f"`{budget}`: nobody has measured yet what answers to misses cost this model{of_what}; run smoe tune on it "
             f"with `prices`{of_what}, once",
             setting=budget,

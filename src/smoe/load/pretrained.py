@@ -14,7 +14,7 @@ import torch
 
 from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
-from smoe.errors import ConfigError
+from smoe.errors import UnpreparedError
 from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble
 from smoe.load.clustered import check_cluster
@@ -167,7 +167,7 @@ def _open_checkpoint(
 def _check_balance(config: EngineConfig) -> None:
     """Raise `ConfigError` where the CPU is to compute beside itself."""
     if config.balance not in ("auto", "none"):
-        raise ConfigError(
+        raise UnpreparedError(
             f"`balance` {config.balance} (an option, or part of a preset) needs a device beside the CPU; this machine "
             "computes on its CPU: use another preset, or `device` emulated as a test bench",
             setting="balance",

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from smoe.bounds import DEFAULT_SHADOW, DEPARTURE, EMULATED
 from smoe.config import EngineConfig
-from smoe.errors import ConfigError, UnsupportedModelError
+from smoe.errors import ConfigError, UnpreparedError, UnsupportedModelError
 from smoe.expert import EXACT
 from smoe.kernels.threads import threads
 from smoe.load.assembly import Budget, assemble, scoring_rules
@@ -157,7 +157,7 @@ def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[ModelSpec, 
         return spec, checkpoint.experts(spec)
     except ConfigError as error:
         why = str(error).removeprefix(f"`precision` {own.precision}: ")
-        raise ConfigError(
+        raise UnpreparedError(
             f"a shadow in {own.precision} needs its experts packed: {why}, or choose another precision "
             "(`shadow_precision`), or another `prefetch`",
             setting="shadow_precision",

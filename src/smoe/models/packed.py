@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from smoe.bounds import PRECISION
-from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from smoe.errors import CheckpointError, ConfigError, UnpreparedError, UnsupportedModelError
 from smoe.expert import EXACT
 from smoe.formats.registry import FORMATS, format_of
 from smoe.memory.checkpoint_json import check_regular, parse_object
@@ -257,7 +257,7 @@ def experts_in_precision(place: Path, spec: ModelSpec) -> dict[int, LayerExperts
     packed = read_packed(place, contents)
     if packed is None:
         setting, without = ("precision", "auto") if spec.form == EXACT else ("low_precision", "none")
-        raise ConfigError(
+        raise UnpreparedError(
             f"`{setting}` {contents.name}: {contents.path(place)} is not there; run smoe pack on {place} with "
             f"`precision` {contents.name} first",
             setting=setting,
