@@ -4,7 +4,7 @@ import { asClass, bytes, inBytes, make, percent, seconds, show, digits } from ".
 
 const WINDOW = 2000; // ms of decoding that figures are taken over
 const SVG = "http://www.w3.org/2000/svg";
-const PARTS = ["disk", "link", "the GPU", "the CPU's experts", "experts", "the other layers", "looking ahead", "Python"];
+const PARTS = ["disk", "link", "the GPU", "the CPU's experts", "workers", "experts", "the other layers", "looking ahead", "Python"];
 const NAMES = { disk: "the disk", link: "the link", experts: "experts being computed", Python: "Python between layers and tokens" };
 const MEMORY = {
   "non-expert weights": "all other weights", "KV cache": "the text so far (KV cache)", "expert slots": "experts",
