@@ -1,7 +1,8 @@
 """The page in a real browser: Chromium, where there is one.
 
 Would catch a script that the page's own policy stops, an answer that is drawn as markup, a stop that does not stop, a
-page that is wider than a phone, a map that shows other experts than are there.
+page that is wider than a phone, a field that a phone does not show while one writes, a question that never arrived
+among the turns, a map that shows other experts than are there.
 """
 
 from __future__ import annotations
@@ -275,3 +276,50 @@ def test_a_run_of_the_command_line_is_shown(
         page.locator("#log:has-text('Once upon')").wait_for()
         assert not page.locator("#ask").is_visible()
     page.locator("#state:has-text('the run has ended')").wait_for()
+
+
+PHONE = {"width": 390, "height": 844}
+
+
+def is_in_sight(page: Any, name: str) -> bool:
+    """The whole of it, within the window."""
+    box = page.locator(name).bounding_box()
+    return bool(box["y"] >= 0 and box["y"] + box["height"] <= page.viewport_size["height"])
+
+
+def test_on_a_phone_the_field_stays_in_sight(running: Running, browsing: Browsing) -> None:
+    """When the page opens, while a keyboard takes half of it, wherever one scrolls to, and after a long answer."""
+    page = browsing.open(running.url, **PHONE, has_touch=True, is_mobile=True, device_scale_factor=2)
+    assert is_in_sight(page, "#prompt") and is_in_sight(page, "#send")
+    say(page, "Who went to the park?", 60)
+    page.locator(".turn.assistant .by").wait_for()
+    assert is_in_sight(page, "#prompt")
+    page.set_viewport_size({"width": 390, "height": 400})
+    page.locator("#prompt").focus()
+    assert is_in_sight(page, "#prompt")
+    page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
+    assert is_in_sight(page, "#prompt") and page.locator("#settings .fields").is_visible()
+    below = page.locator(".more").bounding_box()
+    assert below["y"] + below["height"] <= page.locator("#ask").bounding_box()["y"] + 1, "nothing ends behind the field"
+
+
+def test_a_question_that_never_arrived_is_no_turn(running: Running, browsing: Browsing) -> None:
+    """It comes back into the field; while the field has another text, a button offers it."""
+    page = browsing.open(running.url)
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    say(page, "Are you there?", 5)
+    page.locator(".turn.problem").wait_for()
+    assert page.locator(".turn.user, .turn.assistant").count() == 0
+    assert page.input_value("#prompt") == "Are you there?"
+    page.unroute("**/v1/chat/completions")
+    page.route("**/v1/chat/completions", lambda route: (page.fill("#prompt", "Something else"), route.abort()))
+    page.press("#prompt", "Enter")
+    again = page.locator("button.again")
+    again.wait_for()
+    assert again.inner_text() == "Send again: Are you there?" and page.input_value("#prompt") == "Something else"
+    page.unroute("**/v1/chat/completions")
+    again.click()
+    page.locator(".turn.assistant .by").wait_for()
+    assert page.locator(".turn.user").inner_text() == "Are you there?" and page.locator("button.again").count() == 0
+    assert page.input_value("#prompt") == "Something else"
+    browsing.complaints.clear()  # the browser's own, of requests that were cut off

@@ -56,8 +56,9 @@ export class Chat {
     this.grow(this.told, text);
   }
 
-  async submit() {
-    const text = this.prompt.value;
+  /** `given`: a text to send instead of the field's. */
+  async submit(given = null) {
+    const text = given ?? this.prompt.value;
     if (this.running || !text.trim() || !this.name) return;
     for (const field of [this.tokens, this.temperature]) {
       if (field.checkValidity()) continue;
@@ -65,29 +66,53 @@ export class Chat {
       field.reportValidity();
       return;
     }
-    this.prompt.value = "";
+    if (given === null) this.prompt.value = "";
     const answer = this.talks === "text" ? this.turn("assistant", make("span", "given", text)) : this.begin(text);
     const running = (this.running = new AbortController());
     this.busy(true);
     const began = performance.now();
     const found = { text: "", tokens: null, reason: "" };
+    let isLost = false;
     try {
       await this.listen(text, answer, running.signal, found);
     } catch (error) {
       if (running.signal.aborted) found.reason = "stopped";
-      else this.problem(error);
-      if (!found.text && !running.signal.aborted && !this.prompt.value) this.prompt.value = text; // to be sent again
+      else {
+        const notice = this.problem(error);
+        isLost = !found.text;
+        if (isLost) this.offerAgain(text, answer, notice);
+      }
     }
     this.running = null;
     this.busy(false);
-    this.end(answer, found, began);
+    if (!isLost) this.end(answer, found, began);
   }
 
   begin(text) {
     const asked = this.turn("user");
     this.grow(asked, text);
     this.messages.push({ role: "user", content: text });
-    return this.turn("assistant");
+    return Object.assign(this.turn("assistant"), { asked });
+  }
+
+  /** A question without an answer is no turn: it returns to the field or, while the field has another text, to a button. */
+  offerAgain(text, answer, notice) {
+    if (answer.asked) this.messages.pop();
+    answer.asked?.turn.remove();
+    answer.turn.remove();
+    if (!this.prompt.value) {
+      this.prompt.value = text;
+      return;
+    }
+    const again = make("button", "again", `Send again: ${text.length > 60 ? `${text.slice(0, 60)}…` : text}`);
+    again.type = "button";
+    again.addEventListener("click", () => {
+      if (this.running) return;
+      notice.turn.remove();
+      this.submit(text);
+    });
+    notice.turn.append(again);
+    this.follow(notice);
   }
 
   async listen(text, answer, signal, found) {
@@ -140,6 +165,7 @@ export class Chat {
     this.grow(told, error instanceof Refused ? error.message : "The server cannot be reached; is it still running?");
     const isFull = error.code === "context_length_exceeded" && this.talks === "chat" && this.messages.length > 1;
     if (isFull) this.grow(told, ". The conversation is full: New begins another one.");
+    return told;
   }
 
   busy(isBusy) {
