@@ -1,0 +1,143 @@
+"""The commands of README and of the start page, run as they are printed, a small model in the place of each of theirs.
+
+Would catch: an option that was renamed and is still printed, an order of commands that does not work on first use, a
+comment that a shell would not take for one.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import smoe
+from smoe.cli import app
+from tests.cli.conftest import Run
+from tests.forked import Forked
+from tests.toy import save_toy
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/start.md")
+MODELS = ("Qwen/Qwen3-30B-A3B", "./my-model")
+"""A toy takes their places."""
+MEASURED = ("smoe eval", "smoe tune")
+"""Where a block has these, the toy takes the place of `demo`, too: measured on texts, `demo` takes a minute."""
+OTHERS = ("make", "pip", "python3")
+"""What makes an environment: `make wheel-test` does that."""
+LONG = (("bench",), ("simulate",), ("tune", "--prefetch"))
+"""Minutes and more, whatever the model: these are only parsed here, and run in tests of their own."""
+UNTIL_ENDED = {("serve",): "serving", ("cluster", "up"): "wait for a main"}
+"""What runs until Ctrl-C, and what it prints once it works."""
+
+
+def blocks(kind: str) -> Iterator[Any]:
+    """Of the pages, every block of this kind, under a name of its own."""
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf8")
+        for number, found in enumerate(re.findall(rf"^```{kind}\n(.*?)^```", text, re.S | re.M)):
+            yield pytest.param(found, id=f"{page}-{number}")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the context that the pages ask for."""
+    return save_toy(tmp_path_factory.mktemp("small") / "my-model", max_position_embeddings=4096)
+
+
+@pytest.fixture
+def folder(small: Path, quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a reader would be: the model in it, and a text; what is measured on texts takes some tokens of them."""
+    shutil.copytree(small, tmp_path / "my-model")
+    (tmp_path / "mine.txt").write_text("Once upon a time there was a cat who liked to dig. " * 12)
+    for name in ("eval.TOKENS", "tune.TOKENS", "tune._PRICED_TOKENS"):
+        monkeypatch.setattr(f"smoe.cli.{name}", 110)
+    monkeypatch.setattr("smoe.cli.eval.MOST_QUESTIONS", 2)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def commands(block: str) -> Iterator[list[str]]:
+    """Of a block's lines, the words after `smoe`, with models that are here."""
+    large = (*MODELS, "demo") if any(measured in block for measured in MEASURED) else MODELS
+    for printed in block.splitlines():
+        assert printed.startswith("$ ")
+        program, *words = shlex.split(printed.removeprefix("$ "), comments=True)
+        if program not in OTHERS:
+            assert program == "smoe", printed
+            yield ["./my-model" if word in large else word for word in words]
+
+
+def parse(words: Sequence[str], group: Any = None) -> None:
+    """Raises what the command line would for options that it does not have."""
+    group = group or typer.main.get_command(app)
+    context = group.make_context("smoe", list(words), resilient_parsing=True)
+    name, command, rest = group.resolve_command(context, list(words))
+    if hasattr(command, "resolve_command"):
+        parse(rest, command)
+    else:
+        command.make_context(name, rest)
+
+
+def ended_by_ctrl_c(words: Sequence[str], words_of_success: str) -> int:
+    environment = {**os.environ, "PYTHONPATH": str(Path(smoe.__file__).parents[1])}
+    line = [sys.executable, "-m", "smoe", *words, *["--port", "0"] * (words[0] == "serve")]
+    streams: dict[str, Any] = {"stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
+    with Forked(line, env=environment, **streams) as process:
+        shown = ""
+        while words_of_success not in shown:
+            line_shown = process.stderr.readline()
+            assert line_shown, shown
+            shown += line_shown
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+        return int(process.returncode)
+
+
+@pytest.mark.parametrize("block", blocks("console"))
+def test_every_line_is_parsed(block: str, folder: Path) -> None:
+    for words in commands(block):
+        parse(words)
+
+
+@pytest.mark.parametrize("block", blocks("console"))
+def test_every_line_works(block: str, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in commands(block):
+        if any(set(long) <= set(words) for long in LONG):
+            continue
+        endless = [success for names, success in UNTIL_ENDED.items() if tuple(words[: len(names)]) == names]
+        if endless:
+            assert ended_by_ctrl_c(words, *endless) in (0, 130), words
+            continue
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/bye\n"))
+        ran = run(*words)
+        assert ran.code == 0, (words, ran.err)
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_every_program_works(block: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The embedded model has a tokenizer of its own, and so stays itself."""
+    for name in MODELS:
+        block = block.replace(name, "./my-model")
+    exec(compile(block, "a block of the page", "exec"), {})
+    text, ratio = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    assert text and 0 <= float(ratio) <= 1
+
+
+@pytest.mark.parametrize("words", [("simulate", "--paper", "smoe"), ("cluster", "up", "./my-model")], ids=" ".join)
+def test_options_that_are_not_there_are_found(words: tuple[str, ...]) -> None:
+    """Or whatever is printed would be right."""
+    parse(words)
+    with pytest.raises(Exception, match="No such option"):
+        parse([*words, "--papers"])
