@@ -110,7 +110,7 @@ def test_a_chat_template_that_does_not_end_leaves_sigterm_its_effect(tmp_path: P
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         starting = Forked(command, text=True, env={**os.environ}, **pipes)
         try:
-            _, err = told_while_a_template_is_rendered(starting)
+            _, err = told_while_a_template_is_rendered(starting, 0.5)
         finally:
             starting.kill()
         assert starting.returncode == 143 and "Traceback" not in err, err
@@ -122,20 +122,27 @@ def test_a_chat_template_that_does_not_end_leaves_sigterm_its_effect(tmp_path: P
                 client.chat.completions.create(model="toy", messages=[{"role": "user", "content": "hang"}])
 
         asking = threading.Thread(target=ask)
+        before = computed_by_children(server)
         asking.start()
-        _, err = told_while_a_template_is_rendered(server)
+        _, err = told_while_a_template_is_rendered(server, before + 0.1)
         asking.join(60)
         assert server.returncode == 143 and "Traceback" not in err, err
 
 
-def told_while_a_template_is_rendered(server: subprocess.Popen[str]) -> tuple[str, str]:
-    """SIGTERM when the process that renders has computed for a while; what the server has written when it ended."""
+def told_while_a_template_is_rendered(server: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
+    """SIGTERM when the process that renders has computed for so long in all; what the server has written when it
+    ended."""
     deadline = time.monotonic() + 60
-    while not any(child.cpu_times().user > 0.5 for child in psutil.Process(server.pid).children()):
+    while computed_by_children(server) < seconds:
         assert time.monotonic() < deadline, "no template is being rendered"
         time.sleep(0.05)
     server.send_signal(signal.SIGTERM)
     return server.communicate(timeout=60)
+
+
+def computed_by_children(server: subprocess.Popen[str]) -> float:
+    """Seconds of the CPU."""
+    return sum(child.cpu_times().user for child in psutil.Process(server.pid).children())
 
 
 def test_with_a_key_from_the_environment_and_told_twice_it_ends_at_once(run: Run) -> None:

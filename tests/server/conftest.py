@@ -130,10 +130,11 @@ def script(running: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
     def write(text: str) -> None:
         ids = [*running.serving.tokenizer(text, add_special_tokens=False)["input_ids"], *running.serving.ends]
-        left: dict[int, Iterator[int]] = {}
+        left: dict[int, tuple[Sampler, Iterator[int]]] = {}  # with the sampler: its number is given to no other
 
         def choose(sampler: Sampler, logits: Any) -> Any:
-            return next(left.setdefault(id(sampler), iter(ids))), None, ()
+            _, following = left.setdefault(id(sampler), (sampler, iter(ids)))
+            return next(following), None, ()
 
         monkeypatch.setattr(Sampler, "choose", choose)
 
