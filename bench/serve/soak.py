@@ -94,7 +94,7 @@ class Soak:
         """What of it should not be, in words; none where all is well."""
         after, before = ended["after"], ended["before"]
         told = [f"{each['visit']}: {each['what']}" for each in self.found]
-        told += [f"{name} has grown by {share:.1%}" for name, share in growth.items() if share > MOST_GROWTH]
+        told += [f"{name} has grown by {share:.1%}" for name, share in growth.items() if abs(share) > MOST_GROWTH]
         told += [f"{each} {name} are left" for name, each in ended["left"].items() if each]
         told += [] if ended["is_text_equal"] else ["the same prompt had another text"]
         return told + [
