@@ -6,7 +6,6 @@ import argparse
 import itertools
 import os
 import statistics
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from bench.peers.binaries import binary
 from bench.serve.beside import settings_of
 from bench.serve.llama_server import VARIABLE, served_by_llama
 from bench.serve.prompts import end_of, prompt_of
-from bench.serve.server import Server, Stream, served
+from bench.serve.server import Server, Stream, asked_together, served
 
 CLIENTS = (1, 4, 8)
 PROMPT_TOKENS = 140
@@ -39,22 +38,11 @@ def _by_number(server: Server, model: str) -> dict[str, dict[str, float]]:
     server.ask(prompt_of(model, 99, 24), 4)
     numbers = itertools.count()
     return {
-        str(count): summary(_together(server, [prompt_of(model, next(numbers), PROMPT_TOKENS) for _ in range(count)]))
+        str(count): summary(
+            asked_together(server, [prompt_of(model, next(numbers), PROMPT_TOKENS) for _ in range(count)], NEW_TOKENS)
+        )
         for count in CLIENTS
     }
-
-
-def _together(server: Server, prompts: Sequence[str]) -> list[Stream]:
-    streams = [Stream() for _ in prompts]
-    threads = [
-        threading.Thread(target=server.ask, args=(prompt, NEW_TOKENS, stream))
-        for prompt, stream in zip(prompts, streams, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return streams
 
 
 def summary(streams: Sequence[Stream]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any
 from bench.serve.beside import by_engine, rate, settings_of
 from bench.serve.clients import clients
 from bench.serve.prompts import end_of, prompt_of
-from bench.serve.server import Server, Stream, served
+from bench.serve.server import Server, Stream, asked_together, served
 
 NEW_TOKENS = 64
 _CLIENTS = (1, 4, 8)
@@ -25,7 +25,7 @@ def _speed(options: argparse.Namespace) -> dict[str, Any]:
     ours = {}
     with _served(options) as server:
         for clients in _CLIENTS:
-            streams = _together(server, [prompt_of(options.model, n, 24) for n in range(clients)], NEW_TOKENS)
+            streams = asked_together(server, [prompt_of(options.model, n, 24) for n in range(clients)], NEW_TOKENS + 24)
             ours[clients] = rate([each.times for each in streams])
     alone = by_engine(options, ["--clients", ",".join(map(str, _CLIENTS))])
     return {
@@ -117,16 +117,3 @@ def _p95(values: Sequence[float]) -> float:
 def _served(options: argparse.Namespace, sequences: int = 8) -> AbstractContextManager[Server]:
     words = ["--memory", options.memory, "--context", str(options.context), *settings_of(options)]
     return served(options.model, sequences, words, end_of(options.model))
-
-
-def _together(server: Server, prompts: Sequence[str], tokens: int) -> list[Stream]:
-    streams = [Stream() for _ in prompts]
-    threads = [
-        threading.Thread(target=server.ask, args=(prompt, tokens + 24, stream))
-        for prompt, stream in zip(prompts, streams, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return streams

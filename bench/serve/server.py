@@ -148,3 +148,17 @@ def served(model: str, sequences: int, words: Sequence[str], end: int | None) ->
         server = Server(process.port, end)
         server.wait()
         yield server
+
+
+def asked_together(server: Server, prompts: Sequence[str], tokens: int) -> list[Stream]:
+    """A client for each prompt, all at once; returns when all of them have their answers of `tokens` tokens."""
+    streams = [Stream() for _ in prompts]
+    threads = [
+        threading.Thread(target=server.ask, args=(prompt, tokens, stream))
+        for prompt, stream in zip(prompts, streams, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return streams

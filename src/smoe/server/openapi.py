@@ -60,6 +60,11 @@ class Operation:
     """Of a GET: whether it takes HEAD as well."""
 
 
+def _probe(path: str, summary: str) -> Operation:
+    """What systems ask that watch a server: without a key, and with the same body whatever the status."""
+    return Operation("get", path, summary, {_JSON: answers.Health}, others={503: answers.Health}, is_open=True)
+
+
 OPERATIONS = (
     Operation("get", "/v1/models", "The one model.", {_JSON: answers.Models}),
     Operation("get", "/v1/models/{name}", "The model of this name.", {_JSON: answers.Model}, refusals=(404,)),
@@ -89,30 +94,9 @@ OPERATIONS = (
     ),
     Operation("get", "/v1/responses/{name}", "A response.", {_JSON: answers.ResponseAnswer}, refusals=(404,)),
     Operation("delete", "/v1/responses/{name}", "Forget a response.", {_JSON: answers.Deleted}, refusals=(404,)),
-    Operation(
-        "get",
-        "/health",
-        "Whether it answers.",
-        {_JSON: answers.Health},
-        others={503: answers.Health},
-        is_open=True,
-    ),
-    Operation(
-        "get",
-        "/healthz",
-        "Whether the process works, be it that it ends: otherwise it should be started again.",
-        {_JSON: answers.Health},
-        others={503: answers.Health},
-        is_open=True,
-    ),
-    Operation(
-        "get",
-        "/ready",
-        "Whether it takes requests.",
-        {_JSON: answers.Health},
-        others={503: answers.Health},
-        is_open=True,
-    ),
+    _probe("/health", "Whether it answers."),
+    _probe("/healthz", "Whether the process works, be it that it ends: otherwise it should be started again."),
+    _probe("/ready", "Whether it takes requests."),
     Operation("get", "/metrics", "Counters, for Prometheus.", {METRICS_TYPE: "Prometheus's text form."}),
     Operation("get", "/openapi.json", "This description.", {_JSON: {"schema": {"type": "object"}}}),
     Operation(

@@ -281,16 +281,20 @@ def _sectioned(marker: str, begin: str, separator: str) -> tuple[re.Pattern[str]
     return re.compile(head), re.compile(partial)
 
 
-class Kimi(CallParser):
+class _InSection(CallParser):
+    """Calls in a section whose marker may be missing; each begins with `next_marker`."""
+
+    def _begins_call(self, text: str) -> bool:
+        return text.startswith((self.marker, self.next_marker))
+
+
+class Kimi(_InSection):
     """A section of calls, each with an id that is made of its name and its number."""
 
     marker, closing = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     next_marker, end = "<|tool_call_begin|>", "<|tool_call_end|>"
     tokens = (marker, next_marker, "<|tool_call_argument_begin|>", end, closing)
     head, partial_head = _sectioned(marker, next_marker, "<|tool_call_argument_begin|>")
-
-    def _begins_call(self, text: str) -> bool:
-        return text.startswith((self.marker, self.next_marker))
 
     def _calls_in(self, text: str, name: str | None) -> list[ToolCall]:
         """With the model's own ids, which its template writes as they are."""
@@ -299,16 +303,13 @@ class Kimi(CallParser):
         return [call._replace(id=name) for call in super()._calls_in(text, plain)]
 
 
-class DeepSeek(CallParser):
+class DeepSeek(_InSection):
     """A section of calls, name and JSON."""
 
     marker, closing = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     next_marker, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
     tokens = (marker, next_marker, "<｜tool▁sep｜>", end, closing)
     head, partial_head = _sectioned(marker, next_marker, "<｜tool▁sep｜>")
-
-    def _begins_call(self, text: str) -> bool:
-        return text.startswith((self.marker, self.next_marker))
 
 
 class DeepSeekR1(DeepSeek):
