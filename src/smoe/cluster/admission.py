@@ -67,7 +67,7 @@ class Admission:
 
 
 def numbered(name: str, taken: Collection[str]) -> str:
-    """The name, or the first of name-2, name-3, ... that nobody has."""
+    """The name, or the first of name-2, name-3, ... that no worker has."""
     for number in itertools.count(2):
         if name not in taken:
             return name

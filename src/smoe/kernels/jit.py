@@ -2,7 +2,7 @@
 
     in the user's cache      object code --> memory                              `object_cache.py`, `machine_code.py`
     else, LLVM loaded here   source --> object code --> cache, memory            `compiler.py`
-    else                     the same by a process that ends when it has answered: LLVM takes 75 MiB of whoever loads it
+    else                     the same by a process that then ends: LLVM takes 75 MiB of the process that loads it
 
 Where code cannot be brought into a process by us (`machine_code.py` knows Linux only), LLVM is loaded and does it.
 """
@@ -143,7 +143,7 @@ def compile_functions(source: Source, signatures: Mapping[str, Sequence[type]]) 
 
 
 def _image(source: Source, features: str) -> machine_code.Image:
-    """Of the cache, else compiled, and kept there."""
+    """From the cache; else it is compiled, and stored there."""
     key = object_cache.key_of(_version(), features, source.key)
     known = object_cache.read(key)
     if known is not None:
