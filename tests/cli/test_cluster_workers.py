@@ -6,7 +6,10 @@ Would catch: a worker that main refuses and that is started over and over, worke
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ pytest.importorskip("zmq")
 from smoe.cli import cluster_workers
 from smoe.cli.cluster import app
 from smoe.cli.cluster_workers import keep_running, line_for_main, local_workers
-from smoe.cli.interrupts import REFUSED
+from smoe.cli.interrupts import REFUSED, listening
 from smoe.cluster.identity import keep_keeper, read_main
 from smoe.errors import ClusterError, WorkerRefusedError
 
@@ -36,6 +39,26 @@ def test_who_is_refused_is_not_started_again(
     said = " ".join(capsys.readouterr().err.split())
     for name in ("home-1", "home-2"):
         assert said.count(f"worker {name} is not started again: main has refused it") == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_an_interrupt_while_a_worker_starts_leaves_none_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(line: Sequence[str]) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(line, stdin=subprocess.DEVNULL))
+        signal.raise_signal(signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(cluster_workers, "_started", interrupted)
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with listening(), pytest.raises(KeyboardInterrupt):
+        keep_running({"home-1": sleeper, "home-2": sleeper})
+    codes = [each.poll() for each in started]
+    for each in started:
+        each.kill()
+        each.wait()
+    assert codes == [-signal.SIGTERM]
 
 
 def test_a_refusal_has_an_exit_code_of_its_own(run: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from smoe.cli.interrupts import REFUSED
+from smoe.cli.interrupts import REFUSED, answered_by, check
 from smoe.errors import ClusterError
 from smoe.safe_path import WORKING_FOLDER, child_environment
 
@@ -71,7 +71,9 @@ def keep_running(lines: Mapping[str, Sequence[str]]) -> None:
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
 
     def start(name: str) -> None:
-        running[name] = _started(lines[name]), time.monotonic()
+        with answered_by(lambda _: None):  # an interrupt between the two steps of this line would lose the process
+            running[name] = _started(lines[name]), time.monotonic()
+        check()
 
     try:
         for name in lines:
