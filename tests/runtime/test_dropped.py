@@ -71,14 +71,17 @@ def test_a_dropped_model_gives_memory_and_threads_back(
         torch.set_num_threads(threads)
 
 
-def hold_reads(mover: Any, until: threading.Event) -> None:
-    original = mover.move
+def hold_reads(mover: Any, until: threading.Event) -> threading.Event:
+    """Set once a read is held."""
+    original, is_held = mover.move, threading.Event()
 
     def move(ticket: Any, between: Any) -> int:
+        is_held.set()
         until.wait(60)
         return int(original(ticket, between))
 
     mover.move = move
+    return is_held
 
 
 def test_dropped_while_reads_are_under_way(toy: Toy) -> None:
@@ -86,8 +89,9 @@ def test_dropped_while_reads_are_under_way(toy: Toy) -> None:
     before, until = engine_threads(), threading.Event()
     model = oracle.open_model(toy("qwen2_moe"), "fifth")
     model(oracle.PROMPT)
-    hold_reads(model.offload._transfers._mover, until)
+    is_held = hold_reads(model.offload._transfers._mover, until)
     model.offload._transfers.submit(Load((0, 0, 0), 0, None, False, Reason.DEMAND, 0))
+    assert is_held.wait(60)  # a read that has not begun is dropped with the model
     memory = weakref.ref(model.offload._arena._map)
     del model
     gc.collect()  # comes back although a read hangs
