@@ -55,6 +55,13 @@ def test_doctor_stores_the_profile_and_gives_advice(run, tmp_path, quick_measure
     assert profile is not None and profile.disk_bytes_per_second == 0.3e9
 
 
+@pytest.mark.parametrize(("waited", "is_mentioned"), [(0.5, True), (0.1, False), (None, False)])
+def test_doctor_mentions_a_busy_machine(run, tmp_path, quick_measurements, monkeypatch, waited, is_mentioned):
+    monkeypatch.setattr("smoe.machine.findings.waited_share", lambda: waited)
+    ran = run("doctor", "--folder", tmp_path)
+    assert ran.code == 0 and ("measuring waited 50% of its time for a core" in ran.out) is is_mentioned
+
+
 def test_doctor_json(run, tmp_path, quick_measurements):
     value = run("doctor", "--folder", tmp_path, "--json").json
     assert value["memory_bytes_per_second"] == 20e9 and value["findings"]

@@ -22,6 +22,7 @@ from smoe.kernels.spinning_pool import is_supported
 from smoe.machine.available_memory import least_room, less_margin
 from smoe.machine.macos_memory import pressure
 from smoe.machine.measure import Profile
+from smoe.machine.processor import BUSY_SHARE, waited_share
 from smoe.memory.expert_file import direct_name
 from smoe.units import format_bytes
 
@@ -79,6 +80,7 @@ def examine(profile: Profile, folder: Path) -> list[Finding]:
         _arithmetic(profile),
         _kernel(),
         _waiting(),
+        _busy(),
     ]
     return [finding for finding in found if finding is not None]
 
@@ -101,6 +103,15 @@ def _without() -> str:
     if isa is None:
         return "torch multiplies"
     return f"bf16 is multiplied by torch, or by smoe's own kernel ({isa.name}), equal up to rounding, if that is faster"
+
+
+def _busy() -> Finding | None:
+    """That other programs had the cores while the rates were measured."""
+    waited = waited_share()
+    if waited is None or waited < BUSY_SHARE:
+        return None
+    text = f"measuring waited {waited:.0%} of its time for a core that other programs had: the rates are too low"
+    return Finding("better", text, "run smoe doctor again when other programs are idle")
 
 
 def _gpu() -> Finding:
