@@ -35,6 +35,17 @@ def test_with_a_template_only_the_new_turn_is_computed(say, tmp_path):
     assert known[0] == 0 and known[1] >= first
 
 
+def test_a_template_of_the_user_replaces_the_models(say, checkpoint, tmp_path):
+    """The checkpoint has none."""
+    path = tmp_path / "own.jinja"
+    path.write_text(TEMPLATE)
+    ran = say(checkpoint, "Hi", "/quit", more=("--chat-template", path))
+    assert ran.code == 0 and "continues the text" not in ran.err
+    assert f"0 of {len('user: Hi') + 1 + len('assistant:')} tokens were known" in ran.err
+    ran = say(checkpoint, "Hi", more=("--chat-template", tmp_path))
+    assert ran.code == 2 and f"--chat-template {tmp_path} cannot be read: Is a directory" in ran.err
+
+
 def test_reset_forgets(say, checkpoint):
     ran = say(checkpoint, "One", "/reset", "One", "/quit")
     first, second = ran.out.splitlines()[0], ran.out.splitlines()[-1]

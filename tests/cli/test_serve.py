@@ -98,6 +98,26 @@ def test_a_server_answers_and_ends_in_order(sent: signal.Signals, code: int, opt
     assert ("1 request\n" in err and "80 new" in err) == (option == "-v")
 
 
+def test_tools_work_by_a_template_of_the_user(tmp_path: Path) -> None:
+    """Of a model whose own template has no place for them."""
+    path = tmp_path / "tools.jinja"
+    path.write_text("{% if tools %}<tool_call> {{ tools | tojson }}{% endif %}" + TEMPLATE)
+    place = {"properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"], "additionalProperties": False}
+    tools: Any = [{"type": "function", "function": {"name": "rain", "parameters": {"type": "object", **place}}}]
+    with process("--chat-template", str(path)) as (_, address), client_of(address) as client:
+        answer = client.chat.completions.create(
+            model="demo", messages=QUESTION, tools=tools, tool_choice="required", max_tokens=120, temperature=0
+        )
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert (call.function.name, json.loads(call.function.arguments)) == ("rain", {"city": "Oslo"})
+
+
+def test_a_template_that_is_none_is_refused_before_the_model_is_loaded(run: Run, tmp_path: Path) -> None:
+    ran = run("serve", "demo", "--chat-template", tmp_path / "none.jinja")
+    assert ran.code == 2 and f"--chat-template {tmp_path / 'none.jinja'} cannot be read" in ran.err
+    assert "budget" not in ran.err
+
+
 @pytest.mark.parametrize("hangs", ["at start", "in a request"])
 def test_a_chat_template_that_does_not_end_leaves_sigterm_its_effect(tmp_path: Path, hangs: str) -> None:
     """Where it hangs at start, the signal comes before the server listens."""

@@ -93,4 +93,5 @@ def test_who_sends_tools_is_told_what_to_do(running: Running) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {}, "type": "object"}}}
     sent = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "stream": True, "tools": [tool]}
     answer = running.http("POST", "/v1/chat/completions", sent, Authorization="Bearer a-key")
-    assert (answer.status, answer.error["code"]) == (400, "no_tools") and "switch them off" in answer.error["message"]
+    assert (answer.status, answer.error["code"]) == (400, "no_tools")
+    assert "switch them off" in answer.error["message"] and "--chat-template FILE" in answer.error["message"]

@@ -9,7 +9,7 @@ import typer
 
 from smoe.cli.libraries import import_libraries
 from smoe.cli.options import Debug, EngineOptions, Model, check_text
-from smoe.cli.request_options import ChatSamplingOptions, ParseControlTokens
+from smoe.cli.request_options import ChatSamplingOptions, ChatTemplate, ParseControlTokens
 from smoe.errors import ConfigError, ContextError
 
 if TYPE_CHECKING:
@@ -49,30 +49,36 @@ def command(
     engine: EngineOptions,
     sampling: ChatSamplingOptions,
     model: Model = "demo",
+    chat_template: ChatTemplate = None,
     parse_control_tokens: ParseControlTokens = False,
     debug: Debug = False,
 ) -> None:
     """Talk with a model. What has been said is not computed again.
 
-    The model's own chat template and its own sampling settings are used (/settings shows them; options go before
-    them). A model without a template continues the text instead.
+    The model's own chat template (or that of --chat-template) and its own sampling settings are used (/settings shows
+    them; options go before them). Without a template the text is continued instead.
     """
     from smoe.cli.console import note, stdin
     from smoe.cli.interrupts import exit_code, was_terminated
 
     import_libraries()
     from smoe.cli.session import loaded, tokenizer_of
+    from smoe.conversation.template_file import read_template
     from smoe.generation.chat import Chat
 
     if stdin() is None:
         raise ConfigError("smoe chat reads what you say from stdin, and stdin is closed; run it in a terminal or pipe")
     _sampling(sampling, None)  # bad values are refused before the model is loaded
+    template = None if chat_template is None else read_template(chat_template)
     with loaded(model, engine.config(), engine.revision) as ready:
         chosen = _sampling(sampling, ready)
-        tokenizer = tokenizer_of(model, engine.revision)
+        tokenizer = tokenizer_of(model, engine.revision, template)
         chat = Chat(ready, tokenizer, chosen, parses_control_tokens=parse_control_tokens)
         if not chat.has_template:
-            note("this model has no chat template: it continues the text rather than answering it")
+            note(
+                "this model has no chat template: it continues the text rather than answering it; --chat-template FILE "
+                "gives it one"
+            )
         _help()
         while not was_terminated() and (message := _ask()) not in (None, *_LEAVING):
             if message == "/help":

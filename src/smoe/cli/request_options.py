@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,15 @@ _SAMPLING = "Sampling"
 _PROMPT = "Prompt"
 
 
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(
+        "--chat-template",
+        metavar="FILE",
+        help="A Jinja template of conversations that replaces the model's own.",
+        rich_help_panel="Conversation",
+    ),
+]
 ParseControlTokens = Annotated[
     bool,
     typer.Option(

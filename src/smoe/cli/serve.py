@@ -13,7 +13,7 @@ import typer
 
 from smoe.cli.libraries import import_libraries
 from smoe.cli.options import Debug, EngineOptions, Json, Model
-from smoe.cli.request_options import ParseControlTokens
+from smoe.cli.request_options import ChatTemplate, ParseControlTokens
 from smoe.errors import ConfigError
 from smoe.units import parse_bytes
 
@@ -124,6 +124,7 @@ class ServerOptions:
             rich_help_panel=_SERVER,
         ),
     ] = False
+    chat_template: ChatTemplate = None
     parse_control_tokens: ParseControlTokens = False
     drain: Annotated[
         float,
@@ -156,6 +157,12 @@ class ServerOptions:
             parses_control_tokens=self.parse_control_tokens,
             drain_seconds=self.drain,
         )
+
+    def template(self) -> str | None:
+        """The chat template that replaces the model's own. Raises `ConfigError` for one that cannot be used."""
+        from smoe.conversation.template_file import read_template
+
+        return None if self.chat_template is None else read_template(self.chat_template)
 
     def _key(self) -> str | None:
         """What clients must send. Raises `ConfigError` for a file that has no key, or one beside another key."""
@@ -192,13 +199,13 @@ def command(
 
     check_server()
     bound_heap()
-    config = server.config()
+    config, template = server.config(), server.template()
     name = _name(server.name, model)
     from smoe.cli.interrupts import at_the_first, exit_code
     from smoe.server.door import bound
 
     with at_the_first(), bound(config) as door:
-        totals, failure = _serve(door, config, name, model, engine, json)
+        totals, failure = _serve(door, config, name, model, template, engine, json)
         _tell_the_end(totals, json)
         if failure is not None:
             raise failure
@@ -206,7 +213,13 @@ def command(
 
 
 def _serve(
-    door: socket.socket, config: ServerConfig, name: str, model: str, engine: EngineOptions, as_json: bool
+    door: socket.socket,
+    config: ServerConfig,
+    name: str,
+    model: str,
+    template: str | None,
+    engine: EngineOptions,
+    as_json: bool,
 ) -> tuple[Totals, Exception | None]:
     """Until it is told to end, or fails where it is to end then: the second is why."""
     from smoe.cli.console import note, warn
@@ -229,9 +242,12 @@ def _serve(
             note(text, is_asked=True)
 
     with loaded(model, engine.config(_SEQUENCES), engine.revision) as ready:
-        serving = Serving(ready, tokenizer_of(model, engine.revision), name, config)
+        serving = Serving(ready, tokenizer_of(model, engine.revision, template), name, config)
         if not serving.prompts.has_template:
-            note("this model has no chat template: it continues texts (/v1/completions) and cannot be talked with")
+            note(
+                "this model has no chat template: it continues texts (/v1/completions) and refuses conversations; "
+                "--chat-template FILE gives it one"
+            )
         first_pass(ready, serving.tokenizer)
         listener = Server(serving, told, warned)
         with answered_by(listener.handle_exit):

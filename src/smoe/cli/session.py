@@ -103,9 +103,12 @@ def describe(ledger: Ledger, reason: str, keeps_experts: bool = True) -> str:
     return f"budget {format_bytes(ledger.budget_bytes)} ({reason}), {kept}{hint}"
 
 
-def tokenizer_of(model: str, revision: str | None) -> Any:
-    """The model's tokenizer, from its own files."""
-    return whole_checkpoint(model, revision).tokenizer()
+def tokenizer_of(model: str, revision: str | None, chat_template: str | None = None) -> Any:
+    """The model's tokenizer, from its own files; a `chat_template` replaces its own."""
+    tokenizer = whole_checkpoint(model, revision).tokenizer()
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
 
 
 class _Checking:

@@ -51,11 +51,13 @@ def main() -> None:
 
 
 def _answer(compiled: Callable[[str], Any], request: bytes) -> tuple[bytes, str]:
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, TemplateSyntaxError
 
     try:
         wanted = json.loads(request)
         return RENDERED, _rendered(compiled(wanted["template"]), wanted["variables"])
+    except TemplateSyntaxError as error:
+        return FAILED, f"line {error.lineno} is not valid Jinja: {error.message}"[:_LONGEST_REASON]
     except TemplateError as error:
         return FAILED, str(error)[:_LONGEST_REASON] or type(error).__name__
     except Exception as error:  # whatever the template's own operations raise is the answer

@@ -87,12 +87,14 @@ class Prompts:
         """A conversation, as the template writes it, up to where the model answers. `given` is the template's."""
         if not self.has_template:
             message = (
-                "this model has no chat template, so it cannot be talked with; ask /v1/completions to continue a text"
+                "this model has no chat template, so it cannot answer a conversation; ask /v1/completions to continue "
+                "a text, or start smoe serve with --chat-template FILE"
             )
             raise refused(message, param, "no_chat_template")
         if tools and not self.takes_tools:
             message = (
-                "this model's chat template has no place for tools; switch them off in the program that sends them"
+                "this model's chat template has no place for tools; switch them off in the program that sends them, or "
+                "start smoe serve with --chat-template FILE, a template that has one"
             )
             raise refused(message, "tools", "no_tools")
         turns = [self._turn(message, param) for message in messages]
