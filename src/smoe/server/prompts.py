@@ -88,13 +88,13 @@ class Prompts:
         if not self.has_template:
             message = (
                 "this model has no chat template, so it cannot answer a conversation; ask /v1/completions to continue "
-                "a text, or start smoe serve with --chat-template FILE"
+                "a text, or start the server as smoe serve --chat-template FILE"
             )
             raise refused(message, param, "no_chat_template")
         if tools and not self.takes_tools:
             message = (
                 "this model's chat template has no place for tools; switch them off in the program that sends them, or "
-                "start smoe serve with --chat-template FILE, a template that has one"
+                "start the server as smoe serve --chat-template FILE, with a template that has one"
             )
             raise refused(message, "tools", "no_tools")
         turns = [self._turn(message, param) for message in messages]
