@@ -71,7 +71,7 @@ def run(me: Worker, task: Task, say: Callable[[str], None], serving: Callable[[C
 
     place = Path(task.place)
     said = {"smoe": __version__, "name": me.name, "code": me.code} | said_of(place)
-    say(f"worker {me.name}: waits for main at {me.address}, which says what its experts are")
+    say(f"worker {me.name}: waits for the coordinator at {me.address}, which says what its experts are")
     opened = open_described(place, ask(me, said), task.memory_bytes, task.slots, task.threads)
     say(f"worker {me.name}: {opened.alone.slots} experts fit, in {format_bytes(opened.alone.nbytes)}")
     worker = WorkerProcess(me, opened, changed)

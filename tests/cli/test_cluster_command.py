@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -132,12 +133,44 @@ def test_a_shadow_of_its_own_takes_no_memory_of_main_s(
     first = run("generate", model, *SIZE, *with_cluster, *request).json
     assert first["token_ids"] == alone["token_ids"]
     assert first["shadow"]["name"] == "local-shadow" and first["shadow"]["tokens_followed"] > 20
-    assert "shadow local-shadow in int4" in run("cluster", "status").out
+    assert "draft model local-shadow in int4" in run("cluster", "status").out
     (shadow,) = [each for each in workers_of(process, 2) if "--shadow" in each.cmdline()]
     shadow.kill()
     again = run("generate", model, *SIZE, *with_cluster, *request)
     assert again.json["token_ids"] == alone["token_ids"] and again.json["shadow"]["tokens_followed"] > 20
-    assert "shadow: local-shadow, in int4" in again.err
+    assert "draft model: local-shadow, in int4" in again.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["cluster", "od-moe"])
+def test_the_commands_of_a_refusal_work_as_printed(
+    run: Any, checkpoint: Path, up: Up, port: int, tmp_path: Path, preset: str
+) -> None:
+    """As a reader would type them, and once more while the workers run: they are not started twice."""
+    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    asked = ["generate", str(model), *SIZE, "--preset", preset, "-p", "once", "--max-new-tokens", "8"]
+    pack, start, again = printed(run(*asked))
+    assert run(*pack[1:]).code == 0
+    command, options = start[1:4], start[4 : start.index("#")]
+    assert (command, options[:2]) == (["cluster", "up", str(model)], ["--local", "2"])
+    up(model, 2, *options[2:])
+    log = tmp_path / "up.log"
+    until = time.monotonic() + 60
+    while log.read_text().count(": ready") < 3:
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.05)
+    words = log.read_text()
+    assert words.index("starting 2 workers and a draft model") < words.index("they wait for a coordinator at")
+    ran = run(*again[1:])
+    assert ran.code == 0 and ran.out.startswith(run(*asked[:-6], *asked[-4:]).out), ran.err
+    assert "draft model: local-shadow" in ran.err and "workers: local-" in ran.err
+    assert printed(run(*asked)) == [pack, again]
+
+
+def printed(refused: Any) -> list[list[str]]:
+    """The commands behind a refusal, word by word, a comment and all."""
+    _, _, commands = refused.err.partition("to make it work:\n")
+    return [shlex.split(line) for line in commands.splitlines() if line.startswith("  smoe ")]
 
 
 def test_an_invitation_is_printed_for_an_address(run: Any, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +262,7 @@ def test_status_of_a_cluster_that_never_ran(run: Any, port: int) -> None:
         "shadow": None,
     }
     shown = run("cluster", "status")
-    assert shown.code == 0 and "no main runs" in shown.out
+    assert shown.code == 0 and "no coordinator runs" in shown.out
     keep_main(new_main("home"))
     several = run("cluster", "status")
     assert several.code == 2 and "say which with --name: home, local" in " ".join(several.err.split())
@@ -240,7 +273,7 @@ def test_status_of_a_cluster_that_never_ran(run: Any, port: int) -> None:
 @pytest.mark.parametrize("columns", ["40", "80"])
 def test_status_in_a_narrow_window(run: Any, port: int, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    head = f"cluster local at tcp://127.0.0.1:{port}: no main runs"
+    head = f"cluster local at tcp://127.0.0.1:{port}: no coordinator runs"
     assert run("cluster", "status").out.splitlines() == [head]
     times = dict.fromkeys(("seconds_per_load", "seconds_per_expert", "seconds_there_and_back"), 1e-3)
     worker = {"name": "w", "state": "out", "why": "", "slots": 2, "experts_computed": 7, "deadlines_missed": 0} | times

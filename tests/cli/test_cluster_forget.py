@@ -71,7 +71,9 @@ def test_what_is_not_there_or_in_use_stays(run: Any) -> None:
     assert nobody.code == 2 and "has no worker 'x'; there are: far, home-1, home-2" in " ".join(nobody.err.split())
     keep_status("home", [])
     busy = run("cluster", "forget", "--name", "home")
-    assert busy.code == 2 and f"process {os.getpid()} is its main" in busy.err and clusters() == ["home", "other"]
+    assert (
+        busy.code == 2 and f"process {os.getpid()} is its coordinator" in busy.err and clusters() == ["home", "other"]
+    )
     assert "lets it in until it ends" in run("cluster", "forget", "--name", "home", "--worker", "far").out
 
 

@@ -48,7 +48,7 @@ def test_shown_within_a_narrow_window(run, checkpoint):
 @pytest.mark.parametrize("preset", ["cluster", "od-moe"])
 def test_its_presets_are_no_news(run, checkpoint, preset):
     ran = plan(run, checkpoint, "--workers", 1, "--slots", 4, "--preset", preset)
-    assert ran.code == 0 and "with a shadow on main: --preset cluster" in ran.out
+    assert ran.code == 0 and "with a draft model: --preset cluster" in ran.out
     assert "smoe pack --precision int4" in ran.err
 
 
@@ -72,7 +72,7 @@ def test_a_recorded_run_is_asked_for_its_routing(run, checkpoint, traces):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (("--name", "home"), "no main of the cluster 'home' has measured its workers yet"),
+        (("--name", "home"), "no coordinator of the cluster 'home' has measured its workers yet"),
         (("--name", "away"), "there is no cluster 'away' on this machine"),
         (("--name", "home", "--slots", 4), "says what the workers are, and so does --slots"),
         (("--name", "home", "--worker-profile", "laptop-cpu"), "and so does --worker-profile"),

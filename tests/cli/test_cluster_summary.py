@@ -42,7 +42,11 @@ def test_who_was_lost_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("all_fit", "why"), [(True, "all experts fit into main's memory"), (False, "main had every expert sooner itself")]
+    ("all_fit", "why"),
+    [
+        (True, "all experts fit into the coordinator's memory"),
+        (False, "the coordinator had every expert sooner itself"),
+    ],
 )
 def test_workers_that_were_not_needed(all_fit: bool, why: str) -> None:
     assert said([worker("a", 0), worker("b", 0)], all_fit=all_fit) == f"not needed: {why}"

@@ -38,7 +38,7 @@ def test_who_is_refused_is_not_started_again(
         keep_running({"home-1": ends(REFUSED), "home-2": ends(REFUSED)})
     said = " ".join(capsys.readouterr().err.split())
     for name in ("home-1", "home-2"):
-        assert said.count(f"worker {name} is not started again: main has refused it") == 1
+        assert said.count(f"worker {name} is not started again: the coordinator has refused it") == 1
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")

@@ -185,8 +185,12 @@ def test_a_profile_alone_is_the_machine_to_plan_for(run, config_only, profile):
 
 
 def test_what_has_not_been_learned_is_said_beside_the_figures(run, checkpoint):
-    """Would catch a predictor that nobody has trained taken for one that is there; other presets need none of it."""
-    value = run("plan", checkpoint, "--memory", "2700KiB", "--context", 128, "--prefetch", "expert-mlp", "--json").json
+    """Would catch a predictor that has not been trained taken for one that is there, and its memory forgotten; other
+    presets need none of it."""
+    asked = ["plan", checkpoint, "--context", 128, "--prefetch", "expert-mlp", "--json"]
+    assert "learned" in run(*asked, "--memory", "2700KiB").err
+    value = run(*asked, "--memory", "20MiB").json
+    assert value["bytes"]["learned"] > 10 << 20
     asked = value["forecast"]
     assert any("nothing has been learned yet" in line for line in asked["missing"])
     assert asked["settings"]["prefetch"] == "expert-mlp", "the command is that of what was planned"

@@ -37,7 +37,7 @@ OTHERS = ("make", "pip", "python3")
 """What makes an environment: `make wheel-test` does that."""
 LONG = (("bench",), ("simulate",), ("tune", "--prefetch"))
 """Minutes and more, whatever the model: these are only parsed here, and run in tests of their own."""
-UNTIL_ENDED = {("serve",): "serving", ("cluster", "up"): "wait for a main"}
+UNTIL_ENDED = {("serve",): "serving", ("cluster", "up"): "worker local-1: ready"}
 """What runs until Ctrl-C, and what it prints once it works."""
 
 

@@ -42,7 +42,9 @@ def test_a_table_for_people_and_json_for_programs(run, packed, text, tmp_path):
     assert "corrected gates" in said["refused"]
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"recall-by-token.png", "recall-by-periods.png"}
     words = " ".join(ran.err.split())
-    assert "shadows are whole in memory, at most int4" in words and "smoe tune on the model with --predictor" in words
+    assert (
+        "draft models are whole in memory, at most int4" in words and "smoe tune on the model with --predictor" in words
+    )
     lines = ran.err.splitlines()
     begin = next(n for n, line in enumerate(lines) if line.startswith("shadow "))
     table = [line for line in lines[begin - 1 :] if not line.startswith(str(tmp_path))]

@@ -41,7 +41,7 @@ def test_an_address_gets_the_usual_port(given: str, full: str) -> None:
     ["", "ipc:///x", "host:0", "host:70000", "a b", "tcp://host:x", "[::1", "[::1]:", "-x", "127.1", "0", "10.0.0.300"],
 )
 def test_what_is_no_address_is_refused(given: str) -> None:
-    with pytest.raises(ClusterError, match=r"`address` is .* which is none; give the main machine's own address"):
+    with pytest.raises(ClusterError, match=r"`address` is .* which is none; give the coordinator's own address"):
         checked_address(given)
 
 

@@ -183,7 +183,7 @@ def test_who_is_refused_by_main_is_given_up(toy: Callable[..., Path], kept: Kept
 def test_nodes_that_could_not_reach_main_are_refused(monkeypatch: pytest.MonkeyPatch, main: Main) -> None:
     ray = StandIn(["10.0.0.1", "10.0.0.2"])
     ray.installed(monkeypatch)
-    with pytest.raises(ClusterError, match=r"10\.0\.0\.2 could not reach main at tcp://127") as refused:
+    with pytest.raises(ClusterError, match=r"10\.0\.0\.2 could not reach the coordinator at tcp://127") as refused:
         Kept(ray, main).workers.start(None, partial(opened, "demo", None, 1, "auto"), 1)
     assert refused.value.setting == "address"
     assert not ray.actors

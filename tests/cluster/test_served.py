@@ -282,7 +282,7 @@ def test_a_worker_whose_key_is_not_known_is_told(toy: Callable[..., Path], main:
     thread.join(10)
     worker.end()
     served.alone.close()
-    assert len(said) == 1 and "main does not know worker w" in said[0]
+    assert len(said) == 1 and "the coordinator does not know worker w" in said[0]
 
 
 def test_one_main_at_a_time(toy: Callable[..., Path], start: Start, open_model: Open) -> None:

@@ -283,7 +283,7 @@ def test_what_cannot_be_opened_is_said_and_not_waited_for(
     model = open_model(folder, "minimum", shadow_precision="int8", cluster_timeout_seconds=60.0, **APART)
     assert time.monotonic() - began < 30
     assert "needs its experts packed" in cluster_of(model).shadow["why"]
-    said = "cannot be what main wants: a shadow in int8 needs its experts packed"
+    said = "cannot be what the coordinator wants: a draft model in int8 needs its experts packed"
     assert until(lambda: said in capsys.readouterr().out)
     oracle.assert_same_steps(oracle.greedy(model, new_tokens=4), oracle.greedy(oracle.reference(folder), new_tokens=4))
 
@@ -310,12 +310,12 @@ def test_it_is_used_where_one_belongs_to_the_cluster(
     shade(folder)
     assert until(lambda: cluster_of(before).shadow is not None)
     assert cluster_of(before).shadow["state"] == "not used" and read_main("test").shadows == ["s0"]
-    assert until(lambda: "waits: this main decodes without it" in capsys.readouterr().out)
+    assert until(lambda: "waits: this coordinator decodes without it" in capsys.readouterr().out)
     before.offload.close()
     after = open_model(folder, "minimum", **switches)
     assert after.offload.config.shadow_on == "cluster" and cluster_of(after).shadow["state"] == "ready"
     second = shade(folder, name="s2")
-    assert until(lambda: "s0 is main's shadow already" in capsys.readouterr().out)
+    assert until(lambda: "s0 is the coordinator's draft model already" in capsys.readouterr().out)
     assert cluster_of(after).shadow["name"] == "s0" and second._opened is None
     after.offload.close()
     keep_main(read_main("test").with_role("s0", False).with_role("s2", False))

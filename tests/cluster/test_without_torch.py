@@ -138,7 +138,7 @@ def test_a_model_that_needs_torch_is_refused_by_name(
     with pytest.raises(ClusterError, match="0 of 1 workers"):
         open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=4.0, dtype="float32")
     assert worker.wait(20) == REFUSED
-    assert "main refuses worker" in (tmp_path / "small.log").read_text()
+    assert "the coordinator refuses worker" in (tmp_path / "small.log").read_text()
 
 
 def test_what_it_needs_is_what_smoe_needs() -> None:

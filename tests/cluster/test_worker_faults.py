@@ -140,7 +140,7 @@ def test_a_worker_that_lies_after_its_proof_is_found_out(
     model.offload.close()
     (doubt,) = cluster.doubts
     assert re.search(
-        r"worker w0 returned other bits than main's for expert \d of layer \d .* is let in no longer", doubt
+        r"worker w0 returned other bits than the coordinator's for expert \d of layer \d .* is let in no longer", doubt
     )
     assert "may be wrong, so have it written again" in doubt
     assert set(read_main("test").workers) == {"w1"}

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from smoe.errors import ConfigError
+from smoe.errors import BudgetError, ConfigError
 from smoe.eval.tune_predictor import paths_of
 from smoe.load.fitted_predictor import remember
 from smoe.policy.eviction.lru import LRU
@@ -25,7 +25,7 @@ from smoe.policy.registry import EXPERT_MLP, FITTED_PREFETCH, HISTORY_PREFETCH
 from smoe.prediction.activation_matrix import ActivationMatrix, matrices_of
 from smoe.prediction.activation_path import NOBODY, Paths, RoutedLayer, joined
 from smoe.prediction.affinity import Affinity, affinity_of
-from smoe.prediction.expert_mlp import ExpertMLP, folded, network, state_width, states
+from smoe.prediction.expert_mlp import ExpertMLP, folded, nbytes_of, network, state_width, states
 from smoe.prediction.fitted import Fitted, counted
 from smoe.prediction.popularity import Popularity, popularity_of
 from smoe.prediction.previous_token import PreviousToken
@@ -149,6 +149,8 @@ def test_the_network_has_seven_layers_and_says_the_same_when_folded() -> None:
     with torch.no_grad():
         expected = trained(given).numpy()
     assert np.allclose(predictor._scores(2, CHOSEN[:, :2], [0, 1, 2]), expected, atol=1e-5)
+    counts = {"popularity": torch.from_numpy(popularity), "affinity": torch.from_numpy(affinity)}
+    assert nbytes_of(LAYERS) == Fitted(EXPERT_MLP, LAYERS, folded(trained) | counts, 1).nbytes
 
 
 def test_traces_of_several_runs_have_sequences_of_their_own() -> None:
@@ -234,11 +236,19 @@ def test_engine_and_simulator_hear_and_say_the_same(
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_duoserve_keeps_a_tokens_experts_and_its_bits(
-    device: str, recorded: Path, toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel], tmp_path: Path
+    device: str,
+    recorded: Path,
+    toy: Callable[..., Path],
+    open_model: Callable[..., PreTrainedModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However much memory there is; refused until its network is trained."""
+    """However much memory there is; refused until its network is trained, and before where there is no room for it."""
     folder = Path(shutil.copytree(toy("mixtral"), tmp_path / "model"))
     bench: dict[str, Any] = {"device": "emulated", "dilation": 1.0} if device == "emulated" else {}
+    with pytest.raises(BudgetError, match="learned"):
+        open_model(folder, 30, preset="duoserve", **bench)
+    monkeypatch.setattr("smoe.prediction.expert_mlp.network.__defaults__", ((32, 16),))
     with pytest.raises(ConfigError, match="expert-mlp"):
         open_model(folder, 30, preset="duoserve", **bench)
     remember(folder, fitted_on(recorded, EXPERT_MLP))

@@ -44,8 +44,8 @@ smoe generate ./my-moe --memory 8GiB -p "The capital of France is"
 Every command explains itself: smoe COMMAND --help
 
 Exit codes: 0 done, 1 not exact (smoe verify), 2 an error, 3 a worker that its
-main refuses, 130 after Ctrl-C, 143 after SIGTERM, 129 where the terminal has
-gone (SIGHUP); what there is by then is shown and kept.
+coordinator refuses, 130 after Ctrl-C, 143 after SIGTERM, 129 where the
+terminal has gone (SIGHUP); what there is by then is shown and kept.
 """
 
 _NOT_OF_WORKERS = ("torch", "transformers", "safetensors", "gguf", "huggingface_hub")

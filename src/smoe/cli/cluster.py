@@ -20,6 +20,7 @@ from smoe.cli.options import Debug, Json, Model
 from smoe.cli.spread import with_options
 from smoe.errors import ClusterError, ConfigError
 from smoe.safe_path import module_line
+from smoe.units import format_count
 
 MOST_LOCAL = 64
 DEFAULT_LOCAL = 2
@@ -37,7 +38,7 @@ Slots = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(help="Computing threads of a worker.", min=1, max=MOST_THREADS)]
-Precision = Annotated[str, typer.Option(help=f"The experts as main has them: {', '.join(PRECISION)}.")]
+Precision = Annotated[str, typer.Option(help=f"The experts as the coordinator has them: {', '.join(PRECISION)}.")]
 
 app = typer.Typer(
     help="Several machines serve one model: start workers, invite others, see who is there.",
@@ -50,7 +51,7 @@ smoe cluster up demo --local 2 --worker-memory 8MiB
 {line_for_main("demo", DEFAULT_NAME, DEFAULT_LOCAL)}
 
 With others: smoe cluster invite --name home --address 192.168.1.5 here, and
-what it prints there. The main machine is whoever runs smoe generate --cluster.
+what it prints there. The coordinator is whoever runs smoe generate --cluster.
 """,
 )
 
@@ -73,7 +74,7 @@ def up(
     """Start workers on this machine, or on a Ray cluster's nodes, and keep them running until Ctrl-C.
 
     The cluster is made where there is none of that name; it listens on the loopback interface only, unless an address
-    was named (smoe cluster invite). Workers wait for a main machine: smoe generate --cluster NAME.
+    was named (smoe cluster invite). Workers wait for the coordinator: smoe generate --cluster NAME.
     """
     from smoe.cli.console import note
     from smoe.load.check_zmq import check_zmq
@@ -97,12 +98,13 @@ def up(
     lines = {each: [*work, each, *given] for each in workers}
     if shadow:
         lines[shadow_of(name)] = [*work, shadow_of(name), "--shadow", "--threads", str(threads or 1)]
-    wait = "workers wait" if local > 1 else "worker waits"
-    if shadow:
-        wait = f"worker{'s' if local > 1 else ''} and a shadow wait"
-    note(f"{local} {wait} for a main at {main.address}, which opens it when it runs; in another terminal:")
-    note(line_for_main(model, main.name, local, shadow))
-    keep_running(lines)
+    note(f"starting {format_count(local, 'worker')}{' and a draft model' if shadow else ''}")
+
+    def started() -> None:
+        note(f"they wait for a coordinator at {main.address}; in another terminal:")
+        note(line_for_main(model, main.name, local, shadow))
+
+    keep_running(lines, started)
 
 
 def invite(
@@ -121,7 +123,7 @@ def invite(
 ) -> None:
     """Print a line that lets one other machine join, once, within ten minutes.
 
-    Who joins is let in when the main machine runs (smoe generate --cluster NAME), also if it runs already.
+    Who joins is let in when the coordinator runs (smoe generate --cluster NAME), also if it runs already.
     """
     from dataclasses import replace
 
@@ -154,7 +156,10 @@ def invite(
     if json:
         print_json({"cluster": main.name, "address": main.address, "invitation": line, "seconds": INVITATION_SECONDS})
         return
-    note(f"good once, for {INVITATION_SECONDS // 60} minutes; main will listen at {reach}. On the other machine:")
+    note(
+        f"good once, for {INVITATION_SECONDS // 60} minutes; the coordinator will listen at {reach}. On the other "
+        "machine:"
+    )
     output().print(
         f"smoe cluster join '{line}' MODEL --worker-memory 4GiB", soft_wrap=True, markup=False, highlight=False
     )
@@ -176,11 +181,12 @@ def join(
     shadow: Shadow = False,
     debug: Debug = False,
 ) -> None:
-    """Be a worker of another machine's cluster, or its shadow, until Ctrl-C.
+    """Be a worker of another machine's cluster, or run its draft model (--shadow), until Ctrl-C.
 
-    The same model must lie here, too; --fetch FOLDER instead of MODEL brings main's files into a folder first (once,
-    verified; interrupted, it goes on where it was), while main runs, or smoe cluster send does there. A shadow needs
-    the pack that main's preset asks for as well: smoe pack --precision int4 here, or fetched by --precision int4.
+    The same model must lie here, too; --fetch FOLDER instead of MODEL downloads the coordinator's files into a folder
+    first (once, verified; interrupted, it goes on where it was), while the coordinator runs, or smoe cluster send does
+    there. A draft model needs the pack that the coordinator's preset asks for as well: smoe pack --precision int4 here,
+    or fetched by --precision int4.
     """
     from smoe.load.check_zmq import check_zmq
 

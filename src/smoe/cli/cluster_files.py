@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from smoe.cluster.identity import Worker
 
 Fetch = Annotated[
-    Path | None, typer.Option(help="Instead of MODEL: a folder into which main's files of the model are fetched.")
+    Path | None,
+    typer.Option(help="Instead of MODEL: a folder into which the coordinator's files of the model are fetched."),
 ]
 Rate = Annotated[str | None, typer.Option(help="For fetching: bytes a second at most, e.g. 20MiB/s.")]
 
@@ -25,7 +26,7 @@ def send(
     model: Model = "demo",
     name: Annotated[str, typer.Option("--name", help="The cluster's name.")] = "home",
     precision: Annotated[
-        str, typer.Option(help=f"The experts as main will have them: {', '.join(PRECISION)}.")
+        str, typer.Option(help=f"The experts as the coordinator will have them: {', '.join(PRECISION)}.")
     ] = "auto",
     rate: Annotated[str | None, typer.Option(help="Bytes a second at most, e.g. 20MiB/s, to all workers.")] = None,
     debug: Debug = False,
@@ -68,7 +69,7 @@ def check_fetch(model: str, fetch: Path | None, rate: str | None) -> None:
     """Raise `ConfigError` for options that do not go together, or are none."""
     if fetch is not None and model != "demo":
         raise ConfigError(
-            f"`fetch` {fetch} brings main's model, whatever it is; leave {model} out, or `fetch`",
+            f"`fetch` {fetch} brings the coordinator's model, whatever it is; leave {model} out, or `fetch`",
             setting="fetch",
             given=str(fetch),
             allowed="only without MODEL",
@@ -88,10 +89,10 @@ def fetched(me: Worker, folder: Path, precision: str, rate: str | None) -> Worke
     from smoe.cluster.identity import keep_worker
 
     with progress("cluster join") as bars:
-        task = bars.add_task(f"waiting for main at {me.address}", total=None, amount="")
+        task = bars.add_task(f"waiting for the coordinator at {me.address}", total=None, amount="")
 
         def on_course(course: Course) -> None:
-            said = {"main sums": "main is making checksums", "checking": f"checking {folder}"}
+            said = {"the coordinator sums": "the coordinator is making checksums", "checking": f"checking {folder}"}
             amount = f"{format_bytes(course.done)} of {format_bytes(course.total)}"
             description = said.get(course.what, "fetching")
             if bars.tasks[0].description != description:
@@ -110,5 +111,5 @@ def fetched(me: Worker, folder: Path, precision: str, rate: str | None) -> Worke
         except KeyboardInterrupt:
             again = f"go on with: smoe cluster join {me.cluster} --fetch {folder}"
             raise KeyboardInterrupt(f"worker {me.name} has ended; what it has fetched stays; {again}") from None
-    note(f"worker {me.name}: {folder} has all files of main's model")
+    note(f"worker {me.name}: {folder} has all files of the coordinator's model")
     return fetcher.me

@@ -51,7 +51,7 @@ class RayOptions:
     address: Annotated[
         str | None,
         typer.Option(
-            help="This machine's address in their network, where main is to listen: HOST or tcp://HOST:PORT.",
+            help="This machine's address in their network, where the coordinator is to listen: HOST or tcp://HOST:PORT.",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -100,7 +100,8 @@ def up_on_ray(on_ray: RayOptions, name: str, threads: int | None, model: str, ro
         workers.start(on_ray.workers, opening, threads)
         count = len(workers.names)
         note(
-            f"Ray starts {format_count(count, 'worker')}; they wait for a main at {main.address}. In another terminal:"
+            f"Ray starts {format_count(count, 'worker')}; they wait for a coordinator at {main.address}. In another "
+            "terminal:"
         )
         note(line_for_main(model, main.name, count))
         while True:

@@ -34,16 +34,18 @@ def plan(
         ),
     ] = None,
     name: Annotated[
-        str | None, typer.Option("--name", help="A cluster of yours: with its workers' times, as main measured them.")
+        str | None,
+        typer.Option("--name", help="A cluster of yours: with its workers' times, as the coordinator measured them."),
     ] = None,
     worker_profile: Annotated[
-        str | None, typer.Option(help="What workers are: raspberry-pi-5, laptop-cpu, ... \\[default: as main]")
+        str | None,
+        typer.Option(help="What workers are: raspberry-pi-5, laptop-cpu, ... \\[default: as the coordinator]"),
     ] = None,
     worker_memory: Annotated[
         str | None, typer.Option(help="For experts, of every worker.", show_default=_WORKER_MEMORY)
     ] = None,
     slots: Annotated[int | None, typer.Option(help="Instead: room for so many experts.", min=1)] = None,
-    link: Annotated[str, typer.Option(help="Main's network: 100Mbit, 1Gbit, 2.5Gbit, ...")] = _LINK,
+    link: Annotated[str, typer.Option(help="The coordinator's network: 100Mbit, 1Gbit, 2.5Gbit, ...")] = _LINK,
     trace: Annotated[
         Path | None, typer.Option(help="A run of the model that smoe record has written; else routing is drawn.")
     ] = None,
@@ -125,8 +127,8 @@ def _measured(name: str) -> list[MeasuredWorker]:
     known = [each for each in (stored or {"workers": []})["workers"] if each["seconds_per_expert"]]
     if not known:
         raise ClusterError(
-            f"no main of the cluster {name!r} has measured its workers yet; run smoe generate --cluster {name} once, "
-            "or say what they are (`worker_profile`) and leave out `name`",
+            f"no coordinator of the cluster {name!r} has measured its workers yet; run smoe generate --cluster {name} "
+            "once, or say what they are (`worker_profile`) and leave out `name`",
             setting="name",
             given=name,
             allowed="a cluster that has run",
@@ -159,10 +161,10 @@ def _print(found: ClusterOutlook, link: str) -> None:
 
     workers, console = found.workers, output()
     main, beside = found.main, found.beside_shadow
-    shadowed = "" if beside is None else f" ({beside.slots} beside a shadow)"
+    shadowed = "" if beside is None else f" ({beside.slots} beside a draft model)"
     console.print(
-        f"[bold]{escape(found.model)}[/bold]  main: a layer {format_seconds(main.layer)}, room for {main.slots} "
-        f"experts{shadowed}; workers: room for {_span([each.slots for each in workers], str)}, a load "
+        f"[bold]{escape(found.model)}[/bold]  the coordinator: a layer {format_seconds(main.layer)}, room for "
+        f"{main.slots} experts{shadowed}; workers: room for {_span([each.slots for each in workers], str)}, a load "
         f"{_span([each.load for each in workers], format_seconds)}, an expert "
         f"{_span([each.expert for each in workers], format_seconds)}; {link}",
         soft_wrap=True,
@@ -195,7 +197,7 @@ def _span(values: Sequence[Any], words: Callable[[Any], str]) -> str:
 def _enough(found: ClusterOutlook, schedule: str) -> str:
     count, most = found.enough(schedule), len(found.workers)
     if count == 0:
-        return f"{schedule}: [bold]no worker pays[/bold]; main alone is as fast, within 5 %"
+        return f"{schedule}: [bold]no worker pays[/bold]; the coordinator alone is as fast, within 5 %"
     if count == most:
         return f"{schedule}: every worker pays, up to {most}"
     are = "worker is" if count == 1 else "workers are"

@@ -17,8 +17,8 @@ Shadow = Annotated[
     bool,
     typer.Option(
         "--shadow",
-        help="Be, or for up also start, a shadow: a quantised copy of the model that runs ahead and says which experts "
-        "come (main: --preset cluster or od-moe).",
+        help="Run, or for up also start, a draft model: a quantised copy of the model that runs ahead and names the "
+        "experts that come (on the coordinator: --preset cluster or od-moe).",
     ),
 ]
 
@@ -29,7 +29,7 @@ def check_alone(given: Mapping[str, Any]) -> None:
         if value is not None:
             owner = "`fetch`" if name == "precision" else "a worker"
             raise ConfigError(
-                f"`{name}` {value} belongs to {owner}, and a `shadow` is opened as main asks; leave it out",
+                f"`{name}` {value} belongs to {owner}, and a `shadow` is opened as the coordinator asks; leave it out",
                 setting=name,
                 given=value,
                 allowed="only without `shadow`",
@@ -49,17 +49,17 @@ def be_shadow(me: Worker, model: str, threads: int | None) -> None:
 
     to_connect_to(me.address)  # a name that is nobody's is refused before anything is read
     files = ShadowFiles(model, threads)
-    note(f"shadow {me.name}: waits for a main at {me.address}, which says what it is to open")
+    note(f"draft model {me.name}: ready; waits for the coordinator at {me.address}, which names what to open")
 
     def changed(words: str) -> None:
-        note(f"shadow {me.name}: {words}")
+        note(f"draft model {me.name}: {words}")
         if me.code is not None:
             keep_worker(replace(me, code=None))
 
     try:
         serve_until_told(ShadowProcess(me, files, changed))
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"shadow {me.name} has ended") from None
+        raise KeyboardInterrupt(f"draft model {me.name} has ended") from None
 
 
 def shadow_line(said: Mapping[str, Any]) -> str:
@@ -67,4 +67,6 @@ def shadow_line(said: Mapping[str, Any]) -> str:
     state = said["state"] + (f" ({said['why']})" if said["why"] else "")
     copy = f" in {said['precision']}" if said["precision"] else ""
     done = f"{said['tokens_followed']} tokens followed, {said['layers_named']} layers named"
-    return f"shadow {said['name']}{copy}: {state}; {done}, {format_bytes(said['bytes_sent'])} of keys and values sent"
+    return (
+        f"draft model {said['name']}{copy}: {state}; {done}, {format_bytes(said['bytes_sent'])} of keys and values sent"
+    )

@@ -87,9 +87,9 @@ def _said(main: Main) -> dict[str, Any]:
 def _head(main: Main, said: dict[str, Any]) -> str:
     """Above the table, which is narrower where nobody is there."""
     if said["is_running"]:
-        state = "main runs" if said["workers"] else "main runs, and nobody has come yet"
+        state = "the coordinator runs" if said["workers"] else "the coordinator runs, and nobody has come yet"
     else:
-        state = "no main runs; the last one had" if said["workers"] else "no main runs"
+        state = "no coordinator runs; the last one had" if said["workers"] else "no coordinator runs"
     known = f"; known workers: {', '.join(said['known'])}" if said["known"] and not said["workers"] else ""
     shadow = f"\n{shadow_line(said['shadow'])}" if said["shadow"] is not None else ""
     return f"cluster {main.name} at {main.address}: {state}{known}{shadow}"

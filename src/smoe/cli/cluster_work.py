@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from smoe.errors import ConfigError
-from smoe.units import format_bytes, parse_bytes
+from smoe.units import format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:
     from smoe.cluster.identity import Worker
@@ -18,7 +18,8 @@ Torch = Annotated[
     bool | None,
     typer.Option(
         "--torch/--no-torch",
-        help="Without: our kernels alone compute, in a tenth of the memory, and main says how; bf16 experts on Linux.",
+        help="Without: our kernels alone compute, in a tenth of the memory, as the coordinator describes; bf16 experts "
+        "on Linux.",
         show_default="with it where it is installed",
     ),
 ]
@@ -108,8 +109,8 @@ def _serve(me: Worker, model: str, room: Room, threads: int | None, precision: s
 
     set_compute_threads(threads)
     opened = open_experts(model, room.memory_bytes, configure(precision=precision), room.slots)
-    held = f"{opened.alone.slots} experts fit, in {format_bytes(opened.alone.nbytes)}"
-    note(f"worker {me.name}: {held}; main is to be at {me.address}")
+    held = f"{format_count(opened.alone.slots, 'expert')} ({format_bytes(opened.alone.nbytes)})"
+    note(f"worker {me.name}: ready, with room for {held}; waits for the coordinator at {me.address}")
 
     def changed(words: str) -> None:
         note(f"worker {me.name}: {words}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from smoe.cli.interrupts import REFUSED, answered_by, check
@@ -63,9 +63,10 @@ def _started(line: Sequence[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(line, stdin=subprocess.DEVNULL, cwd=WORKING_FOLDER, env=child_environment())
 
 
-def keep_running(lines: Mapping[str, Sequence[str]]) -> None:
-    """Start the workers, by name, start again who ends, and end them all with us. Whom main refuses is not started
-    again: it would be refused again."""
+def keep_running(lines: Mapping[str, Sequence[str]], on_started: Callable[[], None] = lambda: None) -> None:
+    """Start the workers, by name, start again those that end, and end them all with this process. `on_started` is
+    called once all have been started. A worker that the coordinator refuses is not started again: it would be refused
+    again."""
     from smoe.cli.console import warn
 
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
@@ -78,6 +79,7 @@ def keep_running(lines: Mapping[str, Sequence[str]]) -> None:
     try:
         for name in lines:
             start(name)
+        on_started()
         while running:
             time.sleep(0.2)
             for name, (process, since) in list(running.items()):
@@ -85,7 +87,7 @@ def keep_running(lines: Mapping[str, Sequence[str]]) -> None:
                 if code is None:
                     continue
                 if code == REFUSED:
-                    warn(f"worker {name} is not started again: main has refused it, for what it says above")
+                    warn(f"worker {name} is not started again: the coordinator has refused it, for what it says above")
                     del running[name]
                 elif time.monotonic() - since < _LEAST_RUN_SECONDS:
                     warn(f"worker {name} ended at once (exit code {code}) and is not started again")

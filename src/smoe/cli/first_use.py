@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from smoe.cli.cluster import DEFAULT_NAME
@@ -12,8 +13,9 @@ from smoe.errors import UnpreparedError
 from smoe.policy.registry import EXPERT_MLP
 from smoe.presets import PRESETS
 
-TRIED_TOKENS = 300
-"""That a predictor is trained on to try it out: a minute for the embedded model, by default a quarter of an hour."""
+TRIED_TOKENS = 100
+"""That a predictor is trained on to try it out: half a minute for the embedded model, by default a quarter of an
+hour."""
 _TERMINAL = "  # in another terminal, until Ctrl-C"
 
 
@@ -49,13 +51,27 @@ def _preparation(error: UnpreparedError) -> Preparation:
 
 
 def _workers(shadow_precision: str | None) -> Preparation:
-    """Two on this machine, and a shadow where the preset has one."""
-    up = "smoe cluster up MODEL --local 2"
+    """Two on this machine, and a draft model where the preset has one; they are not started twice."""
+    has_draft = shadow_precision is not None
+    up = f"smoe cluster up MODEL --local 2{' --shadow' if has_draft else ''} {_TERMINAL}"
+    commands = () if _are_running(has_draft) else (up,)
     options = ("--cluster", DEFAULT_NAME)
-    if shadow_precision is None:
-        return Preparation((f"{up} {_TERMINAL}",), options)
+    if not has_draft:
+        return Preparation(commands, options)
     pack = f"smoe pack MODEL --precision {shadow_precision}"
-    return Preparation((pack, f"{up} --shadow {_TERMINAL}"), (*options, "--set", "shadow_on=cluster"))
+    return Preparation((pack, *commands), (*options, "--set", "shadow_on=cluster"))
+
+
+def _are_running(with_draft: bool) -> bool:
+    """Whether the workers of the cluster on this machine run already."""
+    if find_spec("zmq") is None:
+        return False
+    from smoe.cluster.identity import clusters, read_main
+    from smoe.cluster.running import keeper_process
+
+    if DEFAULT_NAME not in clusters() or keeper_process(DEFAULT_NAME) is None:
+        return False
+    return bool(read_main(DEFAULT_NAME).shadows) or not with_draft
 
 
 def _of_preset(setting: str) -> str | None:

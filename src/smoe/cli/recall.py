@@ -29,7 +29,7 @@ TOKENS = 256
 """Decoded after each prompt, where the user does not say: as many as most of the paper's runs."""
 _SHADOWS, _PERIODS, _PROMPTS, _PROMPT_TOKENS = "int8,int4", "0,1,4,16", 8, 40
 _MOST_PERIOD = 1 << 20
-_PANEL = "Recall of shadows (OD-MoE)"
+_PANEL = "Recall of draft models (OD-MoE)"
 _PICTURES = ("recall-by-token.png", "recall-by-periods.png")
 _HEADS = (
     "shadow",
@@ -41,7 +41,7 @@ _HEADS = (
     "1 more:\nlayers",
     "next\n%",
 )
-_LEGEND = """token set, KV set (T, KV of --periods): after how many tokens the shadow's
+_LEGEND = """token set, KV set (T, KV of --periods): after how many tokens the draft model's
 last token, and its keys and values, are set to the model's (0: never; else
 the first time at the first token after the prompt). experts: of those chosen,
 the named ones; layers: those with all experts named; 1 more: the same with
@@ -179,8 +179,8 @@ def _exact(engine: EngineOptions, needed: int) -> EngineConfig:
     config = engine.config()
     if config.lossy:
         raise ConfigError(
-            f"shadows are compared with an exact run, and this would be none: {', '.join(config.lossy)}; leave that "
-            "out, and name the shadow's precision with --shadow",
+            f"draft models are compared with an exact run, and this would be none: {', '.join(config.lossy)}; leave "
+            "that out, and name the draft model's precision with --shadow",
             setting="recall",
             given=", ".join(config.lossy),
             allowed="exact serving beside `recall`",
@@ -259,7 +259,8 @@ def _check_room(model: str, revision: str | None, configs: dict[str, EngineConfi
             if error.setting != "precision":
                 raise
             raise ConfigError(
-                f"a shadow in {name} needs its experts packed: run smoe pack --precision {name} {shlex.quote(model)}",
+                f"a draft model in {name} needs its experts packed: run smoe pack --precision {name} "
+                f"{shlex.quote(model)}",
                 setting="shadow",
                 given=name,
                 allowed="precisions that the model has been packed in",
@@ -269,13 +270,13 @@ def _check_room(model: str, revision: str | None, configs: dict[str, EngineConfi
     words = ", ".join(f"{name} {format_bytes(need)}" for name, need in needs.items())
     if sum(needs.values()) > less_margin(free):
         raise ConfigError(
-            f"shadows are whole in memory, which takes {words}; there are {format_bytes(less_margin(free))} ({source} "
-            "less a margin): give fewer with --shadow, one at a time",
+            f"draft models are whole in memory, which takes {words}; there are {format_bytes(less_margin(free))} "
+            f"({source} less a margin): give fewer with --shadow, one at a time",
             setting="shadow",
             given=",".join(configs),
-            allowed="shadows that fit in free memory",
+            allowed="draft models that fit in free memory",
         )
-    note(f"shadows are whole in memory, at most {words}; the model has what was asked for, or what they leave")
+    note(f"draft models are whole in memory, at most {words}; the model has what was asked for, or what they leave")
 
 
 def _circumstances(model: str, text: Path | None, config: EngineConfig, spec: ModelSpec) -> dict[str, Any]:
@@ -324,7 +325,7 @@ def _draw(found: Comparison, model: str, alignments: list[Alignment], folder: Pa
 
     folder.mkdir(exist_ok=True)
     what = f"{Path(model).name}, {sum(found.tokens)} tokens after {_prompts(found)}"
-    draw_by_token(found, f"Experts that a shadow names: {what}", folder / _PICTURES[0])
+    draw_by_token(found, f"Experts that a draft model names: {what}", folder / _PICTURES[0])
     note(str(folder / _PICTURES[0]))
     if len({alignment.token for alignment in alignments}) * len({alignment.kv for alignment in alignments}) > 1:
         draw_by_periods(found, f"Recall by periods of alignment: {what}", folder / _PICTURES[1])

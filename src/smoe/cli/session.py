@@ -41,8 +41,9 @@ def loaded(
         if config.cluster is not None:
             note(_open_to(config.cluster))
             awaited = format_count(config.cluster_workers, "worker")
-            awaited += " and a shadow" if is_apart(placed_shadow(config)) else ""
-            note(f"waiting for {awaited} of the cluster {config.cluster}, once the rest is here")
+            awaited += " and a draft model" if is_apart(placed_shadow(config)) else ""
+            seconds = f"{config.cluster_timeout_seconds:g} s"
+            note(f"after loading, up to {seconds} are spent waiting for {awaited} of the cluster {config.cluster}")
         watch.start(ledger)
 
     try:
@@ -76,13 +77,13 @@ def _note_shadow(said: dict[str, Any] | None) -> None:
     """Whether the shadow of a cluster is there."""
     if said is None:
         warn(
-            "no shadow of the cluster has come, so workers are not told ahead yet; start one (smoe cluster join "
+            "no draft model of the cluster has come, so workers are not told ahead yet; start one (smoe cluster join "
             "--shadow), or have it here (--set shadow_on=main)"
         )
     elif said["state"] == "ready":
-        note(f"shadow: {said['name']}, in {said['precision']}")
+        note(f"draft model: {said['name']}, in {said['precision']}")
     else:
-        warn(f"the shadow {said['name']} is not ready: it {said['state']}{f', {w}' if (w := said['why']) else ''}")
+        warn(f"the draft model {said['name']} is not ready: it {said['state']}{f', {w}' if (w := said['why']) else ''}")
 
 
 def _open_to(cluster: str) -> str:

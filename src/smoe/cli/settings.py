@@ -53,7 +53,7 @@ SETTABLE: dict[str, str] = {
     "recent_costs": "Measured loads and computations that the balancer's costs are the means of.",
     "score_window": "With --eviction score: steps over which scores are averaged.",
     "shadow_departure": "With --prefetch shadow: begin the next token by its own guess, or late.",
-    "shadow_on": "With --prefetch shadow: on main, or on a machine of the --cluster.",
+    "shadow_on": "With --prefetch shadow: on the coordinator (main), or on a machine of the --cluster.",
     "shadow_precision": "With --prefetch shadow: the precision of the copy that runs ahead.",
     "shadow_spares": "With --prefetch shadow: experts of a layer named beside those it chose.",
     "share_substitutes": "In a batch, prefer substitutes that serve several of its sequences.",

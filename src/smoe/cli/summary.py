@@ -67,7 +67,7 @@ def _rows(report: RunReport) -> list[tuple[str, str]]:
         ("busy machine", _busy(report)),
         ("experts", _experts(report)),
         ("workers", _workers(report)),
-        ("shadow", _shadow(report)),
+        ("draft model", _shadow(report)),
         ("lossy", _lossy(report)),
         ("arithmetic", _arithmetic(report)),
         ("test bench", _bench(report)),
@@ -138,7 +138,11 @@ def _workers(report: RunReport) -> str:
     if not report.workers:
         return "nobody came"
     if not any(each["experts_computed"] for each in report.workers):
-        why = "all experts fit into main's memory" if report.all_fit else "main had every expert sooner itself"
+        why = (
+            "all experts fit into the coordinator's memory"
+            if report.all_fit
+            else "the coordinator had every expert sooner itself"
+        )
         done = f"not needed: {why}"
     else:
         done = "experts computed: " + ", ".join(f"{each['name']} {each['experts_computed']}" for each in report.workers)
@@ -161,7 +165,7 @@ def _shadow(report: RunReport) -> str:
         return ""
     from smoe.cli.cluster_shadow import shadow_line
 
-    return shadow_line(report.shadow).removeprefix("shadow ")
+    return shadow_line(report.shadow).removeprefix("draft model ")
 
 
 def _lossy(report: RunReport) -> str:

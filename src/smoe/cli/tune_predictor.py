@@ -42,7 +42,7 @@ def tune_predictor(
     from smoe.load.fitted_predictor import place_of, remember
     from smoe.models.files import fetch
     from smoe.models.read_spec import read_spec
-    from smoe.prediction.activation_path import RoutedLayer
+    from smoe.prediction.registry import routed_layers
 
     if name not in FITTED_PREFETCH:
         raise ConfigError.no_choice("predictor", name, FITTED_PREFETCH)
@@ -50,14 +50,14 @@ def tune_predictor(
         message = "--text and --trace both say what is fitted on; give one of them"
         raise ConfigError(message, setting="trace", given=str(traces[0]), allowed="only without `text`")
     spec = read_spec(model, engine.config(), engine.revision)
-    layers = tuple(RoutedLayer(site.layer, site.experts, spec.anatomy.top_k[site.layer]) for site in spec.sites)
+    layers = routed_layers(spec)
     keeping, place = Keeping(), fetch(model, engine.revision)
     checkpoint = place_of(place, name).with_suffix(".training") if keeping.can_keep else None
     with _recorded(model, engine, traces, text, tokens) as recorded, progress("tune", "epochs") as bars:
         if name == EXPERT_MLP:
             note(
-                f"training passes {LEAST_EPOCHS} to {MOST_EPOCHS} times over the text, which takes minutes (a quarter "
-                "of an hour for the embedded model); an interrupt costs the pass under way, the same command goes on"
+                f"training passes {LEAST_EPOCHS} to {MOST_EPOCHS} times over the text; an interrupt costs the pass in "
+                "progress, the same command continues"
             )
         task = bars.add_task("training", total=MOST_EPOCHS, amount="", visible=name == EXPERT_MLP)
         judging = bars.add_task("judging", total=len(FITTED_PREFETCH), amount="", visible=bool(held_out))

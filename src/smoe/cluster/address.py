@@ -121,7 +121,7 @@ def _resolved(name: str) -> IPv4Address | IPv6Address:
 
 def _refused(given: str, why: str) -> ClusterError:
     return ClusterError(
-        f"`address` is {given!r:.80}, which {why}; give the main machine's own address, as 192.168.1.5, "
+        f"`address` is {given!r:.80}, which {why}; give the coordinator's own address, as 192.168.1.5, "
         f"tcp://192.168.1.5:{DEFAULT_PORT} or [fd00::5], or its name (to listen at all interfaces: `every_interface` "
         "beside it)",
         setting="address",

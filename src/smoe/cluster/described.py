@@ -131,4 +131,4 @@ def _heard(me: Worker, parts: list[bytes]) -> Description | None:
             raise refusal(me, frame)
         return parse_experts(frame) if frame.kind is Kind.EXPERTS else None
     except FrameError as error:
-        raise ClusterError(f"main has sent what cannot be: {error}") from error
+        raise ClusterError(f"the coordinator has sent what cannot be: {error}") from error

@@ -47,8 +47,8 @@ def watched(dealer: zmq.Socket[bytes], me: Worker) -> Iterator[Callable[[], None
         while monitor.poll(0):
             if parse_monitor_message(monitor.recv_multipart())["value"] == _TURNED_AWAY:
                 raise WorkerRefusedError(
-                    f"main does not know worker {me.name}: its key was never let in, or is not any more; join with a "
-                    "new invitation (smoe cluster invite, on the main machine)"
+                    f"the coordinator does not know worker {me.name}: its key was never let in, or is not any more; "
+                    "join with a new invitation (smoe cluster invite, on the coordinator)"
                 )
 
     try:
@@ -62,4 +62,4 @@ def watched(dealer: zmq.Socket[bytes], me: Worker) -> Iterator[Callable[[], None
 def refusal(me: Worker, frame: Frame) -> WorkerRefusedError:
     """What main has said in a REFUSED."""
     why = frames.said(frame).get("why", "it does not say why")
-    return WorkerRefusedError(f"main refuses worker {me.name}: {why}")
+    return WorkerRefusedError(f"the coordinator refuses worker {me.name}: {why}")

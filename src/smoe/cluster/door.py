@@ -87,8 +87,8 @@ class Door:
         except zmq.ZMQError as error:
             self.close()
             raise ClusterError(
-                f"cannot listen at {address.address} ({error}); another smoe may be main of this cluster, or the "
-                "address is not this machine's: end the other one, or choose another address",
+                f"cannot listen at {address.address} ({error}); another smoe may be the coordinator of this cluster, "
+                "or the address is not this machine's: end the other one, or choose another address",
                 setting="address",
                 given=address.address,
                 allowed="an address of this machine that is free",

@@ -131,11 +131,11 @@ class Fetcher:
             try:
                 self._answer(frames.parse([part.buffer for part in parts]))
             except FrameError as error:
-                raise ClusterError(f"main sent what cannot be ({error}); nothing of it is kept") from error
+                raise ClusterError(f"the coordinator sent what cannot be ({error}); nothing of it is kept") from error
         now = self._clock()
         if self._is_in and now - self._heard > _SILENCE_SECONDS:
             self._is_in = False
-            self._on_change("main has gone; waiting for it")
+            self._on_change("the coordinator has gone; waiting for it")
         if now - max(self._heard, self._said) > _PATIENCE_SECONDS:
             self._said = now
             self._greet(dealer)
@@ -166,12 +166,12 @@ class Fetcher:
             return
         if not self._is_in:
             self._is_in, self.me = True, replace(self.me, code=None)
-            self._on_change("is known to main")
+            self._on_change("is known to the coordinator")
         if frame.kind is Kind.SUMMING:
             said = frames.said(frame)
             done, total = said.get("done_bytes"), said.get("all_bytes")
             if type(done) is int and type(total) is int:
-                self._on_course(Course("main sums", done, total))
+                self._on_course(Course("the coordinator sums", done, total))
         elif frame.kind is Kind.MANIFEST:
             self._begin(files.parse_manifest(frame))
         self._ask_anew()
@@ -241,8 +241,10 @@ class Fetcher:
             self._damaged[file, chunk] = times = self._damaged.get((file, chunk), 0) + 1
             if times >= MOST_DAMAGED:
                 raise ClusterError(
-                    f"chunk {chunk} of {self._sent.files[file].name} came damaged {times} times; main's file is not "
-                    "what it was when its checksums were made, or something on the way changes it: check main's file"
+                    f"chunk {chunk} of {self._sent.files[file].name} came damaged {times} times; the coordinator's "
+                    "file is not "
+                    "what it was when its checksums were made, or something on the way changes it: check the "
+                    "coordinator's file"
                 )
             self._chunks.appendleft((file, chunk))
         elif self._landing.missing.get(file, before) is not before:  # the disk has not kept what it was given

@@ -46,7 +46,7 @@ def forget_cluster(name: str) -> list[str]:
             shutil.rmtree(clusters_folder() / folder)
             local.append(folder)
         of = ", ".join(sorted(main.workers)) or "none yet"
-        removed.append(f"cluster {name} at {main.address}: main's keys, and those of its workers ({of})")
+        removed.append(f"cluster {name} at {main.address}: the coordinator's keys, and those of its workers ({of})")
         removed += [f"worker {folder}: its keys on this machine" for folder in local if folder != name]
     elif name in joined():
         me = read_worker(name)
@@ -76,7 +76,7 @@ def forget_worker(name: str, worker: str) -> list[str]:
     keep_main(replace(main.with_role(worker, False), workers=others))
     process = main_process(name)
     if process is not None:
-        removed.append(f"main runs (process {process}), and lets it in until it ends")
+        removed.append(f"the coordinator runs (process {process}), and lets it in until it ends")
     return removed
 
 
@@ -91,7 +91,10 @@ def _local_workers(main: Main) -> list[str]:
 
 
 def _refuse_in_use(name: str) -> None:
-    for process, what in ((main_process(name), "is its main"), (keeper_process(name), "keeps its workers running")):
+    for process, what in (
+        (main_process(name), "is its coordinator"),
+        (keeper_process(name), "keeps its workers running"),
+    ):
         if process is not None:
             raise ClusterError(
                 f"the cluster {name!r} is in use: process {process} {what}; end that first",

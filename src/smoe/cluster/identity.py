@@ -187,7 +187,7 @@ def read_worker(name: str) -> Worker:
     if stored is None:
         raise ClusterError(
             f"this machine is no worker of a cluster {name!r}; run smoe cluster join with the line that smoe cluster "
-            "invite prints on the main machine",
+            "invite prints on the coordinator",
             setting="cluster",
             given=name,
             allowed="a cluster that was joined",

@@ -93,8 +93,8 @@ class Landing:
             is_other = path.stat().st_size != file.nbytes
             if is_other or sums_of(path, file.name, self._before).digest != file.digest:
                 raise ClusterError(
-                    f"{path} is there already and is another file than main's; delete it, or give another folder "
-                    "(`fetch`)",
+                    f"{path} is there already and is another file than the coordinator's; delete it, or give another "
+                    "folder (`fetch`)",
                     setting="fetch",
                     given=str(self._folder),
                     allowed="a folder that is empty, or has this model's files",
@@ -122,7 +122,9 @@ class Landing:
             self._lacks(number, wrong)
             return
         if made.digest != file.digest:
-            raise ClusterError(f"main's checksums of {file.name} contradict each other; this is an error of smoe's")
+            raise ClusterError(
+                f"the coordinator's checksums of {file.name} contradict each other; this is an error of smoe's"
+            )
         path = self._folder / file.name
         take_place(part, path)
         keep_sums(path, made)

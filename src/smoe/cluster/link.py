@@ -185,7 +185,7 @@ class Link:
                 self._answered(member, frame)
         except FrameError as error:
             is_shadow, why = seat is not None and seat.has(route), f"sent what cannot be: {error}"
-            _log.warning("%s %s", member.name if member else "the shadow" if is_shadow else "a stranger", why)
+            _log.warning("%s %s", member.name if member else "the draft model" if is_shadow else "a stranger", why)
             if member is not None or is_shadow:
                 self._send(route, frames.talk(Kind.REFUSED, {"why": why}))
             if member is not None:
@@ -262,13 +262,16 @@ class Link:
             self._try_next(trial.member, trial.others)
             return
         far = (rows.float() - trial.expected.float()).abs().max().item()
-        why = f"its arithmetic gives other bits than main's (by {far:.2g}), so results would depend on who computes"
+        why = (
+            f"its arithmetic gives other bits than the coordinator's (by {far:.2g}), so results would depend on who "
+            "computes"
+        )
         self._send(trial.member.route, frames.talk(Kind.REFUSED, {"why": why}))
         self._out(trial.member, why)
 
     def _differs(self, member: Member, key: ExpertKey, far: float) -> None:
         """A worker that has proven itself has returned other bits than main's."""
-        why = f"returned other bits than main's for expert {key[1]} of layer {key[0]} (by {far:.2g})"
+        why = f"returned other bits than the coordinator's for expert {key[1]} of layer {key[0]} (by {far:.2g})"
         self._doorkeeper.doubt(member, why)
         for each in [each for each in self.members.values() if each.key == member.key]:
             self._send_to(each, frames.talk(Kind.REFUSED, {"why": f"it {why}"}))

@@ -356,8 +356,8 @@ def _nodes(ray: Any, main: Main) -> int:
     far = sorted({each for each in addresses if each != here})
     if far and ip_address(urlsplit(to_listen_at(main.address, False).address).hostname or "").is_loopback:
         raise ClusterError(
-            f"workers on {', '.join(far)} could not reach main at {main.address}; give this machine's address in "
-            "their network (`address`)",
+            f"workers on {', '.join(far)} could not reach the coordinator at {main.address}; give this machine's "
+            "address in their network (`address`)",
             setting="address",
             given=main.address,
             allowed="this machine's address in your network",

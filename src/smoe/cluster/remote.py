@@ -103,7 +103,9 @@ class Cluster(Admission):
         """Let workers in, which are to compute by this one of `KERNELS`, as main does."""
         self._arithmetic = arithmetic
         if not self._alone.compute_by(arithmetic):
-            raise ClusterError(f"main's own experts cannot be computed by `kernels` {arithmetic}; please report this")
+            raise ClusterError(
+                f"the coordinator's own experts cannot be computed by `kernels` {arithmetic}; please report this"
+            )
         self._proofs = list(self._make_proofs())
         keys, rescue = self.main.keys, self._alone.experts
         at = to_listen_at(self.main.address, self.main.everywhere)
@@ -286,7 +288,7 @@ class Cluster(Admission):
         """In what a worker's model, or its smoe, is another; empty: in nothing."""
         for what, mine in {"smoe": __version__, **self._asked}.items():
             if said.get(what) != mine:
-                return f"its {what} is {str(said.get(what))[:80]!r}, main has {mine!r}"
+                return f"its {what} is {str(said.get(what))[:80]!r}, the coordinator has {mine!r}"
         return ""
 
     def describe(self, key: str, said: dict[str, Any]) -> list[Any]:
@@ -300,7 +302,7 @@ class Cluster(Admission):
     def _without_torch(self) -> Described | str | None:
         """What such a worker can do, or why nothing; None: that is being found out."""
         if self.describer is None:
-            return "it has no torch, which this main's workers need"
+            return "it has no torch, which this coordinator's workers need"
         self.describer.begin()
         return self.describer.found or self.describer.why or None
 

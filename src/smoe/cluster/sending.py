@@ -155,7 +155,7 @@ class Courier:
     def _refusal(self, key: str, said: dict[str, Any]) -> str:
         for what, mine in {"smoe": __version__, "precision": self._precision}.items():
             if said.get(what) != mine:
-                return f"its {what} is {str(said.get(what))[:80]!r}, main has {mine!r}"
+                return f"its {what} is {str(said.get(what))[:80]!r}, the coordinator has {mine!r}"
         return self._admitted(key, said)
 
     def turn(self, is_quiet: bool, send: Send) -> None:

@@ -151,7 +151,7 @@ class ShadowProcess(Talking):
             if not self._is_in:
                 self._is_in = True
                 self._wait_for("")
-                self._on_change("follows main")
+                self._on_change("follows the coordinator")
         elif self._opening is None and self._may_open(wanted):
             self._is_in = False
             self._opening = threading.Thread(target=self._open, args=(wanted,), name="smoe-opening", daemon=True)
@@ -179,9 +179,9 @@ class ShadowProcess(Talking):
             self._opened, self._cannot = (wanted, self._files.open(wanted, self._hear_shadow)), None
         except (SmoeError, OSError, MemoryError) as error:
             self._cannot = (wanted, str(error), time.monotonic())
-            self._on_change(f"cannot be what main wants: {error}")
+            self._on_change(f"cannot be what the coordinator wants: {error}")
         except Exception as error:  # main is told, and may want something else
-            _log.exception("the shadow could not be opened")
+            _log.exception("the draft model could not be opened")
             self._cannot = (wanted, f"{type(error).__name__}: {error}", time.monotonic())
         finally:
             self._said = 0.0  # greet main at once

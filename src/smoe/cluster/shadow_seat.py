@@ -140,7 +140,12 @@ class Seat:
             send(route, frames.talk(Kind.REFUSED, {"why": why}))
             return
         if self.state != "out" and key != self._key:
-            send(route, frames.talk(Kind.WELCOME, {"wanted": None, "why": f"{self.name} is main's shadow already"}))
+            send(
+                route,
+                frames.talk(
+                    Kind.WELCOME, {"wanted": None, "why": f"{self.name} is the coordinator's draft model already"}
+                ),
+            )
             return
         if self.is_in:
             self.leave("came back anew")  # or has missed something of ours: in its own eyes it is not in
@@ -149,7 +154,7 @@ class Seat:
         self.name, self._said = self._admission.name_of(key) or "?", said
         if self.following is None:
             self._became("not used")
-            send(route, frames.talk(Kind.WELCOME, {"wanted": None, "why": "this main decodes without it"}))
+            send(route, frames.talk(Kind.WELCOME, {"wanted": None, "why": "this coordinator decodes without it"}))
             return
         self._is_open = is_open = said.get("opened") == self.following.wanted
         self._under_way = 0
@@ -159,14 +164,14 @@ class Seat:
     def _refusal(self, key: str, said: dict[str, Any]) -> str:
         for what, mine in {"smoe": __version__, **self._asked}.items():
             if said.get(what) != mine:
-                return f"its {what} is {str(said.get(what))[:80]!r}, main has {mine!r}"
+                return f"its {what} is {str(said.get(what))[:80]!r}, the coordinator has {mine!r}"
         return self._admission.admitted(key, said)
 
     def _became(self, state: str, why: str = "") -> None:
         if (state, why) == (self.state, self.why):
             return
         was_in, self.state, self.why = self.is_in, state, why
-        _log.info("shadow %s: %s%s", self.name, state, f" ({why})" if why else "")
+        _log.info("draft model %s: %s%s", self.name, state, f" ({why})" if why else "")
         if self.following is not None and was_in != self.is_in:
             self.following.start_anew(self.is_in)
         self.changed()

@@ -151,7 +151,8 @@ class WorkerProcess(Talking):
         if arithmetic != self._arithmetic:
             if not isinstance(arithmetic, str) or not alone.compute_by(arithmetic):
                 raise WorkerRefusedError(
-                    f"worker {self._me.name}: main computes by `kernels` {arithmetic}, which this machine cannot"
+                    f"worker {self._me.name}: the coordinator computes by `kernels` {arithmetic}, which this machine "
+                    "cannot"
                 )
             self._arithmetic = arithmetic
         self._is_in = True

@@ -22,9 +22,9 @@ from smoe.models.kv_cache import RowCache
 from smoe.models.scoring import ScoringRule
 from smoe.models.spec import ModelSpec
 from smoe.policy.registry import PREFETCH_WHAT
-from smoe.prediction.activation_path import NOBODY, RoutedLayer
+from smoe.prediction.activation_path import NOBODY
 from smoe.prediction.corrected_gates import CorrectedGates
-from smoe.prediction.registry import PREDICTORS, Subject
+from smoe.prediction.registry import PREDICTORS, Subject, routed_layers
 from smoe.prediction.stacked_gates import StackedGates
 from smoe.routing import Routing
 from smoe.runtime.observer import Routed, StepObserver
@@ -63,8 +63,7 @@ class Listener(StepObserver):
     """Hears one run: keeps the routers' choices and asks the predictors."""
 
     def __init__(self, model: PreTrainedModel, spec: ModelSpec, rules: dict[int, ScoringRule]) -> None:
-        top_k = spec.anatomy.top_k
-        self.layers = [RoutedLayer(site.layer, site.experts, top_k[site.layer]) for site in spec.sites]
+        self.layers = routed_layers(spec)
         self.refused: dict[str, str] = {}
         """Predictors that could not be asked, and why."""
         self._rules = rules

@@ -67,8 +67,8 @@ def check_cluster(config: EngineConfig) -> None:
     if config.cluster is None:
         if config.placement is not None:
             raise UnpreparedError(
-                f"`placement` {config.placement}, which the presets cluster and od-moe have as well, belongs to "
-                "`cluster`; name one, or use another preset",
+                f"`placement` {config.placement} (an option, or part of the presets cluster and od-moe) divides "
+                "experts among workers, so it belongs to `cluster`; name one, or use another preset",
                 setting="placement",
                 given=config.placement,
                 allowed="only with `cluster`",
@@ -144,7 +144,7 @@ def _movable_math(
     math = experts_math(model, spec, store, activations_of(config, spec.dtype, torch.device("cpu")))
     if not all(layer.is_movable for layer in math.values()):
         raise ConfigError(
-            "this family's experts end in a norm that only the main machine has; it cannot be served by a `cluster`",
+            "this family's experts end in a norm that only the coordinator has; it cannot be served by a `cluster`",
             setting="cluster",
             given=config.cluster,
             allowed="none for this model",

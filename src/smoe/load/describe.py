@@ -41,17 +41,19 @@ def describe(
         with SpinningPool(1, in_own_order=True) as pool:
             return Described(description, arithmetic, pool.most_own_rows)
     if not is_supported():
-        raise _unfit("main computes by `kernels` torch, and its CPU has no AVX-512 BF16")
+        raise _unfit("the coordinator computes by `kernels` torch, and its CPU has no AVX-512 BF16")
     torch.set_num_threads(threads)  # of this thread; as those have that the results are compared with
     with SpinningPool(threads, several=True) as pool:
         rows = kernel_rows(pool, any_math.shapes)
     if not rows:
-        raise _unfit("main's torch gives other bits than our kernels")
+        raise _unfit("the coordinator's torch gives other bits than our kernels")
     return Described(description, "native", rows)
 
 
 def _unfit(why: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"a worker without torch cannot compute for this main: {why}; install torch there")
+    return UnsupportedModelError(
+        f"a worker without torch cannot compute for this coordinator: {why}; install torch there"
+    )
 
 
 def _is_alike(math: ExpertMath, other: ExpertMath, table: torch.Tensor) -> bool:

@@ -13,9 +13,11 @@ from smoe.load.gate_corrections import corrections_of
 from smoe.load.next_use import next_use_of
 from smoe.models.spec import ModelSpec
 from smoe.policy.eviction.learned import NextUse
-from smoe.policy.registry import FITTED_PREFETCH, LEARNED
+from smoe.policy.registry import EXPERT_MLP, FITTED_PREFETCH, LEARNED
+from smoe.prediction import expert_mlp
 from smoe.prediction.correction import Correction
 from smoe.prediction.fitted import Fitted
+from smoe.prediction.registry import routed_layers
 
 
 class Learned(NamedTuple):
@@ -32,6 +34,12 @@ class Learned(NamedTuple):
     def nbytes(self) -> int:
         """Of memory, beside the corrections: the predictor's own copy of them is counted with the predictor."""
         return sum(each.nbytes for each in (self.fitted, self.next_use) if each is not None)
+
+
+def expected_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Of memory, of a predictor that the settings ask for and that has not been fitted yet; 0 for those that are counts
+    alone."""
+    return expert_mlp.nbytes_of(routed_layers(spec)) if config.prefetch == EXPERT_MLP else 0
 
 
 def learned_of(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[Learned, dict[str, str]]:

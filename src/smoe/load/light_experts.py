@@ -105,5 +105,7 @@ def _piece(tensors: Mapping[str, StoredTensor], key: str, expert: int) -> Stored
     if found is not None and NUMBER not in key and found.shape and expert < found.shape[0]:
         found = row_of(found, expert)
     if found is None or found.dtype != _PLAIN:
-        raise CheckpointError(f"main says that {name!r} is an expert's in bf16, and the files here have no such tensor")
+        raise CheckpointError(
+            f"the coordinator says that {name!r} is an expert's in bf16, and the files here have no such tensor"
+        )
     return found

@@ -70,7 +70,7 @@ class PlannedShadow(NamedTuple):
                 share_weights(shadow, model)
             arena = Arena(self.ledger.sizes, self.device, huge_pages=False)
             try:
-                budget = Budget(self.ledger, "of a shadow", Known(self.config, {}), Learned())
+                budget = Budget(self.ledger, "of a draft model", Known(self.config, {}), Learned())
                 stores, experts = {EXACT: self.store}, {EXACT: self.checkpoint.experts(self.spec)}
                 assemble(shadow, self.spec, self.config, budget, stores, arena, experts, Pacing())
             except BaseException:
@@ -158,7 +158,7 @@ def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[ModelSpec, 
     except ConfigError as error:
         why = str(error).removeprefix(f"`precision` {own.precision}: ")
         raise UnpreparedError(
-            f"a shadow in {own.precision} needs its experts packed: {why}, or choose another precision "
+            f"a draft model in {own.precision} needs its experts packed: {why}, or choose another precision "
             "(`shadow_precision`), or another `prefetch`",
             setting="shadow_precision",
             given=own.precision,

@@ -93,8 +93,9 @@ class ShadowFiles:
         room = less_margin(free_device_bytes(device)[0])
         if nbytes > room:
             raise BudgetError(
-                f"a shadow in {config.shadow_precision} takes {format_bytes(nbytes)}, {format_bytes(room)} are free "
-                "here; have main want one in fewer bits (`shadow_precision`), or of a shorter text (`context_tokens`)"
+                f"a draft model in {config.shadow_precision} takes {format_bytes(nbytes)}, {format_bytes(room)} are "
+                "free here; have the coordinator want one in fewer bits (`shadow_precision`), or of a shorter text "
+                "(`context_tokens`)"
             )
         set_compute_threads(self._threads)
         heard = planned.open(None, torch.get_num_threads())
@@ -107,8 +108,10 @@ class ShadowFiles:
 
 def _config_of(wanted: Mapping[str, Any]) -> EngineConfig:
     if set(wanted) != _WANTED:
-        raise ClusterError(f"main wants a shadow by settings that are not known here: {str(sorted(wanted))[:200]}")
+        raise ClusterError(
+            f"the coordinator wants a draft model by settings that are not known here: {str(sorted(wanted))[:200]}"
+        )
     try:
         return configure(prefetch=SHADOW, **wanted)
     except (ConfigError, TypeError) as error:
-        raise ClusterError(f"main wants a shadow that cannot be: {error}") from error
+        raise ClusterError(f"the coordinator wants a draft model that cannot be: {error}") from error

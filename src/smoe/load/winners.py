@@ -18,8 +18,8 @@ import torch
 
 from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
-from smoe.errors import ConfigError
-from smoe.load.learned import Learned, learned_of
+from smoe.errors import ConfigError, UnpreparedError
+from smoe.load.learned import Learned, expected_bytes, learned_of
 from smoe.machine.measure import describe_machine
 from smoe.memory.emulation import read_profile
 from smoe.models.spec import ModelSpec
@@ -145,9 +145,14 @@ def with_winners(
     `share_beside` says which share of the experts is resident beside so many learned bytes; it is asked where there are
     winners. A prefetch that won is still on trial where it runs: what does not pay there is off by itself. A winner
     whose learned file is gone, or belongs to other weights, or that won with far more or fewer experts resident,
-    decides nothing. Raises `ConfigError` where what the user asks for by name has not been learned.
+    decides nothing. Raises `ConfigError` where what the user asks for by name has not been learned, and `BudgetError`
+    where the budget has no room for it.
     """
-    decided = Decided(config, *learned_of(config, place, spec))
+    try:
+        decided = Decided(config, *learned_of(config, place, spec))
+    except UnpreparedError:
+        share_beside(expected_bytes(config, spec))  # a budget without room for it is refused before it is fitted
+        raise
     held = winners_of(place, where(config, device))
     asked = {setting: found for setting, found in held.items() if getattr(config, setting) == "auto"}
     share = share_beside(decided.learned.nbytes) if asked else 0.0

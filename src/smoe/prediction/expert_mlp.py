@@ -62,6 +62,16 @@ def network(inputs: int, outputs: int, widths: Sequence[int] = WIDTHS) -> nn.Seq
     return nn.Sequential(*parts, nn.Linear(inputs, outputs))
 
 
+def nbytes_of(layers: Sequence[RoutedLayer]) -> int:
+    """Of a fitted predictor in memory, known before it is trained: its network as `folded` gives it, and the counts
+    beside it."""
+    widest = max(layer.experts for layer in layers)
+    with torch.device("meta"):
+        parts = network(state_width(layers), widest)
+    weights = sum(weight.numel() for part in parts if isinstance(part, nn.Linear) for weight in part.parameters())
+    return 4 * (weights + len(layers) * widest + (len(layers) - 1) * widest**2)
+
+
 def folded(trained: nn.Sequential) -> dict[str, torch.Tensor]:
     """The network as it is used: every batch norm is multiplied into the layer before it."""
     found: dict[str, torch.Tensor] = {}

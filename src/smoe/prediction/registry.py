@@ -27,6 +27,11 @@ from smoe.prediction.stacked_gates import StackedGates
 from smoe.prediction.whole_layer import WholeLayer
 
 
+def routed_layers(spec: ModelSpec) -> tuple[RoutedLayer, ...]:
+    """The routers of a model, as predictors know them."""
+    return tuple(RoutedLayer(site.layer, site.experts, spec.anatomy.top_k[site.layer]) for site in spec.sites)
+
+
 @dataclass(frozen=True)
 class Subject:
     """What predictors are made from: the model whose experts they guess."""
@@ -49,8 +54,7 @@ class Subject:
     @property
     def routed_layers(self) -> tuple[RoutedLayer, ...]:
         """What the model's routers can say."""
-        top_k = self.spec.anatomy.top_k
-        return tuple(RoutedLayer(site.layer, site.experts, top_k[site.layer]) for site in self.spec.sites)
+        return routed_layers(self.spec)
 
     @cached_property
     def next_gate(self) -> NextGate:

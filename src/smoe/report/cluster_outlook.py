@@ -55,8 +55,8 @@ _SHADOW_SHARE = 0.5
 
 SCHEDULES = {
     "finish": "every expert where it is done first",
-    "cluster": "the same with a shadow on main: `preset` cluster",
-    "round-robin": "workers by turns, with a shadow on main: `preset` od-moe",
+    "cluster": "the same with a draft model: `preset` cluster",
+    "round-robin": "workers by turns, with a draft model: `preset` od-moe",
 }
 """What is foretold, in words."""
 
@@ -112,11 +112,11 @@ class ClusterCase:
 
 
 WORDS = {
-    "main": "main's layers",
+    "main": "coordinator's layers",
     "between": "the way there and back",
     "computing": "experts computed",
     "loads": "loads at workers",
-    "own_loads": "main's own loads",
+    "own_loads": "coordinator's loads",
 }
 """`Waits` for people."""
 
@@ -246,8 +246,8 @@ def _remarks(wanted: Wanted, network: Network, trace: Sequence[Routing] | None) 
     found = [] if trace is not None else [SAYS]
     if not wanted.measured:
         found.append(
-            f"the way to a worker and back is taken to be {format_seconds(network.way)} beside the wire, of which main "
-            f"spends {format_seconds(network.message)} on each message"
+            f"the way to a worker and back is taken to be {format_seconds(network.way)} beside the wire, of which the "
+            f"coordinator spends {format_seconds(network.message)} on each message"
         )
     return found
 

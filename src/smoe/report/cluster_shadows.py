@@ -46,7 +46,7 @@ def beside_shadows(
     schedule's shadow)."""
     ledgers, remarks = dict[str, Ledger | None](), []
     for schedule, precision in shadows.items():
-        what = f"{schedule} with a shadow in {precision} on main"
+        what = f"{schedule} with a draft model in {precision} on the coordinator"
         its = replace(config, prefetch=SHADOW, shadow_precision=precision)
         try:
             nbytes = least_shadow_bytes(model, survey.spec, its, revision)
@@ -58,7 +58,7 @@ def beside_shadows(
             ledgers[schedule], takes = None, f"which this model cannot have: {error}"
         preset = "od-moe" if schedule == "round-robin" else schedule
         remarks.append(f"{what} ({takes}): `preset` {preset}, and first smoe pack --precision {precision}")
-    remarks.append("what a shadow computes, on the same cores as main, is not counted")
+    remarks.append("what a draft model computes, on the same cores as the coordinator, is not counted")
     return ledgers["cluster"], remarks
 
 

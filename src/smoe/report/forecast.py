@@ -22,6 +22,7 @@ from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.load.assembly import predictor_name
 from smoe.load.device import choose_device
+from smoe.load.learned import expected_bytes
 from smoe.load.ledger import demand_of, fit_context, make_ledger, open_if_here, share_beside, shortages_of
 from smoe.load.winners import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
@@ -285,11 +286,11 @@ def _decided(
     """(the configuration as a run would have it, the bytes of what was learned for it, what decided, what is
     missing)."""
     if not checkpoint.has_weights():
-        return config, 0, [], ()
+        return config, expected_bytes(config, spec), [], ()
     try:
         decided = with_winners(config, checkpoint.place, spec, device, share_beside)
     except ConfigError as error:
-        return config, 0, [], (f"{error}; simulated all the same",)
+        return config, expected_bytes(config, spec), [], (f"{error}; simulated all the same",)
     because = [f"`{name}` {getattr(decided.config, name)}, {why}" for name, why in decided.reasons.items()]
     return decided.config, decided.learned.nbytes, because, ()
 
