@@ -3,8 +3,10 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# On machines without an NVIDIA GPU the CPU build of torch is a tenth of the size; set TORCH to another requirement if you like.
 TORCH  ?= torch==2.13.0
+# Where torch is taken from, if not from the usual index, whose build for Linux is that for CUDA (5.9 GB). Without an NVIDIA GPU:
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 MEMORY ?= 20MiB
 PROMPT ?= Once upon a time there was a little girl named Lily.
 
@@ -24,7 +26,8 @@ export PYTHONDONTWRITEBYTECODE :=
         env clean help gpu
 
 help:
-	@echo "make demo   install into $(VENV) and generate text with the embedded model in $(MEMORY)"
+	@echo "make demo   install into $(VENV) and generate text with the embedded model in $(MEMORY);"
+	@echo "            without an NVIDIA GPU: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu"
 	@echo "make test   run the test suite, but for what takes seconds: make test-all runs that, too"
 	@echo "make test-optional  what needs Ray, lm_eval, qemu-aarch64 and a Chromium"
 	@echo "make test-limited   once more what hangs on the CPU, as on machines with less than this one"
@@ -38,10 +41,13 @@ env: $(VENV)/.installed
 
 # Most of the libraries' modules are never imported; those that are, Python compiles then.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev]"
+	@echo "making an environment in $(VENV), once, which takes minutes; step 1 of 3: pip"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@echo "step 2 of 3: $(TORCH) from $(or $(TORCH_INDEX),the usual index)"
+	@$(BIN)/python -m pip install --no-compile -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	@echo "step 3 of 3: the other libraries, 0.5 GB to download, and smoe itself (no further lines until it is done)"
+	@$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev]"
 	@touch $@
 
 demo: env

@@ -60,6 +60,7 @@ GROUPS = (
         "|could not import 'fcntl'|the C library is not glibc",
         CI,
     ),
+    Group("curl", "needs curl", CI),
     Group("the development requirements, Python 3.11", "could not import|(needs )?Python 3.11", CI),
     Group(
         "the embedded model, and every package", "its weights are not in|the embedded model is not|no command line", CI

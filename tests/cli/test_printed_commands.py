@@ -7,6 +7,7 @@ comment that a shell would not take for one.
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shlex
@@ -15,14 +16,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 import smoe
 from smoe.cli import app
+from tests import gguf_toy, zoo
 from tests.cli.conftest import Run
 from tests.forked import Forked
 from tests.toy import save_toy
@@ -33,8 +37,9 @@ MODELS = ("Qwen/Qwen3-30B-A3B", "./my-model")
 """A toy takes their places."""
 MEASURED = ("smoe eval", "smoe tune")
 """Where a block has these, the toy takes the place of `demo`, too: measured on texts, `demo` takes a minute."""
-OTHERS = ("make", "pip", "python3")
-"""What makes an environment: `make wheel-test` does that."""
+OTHERS = ("make", "pip", "python3", "curl")
+"""What makes an environment: `make wheel-test` does that. `curl` asks the server of the start page, in a test of its
+own."""
 LONG = (("bench",), ("simulate",), ("tune", "--prefetch"))
 """Minutes and more, whatever the model: these are only parsed here, and run in tests of their own."""
 UNTIL_ENDED = {("serve",): "serving", ("cluster", "up"): "worker local-1: ready"}
@@ -50,15 +55,23 @@ def blocks(kind: str) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the name that the pages have for one."""
+    model = zoo.make("qwen2_moe", dtype=torch.bfloat16, max_position_embeddings=4096)
+    return gguf_toy.write(tmp_path_factory.mktemp("gguf") / "my-model.gguf", model)
+
+
+@pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the context that the pages ask for."""
     return save_toy(tmp_path_factory.mktemp("small") / "my-model", max_position_embeddings=4096)
 
 
 @pytest.fixture
-def folder(small: Path, quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(small: Path, gguf_file: Path, quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a reader would be: the model in it, and a text; what is measured on texts takes some tokens of them."""
     shutil.copytree(small, tmp_path / "my-model")
+    shutil.copy(gguf_file, tmp_path)
     (tmp_path / "mine.txt").write_text("Once upon a time there was a cat who liked to dig. " * 12)
     for name in ("eval.TOKENS", "tune.TOKENS", "tune._PRICED_TOKENS"):
         monkeypatch.setattr(f"smoe.cli.{name}", 110)
@@ -90,7 +103,9 @@ def parse(words: Sequence[str], group: Any = None) -> None:
         command.make_context(name, rest)
 
 
-def ended_by_ctrl_c(words: Sequence[str], words_of_success: str) -> int:
+@contextmanager
+def started(words: Sequence[str], words_of_success: str) -> Iterator[str]:
+    """A command that runs until Ctrl-C, which ends it here: what it has printed once it works."""
     environment = {**os.environ, "PYTHONPATH": str(Path(smoe.__file__).parents[1])}
     line = [sys.executable, "-m", "smoe", *words, *["--port", "0"] * (words[0] == "serve")]
     streams: dict[str, Any] = {"stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
@@ -100,9 +115,10 @@ def ended_by_ctrl_c(words: Sequence[str], words_of_success: str) -> int:
             line_shown = process.stderr.readline()
             assert line_shown, shown
             shown += line_shown
+        yield shown
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
-        return int(process.returncode)
+        assert process.returncode in (0, 130), words
 
 
 @pytest.mark.parametrize("block", blocks("console"))
@@ -118,14 +134,36 @@ def test_every_line_works(block: str, run: Run, folder: Path, monkeypatch: pytes
             continue
         endless = [success for names, success in UNTIL_ENDED.items() if tuple(words[: len(names)]) == names]
         if endless:
-            assert ended_by_ctrl_c(words, *endless) in (0, 130), words
-            continue
+            with started(words, *endless):
+                continue
         monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/bye\n"))
         ran = run(*words)
         assert ran.code == 0, (words, ran.err)
 
 
-@pytest.mark.parametrize("block", blocks("python"))
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_server_of_the_start_page_is_asked_as_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a port of the test's own: the page, by curl, and by OpenAI's client."""
+    page = (ROOT / PAGES[1]).read_text(encoding="utf8")
+    (serve,) = re.findall(r"^\$ smoe (serve .*)$", page, re.M)
+    (curl,) = re.findall(r"^\$ (curl .*)$", page, re.M)
+    (program,) = re.findall(r"^```python\n(from openai .*?)^```", page, re.S | re.M)
+    with started(shlex.split(serve), "serving") as shown:
+        (address,) = re.findall(r"serving my-model at (http://\S+)/v1 ", shown)
+        here = "http://127.0.0.1:8000"
+        assert "<html" in asked([*shlex.split(curl)[:1], address])
+        answer = json.loads(asked(shlex.split(curl.replace(here, address))))
+        assert answer["choices"][0]["message"]["content"]
+        exec(compile(program.replace(here, address), "a block of the page", "exec"), {})
+        assert capsys.readouterr().out
+
+
+def asked(line: Sequence[str]) -> str:
+    """What curl prints."""
+    return subprocess.run([*line, "--silent", "--max-time", "60"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("block", (each for each in blocks("python") if "OpenAI(" not in each.values[0]))
 def test_every_program_works(block: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The embedded model has a tokenizer of its own, and so stays itself."""
     for name in MODELS:
