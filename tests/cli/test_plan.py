@@ -82,6 +82,15 @@ def test_the_table_names_every_part(run, config_only):
     assert not any(line.split() == ["tokens/s"] for line in ran.out.splitlines()), "a row is one line"
 
 
+def test_faster_reads_are_advised_where_they_bring_something(run, config_only):
+    """Would catch "0% faster"."""
+    value = run("plan", config_only, "--memory", "4MiB", "--json").json
+    least, full = (
+        run("plan", config_only, "--memory", value[f"{size}_memory_bytes"]).out for size in ("minimum", "full")
+    )
+    assert "a disk twice as fast would make it" in least and "twice as fast" not in full
+
+
 def test_no_config(run, tmp_path):
     ran = run("plan", tmp_path)
     assert ran.code == 2 and "config.json" in ran.err

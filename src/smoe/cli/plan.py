@@ -37,6 +37,10 @@ measured rates.
 """
 
 
+_LEAST_GAIN = 0.01
+"""Of speed, by faster reads: less is no advice."""
+
+
 @dataclass(frozen=True)
 class MachineOptions(EngineOptions):
     """The same options; a profile alone means the machine to plan for."""
@@ -127,11 +131,11 @@ def _print_expected(outlook: Outlook, console: Console) -> None:
     gain = outlook.with_faster_reads.tokens_per_second / run.tokens_per_second - 1
     share = run.parts[run.bound_by] / run.seconds_per_token
     reads = "link" if outlook.machine.has_link else "disk"
+    advice = f"; a {reads} twice as fast would make it {gain:.0%} faster" if gain >= _LEAST_GAIN else ""
     console.print(
         f"\n[bold]{speed}[/bold]{span if outlook.spread == (1, 1) else ''} on {outlook.machine.name}, simulated; "
         f"{share:.0%} of the time: {run.bound_by}\n"
-        f"first token of a prompt of {PROMPT_TOKENS} after {first}{longer}; a {reads} twice as "
-        f"fast would make it {max(0.0, gain):.0%} faster",
+        f"first token of a prompt of {PROMPT_TOKENS} after {first}{longer}{advice}",
         soft_wrap=True,
         highlight=False,
     )
